@@ -20,12 +20,14 @@ from lightning_topt.basics.units import parse_bytes
 
 def check_whole(value: Any, *, name: str, least: int | None = 1, most: int | None = None) -> int:
     """Return a whole number from `least` to `most`, if these are given; True and 2.0 are none."""
+    # True is an Integral in Python; numpy's whole numbers are too
     is_whole = isinstance(value, Integral) and not isinstance(value, bool)
     if (
         not is_whole
         or (least is not None and int(value) < least)
         or (most is not None and int(value) > most)
     ):
+        # a text times False is empty: only the bounds that are given are named
         bounds = f"at least {least}, " * (least is not None) + f"at most {most}, " * (
             most is not None
         )
@@ -37,6 +39,7 @@ def check_real(value: object, *, name: str, positive: bool = False) -> float:
     """Return a finite number, with `positive` one above 0."""
     if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
         raise ValueError(f"{name} is a finite number; got {reprlib.repr(value)}")
+    # also refuses what becomes 0.0 as a float
     if positive and not float(value) > 0:
         raise ValueError(f"{name} is positive; got {value}")
     return float(value)
@@ -44,6 +47,7 @@ def check_real(value: object, *, name: str, positive: bool = False) -> float:
 
 def check_size(value: Any, *, name: str, least: int = 1) -> int:
     """Return bytes, from a whole number of them or text such as "8GiB"."""
+    # 8e9 is a whole number of bytes although it is a float
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if is_number and math.isfinite(value) and value == int(value):
         value = int(value)
@@ -87,6 +91,7 @@ def check_texts(value: Any, *, name: str) -> tuple[str, ...]:
 
     A single text is refused: it would be read letter by letter.
     """
+    # an iterator is no Sequence: the check would use it up
     listed = isinstance(value, Sequence) and not isinstance(value, str | bytes)
     if not listed or not all(isinstance(item, str) for item in value):
         raise ValueError(
@@ -97,6 +102,7 @@ def check_texts(value: Any, *, name: str) -> tuple[str, ...]:
 
 def check_version(value: object, *, name: str) -> str | None:
     """Return a text or whole number that names a version, as text; None stays None."""
+    # 3 and "3" name the same version
     if isinstance(value, Integral) and not isinstance(value, bool):
         return str(value)
     return None if value is None else check_text(value, name=name)
@@ -107,6 +113,7 @@ def check_folder(value: object, *, name: str) -> Path:
     if not isinstance(value, str | os.PathLike):
         raise ValueError(f"{name} is a folder, as text or a Path; got {reprlib.repr(value)}")
     path = os.fspath(value)
+    # PathLike may also give bytes; no file's name has a zero byte
     if not isinstance(path, str) or not path.strip() or "\0" in path:
         raise ValueError(f"{name} is the name of a folder; got {reprlib.repr(value)}")
     return Path(path)

@@ -27,7 +27,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -67,6 +67,7 @@ class ForkedCall(Generic[T]):
     def is_ready(self) -> bool:
         """Return whether the function has ended, without waiting."""
         while not self._is_over and select.select([self._read], [], [], 0)[0]:
+            # an empty part is the end of the pipe: the copy has ended
             part = os.read(self._read, 1 << 20)
             self._data += part
             if not part:
@@ -81,11 +82,13 @@ class ForkedCall(Generic[T]):
             RuntimeError: its process was killed.
         """
         while not self.is_ready():
+            # the limit is on silence, counted anew after each part
             if not select.select([self._read], [], [], timeout_seconds)[0]:
                 self.kill()
                 raise TimeoutError(
                     f"a search beside training has not ended within {timeout_seconds:.0f} s"
                 )
+        # errors of the function are sent, so its process was ended from outside
         if not self._data:
             raise RuntimeError(
                 "the process of a search beside training was killed, perhaps for want of memory"
@@ -107,10 +110,13 @@ class ForkedCall(Generic[T]):
         self._is_over = True
         os.close(self._read)
         with suppress(ChildProcessError):
+            # else it would stay in the table of processes
             os.waitpid(self._process, 0)
 
 
-def _run_as_child(function: Callable[[], Any], write: int, parent: int, *, isolated: bool) -> None:
+def _run_as_child(
+    function: Callable[[], object], write: int, parent: int, *, isolated: bool
+) -> None:
     """Call `function`, send what comes of it, and end without cleaning up the parent's things."""
     try:
         # signals as in a new process; the end of the parent is the end of this one
@@ -118,6 +124,7 @@ def _run_as_child(function: Callable[[], Any], write: int, parent: int, *, isola
             signal.signal(number, signal.SIG_DFL)
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        # asked after prctl, which reports no end that came before it
         if os.getppid() != parent:  # it ended meanwhile
             os._exit(1)
         os.nice(_NICENESS)
@@ -133,9 +140,11 @@ def _run_as_child(function: Callable[[], Any], write: int, parent: int, *, isola
                 pickle.loads(answer)
             except Exception:
                 answer = pickle.dumps((False, RuntimeError(f"{type(error).__name__}: {error}")))
+        # the parent reads while this writes: a pipe holds only some 64 KiB
         with os.fdopen(write, "wb") as pipe:
             pipe.write(answer)
     finally:
+        # no handlers at exit, no flush of buffers: they are the parent's
         os._exit(0)
 
 
@@ -144,12 +153,15 @@ def _isolate(keep: int) -> None:
 
     Every write to a file fails from then on: files may have no size.
     """
+    # numbers stay taken: a later open must not get one that old code still writes to
     nothing = os.open(os.devnull, os.O_RDWR)
     folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
     for number in {0, 1, 2, *map(int, os.listdir(folder))} - {keep, nothing}:
         with suppress(OSError):  # that of the folder is closed by now
             os.dup2(nothing, number, inheritable=False)
+    # with the signal ignored, a write fails with an error rather than ending the process
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    # only the soft limit: `writable_files` raises it again
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, most))
 

@@ -35,7 +35,7 @@ def compiled(function: Function, **options: Any) -> Function:
     return made  # type: ignore[no-any-return]
 
 
-def _save(save: Callable[..., None], *compiled_code: Any) -> None:
+def _save(save: Callable[..., None], *compiled_code: object) -> None:
     """Keep what was compiled; on a full disk, the next process compiles it again."""
     with suppress(OSError), writable_files():
         save(*compiled_code)

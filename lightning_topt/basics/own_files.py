@@ -25,10 +25,11 @@ def open_own(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
     By default a file is made where there is none, for this user alone.
 
     Raises:
-        NotOwn: a link, a file with a second name, one that is no plain file, belongs to somebody
-            else (but root) or that others may write.
+        NotOwn: a link, a file with a second name, or one that is no plain file; a file that belongs
+            to somebody else (but root), or that others may write.
         OSError: it cannot be opened.
     """
+    # /proc/<pid>/fd/<n> is a link by nature, and the file behind it is checked below
     if not is_held(path):
         flags |= os.O_NOFOLLOW
     try:
@@ -66,12 +67,14 @@ def made(folder: Path) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
         folder.mkdir(exist_ok=True, mode=0o700)
     except (FileExistsError, NotADirectoryError) as error:
+        # say which part of the path is a file
         file = next((path for path in (folder, *folder.parents) if path.is_file()), None)
         if file is None:
             raise
         raise ValueError(
             f"a cache needs a folder, and {file} is a file: give another directory"
         ) from error
+    # lstat: of the folder's name itself, not of what a link points to
     status = os.lstat(folder)
     if stat.S_ISLNK(status.st_mode):
         raise _not_own("it is a symbolic link", folder)
@@ -93,6 +96,7 @@ def not_own_reason(
         forbidden: bits of its mode that let others write.
         also_root: root counts as this user.
     """
+    # root can change everything anyway, so its files are no worse
     if status.st_uid != os.geteuid() and not (also_root and status.st_uid == 0):
         return f"it belongs to user {status.st_uid}, this process to user {os.geteuid()}"
     if status.st_mode & forbidden:

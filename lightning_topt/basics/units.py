@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Mapping
 
+# k and K are both a thousand; there is no m, a thousandth
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 _SECONDS = {
@@ -27,6 +28,7 @@ _SECONDS = {
     "d": 86400.0,
 }
 _BYTES = {prefix + "B": factor for prefix, factor in {**_DECIMAL, **_BINARY}.items()}
+# bits count an eighth of a byte, and have decimal prefixes only, as links are sold
 _BANDWIDTH = {
     **{unit + "/s": factor for unit, factor in _BYTES.items()},
     **{prefix + bit: factor / 8 for prefix, factor in _DECIMAL.items() for bit in ("b/s", "bit/s")},
@@ -60,6 +62,7 @@ def parse_seconds(value: int | float | str, *, name: str = "time") -> float:
 
 def format_bytes(size: float) -> str:
     """Format bytes for people: ``"1.50 GiB"``."""
+    # binary units, the largest in which the number is at least 1
     value, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
     while abs(value) >= 1024 and len(units) > 1:
         value, units = value / 1024, units[1:]
@@ -68,6 +71,7 @@ def format_bytes(size: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Format seconds for people: ``"12.3 ms"``."""
+    # the largest unit in which the number is at least 1; what is shorter stays in microseconds
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= factor or unit == "us":
             return f"{seconds / factor:.3g} {unit}"
@@ -79,6 +83,7 @@ def format_duration(seconds: float) -> str:
 
     What is shorter is formatted by `format_seconds`.
     """
+    # from two of a unit on: 90 minutes say more than 1.5 h
     for unit, factor in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * factor:
             return f"{seconds / factor:.1f} {unit}"
@@ -95,6 +100,7 @@ def _parse(
 ) -> float:
     """Return a number, or a text with one of `units`, in the base unit."""
     if isinstance(value, str):
+        # the length first: see _LONGEST
         match = _QUANTITY.fullmatch(value) if len(value) <= _LONGEST else None
         if not match:
             raise ValueError(
@@ -107,9 +113,11 @@ def _parse(
             )
         result = number * (units[unit] if unit else 1.0)
     elif isinstance(value, int | float) and not isinstance(value, bool):
+        # a whole number may be too large for a float, which is refused below like infinity
         result = float(value) if abs(value) < 2**1000 else math.inf
     else:
         raise ValueError(f"{name}: expected a number or text such as {example}, got {value!r}")
+    # "1e999" and a product that overflows end here too
     if not math.isfinite(result) or result < 0:
         raise ValueError(f"{name}: {value!r} must be finite and not negative")
     return result

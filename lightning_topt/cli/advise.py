@@ -70,6 +70,7 @@ def run(config: DictConfig) -> None:
     advice = _advise_scale(at, search, request, asked, options)
     advice += advise_bottleneck(chosen, at.chosen, at.frontier, limit=_memory_limit(at, request))
     advice += advise_data(at.chosen, options.stalls)
+    # how gradients are exchanged: by servers, compressed, with lost messages
     size = float(sum(map(parameter_bytes, search.graph.parameters)))
     points, why = _compressed_points(at, chosen, request)
     advice += [
@@ -190,6 +191,7 @@ def _advise_scale(
     Tensor axes are searched where the plan has one.
     """
     scenario = at.scenario
+    # steps on slices take captures: only where the plan has some
     search = search if at.chosen.point.plan.mesh.tensor_axes else replace(search, split=None)
     # other batches, where it is known how a step grows with them
     others: list[tuple[Scenario, SearchRequest]] = []

@@ -83,12 +83,15 @@ class Calibration(NamedTuple):
 def _measure(device: torch.device, num_nodes: int) -> Calibration:
     """Measure on every rank, and check the table that comes of it."""
     start = time.perf_counter()
+    # refresh: what is kept on this machine is measured anew
     measurements = Measurements.open(
         device=device, num_nodes=num_nodes, refresh=True, progress=print
     )
     # an earlier calibration is not used, but compared with
     before, cluster = measurements.cluster_before, measurements.cluster()
+    # measured a second time, at the table's points: how well it holds
     points = check_calibration(cluster, device=device)
+    # the file is there only where the folder of measurements can be written
     kept = (
         measurements.path if measurements.path is not None and measurements.path.is_file() else None
     )

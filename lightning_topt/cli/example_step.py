@@ -50,7 +50,7 @@ class ExampleStep:
     samples: int
     split: SplitModel | None = None
     reads_values: bool = False
-    batch: Any = None
+    batch: object = None
 
 
 def capture_example(
@@ -72,7 +72,7 @@ def capture_example(
 
 def example_batches(
     model: pl.LightningModule, datamodule: pl.LightningDataModule, trainer: pl.Trainer
-) -> tuple[Any, Any | None]:
+) -> tuple[object, object | None]:
     """Return a training batch, and one of twice as many samples or None.
 
     `trainer` is the model's from then on.
@@ -87,7 +87,7 @@ def example_batches(
 
 def capture_batches(
     model: pl.LightningModule,
-    batches: tuple[Any, Any | None],
+    batches: tuple[object, object | None],
     trainer: pl.Trainer,
     *,
     splits: bool = False,
@@ -103,6 +103,7 @@ def capture_batches(
     Raises:
         NeedsValues: for a model on the meta device.
     """
+    # the second batch may be None: then it is taken to be twice the first
     batch, second_batch = batches
     # the model computes in the trainer's precision, on its kind of device
     trainer.precision_plugin.convert_module(model)
@@ -130,6 +131,7 @@ def capture_batches(
         else:
             graph = capture(model, batch, batch_scaling=False, **traced)
         second_batch, sizes = None, (graph.batch_size, graph.batch_size)
+    # a split model reuses the trace of the functions that the capture has called
     split = None if trace is None else SplitModel(model, batch, graph, trace, second_batch, **given)
     return ExampleStep(graph, sizes[0], split, reads_values=reads_values, batch=batch)
 

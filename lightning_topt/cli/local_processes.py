@@ -52,7 +52,7 @@ def start_method(kind: str) -> str:
 
 def run_on_ranks(
     function: Collective[Result],
-    *arguments: Any,
+    *arguments: object,
     accelerator: str,
     devices: int,
     threads: int | None = None,
@@ -73,6 +73,7 @@ def run_on_ranks(
     Raises:
         ValueError: the machine lacks the devices.
     """
+    # what the machine must have
     if accelerator not in ("cpu", "cuda", "gpu"):
         raise ValueError(f"accelerator must be cpu or cuda, got {accelerator!r}")
     kind = "cpu" if accelerator == "cpu" else "cuda"
@@ -106,14 +107,15 @@ def run_on_ranks(
 
 def _run_rank(
     rank: int,
-    function: Collective[Any],
+    function: Collective[object],
     kind: str,
     world_size: int,
     threads: int | None,
     folder: str,
-    arguments: tuple[Any, ...],
+    arguments: tuple[object, ...],
 ) -> None:
     """Be one of the new ranks."""
+    # threads as a rank of Lightning has, unless the caller says otherwise
     if threads is None:
         _set_num_threads_if_needed(num_processes=world_size)
     else:
@@ -129,7 +131,7 @@ def _call_in_group(
     kind: str,
     local_rank: int,
     num_nodes: int,
-    arguments: tuple[Any, ...],
+    arguments: tuple[object, ...],
     **options: Any,
 ) -> Result | None:
     """Call `function` between the start and the end of a process group."""
@@ -189,6 +191,7 @@ def _outcomes(
     helpers: Sequence[Any],
 ) -> Iterator[tuple[int, Result | ValueError]]:
     """Do items here, and yield these outcomes and those of `helpers`."""
+    # items without an outcome, and helpers that may still send one
     left, going = {*range(len(items))}, len(helpers)
     try:
         while True:
@@ -243,6 +246,7 @@ def _help(function: Any, items: Sequence[object], taken: Any, writer: Connection
 
 def _take(taken: Any) -> int:
     """Return the index of the next item, which no other process gets."""
+    # reading and counting up must be one step among all processes
     with taken.get_lock():
         index: int = taken.value
         taken.value += 1

@@ -36,6 +36,7 @@ def main() -> None:
 
 def run(command: str) -> None:
     """Run a command under Hydra; tracebacks only where they say more than the message."""
+    # Hydra's own variable, read before it is changed
     wants_traceback = os.environ.get(FULL_ERROR) not in (None, "", "0")
     # classes of the user's own (`model._target_=mine.Net`), as `python -m` finds them
     sys.path.append(os.getcwd())
@@ -57,12 +58,15 @@ def hydra_main(command: str, run: Callable[[DictConfig], None]) -> None:
     the other ranks from them.
     """
     arguments, full_error = sys.argv, os.environ.get(FULL_ERROR)
+    # arguments: the program, the command, then overrides
     words = as_hydra_reads(arguments[2:]) if command == "plan" else arguments[2:]
 
     def task(config: DictConfig) -> None:
+        # the user's state again, inside of Hydra's
         with _process_state(arguments, full_error):
             run(config)
 
+    # "1": Hydra raises its errors instead of printing them
     with _process_state([arguments[0], *words], "1"):
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)(task)()
 
@@ -80,6 +84,7 @@ def _process_state(arguments: list[str], full_error: str | None) -> Generator[No
 
 def _set_process_state(arguments: list[str], full_error: str | None) -> None:
     sys.argv = arguments
+    # a variable that was not set is removed, not set to nothing
     os.environ.pop(FULL_ERROR, None)
     if full_error is not None:
         os.environ[FULL_ERROR] = full_error
@@ -119,6 +124,7 @@ def _wrong_target(error: BaseException, group: str) -> str | None:
 
     None where the target's own code failed.
     """
+    # the two groups for which a configuration without arguments exists
     if isinstance(error, TypeError):  # an argument that the target does not take
         own = (
             f" (of {group} in `--cfg job`; {group}=own begins without any)"
@@ -126,6 +132,7 @@ def _wrong_target(error: BaseException, group: str) -> str | None:
             else ""
         )
         return _one_line(str(error)) + own
+    # the cause says what the import looked for
     missing = error.__cause__
     if isinstance(error, ImportError) and isinstance(missing, ModuleNotFoundError | AttributeError):
         target = re.search(r"'(.*?)'", str(error))
@@ -146,6 +153,7 @@ def _wrong_target(error: BaseException, group: str) -> str | None:
 def _innermost(trace: TracebackType | None) -> str:
     """Return the name of the module where an error was raised."""
     module = ""
+    # from the outermost to the innermost, whose name remains
     for frame, _ in traceback.walk_tb(trace):
         module = frame.f_globals.get("__name__", "")
     return module

@@ -152,11 +152,11 @@ class _EnterRanks(Function):
     """Nothing in forward, an all-reduce of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: object, x: Tensor) -> Tensor:
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
         show_collective(gradient, op="all_reduce", axis=0)
         return gradient
 
@@ -165,12 +165,12 @@ class _SumOverRanks(Function):
     """An all-reduce in forward, nothing for the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: object, x: Tensor) -> Tensor:
         show_collective(x, op="all_reduce", axis=0)
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
         return gradient
 
 

@@ -170,6 +170,7 @@ def fit_rows(cluster: Cluster, rows: Sequence[MegatronRow]) -> FittedConstants:
     """Return the cluster with its constants fitted to measured rows."""
 
     def predict(changed: Cluster) -> list[float]:
+        # once per change of the constants, of which there are hundreds
         costs = MegatronCosts(changed)
         return [costs.step_seconds(row) for row in rows]
 
@@ -182,6 +183,7 @@ def cluster_for(rows: Sequence[MegatronRow], cluster: Cluster) -> Cluster:
     Raises:
         ValueError: it has several kinds of nodes, or one node and no network.
     """
+    # the largest row decides for all
     most = max(row.gpus for row in rows)
     if most <= cluster.num_devices:
         return cluster
@@ -216,6 +218,7 @@ def _print_summary(
     rows: Sequence[MegatronRow], priced: Sequence[RowCosts], console: Console
 ) -> None:
     """Print what the predicted time is made of, and its error where times were measured."""
+    # all rows together
     seconds = {part: sum(each.seconds[part] for each in priced) for part in _PARTS}
     total = sum(seconds.values()) or 1.0
     made = ", ".join(f"{name} {100 * seconds[part] / total:.0f} %" for part, name in _PARTS.items())
@@ -226,6 +229,7 @@ def _print_summary(
         if row.seconds is not None
     ]
     if pairs:
+        # two figures: the mean error, and how far most of them are off
         figure = ErrorFigure.of(*zip(*pairs, strict=True))
         mean = sum(abs(a / b - 1) for a, b in pairs) / len(pairs)
         console.print(
@@ -432,6 +436,7 @@ class MegatronRow:
                 raise ValueError(
                     f"{column} is a whole number from 1 to {MOST:,}, not {getattr(self, name)}"
                 )
+        # the ranks, then what has to divide evenly
         product = self.tensor * self.data * self.pipeline
         if product != self.gpus:
             raise ValueError(
@@ -549,6 +554,7 @@ def _plain(name: str) -> str:
 
 
 def _row(line: Sequence[str], places: Mapping[str, int], where: str, columns: int) -> MegatronRow:
+    # a line that is cut off would shift its values
     if len(line) != columns:
         raise ValueError(f"{where}: {len(line)} values, but {columns} columns")
     sizes = {name: _whole(line[places[name]], COLUMNS[name], where) for name in COLUMNS}
@@ -579,4 +585,4 @@ def _seconds(line: Sequence[str], places: Mapping[str, int]) -> float | None:
         milliseconds = -1.0
     if not 0 < milliseconds < 1e12:
         raise ValueError(f"{TIME} is a number above 0, not {shown(text)}")
-    return milliseconds / 1e3
+    return milliseconds / 1e3  # milliseconds in the file

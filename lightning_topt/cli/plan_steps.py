@@ -124,6 +124,7 @@ class PlanSetup:
         Returns:
             None on ranks of torchrun that have nothing more to do.
         """
+        # costs are given with the cluster, or measured on ranks of this machine
         if request.cluster is not None:
             search = make_search(cluster=request.cluster, optimizer=self._optimizer)
         else:
@@ -178,6 +179,7 @@ class UnpricedSearch:
 
         `given` are more arguments of the `SearchRequest`.
         """
+        # what cannot be searched here is left out with its reason
         unsplit = meshes.why_not_split(example, request, setup.trainer)
         unstaged = meshes.pipelines.why_not(example, request, setup.trainer)
         pipelines, stale = None, None

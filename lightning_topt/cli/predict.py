@@ -81,6 +81,7 @@ def run(config: DictConfig) -> None:
         ValueError: files that cannot be read, options that contradict one another, and plans that
             cannot be.
     """
+    # a plan or runs, not both
     if (config.runs is None) == (config.plan is None):
         raise ValueError(
             "say what is to be predicted, one of the two: runs=FILE.csv (or a folder with run.json "
@@ -180,6 +181,7 @@ def _captured(config: DictConfig, *, splits: bool) -> tuple[ExampleStep, Optimiz
     trainer = one_device_trainer(config)
     try:
         example = capture_example(model, datamodule, trainer, splits=splits)
+    # a step that reads values is captured once more, with real weights
     except NeedsValues:
         model = make_model()
         example = capture_example(model, datamodule, trainer)
@@ -191,6 +193,7 @@ def _complete_plan(
     given: UniformPlan | ParallelPlan, ranks: int | None, example: ExampleStep, cluster: Cluster
 ) -> ParallelPlan:
     """Return the plan with all that its file or name leaves open: ranks, nodes and the batch."""
+    # a file says everything but perhaps the batch
     if isinstance(given, ParallelPlan):
         if ranks not in (None, given.mesh.size):
             raise ValueError(
@@ -327,6 +330,7 @@ def read_runs(folder: Path) -> Iterator[RecordedRun]:
     Other files are passed over.
     """
     for path in sorted(folder.rglob("run.json"))[:MOST_RUNS]:
+        # a file that is no record of a run is not an error: folders have others too
         try:
             run = _read_run(path, parse_json(read_text(path)))
         except (ValueError, OSError, KeyError, TypeError):
@@ -336,6 +340,7 @@ def read_runs(folder: Path) -> Iterator[RecordedRun]:
 
 
 def _read_run(path: Path, record: Mapping[str, Any]) -> RecordedRun | None:
+    # only runs of a plan that was predicted, and measured
     predicted, measured, plan = record["predicted"], record["measured"], record["plan"]
     if not predicted or not measured or not plan:
         return None

@@ -87,6 +87,7 @@ class SearchedPipelines:
             return cls(None)
 
         # what the mesh says, then what the option says
+        # entries that neither gives stay open, and are searched
         known = PipelineRequest()
         if on is not None:
             sizes = dict(on.sizes or ())
@@ -106,6 +107,7 @@ class SearchedPipelines:
         """
         if self.wanted is None:
             return None
+        # of the trainer, then of the options
         reason = why_no_pipeline(trainer) or needs_whole_parameters(
             request, trainer, would_shard=lambda _: False
         )
@@ -197,6 +199,7 @@ def _read_pipeline_entries(given: object) -> dict[str, Any]:
     known = _PIPELINE_ENTRIES
     if not isinstance(given, Mapping) or not given or set(given) - set(known):
         raise ValueError(f"pipeline is true, false, or some of {', '.join(known)}; got {given!r}")
+    # the schedule is a name; the other two are whole numbers
     if given.get("schedule") is not None:
         check_choice(
             given["schedule"], name="pipeline.schedule", allowed=(*SCHEDULES, *CONTINUOUS_SCHEDULES)
@@ -240,6 +243,7 @@ class SearchedMeshes:
         if config.tensor not in (None, True, False):
             raise ValueError(f"tensor is true, false or null, got {config.tensor!r}")
         cluster, given = request.cluster, _given_mesh(config, request)
+        # of the machines that are planned for, which need not be these
         per_node = trainer.num_devices if cluster is None else cluster.devices_per_node
         if given is not None:
             return cls._on(given, config, request, per_node=per_node)
@@ -247,6 +251,7 @@ class SearchedMeshes:
         # all meshes: a tensor axis lies inside a node, so its size divides both numbers of devices
         pipelines = SearchedPipelines.read(config, on=None, has_mesh=False)
         counts = read_device_counts(config.device_counts, default=trainer.world_size)
+        # some number of ranks has such an axis
         some = any(math.gcd(per_node, count) > 1 for count in counts)
         if config.tensor and not some:
             raise ValueError(
@@ -270,6 +275,7 @@ class SearchedMeshes:
         # a mesh without sizes takes all ranks; it must be possible for each number of them
         ranks = math.prod(size for _, size in given.sizes or ())
         counts = read_device_counts(config.device_counts, default=ranks)
+        # all are made, for the errors of those that cannot be; the first one is searched
         mesh, *_ = [given.mesh(count, num_nodes=max(count // per_node, 1)) for count in counts]
         has_tensor = bool(mesh.tensor_axes)
         if config.tensor is not None and config.tensor != has_tensor:
@@ -358,6 +364,7 @@ class SearchedMeshes:
 
 def _given_mesh(config: DictConfig, request: PlanRequest) -> MeshPlan | PipelinePlan | None:
     """Return the mesh of ``mesh`` or of ``strategy.plan``; None where neither gives one."""
+    # one of the two may give it; both together are an error below
     plan, sizes = request.plan, plain_value(config.mesh)
     if plan is None:
         return None if sizes is None else read_mesh(sizes)

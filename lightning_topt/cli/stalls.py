@@ -9,7 +9,7 @@ No training is kept. ``stalls.json`` (docs/schemas.md) and ``stalls.png`` go to 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ def measure(
     model: pl.LightningModule,
     datamodule: pl.LightningDataModule,
     *,
-    trainer: Any,
+    trainer: Callable[[], pl.Trainer],
     directory: str,
     options: MeasurementOptions,
 ) -> StallMeasurement:
@@ -115,6 +115,7 @@ def measure(
     datamodule.setup("fit")
     loader = datamodule.train_dataloader()
 
+    # each run of the measurement is a fit of its own, on the batches that it is given
     def train(batches: Watched) -> None:
         with serving(datamodule, batches):
             trainer().fit(model, datamodule=datamodule)
@@ -138,6 +139,7 @@ def serving(datamodule: pl.LightningDataModule, batches: object) -> Iterator[Non
         "teardown": lambda stage: None,
         "train_dataloader": lambda: batches,
     }
+    # what the object itself had there is put back
     before = {name: vars(datamodule)[name] for name in given if name in vars(datamodule)}
     vars(datamodule).update(given)
     try:

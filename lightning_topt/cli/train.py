@@ -44,6 +44,7 @@ def run(config: DictConfig) -> None:
             "topt train does not run sweeps (--multirun): start one `topt train` for each value"
         )
     folder = Path(HydraConfig.get().runtime.output_dir)
+    # before the model is built: its weights come from the seed too
     pl.seed_everything(config.seed, workers=True)
 
     # what the configuration names
@@ -73,6 +74,7 @@ def run(config: DictConfig) -> None:
     measurements = [
         callback.measurement for callback in callbacks if isinstance(callback, StepMonitor)
     ]
+    # of several monitors the first one counts
     if trainer.is_global_zero:
         record = build_record(trainer, measurement=next(iter(measurements), None), metrics=metrics)
         (folder / "run.json").write_text(json.dumps(record, indent=2) + "\n")
@@ -89,6 +91,7 @@ def build_record(
     plan = getattr(trainer.strategy, "parallel_plan", None)  # of strategies that plan
     predicted = None if plan is None else plan.to_dict()["predicted"]
     measured = None
+    # without a StepMonitor nothing is measured
     if measurement is not None:
         measured = {
             "steps": measurement.steps,
@@ -138,6 +141,7 @@ def print_record(record: Mapping[str, Any], folder: Path) -> None:
             f"peak memory, rank {rank}",
             *_cells(predicted.get("peak_bytes"), peak, show=format_bytes),
         )
+    # metrics are not predicted
     for name, value in record["metrics"].items():
         table.add_row(name, "", f"{value:.4f}", "")
 
@@ -152,6 +156,7 @@ def _cells(
     predicted: float | None, measured: float | None, *, show: Callable[[float], str]
 ) -> tuple[str, str, str]:
     """Return what is predicted, what is measured, and the error of the prediction."""
+    # relative to what is measured; + means predicted too large
     error = "" if not predicted or not measured else f"{100 * (predicted / measured - 1):+.1f} %"
     shown = ["-" if value is None else show(value) for value in (predicted, measured)]
     return shown[0], shown[1], error

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -23,6 +22,7 @@ from hydra.utils import instantiate
 from lightning.pytorch.core.optimizer import _configure_optimizers
 from omegaconf import DictConfig
 from rich.console import Console
+from torch import Tensor
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.optim import Optimizer
 
@@ -137,7 +137,7 @@ class Subject:
     model: pl.LightningModule
     datamodule: pl.LightningDataModule
     trainer: pl.Trainer
-    batch: Any
+    batch: object
     example: ExampleStep | None
 
     @classmethod
@@ -213,6 +213,7 @@ def _ranks(config: DictConfig, cluster: Cluster | None) -> tuple[int, int]:
 
     As asked, else those that are started here, else all of the cluster.
     """
+    # ranks: as asked, as many as are started, or the whole cluster; nodes as full as can be
     ranks, nodes = config.ranks, config.nodes
     if config.devices is not None:
         check_whole(config.devices, name="devices")
@@ -244,14 +245,14 @@ def _stage_example(plan: ParallelPlan, subject: Subject) -> Example | None:
     if plan.schedule is None:
         return None
 
-    def loss(model: object, part: object) -> Any:
+    def loss(model: object, part: object) -> Tensor:
         with subject.trainer.precision_plugin.forward_context():
             return loss_of(call_training_step(model, part))
 
     return Example(loss, _microbatches(plan, subject.batch)[0])
 
 
-def _microbatches(plan: ParallelPlan, batch: object) -> Sequence[Any]:
+def _microbatches(plan: ParallelPlan, batch: object) -> Sequence[object]:
     """Return the microbatches of a plan with stages; none for other plans.
 
     They are parts of a batch, or a batch of each rank, which are all alike here.

@@ -203,7 +203,7 @@ def _read_names(value: Any) -> tuple[str, ...] | None:
     return tuple(dict.fromkeys(several))
 
 
-def _read_limit(name: str, value: Any) -> float:
+def _read_limit(name: str, value: float | str) -> float:
     if name in ("deadline", "step_seconds"):
         return parse_seconds(value, name=f"limits.{name}")
     return check_real(value, name=f"limits.{name}", positive=True)
@@ -221,6 +221,7 @@ def read_searches(
     """
     searches: list[tuple[Scenario, SearchRequest]] = []
     request: PlanRequest | None = None
+    # another length is another model, with a step of its own
     for length in asked.seq_lens or (None,):
         setup = PlanSetup.of(_of_length(config, length))
         clusters = read_clusters(asked.clusters, default=setup.request.cluster)

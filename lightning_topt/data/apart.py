@@ -26,7 +26,11 @@ class Failed:
 
 
 def run_apart(
-    function: Callable[..., Any], *arguments: Any, context: Any, timeout_seconds: float, doing: str
+    function: Callable[..., Any],
+    *arguments: object,
+    context: Any,
+    timeout_seconds: float,
+    doing: str,
 ) -> Any:
     """Call ``function(*arguments)`` in a new process, with one thread, and return the result.
 
@@ -42,9 +46,11 @@ def run_apart(
     Raises:
         RuntimeError: the process ended without a result, or gave none in time.
     """
+    # this end reads; the process has the other one
     mine, other = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(other, function, arguments), daemon=True)
     process.start()
+    # so that the pipe ends with the process, which alone can write to it
     other.close()
     try:
         if not mine.poll(timeout_seconds):
@@ -52,6 +58,7 @@ def run_apart(
                 f"the process for {doing} gave no result within {timeout_seconds:.0f} s"
             )
         return mine.recv()
+    # it wrote nothing: killed for memory, or it ended itself
     except EOFError:
         raise RuntimeError(f"the process for {doing} was ended") from None
     finally:
@@ -60,7 +67,7 @@ def run_apart(
         mine.close()
 
 
-def _answer(connection: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _answer(connection: Any, function: Callable[..., Any], arguments: tuple[object, ...]) -> None:
     # As in a worker: a forked process must not use its parent's thread pool.
     torch.set_num_threads(1)
     try:

@@ -76,9 +76,11 @@ def start_light(
         stdout=stdout,
         stderr=stderr,
     )
+    # forked copies of this process close its pipes: see _close_inherited
     _started.add(process)
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it ended; standard error has the reason
+        # unbuffered: one write may take a part only
         words = memoryview(json.dumps(start).encode() + b"\n")
         while words:
             words = words[process.stdin.write(words) :]

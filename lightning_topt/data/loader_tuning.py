@@ -90,7 +90,7 @@ class WorkerChoice(NamedTuple):
 
 
 def tune_loader(
-    loader: DataLoader[Any],
+    loader: DataLoader[object],
     *,
     num_workers: int | Auto,
     prefetch_factor: int | Auto | None,
@@ -148,7 +148,7 @@ def tune_loader(
 
 
 def _measure(
-    loader: DataLoader[Any],
+    loader: DataLoader[object],
     num_workers: int | Auto,
     *,
     cores: int,
@@ -369,7 +369,7 @@ class LoaderTrials:
         ValueError: the data set has no items.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, seconds: float) -> None:
+    def __init__(self, loader: DataLoader[object], *, seconds: float) -> None:
         self.loader, self.seconds = TrialLoader.of(loader), seconds
         count = len(self.loader.dataset)
         if not count:
@@ -377,6 +377,7 @@ class LoaderTrials:
                 "the data set has no samples to measure: give num_workers and prefetch_factor as "
                 "numbers"
             )
+        # backwards for the preparation, so that trials begin with items that are not read yet
         items = random.Random(0).sample(range(count), min(count, _MOST_ITEMS))
         self._backwards, self._items = items[::-1], cycle(items)
         self._size = 1
@@ -428,7 +429,7 @@ class TrialLoader:
     start_method: str | None
 
     @staticmethod
-    def of(loader: DataLoader[Any]) -> TrialLoader:
+    def of(loader: DataLoader[object]) -> TrialLoader:
         """Return what the trials need of `loader`.
 
         A batch sampler without a ``batch_size`` has to yield its first batch; its generators are
@@ -444,7 +445,7 @@ class TrialLoader:
             start_method=None if context is None else context.get_start_method(),
         )
 
-    def over(self, chunks: ResizableBatches, *, num_workers: int = 0) -> DataLoader[Any]:
+    def over(self, chunks: ResizableBatches, *, num_workers: int = 0) -> DataLoader[object]:
         """Make a loader of these batches, in their order, without end."""
         source: dict[str, Any] = {"batch_sampler": chunks}
         if not self.makes_batches:
@@ -461,12 +462,14 @@ class TrialLoader:
         return DataLoader(self.dataset, collate_fn=self.collate_fn, **source, **workers)
 
 
-def _batch_size(loader: DataLoader[Any]) -> int:
+def _batch_size(loader: DataLoader[object]) -> int:
     sampler: Any = loader.batch_sampler
+    # some samplers say it without drawing
     known = getattr(sampler, "batch_size", None)
     if isinstance(known, int) and known > 0:
         return known
     inner = getattr(sampler, "sampler", None)
+    # others have to draw, after which the user's generators are put back
     found: Iterable[Any] = (
         loader.generator,
         *(getattr(part, "generator", None) for part in (sampler, inner)),
@@ -507,6 +510,7 @@ def prepare(loader: TrialLoader, items: Sequence[int], *, seconds: float) -> Pre
         timed.append((chunks.size, time.perf_counter() - start, time.process_time() - core))
         if time.perf_counter() > end:
             break
+        # larger batches, as long as one takes little of the time
         if chunks.size < loader.batch_size and 2 * timed[-1][1] <= seconds / _BATCHES:
             chunks.size = min(2 * chunks.size, loader.batch_size)
     # Only batches of the final size count.
@@ -517,6 +521,7 @@ def prepare(loader: TrialLoader, items: Sequence[int], *, seconds: float) -> Pre
         trial_size=size,
         seconds=mean,
         core_seconds=statistics.fmean(core for other, _, core in timed if other == size),
+        # of a whole batch: sums of more samples scatter less
         spread=statistics.pstdev(walls) / mean * math.sqrt(size / loader.batch_size),
         batch_bytes=nbytes(batch) * loader.batch_size / size,
     )

@@ -93,11 +93,12 @@ class ResumableLoader(DataLoader[Any]):
         return vars(self)[_POSITION]  # type: ignore[no-any-return]
 
     def __iter__(self) -> Any:
+        # looking ahead draws the order earlier: only where that changes nothing
         looks = self.num_workers == 0 and all(map(can_look_ahead, self._position.parts))
         epoch = self._position.begin(self.lookahead if looks else None)
         return _Batches(super().__iter__(), epoch)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the position in the epoch: tensors and plain values.
 
         ``batches`` is 0 at the epoch's beginning or end.
@@ -128,6 +129,7 @@ def make_resumable(
         or not loader.in_order
     ):
         return False
+    # only the class changes, so the loader stays the object that the user holds
     loader.__class__ = ResumableLoader
     loader.is_epoch_over, loader.lookahead = is_epoch_over, lookahead
     return True
@@ -142,6 +144,7 @@ class _Position:
         inner = getattr(sampler, "sampler", None)
         self.parts = [part for part in (sampler, inner) if part is not None]
         found = [generator, *(getattr(part, "generator", None) for part in self.parts)]
+        # each once, though the loader and its samplers may share one
         self.generators = list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
         self.epoch: _Epoch | None = None
         self.to_resume: dict[str, Any] | None = None
@@ -149,7 +152,7 @@ class _Position:
     def __len__(self) -> int:
         return len(self.sampler)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return iter(self.sampler) if self.epoch is None else self.epoch.indices()
 
     def begin(self, lookahead: Lookahead | None) -> _Epoch:
@@ -157,7 +160,8 @@ class _Position:
         self.epoch, self.to_resume = _Epoch(self, self.to_resume, lookahead), None
         return self.epoch
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
+        # loaded and not begun: the position is still that one
         if self.to_resume is not None:
             return self.to_resume
         return {"batches": 0} if self.epoch is None else self.epoch.state_dict()
@@ -169,7 +173,7 @@ class _Position:
             if number is not None:
                 part.set_epoch(number)
 
-    def remember(self) -> dict[str, Any]:
+    def remember(self) -> dict[str, object]:
         """Return the state that the next order depends on."""
         name, keys, *rest = np.random.get_state()
         return {
@@ -217,7 +221,7 @@ class _Epoch:
         self.is_over = False
         self._drawn: deque[int] = deque()  # the check after each batch that is still in flight
 
-    def indices(self) -> Iterator[Any]:
+    def indices(self) -> Iterator[object]:
         """Yield the sampler's batches (or samples).
 
         Nothing happens before the first one is requested.
@@ -229,10 +233,11 @@ class _Epoch:
             iterator, check = self._skipped(), self.check
         for chosen in iterator if self.lookahead is None else self.lookahead.over(iterator):
             check = _check(chosen, check)
+            # in flight: drawn from the sampler, not yet handed out by the loader
             self._drawn.append(check)
             yield chosen
 
-    def _skipped(self) -> Iterator[Any]:
+    def _skipped(self) -> Iterator[object]:
         """Draw the order of the interrupted epoch again.
 
         Returns its iterator after the batches that were handed out.
@@ -241,7 +246,7 @@ class _Epoch:
         check, done = 0, 0
         with other_randomness(0):
             self.position.restore(self.origin)
-            iterator: Iterator[Any] = iter(self.position.sampler)
+            iterator: Iterator[object] = iter(self.position.sampler)
             for chosen in _first(iterator, self.batches):
                 check, done = _check(chosen, check), done + 1
         # A checkpoint holds rank 0's order; only the position applies to other ranks.
@@ -263,14 +268,14 @@ class _Epoch:
         if self.lookahead is not None and self.batches >= _length(self.position.sampler):
             self.lookahead.finish()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         # nothing to go on with: the next epoch is drawn anew
         if self.is_over or not self.batches or self.batches >= _length(self.position.sampler):
             return {"batches": 0}
         return {**self.origin, "batches": self.batches, "check": self.check}
 
 
-class _Batches(Iterator[Any]):
+class _Batches(Iterator[object]):
     """A DataLoader's iterator that counts batches."""
 
     def __init__(self, batches: Any, epoch: _Epoch) -> None:
@@ -279,7 +284,7 @@ class _Batches(Iterator[Any]):
     def __len__(self) -> int:
         return len(self._batches)
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         try:
             batch = next(self._batches)
         except StopIteration:
@@ -298,7 +303,7 @@ def _check(chosen: object, before: int) -> int:
     return xxhash.xxh3_64_intdigest(data, seed=before) >> 1
 
 
-def _first(iterator: Iterator[object], number: int) -> Iterable[Any]:
+def _first(iterator: Iterator[object], number: int) -> Iterable[object]:
     """Yield up to `number` items.
 
     Unlike `zip` with a range it takes no more than that from `iterator`.
@@ -327,12 +332,13 @@ class Lookahead:
     def __init__(self, dataset: object, *, batches: int) -> None:
         self.dataset, self.batches = dataset, batches
 
-    def over(self, chosen: Iterator[object]) -> Iterator[Any]:
+    def over(self, chosen: Iterator[object]) -> Iterator[object]:
         """Yield the same batches of indices (or single indices).
 
         Each one is announced `batches` batches before.
         """
-        drawn: deque[Any] = deque()  # announced, not yet yielded
+        drawn: deque[object] = deque()  # announced, not yet yielded
+        # announcements of an order that is no longer read
         for cache in _caches_behind(self.dataset):
             if isinstance(cache.peers, PrefetchingPeers):
                 cache.peers.forget()

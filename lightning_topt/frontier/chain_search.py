@@ -187,6 +187,7 @@ def search_meshes(
     started, deadline = time.perf_counter(), time.thread_time() + max_seconds
     made = [(label, make()) for label, make in candidates]
     layers = reduce_layers(_mesh_layers([table for _, table in made])) if made else []
+    # no mesh, or a layer that no plan can pass
     if not layers or not all(len(layer.source) for layer in layers):
         return MeshFrontier((), (), epsilon, time.perf_counter() - started)
     # drop whole meshes, where there is enough to search
@@ -209,10 +210,12 @@ def _mesh_points(
     made: Sequence[tuple[Any, ChainTable]], decided: Rows
 ) -> tuple[tuple[Any, FrontierPoint], ...]:
     """Return the plans that no other of `decided` (n, N) beats, with the costs of their tables."""
+    # chains of fewer blocks leave the columns behind theirs at 0
     costs = np.empty((len(decided), 2))
     configs = np.zeros((len(decided), decided.shape[1]), np.intp)
     names = {mesh: _names_of(made[mesh][1]) for mesh in np.unique(decided[:, 0]).tolist()}
     for mesh in names:
+        # the costs of the meshes' own tables, mesh by mesh: the search has them rounded
         rows, table = np.flatnonzero(decided[:, 0] == mesh), made[mesh][1]
         plans = _blocks_of(table, decided[rows])
         costs[rows] = np.stack(table.evaluate(plans), axis=1)
@@ -234,6 +237,7 @@ def _names_of(table: ChainTable) -> tuple[str, ...]:
 
 def _blocks_of(table: ChainTable, decided: Rows) -> Rows:
     """Return the configurations (n, block) of plans from what all layers decide (n, N)."""
+    # layers go from the last block to the first, and end with one that decides nothing
     return decided[:, -2 : -2 - len(table.order) : -1]
 
 
@@ -251,6 +255,7 @@ def chain_layers(
     """
     grids = _exact_grids(table) if grids is None else grids
     count = column_count(table) if columns is None else columns
+    # what every plan has: before the first block, and in the update
     fixed = np.array([[table.fixed_seconds] * 2 + [table.fixed_bytes] * (count - 2)])
     update = np.where(np.arange(count) == L, table.update_bytes, 0.0)[None]
     grid = np.array(grids)[_FINAL[:count]]
@@ -260,6 +265,7 @@ def chain_layers(
     made: dict[tuple[int, int, int], Layer] = {}
     for n in range(len(table.order) - 1, -1, -1):
         behind = table.edge(n) if n + 1 < len(table.order) else None
+        # equal blocks between the same edges are one layer, whose work is done once
         before = table.edge(n - 1) if n else None
         key = table.order[n], id(behind), id(before)
         if key not in made:
@@ -289,6 +295,7 @@ def _block_layer(
     Without an edge there is one group.
     """
     entries = _entries(block, grids)
+    # a transition for each configuration and each layout of the block behind
     groups = 1 if behind is None else behind.seconds.shape[1]
     choice, source = (rows.ravel() for rows in np.indices((len(entries), groups)))
     values = entries[choice]
@@ -304,6 +311,7 @@ def _block_layer(
     allowed = np.flatnonzero(np.isfinite(values).all(axis=1))
     choice, source = choice[allowed], source[allowed]
     target = np.zeros_like(choice) if before is None else block.layouts("inputs")[choice]
+    # without z, entries that end in it are left out
     used = np.flatnonzero(columns > END)
     groups = 1 if before is None else before.seconds.shape[1]
     return Layer(
@@ -313,6 +321,7 @@ def _block_layer(
 
 def _entries(block: BlockCosts, grids: tuple[float, float]) -> Array:
     """Return the entries (config, entry) of a block, in the order of `START` and `END`."""
+    # on grids, so that sums are exact in whatever order
     seconds, backward, exchange = (
         np.round(part / grids[0]) * grids[0]
         for part in (block.seconds, block.backward, block.exchange)
@@ -322,6 +331,7 @@ def _entries(block: BlockCosts, grids: tuple[float, float]) -> Array:
         for name in ("static", "late", "kept", "hump", "held", "forward_hump")
     )
     last = (static + late, *(static + peak for peak in peaks))
+    # from C to C, F to F, C to F; L to L, x to x, L to x, z to z, L to z
     return np.stack([seconds, seconds - backward + exchange, seconds + exchange, *last], axis=1)
 
 
@@ -368,6 +378,7 @@ def _mesh_layers(tables: Sequence[ChainTable]) -> list[Layer]:
     before, layers = [1] * len(tables), []
     for n, beside in enumerate(zip(*chains, strict=True)):
         key = tuple(map(id, beside))
+        # places at which all chains have equal layers are made once
         if key not in made:
             made[key] = _side_by_side(beside, before, n, depth)
         layers.append(made[key])
@@ -384,6 +395,7 @@ def _side_by_side(beside: Sequence[Layer], before: Sequence[int], n: int, depth:
     first, last = n == 0, n + 1 == depth
     groups = [layer.groups for layer in beside]
     return Layer(
+        # one group before the first layer and after the last; in between all side by side
         source if first else source + _starts(before)[table],
         target if last else target + _starts(groups)[table],
         np.concatenate([layer.values for layer in beside]),

@@ -42,8 +42,8 @@ def maximise(
     """Find shares over columns for which the cheapest plan is dearest.
 
     By multiplicative weights, for each of `weights` (L, 2), as far as `steps` with `rates` (L, 2)
-    find them. Into `masses` (L, columns), `flows` (L, entries) and `potentials` (L, groups) go the
-    best prices, into `plans` (L * steps, N) and `costs` (L * steps, 2) all plans met.
+    find them. The best prices go into `masses` (L, columns), `flows` (L, entries) and `potentials`
+    (L, groups). All plans met go into `plans` (L * steps, N) and `costs` (L * steps, 2).
     """
     height, mass, flow, logs = (
         np.empty(net[8][-1]),
@@ -56,11 +56,13 @@ def maximise(
         np.zeros(net[10][-1], np.int64),
         np.empty((2, net[8][-1])),
     )
+    # for each ratio of seconds to bytes, from shares that are all alike
     for i in range(len(weights)):
         best = -np.inf
         for e in range(len(logs)):
             logs[e] = 0.0
         for step in range(steps):
+            # shares, the cheapest plan under them, and shares under which that plan is dearer
             _spread(net, logs, weights[i, 0], weights[i, 1], height, mass, flow)
             _cheapest(net, flow, potential, choice)
             if potential[0] > best:  # the dearest cheapest plan so far: keep its prices
@@ -95,6 +97,7 @@ def _spread(
     _, _, _, _, _, entries, start, end, columns, _, _ = net
     layers = len(entries) - 1
     # backwards: the logarithm of the sum over all ways from each column to the end
+    # columns behind the last layer are the end of every way
     for c in range(columns[layers + 1]):
         height[c] = 0.0 if c >= columns[layers] else -np.inf
         mass[c] = 0.0
@@ -102,6 +105,7 @@ def _spread(
     for n in range(layers - 1, -1, -1):
         for e in range(entries[n], entries[n + 1]):
             a, x = columns[n] + start[e], logs[e] + height[columns[n + 1] + end[e]]
+            # the logarithm of a sum of exponentials, without overflow
             low, high = min(x, height[a]), max(x, height[a])
             height[a] = high + np.log1p(np.exp(low - high)) if low > -np.inf else high
     # forwards: what of both weights comes along each entry, and into each column
@@ -125,6 +129,7 @@ def _cheapest(net: Net, flow: Array, potential: Array, choice: Rows) -> None:
     for n in range(layers - 1, -1, -1):
         count = entries[n + 1] - entries[n]
         for j in range(transitions[n], transitions[n + 1]):
+            # where the values of transition j begin
             at = begin[n] + (j - transitions[n]) * count
             price = potential[groups[n + 1] + target[j]]
             for e in range(count):
@@ -154,6 +159,7 @@ def _walk(
     states[0, 0] = states[0, 1] = 0.0
     for n in range(len(entries) - 1):
         j = choice[groups[n] + g]
+        # two rows of `states` in turns: before the layer, and after it
         before, after, at = (
             n % 2,
             (n + 1) % 2,
@@ -162,9 +168,11 @@ def _walk(
         for c in range(columns[n + 2] - columns[n + 1]):
             states[after, c] = -np.inf
         for e in range(entries[n], entries[n + 1]):
+            # a column is the largest of all that leads to it
             value = values[at + e - entries[n]]
             states[after, end[e]] = max(states[after, end[e]], states[before, start[e]] + value)
             logs[e] += rate[kinds[columns[n + 1] + end[e]]] * value
+        # transitions are counted within their layer
         plans[row, n] = j - transitions[n]
         g = target[j]
     for c in range(2):
@@ -203,6 +211,7 @@ def crossings(
     transitions, _, target, _, _, entries, _, _, columns, kinds, groups = net
     begin, numbers = leaving
     ahead, states = np.empty(columns[-1]), np.empty((3, columns[-1]))
+    # what the other plan adds to each column from there to the end
     _suffixes(net, other, ahead)
     states[0, 0] = states[0, 1] = 0.0
     count, g = 0, 0
@@ -214,6 +223,7 @@ def crossings(
             middle = groups[n + 1] + target[transitions[n] + j]
             for second in range(begin[middle], begin[middle + 1]):
                 k = numbers[second] - transitions[n + 1]
+                # the second transition has to end where the other plan goes on
                 if target[numbers[second]] != goal:
                     continue
                 _step(net, n + 1, k, states, 1, 2)
@@ -237,6 +247,7 @@ def crossings(
                     found[count, 0], found[count, 1], found[count, 2] = n, j, k
                     costs[count, 0], costs[count, 1] = total, peak
                     count += 1
+        # one layer further along `plan`
         _step(net, n, plan[n], states, 0, 1)
         for c in range(columns[n + 2] - columns[n + 1]):
             states[0, c] = states[1, c]
@@ -308,6 +319,7 @@ def extend(
     mass, potential, limits = bounds
     columns, size, hint = after.shape[1], 0, 0
     priced = np.empty(limits.shape[1])
+    # transitions by the group that they lead to
     for g in range(len(begin) - 1):
         after_first[g] = size
         for j in range(max(begin[g], some[0]), min(begin[g + 1], some[1])):
@@ -374,6 +386,7 @@ def extend_pairs(
     for j in range(begin[group], begin[group + 1]):
         seconds, offset = values[j, 0], values[j, 1] - low
         for k in range(first[source[j]], first[source[j] + 1]):
+            # from bin 1 on, so that each has a bin before it
             b = np.int64((states[k, 1] + offset) * scale) + 1
             best[b] = min(best[b], states[k, 0] + seconds)
     for b in range(1, bins + 1):
@@ -382,6 +395,7 @@ def extend_pairs(
     for j in range(begin[group], begin[group + 1]):
         seconds, offset = values[j, 0], values[j, 1] - low
         for k in range(first[source[j]], first[source[j] + 1]):
+            # the bin before its own has the least seconds of all that need fewer bytes
             if states[k, 0] + seconds < best[np.int64((states[k, 1] + offset) * scale)]:
                 if size == len(parent):
                     return -1
@@ -417,6 +431,7 @@ def minimal(
             # first the last block, and the one that beat the state before; then all from the first
             for step in range(-2, min(blocks, most)):
                 block = step if step >= 0 else (killer if step == -1 else blocks - 1)
+                # a block can only beat the state if its least is no more in every column
                 possible = 0 <= block < blocks
                 for c in range(columns):
                     possible = possible and floor[block, c] <= states[k, c]
@@ -432,6 +447,7 @@ def minimal(
                     killer = block
                     break
             if not beaten:
+                # kept: in a new block, or in the last one, whose least it may lower
                 block = size // BLOCK
                 for c in range(columns):
                     held[size, c] = states[k, c]
@@ -463,6 +479,7 @@ def hopeful(
     for g in range(len(first) - 1):
         before = size
         for k in range(first[g], first[g + 1]):
+            # what the cheapest completion of the state costs, under each price
             for i in range(len(priced)):
                 priced[i] = potential[g, i]
             for c in range(states.shape[1]):
@@ -487,6 +504,7 @@ def gains(
     """
     priced = np.empty(mass.shape[1])
     for k in range(len(states)):
+        # the same here
         for i in range(len(priced)):
             priced[i] = potential[group[k], i]
         for c in range(states.shape[1]):
@@ -499,6 +517,7 @@ def gains(
                 i = last if step < 0 else step  # what excluded the corner before
                 if priced[i] > 0.0 and limits[q, i] / priced[i] - 1.0 < least:
                     least, last = limits[q, i] / priced[i] - 1.0, i
+                # no better than a corner before
                 if least <= best:
                     break
             best = max(best, least)
@@ -511,7 +530,7 @@ def _hopeful(priced: Array, limits: Array, hint: int) -> int:
 
     Prices exclude a corner where one of them is not below its limit. Corner `hint` is tried first.
     """
-    i = 0
+    i = 0  # the price that excluded the last corner is the first to be tried
     for k in range(-1, len(limits)):
         q = hint if k < 0 else k
         if priced[i] < limits[q, i]:
@@ -548,6 +567,7 @@ def join(
     """
     count, columns = 0, len(kinds)
     for i in range(some[0], some[1]):
+        # no room for this state's pairs: the caller goes on with it
         if count + some[3] - some[2] > len(found):
             return count, i
         for j in range(some[2], some[3]):
@@ -556,6 +576,7 @@ def join(
             for c in range(columns):
                 if kinds[c] == 0:
                     total = max(total, states[i, c] + others[j, c])
+            # known plans by seconds: the last one that is no slower has the least bytes of these
             low, high = 0, len(seconds)
             while low < high:
                 middle = (low + high) // 2

@@ -98,6 +98,7 @@ def search_reduced(
     `deadline` is a time of `time.thread_time`, `priced` as in `search_wide`.
     """
     lifts = column_lifts(layers)
+    # small searches need neither prices nor compiled code
     if priced is None and budget.epsilon == 0:
         swept = sweep(layers, lifts=lifts, work=min(_SMALL, budget.max_points))
         if swept is not None:
@@ -118,8 +119,10 @@ def sweep(
     layer.
     """
     work -= sum(_PER_GROUP * layer.groups + layer.values.size for layer in layers)
+    # before the first layer: one state of no seconds and no bytes
     states, group, back = np.zeros((1, 2)), np.zeros(1, np.intp), []
     for n, layer in enumerate(layers):
+        # how many states come of it, before any is made
         counts = np.bincount(group, minlength=int(layer.source.max(initial=0)) + 1)
         work -= (
             int(counts[layer.source].sum())
@@ -136,6 +139,7 @@ def sweep(
         within = np.arange(len(parent)) - np.repeat(np.cumsum(count) - count, count)
         via = order[first[parent] + within]
         after = apply(layer, states[parent], via)
+        # raised where that decides nothing, so that more states can be compared
         after = after if lifts is None else _lifted(after, lifts[n + 1])
         kept = _minimal_by_group(after, layer.target[via])
         states, group = after[kept], layer.target[via[kept]]
@@ -168,6 +172,7 @@ def _minimal_by_group(states: Array, group: Rows) -> Rows:
 def _follow(back: Sequence[tuple[Rows, Rows]], rows: Rows) -> Rows:
     """Return the transitions (n, N) that led to the states `rows` (n,), by back-pointers."""
     plans = np.empty((len(rows), len(back)), np.intp)
+    # from the last layer back to the first
     for n in range(len(back) - 1, -1, -1):
         parent, via = back[n]
         plans[:, n] = via[rows]
@@ -204,6 +209,7 @@ def search_wide(
     per_state = 8 * len(layers) + 64 * columns  # back-pointers of all layers, columns of one
     most = int(max(1, min(budget.max_points, budget.max_bytes / per_state)))
     side = make_side(layers, lifts=lifts)
+    # two columns are compared by sorting: no prices, as long as there is room
     if columns == 2 and all(len(layer.start) == 2 for layer in layers) and budget.epsilon == 0:
         try:
             return _walk_through(LayerWalk(side, None, cap=most, deadline=deadline)).plans, 0.0
@@ -253,8 +259,8 @@ def _sweep_with_cap(
     """Return known plans with those found, and what others could gain at most.
 
     At most `cap` partial plans are held at a time. Raises GiveUpError at the deadline. Where it
-    `looks_ahead`, it does so once the layers that are left would end too late, even if each took a
-    quarter of the time of the last one.
+    `looks_ahead`, it raises that as soon as the layers that are left would end too late. Each of
+    them is taken to need a quarter of the time of the last one.
     """
     bounds = Bounds(prices, known, epsilon)
     ahead = LayerWalk(sides[0], bounds, cap=cap, deadline=deadline)
@@ -321,6 +327,7 @@ def _join(ahead: LayerWalk, behind: LayerWalk, kinds: Rows, known: Known) -> Kno
     Raises GiveUpError at the deadline.
     """
     left, right = ahead.states, behind.states
+    # room for the pairs of at least one state
     room = max(_ROOM, 2 * int(np.diff(right.first).max()))
     found, costs = np.empty((room, 2), np.int64), np.empty((room, 2))
     for group in range(len(left.first) - 1):
@@ -406,6 +413,7 @@ def make_way_back(layers: Sequence[Layer]) -> Side:
         )
         for layer, (groups, columns) in zip(layers, before, strict=False)
     ]
+    # on the way back no column is raised
     nothing = [np.full((columns, columns), -np.inf) for _, columns in before]
     return make_side(flipped[::-1], lifts=nothing[::-1])
 
@@ -445,6 +453,7 @@ class LayerWalk:
                 raise GiveUpError
             gains = self.bounds.gains(n + 1, states.costs, states.group)
             rank = np.argsort(gains)
+            # the best of those that are given up bounds what may be missed
             self.dropped = max(self.dropped, float(gains[rank[-self.cap - 1]]))
             rows = np.sort(rank[-self.cap :])
             states = states.take(rows, np.diff(np.searchsorted(rows, states.first), prepend=0))
@@ -464,10 +473,12 @@ class LayerWalk:
         """Take one layer between boundaries with two columns."""
         states, layer = self.states, self.side.arrays[self.done]
         extend = layer_kernels().extend_pairs
+        # about twice as many bins as a group has states
         bins = int(np.clip(2 * np.diff(states.first).max(), *_BINS))
         best, parts, counts = np.empty(bins + 1), [], [0]
         room = _room(4 * len(states.costs) + 4096, 2)
         for group in range(self.side.layers[self.done].groups):
+            # no room: again, with four times as much
             while (size := extend(states.costs, states.first, layer, group, best, *room)) < 0:
                 room = _room(len(room[1]) * 4, 2)
             after, parent, via = (part[:size] for part in room)
@@ -486,6 +497,7 @@ class LayerWalk:
         states, layer = self.states, self.side.arrays[self.done]
         begin, source = layer[:2]
         columns = self.side.columns[self.done + 1]
+        # with few columns comparing drops more, with many prices do
         priced_first = bounds if columns > _COMPARED[0] else _NONE
         counts, found = np.cumsum(np.diff(states.first)[source]), None
         for some in np.split(np.arange(len(source)), np.flatnonzero(np.diff(counts // _CHUNK)) + 1):
@@ -514,6 +526,7 @@ def _minimal(states: States) -> States:
         ]
         return states.take(np.concatenate(rows), np.array([0, *map(len, rows)]))
     size = int(np.diff(first).max())
+    # the least of each block of 16 states (`layer_kernels.BLOCK`)
     held, floor = np.empty((size, costs.shape[1])), np.empty((size // 16 + 1, costs.shape[1]))
     kept, counts = np.empty(len(costs), np.int64), np.zeros(len(first), np.int64)
     most = _COMPARED[1] if costs.shape[1] > _COMPARED[0] else len(costs)
@@ -571,6 +584,7 @@ def _room(size: int, columns: int) -> list[NDArray[Any]]:
 
 
 def _joined(left: States, right: States) -> States:
+    # both are sorted by group, and a stable sort keeps that
     order = np.argsort(np.concatenate([left.group, right.group]), kind="stable")
     costs, parent, via = (
         np.concatenate([getattr(side, name) for side in (left, right)])[order]

@@ -76,6 +76,7 @@ class Layer:
 
 def apply(layer: Layer, states: Array, transitions: Rows) -> Array:
     """Return the columns (n, c') after `transitions` (n,) of partial plans `states` (n, c)."""
+    # a column is the largest of all entries that end in it
     after = np.full((len(states), layer.columns), -np.inf)
     for e, (start, end) in enumerate(zip(layer.start, layer.end, strict=True)):
         np.maximum(
@@ -95,12 +96,14 @@ def exact_grid(costs: Sequence[Array]) -> float:
     It is so small that rounding to it changes a sum by about an ulp. Equal plans then have equal
     costs, in whatever order they were added.
     """
+    # sums up to the total take 50 of the 53 bits of a number
     total = sum(float(np.abs(part[np.isfinite(part)]).max(initial=0.0)) for part in costs)
     return float(2.0 ** (np.ceil(np.log2(total)) - 50)) if total > 0 else 1.0
 
 
 def reduce_layers(layers: Sequence[Layer]) -> list[Layer]:
     """Return the layers without what no best plan needs; all are empty when there is no plan."""
+    # transitions first, then groups; columns may make more transitions equal
     layers = without_dead_ends(layers)
     if not all(len(layer.source) for layer in layers):
         return layers
@@ -116,6 +119,7 @@ def without_dead_ends(layers: Sequence[Layer]) -> list[Layer]:
 
     All are empty when there is no plan.
     """
+    # forward: from the start; backward: to the end
     kept, reached = [], np.ones(1, bool)
     for layer in layers:
         kept.append(layer.take(np.flatnonzero(reached[layer.source])))
@@ -140,6 +144,7 @@ def without_dominated(layers: Sequence[Layer]) -> list[Layer]:
 
 
 def _without_dominated(layer: Layer) -> Layer:
+    # transitions between the same two groups lie side by side
     order = np.argsort(layer.cells, kind="stable")
     first = np.flatnonzero(np.diff(layer.cells[order], prepend=-1))
     counts = np.diff(first, append=len(order))
@@ -156,6 +161,7 @@ def _minimal_together(values: Array, counts: Rows) -> Rows:
 
     Groups have `counts` rows each; of equal rows the first is kept.
     """
+    # a table of groups, padded with rows that beat no other
     group = np.repeat(np.arange(len(counts)), counts)
     place = np.arange(len(values)) - np.repeat(np.cumsum(counts) - counts, counts)
     table = np.full((len(counts), counts.max(), values.shape[1]), np.inf)
@@ -177,6 +183,7 @@ def without_dead_groups(layers: Sequence[Layer]) -> list[Layer]:
     for n in range(len(kept) - 1):
         first, second = kept[n], kept[n + 1]
         size = before * len(first.start) + second.groups * len(second.start)
+        # only where it is small, and each pair of groups has one transition
         if (
             first.groups > 1
             and size * first.groups**2 <= _DENSE
@@ -212,9 +219,11 @@ def _dead_groups(
     Transitions into each group have the values `into` (G, before, E), those out of it `out` (G,
     after, E'). `end` (E,) and `start` (E',) are the columns of the boundary.
     """
+    # no way in or no way out
     dead = np.asarray(
         ~(np.isfinite(into[..., 0]).any(axis=1) & np.isfinite(out[..., 0]).any(axis=1))
     )
+    # by how much a group is dearer than a rival, on both sides of the boundary
     spare = np.zeros((2, len(into), len(into), columns))
     for side, values, column in ((0, into, end), (1, out, start)):
         with np.errstate(invalid="ignore"):  # inf - inf: neither group can go there
@@ -227,6 +236,7 @@ def _dead_groups(
             )
     with np.errstate(invalid="ignore"):
         beaten = (spare.sum(axis=0) >= 0).all(axis=2)  # (group, rival)
+    # one after another: a group must not be ruled out by one that is gone itself
     for g in range(len(into)):
         dead[g] |= bool((beaten[g] & ~dead & (np.arange(len(into)) != g)).any())
     return dead

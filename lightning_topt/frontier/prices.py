@@ -130,8 +130,8 @@ class Bounds:
     def gains(self, n: int, states: Array, group: Rows) -> Array:
         """Return (n,) by how much states of boundary `n` could still beat the known plans, at most.
 
-        Gain g: whatever completes a state is beaten or equalled by a known plan that counts as (1 +
-        g) times better (and as (1 + epsilon) times better already).
+        Gain g: a known plan that counts as (1 + g) times better beats or equals whatever completes
+        the state. It counts as (1 + epsilon) times better already.
         """
         found = np.empty(len(states))
         layer_kernels().gains(states, group, *self.at(n), found)
@@ -152,6 +152,7 @@ def make_prices(layers: Sequence[Layer], *, steps: int | None = None) -> tuple[P
     weights = ratios / net.units
     rates = 16 / ratios.sum(axis=1, keepdims=True) * weights
     work = len(ratios) * sum(layer.values.size + len(layer.start) * 16 for layer in layers)
+    # more steps give better prices; few enough that finding them stays within its work
     steps = int(np.clip(_WORK / work, 10, _STEPS)) if steps is None else steps
     steps = steps if net.splits else 1
     # filled by the kernel: prices by ratio (L, ..), and all plans met
@@ -185,6 +186,7 @@ def _reached(layers: Sequence[Layer], flows: Array) -> list[Array]:
     for layer in layers:
         priced = layer.values @ flows[:, done : done + len(layer.start)].T + found[-1][layer.source]
         done += len(layer.start)
+        # the least price of each group: transitions sorted by target, then reduced
         order = np.argsort(layer.target, kind="stable")
         targets, first = np.unique(layer.target[order], return_index=True)
         best = np.full((layer.groups, len(flows)), np.inf)
@@ -230,6 +232,7 @@ def _crossed(
 
     Pairs are indices of two of `some` plans.
     """
+    # the kernel writes into the same room for every pair
     room = np.empty((_ROOM, 3), np.int32), np.empty((_ROOM, 2))
     costs, changes = [], []
     beaten = np.ascontiguousarray(known.costs.T)
@@ -254,6 +257,7 @@ class Network:
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.layers = tuple(layers)
+        # a column is of seconds or of bytes, and entries hand that on
         self.kinds = [np.array([0, 1])]
         for layer in self.layers:
             kind = np.zeros(layer.columns, np.int64)
@@ -286,6 +290,7 @@ class Network:
     def _sums(self, function: Any) -> Array:
         total = np.zeros(2)
         for layer, kind in zip(self.layers, self.kinds[1:], strict=True):
+            # the largest amount of an entry, over all that end in seconds or in bytes
             per_entry = function(layer.values)
             total += [per_entry[kind[layer.end] == which].max(initial=0.0) for which in (0, 1)]
         return total

@@ -34,6 +34,7 @@ def states_of_runs(
     allowed = [np.flatnonzero(np.isfinite(block[:, 0])) for block in blocks]
     costs = np.concatenate([block[some] for block, some in zip(blocks, allowed, strict=True)])
     decisions = np.cumsum([0, *map(len, allowed)])
+    # room for the states of all runs: four times as much where that is not enough
     room = 64 * len(last)
     while True:
         made = np.empty((room, 5)), np.empty(room, np.int64), np.empty(room, np.int64)
@@ -76,6 +77,7 @@ def _make(
     made, cells = np.empty((_MOST, 5)), np.empty((_MOST, 5))
     stays, minimal = np.empty(_MOST, np.bool_), np.empty(_MOST, np.bool_)
     for r in range(len(last)):
+        # states of the run of one block less; one of nothing where there is none
         begin, end = (first[shorter[r]], first[shorter[r] + 1]) if shorter[r] >= 0 else (0, 1)
         low, several = decisions[last[r]], decisions[last[r] + 1] - decisions[last[r]]
         count = (end - begin) * several

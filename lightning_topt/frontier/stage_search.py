@@ -29,7 +29,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -108,6 +107,7 @@ def search_stages(
             if best.size < limit:
                 found.append(best)
             size = min(best.size, limit) / share
+    # with the costs of the table: the search has them rounded
     points = _frontier(table, cuts, found)
     error = cuts.error_bound if not epsilon else max(epsilon, (1 + cuts.error_bound) * share - 1)
     return StageFrontier(points, error if is_done else np.inf)
@@ -120,6 +120,7 @@ def fastest_below(
 
     It may take up to `share` times as long as the fastest one. `hint`: a load that it may have.
     """
+    # The cheapest plan first, whatever its load; then those of less load that could be faster.
     first = cuts.cheapest(size=size)
     if first is None:
         return None
@@ -153,9 +154,11 @@ class _KnownPlans:
     """Plans that are known, without what all plans of a table pay."""
 
     def __init__(self, table: StageTable, known: Array | None, share: float) -> None:
+        # as cuts count: without what all plans pay
         costs = (
             np.zeros((0, 2)) if known is None else known - [table.fixed_seconds, table.fixed_bytes]
         )
+        # by seconds, each with the least bytes of all that are at least as fast
         costs = costs[np.argsort(costs[:, 0], kind="stable")]
         self._seconds, self._least = costs[:, 0], np.minimum.accumulate(costs[:, 1])
         self._share = share
@@ -240,6 +243,7 @@ class StageCuts:
         Both hold for each of its stages. None where there is no such plan.
         """
         stages, blocks = len(self._stages), self._of.shape[1]
+        # best[s, j]: least lead of s stages over the first j blocks; came and chosen lead there
         best = np.full((stages + 1, blocks + 1), np.inf)
         came, chosen = np.full((2, stages, blocks + 1), -1)
         find = _cheapest_cuts
@@ -284,6 +288,7 @@ class StageCuts:
         """Return the variant of each stage and the configuration of each block."""
         runs, variants, first = runs_of(self.table.order), [], 0
         configs = [0] * len(self.table.order)
+        # a stage is a run that begins where the one before it ends
         for s, (end, place) in enumerate(zip(cut.ends, cut.states, strict=True)):
             group = self._groups[self._stages[s]]
             row = place - int(self._starts[self._stages[s]])
@@ -324,14 +329,15 @@ def _cheapest_cuts(
     held: Array,
     limits: Array,
     best: Array,
-    came: Any,
-    chosen: Any,
+    came: Rows,
+    chosen: Rows,
 ) -> None:
     """Do `stage_kernels.cheapest_cuts` in arrays, which takes no time to load."""
     count, states = of.shape[1], costs.shape[1]
     some = np.flatnonzero(np.diff(first))
     best[0, 0] = 0.0
     picked: dict[tuple[int, bytes], Rows] = {}
+    # per kind of stage: of each class the first state, which has the least lead, below both limits
     for s, group in enumerate(stages.tolist()):
         key = group, held[..., s].tobytes()
         if key not in picked:
@@ -340,6 +346,7 @@ def _cheapest_cuts(
             picked[key] = np.full(len(first), states)
             picked[key][some] = np.minimum.reduceat(place, first[some])
         place = picked[key][of[group]]  # -1 takes the last one: none
+        # over all blocks before which the stage may begin
         total = best[s, :count, None] + np.append(costs[0], np.inf)[place]
         came[s], best[s + 1] = total.argmin(axis=0), total.min(axis=0)
         chosen[s] = place[came[s], np.arange(count + 1)]
@@ -370,6 +377,7 @@ def stage_states(
     table: StageTable, variants: tuple[int, ...], link: int, *, epsilon: float = 0.0
 ) -> StageStates:
     """Return the states of stages that take one of `variants` and receive through `link`."""
+    # classes are runs that receive alike: each has the states of its run, under each variant
     runs = runs_of(table.order)
     of, run_of, extras = _classes(table, runs, link)
     parts = [_of_variant(table, variant, run_of, epsilon) for variant in variants]
@@ -377,9 +385,12 @@ def stage_states(
         np.concatenate(each) for each in zip(*(part[0] for part in parts), strict=True)
     )
     variant = np.repeat(variants, [len(part[0][0]) for part in parts])
+    # what every state of a class pays besides
     lead, load, floor, kept, shared_load, shared_static = extras[owner].T
     costs[:, :4] += np.stack([lead, load + shared_load, shared_static, kept], axis=1)
+    # the load of a stage is not below the floor of its link
     costs[:, 1] = np.maximum(costs[:, 1], floor)
+    # by class, then by lead: the first state within the limits is the cheapest
     order = np.lexsort((costs[:, 0], owner))
     first = np.searchsorted(owner[order], np.arange(len(run_of) + 1))
     ordered = np.ascontiguousarray(costs[order].T)
@@ -394,6 +405,7 @@ def _classes(table: StageTable, runs: Runs, link: int) -> tuple[Rows, Rows, Arra
     """
     count = len(table.order)
     first, end = np.nonzero(runs.of >= 0)
+    # a stage that begins at block n pays for what it receives; block 0 receives nothing
     pays = np.zeros((count, 4))
     pays[1:] = np.stack(
         [getattr(table.links[link], name) for name in ("lead", "load", "floor", "kept")], axis=1
@@ -418,6 +430,7 @@ def _of_variant(
     """Return class, costs and number of the states of all classes; and their error."""
     variant, runs = table.variants[index], runs_of(table.order)
     states = run_states(variant.chain, epsilon)
+    # one row for each class and state of its run
     sizes = np.diff(states.first)[run_of]
     owner = np.repeat(np.arange(len(run_of)), sizes)
     state = (
@@ -472,12 +485,14 @@ class RunStates:
 @lru_cache(maxsize=16)
 def runs_of(order: tuple[int, ...]) -> Runs:
     """Return the distinct runs of a chain."""
+    # A run is known by how many of each distinct block it has: differences of prefix sums.
     count, kinds = len(order), max(order) + 1
     sums = np.zeros((count + 1, kinds), np.intp)
     sums[1:] = np.cumsum(np.eye(kinds, dtype=np.intp)[list(order)], axis=0)
     of = np.full((count, count + 1), -1, np.intp)
     known: dict[bytes, int] = {}
     shorter, last, counts = [], [], []
+    # by length, so that the run of one block less is known already
     for length in range(1, count + 1):
         for i, row in enumerate(sums[length:] - sums[: count + 1 - length]):
             key = row.tobytes()
@@ -497,6 +512,7 @@ def run_states(chain: StageChain, epsilon: float) -> RunStates:
     Costs are rounded to grids on which their sums are exact. `epsilon`: states so near to others in
     all costs are put together.
     """
+    # errors of single blocks multiply along a run: the longest one bounds the width of cells
     runs, blocks = runs_of(chain.order), _on_grids(chain)
     step = epsilon / (2 * int(runs.counts.sum(axis=1).max()))
     if "numba" in sys.modules or len(runs.last) > _SMALL_RUNS:
@@ -516,6 +532,7 @@ def _run_states_in_arrays(runs: Runs, blocks: Sequence[Array], step: float, most
     configs: list[Rows] = []
     first: list[int] = [0]
     errors: list[float] = []
+    # states of a run: those of the run of one block less, each with every configuration of the last
     for shorter, last in zip(runs.shorter.tolist(), runs.last.tolist(), strict=True):
         before = np.zeros((1, len(COLUMNS))) if shorter < 0 else costs[shorter]
         made, parent, config = _extended(before, blocks[last])
@@ -523,6 +540,7 @@ def _run_states_in_arrays(runs: Runs, blocks: Sequence[Array], step: float, most
         errors.append((1 + more) * (1.0 if shorter < 0 else errors[shorter]))
         error = max(error, errors[-1])
         costs.append(made[rows])
+        # parents are rows among the states of all runs
         parents.append(parent[rows] + (first[shorter] if shorter >= 0 else -1))
         configs.append(config[rows])
         first.append(first[-1] + len(rows))
@@ -535,6 +553,7 @@ def _on_grids(chain: StageChain) -> list[Array]:
     blocks = [
         np.stack([getattr(block, name) for name in COLUMNS], axis=1) for block in chain.blocks
     ]
+    # one grid for the two columns of seconds, one for the three of bytes
     each = [blocks[kind] for kind in chain.order]
     grids = np.repeat(
         [exact_grid([part[:, some] for part in each]) for some in (slice(2), slice(2, 5))], [2, 3]
@@ -548,6 +567,7 @@ def _extended(before: Array, block: Array) -> tuple[Array, Rows, Rows]:
     With their parents and configurations.
     """
     allowed = np.flatnonzero(np.isfinite(block[:, 0]))
+    # costs sum up, but of the humps the largest counts
     made = before[:, None] + block[allowed]
     made[..., 4] = np.maximum(before[:, None, 4], block[allowed, 4])
     made = made.reshape(-1, len(COLUMNS))
@@ -563,6 +583,7 @@ def _thinned(costs: Array, step: float, most: int) -> tuple[Rows, float]:
     """
     rows, width = np.arange(len(costs)), 0.0
     while (width < step and len(rows) > 2) or len(rows) > most:
+        # wider cells, until few enough states are left
         width = max(step, 2 * width, 1e-6)
         cells = np.floor(np.log(np.maximum(costs, 1e-300)) / np.log1p(width))
         rows = np.sort(unique_rows(cells))
@@ -571,6 +592,7 @@ def _thinned(costs: Array, step: float, most: int) -> tuple[Rows, float]:
 
 def configs_of_run(states: RunStates, runs: Runs, *, run: int, state: int) -> list[tuple[int, int]]:
     """Return the decisions of a state of a run: (distinct block, configuration) of its blocks."""
+    # back from the last block, decision by decision
     found = []
     while state >= 0:
         found.append((int(runs.last[run]), int(states.config[state])))

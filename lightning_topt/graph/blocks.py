@@ -1,12 +1,14 @@
 """Choose the modules that a plan decides about, from the graph alone.
 
 [Note: choice of blocks] From the root down:
-1. Siblings (children of one module, also in a ModuleList or Sequential) of one structure, that is
-   the same tree of classes, parameter shapes and dtypes, are blocks of one group when at least two
-   of them are eligible and together they are large. Repetitions inside them are not searched.
+1. Siblings (children of one module, also in a ModuleList or Sequential) with the same tree of
+   classes, parameter shapes and dtypes have one structure. They are blocks of one group when at
+   least two of them are eligible and together they are large. Repetitions inside them are not
+   searched.
 2. Any other eligible module that is called exactly once and is large becomes a block of its own,
-   the outermost first. A module that holds more than half of the parameters or kept activations, or
-   in which rule 1 finds blocks, is opened instead, unless nothing inside it becomes a block.
+   the outermost first. A module is opened instead if it holds more than half of the parameters or
+   kept activations, or if rule 1 finds blocks in it. It stays whole if nothing inside it becomes a
+   block.
 3. All the rest is block "".
 
 Eligible: called through forward, with parameters that no operator outside of it reads and that no
@@ -79,6 +81,7 @@ class _Chooser:
         self.memory = StepMemory(graph.step, graph.batch_size)
         self.modules = {module.path: module for module in graph.step.modules}
         self.chosen: dict[str, Hashable] = {}
+        # calls of each module in the order of the step, and modules by the one around them
         self.calls: dict[str, list[ModuleCall]] = defaultdict(list)
         for call in graph.step.calls:
             self.calls[call.module].append(call)
@@ -101,12 +104,14 @@ class _Chooser:
     def is_recomputable(self, path: str) -> bool:
         """Return whether the forward of the module at `path` may run again in the backward pass."""
         calls = self.calls[path]
+        # `repeatable` was found by calling it twice; the rest is read off the graph
         return len(calls) == 1 and may_repeat(calls[0]) and self.modules[path].repeatable
 
     def _visit(self, path: str) -> None:
         """Choose the module at `path` as one block, or blocks inside of it."""
         # rule 2, for a module that is no repetition
         fits = self._is_candidate(path)
+        # what holds more than half would leave a plan little to decide
         opens = not fits or self._has_repetitions(path) or max(self._shares(path)) > self.max_share
         # an opened module becomes a block after all where nothing inside it did
         before = len(self.chosen)
@@ -134,10 +139,12 @@ class _Chooser:
             if self.calls[child] and self._shares(child)[0] > 0 and self._is_eligible(child):
                 groups[self.modules[child].structure].append(child)
         chosen: dict[str, Hashable] = {}
+        # large together, though each layer of a deep model is small
         for paths in groups.values():
             parameters, kept = (
                 sum(shares) for shares in zip(*map(self._shares, paths), strict=True)
             )
+            # one structure is one group: its first path is the key
             if len(paths) > 1 and self._is_large(parameters, kept):
                 chosen.update(dict.fromkeys(paths, paths[0]))
         return chosen
@@ -157,8 +164,10 @@ class _Chooser:
     def _is_eligible(self, path: str) -> bool:
         # its parameters are its own: no other name, no reader outside of it
         inside = [self.graph.parameters[index] for index in self._inside[path]]
+        # a tied weight has a name elsewhere
         if any(not name.startswith(path + ".") for p in inside for name in (p.name, *p.aliases)):
             return False
+        # all readers lie in this module: it is among the modules around each of them
         return bool(self.calls[path]) and not any(
             path not in stack for p in inside for stack in self._readers[p.name]
         )
@@ -210,6 +219,7 @@ def why_not_recomputed(graph: OpGraph) -> str | None:
     """
     calls = {call.module: call for call in graph.step.calls}
     reasons: dict[str, list[str]] = defaultdict(list)
+    # without a gradient there is nothing to recompute, and nothing to explain
     for block in graph.blocks:
         if block.name and not block.recomputable and calls[block.name].needs_grad:
             writes = calls[block.name].writes_outside
@@ -227,6 +237,7 @@ def block_of(parameter: str, blocks: Container[str]) -> str:
     ``""`` for one in no named block.
     """
     parts = parameter.split(".")
+    # the longest prefix first: the innermost block
     for end in range(len(parts), 0, -1):
         if ".".join(parts[:end]) in blocks:
             return ".".join(parts[:end])

@@ -13,9 +13,9 @@ How it goes:
 watch real steps, or needs a larger batch. `techniques.tensor_parallel.split_capture` captures the
 step on slices. The graph goes to `costs.training_step`, which prices it, in a `SearchRequest`.
 
-[Note: second calls] A forward pass runs on a fresh copy. When it is over, as in a backward pass,
-every candidate is called again with the arguments of its first call, the last one first. Its
-forward may be recomputed if this call
+[Note: second calls] A forward pass runs on a fresh copy. When it is over, every candidate is called
+again with the arguments of its first call, the last one first, as in a backward pass. Its forward
+may be recomputed if this call
 - runs the same operators on the same memory: tensors that the call makes count as the same when
   they are made at the same place; a tensor left by the first call, or memory that was written to
   meanwhile, does not;
@@ -79,15 +79,15 @@ from lightning_topt.graph.structures import (
 
 CPU = torch.device("cpu")
 MAX_DIFFERENT = 2
-Adapt = Callable[[nn.Module], AbstractContextManager[Any]]
+Adapt = Callable[[nn.Module], AbstractContextManager[object]]
 
 
 def capture(
     module: nn.Module,
     batch: object,
     *,
-    second_batch: Any | None = None,
-    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    second_batch: object | None = None,
+    forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
     device: torch.device | str = "cpu",
     batch_scaling: bool = True,
     adapt: Adapt | None = None,
@@ -158,7 +158,7 @@ def one_is_enough(
     batch: object,
     like: OpGraph,
     *,
-    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
     device: torch.device | str = "cpu",
 ) -> bool:
     """Return whether one recording of a step says all that `like` does.
@@ -175,7 +175,7 @@ def one_is_enough(
 
 
 def _capture_two_sizes(
-    step: StepRun, batch: object, second_batch: Any | None, like: OpGraph | None
+    step: StepRun, batch: object, second_batch: object | None, like: OpGraph | None
 ) -> OpGraph:
     sizes = batch_sizes(batch, second_batch)
     # each run: a batch, and the samples in it
@@ -185,6 +185,7 @@ def _capture_two_sizes(
         # a dim of size one is special to operators (views instead of copies): use larger batches
         small, sizes = large, (2, 4)
     unlike: set[Hashable] = set()
+    # what turns out to differ in the first run is not skipped in the second either
     copied, first, first_bytes = step.record(small[0], samples=(small[1], sizes[0]), unlike=unlike)
     _, second, second_bytes = step.record(large[0], samples=(large[1], sizes[1]), unlike=unlike)
     graph = assemble(
@@ -273,7 +274,7 @@ class Prepared:
     """Fake copies of a module and of a batch, and the mode under which a step of them runs."""
 
     module: nn.Module
-    batch: Any
+    batch: object
     mode: FakeTensorMode
 
 
@@ -290,7 +291,7 @@ class StepRun:
     """
 
     module: nn.Module
-    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    forward_context: Callable[[], AbstractContextManager[object]] = nullcontext
     device: torch.device = CPU
     adapt: Adapt | None = None
 
@@ -329,6 +330,7 @@ class StepRun:
                 equal modules with other keys are skipped. None: everything runs.
             resizes: the batch is of `PRIME` batches, see [Note: one recording] in `recording`.
         """
+        # calls of equal modules are skipped, as long as few turn out to differ
         while unlike is not None and len(unlike) <= MAX_DIFFERENT:
             recorder: list[Recorder] = []
             try:
@@ -340,6 +342,7 @@ class StepRun:
             except CallsDiffer as error:
                 unlike.add(error.key)
             except Exception:
+                # nothing was skipped, so this is an error of the step itself
                 if not recorder or not recorder[0].recording.skipped:
                     raise
                 break  # perhaps a consequence of the skipped calls
@@ -502,7 +505,7 @@ def _around(path: str, paths: Mapping[str, object]) -> str | None:
 def _skipped_forward(
     model: ObservedCall, mode: FakeTensorMode, trace: CallTracer
 ) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> Any:
         made = make_results(model, mode)
         for tensor, result in zip(made, model.results, strict=True):
             tensor.requires_grad_(result.requires_grad)
@@ -554,8 +557,8 @@ class _Candidate:
     """
 
     module: nn.Module
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    args: tuple[object, ...] = ()
+    kwargs: dict[str, object] = field(default_factory=dict)
     first: CallTrace | None = None
     autocast: _Autocast | None = None
     forward: Any = None
@@ -689,7 +692,7 @@ class CallTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._open: list[CallTrace] = []
         self._serials: dict[int, int] = {}
-        self._references: dict[int, Any] = {}
+        self._references: dict[int, object] = {}
         self._versions: dict[int, int] = {}
         self._count = 0
         self._outside = [tensor for tensor in outside if is_strided(tensor)]
@@ -706,7 +709,7 @@ class CallTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._open.pop()
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+        self, func: OpOverload, types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run `func` and note what it reads and writes."""
         kwargs = kwargs or {}
@@ -716,6 +719,7 @@ class CallTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._open:
             self._note(func, args, kwargs)
         out = skip_collective(func, args, kwargs) if is_collective(func) else func(*args, **kwargs)
+        # a write makes a new version of the memory
         for tensor in written:
             serial = self._serial(tensor, "made")
             self._versions[serial] = self._versions.get(serial, 0) + 1
@@ -728,7 +732,7 @@ class CallTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if is_strided(tensor):
                 self._serial(tensor, "made")
 
-    def _note(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> None:
+    def _note(self, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         tensors: list[Tensor] = []
         operator = func, freeze((args, tuple(kwargs.items())), tensors)
         has_effects = is_collective(func) or any(

@@ -93,7 +93,7 @@ class ObservedCall:
     casts: set[int] = field(default_factory=set)
     claims: dict[int, int | None] = field(default_factory=dict)
     results: list[Result] = field(default_factory=list)
-    structure: Any = None  # of what it returned
+    structure: object = None  # of what it returned
     current: int = 0
     gradient: StorageRecord | None = None  # of its result
     is_like_others: bool = True
@@ -148,7 +148,7 @@ class Result:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
-    layout: Any = None  # where techniques say how it is split
+    layout: object = None  # where techniques say how it is split
 
 
 @dataclass(eq=False)
@@ -180,14 +180,14 @@ class SkippedCall:
 # ---- comparing two calls -------------------------------------------------------------------------
 
 
-def forward_facts(recording: Recording, call: ObservedCall) -> Any:
+def forward_facts(recording: Recording, call: ObservedCall) -> object:
     """Return what equal calls share in the forward pass, free of names and places."""
     op, tick = call.ops[0], call.ticks[0]
     # storages by their place in the call, those of its inputs by the place among these
     own = {id(s): n for n, s in enumerate(recording.storages[slice(*call.storages)])}
     results = {id(result.storage) for result in call.results}
 
-    def place(storage: StorageRecord) -> Any:
+    def place(storage: StorageRecord) -> object:
         return own.get(
             id(storage), ("input", [number for number, s in enumerate(call.inputs) if s is storage])
         )
@@ -222,7 +222,7 @@ def forward_facts(recording: Recording, call: ObservedCall) -> Any:
     )
 
 
-def operator_facts(op: OpRecord, call: ObservedCall, kernels: list[Measured]) -> Any:
+def operator_facts(op: OpRecord, call: ObservedCall, kernels: list[Measured]) -> object:
     """Return what operators of equal calls share.
 
     Equal kernels are one object, so they are compared by identity.
@@ -231,7 +231,7 @@ def operator_facts(op: OpRecord, call: ObservedCall, kernels: list[Measured]) ->
     return names, op.kind, op.outputs, [id(kernel) for kernel in kernels], op.saved_bytes
 
 
-def _storage_facts(storage: StorageRecord, call: ObservedCall) -> Any:
+def _storage_facts(storage: StorageRecord, call: ObservedCall) -> object:
     """Return what storages of equal calls share."""
     op, tick = call.ops[0], call.ticks[0]
     died = storage.died - tick if storage.died <= call.ticks[1] else None
@@ -260,6 +260,7 @@ def expand(recording: Recording) -> Recording:
     backwards = {
         id(model): ObservedBackward(recording, model) for pair in recording.models for model in pair
     }
+    # two models of each kind: what they did in the backward pass must agree as well
     for first, second in recording.models:
         if backwards[id(first)].facts != backwards[id(second)].facts:
             raise CallsDiffer(second.key)
@@ -329,6 +330,7 @@ class _Expansion:
             assert skipped.backward_tick is not None
             length[skipped.backward_tick] = backward.end - backward.start
         numbers, now = [], 0
+        # each old tick begins where the ones before it end
         for tick in range(len(self.old.kernel_ops)):
             numbers.append(now)
             now += length.get(tick, 1)
@@ -347,6 +349,7 @@ class _Expansion:
                 numbers.append(now)
                 now += 1
                 continue
+            # the first operator that stands for the call makes room for all of its model's
             if index == skipped.first_op:
                 start = now
                 now += skipped.model.ops[1] - skipped.model.ops[0]
@@ -396,6 +399,7 @@ class _Expansion:
                 and rename(storage.gradient_of, model.path, skipped.path),
                 parts=(),
             )
+        # these are in the recording, in the places of the model's
         for result, storage in zip(model.results, skipped.results, strict=True):
             inside[id(result.storage)] = self.new[id(storage)]
         if backward.input_gradient is not None:
@@ -560,6 +564,7 @@ class _Expansion:
         )
 
     def _writes(self) -> list[tuple[int, int]]:
+        # writes of the recording, then those of models once more for each call that was skipped
         writes = [
             (self.ticks[tick], born if born < 0 else self.ticks[born])
             for tick, born in self.old.writes
@@ -644,6 +649,7 @@ class ObservedBackward:
             *(id(self.model.inputs[number]) for number in self.model.packed),
         }
         own = {*map(id, forward), *self.numbers}
+        # whatever is freed meanwhile is its own, or was held for it
         freed = {id(s) for s in self.recording.storages if self.start < s.died < self.end}
         parts = {id(part) for s in self.made for part in s.parts}
         return (
@@ -759,7 +765,7 @@ def rename(name: str, model: str, skipped: str) -> str:
     return skipped + short[1:] if short.startswith("*") else name
 
 
-def flatten(value: object) -> tuple[Any, list[Tensor]]:
+def flatten(value: object) -> tuple[object, list[Tensor]]:
     """Return the structure of arguments or of a result, and its tensors.
 
     The structure is None where it is not plain.
@@ -771,7 +777,7 @@ def flatten(value: object) -> tuple[Any, list[Tensor]]:
         return None, []
 
 
-def _structure(value: Any, tensors: list[Tensor]) -> Any:
+def _structure(value: Any, tensors: list[Tensor]) -> object:
     # a function, and no closure that knows itself: the tensors would live on in a cycle
     if isinstance(value, Tensor):
         tensors.append(value)

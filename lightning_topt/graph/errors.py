@@ -140,6 +140,7 @@ def check_no_reentrant_checkpoint(unit: str) -> None:
         unit: path of the block whose call was reached, for the message.
     """
     frame = sys._getframe()
+    # outwards, from this frame
     while frame.f_back is not None:
         frame = frame.f_back
         if frame.f_code is checkpoint.CheckpointFunction.forward.__code__:
@@ -203,11 +204,13 @@ def is_users(name: object) -> bool:
 def _is_users(name: str) -> bool:
     module = sys.modules.get(name)
     top, _, rest = name.partition(".")
+    # what is inside of a package is as the package
     if module is None or top in sys.builtin_module_names or (rest and not _is_users(top)):
         return False
     if name == "__main__":
         return True
     file = getattr(module, "__file__", None)
+    # without a file: the user's, unless its loader says where it is from
     if file is None:
         specification = getattr(module, "__spec__", None)
         return specification is None or not isinstance(specification.origin, str)

@@ -11,11 +11,11 @@ every rank; the flow holds for this batch alone. Values that come from units can
 the last call, since stages without them could not follow. After it they read as zero here.
 
 [Note: origins] Every tensor object has an `Origin`; views share that of their base. All tensors on
-one memory belong to one `Memory`. A call that returns a tensor which is older than itself (its
-argument, or a view of it) begins another origin on the same memory: on a stage that does not run
-the call the two are different tensors. Where one of them is then written to, the others are out of
-date there. What reads them must run on the stage of that call. The same holds for memory that is
-made inside a call and read outside without being returned.
+one memory belong to one `Memory`. A call may return a tensor that is older than itself (its
+argument, or a view of it). It then begins another origin on the same memory: on a stage that does
+not run the call the two are different tensors. Where one of them is then written to, the others are
+out of date there. What reads them must run on the stage of that call. The same holds for memory
+that is made inside a call and read outside without being returned.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def trace_flow(
     *,
     units: Collection[str],
     device: torch.device | str = "cpu",
-    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> StepFlow:
     """Return the flow of ``run(module, batch)``.
 
@@ -119,7 +119,7 @@ def _attempt(
     *,
     units: Collection[str],
     device: torch.device,
-    context: Callable[[], AbstractContextManager[Any]],
+    context: Callable[[], AbstractContextManager[object]],
     has_values: bool,
 ) -> StepFlow:
     with no_trace(module), torch.compiler.set_stance("force_eager"):
@@ -153,7 +153,9 @@ class _Readable(TorchFunctionMode):
         super().__init__()
         self._recorder = recorder
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func in READS_VALUES and (values := self._recorder.values(args[0])) is not None:
             args = (values, *args[1:])
         return func(*args, **(kwargs or {}))
@@ -175,12 +177,13 @@ def _explained(error: Exception, recorder: FlowRecorder) -> CaptureError | None:
 def _record_logs(module: nn.Module, recorder: FlowRecorder) -> None:
     """Let values that are logged, and what metrics are given, be needed at the end."""
 
-    def log(*args: Any, **kwargs: Any) -> None:
+    def log(*args: object, **kwargs: object) -> None:
         recorder.need_at_end((args, kwargs))
 
     for name in LIGHTNING_LOGS:
         if hasattr(module, name):
             vars(module)[name] = log
+    # what metrics are given is needed where they run, at the end
     for path, submodule in module.named_modules():
         if runs_metrics(submodule):
             recorder.metrics.append(path)
@@ -306,9 +309,10 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # ---- operators -------------------------------------------------------------------------------
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+        self, func: OpOverload, types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        # a question, and no operator
         if func is DEVICE_OF:
             return func(*args)
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if is_strided(tensor)]
@@ -363,11 +367,12 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._end.writes.add(buffer)
             self._consume(self._end, [tensor])
 
-    def _value(self, tensor: Tensor) -> Any:
+    def _value(self, tensor: Tensor) -> object:
         """Return what a value reads as here; None to let it be read."""
         # of the batch alone: read as it is, on a real batch
         origin = self._origins.origin(tensor)
         if origin.is_batch and not (origin.refs or origin.reads):
+            # a metric may read it as zero: gradients do not depend on that
             if self.in_metric and isinstance(tensor, FakeTensor):
                 return torch.zeros((), dtype=tensor.dtype).tolist()
             if isinstance(tensor, FakeTensor):
@@ -397,6 +402,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _call(self, path: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run a call of a unit; calls inside of another one are part of that."""
+        # inside of another call, or while nothing is recorded
         if self._at >= 0 or self not in list(
             torch.utils._python_dispatch._get_current_dispatch_mode_stack()
         ):
@@ -442,6 +448,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             call.leaves.append(leaf_spec(call.module, leaf, seen.get(id(leaf))))
             self._read_out |= self._buffers_in(leaf)
+            # what is returned twice is one object afterwards as well
             if (first := seen.setdefault(id(leaf), number)) != number:
                 leaves[number] = leaves[first]
                 continue
@@ -465,6 +472,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note that `reader` needs what `tensors` are made of."""
         combined, at = Origin(), reader.index
         for tensor in tensors:
+            # made inside of this very call
             if not is_strided(tensor) or (at >= 0 and self._origins.memory(tensor).made_in == at):
                 continue
             origin = self._origins.origin(tensor)
@@ -487,6 +495,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._read_out.update(
             *(self._buffers_in(tensor) for tensor in _leaves(result) if is_strided(tensor))
         )
+        # buffers in whose place is another tensor now
         named = ((name, buffer) for name, buffer in module.named_buffers() if is_strided(buffer))
         self._replaced = {
             name for name, buffer in named if self._origins.memory(buffer).buffer is None
@@ -525,6 +534,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the flow of the step."""
         calls = tuple(call.unit_call(self._rewritten) for call in self._calls)
         same_stage = tuple(
+            # BETWEEN, as the second of a pair, is the end of the step
             SameStageConstraint(a, len(calls) if b < 0 else b, why)
             for (a, b), why in sorted(self._bonds.items())
         )
@@ -651,7 +661,7 @@ class Provenance:
     def __init__(self) -> None:
         self._origins: dict[int, Origin] = {}
         self._memories: dict[int, Memory] = {}
-        self._held: list[Any] = []
+        self._held: list[object] = []
 
     def memory(self, tensor: Tensor) -> Memory:
         """Return the memory of `tensor`."""
@@ -680,6 +690,7 @@ class Provenance:
         self._origins[id(tensor)] = origin
         self._held.append(tensor)
         memory = self.memory(tensor)
+        # tensors with the same origin are one entry
         if all(origin is not other for other in memory.origins):
             memory.origins.append(origin)
         return origin

@@ -98,7 +98,7 @@ class Measured:
 
 
 def measure(
-    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: object
+    func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object], out: object
 ) -> Measured:
     """Return the FLOPs and bytes of the call ``func(*args, **kwargs)`` that returned `out`.
 
@@ -240,7 +240,7 @@ def freeze(value: object, tensors: list[Tensor]) -> Frozen:
     return ("opaque", type(value).__name__)
 
 
-def thaw(value: Frozen) -> Any:
+def thaw(value: Frozen) -> object:
     """Return what `freeze` returned as a JSON value."""
     if not isinstance(value, tuple):
         return value
@@ -254,7 +254,7 @@ def thaw(value: Frozen) -> Any:
     return {kind: str(items[0]) if items else ""}
 
 
-def encode_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def encode_arguments(args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Return the arguments of a low-level call as a JSON value.
 
     Tensors are written by shape, stride (in elements) and dtype, without values.
@@ -308,7 +308,7 @@ def make_call(kernel: Kernel, device: torch.device | str) -> Callable[[], None]:
     return call
 
 
-def _revive(value: object, device: torch.device) -> Any:
+def _revive(value: object, device: torch.device) -> object:
     if isinstance(value, list):
         return [_revive(item, device) for item in value]
     if not isinstance(value, dict):
@@ -362,7 +362,7 @@ def is_strided(tensor: Tensor) -> bool:
 
 
 def written_tensors(
-    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> list[Tensor]:
     """Return the strided tensors among the arguments that ``func(*args, **kwargs)`` may write to.
 
@@ -393,7 +393,7 @@ def is_collective(func: OpOverload) -> bool:
     return func.namespace in NAMESPACES
 
 
-def skip_collective(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def skip_collective(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     """Return what `func` returns, but send nothing.
 
     Outputs stay as they are, and the work is finished: a capture on fake tensors runs on one rank,
@@ -534,38 +534,42 @@ REPLAYABLE = {f"aten::{name}" for group in (*_GROUPS, _POOLING) for name in grou
 # ---- FLOPs that torch.utils.flop_counter lacks ---------------------------------------------------
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+def _attention(query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> int:
     return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
 
 
 def _attention_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object
 ) -> int:
     shapes = grad.shape, query.shape, key.shape, value.shape
     return int(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
 
 
-def _matrix_vector(matrix: Tensor, vector: Tensor, *args: Any, **kwargs: Any) -> int:
+def _matrix_vector(matrix: Tensor, vector: Tensor, *args: object, **kwargs: object) -> int:
     return 2 * matrix.numel()
 
 
 def _add_matrix_vector(
-    start: Tensor, matrix: Tensor, vector: Tensor, *args: Any, **kwargs: Any
+    start: Tensor, matrix: Tensor, vector: Tensor, *args: object, **kwargs: object
 ) -> int:
     return 2 * matrix.numel()
 
 
-def _add_matrices(start: Tensor, left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> int:
+def _add_matrices(
+    start: Tensor, left: Tensor, right: Tensor, *args: object, **kwargs: object
+) -> int:
     return 2 * left.numel() * right.shape[-1]
 
 
-def _product_of_groups(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> int:
+def _product_of_groups(left: Tensor, right: Tensor, *args: object, **kwargs: object) -> int:
     # each has some of the columns
     groups = left.shape[0] if left.ndim == 3 and right.ndim == 2 else 1
     return 2 * left.numel() // groups * right.shape[-1]
 
 
-def _rnn_layer(x: Tensor, w_input: Tensor, w_hidden: Tensor, *args: Any, **kwargs: Any) -> int:
+def _rnn_layer(
+    x: Tensor, w_input: Tensor, w_hidden: Tensor, *args: object, **kwargs: object
+) -> int:
     return 2 * math.prod(x.shape[:-1]) * (w_input.numel() + w_hidden.numel())
 
 
@@ -573,7 +577,7 @@ def _rnn_layer_backward(*args: Any, **kwargs: Any) -> int:
     return 2 * _rnn_layer(*args)
 
 
-def _rnn(x: Tensor, weights: Sequence[Tensor], *args: Any, **kwargs: Any) -> int:
+def _rnn(x: Tensor, weights: Sequence[Tensor], *args: object, **kwargs: object) -> int:
     # (..., input) per step and sample; biases have one dim
     per_sample = sum(weight.numel() for weight in weights if weight.ndim > 1)
     return 2 * math.prod(x.shape[:-1]) * per_sample
@@ -583,7 +587,7 @@ def _rnn_backward(*args: Any, **kwargs: Any) -> int:
     return 2 * _rnn(*args)
 
 
-def _extra_formulas() -> dict[Any, Callable[..., int]]:
+def _extra_formulas() -> dict[object, Callable[..., int]]:
     """Return the FLOPs of operators that torch.utils.flop_counter lacks."""
     formulas: dict[str, Callable[..., int]] = {
         "_scaled_dot_product_flash_attention_for_cpu": _attention,
@@ -610,4 +614,4 @@ def _extra_formulas() -> dict[Any, Callable[..., int]]:
 
 # By operator, all overloads alike; a formula takes the call's arguments, and what the call returned
 # as `out_val`.
-FLOPS: dict[Any, Callable[..., int]] = {**_extra_formulas(), **flop_registry}
+FLOPS: dict[object, Callable[..., int]] = {**_extra_formulas(), **flop_registry}

@@ -122,6 +122,7 @@ class Mesh:
     def _position(self, rank: int, axes: Sequence[int]) -> int:
         """Return the position of `rank` along `axes`, the last one fastest."""
         position = 0
+        # as digits of a number: the last axis counts single ranks
         for axis in axes:
             position = position * self.shape[axis] + rank // self.stride([axis]) % self.shape[axis]
         return position

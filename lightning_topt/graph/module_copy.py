@@ -111,7 +111,7 @@ def copy_module(module: T, copies: TensorCopies, *, fake: bool) -> T:
     lazy parameters without a shape.
     """
     # what is shared is its own copy; tensors are converted before all else
-    memo: dict[int, Any] = {id(value): value for value in _shared(module)}
+    memo: dict[int, object] = {id(value): value for value in _shared(module)}
     for submodule in module.modules():
         for name, tensor in (*submodule._parameters.items(), *submodule._buffers.items()):
             if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
@@ -148,7 +148,9 @@ class TensorCopies(TorchFunctionMode):
     def convert(self, tensor: Tensor) -> Tensor:
         """Return the copy of `tensor`."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is Tensor.__deepcopy__ or func == TENSOR_DATA:
             return self.convert(args[0])
         return func(*args, **(kwargs or {}))
@@ -215,7 +217,7 @@ class _Filled(TensorCopies):
             return new.requires_grad_(tensor.requires_grad)
 
 
-def _shared(module: nn.Module) -> Iterator[Any]:
+def _shared(module: nn.Module) -> Iterator[object]:
     for submodule in module.modules():
         # by name (a trainer), or by class (a data set)
         for name, value in vars(submodule).items():
@@ -233,7 +235,7 @@ def _is_shared(cls: type) -> bool:
     return of_lightning or issubclass(cls, (Dataset, DataLoader, Sampler))
 
 
-def _plain_copy(module: nn.Module, memo: Mapping[int, Any]) -> nn.Module | None:
+def _plain_copy(module: nn.Module, memo: Mapping[int, object]) -> nn.Module | None:
     """Return what `copy.deepcopy` makes of a module of plain values, in a tenth of its time.
 
     None for other modules. `memo` has the copies of its tensors and children.
@@ -247,7 +249,7 @@ def _plain_copy(module: nn.Module, memo: Mapping[int, Any]) -> nn.Module | None:
     if states != (nn.Module.__getstate__, nn.Module.__setstate__):
         return None
     # plain values, empty registries of hooks, and tensors and children that are copied already
-    attributes: dict[str, Any] = {}
+    attributes: dict[str, object] = {}
     for name, value in vars(module).items():
         kind = type(value)
         if kind in ATOMS:
@@ -273,7 +275,7 @@ def _plain_copy(module: nn.Module, memo: Mapping[int, Any]) -> nn.Module | None:
     return copied
 
 
-def _deepcopy(module: T, memo: dict[int, Any]) -> T:
+def _deepcopy(module: T, memo: dict[int, object]) -> T:
     """Do `copy.deepcopy`, and share every attribute that cannot be copied.
 
     The search for these attributes is slow, so it runs only where the plain call fails.
@@ -290,7 +292,7 @@ def _deepcopy(module: T, memo: dict[int, Any]) -> T:
         return copy.deepcopy(module, memo)
 
 
-def _copyable(value: object, memo: dict[int, Any]) -> bool:
+def _copyable(value: object, memo: dict[int, object]) -> bool:
     """Return whether `value` itself can be copied, whatever it leads to in `memo`."""
     try:
         copy.deepcopy(value, memo)
@@ -310,7 +312,7 @@ def _reducers() -> Iterator[None]:
     def share(value: object) -> str:
         return "shared"  # a string means that the object is its own copy
 
-    def replace(value: object) -> tuple[Any, ...]:
+    def replace(value: object) -> tuple[object, ...]:
         return _UsedUp, ()
 
     def draw_alike(value: Any) -> tuple[Any, ...]:
@@ -392,6 +394,7 @@ def silence(module: nn.Module) -> None:
     loggers of a LightningModule.
     """
     silent = _Silent()
+    # on this object: its class is that of the original too
     for name in ("log", "log_dict", "print", "manual_backward"):
         if hasattr(module, name):
             vars(module)[name] = _nothing
@@ -417,7 +420,7 @@ class _Silent:
             raise AttributeError(name)
         return collections.defaultdict(float) if name in ("state", "defaults") else self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return self
 
     def __getitem__(self, key: object) -> Any:
@@ -437,7 +440,7 @@ class _Silent:
         return [collections.defaultdict(float)]
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def _nothing(*args: object, **kwargs: object) -> None:
     return None
 
 
@@ -491,11 +494,13 @@ def is_metric(module: nn.Module, names: tuple[str, ...] = ("Metric",)) -> bool:
 class ShapeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """A fake mode that also knows shapes which torch 2.13 refuses without memory.
 
-    These are products of groups in other dtypes than bfloat16, which run all the same, and the
+    These are products of groups in other dtypes than bfloat16, which run all the same; and the
     gradients of cuDNN's recurrent layers, for which torch would run the kernel.
     """
 
-    def dispatch(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch(
+        self, func: OpOverload, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Return the fake result of `func`."""
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             left, right = args[0], args[1]
@@ -512,6 +517,7 @@ class ShapeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def _recurrent_gradients(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Return gradients of the input, both states and the weights, where the mask asks."""
+        # by their places in the operator's schema
         x, weights, states, wanted = args[0], args[1], args[4:6], args[21]
         with_states = [x, *states]
         found = [

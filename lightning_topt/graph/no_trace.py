@@ -6,10 +6,9 @@
 [Note: what is saved] From the roots: built-in containers, modules of torch, and instances of
 classes from user files; globals of these files, their classes with attributes, and the closures,
 defaults and attributes of their functions. Each is saved shallowly, what is inside by itself, and
-put back in place. Left alone: instances of library classes, data sets,
-loaders and samplers, and every object that owns a thread or a lock, since it may change by itself
-meanwhile. Files, sockets, iterators that something else advances, and the values of tensors are out
-of scope.
+put back in place. Left alone are instances of library classes, data sets, loaders and samplers. So
+is every object that owns a thread or a lock, which may change by itself meanwhile. Files, sockets,
+iterators that something else advances, and the values of tensors are out of scope.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ ATOMS = (str, bytes, int, float, complex, type(None), Tensor, np.ndarray, torch.
 # change by themselves: objects that have one of these are left alone
 ON_THEIR_OWN = (threading.Thread, type(threading.Lock()), type(threading.RLock()), queue.Queue)
 NAMESPACES = (types.SimpleNamespace, collections.UserDict, collections.UserList)
-Undo = Callable[[], Any]
+Undo = Callable[[], object]
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 @contextmanager
-def no_trace(module: nn.Module, *roots: Any) -> Iterator[None]:
+def no_trace(module: nn.Module, *roots: object) -> Iterator[None]:
     """Put back, at the end, random states, modes of torch and what user code can reach.
 
     These are the random states of torch (of every device in use), NumPy and Python, and generators
@@ -61,7 +60,7 @@ def no_trace(module: nn.Module, *roots: Any) -> Iterator[None]:
 
 
 @contextmanager
-def kept_objects(*roots: Any) -> Iterator[None]:
+def kept_objects(*roots: object) -> Iterator[None]:
     """Put back, at the end, what user code can reach from `roots`.
 
     `print` and `logging` are silent meanwhile.
@@ -153,7 +152,7 @@ class SavedContainers:
 
     def __init__(self, roots: Iterable[object]) -> None:
         self._undo: list[Undo] = []
-        self._seen: dict[int, Any] = {}
+        self._seen: dict[int, object] = {}
         todo = collections.deque(roots)  # breadth first: what is near is saved before the limit
         while todo and len(self._seen) < MAX_VISITS:
             value = todo.popleft()
@@ -167,7 +166,7 @@ class SavedContainers:
         for undo in self._undo:
             undo()
 
-    def _visit(self, value: object) -> Iterable[Any]:
+    def _visit(self, value: object) -> Iterable[object]:
         """Save `value` shallowly, and return what is inside of it."""
         # containers
         if isinstance(value, dict):
@@ -206,7 +205,7 @@ class SavedContainers:
         saved: Any,
         restore: Callable[[Any, Any], None],
         inside: Iterable[object],
-    ) -> Iterable[Any]:
+    ) -> Iterable[object]:
         """Note how to put `target` back, and return what of `inside` is to be visited."""
         self._undo.append(functools.partial(restore, target, saved))
         return (
@@ -215,7 +214,7 @@ class SavedContainers:
             else ()
         )
 
-    def _visit_cell(self, cell: types.CellType) -> Iterable[Any]:
+    def _visit_cell(self, cell: types.CellType) -> Iterable[object]:
         try:
             content = cell.cell_contents
         except ValueError:  # not filled yet
@@ -223,7 +222,7 @@ class SavedContainers:
         self._undo.append(functools.partial(_restore_cell, cell, content))
         return (content,)
 
-    def _visit_function(self, value: Any) -> Iterable[Any]:
+    def _visit_function(self, value: Any) -> Iterable[object]:
         if isinstance(value, property):
             return (value.fget, value.fset)
         if isinstance(value, (staticmethod, classmethod)):
@@ -244,13 +243,13 @@ class SavedContainers:
         ]
         return [*found, *(value.__closure__ or ()), value.__globals__]
 
-    def _visit_class(self, cls: type) -> Iterable[Any]:
+    def _visit_class(self, cls: type) -> Iterable[object]:
         # its attributes, base classes and the globals of its file
         module = sys.modules.get(cls.__module__)
         inside = [*vars(cls).values(), *cls.__mro__[1:], *((module,) if module else ())]
         return self._save(cls, dict(vars(cls)), _restore_class, inside)
 
-    def _visit_object(self, value: object) -> Iterable[Any]:
+    def _visit_object(self, value: object) -> Iterable[object]:
         if isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState)):
             return self._visit_generator(value)
         if isinstance(value, (Dataset, DataLoader, Sampler)) and not isinstance(value, nn.Module):
@@ -271,7 +270,7 @@ class SavedContainers:
                     )
         return [*self._visit(attributes), *((type(value),) if of_user else ())]
 
-    def _visit_generator(self, value: Any) -> Iterable[Any]:
+    def _visit_generator(self, value: Any) -> Iterable[object]:
         if isinstance(value, torch.Generator):
             self._undo.append(functools.partial(value.set_state, value.get_state()))
         elif isinstance(value, np.random.Generator):
@@ -283,7 +282,7 @@ class SavedContainers:
         return ()
 
 
-def roots_of(module: nn.Module) -> Iterator[Any]:
+def roots_of(module: nn.Module) -> Iterator[object]:
     """Yield where user code of a LightningModule may leave something.
 
     These are itself, the classes of its parts, its trainer, callbacks and data module.
@@ -328,7 +327,7 @@ def _restore_sequence(target: Any, saved: list[Any]) -> None:
         base.extend(target, saved)
 
 
-def _restore_set(target: set[Any], saved: list[Any]) -> None:
+def _restore_set(target: set[object], saved: list[object]) -> None:
     if {id(item) for item in target} != {id(item) for item in saved}:
         set.clear(target)
         set.update(target, saved)
@@ -343,7 +342,7 @@ def _restore_cell(cell: types.CellType, content: object) -> None:
         cell.cell_contents = content
 
 
-def _restore_class(cls: type, saved: dict[str, Any]) -> None:
+def _restore_class(cls: type, saved: dict[str, object]) -> None:
     now = dict(vars(cls))
     with suppress(AttributeError, TypeError):  # what Python itself keeps there
         for name in now.keys() - saved.keys():

@@ -20,7 +20,7 @@ import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ def parse_placement(text: object) -> Placement:
         return Replicate()
     if text == "partial":
         return Partial()
+    # few digits: what is read may come from anywhere
     if isinstance(text, str) and (found := _SHARD.fullmatch(text)):
         return Shard(int(found[1]), int(found[2] or 1))
     raise ValueError(
@@ -141,6 +142,7 @@ class Storage:
     @cached_property
     def level(self) -> int:
         """The ZeRO level along the axes that are sharded at all."""
+        # each level shards one of the three more
         return sum(map(bool, self._sharded_axes.values()))
 
     @cached_property
@@ -236,7 +238,7 @@ class JointModule(NamedTuple):
         """Return whether `path` is the module, or something in it."""
         return path == self.module or path.startswith(f"{self.module}.")
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain values."""
         return {"module": self.module, "inputs": [*self.inputs], "outputs": [*self.outputs]}
 
@@ -248,6 +250,7 @@ def joint_from_value(value: object, *, name: str) -> tuple[JointModule, ...]:
     found = tuple(_one(entry, f"{name}[{index}]") for index, entry in enumerate(value))
     # joint modules do not contain one another
     for joint in found:
+        # equal paths count as inside as well, unless it is the same entry
         if inside := [
             other.module for other in found if other is not joint and joint.holds(other.module)
         ]:
@@ -270,6 +273,7 @@ def _one(entry: object, name: str) -> JointModule:
 
 
 def _dims(value: object, name: str) -> tuple[int | None, ...]:
+    # type() rather than isinstance: True is an int too
     if not isinstance(value, list | tuple) or not all(
         each is None or (type(each) is int and 0 <= each < 64) for each in value
     ):

@@ -18,7 +18,7 @@ import math
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -94,6 +94,7 @@ class OpGraph:
     @cached_property
     def fingerprint(self) -> str:
         """Identifies the model, not the batch; see `model_fingerprint`."""
+        # the slices of one rank stand for the model that they were cut from
         if self.whole_model is not None:
             return self.whole_model
         return model_fingerprint(self.model, [(p.name, p.shape, p.dtype) for p in self.parameters])
@@ -113,7 +114,7 @@ class OpGraph:
         and modules that are not inside one another. Raises ValueError where one of them is no
         module of this graph.
         """
-        # modules around an operator or parameter are tried from the outside in
+        # an operator knows the modules around it, a parameter those in its name; outermost first
         chosen = tuple(blocks)
         names = {block.name for block in chosen}
         if unknown := names - {"", *(module.path for module in self.step.modules)}:
@@ -152,6 +153,9 @@ class OpGraph:
         return cls(**decode_parts(json.loads(text)))
 
 
+Item = TypeVar("Item", "Op", "Parameter")
+
+
 def model_fingerprint(model: str, parameters: Iterable[tuple[str, tuple[int, ...], str]]) -> str:
     """Return a short hash of a model.
 
@@ -159,18 +163,22 @@ def model_fingerprint(model: str, parameters: Iterable[tuple[str, tuple[int, ...
         model: its class name.
         parameters: name, shape and dtype (``"float32"``) of each parameter.
     """
+    # sorted, so that the order in which parameters are met does not matter
     text = json.dumps(
         [model, sorted((name, list(shape), dtype) for name, shape, dtype in parameters)]
     )
+    # 64 bits, as text
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _moved(item: Any, block: str) -> Any:
+def _moved(item: Item, block: str) -> Item:
+    # most stay where they are, and need no copy
     return item if item.block == block else replace(item, block=block)
 
 
 def _around(name: str, paths: Container[str]) -> Iterator[str]:
     """Return the modules among `paths` that parameter `name` is in, outermost first."""
+    # the last part is the parameter's own name
     parts = name.split(".")[:-1]
     return (
         path
@@ -290,6 +298,7 @@ def encode_parts(graph: Mapping[str, Any]) -> dict[str, Any]:
         "edges": [[edge.source, edge.target, table.spec(edge.tensor)] for edge in graph["edges"]],
         "step": {
             **_fields(step),
+            # as lists in order of their fields: there are many, and names would be repeated in each
             "tensors": [table.tensor(tensor) for tensor in step.tensors],
             "calls": [list(_fields(call).values()) for call in step.calls],
             "modules": [list(_fields(module).values()) for module in step.modules],
@@ -352,7 +361,7 @@ class _Table:
         self.kernels.setdefault(key, kernel)
         return self._numbers.setdefault(key, len(self._numbers))
 
-    def op(self, op: Op) -> dict[str, Any]:
+    def op(self, op: Op) -> dict[str, object]:
         return {
             **_fields(op),
             **_amounts(op, "saved_bytes"),
@@ -361,7 +370,8 @@ class _Table:
             "backward": [self.kernel(kernel) for kernel in op.backward],
         }
 
-    def tensor(self, tensor: StepTensor) -> list[Any]:
+    def tensor(self, tensor: StepTensor) -> list[object]:
+        # the last entry of a name counts: sizes and shapes in their plain form
         return list(
             {
                 **_fields(tensor),
@@ -379,7 +389,7 @@ def _amount(amount: Amount) -> list[float]:
     return [amount.fixed, amount.per_sample]
 
 
-def _amounts(value: object, *names: str) -> dict[str, Any]:
+def _amounts(value: object, *names: str) -> dict[str, list[float]]:
     return {name: _amount(getattr(value, name)) for name in names}
 
 
@@ -396,6 +406,7 @@ def _read_op(data: Mapping[str, Any], specs: list[TensorSpec], kernels: list[Ker
         name: tuple(kernels[index] for index in data[name]) for name in ("forward", "backward")
     }
     outputs = tuple(specs[index] for index in data["outputs"])
+    # the last entry of a name counts: numbers become the parts that they refer to
     return Op(
         **{
             **_tuples(data, "parameters", "stack"),
@@ -412,6 +423,7 @@ def _read_step(data: Mapping[str, Any], specs: list[TensorSpec]) -> Step:
         order=tuple(data["order"]),
         backward_start=data["backward_start"],
         tensors=tuple(
+            # `rest` are the fields that are plain values
             StepTensor(producer, specs[spec], Amount(*size), *rest)
             for producer, spec, size, *rest in data["tensors"]
         ),

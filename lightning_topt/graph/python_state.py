@@ -35,7 +35,7 @@ OPAQUE = (
 OWN_NAMES = ("_parameters", "_modules", "forward")  # compared otherwise, or replaced by us
 
 
-def describe(roots: Iterable[object], *, identities: bool = False) -> Any:
+def describe(roots: Iterable[object], *, identities: bool = False) -> object:
     """Return the state of `roots`.
 
     A module stands for its submodules and what their code can change. With `identities` another
@@ -48,7 +48,7 @@ def describe(roots: Iterable[object], *, identities: bool = False) -> Any:
     ]
 
 
-def describe_surroundings(classes: Iterable[type]) -> Any:
+def describe_surroundings(classes: Iterable[type]) -> object:
     """Return what the code of `classes` can reach outside of its instances.
 
     These are globals, class attributes and closures; tensors count by identity.
@@ -63,8 +63,9 @@ def describe_surroundings(classes: Iterable[type]) -> Any:
 _REGISTRIES = frozenset(["_parameters", "_buffers", "_modules"])
 
 
-def host_random_state() -> tuple[Any, ...]:
+def host_random_state() -> tuple[object, ...]:
     """Return the states of Python's and NumPy's default generators, to be compared."""
+    # the second entry is the array of the generator, which == would compare element by element
     state: Any = np.random.get_state()
     return random.getstate(), state[1].tobytes(), state[2:]
 
@@ -104,7 +105,7 @@ def _class_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _attributes_of(module: nn.Module) -> dict[str, Any]:
+def _attributes_of(module: nn.Module) -> dict[str, object]:
     found = {}
     for path, part in module.named_modules():
         if path:  # the root is no block, and Lightning keeps its own notes there
@@ -117,7 +118,7 @@ def _attributes_of(module: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _files_of(module: nn.Module) -> dict[str, tuple[type, Any]]:
+def _files_of(module: nn.Module) -> dict[str, tuple[type, object]]:
     classes = {_class_name(type(part)): type(part) for path, part in module.named_modules() if path}
     return {name: (cls, describe_surroundings([cls])) for name, cls in classes.items()}
 
@@ -128,10 +129,11 @@ class _Describer:
     def __init__(self, *, identities: bool = False) -> None:
         self._identities = identities
         self._numbers: dict[int, int] = {}
-        self._held: list[Any] = []
+        self._held: list[object] = []
 
-    def module(self, root: nn.Module) -> Any:
+    def module(self, root: nn.Module) -> object:
         """Return the state of a module, its submodules and what their code can change."""
+        # attributes of each module first, then what the code of each class can reach
         classes = {type(module) for module in root.modules()}
         return [
             [
@@ -144,7 +146,8 @@ class _Describer:
             ],
         ]
 
-    def value(self, value: object) -> Any:
+    def value(self, value: object) -> object:
+        # leaves: described by value, or by shape
         if isinstance(value, Tensor) and self._identities:
             return "tensor", id(value)
         if isinstance(value, Tensor):
@@ -156,6 +159,7 @@ class _Describer:
                 str(value.dtype),
                 hash(value.tobytes()) if value.nbytes < 1 << 16 else 0,
             )
+        # True is an int too
         if isinstance(value, (int, str, bytes, type(None), torch.dtype, torch.device)):
             return value
         if isinstance(value, (float, complex)):
@@ -163,13 +167,14 @@ class _Describer:
         # containers and objects: each is described once, references to it by number
         if id(value) in self._numbers:
             return "seen", self._numbers[id(value)]
+        # from here on all is taken to be the same: a description must end
         if len(self._numbers) >= MAX_NODES:
             return "beyond"
         self._numbers[id(value)] = len(self._numbers)
         self._held.append(value)  # so that no other object gets its id
         return type(value).__qualname__, self._inside(value)
 
-    def _inside(self, value: object) -> Any:
+    def _inside(self, value: object) -> object:
         if (
             isinstance(value, (dict, list, tuple, collections.deque, set, frozenset))
             and len(value) > MAX_ITEMS
@@ -182,27 +187,33 @@ class _Describer:
             ]
         if isinstance(value, (list, tuple, collections.deque)):
             return [self.value(item) for item in value]
+        # a set has no order; items of other kinds count by their number
         if isinstance(value, (set, frozenset)):
             return len(value), sorted(
                 repr(item) for item in value if isinstance(item, (str, int, float))
             )
+        # a generator that was drawn from is another state
         if isinstance(value, torch.Generator):
             return value.get_state().tolist()
+        # modules are described as roots; functions and data sets are not looked into
         if isinstance(value, (nn.Module, *OPAQUE)):
             return None
+        # any other object by its attributes; with slots alone, by its class
         attributes = getattr(value, "__dict__", None)
         return self.value(dict(attributes)) if isinstance(attributes, dict) else None
 
 
-def _surroundings(cls: type) -> Iterator[Any]:
+def _surroundings(cls: type) -> Iterator[object]:
     """Yield what the code of a user's class can change.
 
     Globals of its file, attributes of the class, closures of `forward`.
     """
+    # what code can change in place or set anew; functions, classes and modules are left out
     plain = (int, float, str, bool, type(None), list, dict, set, Tensor, collections.deque)
     for base in cls.__mro__:
         if not is_users(base.__module__):
             continue
+        # `forward` of this class itself: its bases have their own turn
         forward = vars(base).get("forward")
         for cell in getattr(forward, "__closure__", None) or ():
             try:

@@ -94,10 +94,10 @@ def entered(mode: TorchDispatchMode) -> Iterator[None]:
 class CallWatch(Protocol):
     """Watches what calls of modules read and leave behind, while they are recorded."""
 
-    def enter(self, call: CallRecord, module: nn.Module, args: Any) -> None:
+    def enter(self, call: CallRecord, module: nn.Module, args: tuple[object, ...]) -> None:
         """A call begins."""
 
-    def leave(self, call: CallRecord, kwargs: Any) -> None:
+    def leave(self, call: CallRecord, kwargs: Mapping[str, object]) -> None:
         """The innermost call under way ends, perhaps by an exception.
 
         Its keywords are known now.
@@ -255,12 +255,14 @@ class Recorder(LiveMode):
             is_live = self.problem is None and self.is_on and not self.is_backward
             return is_live and id(module) in known and threading.get_ident() == thread
 
-        def enter(module: nn.Module, args: Any) -> None:
+        def enter(module: nn.Module, args: tuple[object, ...]) -> None:
             if is_seen(module):
                 with self._own_problems(), torch._C.DisableTorchFunction():
                     self._enter(known[id(module)], module, args, {})
 
-        def leave(module: nn.Module, args: Any, kwargs: Any, output: object) -> None:
+        def leave(
+            module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object
+        ) -> None:
             if is_seen(module):
                 with self._own_problems(), torch._C.DisableTorchFunction():
                     self._exit(known[id(module)], module, args, kwargs, output)
@@ -289,7 +291,9 @@ class Recorder(LiveMode):
         self.memory.forget()
         self._reduced = None
 
-    def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(
+        self, path: str, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
         if self.is_backward:
             return
         self.nodes.claim(self.current)
@@ -304,7 +308,14 @@ class Recorder(LiveMode):
         if self.calls is not None:
             self.calls.enter(call, module, args)
 
-    def _exit(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: object) -> None:
+    def _exit(
+        self,
+        path: str,
+        module: nn.Module,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        output: object,
+    ) -> None:
         if self.is_backward:
             return
         # A call that raised, and whose error somebody caught, has left its frame behind.
@@ -348,7 +359,7 @@ class Recorder(LiveMode):
     # ---- operators -------------------------------------------------------------------------------
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+        self, func: OpOverload, types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run `func` and record it."""
         kwargs = kwargs or {}
@@ -404,7 +415,14 @@ class Recorder(LiveMode):
             return func._schema.name != "aten::ones_like" or has_begun
         return node is self._reduced or self.nodes.is_between(node)
 
-    def _record(self, index: int, func: OpOverload, args: Any, kwargs: Any, out: object) -> None:
+    def _record(
+        self,
+        index: int,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: object,
+    ) -> None:
         if is_view(func):
             op = self.recording.ops[index]
             if not self.is_backward and not op.outputs:
@@ -461,7 +479,12 @@ class Recorder(LiveMode):
     # ---- kernels and memory ----------------------------------------------------------------------
 
     def _record_kernel(
-        self, index: int, func: OpOverload, args: Any, kwargs: Any, out: Any
+        self,
+        index: int,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
     ) -> None:
         # one `Measured` for all equal calls
         tensors: list[Tensor] = []
@@ -517,7 +540,9 @@ class Recorder(LiveMode):
             if source.op != index:
                 self.recording.edges.setdefault((source.op, index), source.shape)
 
-    def _write(self, index: int, func: OpOverload, args: Any, kwargs: Any) -> None:
+    def _write(
+        self, index: int, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         for tensor in written_tensors(func, args, kwargs):
             storage = self.memory.of(tensor)
             if self.observed is not None:
@@ -564,7 +589,7 @@ class LiveStorages:
     def __init__(self, recording: Recording, outside: Iterable[Tensor]) -> None:
         self._recording = recording
         self._live: dict[int, StorageRecord] = {}
-        self._references: dict[int, Any] = {}
+        self._references: dict[int, object] = {}
         self._outside = list(outside)
         self._outside_ids = {
             tensor.untyped_storage()._cdata for tensor in self._outside if is_strided(tensor)

@@ -215,6 +215,7 @@ def assemble(
 
 def _check_equal(recordings: tuple[Recording, Recording], sizes: Sizes) -> None:
     """Raise CaptureError unless both recordings ran the same operators in the same order."""
+    # one recording: a graph for one size alone
     if recordings[0] is recordings[1]:
         return
     first, second = (recording.sequence() for recording in recordings)
@@ -302,11 +303,13 @@ class _Fit:
         # recorders make one object for all equal calls
         found = self._kernels.get((id(first), id(second)))
         if found is None:
+            # work, bytes read and written, bytes allocated: lines in the number of samples
             flops = self.amount(first.flops, second.flops)
             size = self.amount(first.bytes, second.bytes)
             allocated = self.amount(
                 first.allocated + first.workspace, second.allocated + second.workspace
             )
+            # equal texts are identical calls, which the graph counts together
             text = json.dumps([first.name, first.arguments, flops.per_sample, size.per_sample])
             found = text, Kernel(first.name, first.arguments, flops, size, allocated=allocated)
             self._kernels[id(first), id(second)] = found
@@ -488,8 +491,8 @@ def recording_at(recording: Recording, place: int) -> Recording:
 
 def measure_at_sizes(
     func: OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
     out: object,
     mode: FakeTensorMode,
 ) -> tuple[Measured, ...]:

@@ -65,8 +65,8 @@ class SkippedCalls:
         self.modules = modules
         self._mode, self._root = mode, root
         self._models: dict[Key, ObservedCall] = {}  # run twice
-        self._first: dict[Key, tuple[ObservedCall, Any]] = {}
-        self._surroundings: dict[Key, Any] = {}
+        self._first: dict[Key, tuple[ObservedCall, object]] = {}
+        self._surroundings: dict[Key, object] = {}
 
     def install(self, recorder: Recorder) -> None:
         """Let `recorder` skip calls."""
@@ -181,7 +181,7 @@ class _SkippedNode(torch.autograd.Function):
         result: list[Tensor],
         skipped: SkippedCall,
         recorder: Recorder,
-        held: list[Any],
+        held: list[object],
         like: Any,
         mode: FakeTensorMode,
     ) -> Tensor:
@@ -337,7 +337,7 @@ def _open(
     )
 
 
-def _close(recorder: Recorder, call: ObservedCall, result: Any, given: list[Tensor]) -> bool:
+def _close(recorder: Recorder, call: ObservedCall, result: object, given: list[Tensor]) -> bool:
     """Note where the call ends and what it returned; return whether others may equal it."""
     record = recorder.recording
     # ranges of all that was recorded during the call
@@ -483,7 +483,7 @@ def state_of(module: nn.Module) -> Hashable | None:
         return None
 
 
-def identity_of(module: nn.Module) -> Any:
+def identity_of(module: nn.Module) -> object:
     """Return which objects a module consists of."""
     return [
         [id(value) for name, value in (*vars(m).items(), *_named(m)) if name not in NOT_COMPARED]
@@ -491,7 +491,7 @@ def identity_of(module: nn.Module) -> Any:
     ]
 
 
-def surroundings_of(module: nn.Module) -> Any:
+def surroundings_of(module: nn.Module) -> object:
     """Return the globals that the code of a module's classes can read and write.
 
     Tensors count by identity.

@@ -114,7 +114,7 @@ class UnitCall:
     module: str
     index: int
     structure: TreeSpec
-    leaves: tuple[Any, ...]
+    leaves: tuple[object, ...]
     needs: frozenset[TensorRef]
     reads: frozenset[str] = frozenset()
     draws: tuple[Draw, ...] = ()
@@ -163,8 +163,8 @@ class Draw:
     """
 
     op: Any
-    arguments: tuple[Any, ...]
-    keywords: tuple[tuple[str, Any], ...]
+    arguments: tuple[object, ...]
+    keywords: tuple[tuple[str, object], ...]
     problem: str = ""
 
 
@@ -299,7 +299,7 @@ def draw_again(draws: Sequence[Draw], device: torch.device) -> None:
             draw.op(*(_tensor(value, device) for value in draw.arguments), **keywords)
 
 
-def draw_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw | None:
+def draw_of(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Draw | None:
     """Return the random numbers that ``func(*args, **kwargs)`` draws; None for none."""
     if not _draws(func) or _is_off(func, args, kwargs):
         return None
@@ -332,16 +332,18 @@ def _positions(func: OpOverload) -> dict[str, int]:
     return {argument.name: number for number, argument in enumerate(func._schema.arguments)}
 
 
-def _is_off(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_off(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
     """Return whether the operator is dropout that does nothing."""
     # by the names in its schema: "dropout_p" of attention, "dropout" of RNNs, "train(ing)"
     where = _positions(func)
 
-    def given(name: str, default: object) -> Any:
+    def given(name: str, default: object) -> object:
+        # by keyword, by position, or as the schema has it
         if name in kwargs or name not in where:
             return kwargs.get(name, default)
         return args[where[name]] if where[name] < len(args) else default
 
+    # dropout that drops nothing, or outside of training
     if given("dropout_p", 1.0) == 0.0 or (
         func._schema.name.endswith("_rnn") and given("dropout", 0.0) == 0.0
     ):
@@ -349,7 +351,7 @@ def _is_off(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return given("training", True) is False or given("train", True) is False
 
 
-def _spec(value: object) -> Any:
+def _spec(value: object) -> object:
     if isinstance(value, Tensor):
         return LeafSpec(tuple(value.shape), tuple(value.stride()), value.dtype, requires_grad=False)
     return value
@@ -358,5 +360,6 @@ def _spec(value: object) -> Any:
 def _tensor(value: object, device: torch.device) -> Any:
     if not isinstance(value, LeafSpec):
         return device if isinstance(value, torch.device) and value.type == device.type else value
+    # 0.5 is a probability too
     made = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
     return made.fill_(0.5) if value.dtype.is_floating_point else made.zero_()

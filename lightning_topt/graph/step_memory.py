@@ -249,6 +249,7 @@ def _sizes(memory: StepMemory, stretches: list[Stretch]) -> list[tuple[int, int,
     peaks = _backward_peaks(memory, stretches)
     rows = []
     for index, (_, first, end, call) in enumerate(stretches):
+        # all of this stretch and of those before it, at the start of the backward pass
         before, kept = memory.kept(0, first), memory.kept(first, end)
         output = kept if call is None else memory.output(call)
         forward_peak = int(memory.live[first:end].max()) - before
@@ -281,6 +282,7 @@ class StepMemory:
 
     def __init__(self, step: Step, batch_size: float, *, part: StepPart | None = None) -> None:
         self.step, self._tensors, workspaces = step, _columns(step), step.workspaces
+        # a rank's share of each tensor
         fixed, per_sample = self._tensors.fixed, self._tensors.per_sample
         if part is not None:
             fixed, per_sample = fixed * part.tensors, per_sample * part.tensors

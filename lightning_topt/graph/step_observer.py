@@ -142,9 +142,9 @@ class StepObserver:
 
 def observe_step(
     module: nn.Module,
-    batch: Any,
+    batch: object,
     *,
-    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> OpGraph:
     """Run one real step of a copy of `module` on the CPU, and return its graph.
 
@@ -174,10 +174,10 @@ class _Open:
     """
 
     call: CallRecord
-    arguments: Callable[[], Any] | None
-    before: Any
-    drawn: Any
-    read: dict[int, Any] = dataclasses.field(default_factory=dict)
+    arguments: Callable[[], object] | None
+    before: object
+    drawn: object
+    read: dict[int, object] = dataclasses.field(default_factory=dict)
 
 
 class _CallPurity:
@@ -200,7 +200,7 @@ class _CallPurity:
         # paths of the calls that read memory older than the step, by address
         self._read: dict[int, set[str]] = {}
         self._written: set[int] = set()
-        self._held: list[Any] = []  # so that no address is used twice
+        self._held: list[object] = []  # so that no address is used twice
 
     def impure(self) -> set[str]:
         """Return the paths of the modules whose calls may not run again."""
@@ -208,14 +208,14 @@ class _CallPurity:
             *(paths for address, paths in self._read.items() if address in self._written)
         )
 
-    def enter(self, call: CallRecord, module: nn.Module, args: Any) -> None:
+    def enter(self, call: CallRecord, module: nn.Module, args: tuple[object, ...]) -> None:
         """A call begins."""
         others = [value for value in args if not isinstance(value, _PLAIN)]
         arguments = (lambda: describe(others, identities=True)) if others else None
         drawn = None if type(module).__module__.startswith("torch.nn.") else host_random_state()
         self._open.append(_Open(call, arguments, arguments() if arguments else None, drawn))
 
-    def leave(self, call: CallRecord, kwargs: Any) -> None:
+    def leave(self, call: CallRecord, kwargs: Mapping[str, object]) -> None:
         """The innermost call under way ends."""
         ended = self._open.pop()
         path = ended.call.path
@@ -276,11 +276,11 @@ class StepTimer(LiveMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_host = device.type == "cpu"
-        self._times: dict[Any, list[Any]] = {}
-        self._names: dict[Any, tuple[str, str]] = {}
+        self._times: dict[object, list[Any]] = {}
+        self._names: dict[object, tuple[str, str]] = {}
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+        self, func: OpOverload, types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run `func` between two readings of the clock."""
         kwargs = kwargs or {}

@@ -40,7 +40,7 @@ import typing
 import uuid
 import weakref
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,9 +124,10 @@ class PurityWatch:
     """Reads all that a step of `module` can reach when it is made; `change` reads it again."""
 
     def __init__(self, module: nn.Module) -> None:
+        # a step may update these: their contents do not count
         self._own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         self._before: list[tuple[Callable[[], Iterator[Entry]], list[Entry]]] = []
-        self._seen: dict[int, Any] = {}  # held, so that no other object gets their places
+        self._seen: dict[int, object] = {}  # held, so that no other object gets their places
         self._unknown: str | None = None
         self._names = {"training_step", "forward", "__call__", "__getattr__"}
         self._scopes: list[_Scope] = []
@@ -179,11 +180,12 @@ class PurityWatch:
         ]
         self._before.append((read, list(self._held(entries))))
 
-    def _held(self, entries: Any) -> Iterator[Entry]:
+    def _held(self, entries: Iterable[Entry]) -> Iterator[Entry]:
         for name, value in entries:
             yield name, self._hold_tensor(value) if issubclass(type(value), Tensor) else value
 
     def _hold_tensor(self, tensor: Tensor) -> _Held:
+        # of all other tensors every write counts
         is_free = id(tensor) in self._own or tensor.is_inference()
         return _Held(weakref.ref(tensor), None if is_free else tensor._version)
 
@@ -212,6 +214,7 @@ class PurityWatch:
                 self._note_unknown(f"{name} holds more than {MAX_ITEMS} items, too many to compare")
             self._watch(read)
             self._visit_attributes(value, kind)
+        # logs and screens are written to by design
         elif kind.__module__.partition(".")[0] not in _LOGS and all(
             value is not each for each in _SCREENS
         ):
@@ -273,6 +276,7 @@ def _difference(before: list[Entry], after: list[Entry]) -> str | None:
         # another name: an entry came or went before this one
         if name != new_name or not _is_same(old, new):
             return new_name if name != new_name else name
+    # one of both has entries that the other lacks
     if len(before) != len(after):
         return (before if len(before) > len(after) else after)[min(len(before), len(after))][0]
     return None
@@ -389,11 +393,11 @@ def _reader_of(name: str, value: Any, kind: type) -> Callable[[], Iterator[Entry
     return None if contents is None else functools.partial(_read_contents, name, value, contents)
 
 
-def _read_contents(name: str, value: object, read: Callable[[Any], Any]) -> Iterator[Entry]:
+def _read_contents(name: str, value: object, read: Callable[[Any], object]) -> Iterator[Entry]:
     yield name, _Hash(hash(read(value)))
 
 
-def _contents_of(value: Any, kind: type) -> Callable[[Any], Any] | None:
+def _contents_of(value: Any, kind: type) -> Callable[[Any], object] | None:
     """Return what gives the contents of `value` as something that can be hashed."""
     if issubclass(kind, np.ndarray):
         is_known = not value.dtype.hasobject and value.nbytes <= MAX_BYTES
@@ -401,7 +405,7 @@ def _contents_of(value: Any, kind: type) -> Callable[[Any], Any] | None:
     return next((read for kinds, read in _READERS.items() if issubclass(kind, kinds)), None)
 
 
-def _array(value: np.ndarray[Any, Any]) -> Any:
+def _array(value: np.ndarray[Any, Any]) -> object:
     data = value if value.flags.c_contiguous else np.ascontiguousarray(value)
     return (
         value.shape,
@@ -410,7 +414,8 @@ def _array(value: np.ndarray[Any, Any]) -> Any:
     )
 
 
-def _items(name: str, value: dict[Any, Any]) -> Iterator[Entry]:
+def _items(name: str, value: dict[object, object]) -> Iterator[Entry]:
+    # by methods of the base: a subclass may show other contents
     base: Any = (
         collections.OrderedDict if issubclass(type(value), collections.OrderedDict) else dict
     )
@@ -443,7 +448,7 @@ _BUILT_IN: set[type] = {
     *(dict, list, tuple, set, frozenset, np.ndarray, *_CALLABLES),
     *(collections.deque, collections.OrderedDict, collections.defaultdict),
 }
-_READERS: dict[Any, Callable[[Any], Any]] = {
+_READERS: dict[Any, Callable[[Any], object]] = {
     _BUFFERS: lambda buffer: xxhash.xxh3_64_intdigest(memoryview(buffer).cast("B")),
     torch.Generator: lambda generator: generator.get_state().numpy().tobytes(),
     random.Random: random.Random.getstate,
@@ -453,7 +458,7 @@ _READERS: dict[Any, Callable[[Any], Any]] = {
 }
 
 
-def _attributes(value: object) -> dict[str, Any]:
+def _attributes(value: object) -> dict[str, object]:
     try:
         found = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -474,6 +479,7 @@ def _is_of_python(cls: type) -> bool:
 
     Nothing was added by a language below then.
     """
+    # as large as a plain class with as many slots
     return (
         cls.__basicsize__ <= _Plain.__basicsize__ + _SLOT_BYTES * len(_slots(cls))
         and not cls.__itemsize__

@@ -1,7 +1,7 @@
 """The tensors of a batch, nested in any way, and how many samples they hold.
 
 A batch is a tensor, a mapping, sequence, dataclass, packed sequence or another object that holds
-tensors. `tensors_in` yields them, `map_tensors` copies the structure around them, `batch_sizes`
+tensors. `tensors_in` yields them, `map_tensors` copies the structure around them. `batch_sizes`
 says how many samples two batches have, `fake_batch` makes one of another size without memory.
 """
 
@@ -29,6 +29,7 @@ def tensors_in(value: object) -> Iterator[Tensor]:
         yield value
     elif isinstance(value, PLAIN):
         return
+    # values only: keys are no part of a batch
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from tensors_in(item)
@@ -39,7 +40,7 @@ def tensors_in(value: object) -> Iterator[Tensor]:
         yield from tensors_in(_fields(value))
 
 
-def _nothing(_: Any) -> bool:
+def _nothing(_: object) -> bool:
     return False
 
 
@@ -60,6 +61,7 @@ def map_tensors(
         return tuple.__new__(
             type(value), [map_tensors(item, function, also=also) for item in value]
         )
+    # a named tuple takes its items one by one, other tuples as one iterable
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(item, function, also=also) for item in value))
     if isinstance(value, collections.deque):
@@ -67,6 +69,7 @@ def map_tensors(
     if isinstance(value, (list, tuple)):
         return type(value)(map_tensors(item, function, also=also) for item in value)
     if isinstance(value, Mapping):
+        # a copy keeps the class and what else it holds; a read-only mapping becomes a dict
         copied: Any = copy.copy(value) if isinstance(value, MutableMapping) else dict(value)
         for key, item in value.items():
             copied[key] = map_tensors(item, function, also=also)
@@ -77,18 +80,19 @@ def map_tensors(
         return value
     copied = copy.copy(value)
     for key, item in fields.items():
+        # also where the class is frozen
         object.__setattr__(copied, key, map_tensors(item, function, also=also))
     return copied
 
 
-def copied_batch(batch: object) -> Any:
+def copied_batch(batch: object) -> object:
     """Return `batch` with copies of its tensors."""
     return map_tensors(
         batch, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad)
     )
 
 
-def _fields(value: object) -> dict[str, Any]:
+def _fields(value: object) -> dict[str, object]:
     """Return the attributes of `value` that are part of a batch.
 
     Of a dataclass these are all fields; of another object those that hold tensors or move to
@@ -107,9 +111,11 @@ def _fields(value: object) -> dict[str, Any]:
     attributes = dict(getattr(value, "__dict__", {}))
     for cls in type(value).__mro__:
         slots = vars(cls).get("__slots__", ())
+        # one slot may be given as a text
         for name in (slots,) if isinstance(slots, str) else slots:
             if name not in ("__dict__", "__weakref__") and hasattr(value, name):
                 attributes[name] = getattr(value, name)
+    # of other objects: containers, dataclasses, and what moves to devices
     return {
         key: item
         for key, item in attributes.items()
@@ -120,23 +126,26 @@ def _fields(value: object) -> dict[str, Any]:
 def _is_part(value: object) -> bool:
     if isinstance(value, (*PLAIN, type, nn.Module)):
         return False
+    # of the class, so that no attribute of a user's object is computed
     return dataclasses.is_dataclass(value) or callable(getattr(type(value), "to", None))
 
 
 # ---- sizes ---------------------------------------------------------------------------------------
 
 
-def batch_sizes(batch: object, second_batch: Any | None) -> tuple[int, int]:
+def batch_sizes(batch: object, second_batch: object | None) -> tuple[int, int]:
     """Return the samples in the two batches; a missing second one counts as twice as large.
 
     With two batches the batch size is whatever differs between their tensors, in any dim; with one
     it is the size of dim 0, which all tensors that have one must share. Raises CaptureError with
     advice otherwise.
     """
+    # in the same order for both batches, so that tensors are compared with their counterparts
     leaves = list(tensors_in(batch))
     if not leaves:
         raise CaptureError(f"the batch holds no tensor, so its size is unknown. {WAY_OUT}")
     if second_batch is None:
+        # one batch: the second is taken to be twice as large
         sizes = {tensor.shape[0] for tensor in leaves if tensor.dim()}
         if len(sizes) != 1 or 0 in sizes:
             raise CaptureError(
@@ -172,6 +181,7 @@ def batch_sizes(batch: object, second_batch: Any | None) -> tuple[int, int]:
 
 def common_size(batch: object) -> int:
     """Return the size of dim 0 that all tensors of `batch` share, 1 where there is none."""
+    # tensors without dims, such as a count, have no say
     sizes = {tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()}
     return max(sizes.pop(), 1) if len(sizes) == 1 else 1
 
@@ -183,7 +193,7 @@ def nbytes_of(tensors: Iterable[Tensor]) -> int:
     )
 
 
-def fake_batch(batch: object, *, samples: tuple[int, int], device: torch.device) -> Any:
+def fake_batch(batch: object, *, samples: tuple[int, int], device: torch.device) -> object:
     """Return `batch` with empty tensors on `device`; call it under a fake mode.
 
     Args:
@@ -199,6 +209,7 @@ def fake_batch(batch: object, *, samples: tuple[int, int], device: torch.device)
             shape[0] = want
             # dims outside of the batch dim in memory move apart
             stride = [step * want // have if step > stride[0] else step for step in stride]
+        # with the strides of the tensor: kernels depend on its layout
         fake = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=device)
         return fake.requires_grad_(tensor.requires_grad)
 

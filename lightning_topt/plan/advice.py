@@ -17,11 +17,11 @@
     gain <= T / (T - x (1 - 1 / q)) - 1          advise_bounded_loss  derived: as if all messages
                                                                       were as fast as the median
 
-B samples of a step, T(B) its seconds, N the gradient noise scale in samples, G devices, T_c seconds
-of computation of the whole batch on one device, T_o those in which a device does not compute. S_p
-bytes of parameters, N_w workers, B_ps bytes/s of a server's network, T_C seconds of computation of
-a step, x seconds of exchange that nothing hides, q how many times the median the slowest message
-takes.
+B: samples of a step; T(B): its seconds; N: the gradient noise scale in samples; G: devices; T_c:
+seconds of computation of the whole batch on one device; T_o: those in which a device does not
+compute; S_p: bytes of parameters; N_w: workers; B_ps: bytes/s of a server's network; T_C: seconds
+of computation of a step; x: seconds of exchange that nothing hides; q: how many times the median
+the slowest message takes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.plan.choose import TIME_ERROR
@@ -66,13 +65,14 @@ class Advice:
     value: float | None = None
     unit: str = ""
     formula: str = ""
-    inputs: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Mapping[str, object] = field(default_factory=dict)
     source: str = ""
-    table: Sequence[Mapping[str, Any]] = ()
+    table: Sequence[Mapping[str, object]] = ()
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain values for JSON; an infinite number is None."""
         plain = {
+            # JSON has no infinity: in the value, the inputs and the table it is null
             **vars(self),
             "value": _finite(self.value),
             "inputs": {k: _finite(v) for k, v in self.inputs.items()},
@@ -81,7 +81,7 @@ class Advice:
         return plain
 
 
-def _finite(value: object) -> Any:
+def _finite(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -106,6 +106,7 @@ def to_markdown(advice: Sequence[Advice], *, title: str, notes: Sequence[str] = 
 
     Below it the sentence, then formula, inputs, source and table.
     """
+    # title and notes, then the topics in the order in which they first come
     lines = [f"# {title}", "", *(line for note in notes for line in (note, ""))]
     topics = dict.fromkeys(each.topic for each in advice)
     for topic in topics:
@@ -116,6 +117,7 @@ def to_markdown(advice: Sequence[Advice], *, title: str, notes: Sequence[str] = 
     return "\n".join(lines).rstrip() + "\n"
 
 
+# the sentence, what it follows from, and the rows
 def _section(each: Advice) -> list[str]:
     lines = [f"**{each.advice}**", ""]
     if each.formula:
@@ -142,6 +144,7 @@ def shown_number(value: object) -> str:
     """Return a value for people: numbers with three significant digits, "" for None."""
     if value is None:
         return ""
+    # a bool is an int in Python, and is shown as a word
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if isinstance(value, int) or (abs(value) >= 1000 and math.isfinite(value)):
@@ -180,6 +183,7 @@ def advise_batch(found: Sequence[Estimate], *, noise_scale: float | None = None)
                 "T(B)": enough.step_seconds,
             },
             f"{ZOU}, section 3 (recalled); T(B): {MODEL}",
+            # all candidates by size, so that the bend of the curve is seen
             [
                 _batch_row(each, noise_scale)
                 for each in sorted(found, key=lambda e: e.scenario.batch_size)
@@ -203,6 +207,7 @@ def _batch_row(each: Estimate, noise_scale: float | None) -> dict[str, object]:
 
 
 def _noise_advice(found: Sequence[Estimate], noise_scale: float | None) -> Advice:
+    # samples to a loss grow with the batch, steps shrink with it: the product has a minimum
     formula = "argmin over B of T(B) (1 + N / B); samples needed grow by 1 + B / N"
     if noise_scale is None:
         return Advice(
@@ -239,6 +244,7 @@ def advise_devices(found: Sequence[Estimate], *, at: Estimate, wanted: float) ->
 
     From the overhead of the plan `at`, and from the best plan for each number.
     """
+    # the formula: one plan's overhead, scaled to other numbers of devices
     ratio = overhead_ratio(at)
     most = most_devices(wanted, overhead_ratio=ratio)
     count = (
@@ -253,6 +259,7 @@ def advise_devices(found: Sequence[Estimate], *, at: Estimate, wanted: float) ->
         "devices",
         "alpha = (1 + R) / (1 + G R), so G <= (1 + R - alpha) / (alpha R); R = T_o / T_c",
         {
+            # T_o: seconds without computation; T_c: the whole batch on one device
             "T_o": at.step_seconds - compute_seconds(at),
             "T_c": devices * compute_seconds(at),
             "R": ratio,
@@ -274,6 +281,7 @@ def _searched_devices(found: Sequence[Estimate], wanted: float) -> Advice:
     def of(each: Estimate) -> float:
         return each.samples_per_second / each.scenario.devices / rate
 
+    # never empty: the least number keeps all of its own speed
     enough = [each for each in found if of(each) >= wanted]
     most = max(enough, key=lambda each: each.scenario.devices)
     rows = [
@@ -336,6 +344,7 @@ def compute_seconds(each: Estimate) -> float:
     """Return the seconds of a step in which a device computes."""
     predicted = each.point.plan.predicted
     assert predicted is not None
+    # in a step of micro-batches each computes; rounding must not make it more than the step
     return min(each.accumulate * predicted.compute_seconds, each.step_seconds)
 
 
@@ -369,11 +378,13 @@ def parameter_servers(
     parameter_bytes: float, *, workers: int, bandwidth: float, compute: float
 ) -> int:
     """Return how many servers keep up with workers that send and fetch everything once per step."""
+    # parameters and gradients cross once each, within the seconds of computation
     return math.ceil(2 * parameter_bytes * workers / (bandwidth * compute))
 
 
 def server_bandwidth(cluster: Cluster) -> float:
     """Return the bytes per second of a node's network; of its inside where there is one node."""
+    # all devices of a node send through its network together
     link = cluster.inter or cluster.intra
     return link.bandwidth * (cluster.devices_per_node if cluster.inter else 1)
 
@@ -394,6 +405,7 @@ def advise_compression(points: Sequence[PlanPoint], *, at: Estimate, why_none: s
         if name not in fastest or point.step_seconds < fastest[name].step_seconds:
             fastest[name] = point
     base = at.point.step_seconds
+    # none of the plans could exchange anything compressed
     if not fastest:
         return Advice(
             "compression", f"A compressed exchange cannot help here: {why_none}.", source=MODEL
@@ -406,12 +418,14 @@ def advise_compression(points: Sequence[PlanPoint], *, at: Estimate, why_none: s
         }
         for name, each in sorted(fastest.items(), key=lambda item: item[1].step_seconds)
     ]
+    # the fastest compressed exchange, and what it gains over the plan
     best = min(
         (name for name in fastest if name != "all-reduce"),
         key=lambda n: fastest[n].step_seconds,
         default=None,
     )
     gain = 0.0 if best is None else base / fastest[best].step_seconds - 1
+    # a change of the training is suggested only for more than the error of predictions
     if best is not None and gain > _WORTH:
         sentence = (
             f"{best} would be worth allowing (strategy.allow_compression=true): {100 * gain:.0f} % "
@@ -443,6 +457,7 @@ def advise_bounded_loss(at: Estimate, *, tail: float | None) -> Advice:
     source = "derived; the idea: DLCP, arXiv 2008.08445, and MLT, NSDI 2024"
     formula = "gain <= T / (T - x (1 - 1 / q)) - 1"
     inputs: dict[str, object] = {"T": step, "x": exposed, "q": tail}
+    # without a measured tail the bound is that an exchange takes no time at all
     if tail is None:
         most = step / max(step - exposed, 1e-12) - 1
         return Advice(
@@ -456,6 +471,7 @@ def advise_bounded_loss(at: Estimate, *, tail: float | None) -> Advice:
             inputs,
             source,
         )
+    # with one, that every message is as fast as the median
     gain = step / max(step - exposed * (1 - 1 / tail), 1e-12) - 1
     worth = (
         "worth allowing (strategy.allow_compression=[bounded_loss])"

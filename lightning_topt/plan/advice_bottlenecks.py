@@ -10,8 +10,8 @@ what `topt stalls` measured: whether training waits for them, and the least cach
     x* = (D / S - N / R) / (D / S - D / C),         least_share        DS-Analyzer, arXiv 2007.06775
          R = min(P, G)                                                 (derived)
 
-D bytes of all samples, S bytes/s of their source, C those of the cache, N samples, P and G samples
-per second of preparation and of the device. The advice itself plays the loader through
+D: bytes of all samples; S: bytes/s of their source; C: those of the cache; N: samples; P and G:
+samples per second of preparation and of the device. The advice itself plays the loader through
 (`data/stalls/model.py`), as its stages share cores.
 """
 
@@ -61,6 +61,7 @@ def advise_bottleneck(
 def _speed(request: SearchRequest, at: Estimate) -> list[Advice]:
     plan, cluster = at.point.plan, request.cluster
     # the first bottleneck, and the next one once that is mended
+    # each resource alone, twice as fast; then again on machines where the slowest is
     first = gains(request, plan, cluster)
     slow = max(first, key=lambda name: first[name])
     second = gains(request, plan, RESOURCES[slow](cluster))
@@ -69,6 +70,7 @@ def _speed(request: SearchRequest, at: Estimate) -> list[Advice]:
         {"twice as fast": name, "gain": first[name], f"gain after {slow}": second[name]}
         for name in sorted(first, key=lambda name: -first[name])
     ]
+    # waits of stages are no resource, but shrink with what makes the slowest stage slow
     bubble = (
         ""
         if plan.schedule is None
@@ -102,6 +104,7 @@ def _speed(request: SearchRequest, at: Estimate) -> list[Advice]:
 def _memory(at: Estimate, frontier: PlanFrontier, limit: float) -> Advice:
     now = at.point.step_seconds
     # the frontier has the plans that need more memory as well
+    # None fits at all, or none is faster: then memory is not what limits.
     try:
         larger = choose(frontier.candidates, memory_limit=2 * limit).step_seconds
     except NoPlanFitsError:
@@ -123,6 +126,7 @@ def _memory(at: Estimate, frontier: PlanFrontier, limit: float) -> Advice:
 def gains(request: SearchRequest, plan: ParallelPlan, cluster: Cluster) -> dict[str, float]:
     """Return the gain in steps per second (0.1: 10 %) of each resource that is twice as fast."""
     base = seconds_on(request, plan, cluster)
+    # one node has no network between nodes
     names = [
         name for name in RESOURCES if name != "network between nodes" or cluster.inter is not None
     ]
@@ -135,7 +139,9 @@ def seconds_on(request: SearchRequest, plan: ParallelPlan, cluster: Cluster) -> 
     The plan is one that `search_plans(request)` found. Formulas alone, without measured kernels.
     """
     return price_plan(
-        replace(request, cluster=cluster, kernel_seconds={}), plan
+        # kernels were measured on the machine as it is
+        replace(request, cluster=cluster, kernel_seconds={}),
+        plan,
     ).predicted.step_seconds
 
 
@@ -146,6 +152,7 @@ def _device(change: Callable[[Device], Device]) -> Callable[[Cluster], Cluster]:
     """Return a change of clusters that changes the devices of all nodes."""
 
     def of(cluster: Cluster) -> Cluster:
+        # a cluster of several kinds of nodes takes its totals from them: change each, build it anew
         if not cluster.nodes:
             return replace(cluster, device=change(cluster.device))
         nodes = [replace(node, device=change(node.device)) for node in cluster.nodes]
@@ -158,6 +165,7 @@ def _of_nodes(cluster: Cluster, **changed: object) -> Cluster:
     """Return a cluster of several kinds of nodes with some of its fields changed."""
     common = {"nodes", "intra", "device", "devices_per_node", "num_nodes"}
     rest = {
+        # what follows from the nodes is left to `Cluster.of_nodes`
         f.name: getattr(cluster, f.name)
         for f in dataclasses.fields(cluster)
         if f.name not in common
@@ -171,7 +179,9 @@ def _intra(cluster: Cluster) -> Cluster:
     if not cluster.nodes:
         return replace(cluster, intra=intra, collectives=curves)
     nodes = [
-        replace(node, intra=_faster_link(node.intra or cluster.intra)) for node in cluster.nodes
+        # a node without a link of its own has that of the cluster
+        replace(node, intra=_faster_link(node.intra or cluster.intra))
+        for node in cluster.nodes
     ]
     return _of_nodes(cluster, nodes=nodes, intra=intra, collectives=curves)
 
@@ -193,6 +203,7 @@ def _faster_curves(
     cluster: Cluster, *, inside: bool
 ) -> Mapping[tuple[str, int, int], CollectiveCurve]:
     return {
+        # measured curves stand for the links below them: half the seconds where their group is
         key: replace(curve, seconds=tuple(seconds / FASTER for seconds in curve.seconds))
         if Group(*key[1:]).is_inside(cluster.devices_per_node) == inside
         else curve
@@ -205,6 +216,7 @@ def _arithmetic(device: Device) -> Device:
 
 
 def _host(device: Device) -> Device:
+    # what the host takes for each kernel and operator
     names = "launch_seconds", "framework_seconds", "op_overhead_seconds"
     return replace(device, **{name: getattr(device, name) / FASTER for name in names})
 
@@ -235,7 +247,9 @@ class MeasuredStalls:
         """Read the values of a ``stalls.json``. Raises ValueError for others."""
         try:
             costs: dict[str, Any] = {
-                k: math.inf if v is None else v for k, v in dict(data["costs"]).items()
+                # JSON has no infinity: null is one
+                k: math.inf if v is None else v
+                for k, v in dict(data["costs"]).items()
             }
             return cls(StallCosts(**costs), SetUp(**data["set_up"]))
         except (KeyError, TypeError, ValueError) as error:
@@ -246,6 +260,7 @@ class MeasuredStalls:
     @property
     def samples_per_second(self) -> float:
         """Samples per second that the loader delivers to a device that takes no time."""
+        # a device that takes next to no time never makes the loader wait
         fast = dataclasses.replace(self.setup, step_speedup=1e6)
         return self.costs.batch_size / batch_seconds(self.costs, fast)
 
@@ -263,6 +278,7 @@ def advise_data(at: Estimate, stalls: MeasuredStalls | None) -> list[Advice]:
 
 
 def _loader(at: Estimate, stalls: MeasuredStalls) -> Advice:
+    # both per data rank: what the plan takes, what one loader gives
     taken, given = _per_process(at), stalls.samples_per_second
     ratio = taken / given
     says = "is fast enough" if ratio <= 1 else f"is too slow: steps take {ratio:.2f} times as long"
@@ -286,6 +302,7 @@ def _cache(at: Estimate, stalls: MeasuredStalls) -> Advice:
     share = least_cache(costs, setup)
     size = share * costs.entry_bytes * costs.num_items
     data = costs.source_bytes * costs.num_items
+    # samples per second of preparation, where every sample is missed
     preparing = setup.cores / costs.miss_seconds if costs.miss_seconds > 0 else math.inf
     inputs: Mapping[str, Any] = {
         "D": data,

@@ -1,8 +1,8 @@
 """`PlanCosts` as a `ChainTable`: the blocks of a model as a chain, to be searched.
 
 The block ``""`` around them has one configuration (`Chain.root`). A block's bytes in each phase
-(see `costs.lifetimes`) become a few numbers: what is there all the step, what while later blocks
-run forward and while they run backward, what before and after these, and the peaks while it runs.
+(see `costs.lifetimes`) become a few numbers: what is there all the step; what while later blocks
+run forward, and while they run backward; what before and after these; and the peaks while it runs.
 
 - What a block has above these in phases of other blocks (a buffer that the next block still needs)
   is charged to the block that runs then, at the most of any configuration (`Choices.beside`).
@@ -61,6 +61,7 @@ def search_chains(
     """
     candidates = [(chain, lambda chain=chain: chain.table) for chain in chains]
     found = search_meshes(candidates, max_seconds=max_seconds, epsilon=epsilon)
+    # plans of each chain, as rows of choices by position
     rows: dict[Chain, list[Sequence[int]]] = {}
     for chain, point in found.points:
         rows.setdefault(chain, []).append([*point.choice.values()])
@@ -169,6 +170,7 @@ class Chain:
             listed_beside = self.choices.beside[self.choices.own[k]]
             own = (beside + np.maximum(between - listed_beside, 0.0))[None]
         else:
+            # only a configuration with unsharded gradients has buffers of sharded blocks beside it
             whole = np.array(
                 [_is_whole(config) for config in self.choices.configs[self.choices.positions[k]]]
             )
@@ -182,6 +184,7 @@ class Chain:
         else:
             times = self.choices.times[k] + root[:, None]
             listed = np.stack([numbers.static, numbers.kept, numbers.late, numbers.held])
+        # nanoseconds and bytes
         seconds = zip(("seconds", "backward", "exchange"), np.round(times, 9), strict=True)
         names = "static", "kept", "late", "held", "forward_hump", "hump"
         sizes = zip(names, np.round(np.concatenate([listed, humps])), strict=True)
@@ -199,6 +202,7 @@ class Choices:
     def positions(self) -> tuple[str, ...]:
         """The block that has a choice at each position of the chain; ``""`` where there is none."""
         spans = self.costs.step.segments.of_block
+        # a block is at home in its first segment
         homes = {spans[name][0]: name for name in self.configs if name != ROOT and name in spans}
         return tuple(homes.get(k, ROOT) for k in range(self.costs.step.segments.count))
 
@@ -273,6 +277,7 @@ class Choices:
             if block:
                 configs = self.configs[block]
                 key = self.costs.timed_alike[block], id(configs)
+                # blocks of equal times that share a list share an array
                 if key not in known:
                     known[key] = np.array(
                         [self.costs.block_times(block, config).sum(axis=1) for config in configs]
@@ -341,6 +346,7 @@ class Choices:
         They come above what these have where all are sharded: the largest buffer of a block before
         it, and of one after it.
         """
+        # (2, phase): of blocks before it, and after it
         phases, found = self.costs.step.phases, np.zeros((2, len(self.costs.step.phases.order)))
         if not self.mixes:
             return np.asarray(found[0])
@@ -352,6 +358,7 @@ class Choices:
                 if not _is_whole(config) and not config.recompute
             )
             for config in sharded:
+                # above what it has where its neighbours are sharded as well
                 usual = self.costs.block_memory(block, config, self._uniform_neighbours[block])
                 more = self.costs.block_memory(block, config) - usual
                 for side, of_others in enumerate(
@@ -378,6 +385,7 @@ class Choices:
 
     @cached_property
     def _uniform_neighbours(self) -> dict[str, Neighbours]:
+        # as if all blocks were sharded
         sharded = OpConfig.zero(3, axes=len(self.costs.step.mesh.axes))
         return self.costs.neighbours(dict.fromkeys(self.configs, sharded))
 
@@ -436,8 +444,9 @@ class BlockBytes:
         static, held, kept, late: (config,): all the step; while later blocks run forward; while
             they run backward; before and after these.
         own: (config, phase of its segment).
-        beside: phases of others in which a configuration has more than static + held or static +
-            kept between its passes, or than static + late outside them, with the most that any has.
+        beside: phases of others in which a configuration has more, with the most that any has.
+            More is: than static + held or static + kept between its passes, or than static + late
+            outside them.
     """
 
     static: Array

@@ -78,6 +78,7 @@ def choose(
         NoPlanFitsError: nothing fits.
     """
     check_objective(objective)
+    # plans that may be chosen at all: for so many devices, within the limit
     candidates = [point for point in points if devices is None or point.devices == devices]
     if not candidates:
         planned = sorted({point.devices for point in points})
@@ -87,11 +88,13 @@ def choose(
         assert memory_limit is not None
         raise NoPlanFitsError(_why_none_fits(candidates, memory_limit, memory_margin))
 
+    # the error between mechanisms, the one within a mechanism, and seconds on top of both
     error, alike_error, least = time_error, min(alike_time_error, time_error), time_error_seconds
     if objective == "memory":
         error, alike_error, least = MEMORY_ERROR, MEMORY_ERROR, 0.0
 
     def cost(point: PlanPoint) -> tuple[float, float]:
+        # the objective first; the other cost decides between equals
         costs = point.step_seconds, point.peak_bytes
         return costs[::-1] if objective == "memory" else costs
 
@@ -153,6 +156,7 @@ def fitting_points(
 def _mechanism(plan: ParallelPlan) -> tuple[int, ...]:
     """Rank what a plan runs by, besides storage and recomputation of blocks; smaller is simpler."""
     exchange = plan.gradient_exchange
+    # 0: all-reduce of whole gradients, 1: sent otherwise but exactly, 2: compressed
     exchanged = 0 if exchange is None else 2 - exchange.is_exact
     return (
         CONTINUOUS_SCHEDULES.get(plan.schedule or "", 0),
@@ -171,6 +175,7 @@ def _complexity(plan: ParallelPlan) -> tuple[int, ...]:
     # blocks that have a name; the rest of the model is the block ""
     named = [block.config for block in plan.blocks if block.block]
     levels = [block.config.storage.level for block in plan.blocks]
+    # how many ways of treating a block there are
     kinds = {(config.storage, config.recompute) for config in named}
     if plan.keeps_gradients_whole:
         # the block "" cannot recompute, and is of level 2 in plans that shard: only here it can
@@ -181,6 +186,7 @@ def _complexity(plan: ParallelPlan) -> tuple[int, ...]:
             for block in plan.blocks
             if block.config.storage not in stored
         }
+    # compared from the left: the schedule first, then the axes of the mesh, then kinds of blocks
     recomputed = sum(config.recompute for config in named)
     return (
         *_schedule_complexity(plan),
@@ -209,6 +215,7 @@ def _schedule_complexity(plan: ParallelPlan) -> tuple[int, ...]:
 
 
 def _why_none_fits(points: Sequence[PlanPoint], memory_limit: float, memory_margin: float) -> str:
+    # what would help: the limit that the smallest plan needs, or more devices
     smallest = min(points, key=lambda point: point.peak_bytes)
     needed = smallest.peak_bytes * (1 + memory_margin)
     most_devices = max(points, key=lambda point: point.devices).devices
@@ -234,6 +241,7 @@ def _why(
         f": {format_seconds(chosen.step_seconds)} and {format_bytes(chosen.peak_bytes)} predicted "
         f"on {chosen.devices} device(s)"
     )
+    # the best by the objective is the simplest as well: nothing more to explain
     if chosen is best:
         words = {
             "time": f"The fastest step{limit}",
@@ -246,6 +254,7 @@ def _why(
         "memory": f"As small as any plan{limit}",
         "devices": f"The fewest devices with a plan{limit}, as fast as any of theirs",
     }
+    # a simpler one was taken, so the reason says what the best would save
     simplest = f", within the prediction's error of {100 * error:g} %, and the simplest of these"
     if objective == "memory":
         saved = (
@@ -271,6 +280,7 @@ def _neighbours(
     sentences = []
     # by memory, the smallest first
     peers = sorted((p for p in points if p.devices == chosen.devices), key=lambda p: p.peak_bytes)
+    # of those with more memory the smallest that is faster; of those with less the largest
     larger = [p for p in peers if p.peak_bytes >= chosen.peak_bytes]
     faster = next((p for p in larger if p.step_seconds < chosen.step_seconds), None)
     smaller = next((p for p in reversed(peers) if p.peak_bytes < chosen.peak_bytes), None)

@@ -77,11 +77,13 @@ def price_plan(request: SearchRequest, plan: ParallelPlan) -> PricedPlan:
         PlanError: the plan is of another model or other blocks.
         ValueError: the cluster has too few devices.
     """
+    # the blocks of the plan on this graph; then stages, or blocks on one rank
     check_world_size(request.cluster, world_size=plan.mesh.size)
     request = _cut_as(request, plan)
     if plan.schedule is not None:
         return _price_stages(request, plan)
     explained = explain_plan(request, plan)
+    # without stages every rank has the same costs
     total = explained.total
     predicted = StepEstimate(
         total.step_seconds,
@@ -93,6 +95,7 @@ def price_plan(request: SearchRequest, plan: ParallelPlan) -> PricedPlan:
 
 
 def _price_stages(request: SearchRequest, plan: ParallelPlan) -> PricedPlan:
+    # the cut as the search would hold it
     blocks, shape = stage_blocks(request, plan), shape_of_plan(plan)
     # by formulas first, which stay where the schedule is too long to be simulated
     point = _cut_in_order(blocks, plan)
@@ -111,6 +114,7 @@ def _price_stages(request: SearchRequest, plan: ParallelPlan) -> PricedPlan:
         for kind, seconds in stage.seconds.items():
             sums[kind] += seconds
     longest = max(of_rank.values(), key=lambda sums: sum(sums.values()))
+    # receiving is no work: it counts as waiting, with all else that the step takes longer
     work = sum(seconds for kind, seconds in longest.items() if kind != "receive")
     return PricedPlan(
         plan,
@@ -123,21 +127,25 @@ def _price_stages(request: SearchRequest, plan: ParallelPlan) -> PricedPlan:
 def _cut_as(request: SearchRequest, plan: ParallelPlan) -> SearchRequest:
     """Return the request with a graph that has the blocks of the plan."""
     graph = request.graph
+    # another model: its blocks would be found by name and priced all the same
     if plan.fingerprint is not None and plan.fingerprint != graph.fingerprint:
         raise PlanError(
             f"the plan was made for another model ({plan.model or 'of another kind'}): class name, "
             f"parameter names, shapes or dtypes of this {graph.model} differ; give the model that "
             "it is for, or remove 'fingerprint' from the plan"
         )
+    # the same blocks: nothing to do
     known = {block.name: block for block in graph.blocks}
     if set(known) == set(plan.configs):
         return request
+    # splits belong to blocks as the search captured them
     if plan.mesh.tensor_axes:
         unknown = sorted(set(known) ^ set(plan.configs))[0]
         raise PlanError(
             f"{unknown!r} is a block of the plan or of this {graph.model}, not of both: search the "
             "plan again"
         )
+    # blocks of the plan's own, each a group by itself
     others = len(known)
     blocks = [
         known.get(name, Block(name, others + n, recomputable=True))
@@ -183,6 +191,7 @@ def explain_plan(request: SearchRequest, plan: ParallelPlan) -> PlanExplanation:
     plain: dict[str, Any] = dict.fromkeys(
         ("parameters", "inputs", "outputs", "sums", "gathers"), ()
     )
+    # so only storage and recomputation are left to be priced
     configs = {block.block: replace(block.config, **plain) for block in plan.blocks}
     costs = PlanCosts(step)
     total, blocks = explain(costs, configs), explain_blocks(costs, configs)
@@ -208,6 +217,7 @@ def step_of(request: SearchRequest, plan: ParallelPlan) -> TrainingStep:
     Raises:
         PlanError: as `explain_plan`.
     """
+    # plans that shard gradients run with freed memory given back at once, as under a limit
     shards = any(block.config.storage.sharded_axes("gradients") for block in plan.blocks)
     whole = replace(
         step_on(request, plan.mesh),
@@ -222,6 +232,7 @@ def step_of(request: SearchRequest, plan: ParallelPlan) -> TrainingStep:
             "a plan with a tensor axis is explained by the model that can be split: give it in the "
             "request"
         )
+    # tensor axes: joint modules, splits of activations, or of parameters alone
     layout = layout_of_plan(plan)
     if plan.joint:
         step = joint_step_in(
@@ -255,10 +266,10 @@ class StageExplanation:
             gradients and update).
         bubble: the share of the step in which its rank runs no pass and no exchange or update of
             any of its stages.
-        peak_parts: bytes: "static" (parameters, gradients, states, copies of weights),
+        peak_parts: bytes: "static" (parameters, gradients, states, copies of weights);
             "activations" (of all microbatches in flight when its rank holds the most, received
-            tensors and gradients that wait for a later part of backward too), "running" (the most
-            beside these while a block runs), "update" (while the optimizer steps). What is on every
+            tensors and gradients that wait for a later part of backward too); "running" (the most
+            beside these while a block runs); "update" (while the optimizer steps). What is on every
             rank (buffers, batch) is in none of them.
         missing_updates: of the stage, before a minibatch's own one, that its forward pass is too
             early for.
@@ -282,11 +293,14 @@ def explain_stages(request: SearchRequest, plan: ParallelPlan) -> tuple[StageExp
         raise PlanError("a plan without stages is explained by its blocks: use explain_plan")
     blocks, shape = stage_blocks(request, plan), shape_of_plan(plan)
     point = _cut_in_order(blocks, plan)
+    # rows of stages, one column: this cut alone
     seconds, sizes = stage_seconds(blocks, shape, [point]), stage_bytes(blocks, shape, [point])
     simulated = step_seconds_of(seconds, shape)
     step = point.step_seconds if simulated is None else float(simulated[0])
     count, activations = shape.num_microbatches, worst_activations(shape, sizes)
+    # seconds that each rank of the pipeline is at work; several stages may be on one
     busy = np.zeros(shape.pipeline)
+    # a fixed time per pass, forward and backward, beside the blocks' own
     passes_seconds = count * (seconds.forward + seconds.backward + 2 * PASS_SECONDS) + seconds.once
     np.add.at(busy, list(shape.ranks), passes_seconds[:, 0])
     missing = (
@@ -306,7 +320,9 @@ def explain_stages(request: SearchRequest, plan: ParallelPlan) -> tuple[StageExp
             "running": float(sizes.hump[s, 0]),
             "update": float(sizes.update[s, 0]),
         }
+        # of the rank, so equal for all of its stages
         bubble = max(1 - float(busy[rank]) / step, 0.0)
+        # without the block "", which is no link of the chain
         names = tuple(b.block for b in plan.stages[s].blocks if b.block in blocks.names)
         found.append(StageExplanation(rank, names, times, bubble, held, missing[s]))
     return tuple(found)

@@ -76,7 +76,7 @@ def print_table(points: Points, chosen: PlanPoint, *, console: Console, limit: i
     """Print plans by devices and memory, the chosen one marked with a star.
 
     Of more than `limit` points it shows an evenly spread selection. The chosen plan is always
-    there, and the fastest and the smallest for each number of devices, even when these alone are
+    there. So are the fastest and the smallest for each number of devices, even when these alone are
     more than `limit`. The caption says how many are left out.
 
     Raises:
@@ -246,6 +246,7 @@ def drawn_axes(
     And `memory_limit` where it is not far from them.
     """
     sizes = [point.peak_bytes for point in points]
+    # points at one place have half of it as their width
     reach = (max(sizes) - min(sizes)) or 0.5 * max(sizes)
     # farther, it would squeeze the points
     if memory_limit is not None and memory_limit <= max(sizes) + reach:
@@ -258,9 +259,11 @@ def drawn_axes(
 
 def _axis(title: str, values: Sequence[float], *, units: Units) -> DrawnAxis:
     low, high = min(values), max(values)
+    # a logarithmic axis where the largest value is many times the least
     log = 0 < _LOG_FROM * low < high
     if log:
         pad = (high / low) ** 0.06
+        # marks: round values in their units, at most about seven
         low, high = low / pad, high * pad
         ticks = [
             (mark * factor, f"{mark} {name}") for name, factor, marks in units for mark in marks
@@ -268,15 +271,18 @@ def _axis(title: str, values: Sequence[float], *, units: Units) -> DrawnAxis:
         inside = [tick for tick in ticks if low <= tick[0] <= high]
         ticks = inside[:: max(1, math.ceil(len(inside) / 7))]
     else:
+        # a linear axis, from 0 where the margin would go below
         margin = 0.08 * (high - low) or 0.25 * high or 1.0
         low, high = max(0.0, low - margin), high + margin
         # about five round values, in the largest unit that is not above `high`
         name, factor, _ = next((unit for unit in reversed(units) if unit[1] <= high), units[0])
         rough = (high - low) / factor / 5
         exponent = math.floor(math.log10(rough))
+        # the least of 1, 2, 5 and 10 times a power of ten that makes five marks or fewer
         step = (
             next(m for m in (1, 2, 5, 10) if m * 10.0**exponent >= rough * 0.999) * 10.0**exponent
         )
+        # as many decimals as the step needs; 1e-9 is for its rounding
         decimals = max(0, -math.floor(math.log10(step) + 1e-9))
         first, last = math.ceil(low / factor / step - 1e-9), math.floor(high / factor / step + 1e-9)
         ticks = [
@@ -288,6 +294,7 @@ def _axis(title: str, values: Sequence[float], *, units: Units) -> DrawnAxis:
 # ---- the picture
 
 
+# both axes first: the marks are those of `DrawnAxis`, matplotlib adds none
 def _draw_axes(axes: Axes, x: DrawnAxis, y: DrawnAxis) -> None:
     axes.set(xscale="log" if x.log else "linear", yscale="log" if y.log else "linear")
     axes.set(xlim=(x.low, x.high), ylim=(y.low, y.high))
@@ -304,6 +311,7 @@ def _draw_axes(axes: Axes, x: DrawnAxis, y: DrawnAxis) -> None:
 
 def _draw_series(axes: Axes, points: Points) -> None:
     size, edge = (6.5, 0.7) if len(points) <= _MANY else (3.5, 0.0)
+    # a series for each number of devices; points are in this order
     for number, (devices, group) in enumerate(
         itertools.groupby(points, key=lambda point: point.devices)
     ):
@@ -331,11 +339,13 @@ def _draw_limit(axes: Axes, x: DrawnAxis, memory_limit: float) -> None:
         f"memory limit {format_bytes(memory_limit)}",
         min(max(memory_limit, x.low), x.high),
     )
+    # a limit outside of the axes is an arrow at their edge
     if place == memory_limit:
         axes.axvline(memory_limit, color=RED, linewidth=1.4, linestyle=(0, (5, 3)))
         axes.axvspan(memory_limit, x.high, color=RED, alpha=0.06, linewidth=0)
     else:
         text = f"{text} →" if memory_limit > x.high else f"← {text}"
+    # the words on the side with more room
     side, shift = ("right", -5) if place > (x.low + x.high) / 2 else ("left", 5)
     where: dict[str, Any] = {
         "xycoords": ("data", "axes fraction"),
@@ -358,6 +368,7 @@ def _annotate(figure: Figure, axes: Axes, points: Points, chosen: PlanPoint) -> 
         zorder=5,
     )
     numbers = f"{format_seconds(place[1])}, {format_bytes(place[0])}, {_devices(chosen.devices)}"
+    # the note is drawn once at the star, only to learn its size
     text = "\n".join([*textwrap.wrap(f"chosen: {chosen.plan.summary()}", 44), numbers])
     note = axes.annotate(text, place, (0, 0), **_NOTE)
     note.set_in_layout(False)
@@ -390,15 +401,16 @@ def _annotate(figure: Figure, axes: Axes, points: Points, chosen: PlanPoint) -> 
 # ---- the data of the page
 
 
-def _embedded(points: Points) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _embedded(points: Points) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
     """Return the different blocks of all plans, each once, and the points with indices of these.
 
     The YAML of a plan is its `header` and the `yaml` of its blocks, one after the other, `stages`
     of them in each stage.
     """
     positions: dict[tuple[BlockPlan, tuple[str, ...]], int] = {}
-    blocks: list[dict[str, Any]] = []
-    entries: list[dict[str, Any]] = []
+    blocks: list[dict[str, object]] = []
+    entries: list[dict[str, object]] = []
+    # plans share most blocks: each is written once, and points refer to it
     for point in points:
         fields, mesh = point.plan.to_dict(), point.plan.mesh
         stages = fields.pop("stages")
@@ -406,6 +418,7 @@ def _embedded(points: Points) -> tuple[list[dict[str, Any]], list[dict[str, Any]
         for block, values in zip(
             of_stages, (each for stage in stages for each in stage["blocks"]), strict=True
         ):
+            # equal blocks on meshes of other axes read differently
             if (block, mesh.names) not in positions:
                 positions[block, mesh.names] = len(blocks)
                 text = textwrap.indent(dump_yaml([values]), "  ")
@@ -421,7 +434,7 @@ def _embedded(points: Points) -> tuple[list[dict[str, Any]], list[dict[str, Any]
                         "yaml": text,
                     }
                 )
-        entry: dict[str, Any] = {
+        entry: dict[str, object] = {
             "x": point.peak_bytes,
             "y": point.step_seconds,
             "devices": point.devices,

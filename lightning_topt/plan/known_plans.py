@@ -1,10 +1,10 @@
 """`KnownPlans` say, before a chain is searched, whether any of its plans can beat known plans.
 
 A plan that none of the known ones beats takes less time than some known plan, and fewer bytes than
-the next larger one: it lies below a corner (T, M). For any price l of a byte and any lower bounds
-t, m of its seconds and bytes it would be that t + l m < T + l M. Both are sums over blocks, so the
-least of t + l m over all plans is found block by block. Where it is not below T + l M for one l, no
-plan lies below that corner.
+the next larger one: it lies below a corner (T, M). Take any price l of a byte, and any lower bounds
+t, m of its seconds and bytes. Then t + l m < T + l M. Both are sums over blocks, so the least of
+t + l m over all plans is found block by block. Where it is not below T + l M for one l, no plan
+lies below that corner.
 
     seconds >= fixed + sum of seconds
                or with + exchange - backward of each block, the network's time
@@ -82,8 +82,8 @@ class KnownPlans:
     def may_gain_above(self, fewest_bytes: float, prices: Array, least: Array) -> bool:
         """Return whether a plan above these bounds may beat all known plans; False is certain.
 
-        No plan has fewer than `fewest_bytes`, and none has less than `least` (price,) of seconds +
-        price * bytes at `prices`, the first of which is 0.
+        No plan has fewer than `fewest_bytes`. At `prices`, the first of which is 0, none has less
+        than `least` (price,) of seconds + price * bytes.
         """
         # cheap: faster or smaller than all known plans
         if not len(self.costs) or fewest_bytes < self.costs[-1, 1] or least[0] < self.costs[0, 0]:

@@ -1,8 +1,8 @@
 """Pipelines whose ranks bring a batch each, as data ranks do: these batches are the microbatches.
 
 The loaders of a run without a plan give every rank a batch. A pipeline of R ranks then runs R
-microbatches per step, one from each rank. Besides what every pipeline costs, each rank of a row
-gets the batches of all others (`sent_seconds`), and an evaluation, which each rank runs by itself,
+microbatches per step, one from each rank. This costs more than every pipeline does. Each rank of a
+row gets the batches of all others (`sent_seconds`). An evaluation, which each rank runs by itself,
 needs the full parameters (`evaluation_bytes`).
 """
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.costs.plain_values import (
@@ -65,6 +65,7 @@ __all__ = [
     "uniform_plan",
 ]
 VERSION = 2
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ class ParallelPlan:
     gradient_views: bool = False
 
     def __post_init__(self) -> None:
+        # a rule that is given by name becomes the rule, so that plans that mean the same are equal
         object.__setattr__(self, "prediction", rule_from_value(self.prediction))
         if not self.stages:
             raise PlanError("a plan has at least one stage")
@@ -153,6 +155,7 @@ class ParallelPlan:
             )
         if self.joint:
             _check_joint_modules(self)
+        # an exchange that cannot be made is refused with the plan, before any rank runs
         if self.gradient_exchange is not None:
             try:
                 read_exchange(self.gradient_exchange)
@@ -180,6 +183,7 @@ class ParallelPlan:
     def configs(self) -> dict[str, OpConfig]:
         """The configuration of each block."""
         found: dict[str, OpConfig] = {}
+        # "" may be in several stages, which place it alike: the first of them speaks for all
         for block in (block for stage in self.stages for block in stage.blocks):
             found.setdefault(block.block, block.config)
         return found
@@ -209,6 +213,7 @@ class ParallelPlan:
 
         They run these batches together.
         """
+        # one microbatch each, modules that run all batches at once, or one batch after the other
         return (
             self.own_batches
             or bool(self.joint)
@@ -221,6 +226,7 @@ class ParallelPlan:
 
         Under a plan with stages a rank has those of its own stages alone.
         """
+        # a rank that has slices or stages has no gradient of the whole model
         cut = bool(self.mesh.tensor_axes or self.mesh.pipeline_axes)
         return not cut and not any(
             config.storage.sharded_axes("gradients") for config in self.configs.values()
@@ -235,11 +241,13 @@ class ParallelPlan:
 
     def summary(self) -> str:
         """Return one line for people: how many blocks run in which way, how gradients travel."""
+        # blocks of one configuration are counted together, in order of the first of each
         counts: dict[str, int] = {}
         for block in self.blocks:
             name = describe_config(block.config, self.mesh)
             counts[name] = counts.get(name, 0) + 1
         blocks = ", ".join(f"{count} x {name}" for name, count in counts.items())
+        # then only what differs from plain data parallelism
         if self.mesh.names != ("data",):
             blocks += f" on {' x '.join(f'{axis.name} {axis.size}' for axis in self.mesh.axes)}"
         if self.schedule is not None:
@@ -304,6 +312,7 @@ class ParallelPlan:
             PlanError: names the wrong entry.
         """
         try:
+            # unknown entries are errors: a misspelt one must not be ignored
             return cls(**_read_entries(data, known={f.name for f in dataclasses.fields(cls)}))
         except PlanError:
             raise
@@ -376,6 +385,7 @@ def _read_entries(data: object, *, known: Collection[str]) -> dict[str, Any]:
     Raises:
         ValueError: names the wrong entry.
     """
+    # the form of the file, then its version
     if not isinstance(data, Mapping):
         raise ValueError(f"a plan is a mapping, got {type(data).__name__}")
     check_plain(data)
@@ -386,12 +396,14 @@ def _read_entries(data: object, *, known: Collection[str]) -> dict[str, Any]:
         )
     if data["version"] == 1:
         data = _from_version_1(data, known)
+    # entries of version 2 from here on
     _check_entries(data, known={*known, "version"}, needed=("mesh", "stages"))
     mesh = mesh_from_list(data["mesh"])
     if not isinstance(data["stages"], list | tuple):
         raise ValueError(f"stages must be a list, got {shown(data['stages'])}")
 
-    def given(name: str, read: Callable[..., Any]) -> Any:
+    # missing and null are the same; everything else is checked for its type
+    def given(name: str, read: Callable[..., T]) -> T | None:
         return None if data.get(name) is None else read(data[name], name=name)
 
     predicted = data.get("predicted")
@@ -418,6 +430,7 @@ def _read_entries(data: object, *, known: Collection[str]) -> dict[str, Any]:
 
 def _from_version_1(data: Mapping[Any, object], known: Collection[str]) -> dict[Any, Any]:
     """Return the entries of version 2: version 1 had one nameless data axis, and one stage."""
+    # what version 1 had, and no more
     known = {*known, "version", "data_parallel_size", "blocks"} - {"mesh", "stages"}
     _check_entries(data, known=known, needed=("data_parallel_size", "blocks"))
     rest = {
@@ -467,6 +480,7 @@ def _check_stages(plan: ParallelPlan) -> None:
     stages, mesh, configs, schedule = plan.stages, plan.mesh, plan.configs, plan.schedule
     num_microbatches, own_batches = plan.num_microbatches, plan.own_batches
     count, ranks = len(stages), mesh.pipeline_size
+    # a schedule, stages and the axis "pipeline" are given together, or none of them
     if schedule is None and (count > 1 or mesh.pipeline_axes):
         raise PlanError(
             f"a plan with stages ({count} stages on {ranks} ranks along the axis 'pipeline') needs "
@@ -477,6 +491,7 @@ def _check_stages(plan: ParallelPlan) -> None:
             f"the schedule {schedule!r} needs an axis of the mesh for the stages: {{name: "
             f"pipeline, size: {count}}}"
         )
+    # the sizes: stages per rank, microbatches, batches of the ranks
     if count % ranks:
         raise PlanError(
             f"every rank of the pipeline runs equally many stages: {count} stages cannot be "
@@ -494,6 +509,7 @@ def _check_stages(plan: ParallelPlan) -> None:
             f"is then the ranks along the axis 'pipeline', {ranks}, and there is a schedule; got "
             f"{num_microbatches} and {schedule}"
         )
+    # a stage begins at its first named block
     if count > 1 and (
         empty := [s for s, stage in enumerate(stages) if not any(b.block for b in stage.blocks)]
     ):
@@ -502,6 +518,7 @@ def _check_stages(plan: ParallelPlan) -> None:
         )
     if count == 1:
         return  # each block is there once
+    # every named block in one stage; "" placed alike in all
     stage_of: dict[str, int] = {}
     for index, block in (
         (index, block) for index, stage in enumerate(stages) for block in stage.blocks
@@ -517,6 +534,7 @@ def _check_stages(plan: ParallelPlan) -> None:
 
 def _check_continuous(plan: ParallelPlan) -> None:
     """Raise PlanError for what a schedule without flushes cannot have, or for what needs one."""
+    # under other schedules all passes of a minibatch see one version of the weights
     if plan.schedule not in CONTINUOUS_SCHEDULES:
         if plan.prediction is not None:
             raise PlanError(
@@ -524,6 +542,7 @@ def _check_continuous(plan: ParallelPlan) -> None:
                 f"schedule {' or '.join(CONTINUOUS_SCHEDULES)}; got {plan.schedule}"
             )
         return
+    # one stage for each rank, whole minibatches, unsharded weights
     if len(plan.stages) != plan.mesh.pipeline_size:
         raise PlanError(
             f"schedule {plan.schedule!r} runs one stage on each rank: {plan.mesh.pipeline_size} "
@@ -556,6 +575,7 @@ def _check_views(plan: ParallelPlan) -> None:
 
 def _check_joint_modules(plan: ParallelPlan) -> None:
     """Raise PlanError for what a plan with joint modules cannot have."""
+    # one tensor axis, without stages and without sequential batches
     is_sequential = plan.num_microbatches > 1  # ranks of a tensor group run one batch at a time
     if len(plan.mesh.tensor_axes) != 1 or plan.schedule is not None or is_sequential:
         raise PlanError(
@@ -566,6 +586,7 @@ def _check_joint_modules(plan: ParallelPlan) -> None:
         raise PlanError(
             "a gradient exchange does not know joint modules: leave out gradient_exchange, or joint"
         )
+    # DDP sums the gradients, and the modules say themselves how they are placed
     for block, config in plan.configs.items():
         if config.storage.sharded_axes("gradients"):
             raise PlanError(

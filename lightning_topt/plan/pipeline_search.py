@@ -198,6 +198,7 @@ def pipeline_shapes(
     for ranks in range(2, min(count // tensor, most) + 1):
         # ranks that run the same stage
         data = count // tensor // ranks
+        # all ranks have work, and rows share the batch equally
         if (
             count % (ranks * tensor)
             or global_batch_size % data
@@ -210,6 +211,7 @@ def pipeline_shapes(
             if not graph.batch_scaling and samples != graph.batch_size:
                 continue
             for name, chunks in _schedules(ranks, micro, most, wanted):
+                # ZeRO-1 where there are replicas, and states that can be told apart by parameter
                 for level in (0, 1) if data > 1 and blocks.step.optimizer.by_parameter else (0,):
                     yield PipelineShape(ranks, data, name, chunks, micro, samples, level, tensor)
 
@@ -223,6 +225,7 @@ def _microbatches(batch: int, ranks: int, wanted: PipelineRequest) -> Iterator[i
         if wanted.microbatches <= batch:
             yield wanted.microbatches
         return
+    # equal microbatches
     yield from (
         count for count in range(2, min(batch, _MOST_PER_RANK * ranks) + 1) if batch % count == 0
     )
@@ -277,6 +280,7 @@ def continuous_shapes(
     graph = blocks.step.graph
     if wanted.schedule not in (None, *CONTINUOUS_SCHEDULES) or wanted.microbatches not in (None, 1):
         return
+    # batches of each rank, and slices, are for pipelines that flush
     if wanted.own_batches or not wanted.takes(1):
         return
     for ranks in range(2, min(count, len(blocks.names)) + 1):
@@ -405,8 +409,8 @@ def _parts(
     """Return costs of blocks for each shape, as in `parts_of`.
 
     Returns:
-        Seconds and bytes kept (shape, kind, config), seconds of gradients of parameters (shape,
-        kind), and what comes once per step (shape, [seconds, static, update], kind).
+        Seconds and bytes kept (shape, kind, config); seconds of gradients of parameters (shape,
+        kind); and what comes once per step (shape, [seconds, static, update], kind).
     """
     known: dict[object, tuple[Array, ...]] = {}
     found = []

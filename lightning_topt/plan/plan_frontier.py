@@ -5,18 +5,18 @@
     frontier = PlanFrontier.from_json(Path("frontier.json").read_text())
 
 Plans of one search share few blocks and configurations. The file has each of these once and plans
-have indices instead: a search of 81 blocks may find a thousand plans of a few dozen configurations,
-which are 68 MB of text with every block written out, and one MB with indices.
+have indices instead: a search of 81 blocks may find a thousand plans of a few dozen configurations.
+With every block written out these are 68 MB of text, with indices one MB.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from lightning_topt.costs.plain_values import (
     names,
@@ -33,6 +33,7 @@ from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_values import PlanError, config_to_dict
 
 SCHEMA_VERSION = 2
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ class PlanFrontier:
         kept: list[PlanPoint] = []
         fastest: dict[tuple[int, bool], float] = {}
         for point in sorted(points, key=lambda p: (p.devices, p.peak_bytes, p.step_seconds)):
+            # what is compared with one another: see the class
             kind = point.devices, point.plan.gradient_views
             if kind not in fastest or point.step_seconds < fastest[kind]:
                 kept.append(point)
@@ -119,6 +121,7 @@ class PlanFrontier:
 
     def to_json(self) -> str:
         """Return the frontier as `frontier.json` holds it."""
+        # one numbering for both lists; its tables go last, when all plans have been through it
         lists, shared = {"points": self.points, "uniform": self.uniform}, _SharedBlocks()
         plain = {
             key: [{**vars(p), "plan": shared.plain(p.plan)} for p in points]
@@ -142,13 +145,16 @@ class PlanFrontier:
 
 
 def _read_frontier(data: object) -> PlanFrontier:
+    # all is checked before it is used: a file may be edited, or from elsewhere
     if not isinstance(data, dict):
         raise ValueError(f"it is a mapping, got {type(data).__name__}")
+    # a whole number exactly, not 2.0
     if type(data.get("schema_version")) is not int or data.pop("schema_version") != SCHEMA_VERSION:
         raise ValueError(
             f"it was not written by schema version {SCHEMA_VERSION}; run `topt plan` again"
         )
     known = {field.name for field in dataclasses.fields(PlanFrontier)} | {"blocks", "configs"}
+    # all entries that it has, and no others
     if wrong := set(data) ^ known:
         raise ValueError(f"the entries {names(wrong)} are unknown or missing")
     # `exact` follows from `error_bound`; the rest are numbers
@@ -166,6 +172,7 @@ def _read_points(entries: object, tables: _BlockTables, *, name: str) -> tuple[P
     ):
         raise ValueError(f"{name} must be a list of mappings")
     fields = {"step_seconds", "peak_bytes", "devices", "plan"}
+    # its costs, and its plan with the blocks written out again
     if any(set(entry) != fields for entry in entries):
         raise ValueError(f"each of {name} has the entries {sorted(fields)}")
     return tuple(
@@ -197,8 +204,9 @@ class _SharedBlocks:
     configs: dict[str, int] = field(default_factory=dict)
     _known: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    def plain(self, plan: ParallelPlan) -> dict[str, Any]:
+    def plain(self, plan: ParallelPlan) -> dict[str, object]:
         """Return `plan` as `ParallelPlan.to_dict` does, with indices in place of blocks."""
+        # a name or configuration that is new gets the next number
         stages = [
             {
                 "blocks": [
@@ -214,12 +222,13 @@ class _SharedBlocks:
         # Plans of a search share objects, and comparing these by value is slow.
         key = id(config), id(mesh)
         if key not in self._known:
+            # equal configurations that are different objects end at one number here
             plain = json.dumps(config_to_dict(config, mesh))
             self._known[key] = self.configs.setdefault(plain, len(self.configs))
         return self._known[key]
 
     @property
-    def tables(self) -> dict[str, list[Any]]:
+    def tables(self) -> dict[str, list[object]]:
         """The two lists, as plain values."""
         return {"blocks": [*self.blocks], "configs": [json.loads(plain) for plain in self.configs]}
 
@@ -229,11 +238,12 @@ class _BlockTables:
     """The two lists of a file that is read. Raises ValueError for what they cannot be."""
 
     blocks: list[str]
-    configs: list[Mapping[str, Any]]
+    configs: list[Mapping[str, object]]
 
     def __post_init__(self) -> None:
         if not isinstance(self.blocks, list) or not isinstance(self.configs, list):
             raise ValueError("blocks and configs must be lists")
+        # the rest of a configuration is checked with its plan; a "block" would hide the name
         for index, name in enumerate(self.blocks):
             text(name, name=f"blocks[{index}]")
         for index, config in enumerate(self.configs):
@@ -242,7 +252,7 @@ class _BlockTables:
                     f"configs[{index}] must be a mapping without a block, got {shown(config)}"
                 )
 
-    def written_out(self, plan: object, *, name: str) -> Any:
+    def written_out(self, plan: object, *, name: str) -> dict[str, object]:
         """Return what `ParallelPlan.from_dict` takes. Raises ValueError for wrong indices."""
         if not isinstance(plan, dict) or not isinstance(plan.get("stages"), list):
             raise ValueError(f"{name} must be a mapping with a list of stages")
@@ -251,14 +261,16 @@ class _BlockTables:
             "stages": [self._stage(entry, name=f"{name}.stages") for entry in plan["stages"]],
         }
 
-    def _stage(self, entry: object, *, name: str) -> dict[str, Any]:
+    def _stage(self, entry: object, *, name: str) -> dict[str, object]:
         if not isinstance(entry, dict) or set(entry) != {*_INDICES}:
             raise ValueError(f"each of {name} has the entries {', '.join(_INDICES)}")
         indices = [entry[key] for key in _INDICES]
+        # block k of the stage has configuration k
         if not all(isinstance(each, list) for each in indices) or len(indices[0]) != len(
             indices[1]
         ):
             raise ValueError(f"blocks and configs of {name} must be lists of one length")
+        # a block as `ParallelPlan` writes it: its name, and the entries of its configuration
         return {
             "blocks": [
                 {
@@ -270,7 +282,9 @@ class _BlockTables:
         }
 
 
-def _at(values: list[Any], place: Any, *, name: str) -> Any:
-    if whole(place, name=f"a place in {name}", least=0) >= len(values):
+def _at(values: Sequence[T], place: object, *, name: str) -> T:
+    # no negative places: Python would count them from the end
+    index = whole(place, name=f"a place in {name}", least=0)
+    if index >= len(values):
         raise ValueError(f"a place in {name} must be below {len(values)}, got {place}")
-    return values[place]
+    return values[index]

@@ -15,7 +15,7 @@ import html
 import itertools
 from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -70,6 +70,7 @@ def print_explanation(explained: PlanExplanation, *, console: Console) -> None:
 
 def _blocks(explained: PlanExplanation, console: Console) -> None:
     """Print a table of blocks, those that cost the same in one row, then what they exchange."""
+    # rows: blocks of equal cells and exchanges, those that take most time in all first
     alike: dict[Hashable, list[str]] = {}
     for name, block in explained.blocks.items():
         alike.setdefault((_cells(block), _exchanged(block.collectives)), []).append(name)
@@ -91,6 +92,7 @@ def _blocks(explained: PlanExplanation, console: Console) -> None:
     for title, names in zip(titles[:_ROWS], order, strict=False):
         table.add_row(escape(title), *_cells(explained.blocks[names[0]]))
     console.print(table)
+    # below the table, what the kinds of blocks in it exchange along the tensor axis
     for title, names in zip(titles[:_ROWS], order, strict=False):
         if exchanged := _exchanged(explained.blocks[names[0]].collectives):
             console.print(
@@ -104,6 +106,7 @@ def _shown(block: str) -> str:
 
 def _cells(block: BlockExplanation) -> tuple[str, ...]:
     seconds = block.seconds
+    # four columns of time: operators, of these the tensor axis, update, data axes
     numbers = (
         sum(seconds[kind] for kind in ("forward", "backward", "recompute")),
         sum(each.seconds for each in block.collectives),
@@ -123,6 +126,7 @@ def print_stages(stages: Sequence[StageExplanation], *, console: Console) -> Non
     """Print what each stage of a plan takes in a step, and what its rank holds for it."""
     columns = ("stage", "rank", "blocks", "forward", "backward", "receives", "update", "memory")
     caption = "each stage, all microbatches of a step; update: with the exchange of gradients"
+    # a column more where forward passes compute without some updates
     is_stale = any(stage.missing_updates for stage in stages)
     table = Table(
         *columns,
@@ -134,11 +138,13 @@ def print_stages(stages: Sequence[StageExplanation], *, console: Console) -> Non
     )
     for column in table.columns[3:]:
         column.justify = "right"
+    # seconds of each kind, and the most that the rank holds for the stage
     for index, stage in enumerate(stages):
         names = stage.blocks
         shown = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)})"
         seconds = (stage.seconds[kind] for kind in ("forward", "backward", "receive", "once"))
         parts = stage.peak_parts
+        # activations are gone when the optimizer steps: the larger of both counts
         held = parts["static"] + max(parts["activations"] + parts["running"], parts["update"])
         cells = (
             *map(format_seconds, seconds),
@@ -199,6 +205,7 @@ def rank_rows(simulation: Simulation) -> list[RankRow]:
     """
     rows = []
     for rank, spans in enumerate(_spans_of(simulation)):
+        # a rank without passes waits for the whole step
         first, last = (spans[0].start, spans[-1].end) if spans else (simulation.step_seconds,) * 2
         busy = simulation.busy_seconds[rank]
         times = (first, busy, max(last - first - busy, 0.0), simulation.step_seconds - last)
@@ -233,6 +240,7 @@ def print_schedule(simulation: Simulation, *, console: Console) -> None:
 def save_schedule_png(path: str | Path, simulation: Simulation, *, title: str = "") -> None:
     """Draw the passes of each rank over time, grey where it waits, and what each rank holds."""
     ranks = simulation.schedule.num_ranks
+    # passes above, memory below, over one axis of time; taller for more ranks
     height = min(2.8 + 0.45 * ranks, 20.0)
     figure = Figure(figsize=(11, height + 2.2), dpi=160, facecolor="white", layout="constrained")
     passes, memory = figure.subplots(2, 1, sharex=True, height_ratios=(height, 2.2))
@@ -251,6 +259,7 @@ def save_schedule_png(path: str | Path, simulation: Simulation, *, title: str = 
 
 
 def _draw_passes(axes: Axes, simulation: Simulation) -> None:
+    # grey from start to end: what no pass covers is waiting
     axes.barh(
         range(simulation.schedule.num_ranks),
         simulation.step_seconds,
@@ -258,6 +267,7 @@ def _draw_passes(axes: Axes, simulation: Simulation) -> None:
         color=_WAIT,
         label="waits",
     )
+    # one call for each kind and rank, and a label for the legend once
     for kind, name, colour in _KINDS:
         if kind not in simulation.walk.kinds:
             continue
@@ -269,6 +279,7 @@ def _draw_passes(axes: Axes, simulation: Simulation) -> None:
             axes.broken_barh(
                 bars, (rank - 0.4, 0.8), color=colour, edgecolor="white", linewidth=0.6, label=label
             )
+    # numbers of microbatches, where they are readable
     if len(simulation.spans) <= _NUMBERED:
         for span in simulation.spans:
             if span.end - span.start > simulation.step_seconds / 90:
@@ -291,8 +302,10 @@ def _draw_passes(axes: Axes, simulation: Simulation) -> None:
 
 def _draw_memory(axes: Axes, simulation: Simulation) -> None:
     colours = [colour for _, _, colour in _KINDS] + ["#56B4E9"]
+    # one line per rank; colours come again after the last
     for rank, (curve, colour) in enumerate(zip(simulation.memory, itertools.cycle(colours))):
         curve = _settled(curve)
+        # to the end of the step with what is held then
         seconds = [*curve.seconds, simulation.step_seconds]
         nbytes = np.array([*curve.nbytes, curve.nbytes[-1]])
         label = f"rank {rank}: {format_bytes(simulation.peak_bytes[rank])}"
@@ -310,6 +323,7 @@ def _draw_memory(axes: Axes, simulation: Simulation) -> None:
 
 def _title(simulation: Simulation) -> str:
     schedule = simulation.schedule
+    # continuous schedules run minibatches, the others parts of one
     parts = "minibatches" if "update" in simulation.walk.kinds else "microbatches"
     sizes = (
         f"{schedule.num_stages} stages on {schedule.num_ranks} ranks, {schedule.num_microbatches} "
@@ -334,6 +348,7 @@ def _settled(curve: MemoryCurve) -> MemoryCurve:
 
     So what is freed as the next pass starts is not shown as a dip.
     """
+    # of points at one instant the last one stays
     last = np.append(np.diff(curve.seconds) > 0, True)
     return MemoryCurve(curve.seconds[last], curve.nbytes[last])
 
@@ -352,6 +367,7 @@ def schedule_svg(simulation: Simulation) -> str:
 
     It has the colours of the pages (`report_head.html`), loads nothing and runs nothing.
     """
+    # legend: the kinds that this schedule runs, and waiting
     kinds = [entry for entry in _KINDS if entry[0] in simulation.walk.kinds]
     keys = [*((name, colour) for _, name, colour in kinds), ("waits", "var(--grid)")]
     legend = "".join(
@@ -360,6 +376,7 @@ def schedule_svg(simulation: Simulation) -> str:
         f"{name}</span>"
         for name, colour in keys
     )
+    # units of the drawing per second; a step without time is drawn as one second
     scale = (_RIGHT - _LEFT) / (simulation.step_seconds or 1.0)
     rows = zip(
         _spans_of(simulation), map(_settled, simulation.memory), rank_rows(simulation), strict=True
@@ -392,6 +409,7 @@ def _svg_row(
         f'<rect x="{_LEFT:g}" y="{top:g}" width="{_RIGHT - _LEFT:g}" height="{_BAR:g}" '
         'style="fill: var(--grid)"/>',
     ]
+    # the passes of one kind
     for kind, _, colour in _KINDS:
         bars = [span for span in spans if span.action.kind == kind]
         # one path for all: a rectangle with a title each would make a large page of a large
@@ -403,6 +421,7 @@ def _svg_row(
                 for left, width in drawn
             )
             found.append(f'<path d="{path}" style="fill: {colour}"/>')
+    # numbers of microbatches, where a pass is wide enough
     for span in spans:
         if (span.end - span.start) * scale >= _NUMBER_WIDTH:
             middle = _LEFT + (span.start + span.end) / 2 * scale
@@ -419,8 +438,9 @@ def _svg_row(
 
 
 def _svg_memory(memory: MemoryCurve, *, bottom: float, scale: float, peak: float) -> str:
+    # the highest rank fills what is left of a row below its bar
     height = (_ROW - _BAR - 8) / (peak or 1.0)
-    steps: list[Any] = [f"M{_LEFT:g},{bottom:g}"]
+    steps: list[str] = [f"M{_LEFT:g},{bottom:g}"]
     for second, size in zip(memory.seconds.tolist(), memory.nbytes.tolist(), strict=True):
         steps.append(f"H{_LEFT + second * scale:.2f}V{bottom - size * height:.2f}")
     return (

@@ -28,7 +28,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
 
 import numpy as np
 
@@ -168,6 +167,7 @@ def search_plans(request: SearchRequest) -> PlanFrontier:
             points, uniform = points + staged, uniform + plain
             found_spaces += len(staged)
             error_bound = max(error_bound, min(error, NO_BOUND))
+        # not one space of plans: what was asked for cannot be, on so many ranks
         if not found_spaces:
             raise PlanError(_why_none(replace(request, device_counts=(count,))))
     return PlanFrontier.of(
@@ -198,6 +198,7 @@ def _searched(
             max_seconds=left,
             epsilon=request.epsilon,
         )
+        # and of each space a plan of little memory, which a search of chains may miss
         found = replace(
             found, batches=(*found.batches, *(space.smallest() for space in spaces if space.own))
         )
@@ -245,6 +246,7 @@ def local_graphs(request: SearchRequest) -> list[OpGraph]:
 
 def step_on(request: SearchRequest, mesh: Mesh) -> TrainingStep:
     """Return the step of a data rank of `mesh`, with nothing split."""
+    # of a tensor group with a batch for each rank, these run one after the other
     batches = mesh.ranks_along(mesh.tensor_axes) if request.own_batches else 1
     samples = max(request.global_batch_size // (mesh.data_parallel_size * batches), 1)
     return TrainingStep(
@@ -287,9 +289,11 @@ def meshes(cluster: Cluster, count: int) -> Iterator[Mesh]:
     """Yield the meshes of `count` ranks: one data axis, then copies times shards."""
     per_node = cluster.devices_per_node
     whole = "intra" if count <= per_node else "inter"
+    # one data axis; then copies of the model times shards of it
     yield data_mesh(count, scope=whole)
     for shard in range(2, count // 2 + 1):
         if count % shard == 0:
+            # shards stay inside a node where nodes consist of whole groups
             inside = shard <= per_node and per_node % shard == 0
             yield hybrid_mesh(count // shard, shard, scopes=(whole, "intra" if inside else "inter"))
 
@@ -300,12 +304,15 @@ def _spaces(request: SearchRequest, count: int) -> Iterator[PlanSpace]:
     if request.mesh is not None:
         yield from _spaces_on(request, request.mesh)
     elif request.own_batches:
+        # a batch for each rank: meshes with a tensor axis alone
         for step, _ in _tensor_steps(request, count):
             step = saving_no_computation(step, step_on(request, step.mesh))
             step = step if request.evaluates else replace(step, joined_bytes=0.0)
             yield from spaces_of(step, (), shards=False, views=request.gradient_views)
     elif samples % count == 0:
+        # data axes: the first mesh has all plans, the others those that shard gradients
         first, *rest = meshes(cluster, count)
+        # exchanges that so many ranks can have, each once
         legal = (
             legal_exchanges(options, cluster=cluster, world_size=count)
             for options in request.exchanges
@@ -313,6 +320,7 @@ def _spaces(request: SearchRequest, count: int) -> Iterator[PlanSpace]:
         exchanges = [*dict.fromkeys(itertools.chain.from_iterable(legal))]
         step, views = step_on(request, first), request.gradient_views
         yield from spaces_of(step, rest, shards=request.shards, exchanges=exchanges, views=views)
+    # neither all ranks nor a part of them can share the batch
     elif not _tensor_sizes(request, count) and request.pipelines is None:
         raise ValueError(_why_indivisible(samples, count))
 
@@ -402,6 +410,7 @@ class PlanSpace:
         """Yield one chain for each group and configuration of the block ``""``."""
         for group in self.groups:
             configs = self._configs(group)
+            # only where every block has a configuration of this group
             if all(configs.values()):
                 choices = Choices(self.costs, configs)
                 halves = choices.split_by_first()
@@ -454,6 +463,7 @@ class PlanSpace:
                 for config in range(len(lists[blocks[0]])):
                     rows.append(row.copy())
                     rows[-1][[*blocks]] = config
+            # row 0 is the plan without a change
             least = int(PlanBatch(self.costs, configs, np.array(rows)).peak_bytes.argmin())
             if least == 0:
                 return PlanBatch(self.costs, configs, row[None])
@@ -473,6 +483,7 @@ def _nearest(configs: Sequence[OpConfig], kind: OpConfig) -> int:
     """Return the index of the configuration that is most like `kind`."""
 
     def distance(index: int) -> tuple[int, int, bool]:
+        # as many sharded axes first, then the level, then recomputation
         config = configs[index]
         axes = [len(c.storage.sharded_axes("optimizer_state")) for c in (config, kind)]
         levels = abs(config.storage.level - kind.storage.level)
@@ -496,6 +507,7 @@ def spaces_of(
     """
     # views save a copy of the gradients that are in buckets
     saves = has_buckets(step) and step.num_microbatches == 1
+    # where views save nothing, both are one
     for are_views in dict.fromkeys(each and saves for each in views):
         viewed = replace(step, gradient_views=True) if are_views else step
         for exchange in (None, *exchanges):
@@ -538,7 +550,7 @@ def points_of(batch: PlanBatch) -> list[PlanPoint]:
     step = batch.costs.step
     placed, known = placed_tensors(step), dict[tuple[int, int], OpConfig]()
     # a number for each block, equal for blocks that are split alike
-    numbers: dict[Any, int] = {}
+    numbers: dict[object, int] = {}
     alike = {
         name: numbers.setdefault(tuple(entries.items()), len(numbers))
         for name, entries in placed.items()
@@ -551,6 +563,7 @@ def points_of(batch: PlanBatch) -> list[PlanPoint]:
             known[key] = replace(config, **placed[name])
         return known[key]
 
+    # one entry for each block and configuration, which all plans share
     blocks = [
         [BlockPlan(name, on_slices(c, name) if name in placed else c) for c in legal]
         for name, legal in batch.configs.items()

@@ -91,6 +91,7 @@ class Preset:
 
     def storage(self, mesh: Mesh) -> Storage:
         """Return the placements on `mesh`."""
+        # inner: the last data axis, which is the one inside a node
         over = mesh.data_axes[-1:] if self.inner else mesh.data_axes
         return Storage.zero(self.level, axes=len(mesh.axes), over=over)
 
@@ -113,6 +114,7 @@ def describe_config(config: OpConfig, mesh: Mesh) -> str:
     activations in slices between calls too, or these alone.
     """
     storage = config.storage
+    # hybrid: sharded along some of the data axes, not along all
     sharded = storage.sharded_axes("optimizer_state")
     words = [
         f"{'hybrid ' if 0 < len(sharded) < len(mesh.data_axes) else ''}{_LEVELS[storage.level]}"
@@ -137,8 +139,9 @@ def describe_config(config: OpConfig, mesh: Mesh) -> str:
 # ---- as plain values
 
 
-def mesh_to_list(mesh: Mesh) -> list[dict[str, Any]]:
+def mesh_to_list(mesh: Mesh) -> list[dict[str, object]]:
     """Return the axes as mappings, outermost first."""
+    # a copy, so that the entries of the file are not those of the axis
     return [{**vars(axis)} for axis in mesh.axes]
 
 
@@ -178,6 +181,7 @@ def _block(entry: object, mesh: Mesh, index: int) -> BlockPlan:
             f"blocks[{index}] must be a mapping with the name of a module under 'block', got "
             f"{shown(entry)}"
         )
+    # the rest of the entry is the configuration; errors name the block
     rest = {name: value for name, value in entry.items() if name != "block"}
     return BlockPlan(
         entry["block"],
@@ -189,12 +193,13 @@ _STORED = ("parameters", "gradients", "optimizer_state")
 _COMPUTED = ("inputs", "outputs", "parameters", "sums", "gathers")
 
 
-def config_to_dict(config: OpConfig, mesh: Mesh) -> dict[str, Any]:
+def config_to_dict(config: OpConfig, mesh: Mesh) -> dict[str, object]:
     """Return storage, recomputation and, where given, placements of the computation."""
-    values: dict[str, Any] = {
+    values: dict[str, object] = {
         kind: _placed(getattr(config.storage, kind), mesh) for kind in _STORED
     }
     values["recompute"] = config.recompute
+    # placements of the computation are rare: only plans with tensor axes have them
     if any(getattr(config, kind) for kind in _COMPUTED):
         values["computes"] = {
             "inputs": [_placed(placements, mesh) for placements in config.inputs],
@@ -213,6 +218,7 @@ def config_from_dict(entry: Mapping[str, object], mesh: Mesh, *, where: str) -> 
 
     A preset may give the three storages together (``storage: zero3``).
     """
+    # one word for all three storages, or a word for each
     given = ("storage",) if "storage" in entry else _STORED
     if unknown := set(entry) - {*given, "recompute", "computes"}:
         raise ValueError(f"{where} has unknown entries {names(unknown)}")
@@ -243,11 +249,13 @@ def _computed(data: object, mesh: Mesh) -> dict[str, Any]:
         raise ValueError(
             f"computes is a mapping with the entries {', '.join(_COMPUTED)}, got {shown(data)}"
         )
+    # placements of tensors at the borders of the block
     found: dict[str, Any] = {}
     for kind in ("inputs", "outputs"):
         if not isinstance(tensors := data.get(kind, []), list | tuple):
             raise ValueError(f"computes.{kind} is a list of placements, got {shown(tensors)}")
         found[kind] = tuple(_placements(tensor, mesh) for tensor in tensors)
+    # by name of the parameter inside the block
     if not isinstance(parameters := data.get("parameters", {}), Mapping):
         raise ValueError(f"computes.parameters maps names to placements, got {shown(parameters)}")
     # one placement for each axis of the mesh
@@ -255,6 +263,7 @@ def _computed(data: object, mesh: Mesh) -> dict[str, Any]:
         (text(name, name="computes.parameters"), _placements(placed, mesh))
         for name, placed in parameters.items()
     )
+    # sums and gathers, which few blocks have
     found["sums"] = _placements(data["sums"], mesh) if data.get("sums") is not None else ()
     if not isinstance(gathers := data.get("gathers", []), list | tuple) or set(
         map(str, gathers)
@@ -267,13 +276,15 @@ def _computed(data: object, mesh: Mesh) -> dict[str, Any]:
     return found
 
 
-def _placed(placements: Placements, mesh: Mesh) -> Any:
+def _placed(placements: Placements, mesh: Mesh) -> str | dict[str, str]:
+    # the same along all axes: one word
     words = [str(placement) for placement in placements]
     return words[0] if len(set(words)) == 1 else dict(zip(mesh.names, words, strict=True))
 
 
 def _placements(value: object, mesh: Mesh) -> Placements:
     if not isinstance(value, Mapping):
+        # one word holds for every axis
         return (parse_placement(value),) * len(mesh.axes)
     # A block is in one stage, so nothing is split along the pipeline.
     along_stages = {mesh.names[axis]: "replicate" for axis in mesh.pipeline_axes}
@@ -296,7 +307,7 @@ def prediction_from_value(entry: object) -> StepEstimate:
     return StepEstimate(**{name: number(entry[name], name=f"predicted.{name}") for name in known})
 
 
-def exchange_to_dict(method: GradientMethod) -> dict[str, Any]:
+def exchange_to_dict(method: GradientMethod) -> dict[str, object]:
     """Return plain values of the method and of the options that a plan fixes.
 
     How a run waits, checks and treats infinities (`ExchangeSettings`) is not part of a plan.
@@ -308,7 +319,7 @@ def exchange_to_dict(method: GradientMethod) -> dict[str, Any]:
     }
 
 
-def read_exchange(given: ExchangeMethod | str | Mapping[str, Any]) -> GradientMethod:
+def read_exchange(given: ExchangeMethod | str | Mapping[str, object]) -> GradientMethod:
     """Return a method that a plan can have, from any of the forms of `read_method`.
 
     Raises:
@@ -331,6 +342,7 @@ def exchange_from_value(data: object) -> GradientMethod | None:
             raise ValueError(
                 f"must be a mapping such as {{method: topk, density: 0.01}}, got {shown(data)}"
             )
+        # options of other methods, as older releases wrote them: ignored at the old default
         kind = method_classes().get(str(data.get("method", DEFAULT_METHOD)))
         known = set() if kind is None else {"method", *kind.__dataclass_fields__}
         ignored = {

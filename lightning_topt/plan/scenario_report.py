@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.markup import escape
@@ -42,6 +43,7 @@ def print_scenarios(
 
     At most `limit` rows, those that are nearest to the limits first.
     """
+    # columns that no row would fill are left out
     with_run = any(each.run is not None for each in chosen_of)
     with_money = any(each.money_per_sample is not None for each in chosen_of)
     names = ["", "cluster", "devices", "batch", "tokens", "step time", "samples/s", "memory"]
@@ -61,6 +63,7 @@ def print_scenarios(
         caption_justify="left",
         padding=(0, 0, 0, 1),
     )
+    # numbers are not broken over lines and stand to the right; only the plan may be broken
     for column in table.columns[: len(names)]:
         column.no_wrap = True
     for column in table.columns[2 : len(names)]:
@@ -80,6 +83,7 @@ def _cells(each: Estimate, *, with_run: bool, with_money: bool) -> list[str]:
         escape(f"{scenario.cluster.name}{' (spot)' if scenario.spot else ''}"),
         str(scenario.devices),
     ]
+    # "32 in 4": a batch of 32 samples in 4 micro-batches
     parts = f" in {each.accumulate}" if each.accumulate > 1 else ""
     cells += [f"{scenario.batch_size}{parts}", str(scenario.seq_len or "")]
     cells += [
@@ -91,6 +95,7 @@ def _cells(each: Estimate, *, with_run: bool, with_money: bool) -> list[str]:
         cells.append("" if each.run is None else format_duration(each.run.seconds))
     if with_money:
         per_sample = each.money_per_sample
+        # of the whole run where its length is known, else of 1000 samples
         amount = each.money if with_run else None if per_sample is None else 1000 * per_sample
         cells.append("no price" if amount is None else format_money(amount))
     return cells
@@ -99,6 +104,7 @@ def _cells(each: Estimate, *, with_run: bool, with_money: bool) -> list[str]:
 def plan_in_words(each: Estimate) -> str:
     """Return how the blocks of a plan run, on which mesh and in which schedule, in a few words."""
     plan = each.point.plan
+    # other meshes are named by the summary
     mesh = f" on data {plan.mesh.size}" if plan.mesh.names == ("data",) else ""
     return f"{plan.summary()}{mesh}"
 
@@ -124,6 +130,7 @@ def save_scenarios(
         reason: of the choice.
         notes: lines on the search.
     """
+    # the best of each scenario come first, and are known by that
     every = [*chosen_of, *shown]
     record = {
         "schema_version": SCHEMA_VERSION,
@@ -170,6 +177,7 @@ def estimate_to_dict(each: Estimate, *, chosen: bool = False, best: bool = False
 
 
 def _finite(value: float) -> float | None:
+    # JSON has no infinity
     return value if math.isfinite(value) else None
 
 
@@ -179,6 +187,7 @@ def save_scenarios_html(path: Path, record: dict[str, Any]) -> None:
     entries = record["estimates"]
     best = [each for each in entries if each["best"]]
     others = [each for each in entries if not each["best"]]
+    # every step-th of them; the best of each scenario are all kept
     step = max(math.ceil(len(others) / _MOST_POINTS), 1)
     data = {**record, "estimates": best + others[::step]}
     title = "What each choice would take: time, memory, money"
@@ -206,9 +215,11 @@ def save_scenarios_png(
     panels = figure.subplots(1, 2 if has_money else 1, squeeze=False)[0]
     names = [*dict.fromkeys(_series(each) for each in chosen_of)]
     for axes, money in zip(panels, (False, True), strict=False):
+        # a cluster has the same colour in both panels
         for name, colour in zip(names, itertools.cycle(COLOURS)):
             of_series = [
                 each
+                # with money, the best of each scenario alone
                 for each in (chosen_of if money else [*shown, *chosen_of])
                 if _series(each) == name
             ]
@@ -255,7 +266,8 @@ def _x(each: Estimate, money: bool) -> float | None:
     return each.money if each.run is not None else None if per_sample is None else 1000 * per_sample
 
 
-def _finish(axes: Any, *, money: bool, has_run: bool, limits: Limits) -> None:
+def _finish(axes: Axes, *, money: bool, has_run: bool, limits: Limits) -> None:
+    # scenarios differ by orders of magnitude: on such axes equal ratios are equal lengths
     axes.set(xscale="log", yscale="log")
     axes.set_xlabel(
         ("Money of the run" if has_run else "Money of 1000 samples")
@@ -263,6 +275,7 @@ def _finish(axes: Any, *, money: bool, has_run: bool, limits: Limits) -> None:
         else "GiB per device at the peak"
     )
     axes.set_ylabel("Days of the run" if has_run else "Seconds per step")
+    # limits as dashed lines, in the units of the axes
     if has_run and limits.deadline is not None:
         axes.axhline(limits.deadline / 86400, color=RED, linestyle=(0, (5, 3)), linewidth=1.2)
     if money and has_run and limits.budget is not None:

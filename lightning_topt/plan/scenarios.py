@@ -141,6 +141,7 @@ class ModelFacts:
         size, seconds = 0.0, {block.name: 0.0 for block in graph.blocks}
         for parameter in graph.parameters:
             size += parameter_bytes(parameter)
+            # a frozen parameter is in the checkpoint, but has no state and no update
             if parameter.trainable:
                 size += optimizer.state_bytes(parameter.name)
                 took = optimizer.update_seconds(
@@ -244,6 +245,7 @@ def estimate(
         ValueError: as `Workload.steps_of`.
     """
     # a step of the training: micro-batches and one update
+    # With one micro-batch the step of `point` is the step: its update need not be told apart.
     update = facts.update_of(point.plan) if accumulate > 1 else 0.0
     step = accumulated_seconds(point, accumulate=accumulate, update_seconds=update)
     found = Estimate(scenario, point, step, accumulate, error=TimeError.of(scenario.cluster))
@@ -268,6 +270,7 @@ def accumulated_seconds(point: PlanPoint, *, accumulate: int, update_seconds: fl
     plan, once = point.plan, update_seconds
     if plan.keeps_gradients_whole and plan.schedule is None and plan.predicted is not None:
         once += plan.predicted.exposed_communication_seconds
+    # k steps less what k - 1 of them leave out, and never less than one step
     return max(accumulate * point.step_seconds - (accumulate - 1) * once, point.step_seconds)
 
 
@@ -298,6 +301,7 @@ class ScenarioResult:
 
     def on_spot(self, *, work: Workload | None) -> ScenarioResult:
         """Return the same plans on spot devices."""
+        # spot devices change price and failures, not plans and the times of their steps
         scenario = replace(self.scenario, spot=True)
 
         def of(each: Estimate) -> Estimate:
@@ -339,23 +343,27 @@ def search_scenario(
             take longer.
         work: of a whole run.
     """
+    # what is the same for every number of micro-batches
     limit = request.cluster.device.memory_bytes if memory_limit is None else memory_limit
     facts = ModelFacts.of(request.graph, request.optimizer, request.cluster)
-    best: tuple[Estimate, PlanFrontier] | None = None
+    best: tuple[Estimate, PlanFrontier] | None = None  # the best plan so far, with its frontier
     shown: list[Estimate] = []
-    unfit: NoPlanFitsError | None = None
-    before = math.inf
-    stopped = False
+    unfit: NoPlanFitsError | None = None  # why the last frontier without a fitting plan has none
+    before = math.inf  # time of the number of micro-batches before this one
+    stopped = False  # from here on more micro-batches take longer
 
     def by(each: Estimate) -> float:
+        # On one number of devices throughput, money and duration follow the time of a step.
         return each.peak_bytes if objective == "memory" else each.step_seconds
 
     for count, asked in _requests(request, accumulate):
+        # then only requests with a tensor axis are still searched
         if stopped and asked.split is None:
             continue
         try:
             frontier = search_plans(asked)
         except (PlanError, ValueError):
+            # Not every number can be searched: an error only where the first one cannot be.
             if best is None and unfit is None:
                 raise
             continue
@@ -367,6 +375,7 @@ def search_scenario(
         fits = fitting_points(frontier.points, memory_limit=limit, memory_margin=memory_margin)
         shown += [of(point) for point in fits[:: max(len(fits) // _MOST_SHOWN, 1)]]
         try:
+            # what `choose` knows; the other objectives compare scenarios, below
             goal = objective if objective in ("time", "memory") else "time"
             chosen = of(
                 choose(
@@ -463,11 +472,13 @@ class Limits:
 
         1 where all are kept, 2 where one is exceeded twofold.
         """
+        # what is taken over what is allowed: above 1 a limit is missed
         found = [1.0]
         if self.deadline is not None and each.run is not None:
             found.append(each.run.seconds / max(self.deadline, 1e-9))
         if self.budget is not None:
             found.append(
+                # without a price nobody can say that a budget is kept
                 float("inf") if each.money is None else each.money / max(self.budget, 1e-9)
             )
         if self.step_seconds is not None:
@@ -511,9 +522,11 @@ def default_objective(estimates: Sequence[Estimate], limits: Limits, *, given: s
     Money of a run where prices are known, unless there is a budget, which is spent for a short run.
     The most samples per second of several scenarios; else `given`.
     """
+    # 1. of whole runs: the money, or the time where money is limited
     if any(each.run is not None for each in estimates):
         priced = any(each.money is not None for each in estimates)
         return "money" if priced and limits.budget is None else "duration"
+    # 2. without work, of several scenarios: what they do per second
     several = len({str(each.scenario) for each in estimates}) > 1
     return "throughput" if several and given == "time" else given
 
@@ -528,6 +541,7 @@ def choose_estimate(
         NoPlanFitsError: nothing keeps the limits; the nearest is named.
     """
     assert estimates
+    # plans without a price do not take part where money counts
     if objective == "money" or limits.budget is not None:
         priced = [each for each in estimates if each.money_per_sample is not None]
         if not priced:
@@ -539,6 +553,7 @@ def choose_estimate(
                 "leave out objective=money and limits.budget"
             )
         estimates = priced
+    # the best of what keeps every limit
     kept = [each for each in estimates if limits.excess(each) <= 1]
     if not kept:
         raise NoPlanFitsError(_why_none(estimates, limits))
@@ -547,11 +562,13 @@ def choose_estimate(
 
 
 def _cost(objective: str) -> Callable[[Estimate], tuple[float, float]]:
+    # without work there is no run to pay for: samples are compared
     def money(each: Estimate) -> float:
         found = each.money_per_sample if each.money is None else each.money
         assert found is not None
         return found
 
+    # two numbers each: the second decides between plans that are equal in the first
     by: dict[str, Callable[[Estimate], tuple[float, float]]] = {
         "time": lambda each: (each.step_seconds, each.peak_bytes),
         "memory": lambda each: (each.peak_bytes, each.step_seconds),
@@ -596,6 +613,7 @@ def _why(
     objective: str,
     limits: Limits,
 ) -> str:
+    # the choice: on which machines, of how many plans, how many others missed the limits
     words = limits.in_words()
     verb = "finishes" if len(kept) == 1 else "finish"
     within = (
@@ -611,13 +629,16 @@ def _why(
         f"{chosen.scenario}: {count}{within}"
         + (f", {left} {'does' if left == 1 else 'do'} not" if left and within else "")
     ]
+    # what comes next on other machines
     if others := [each for each in kept if str(each.scenario) != str(chosen.scenario)]:
         best = min(others, key=_cost(objective))
         parts.append(f"next: {best.scenario}, {in_words(best)}")
+    # the cheapest is seldom the soonest: name both
     if objective == "money" and chosen.run is not None and len(kept) > 1:
         soonest = min(kept, key=_cost("duration"))
         if soonest.scenario != chosen.scenario:
             parts.append(f"soonest: {soonest.scenario}, {in_words(soonest)}")
+    # what the estimate rests on: failures, and the error of predictions
     if chosen.run is not None and chosen.run.failures > 0:
         parts.append(_interruptions(chosen))
     share = 100 * chosen.error.share
@@ -636,6 +657,7 @@ def _interruptions(each: Estimate) -> str:
 
 
 def _why_none(estimates: Sequence[Estimate], limits: Limits) -> str:
+    # the plan that misses the limits by least says what would have to be allowed
     nearest = min(estimates, key=limits.excess)
     what = "finishes" if limits.deadline is not None or limits.budget is not None else "runs"
     count = "the plan" if len(estimates) == 1 else f"none of {len(estimates)} plans"

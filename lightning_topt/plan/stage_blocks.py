@@ -158,6 +158,7 @@ class StageBlocks:
             np.array([amount.at(samples) for amount in crossings.forward])
             for crossings in (self.whole.crossings, self._own_crossings)
         )
+        # a rank lacks (t - 1) / t of what t ranks gather
         return np.asarray(np.maximum(whole - own, 0.0) * self.tensor / (self.tensor - 1))
 
     def passes(self, samples: float) -> Passes:
@@ -275,6 +276,7 @@ class StageBlocks:
         # of each segment: seconds (direction, segment), and bytes
         compute = np.sum([*step.compute.values()], axis=0)
         sizes, is_block = _sizes_of_segments(step.graph)
+        # linear in the samples
         kept, output, forward, backward = sizes[..., 0] + sizes[..., 1] * samples
         between, hump = np.where(is_block, output, kept), np.maximum(backward, forward - kept)
         sums = *((rows[n], compute[n]) for n in (0, 1)), (rows[2], kept), (recomputed[0], between)
@@ -507,6 +509,7 @@ def _stage_block(passes: Passes, n: int, recomputes: Sequence[bool]) -> StageBlo
     seconds = passes.forward[n] + passes.backward[n]
     # (seconds, kept, hump)
     plain = seconds, passes.kept[n], passes.hump[n]
+    # forward once more, before its backward
     again = seconds + passes.forward[n], passes.recomputed_kept[n], passes.recomputed_hump[n]
     several = [
         plain if False in recomputes else (np.inf, 0.0, 0.0),

@@ -10,10 +10,10 @@ its dearest one (`costs.schedule_rates`). Cuts that it found get exact costs her
     step_of_plan                    when each pass of one plan runs, to be drawn
 
 [Note: uneven stages of one rank] A formula that takes all stages of a rank as its dearest is right
-for equal stages; uneven ones may do better. On random chains of 8 to 10 blocks (60 of each of 14
-kinds) the fastest cut by the formula took, in the simulation, 1 to 8 % longer than the fastest of
-all cuts (medians of the kinds; 51 % at most). Moves of one boundary at a time led from it to 0 to 2
-%, under looped_bfs to 6 % (26 % at most).
+for equal stages; uneven ones may do better. This was tried on random chains of 8 to 10 blocks, 60
+of each of 14 kinds. In the simulation the fastest cut by the formula took 1 to 8 % longer than the
+fastest of all cuts (medians of the kinds; 51 % at most). Moves of one boundary at a time led from
+it to 0 to 2 %, under looped_bfs to 6 % (26 % at most).
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ def stage_seconds(
     cluster, stages = blocks.step.cluster, range(shape.num_stages)
     again = np.array([point.configs for point in points], bool)
     ends = np.array([point.ends for point in points]).T
+    # (stage, n): the block that each stage begins with
     first = np.concatenate([np.zeros((1, len(points)), np.intp), ends[:-1]])
     on = [blocks.on(shape.kinds_of([s], cluster)) for s in stages]
     # sums over the blocks of each stage: forward, backward, weights, once, split (5, stage, n)
@@ -132,6 +133,7 @@ def step_seconds_of(seconds: StageSeconds, shape: PipelineShape) -> Array | None
     there, back = (
         {(s - 1, s): row[s] for s in range(1, shape.num_stages)} for row in seconds.transfers
     )
+    # each pass takes time in Python too
     each = [
         part + PASS_SECONDS for part in (seconds.forward, seconds.backward, inputs, seconds.weights)
     ]
@@ -217,6 +219,7 @@ def stage_bytes(
     if isinstance(shape, ContinuousShape):
         static = static + _copied_bytes(blocks, shape, points)
     arrives, leaves = blocks.crossing_bytes(shape.samples)
+    # stages of one rank hand over without a message
     crosses = np.array(
         [s > 0 and shape.ranks[s - 1] != shape.ranks[s] for s in range(shape.num_stages)]
     )
@@ -252,6 +255,7 @@ def peak_bytes_of(blocks: StageBlocks, shape: PipelineShape, sizes: StageBytes) 
         own = [stage for stage, of in enumerate(shape.ranks) if of == rank]
         # (2 * own stages, n), as `counts` has its columns
         held = np.concatenate([sizes.kept[own], sizes.kept[own] + sizes.waiting[own]])
+        # the worst time for activations, or the update, whichever takes more
         running = (counts @ held).max(axis=0) + sizes.hump[own].max(axis=0)
         peaks.append(
             sizes.static[own].sum(axis=0) + np.maximum(running, sizes.update[own].sum(axis=0))
@@ -279,6 +283,7 @@ def _counts(shape: PipelineShape) -> tuple[NDArray[np.int64], ...]:
         return _scheduled(
             shape.schedule, shape.pipeline, shape.num_microbatches, shape.stages_per_rank
         )
+    # one stage on each rank: microbatches that are held, and those whose backward is half done
     pairs = zip(shape.rates.held, shape.rates.waits, strict=True)
     return tuple(
         np.array([(h - g, g) for h, g in ((held, 0), *waits)], np.int64) for held, waits in pairs

@@ -145,6 +145,7 @@ class PipelineShape:
 
     def link_before(self, stage: int, cluster: Cluster) -> str:
         """Return which of `LINKS` the slowest ranks of a stage receive through."""
+        # stages of one rank hand over without a message
         if self.ranks[stage - 1] == self.ranks[stage]:
             return "none"
         # links between neighbours in the row: their ranks lie beside one another
@@ -220,6 +221,7 @@ class ContinuousShape(PipelineShape):
     @property
     @override
     def rates(self) -> ScheduleRates:
+        # the minibatch itself, and those by which its backward pass is behind
         held = tuple(self._lag(stage) + 1 for stage in range(self.pipeline))
         # With the fewest minibatches in flight stages wait for gradients: those of a round share
         # the transfers.
@@ -269,6 +271,7 @@ def shape_of_plan(plan: ParallelPlan) -> PipelineShape:
     if plan.schedule in CONTINUOUS_SCHEDULES:
         return ContinuousShape.of_plan(plan)
     level = max(block.config.storage.level for block in plan.blocks)
+    # with a batch for each rank, each of them is one microbatch
     samples = plan.batch_size if plan.own_batches else plan.batch_size / plan.num_microbatches
     mesh, tensor = plan.mesh, plan.mesh.ranks_along(plan.mesh.tensor_axes)
     schedule = plan.schedule, plan.stages_per_rank, plan.num_microbatches
@@ -298,6 +301,7 @@ def stage_table(
     into = links_of(shape, cluster)
     links = [*dict.fromkeys(into)]
     received = np.round(blocks.crossing_bytes(shape.samples)[0])
+    # of each stage: its devices, microbatches that it holds, the link that it receives through
     stages = tuple(
         StageKind((several.index(kinds),), float(held), links.index(link), waits)
         for kinds, held, link, waits in zip(on, rates.held, into, rates.waits, strict=True)
@@ -348,6 +352,7 @@ def _variant(
     """Return the costs of stages on the devices of `blocks`."""
     # gradients of parameters fill idle times, but no more of the lead than a block takes
     chain, weights, own = parts_of(blocks, shape, recomputes, parts=1 + shape.splits_backward)
+    # the lead that a block has at least, whatever its configuration
     least = [shape.rates.lead * block.seconds.min() for block in chain.blocks]
     weights, own = np.minimum(shape.rates.weights * weights, least), own * shape.stages_per_rank
     waiting = np.round(
@@ -398,10 +403,12 @@ def fixed_costs(blocks: StageBlocks, shape: PipelineShape) -> tuple[float, float
         blocks.step.graph,
         shape.samples * shape.num_microbatches,
     )
+    # forward and backward, whole or in halves: each pass takes time in Python
     seconds = (
         (2 + shape.splits_backward) * PASS_SECONDS * (shape.num_stages * rates.lead + rates.load)
     )
     process = blocks.step.cluster.device.process_bytes
+    # threads and connections of a pipeline on CPUs
     if blocks.step.on_gloo and shape.num_microbatches > 1:
         process += STAGES_BYTES
     return seconds, graph.buffer_bytes + graph.input_bytes.at(rank_samples) + process
@@ -415,16 +422,19 @@ def transfer_seconds(blocks: StageBlocks, shape: PipelineShape) -> dict[str, Arr
 
     The second row is for its gradient, back. Both include the gathering of slices.
     """
+    # the same for every shape of as large microbatches and as wide stages
     if (known := blocks.transfers.get((shape.samples, shape.width))) is not None:
         return known
     cluster, sizes = blocks.step.cluster, blocks.crossing_bytes(shape.samples)
     found = {"none": np.zeros(sizes.shape)}
     for link in ("intra", "inter"):
+        # few different sizes cross the boundaries: each is priced once
         distinct = {
             float(size): _send_seconds(cluster, float(size), shape, link)
             for size in np.unique(sizes)
         }
         found[link] = np.array([[distinct[float(size)] for size in row] for row in sizes])
+    # a stage on slices gathers, before it sends on, what it has in slices
     if blocks.tensor > 1:
         slices, axes = blocks.gathered_bytes(shape.samples), blocks.step.mesh.tensor_axes
         for n in np.flatnonzero(slices):
@@ -443,6 +453,7 @@ def _send_seconds(cluster: Cluster, size: float, shape: PipelineShape, link: str
     if size <= 0 or (link == "inter" and cluster.inter is None):
         return 0.0
     group, per_node = Group(2, shape.width), cluster.devices_per_node
+    # by the collective's curve where it is measured, or where the group lies on that link
     measured = ("send_recv", group.size, group.stride) in cluster.collectives
     if group.span <= cluster.num_devices and (
         measured or group.is_inside(per_node) == (link == "intra")
@@ -451,6 +462,7 @@ def _send_seconds(cluster: Cluster, size: float, shape: PipelineShape, link: str
     if link == "intra":
         return cluster.intra.latency_seconds + size / cluster.intra.bandwidth
     assert cluster.inter is not None
+    # a node sends as fast as its network, which all of its ranks in the stage share
     share = per_node / min(shape.width, per_node)
     fast = Link(
         cluster.inter.latency_seconds, min(cluster.intra.bandwidth, cluster.inter.bandwidth * share)
@@ -476,6 +488,7 @@ def boundaries_of(
 def _known_links(cluster: Cluster, shape: PipelineShape) -> _Links:
     known, key = _links_by_ranks(cluster), (shape.ranks, shape.width)
     if key not in known:
+        # the first stage is given the link of the second
         before = [max(s, 1) for s in range(shape.num_stages)]
         if shape.num_stages == 1:
             links = [(shape.kinds_of([0], cluster), "none")]

@@ -8,12 +8,12 @@ A pipeline that flushes is searched by formulas (`plan.pipeline_search`); what i
 seconds of a simulation and better cuts by moves (`plan.stage_simulation`).
 
 A step of a pipeline that never flushes is one minibatch, which every stage updates its weights
-with. Its seconds are those of the slowest stage, forward, backward, exchange between replicas and
-update, unless transfers take too long for the minibatches in flight (`seconds_per_minibatch`). A
-stage holds activations of its minibatches in flight, and copies of its weights as the rule of
-prediction has it.
+with. Its seconds are those of the slowest stage: forward, backward, exchange between replicas and
+update. Transfers decide where they take too long for the minibatches in flight
+(`seconds_per_minibatch`). A stage holds activations of its minibatches in flight, and copies of its
+weights as the rule of prediction has it.
 
-Stages on slices have the splits of meshes with a tensor axis of as many ranks, so a step on slices
+Stages on slices have the splits of meshes with a tensor axis of as many ranks. So a step on slices
 is captured once for both.
 """
 
@@ -96,11 +96,13 @@ def search_pipelines_for(
         "epsilon": epsilon,
         "max_seconds": max_seconds,
     }
+    # pipelines that flush, unless one without flush is asked for by name
     if stale is None or wanted.schedule not in CONTINUOUS_SCHEDULES:
         points, plain, error = search_stages_for(
             blocks, count, wanted, known, split=split, **limits
         )
     if stale is not None:
+        # these must beat the ones that flush as well
         more, bound = search_continuous(blocks, count, wanted, stale, [*known, *points], **limits)
         fewest = min(
             CONTINUOUS_SCHEDULES.values()
@@ -388,6 +390,7 @@ class _Plans:
                 name, replace(configs[again], **placed[name]) if name in placed else configs[again]
             )
 
+        # of each block, without and with recomputation
         self._blocks = [[planned(name, again) for again in (False, True)] for name in blocks.names]
         # with all that is outside
         left = [block.name for block in graph.blocks if block.name not in blocks.names]
@@ -397,6 +400,7 @@ class _Plans:
             "fingerprint": graph.fingerprint,
             "cluster": cluster.name,
         }
+        # the batch of a rank: that of its row, or its own part of it
         self._batch_size = batch_size // shape.pipeline if own_batches else batch_size
         self._own_batches = own_batches
 
@@ -535,5 +539,6 @@ def blocks_on_slices(
     # data ranks come with the pipeline's shape
     mesh = Mesh((Axis("data", 1), Axis("tensor", size)))
     step = step_of(whole.step, local, mesh=mesh, split=chosen)
+    # calls outside of all blocks count with the first one
     once = {whole.names[0]: calls[ROOT]} if ROOT in calls else {}
     return whole.of_slices(step, calls={**calls, **once}, same_operators=same_operators)

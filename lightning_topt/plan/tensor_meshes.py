@@ -75,8 +75,8 @@ def least_seconds(whole: TrainingStep, size: int) -> float:
     """Return a lower bound of all steps in which tensor groups of `size` run their ranks' batches.
 
     `whole` is the step of a data rank. At best all of the computation and the update is split,
-    which takes a collective in forward and one in backward, and the exchange along data axes is
-    hidden.
+    which takes a collective in forward and one in backward. The exchange along data axes is hidden
+    then.
     """
     (mesh, *_) = tensor_meshes(whole.cluster, whole.mesh.size, size)
     step = replace(whole, mesh=mesh)  # joint modules may run all batches at once
@@ -115,6 +115,7 @@ def tensor_steps(
     Raises:
         ValueError: the axes have no layout, or the model cannot run in it.
     """
+    # names of axes say the layout where none is given
     layout = layout or layout_named_by([mesh.names[axis] for axis in mesh.tensor_axes])
     if layout not in ("", "tensor"):
         yield layout_step(whole, split, mesh=mesh, layout=layout)
@@ -135,6 +136,7 @@ def tensor_steps(
             continue
         if (joint := joint_step(candidate, whole, split, mesh=mesh)) is not None:
             yield joint
+    # tensors between layers split as well, if the model can run so
     if found and not layout:
         with suppress(ValueError):
             yield layout_step(whole, split, mesh=mesh, layout="tensor_sequence")
@@ -161,6 +163,7 @@ def joint_step(
     parameters. `whole` is the step that runs them one after the other.
     """
     prices, before = prices_on(whole, split, mesh=mesh), None
+    # again and again without the module that refused
     while (layout := split.joint_layout(chosen, prices)) is not None and layout != before:
         if (step := joint_step_in(layout, whole, split, mesh=mesh)) is not None:
             return step
@@ -239,6 +242,7 @@ def step_of(
 
 
 def _on_slices(whole: TrainingStep, local: OpGraph, *, mesh: Mesh) -> TrainingStep:
+    # which part of each parameter a rank has
     sizes = {p.name: p.numel for p in whole.graph.parameters}
     shares = {p.name: p.numel / sizes[p.name] for p in local.parameters if p.numel != sizes[p.name]}
     return replace(
@@ -278,6 +282,7 @@ def saving_no_computation(step: TrainingStep, whole: TrainingStep) -> TrainingSt
 
     Kernels of both that were measured at different times may say otherwise.
     """
+    # a split cannot save computation: what measurements say less is noise
     own, least = (
         sum(float(times.sum()) for times in each.compute.values()) for each in (step, whole)
     )
@@ -294,6 +299,7 @@ def saving_no_computation(step: TrainingStep, whole: TrainingStep) -> TrainingSt
 def split_of(plan: ParallelPlan) -> ModelSplit:
     """Return where `plan` has parameters along its one tensor axis, as a split; its costs are 0."""
     (axis,) = plan.mesh.tensor_axes
+    # names as the module has them, from those within the block
     placed = (
         (f"{block.block}.{name}" if block.block else name, placements[axis])
         for block in plan.blocks

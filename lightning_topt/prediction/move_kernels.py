@@ -55,6 +55,7 @@ def _read(weights: Row, first: Row, second: Row, kept: Row, mean: Row, root: Row
 
 @kernel
 def _step(weights: Row, mean: Row, root: Row, step: Row) -> None:
+    # in the order of the fields of `AdamStep`
     shrink, keep, pull, rate, correction, eps = step[0], step[1], step[2], step[3], step[4], step[5]
     for i in range(weights.size):
         weight = shrink * weights[i]
@@ -64,6 +65,7 @@ def _step(weights: Row, mean: Row, root: Row, step: Row) -> None:
 
 @kernel
 def _adam(weights: Row, first: Row, second: Row, kept: Row, steps: NDArray[Any]) -> None:
+    # the mean and the root of the variance of a block, for all steps of the move
     mean, root = np.empty(BLOCK, weights.dtype), np.empty(BLOCK, weights.dtype)
     for start in range(0, weights.size, BLOCK):
         block = slice(start, min(start + BLOCK, weights.size))

@@ -65,6 +65,7 @@ def make_prediction(value: str | Mapping[str, Any] | Prediction) -> Prediction:
     if isinstance(value, Prediction):
         return value
     options = dict(value) if isinstance(value, Mapping) else {"rule": value}
+    # an option of the value is a field of the rule's dataclass
     rule = PREDICTIONS[
         check_choice(options.pop("rule", None), name="prediction", allowed=PREDICTIONS)
     ]
@@ -98,6 +99,7 @@ def default_prediction(optimizer: Optimizer | str) -> Prediction:
     rule = make_prediction(DEFAULTS.get(name, OTHERWISE))
     try:
         if isinstance(optimizer, Optimizer):
+            # A rule refuses, for two stages, an optimizer that it does not know.
             rule.on(optimizer, stage=0, num_stages=2)
     except ValueError:
         return make_prediction(OTHERWISE)
@@ -167,6 +169,7 @@ class PipeMare(Prediction):
         lag_per_hop: int = 1,
         accumulate: int = 1,
     ) -> StagePrediction:
+        # in updates: `lag_of` counts minibatches, of which an update takes `accumulate`
         delay = lag_of(stage, num_ranks=num_stages, lag_per_hop=lag_per_hop) / accumulate
         return _NewestWeights(
             optimizer, delay=max(1.0, delay), annealing_updates=self.annealing_updates
@@ -200,6 +203,7 @@ class _NewestWeights(StagePrediction):
     @override
     @contextmanager
     def update(self, minibatch: int) -> Iterator[None]:
+        # the rates are scaled for this update only: schedulers go on from the user's own
         with unseen(trainable(self._optimizer)), self._scaled_rates():
             yield
         self._updates = min(self._updates + 1, self._annealing)
@@ -220,6 +224,7 @@ class _NewestWeights(StagePrediction):
 
     @override
     def state_dict(self) -> dict[str, Any]:
+        # only the annealing goes on after a checkpoint
         return {"updates": self._updates} if self._annealing else {}
 
     @override
@@ -228,9 +233,11 @@ class _NewestWeights(StagePrediction):
 
     @contextmanager
     def _scaled_rates(self) -> Iterator[None]:
+        # after the annealing, and on the last stage, the rates are the user's
         if self._updates >= self._annealing or self._delay == 1.0:
             yield
             return
+        # 1 / delay at first, 1 at the end, in between on a geometric scale
         factor = self._delay ** (self._updates / self._annealing - 1.0)
         groups = self._optimizer.param_groups
         rates = [group["lr"] for group in groups]
@@ -261,6 +268,7 @@ class WeightStashing(Prediction):
     def weight_copies(
         self, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1
     ) -> int:
+        # rounded up: one version for each update that is done while a minibatch is in flight
         return -(-lag_of(stage, num_ranks=num_stages, lag_per_hop=lag_per_hop) // accumulate)
 
     @override
@@ -278,6 +286,7 @@ class WeightStashing(Prediction):
         )
         return _StashedWeights(
             optimizer,
+            # A minibatch takes the newest version; those to come never want an old one.
             choose=lambda position: position.now,
             keep=lambda version, now: False,
             copies=copies,
@@ -361,6 +370,7 @@ class TwoVersions(Prediction):
         is_delayed = num_stages > 1
 
         def choose(position: _UpdateCounts) -> int:
+            # One update behind the own one, but nothing from before the drained state.
             version = max(position.own - is_delayed, position.drained)
             if version > position.now:
                 raise ValueError(
@@ -373,6 +383,7 @@ class TwoVersions(Prediction):
         return _StashedWeights(
             optimizer,
             choose=choose,
+            # minibatches to come may use the newest version and the one before it
             keep=lambda version, now: is_delayed and version >= now - 1,
             copies=self.weight_copies(stage=stage, num_stages=num_stages),
         )
@@ -412,6 +423,7 @@ class _StashedWeights(StagePrediction):
     def forward(
         self, minibatch: int, staleness: Staleness, rates: Rates
     ) -> AbstractContextManager[None]:
+        # the version is chosen at the forward pass, and backward of this minibatch uses the same
         version = self._choose(
             _UpdateCounts(self._updates, self._updates + staleness.missing, self._drained_at)
         )
@@ -423,6 +435,7 @@ class _StashedWeights(StagePrediction):
     def backward(self, minibatch: int, staleness: Staleness, rates: Rates) -> Iterator[None]:
         with self._in_place(self._used[minibatch]):
             yield
+        # only now, after the pass, may its copies be overwritten
         del self._used[minibatch]
 
     @override
@@ -433,6 +446,7 @@ class _StashedWeights(StagePrediction):
         after = self._updates + 1
         for version in [each for each in self._versions if not self._is_needed(each, after)]:
             self._spare.append(self._versions.pop(version))
+        # The weights are about to change: keep them if a pass will want them.
         if self._is_needed(self._updates, after):
             copies = self._spare.pop() if self._spare else empty_copies(parameters)
             copy_into(copies, parameters)
@@ -443,6 +457,7 @@ class _StashedWeights(StagePrediction):
 
     @override
     def drained(self) -> None:
+        # Nothing is in flight, so no old version is wanted. Parameters may change now.
         assert not self._used, f"minibatches {sorted(self._used)} are in flight"
         self._versions.clear()
         self._spare.clear()
@@ -461,10 +476,12 @@ class _StashedWeights(StagePrediction):
     @contextmanager
     def _in_place(self, version: int) -> Iterator[None]:
         """Put `version` into the parameters; its copies hold the newest one meanwhile."""
+        # the newest version is in the parameters already
         if version == self._updates:
             yield
             return
         copies = self._versions[version]
+        # no third copy: the storage of the old version holds the newest one during the pass
         swap(self._stashed_parameters(), copies)
         try:
             yield
@@ -502,6 +519,7 @@ class SpecTrain(Prediction):
     def weight_copies(
         self, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1
     ) -> int:
+        # the last of one or two stages is done when stage 0 is: it has nothing to predict
         return int(stage >= 2 or lag_of(stage, num_ranks=num_stages, lag_per_hop=lag_per_hop) > 0)
 
     @override
@@ -518,6 +536,7 @@ class SpecTrain(Prediction):
             optimizer,
             method=method_of(optimizer, rule=self.name),
             predict=repeated_update,
+            # both passes aim at the version after stage 0's update with this minibatch
             forward=lambda staleness: staleness.round_trip,
             backward=lambda staleness: staleness.round_trip,
             copies=self.weight_copies(stage=stage, num_stages=num_stages, lag_per_hop=lag_per_hop),
@@ -558,6 +577,7 @@ class ForwardOnly(Prediction):
             optimizer,
             method=method_of(optimizer, rule=self.name),
             predict=type(self).predict,
+            # forward looks ahead to what backward will find, and backward needs no prediction
             forward=lambda staleness: staleness.missing,
             backward=lambda staleness: 0,
             copies=self.weight_copies(stage=stage, num_stages=num_stages, lag_per_hop=lag_per_hop),
@@ -625,6 +645,7 @@ class _PredictedWeights(StagePrediction):
     @override
     @contextmanager
     def update(self, minibatch: int) -> Iterator[None]:
+        # the moments change with the update, so the next pass reads them again
         self._moments = None
         with unseen(trainable(self._optimizer)):
             yield
@@ -647,14 +668,17 @@ class _PredictedWeights(StagePrediction):
     @contextmanager
     def _predicted(self, count: int, rates: Rates) -> Iterator[None]:
         assert count >= 0 and rates, (count, rates)
+        # read once per update: all passes until the next one share them
         if count and self._moments is None:
             self._moments = read_moments(self._optimizer, method=self._method)
         kept: list[tuple[Sequence[Tensor], list[Tensor]]] = []  # parameters with copies
         try:
             for moments in (self._moments or []) if count else []:
+                # copies are made at the first prediction, and reused until the pipeline drains
                 new = [parameter for parameter in moments.parameters if parameter not in self._true]
                 self._true.update(zip(new, empty_copies(new), strict=True))
                 copies = [self._true[parameter] for parameter in moments.parameters]
+                # `rates` has the groups of every update ahead; of each the one of these moments
                 move = self._predict(
                     moments, self._method, count, [groups[moments.group] for groups in rates]
                 )
@@ -664,6 +688,7 @@ class _PredictedWeights(StagePrediction):
             yield
         finally:
             for parameters, copies in kept:
+                # the true weights come back bit for bit, also after an error in the pass
                 copy_into(parameters, copies)
 
 

@@ -4,8 +4,8 @@ Prediction takes the moments that the optimizer keeps of gradients (`read_moment
 computes how the weights will move (`repeated_update`, `updates_without_gradients`), and moves them
 (`keep_and_move`): by torch, or on a CPU by compiled loops (`move_kernels`).
 
-Symbols: W weights, s updates ahead, lr learning rate, g momentum, d dampening, b1 b2 betas, l
-weight decay, t steps made, m and v the first and second moments.
+W: weights; s: updates ahead; lr: learning rate; g: momentum; d: dampening; b1, b2: betas;
+l: weight decay; t: steps made; m and v: the first and second moments.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def copy_into(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def swap(parameters: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
     """Exchange the contents of parameters and copies."""
     with torch.no_grad(), unseen(parameters):
+        # in chunks, so that only one of them is held twice
         for chunk in chunks(
             list(zip(parameters, copies, strict=True)), size=lambda pair: num_bytes(pair[:1])
         ):
@@ -129,7 +130,9 @@ class Moments(NamedTuple):
 def method_of(optimizer: Optimizer, *, rule: str) -> Method:
     """Return how an optimizer that `rule` predicts with steps. Raises ValueError for any other."""
     kinds: tuple[tuple[type[Optimizer], Method], ...] = ((optim.SGD, "SGD"), (optim.Adam, "Adam"))
+    # the method itself: torch wraps it, for hooks and the profiler
     steps = inspect.unwrap(type(optimizer).step)
+    # a subclass that steps in its own way is not known
     found = [
         method
         for kind, method in kinds
@@ -165,6 +168,7 @@ def read_moments(optimizer: Optimizer, *, method: Method) -> list[Moments]:
     found: list[Moments] = []
     for index, group in enumerate(optimizer.param_groups):
         second_name = "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"
+        # updated before, and of this stage
         known = [
             p
             for p in group["params"]
@@ -265,6 +269,7 @@ def _sgd_move(steps: Sequence[Hyperparameters]) -> SGDMove:
 
     for step in steps:
         momentum = float(step["momentum"])
+        # with a gradient of 0 the decay is all of it
         decay = plus((0.0, 0.0), float(step["weight_decay"]), weights)
         velocity = plus(plus((0.0, 0.0), momentum, velocity), 1.0 - float(step["dampening"]), decay)
         direction = plus(decay, momentum, velocity) if step["nesterov"] else velocity
@@ -277,6 +282,7 @@ def _adam_step(step: Hyperparameters, count: int) -> AdamStep:
     rate, decay, keep = float(step["lr"]), float(step["weight_decay"]), float(step["betas"][0])
     is_decoupled = bool(step.get("decoupled_weight_decay"))
     first, second = _bias_corrections(step, count)
+    # decoupled decay shrinks the weights, the other kind goes into the mean
     shrink, pull = (1.0 - rate * decay, 0.0) if is_decoupled else (1.0, (1.0 - keep) * decay)
     return AdamStep(shrink, keep, pull, rate / first, math.sqrt(second), float(step["eps"]))
 

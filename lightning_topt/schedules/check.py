@@ -1,8 +1,8 @@
 """Check that a schedule can run to its end, without processes and before a tensor moves.
 
-After `check_schedule` every pass is there once, on the rank of its stage and after what it needs,
-and no ranks wait for one another in a circle. A send without a receive, or the reverse, cannot
-occur then: both follow from the passes at their ends.
+After `check_schedule` every pass is there once, on the rank of its stage and after what it needs.
+No ranks wait for one another in a circle. A send without a receive, or the reverse, cannot occur
+then: both follow from the passes at their ends.
 
 `Edges` says what stages need of one another; `run_order` finds an order in which all passes can
 run, which the simulation walks as well.
@@ -50,6 +50,7 @@ def check_schedule(schedule: Schedule, *, needs: Mapping[int, Sequence[int]] | N
         ValueError: where `needs` names stages that are not before the one that needs them.
     """
     edges = Edges(schedule.num_stages, needs=needs)
+    # Passes first, each check relying on those before it; then the order among ranks.
     _check_ranks(schedule)
     found = _check_places(schedule)
     _check_complete(schedule, found)
@@ -109,12 +110,14 @@ class Edges:
         """By pass (kind, stage): what it needs of the same microbatch, as results (kind, stage)."""
         found: dict[tuple[Kind, int], tuple[tuple[str, int], ...]] = {}
         for stage in range(len(self.sources)):
+            # backward needs the stage's forward, and the gradients of all that read its output
             readers = (
                 ("forward", stage),
                 *(("backward", reader) for reader in self.readers[stage]),
             )
             found["forward", stage] = tuple(("forward", source) for source in self.sources[stage])
             found["backward", stage] = found["backward_input", stage] = readers
+            # gradients of parameters and updates need the stage itself alone
             found["backward_weight", stage] = found["update", stage] = (("backward", stage),)
         return found
 
@@ -129,11 +132,12 @@ def run_order(
     """
     order: list[tuple[int, Action]] = []
     done: set[tuple[str, int, int]] = set()  # plain tuples, which equal `Done`, are made faster
-    positions = [0] * schedule.num_ranks
+    positions = [0] * schedule.num_ranks  # the next action of each rank
     waiting: dict[int, Waiting] = {}
-    waited_for: dict[tuple[str, int, int], list[int]] = {}
+    waited_for: dict[tuple[str, int, int], list[int]] = {}  # ranks, by the pass that they wait for
     inputs, ready = edges.inputs, list(range(schedule.num_ranks))
     while ready:
+        # run this rank until an action lacks what it needs
         rank = ready.pop()
         waiting.pop(rank, None)
         for action in itertools.islice(schedule.actions[rank], positions[rank], None):
@@ -147,9 +151,11 @@ def run_order(
                 break
             positions[rank] += 1
             order.append((rank, action))
+            # no other rank waits for gradients of parameters, or for an update
             if kind not in ("backward_weight", "update"):
                 result = ("forward" if kind == "forward" else "backward", stage, index)
                 done.add(result)
+                # who waited for this result goes on
                 ready += waited_for.pop(result, ())
     return order, waiting
 
@@ -160,6 +166,7 @@ def run_order(
 def _check_ranks(schedule: Schedule) -> None:
     if schedule.num_microbatches < 1:
         raise ScheduleError(f"schedule {schedule.name!r} has no microbatch")
+    # every stage on a rank that there is, every rank with a stage
     ranks = range(schedule.num_ranks)
     for stage, rank in enumerate(schedule.rank_of_stage):
         if rank not in ranks:
@@ -179,6 +186,7 @@ def _check_places(schedule: Schedule) -> dict[Action, int]:
     """
     found: dict[Action, int] = {}
     for rank, action in _all_actions(schedule):
+        # known kind, stage and microbatch; on its rank; once
         text = f"rank {rank} is to run {_describe(action)}"
         if action.kind not in _KINDS:
             raise ScheduleError(
@@ -205,6 +213,7 @@ def _check_places(schedule: Schedule) -> dict[Action, int]:
 
 def _check_complete(schedule: Schedule, found: Mapping[Action, int]) -> None:
     """Check that every stage runs forward, and in training backward, of every microbatch."""
+    # forward passes alone are an evaluation
     is_training = any(action.kind != "forward" for action in found)
     for stage, index in itertools.product(
         range(schedule.num_stages), range(schedule.num_microbatches)
@@ -213,6 +222,7 @@ def _check_complete(schedule: Schedule, found: Mapping[Action, int]) -> None:
         forward, backward = Action("forward", stage, index), Action("backward", stage, index)
         split = [Action("backward_input", stage, index), Action("backward_weight", stage, index)]
         there = [action for action in split if action in found]
+        # a backward pass is whole or in two halves, not both
         if backward in found and there:
             text = f"rank {rank} is to run {_describe(backward)} and {there[0].kind} of the same"
             raise ScheduleError(text, rank=rank, action=there[0])
@@ -258,6 +268,8 @@ def _check_updates(schedule: Schedule) -> None:
             if action.kind in _ENDS:
                 gradients.add(index)
             elif action.kind == "update":
+                # An update takes all gradients since the one before it, up to its own microbatch;
+                # that is a later one than the last of the update before.
                 odd = sorted(gradients ^ set(range(found[-1] + 1, index + 1))) or [index] * (
                     index <= found[-1]
                 )
@@ -270,6 +282,7 @@ def _check_updates(schedule: Schedule) -> None:
                     raise ScheduleError(text, rank=rank, action=action)
                 found.append(index)
                 gradients.clear()
+        # updates that other stages have, and gradients that no update takes
         missing = next((i for i in (*updates, *sorted(gradients)) if i not in found), None)
         if missing is not None:
             action = Action("update", stage, missing)

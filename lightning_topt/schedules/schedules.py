@@ -114,6 +114,7 @@ def make_schedule(
     Raises:
         ValueError: for an unknown name, and for a size that the schedule does not take.
     """
+    # not one step but a run of minibatches: its sizes are checked apart
     if name in CONTINUOUS_SCHEDULES:
         if stages_per_rank not in (None, 1):
             raise ValueError(f"schedule {name!r} runs 1 stage on each rank, got {stages_per_rank}")
@@ -171,6 +172,7 @@ class ScheduleRule:
         if stages_per_rank >= self.least_stages and (most is None or stages_per_rank <= most):
             return None
         stages = "1 stage" if self.least_stages == 1 else f"{self.least_stages} stages"
+        # name the schedules that take so many stages
         others = [
             rule.name
             for rule in SCHEDULES.values()
@@ -229,7 +231,9 @@ def looped_bfs(*, num_ranks: int, num_microbatches: int, stages_per_rank: int) -
     def of_rank(rank: int) -> tuple[Action, ...]:
         stages = range(rank, num_ranks * stages_per_rank, num_ranks)
         indices = range(num_microbatches)
+        # breadth first: all microbatches through a stage, then through the next
         forward = [Action("forward", stage, index) for stage in stages for index in indices]
+        # the same backwards, from the last stage and microbatch
         backward = [
             Action("backward", stage, index)
             for stage in reversed(stages)
@@ -286,6 +290,7 @@ def interleaved(*, num_ranks: int, num_microbatches: int, stages_per_rank: int) 
 
     def of_rank(rank: int) -> tuple[Action, ...]:
         visits = _visits(rank, num_ranks, num_microbatches, stages_per_rank)
+        # all stages but one for a round, and two passes for each rank behind this one
         warm_up = (stages_per_rank - 1) * visits.round_size + 2 * (num_ranks - 1 - rank)
         pairs = _pair_passes(visits, warm_up)
         return tuple(action for forward, backward in pairs for action in (*forward, *backward))
@@ -307,7 +312,9 @@ def zero_bubble(*, num_ranks: int, num_microbatches: int, stages_per_rank: int =
 
     def of_rank(rank: int) -> tuple[Action, ...]:
         visits = _visits(rank, num_ranks, num_microbatches, stages_per_rank)
+        # all stages but one for a round, and one pass for each rank behind this one
         warm_up = (stages_per_rank - 1) * visits.round_size + num_ranks - 1 - rank
+        # put off, in the order of the backward passes; `done` of them are among the actions
         weights = [Action("backward_weight", *visit) for visit in visits.backward]
         actions: list[Action] = []
         done = put_off = 0
@@ -318,9 +325,11 @@ def zero_bubble(*, num_ranks: int, num_microbatches: int, stages_per_rank: int =
                     Action("backward_input", action.stage_index, action.microbatch_index)
                 )
                 put_off += 1
+                # rank r is r microbatches behind with its parameters' gradients
                 if put_off > rank:
                     actions.append(weights[done])
                     done += 1
+        # what was put off to the end
         return (*actions, *weights[done:])
 
     name = "zero_bubble" if stages_per_rank == 1 else "interleaved_zero_bubble"
@@ -393,6 +402,7 @@ def zbv(*, num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> S
         passes.add("B0 W0", times=num_ranks - rank)
         passes.add("W1", times=planned - passes.count("W1"))
         passes.add("W0", times=planned - passes.count("W0"))
+        # microbatches that are planned but not there drop out; the order of the rest stays
         return tuple(each for each in passes.actions if each.microbatch_index < num_microbatches)
 
     actions = tuple(of_rank(rank) for rank in range(num_ranks))
@@ -466,6 +476,7 @@ def continuous_schedule(
         return tuple(action for actions in iterations for action in actions)
 
     ranks = tuple(range(num_ranks))
+    # a lag without a name of its own runs under the first name
     names = (name for name, lag in CONTINUOUS_SCHEDULES.items() if lag == lag_per_hop)
     actions = tuple(of_rank(rank) for rank in ranks)
     return Schedule(next(names, "continuous"), num_minibatches, ranks, actions)
@@ -500,11 +511,13 @@ def drain_actions(
 
     `num_minibatches` have come in by then.
     """
+    # minibatches in flight, whose backward passes are still to come
     first = max(0, num_minibatches - lag_of(rank, num_ranks=num_ranks, lag_per_hop=lag_per_hop))
     return tuple(_backward_actions(rank, each, completes) for each in range(first, num_minibatches))
 
 
 def _backward_actions(rank: int, minibatch: int, completes: Completes) -> tuple[Action, ...]:
+    # the pipeline is filling: nothing comes back yet
     if minibatch < 0:
         return ()
     backward = Action("backward", rank, minibatch)
@@ -548,11 +561,14 @@ def forward_schedule(rank_of_stage: Sequence[int], num_microbatches: int) -> Sch
     while waiting[-1] < num_microbatches:
         chosen: dict[int, int] = {}  # by rank the stage that it runs next
         for stage, rank in enumerate(ranks):
+            # a stage may run what the stage before it has run
             limit = waiting[stage - 1] if stage else num_microbatches
+            # of a rank's stages, the one with the earliest microbatch; of equal ones, the first
             if waiting[stage] < limit and (
                 rank not in chosen or waiting[stage] < waiting[chosen[rank]]
             ):
                 chosen[rank] = stage
+        # one pass on each rank at once, as if all took equal time
         for rank, stage in chosen.items():
             actions[rank].append(Action("forward", stage, waiting[stage]))
             waiting[stage] += 1

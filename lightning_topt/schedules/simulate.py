@@ -141,11 +141,13 @@ def memory_curves(simulation: Simulation) -> tuple[MemoryCurve, ...]:
     """
     schedule, walk, times = simulation.schedule, simulation.walk, simulation.times
     changes = _MemoryChanges(schedule, simulation.costs)
+    # an evaluation keeps no activations for a backward pass
     is_training = any(action.kind != "forward" for _, action in walk.actions)
     for step, (rank, action), start, end in zip(
         walk.steps, walk.actions, times.starts, times.ends, strict=True
     ):
         is_forward = action.kind == "forward"
+        # received: until it is part of the activations, or for all of a backward pass
         for number, _ in step.received:
             changes.hold_tensor(
                 rank, walk.transfers[number].edge, times.sent[number], start if is_forward else end
@@ -231,11 +233,14 @@ class _StashedVersions:
     def change(self, action: Action) -> int:
         """Return how many copies more there are with this action, -1 to 1."""
         if action.kind == "forward":
+            # a minibatch keeps the version that its forward pass has used
             self._used[action.microbatch_index] = self._newest
         elif action.kind in ("backward", "backward_weight"):
+            # the last minibatch that used an old version gives up its copy
             version = self._used.pop(action.microbatch_index, self._newest)
             return -1 if version != self._newest and version not in self._used.values() else 0
         elif action.kind == "update":
+            # a copy is needed where a minibatch in flight has used what is replaced
             self._newest += 1
             return int(self._newest - 1 in self._used.values())
         return 0
@@ -245,6 +250,7 @@ def stashed_versions(schedule: Schedule) -> tuple[int, ...]:
     """Return the most copies of each stage's weights at once under weight stashing, (stages,)."""
     stages = [_StashedVersions() for _ in range(schedule.num_stages)]
     now, most = [0] * len(stages), [0] * len(stages)
+    # what a stage keeps depends on its own order alone, so ranks are walked one by one
     for action in (action for actions in schedule.actions for action in actions):
         stage = action.stage_index
         now[stage] += stages[stage].change(action)
@@ -262,6 +268,7 @@ def held_counts(schedule: Schedule) -> tuple[NDArray[np.int64], ...]:
     the peak of activations. Without any backward pass nothing is held.
     """
     found = []
+    # an evaluation holds nothing: its rows stay 0
     is_training = any(
         action.kind != "forward" for actions in schedule.actions for action in actions
     )
@@ -270,6 +277,7 @@ def held_counts(schedule: Schedule) -> tuple[NDArray[np.int64], ...]:
         now = [0] * (2 * len(stages))  # activations of each stage, then halves of split backwards
         rows = {tuple(now)}
         for action in actions if is_training else ():
+            # each action moves a count; every state between two actions is a row
             place = stages.index(action.stage_index)
             if action.kind == "forward":
                 now[place] += 1

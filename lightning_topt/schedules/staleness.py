@@ -6,8 +6,8 @@ which only the near future is known. Weight prediction bridges them (`prediction
 
 [Note: round trips] A minibatch ends where stage 0 has applied it. SpecTrain (Chen et al., arXiv
 1809.02839, section 3) lets all stages compute with the weights of that instant, so that they agree.
-The round trip counts the updates of the stage from the start of the pass to then, ties too, but
-for the minibatch's own one. With N stages in the steady state stage k has the paper's numbers:
+The round trip counts the updates of the stage from the start of the pass to then. Ties count, the
+minibatch's own update does not. With N stages in the steady state stage k has the paper's numbers:
 
     forward    N - 1 - k + k // 2
     backward   k // 2

@@ -28,6 +28,7 @@ from lightning_topt.schedules.check import Edges, check_schedule, run_order
 from lightning_topt.schedules.schedules import Action, Kind, Schedule
 
 Edge = tuple[int, int]  # source stage, target stage
+Seconds = Any  # a float, or an array over sets of costs
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 _SMALL = 2**14  # passes up to which compiled code is not worth loading
 _COLUMNS = 64  # sets of costs that compiled code walks at once
@@ -91,9 +92,11 @@ class StageCosts:
         """Raise ValueError where costs do not fit `schedule` or are no times and sizes."""
         for field in fields(self):
             value = getattr(self, field.name)
+            # not given, or the switch `overlapped`
             if value is None or isinstance(value, bool):
                 continue
             values = value.values() if isinstance(value, Mapping) else value
+            # a sequence has a number for each stage, a mapping one for each edge
             if not isinstance(value, Mapping) and len(value) != schedule.num_stages:
                 raise ValueError(
                     f"{field.name} has a number for each of {schedule.num_stages} stages; got "
@@ -103,6 +106,7 @@ class StageCosts:
                 raise ValueError(
                     f"{field.name} has finite numbers of at least 0; got {list(values)}"
                 )
+        # transfer_seconds says which edges there are; the others follow it
         edges = self.edges(schedule.num_stages)
         for name in ("gradient_seconds", "transfer_bytes"):
             others = set(getattr(self, name) or ()) - set(edges)
@@ -143,13 +147,17 @@ def many_rank_seconds(
     assert rows[0] is not None
     count = rows[0].shape[1]
     edges = _edges_of(schedule.num_stages, transfer_seconds)
+    # compiled where stages form a chain and it pays; else the walk below, over arrays
     if is_worth_compiling(schedule) and is_chain(edges, schedule.num_stages):
         found = chained_rank_seconds(schedule, rows, transfers, overlapped=overlapped)
         if found is not None:
             return found
+    # also where compiled code could not run: this walk names what is wrong
     walk = walk_of(schedule, edges)
     seconds = _seconds_by_place(schedule, walk, rows)
+    # gradients take as long as what went forward, unless they have times of their own
     back = gradient_seconds if gradient_seconds is not None else transfer_seconds
+    # by place: all edges forward, then the same edges back
     crossing = [
         np.broadcast_to(0.0 if each is None else each[edge], count)
         for each in (transfer_seconds, back)
@@ -213,15 +221,15 @@ class Walk:
 class Times(NamedTuple):
     """Starts and ends of passes in a walk's order, and of transfers.
 
-    What left at `sent` is there at `arrived`. Each is a float, or an array over sets of costs.
+    What left at `sent` is there at `arrived`.
     """
 
-    starts: list[Any]
-    ends: list[Any]
-    sent: list[Any]
-    arrived: list[Any]
-    rank_seconds: list[Any]
-    step_seconds: Any
+    starts: list[Seconds]
+    ends: list[Seconds]
+    sent: list[Seconds]
+    arrived: list[Seconds]
+    rank_seconds: list[Seconds]
+    step_seconds: Seconds
 
 
 @lru_cache(maxsize=256)
@@ -230,6 +238,7 @@ def walk_of(schedule: Schedule, edges: tuple[Edge, ...]) -> Walk:
 
     Raises ScheduleError where the schedule hangs, ValueError where an edge does not go forward.
     """
+    # an order in which all passes can run, or an error that says which ranks wait in a circle
     needs: dict[int, list[int]] = {}
     for source, target in edges:
         needs.setdefault(target, []).append(source)
@@ -245,7 +254,9 @@ def walk_of(schedule: Schedule, edges: tuple[Edge, ...]) -> Walk:
     for rank, action in order:
         kind, stage, index = action.kind, action.stage_index, action.microbatch_index
         incoming, outgoing = crossing.get((kind, stage), ((), ()))
+        # receives: what an earlier pass of the order has sent
         received = tuple([(transfers[place, index], place) for _, place in incoming])
+        # sends: transfers and links are numbered as they are met
         sent = tuple(
             [
                 (
@@ -256,9 +267,11 @@ def walk_of(schedule: Schedule, edges: tuple[Edge, ...]) -> Walk:
                 for other, place in outgoing
             ]
         )
+        # its seconds are found by kind, then stage
         steps.append(
             TimedPass(rank, _KINDS.index(kind) * schedule.num_stages + stage, received, sent)
         )
+    # places behind those of all edges are of gradients
     moved = tuple(
         Transfer(edges[place % len(edges)], place >= len(edges), index)
         for place, index in transfers
@@ -279,6 +292,7 @@ def _crossing(
     places = {edge: place for place, edge in enumerate(edges)}
     found: dict[tuple[Kind, int], tuple[_Ends, _Ends]] = {}
     for stage, rank in enumerate(ranks):
+        # stages of one rank hand tensors over without a transfer
         before = [
             (ranks[each], places[each, stage])
             for each in between.sources[stage]
@@ -290,17 +304,19 @@ def _crossing(
             if ranks[each] != rank
         ]
         found["forward", stage] = tuple(before), tuple(behind)
+        # Gradients go back along the same edges: from the readers, to the sources.
         back = tuple(
             [
                 tuple((other, place + len(edges)) for other, place in ends)
                 for ends in (behind, before)
             ]
         )
+        # backward_weight and update send and receive nothing
         found["backward", stage] = found["backward_input", stage] = back[0], back[1]
     return found
 
 
-def _seconds_by_place(schedule: Schedule, walk: Walk, rows: Sequence[Any]) -> list[Any]:
+def _seconds_by_place(schedule: Schedule, walk: Walk, rows: Sequence[Any]) -> list[Seconds]:
     """Return seconds by kind and stage.
 
     Raises ValueError where a kind that the schedule runs has none.
@@ -327,15 +343,15 @@ def _edges_of(
 
 def _run(
     walk: Walk,
-    seconds: list[Any],
-    crossing: list[Any],
+    seconds: list[Seconds],
+    crossing: list[Seconds],
     *,
     zero: object,
-    larger: Callable[[Any, Any], Any],
+    larger: Callable[[Seconds, Seconds], Seconds],
     overlapped: bool,
 ) -> Times:
     """Return the times of a walk, of one set of costs (floats) or of many (arrays)."""
-    free: dict[int, Any] = {}  # when each rank has done what it ran so far
+    free: dict[int, Seconds] = {}  # when each rank has done what it ran so far
     links = [zero] * walk.num_links  # when each link is free
     sent, arrived = [zero] * len(walk.transfers), [zero] * len(walk.transfers)
     starts, ends = [], []
@@ -360,6 +376,7 @@ def _run(
                 sent[number] = time
                 time = time + crossing[edge]
         free[rank] = time
+    # a rank without a pass is done at 0
     total, by_rank = zero, [free.get(rank, zero) for rank in range(max(free, default=0) + 1)]
     for time in by_rank:
         total = larger(total, time)
@@ -406,8 +423,10 @@ def chained_rank_seconds(
     for side, each in enumerate((there, back)):
         for edge in pairwise(range(stages)):
             crossing[side, edge[1]] = 0.0 if each is None else each[edge]
+    # loading it loads numba, which takes longer than a short walk
     run = importlib.import_module("lightning_topt.schedules.timing_kernels").run_passes
     sizes = stages, int(actions[:, 2].max(initial=0)) + 1
+    # so many sets of costs at a time
     found = np.zeros((schedule.num_ranks, count))
     for first in range(0, count, _COLUMNS):
         some = slice(first, first + _COLUMNS)
@@ -424,6 +443,7 @@ def chained_rank_seconds(
 @lru_cache(maxsize=256)
 def _arrays_of(schedule: Schedule) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return (kind, stage, microbatch) of all actions, (A, 3), and where each rank's begin."""
+    # rank by rank, as they follow one another
     rows = [
         (_KINDS.index(a.kind), a.stage_index, a.microbatch_index)
         for actions in schedule.actions
@@ -459,7 +479,9 @@ def seconds_per_minibatch(
     work, last = np.asarray(passes, float), np.asarray(updates, float)
     between = np.asarray(transfers, float).copy()
     between[:, 0] = 0.0
+    # a = b: a stage, or a link, that is busy all the time
     longest = np.maximum((work + last).max(axis=0), between.max(axis=(0, 1)))
+    # a < b: prefix sums give the passes and transfers of the stages in between
     sums = np.cumsum(work + between.sum(axis=0), axis=0)
     for a in range(len(work)):
         for b in range(a + 1, len(work)):

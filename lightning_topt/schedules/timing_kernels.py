@@ -43,10 +43,12 @@ def run_passes(
     """
     stages, micro, count = sizes[0], sizes[1], seconds.shape[2]
     ready = np.zeros((2, stages, micro), np.bool_)  # forward, backward
+    # when each tensor is there, and when each link between two ranks is free
     arrived = np.empty((2, stages, micro, count))
     links = np.zeros((len(done), len(done), count))
     place, left, moves = begin[:-1].copy(), len(actions), True
     done[:] = 0.0
+    # rank after rank as far as it can go, until none has moved
     while moves:
         moves = False
         for rank in range(len(done)):
@@ -55,9 +57,11 @@ def run_passes(
                 kind, s, m = actions[a, 0], actions[a, 1], actions[a, 2]
                 side, step = (0, -1) if kind == 0 else (1, 1)
                 source, target = s + step, s - step
+                # gradients of parameters and updates need the stage's own backward
                 if kind > 2:
                     if not ready[1, s, m]:
                         break
+                # a pass needs what comes in, and a backward its own forward
                 elif (side == 1 and not ready[0, s, m]) or (
                     0 <= source < stages and not ready[side, source, m]
                 ):
@@ -67,13 +71,16 @@ def run_passes(
                 # Seconds of an edge are at the later one of its stages.
                 into, onto = max(s, source), max(s, target)
                 other = ranks[target] if sends else rank
+                # receive, run and send, as `timing._run` does; for each set of costs
                 for i in range(count):
                     time = done[rank, i]
+                    # receive: wait for it, or be occupied by it
                     if receives:
                         time = max(time, arrived[side, source, m, i])
                         if not overlapped:
                             time = time + crossing[side, into, i]
                     time = time + seconds[kind, s, i]
+                    # send: beside the rank, over a link that may be busy, or before it goes on
                     if sends and overlapped:
                         links[rank, other, i] = (
                             max(time, links[rank, other, i]) + crossing[side, onto, i]
@@ -83,6 +90,7 @@ def run_passes(
                         arrived[side, s, m, i] = time
                         time = time + crossing[side, onto, i]
                     done[rank, i] = time
+                # others may go on with the result
                 if kind <= 2:
                     ready[side, s, m] = True
                 place[rank] += 1

@@ -48,7 +48,7 @@ class TransformerBlock(nn.Module):
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # 3 x (B, N, S, H/N)
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        return mixed.transpose(1, 2).flatten(2)
+        return mixed.transpose(1, 2).flatten(2)  # (B, S, H)
 
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training)
@@ -131,6 +131,7 @@ class ByteGPT(pl.LightningModule):
 
     def _loss(self, batch: Tensor) -> Tensor:  # (B, S+1) -> ()
         tokens = batch.long()
+        # every position predicts the byte after it
         logits = self(tokens[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 

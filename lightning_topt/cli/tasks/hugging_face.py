@@ -142,6 +142,7 @@ class RandomSamples(Dataset[dict[str, Tensor]]):
                 f"{self.takes}: give data of your own (data=own)"
             )
         words = trains.__name__
+        # one label for a sample, or one for each token
         self.classifies = "Classification" in words and "Token" not in words
 
     def __len__(self) -> int:

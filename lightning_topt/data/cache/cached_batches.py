@@ -58,7 +58,7 @@ class ReadyBatch:
         self.batch = batch
 
 
-class BatchDataset(Dataset[Any]):
+class BatchDataset(Dataset[object]):
     """A `CachedDataset` whose ``__getitems__`` returns ready batches where it can.
 
     Its loader needs `collate` below.
@@ -93,7 +93,7 @@ def collate(samples: Any) -> Any:
     return samples.batch if isinstance(samples, ReadyBatch) else default_collate(samples)
 
 
-def read_batch(dataset: CachedDataset, indices: Sequence[int]) -> ReadyBatch | list[Any] | None:
+def read_batch(dataset: CachedDataset, indices: Sequence[int]) -> ReadyBatch | list[object] | None:
     """Read the batch of `indices`, or its samples where their layouts differ.
 
     Entries that are not in this node's memory come as by `CachedDataset`. None: nothing was read,

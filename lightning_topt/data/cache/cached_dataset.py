@@ -35,7 +35,7 @@ FIRST_CHECKS, CHECK_EVERY = 16, 512
 _MISSING = object()
 
 
-class CachedDataset(Dataset[Any]):
+class CachedDataset(Dataset[object]):
     """`dataset`, with the samples of its deterministic part kept in `cache`.
 
     That part is the marked method, or the whole ``__getitem__``. The samples are the same, and so
@@ -58,19 +58,21 @@ class CachedDataset(Dataset[Any]):
         return len(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
+        # an object that is being unpickled has no data set yet
         if name.startswith("__") or name == "dataset":
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
 
     def __getitem__(self, index: int) -> Any:
         if self.is_marked:
+            # the cache is before the marked method, inside of this call
             return self.dataset[index]
         return self.load(index, self.dataset.__getitem__)
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+    def __getitems__(self, indices: Sequence[int]) -> list[object]:
         """Return several samples; there is one exchange with each other node."""
         if self.is_marked:
             samples = [self.dataset[index] for index in indices]
@@ -106,7 +108,7 @@ class CachedDataset(Dataset[Any]):
             return np.array([self.item(index) for index in indices])
         return found
 
-    def load(self, index: int, original: Callable[[int], Any]) -> Any:
+    def load(self, index: int, original: Callable[[int], object]) -> object:
         """Return a sample from the cache, or from `original` and then keep it."""
         item = self.item(index)
         return self._samples([item], [self.cache.get(item)], original)[0]
@@ -124,13 +126,13 @@ class CachedDataset(Dataset[Any]):
             for item, entry in zip(items, found, strict=True)
         ]
 
-    def sample(self, item: int, entry: Any) -> Any:
+    def sample(self, item: int, entry: object) -> object:
         """Return the sample of an entry; for data sets without a mark."""
         return self._samples([item], [entry], self.dataset.__getitem__)[0]
 
     def _samples(
-        self, items: Sequence[int], entries: Sequence[object], original: Callable[[int], Any]
-    ) -> list[Any]:
+        self, items: Sequence[int], entries: Sequence[object], original: Callable[[int], object]
+    ) -> list[object]:
         """Return the samples of entries, and from `original` where there is none."""
         samples = [_MISSING if entry is None else _decoded(entry) for entry in entries]
         missing = [i for i, sample in enumerate(samples) if sample is _MISSING]
@@ -142,14 +144,14 @@ class CachedDataset(Dataset[Any]):
         return samples
 
     def _read(
-        self, items: Sequence[int], original: Callable[[int], Any]
-    ) -> tuple[list[Any], dict[int, Parts]]:
+        self, items: Sequence[int], original: Callable[[int], object]
+    ) -> tuple[list[object], dict[int, Parts]]:
         """Read samples from the source, and keep them.
 
         Returns the samples and their entries. Samples before one that fails are kept, too. They are
         stored together when the last one is there, which is cheaper than one by one.
         """
-        samples: list[Any] = []
+        samples: list[object] = []
         try:
             for item in items:
                 samples.append(original(item))
@@ -176,7 +178,7 @@ class CachedDataset(Dataset[Any]):
             self._is_new = earlier + len(items) < FIRST_CHECKS
         return list(dict.fromkeys(checked))
 
-    def _check(self, item: int, parts: Parts, original: Callable[[int], Any]) -> None:
+    def _check(self, item: int, parts: Parts, original: Callable[[int], object]) -> None:
         """Draw a second time under other random states, and compare byte by byte.
 
         The sample must also come back from the cache as it was.
@@ -203,7 +205,7 @@ class CachedDataset(Dataset[Any]):
         raise NotDeterministicError(reason)
 
 
-def _decoded(entry: object) -> Any:
+def _decoded(entry: object) -> object:
     try:
         return decode(entry)
     except UnsupportedSample:

@@ -10,7 +10,7 @@ import copy
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lightning_topt.data.cache.determinism import IGNORED
 from lightning_topt.data.cache.fingerprint import UnnamableError, named
@@ -21,7 +21,7 @@ Agree = Callable[[str], Sequence[str]]  # a rank's fingerprint -> those of all r
 class _Known(NamedTuple):
     """What is known of a data set."""
 
-    dataset: Callable[[], Any]  # returns None once it is gone
+    dataset: Callable[[], object]  # returns None once it is gone
     name: str
     state: str  # the same without files
     had_value: dict[str, bool]  # by attribute
@@ -65,6 +65,7 @@ class DatasetNames:
                 own.
         """
         known = self._known.get(id(dataset))
+        # new, or another object in the place of one that is gone
         if known is None or known.dataset() is not dataset:
             now = self._name(dataset, dataset)
             self._compare(dataset, now, place)
@@ -93,15 +94,16 @@ class DatasetNames:
         known, times = self._latest.get((place, type(dataset)), (now, 0))
         times += known.name != now.name
         if place:
+            # without the data set itself, which would live on
             self._latest[place, type(dataset)] = now._replace(dataset=lambda: None), times
         changed = _changed(known, now)
         if times > 1 and changed and known.name != now.name:
             self._say_changed(dataset, changed, "is made anew again and again and never as it was")
 
-    def _name(self, dataset: object, like: Any) -> _Known:
+    def _name(self, dataset: object, like: object) -> _Known:
         name, state, attributes = named(like, data_version=self.data_version)
         try:
-            reference: Callable[[], Any] = weakref.ref(dataset)
+            reference: Callable[[], object] = weakref.ref(dataset)
         except TypeError:  # a list cannot have weak references
             reference = _Itself(dataset)
         had_value = {key: value is not None for key, value in getattr(like, "__dict__", {}).items()}
@@ -147,7 +149,7 @@ def _changed(before: _Known, now: _Known) -> list[str]:
     return sorted(name for name in names if before.attributes.get(name) != now.attributes.get(name))
 
 
-def _state(dataset: object, had_value: dict[str, bool]) -> tuple[Any, str]:
+def _state(dataset: object, had_value: dict[str, bool]) -> tuple[object, str]:
     """Return what can be named of a data set, and its state.
 
     That is the whole data set, or one like it without what had no value before.
@@ -157,6 +159,7 @@ def _state(dataset: object, had_value: dict[str, bool]) -> tuple[Any, str]:
     except UnnamableError:
         if not hasattr(dataset, "__dict__"):
             raise
+        # as it was named before: without what is new, or had no value then
         before = copy.copy(dataset)
         for name in list(vars(before)):
             if name not in had_value:
@@ -172,5 +175,5 @@ class _Itself:
     def __init__(self, dataset: object) -> None:
         self.dataset = dataset
 
-    def __call__(self) -> Any:
+    def __call__(self) -> object:
         return self.dataset

@@ -117,7 +117,7 @@ class _Hasher:
         self.open: dict[int, int] = {}  # id -> depth, of what is being added, to detect cycles
         # id -> hash; a shared part counts like two equal ones
         self.added: dict[int, bytes] = {}
-        self.kept_alive: list[Any] = []  # ids are unique only among live objects
+        self.kept_alive: list[object] = []  # ids are unique only among live objects
         self.numbers: dict[int | str, int] = {}  # of code that was met, by id or name
         self.waiting: list[tuple[Any, bool]] = []  # the same code, each with its `is_strict`
         self.transient: dict[type, set[str]] = {}  # names of attributes that are no lasting state
@@ -326,7 +326,7 @@ class _Hasher:
             ) from error
         self._write("by name")
 
-    def _lasting_state(self, state: object, cls: type) -> Any:
+    def _lasting_state(self, state: object, cls: type) -> object:
         """Return the state without what exists only after the first use.
 
         None if nothing is left, as with pickle.

@@ -21,7 +21,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec, PathFinder
 from pathlib import Path
@@ -71,7 +71,7 @@ class Words(NamedTuple):
 class Own(NamedTuple):
     """A value without which the code would be different."""
 
-    value: Any
+    value: object
 
 
 class Referred(NamedTuple):
@@ -80,7 +80,7 @@ class Referred(NamedTuple):
     It is no part of the data set's state: a lock or a connection goes by name.
     """
 
-    value: Any
+    value: object
 
 
 class LaterModule(NamedTuple):
@@ -110,6 +110,7 @@ def _of_function(function: types.FunctionType) -> Parts:
     yield Words(("function", module, function.__qualname__, version(module)))
     if is_standard(module):
         return
+    # values that a function carries with it
     yield Own([function.__defaults__, function.__kwdefaults__])
     yield Own([cell.cell_contents for cell in function.__closure__ or () if not _is_empty(cell)])
     if not is_library(module):
@@ -184,7 +185,7 @@ def _of_instructions(code: types.CodeType) -> Parts:
     yield Own(list(code.co_consts))
 
 
-def _of_names(names: list[str], namespace: dict[str, Any], modules: set[int]) -> Parts:
+def _of_names(names: list[str], namespace: Mapping[str, object], modules: set[int]) -> Parts:
     """Yield what `names` mean in a namespace, and in the user's modules that they lead to.
 
     Each of these modules is added to `modules`.
@@ -195,6 +196,7 @@ def _of_names(names: list[str], namespace: dict[str, Any], modules: set[int]) ->
             if not isinstance(value, types.ModuleType):
                 yield Words((name,))
                 yield Referred(value)
+            # what was imported since is as if it were not there
             elif value.__name__ not in _LATER:
                 yield Words((name,))
                 yield from _of_module(value, names, modules)
@@ -202,6 +204,7 @@ def _of_names(names: list[str], namespace: dict[str, Any], modules: set[int]) ->
 
 def _of_module(module: types.ModuleType, names: list[str], modules: set[int]) -> Parts:
     yield Words(("module", module.__name__, version(module.__name__)))
+    # each module once, by the names that this code uses
     if not is_library(module.__name__) and id(module) not in modules:
         modules.add(id(module))
         yield from _of_names(names, vars(module), modules)
@@ -237,6 +240,7 @@ def _imports_in(code: types.CodeType, *, package: str) -> list[str]:
     if _IMPORT in code.co_code[::2]:  # a quick test, for disassembling is slow
         constants: list[Any] = []
         for instruction in dis.get_instructions(code):
+            # level and names are the constants before the import
             if instruction.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
                 constants.append(instruction.argval)
             elif instruction.opcode == _IMPORT:
@@ -259,6 +263,7 @@ def _targets(name: str, wanted: tuple[str, ...], *, package: str) -> list[str]:
     except ImportError:  # and it will be when it runs
         return []
     if not wanted:
+        # a.b.c: a, a.b and a.b.c
         return [module[:end] for end, letter in enumerate(module + ".") if letter == "."]
     if is_library(module):
         return [module]
@@ -275,6 +280,7 @@ def version(module: str | None) -> str:
 
     Another version may decode or resize in another way.
     """
+    # code that is followed has no version, but a compiled extension is hashed as a file
     top = _top(module)
     if not is_library(module):
         return (
@@ -319,6 +325,7 @@ def home(value: object) -> str:
     if isinstance(name, str) and not isinstance(value, np.ufunc):  # all ufuncs say numpy
         return "__main__" if name == "__mp_main__" else name  # as spawned processes call it
     own = getattr(value, "__name__", "")
+    # the modules that have it under its own name
     holders = [
         key
         for key, module in list(sys.modules.items())
@@ -354,6 +361,7 @@ def _file(module: str) -> str:
     Modules without one, such as parts of what is written in C, have that of their top package.
     """
     loaded = sys.modules.get(module)
+    # not imported: the file that an import would read
     spec = find_spec(module) if loaded is None and module else None
     file = getattr(loaded, "__file__", None) or (
         spec.origin if spec is not None and spec.has_location else None

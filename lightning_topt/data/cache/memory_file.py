@@ -89,6 +89,7 @@ def open_shared(registry: Path) -> int:
                 PREFIX + secrets.token_hex(8), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
             )
         try:
+            # under the lock, so that nobody finds a registry without this holder
             _list(lock, [*holders, line_of(descriptor)])
         except OSError:
             if not holders:
@@ -104,6 +105,7 @@ def leave(registry: Path, line: str) -> None:
     It is for registries in shared memory.
     """
     with contextlib.suppress(OSError):
+        # the line of another process is not for this one to remove
         if not registry.exists() or (line and line.split()[0] != str(os.getpid())):
             return
         lock = lock_at(registry)
@@ -127,6 +129,7 @@ def _find(lines: list[str]) -> tuple[list[str], int]:
     The descriptor is -1 where there is none.
     """
     holders, descriptor = [], -1
+    # all lines that still name the memory; one descriptor of it is enough
     for line in lines:
         found = _open_held(line)
         if found is None:
@@ -160,11 +163,13 @@ def _open_held(line: str) -> int | None:
 
     None where that process does not hold it any more, or may not be seen.
     """
+    # process, descriptor, name of the memory
     words = line.split()
     if len(words) != 3:
         return None
     link = f"/proc/{words[0]}/fd/{words[1]}"
     try:
+        # the number may be another file's by now
         if _name(link) != words[2] or not words[2].startswith(PREFIX):
             return None
         descriptor = os.open(link, os.O_RDWR | os.O_CLOEXEC)

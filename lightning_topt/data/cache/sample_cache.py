@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,8 @@ from lightning_topt.data.cache.sample_codec import Parts, header_of, size_of
 from lightning_topt.data.cache.segment_store import SegmentStore, checksum, warn_once
 from lightning_topt.data.cache.store_file import LockTimeout, StoreFile
 
+T = TypeVar("T")
+Entry = npt.NDArray[np.uint8]  # bytes, verified and writable
 MEMORY, DISK = "memory cache", "disk cache"
 _MOST_NEW = 1 << 16
 COUNTED = ("memory_hits", "disk_hits", "peer_hits", "misses", "damaged", "stored")
@@ -87,7 +89,7 @@ class PartitionPeers(Protocol):
     def is_own(self, item: int) -> bool:
         """Return whether this node stores the item."""
 
-    def fetch(self, items: Sequence[int]) -> list[Any]:
+    def fetch(self, items: Sequence[int]) -> Sequence[Entry | None]:
         """Fetch the entries of other nodes' items.
 
         None where the owner has none or does not answer in time.
@@ -151,6 +153,7 @@ class SampleCache:
         self._memory_handle: MemoryHandle | None = None
         self._open_tiers()
         self.write_behind = write_behind and self.memory is not None and self.disk is not None
+        # a process of its own copies from memory to disk
         if self.write_behind:
             assert self.memory is not None and self.disk is not None
             try:
@@ -191,7 +194,8 @@ class SampleCache:
     def _refusal(self) -> Path:
         return self.folder / "refused"
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
+        # what holds descriptors is opened again by the process that gets the state
         left_out = ("memory", "mapped", "disk", "tiers", "_finalizer", "_writer")
         state = {name: value for name, value in vars(self).items() if name not in left_out}
         # The memory by its handle: a worker needs no registry and waits for no lock.
@@ -199,18 +203,18 @@ class SampleCache:
         handle = None if memory is None else handle_of(memory.descriptor, memory.lock)
         return state | {"_memory_handle": handle}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
         self._open_tiers()
 
-    def get(self, item: int) -> Any:
+    def get(self, item: int) -> Entry | None:
         """Return a verified, writable buffer with the entry of `item`.
 
         None is a miss: read the sample from the source, and `put` it.
         """
         return self.get_many([item])[0]
 
-    def get_many(self, items: Sequence[int]) -> list[Any]:
+    def get_many(self, items: Sequence[int]) -> list[Entry | None]:
         """Return several entries; there is one exchange with each other node."""
         # This node's tiers, then one exchange with each owner of what is missing.
         entries = [self.get_local(item) for item in items]
@@ -226,7 +230,7 @@ class SampleCache:
         self._counters.add("misses", sum(entry is None for entry in entries))
         return entries
 
-    def get_local(self, item: int) -> Any:
+    def get_local(self, item: int) -> Entry | None:
         """Return an entry from this node's memory or disk; a miss is not counted."""
         for tier in self.tiers:
             entry = self._checked(tier, tier.read(item))
@@ -265,7 +269,7 @@ class SampleCache:
         self._counters.add("memory_hits")
         return True
 
-    def _checked(self, tier: SegmentStore, outcome: object) -> Any:
+    def _checked(self, tier: SegmentStore, outcome: T) -> T:
         # Collect the count of damaged entries from the tier.
         if tier.damaged:
             self._counters.add("damaged", tier.damaged)
@@ -356,6 +360,7 @@ class SampleCache:
 
         Calling it again does nothing.
         """
+        # Pushes first; the writer still reads the memory; then the tiers themselves.
         if self.peers is not None:
             self.peers.close()
         if self._writer is not None:
@@ -412,6 +417,7 @@ def open_tiers(
         ValueError: `folder` is a file.
         MemoryUnavailable: the system has no memory of this kind.
     """
+    # by name of the tier, why it could not be opened
     failed: dict[str, OSError] = {}
 
     def opened(name: str, nbytes: int, store: Callable[[], SegmentStore]) -> SegmentStore | None:
@@ -438,6 +444,7 @@ def open_tiers(
 
 
 def _open_memory(folder: Path, room: Room, known: MemoryHandle | None) -> SegmentStore:
+    # a worker gets its parent's memory by the handle; others find it in the registry
     descriptor, registry = (known and open_handle(known)) or open_memory(folder)
     with _closed_on_error(descriptor):
         file = StoreFile(
@@ -480,6 +487,7 @@ def _mapped(memory: SegmentStore) -> MappedEntries | None:
 
 def _warn_without(failed: dict[str, OSError], folder: Path) -> None:
     names = " and its ".join(f"{name} ({error})" for name, error in failed.items())
+    # what to do about it: a lock that is held, files of others, or no room
     if any(isinstance(error, LockTimeout) for error in failed.values()):
         advice = (
             "end the process that holds the lock, or name another directory, before the next run"
@@ -513,10 +521,10 @@ class CacheCounters:
             )
         self._rows: npt.NDArray[np.int64] = self._shared.numpy()  # the same memory
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"_shared": self._shared}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
         self._rows = self._shared.numpy()
 

@@ -22,7 +22,7 @@ import importlib.util
 import struct
 import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from functools import lru_cache
 from typing import Any
 
@@ -126,7 +126,7 @@ def changed_by_storing(sample: object) -> str | None:
     return next(filter(None, found), type_name(type(sample)))
 
 
-def size_of(parts: Sequence[Any]) -> int:
+def size_of(parts: Sequence[Sized]) -> int:
     """Return the bytes of an entry."""
     return sum(len(part) for part in parts)
 
@@ -195,6 +195,7 @@ def describe(value: object, leaves: Parts) -> Spec:
 
 
 def _refusal(value: object) -> str:
+    # the built-in type that it is derived from says what to return instead
     for base, plain in _PLAIN.items():
         if isinstance(value, base):
             return f"a cache cannot store, for it is a subclass of {base.__name__}: return {plain}"
@@ -204,7 +205,7 @@ def _refusal(value: object) -> str:
     )
 
 
-def inside(value: Any) -> Iterable[Any]:
+def inside(value: Any) -> Iterable[object]:
     """Return the values inside a container that can be described."""
     kind: type = type(value)
     if kind in (list, tuple) or is_named(kind):
@@ -215,6 +216,7 @@ def inside(value: Any) -> Iterable[Any]:
 
 
 def _describe_tensor(value: Tensor, leaves: Parts) -> Spec:
+    # layouts and devices that plain bytes do not stand for
     if (
         value.layout != torch.strided
         or value.device.type != "cpu"
@@ -275,6 +277,7 @@ def _describe_sequence(value: Any, leaves: Parts) -> Spec:
 
 def _describe_dict(value: dict[Any, Any], leaves: Parts) -> Spec:
     pairs = []
+    # keys in their order, which comes back
     for key, item in value.items():
         if type(key) not in (str, int):
             raise UnsupportedSample(f"keys of a sample's dict are str or int; got {key!r}")
@@ -387,12 +390,13 @@ def _build_tensor(spec: Spec, take: Take) -> Tensor:
     return torch.frombuffer(data, dtype=TORCH_DTYPES[spec[1]]).view(spec[2])
 
 
-def _build_array(spec: Spec, take: Take) -> Any:
+def _build_array(spec: Spec, take: Take) -> object:
+    # a scalar is the only element of an array without dimensions
     array = np.frombuffer(take(), dtype=spec[1]).reshape(spec[2])
     return array if spec[0] == "array" else array[()]
 
 
-def _build_fixed(spec: Spec, take: Take) -> Any:
+def _build_fixed(spec: Spec, take: Take) -> object:
     return FIXED[spec[0]].unpack(take())[0]
 
 
@@ -400,13 +404,14 @@ def _build_complex(spec: Spec, take: Take) -> complex:
     return complex(*FIXED["complex"].unpack(take()))
 
 
-def _build_numbers(spec: Spec, take: Take) -> Any:
+def _build_numbers(spec: Spec, take: Take) -> object:
     _, name, kind, _ = spec
+    # of little-endian numbers, whatever machine has written them
     numbers = np.frombuffer(take(), dtype="<i8" if kind == "int" else "<f8").tolist()
     return numbers if name == "list" else tuple(numbers)
 
 
-def _build_text(spec: Spec, take: Take) -> Any:
+def _build_text(spec: Spec, take: Take) -> object:
     data, kind = take(), spec[0]
     if kind in ("bytes", "bytes_"):
         return bytes(data) if kind == "bytes" else np.bytes_(bytes(data))
@@ -414,7 +419,7 @@ def _build_text(spec: Spec, take: Take) -> Any:
     return text if kind == "str" else np.str_(text)
 
 
-def _build_image(spec: Spec, take: Take) -> Any:
+def _build_image(spec: Spec, take: Take) -> object:
     pixels = bytes(take())
     palette, info = build(spec[4], take)
     image = _pil_image().frombytes(spec[1], tuple(spec[2]), pixels)
@@ -425,12 +430,12 @@ def _build_image(spec: Spec, take: Take) -> Any:
     return image
 
 
-def _build_named(spec: Spec, take: Take) -> Any:
+def _build_named(spec: Spec, take: Take) -> object:
     # Without the class's own __new__, which may change its arguments.
     return tuple.__new__(_known_type(spec), [build(item, take) for item in spec[2]])
 
 
-def _build_record(spec: Spec, take: Take) -> Any:
+def _build_record(spec: Spec, take: Take) -> object:
     return record_of(_known_type(spec), [(name, build(item, take)) for name, item in spec[2]])
 
 
@@ -438,6 +443,7 @@ def _known_type(spec: Spec) -> type:
     kind = named_type(spec[1])
     if kind is None:
         raise UnsupportedSample(f"{spec[1]} is not known here: call register_sample_type on it")
+    # an earlier run may have stored a class that has other fields now
     if fields_of(kind) != spec[3]:
         raise UnsupportedSample(
             f"{spec[1]} has the fields {fields_of(kind)} here; in the cache it has {spec[3]}"
@@ -445,7 +451,7 @@ def _known_type(spec: Spec) -> type:
     return kind
 
 
-_BUILD: dict[str, Callable[[Spec, Take], Any]] = {
+_BUILD: dict[str, Callable[[Spec, Take], object]] = {
     "tensor": _build_tensor,
     "array": _build_array,
     "scalar": _build_array,
@@ -534,7 +540,7 @@ def attributes_of(value: object) -> dict[str, Any]:
     return found
 
 
-def record_of(kind: type, attributes: Iterable[tuple[str, Any]]) -> Any:
+def record_of(kind: type, attributes: Iterable[tuple[str, object]]) -> Any:
     """Return an instance with these attributes."""
     value: Any = object.__new__(kind)
     slots = _slots(kind)

@@ -105,6 +105,7 @@ class SegmentStore:
     def _fill(self, where: Location, buffers: Sequence[Any], item: int) -> bool:
         try:
             done = 0
+            # as many buffers as one call takes
             for first in range(0, len(buffers), _MOST_BUFFERS):
                 some = buffers[first : first + _MOST_BUFFERS]
                 done += os.preadv(where.descriptor, some, where.offset + done)
@@ -117,6 +118,7 @@ class SegmentStore:
         ):
             self.set_verified(item)
             return True
+        # damaged, or the file is shorter than its record says
         self.discard(item)
         return False
 
@@ -185,6 +187,7 @@ class SegmentStore:
         except OSError as error:
             self._warn(f"reading from the {self.name} failed: {error}")
             return EMPTY, 0, 0, 0
+        # the file ends before this record
         if len(raw) < RECORD.size:
             return EMPTY, 0, 0, 0
         offset, state_and_bytes, digest, check = RECORD.unpack(raw)
@@ -222,9 +225,11 @@ class SegmentStore:
         stored: list[bool] = []
         failed = False
         for place, item, parts, digest in zip(places, items, entries, digests, strict=True):
+            # stored already, or without room
             if place is None:
                 stored.append(item in self)
             else:
+                # after the first failure the rest is not tried
                 stored.append(not failed and self._write_at(place, item, parts, digest))
                 failed = not stored[-1]
         return stored
@@ -281,6 +286,7 @@ class SegmentStore:
                     )
                     for i, place in zip(new, found, strict=False):
                         if place is None:
+                            # nothing of this size or more will find room
                             self._refused_bytes = min(self._refused_bytes, sizes[i])
                         else:
                             self._write_record(items[i], CLAIMED, place, sizes[i], 0)
@@ -300,6 +306,7 @@ class SegmentStore:
                 # another process may have dropped it, or stored it again
                 state, offset, nbytes, _ = self._record(item)
                 if state == STORED:
+                    # the place stays claimed, for the same item
                     self._write_record(item, CLAIMED, offset, nbytes, 0)
         except OSError as error:
             self._warn(f"a damaged sample could not be dropped from the {self.name}: {error}")
@@ -312,6 +319,7 @@ class SegmentStore:
         """
         try:
             with self.file.locked():
+                # zeros are records that were never written
                 os.pwrite(self.file.descriptor, bytes(RECORD.size * self.num_items), PAGE)
         except OSError as error:
             self._warn(f"the {self.name} could not be emptied: {error}")

@@ -72,6 +72,7 @@ class StoreFile:
     ) -> None:
         self.descriptor, self.num_items, self.available = descriptor, num_items, available
         self.lock = lock_at(lock)
+        # rounded up to a page
         self.data_start = -(-(PAGE + 32 * num_items) // PAGE) * PAGE
         self._paused_until = -inf  # later from the lock's first timeout until it is acquired again
         if self._read_header() is None:
@@ -142,6 +143,7 @@ class StoreFile:
         known = self._read_header()
         if known is None:
             records, size = self.records(), os.fstat(self.descriptor).st_size
+            # a torn record may name any place: only those inside the file count
             ends = records[:, 0] + (records[:, 1] & BYTES_MASK)
             end = int(ends[ends <= size].max(initial=self.data_start))
             known = Space(end, end)
@@ -150,12 +152,14 @@ class StoreFile:
     def records(self) -> npt.NDArray[np.uint64]:
         """Return all records (items, 4), as `RECORD` has them; not verified."""
         raw = os.pread(self.descriptor, RECORD.size * self.num_items, PAGE)
+        # a file that was cut off has fewer records
         return np.frombuffer(raw[: len(raw) // RECORD.size * RECORD.size], np.dtype("<u8")).reshape(
             -1, 4
         )
 
     def write_space(self, space: Space) -> None:
         """Write the header, under the lock."""
+        # the checksum of the fields takes the place of the 0
         raw = _HEADER.pack(MAGIC, self.num_items, *space, 0)[:-8]
         os.pwrite(self.descriptor, raw + xxhash.xxh3_64_intdigest(raw).to_bytes(8, "little"), 0)
 
@@ -175,6 +179,7 @@ class StoreFile:
         places: list[int | None] = []
         for nbytes in sizes:
             end = tail + nbytes
+            # a smaller entry after it may still have room
             if end > limit:
                 places.append(None)
                 continue
@@ -183,6 +188,7 @@ class StoreFile:
                     reserved = self._reserve(
                         reserved, max(end, min(limit, reserved + CHUNK_BYTES)), at_least=end
                     )
+                # what has a place already is kept
                 except (OSError, MemoryError):
                     if not places:
                         raise
@@ -208,6 +214,7 @@ class StoreFile:
         try:
             os.posix_fallocate(self.descriptor, start, goal - start)
         except OSError:
+            # nearly full: then just what is needed, without a chunk ahead, unless that was tried
             if goal == at_least:
                 raise
             goal = at_least

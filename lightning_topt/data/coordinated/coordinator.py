@@ -119,10 +119,12 @@ class Coordinator:
             now = time.monotonic()
             deadline = self.ledger.next_deadline(now) if self.ledger else None
             for key, _ in self.selector.select(None if deadline is None else deadline - now):
+                # a new connection, or a peer that was not removed since
                 if key.data is None:
                     self._accept()
                 elif key.data.number in self.peers:
                     self._read(key.data)
+            # who is found to be gone frees work for others: hand out again
             while self._hand_out():
                 pass
         self.listener.close()
@@ -161,6 +163,7 @@ class Coordinator:
         if peer.role == "refused":
             close_quietly(descriptor)
             return  # sent before it knew that it was refused
+        # a file comes with "prepared" alone; "hello" comes first, and once
         if (kind in ("prepared",)) != (descriptor is not None) or (kind == "hello") != (
             peer.role == ""
         ):
@@ -181,6 +184,7 @@ class Coordinator:
         role, job = message["role"], str(message["job"])
         if role not in ("job", "worker") or (role == "job") == (job in self.jobs):
             raise ValueError("a job joins once, and before its workers")
+        # the first to join decides what all agree on
         if self.ledger is None:
             self.agreed = {name: message[name] for name in AGREED}
             most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -199,6 +203,7 @@ class Coordinator:
         if kind == "start":
             epoch, batch = _position(message)
             batches = (int(message["batches"]), str(message["digest"]))
+            # the first job that starts an epoch decides what is in it
             if self.digests.setdefault(epoch, batches) != batches:
                 raise Refused(DIFFERENT.format(what=f"the list of batches of epoch {epoch}"))
             self.ledger.start(peer.job, (epoch, batch), end=batches[0])
@@ -216,6 +221,7 @@ class Coordinator:
         if kind == "prepared":
             assert descriptor is not None
             position = _position(message)
+            # kept only where it is still wanted
             if self.ledger.prepared(
                 peer.number, position, nbytes=os.fstat(descriptor).st_size, now=time.monotonic()
             ):

@@ -78,6 +78,7 @@ def join(
                 connection.close()
             if time.monotonic() > deadline or not may_start:
                 raise CoordinatorLost(str(error)) from error
+            # nobody listens: start one, unless another job is faster
             if connection is None:
                 _start(address, deadline - time.monotonic())
         time.sleep(RETRY_SECONDS)  # it may have ended just now, with its last job
@@ -143,6 +144,7 @@ class Connection:
     def __init__(self, peer: socket.socket) -> None:
         self.socket = peer
         _open.add(self)
+        # the kernel says whose process is at the other end
         credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         if _CREDENTIALS.unpack(credentials)[1] != os.getuid():
             peer.close()
@@ -219,6 +221,7 @@ def memory_file(parts: Sequence[Any]) -> int:
         with open(descriptor, "wb", buffering=0, closefd=False) as file:
             for part in parts:
                 view = memoryview(part).cast("B")
+                # one write may take only a part
                 while len(view):
                     view = view[file.write(view) :]
         fcntl.fcntl(

@@ -195,7 +195,7 @@ class CoordinatedLoader:
                     "a time"
                 )
 
-    def _values(self, epoch: int, start: int) -> Iterator[tuple[Any, str]]:
+    def _values(self, epoch: int, start: int) -> Iterator[tuple[object, str]]:
         """Yield each batch from `start` on, with its origin.
 
         The origin is a field of CoordinationStatistics.
@@ -206,6 +206,7 @@ class CoordinatedLoader:
             for value, is_own, nbytes in self._joined().batches(
                 epoch, start, len(lists), digest=digest
             ):
+                # more than the coordinator may keep: it is handed on, and kept for nobody
                 if nbytes > self.memory_bytes:
                     message = (
                         f"a batch has {nbytes} bytes and memory_bytes={self.memory_bytes} keeps "
@@ -275,8 +276,9 @@ class CoordinatedLoader:
             init=self._init,
         )
 
-    def _alone(self, epoch: int, numbers: range) -> Iterator[Any]:
-        loader: DataLoader[Any] = DataLoader(
+    def _alone(self, epoch: int, numbers: range) -> Iterator[object]:
+        # the same batches under the same seeds, from this job's workers
+        loader: DataLoader[object] = DataLoader(
             EpochAlone(self.preparation, epoch=epoch),
             batch_size=None,
             sampler=numbers,
@@ -293,7 +295,7 @@ class CoordinatedLoader:
             warnings.warn(message, stacklevel=5)
 
 
-def _unchanged(value: object) -> Any:
+def _unchanged(value: object) -> object:
     return value
 
 
@@ -320,6 +322,7 @@ class Membership:
         _raise_refusal(answer)
         self.coordinator_pid = int(answer["pid"])
         self._closed = False
+        # without workers a job is no member
         try:
             self.workers = start_workers(hello)
         except BaseException:
@@ -328,7 +331,7 @@ class Membership:
 
     def batches(
         self, epoch: int, start: int, end: int, *, digest: str
-    ) -> Iterator[tuple[Any, bool, int]]:
+    ) -> Iterator[tuple[object, bool, int]]:
         """Yield the batches from `start` to `end` (excluded).
 
         Each comes with whether this job's own worker prepared it, and its bytes.
@@ -374,6 +377,7 @@ class Membership:
         while True:
             received = self.connection.receive(timeout_seconds=0)
             if received is None:
+                # nothing has come: wait for the coordinator, or for the end of a worker
                 ready = self._wait(position)
                 if not ready and asked:
                     raise CoordinatorLost(
@@ -417,7 +421,7 @@ def _raise_refusal(message: Message) -> None:
         raise CoordinatorLost(f"the coordinator failed: {message['reason']}")
 
 
-def _decode(descriptor: int, nbytes: int) -> Any:
+def _decode(descriptor: int, nbytes: int) -> object:
     """Map the batch in a file, and close the descriptor.
 
     Pages are shared with the other jobs until this one writes to them.

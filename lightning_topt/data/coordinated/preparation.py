@@ -38,7 +38,7 @@ LOOK_SECONDS = 5.0  # how often an idle worker checks that its job lives; the co
 END_SECONDS = 5.0  # for a worker to finish its batch at the end; as in torch's DataLoader
 EPOCHS_KEPT = 4  # lists of batches; jobs are rarely further apart
 SAMPLERS_INSIDE = 8  # depth of nested samplers
-Batches = Callable[[int], Sequence[Sequence[Any]]]
+Batches = Callable[[int], Sequence[Sequence[object]]]
 
 
 class SeededBatches:
@@ -52,8 +52,9 @@ class SeededBatches:
     def __init__(self, batch_sampler: Any, *, seed: int) -> None:
         self.batch_sampler, self.seed = batch_sampler, seed
 
-    def __call__(self, epoch: int) -> list[list[Any]]:
+    def __call__(self, epoch: int) -> list[list[object]]:
         """Return the index lists of that epoch's batches."""
+        # one sequence, so that the generators' seeds have nothing to do with one another
         words = np.random.SeedSequence([self.seed, epoch]).generate_state(4)
         torch_seed = int(words[0]) << 32 | int(words[1])
         # The sampler, and those inside it.
@@ -65,6 +66,7 @@ class SeededBatches:
                 sampler.generator.manual_seed(torch_seed)
             sampler = getattr(sampler, "sampler", None)
         with restored_random_states():
+            # samplers without a generator draw from the global ones
             torch.default_generator.manual_seed(torch_seed)
             np.random.seed(words[2])
             random.seed(int(words[3]))
@@ -91,12 +93,13 @@ class Preparation:
         seed: int,
     ) -> None:
         self.dataset, self.batches, self.collate_fn, self.seed = dataset, batches, collate_fn, seed
-        self._lists: dict[int, tuple[Sequence[Sequence[Any]], str]] = {}
+        self._lists: dict[int, tuple[Sequence[Sequence[object]], str]] = {}
 
-    def epoch(self, epoch: int) -> tuple[Sequence[Sequence[Any]], str]:
+    def epoch(self, epoch: int) -> tuple[Sequence[Sequence[object]], str]:
         """Return the index lists of an epoch, and their digest."""
         if epoch not in self._lists:
             lists = self.batches(epoch)
+            # the oldest one goes
             if len(self._lists) >= EPOCHS_KEPT:
                 del self._lists[next(iter(self._lists))]
             self._lists[epoch] = lists, _digest(lists)
@@ -110,6 +113,7 @@ class Preparation:
         random.seed(int(state[0]))
         np.random.seed(state[1])
         torch.default_generator.manual_seed(int(state[2]) << 32 | int(state[3]))
+        # data sets that read several samples at once get the whole batch
         if hasattr(self.dataset, "__getitems__"):
             return self.collate_fn(self.dataset.__getitems__(list(indices)))
         return self.collate_fn([self.dataset[index] for index in indices])
@@ -129,7 +133,7 @@ def _digest(lists: Sequence[Sequence[object]]) -> str:
     return digest.hexdigest()
 
 
-class EpochAlone(torch.utils.data.Dataset[Any]):
+class EpochAlone(torch.utils.data.Dataset[object]):
     """One epoch as a dataset of whole batches, for a DataLoader.
 
     It serves when there is no coordinator.
@@ -167,6 +171,7 @@ class Workers:
             arguments = (preparation, place, init, writer)
             process = method.Process(target=_work, args=arguments, daemon=True)  # type: ignore[attr-defined]
             process.start()
+            # the worker's end: with it the pipe ends when the worker does
             writer.close()
             self._pipes.append(reader)
             self._processes.append(process)
@@ -192,6 +197,7 @@ class Workers:
                 while pipe.poll():
                     position, error = pipe.recv()
                     self.errors[position] = error
+            # the worker has ended
             except (EOFError, OSError):
                 self._pipes.remove(pipe)
         for process in self._processes:
@@ -279,9 +285,11 @@ def _serve(
     connection.send({"type": "ready"})
     while _lives(parent):
         received = connection.receive(timeout_seconds=LOOK_SECONDS)
+        # nothing to do yet: see whether the job lives
         if received is None:
             continue
         message = received[0]
+        # refused, or the coordinator ends
         if message["type"] != "prepare":
             return
         position = message["epoch"], message["batch"]
@@ -293,6 +301,7 @@ def _serve(
                     "process: it must depend on the seed and the epoch only"
                 )
             descriptor = memory_file(sample_codec.encode(preparation.prepare(*position)))
+        # the error goes to the job, its number to the coordinator
         except Exception:
             where = f"in a process that prepares batches (pid {os.getpid()})"
             errors.send((position, ExceptionWrapper(where=where)))  # type: ignore[no-untyped-call]

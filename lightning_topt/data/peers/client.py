@@ -151,11 +151,11 @@ class Peers:
         self._lock = threading.Lock()
         _instances.add(self)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         left_out = ("counts", "_links", "_pusher", "_lock", "_owners")
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
         self._owners = owners(self.num_items, num_nodes=len(self.addresses), seed=self.seed)
         self._begin()
@@ -560,6 +560,7 @@ class OwnerLink:
     def failed(self, channel: Channel | None, error: PeerError) -> None:
         """Mark the node as down after a failed exchange. Warns the first time."""
         with self._lock:
+            # down from its first failure on, and idle connections are no better than this one
             self.failures += 1
             first = self.failures == 1
             if not self.is_down:
@@ -576,6 +577,7 @@ class OwnerLink:
 
     def _probe_if_due(self) -> None:
         assert self._retry_at is not None
+        # one probe at a time, and none before its time
         if self._is_probing or self._is_closed or time.monotonic() < self._retry_at:
             return
         try:
@@ -665,7 +667,7 @@ def offer(channel: Channel, entries: Sequence[tuple[int, bytes]], *, deadline: f
     channel.send([REQUEST.pack(OFFER, len(entries)), offers], deadline=deadline)
     # The owner says which of them it wants, and gets only these.
     wanted = channel.receive(len(entries), deadline=deadline)
-    payload: list[Any] = [entry for (_, entry), want in zip(entries, wanted, strict=True) if want]
+    payload: list[bytes] = [entry for (_, entry), want in zip(entries, wanted, strict=True) if want]
     deadline += sum(map(len, payload)) / SLOWEST_BYTES_PER_SECOND
     channel.send(payload, deadline=deadline)
     return [bool(stored) for stored in channel.receive(len(entries), deadline=deadline)]

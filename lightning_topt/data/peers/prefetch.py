@@ -41,10 +41,10 @@ class PrefetchingPeers:
         self._thread: threading.Thread | None = None
         self.prefetched = 0  # entries here, or on their way, when they were requested
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"peers": self.peers, "ahead_bytes": self.ahead_bytes}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
         self._begin()
 
@@ -72,6 +72,7 @@ class PrefetchingPeers:
         """
         if self._process != os.getpid():  # forked: the thread is the parent's
             self._begin()
+        # own items need no exchange
         others = [item for item in items if not self.peers.is_own(item)]
         if not others:
             return
@@ -94,6 +95,7 @@ class PrefetchingPeers:
 
         That includes those which their owner does not have.
         """
+        # no process but the one that announces has prefetched anything
         if self._process != os.getpid():
             return self.peers.fetch(items)
         entries: list[Any] = [None] * len(items)
@@ -113,6 +115,7 @@ class PrefetchingPeers:
         """
         with self._condition:
             group = next((group for group in self._groups if item in group.items), None)
+            # not announced: the caller fetches it with the others
             if group is None:
                 return False, None
             # This ends: an exchange has the time limits of its connections.
@@ -121,6 +124,7 @@ class PrefetchingPeers:
             while self._groups and self._groups[0] is not group:
                 self._groups.popleft()
             group.items.pop(item, None)
+            # all items of this batch were taken
             if not group.items and self._groups:
                 self._groups.popleft()
             self.prefetched += group.is_here
@@ -129,6 +133,7 @@ class PrefetchingPeers:
 
     def _next(self) -> _Group | None:
         """Return the first group that may be fetched now."""
+        # enough entries are waiting to be taken
         if sum(group.nbytes for group in self._groups) >= self.ahead_bytes:
             return None
         return next((group for group in self._groups if not group.is_here), None)

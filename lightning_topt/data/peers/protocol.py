@@ -129,6 +129,7 @@ def authenticate(channel: Channel, key: bytes, *, deadline: float) -> None:
     Raises:
         PeerRefused: one end found that the other does not know the key.
     """
+    # the server speaks first
     hello = bytes(channel.receive(len(MAGIC) + NONCE_BYTES, deadline=deadline))
     if hello[: len(MAGIC)] != MAGIC:
         raise ProtocolError("something else listens there, or another version")
@@ -139,8 +140,10 @@ def authenticate(channel: Channel, key: bytes, *, deadline: float) -> None:
     )
     try:
         proof = bytes(channel.receive(PROOF_BYTES, deadline=deadline))
+    # a server that is not convinced hangs up
     except PeerLost as error:
         raise PeerRefused("it has another secret or other data") from error
+    # in a time that does not depend on where the two differ
     if not hmac.compare_digest(proof, _proof(key, b"server", server_nonce, client_nonce)):
         raise PeerRefused("it does not know the run's secret")
 
@@ -206,6 +209,7 @@ def own_address(*, towards: str) -> str:
         ValueError: no interface leads there.
     """
     try:
+        # a connected datagram socket knows the interface, and has sent nothing
         family, kind, protocol, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[
             0
         ]
@@ -257,6 +261,7 @@ class Channel:
         """Send all bytes of the buffers."""
         views, first = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)], 0
         while first < len(views):
+            # try first, and wait only where the socket takes no more
             try:
                 count = self._socket.sendmsg(views[first : first + _MOST_BUFFERS])
             except BlockingIOError:
@@ -279,6 +284,7 @@ class Channel:
                 self._wait(self._writable, deadline)
                 continue
             except OSError as error:
+                # EIO is the file's error; the others are the connection's
                 if error.errno == errno.EIO:
                     raise FileBroken(str(error)) from error
                 raise PeerLost(f"the connection is broken: {error}") from error
@@ -309,6 +315,7 @@ class Channel:
         views, first = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)], 0
         while first < len(views):
             try:
+                # as many buffers at once as a call takes
                 count = self._socket.recvmsg_into(views[first : first + _MOST_BUFFERS])[0]
             except BlockingIOError:
                 self._wait(self._readable, deadline)

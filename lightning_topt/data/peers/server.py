@@ -79,6 +79,7 @@ class PeerServer:
         )
         self._finalizer = weakref.finalize(self, _end, self.process, os.getpid())
         try:
+            # the port is known once the process listens
             self.address = (host, _started(self.process, settings))
         except BaseException:
             self.close()

@@ -80,7 +80,7 @@ class Watched:
         """
         return self.skip + self.most + 1
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         # The steady state is between two marks: after `skip` batches, and at the end.
         iterator = iter(self.batches)
         self._waits, self._marks, self.used = [], [], 0
@@ -89,6 +89,7 @@ class Watched:
             if self.used == self.skip:
                 self._mark()
                 started = time.perf_counter()
+            # the wait is inside `next` alone; between two requests the loop trains
             asked = time.perf_counter()
             try:
                 batch = next(iterator)
@@ -97,6 +98,7 @@ class Watched:
             self._waits.append(time.perf_counter() - asked)
             self.used += 1
             yield batch
+            # asked for the next one: this batch has been trained on
             if time.perf_counter() - started > self.seconds and self.used >= self.skip + self.least:
                 break
         self._mark()
@@ -119,10 +121,12 @@ class Watched:
                 f"{self.skip}: let it train on all that it is given, on more samples or in smaller "
                 "batches"
             )
+        # marks hold running totals: their differences, per batch
         count = self.used - self.skip
         wall, own, children, others = (
             (end - start) / count for start, end in zip(*self._marks, strict=True)
         )
+        # others: the machine's cores less this process and its children, never below 0
         return LoopTimes(
             count, wall, sum(self._waits[self.skip :]) / count, own, children, max(0.0, others)
         )
@@ -152,6 +156,7 @@ def touch(batch: object) -> None:
     """Read a byte of every memory page of a batch's tensors, as the start of a step does."""
     if isinstance(batch, Tensor):
         if batch.device.type == "cpu" and batch.layout == torch.strided and batch.numel():
+            # every page once: a batch in shared memory is mapped but not yet read
             batch.reshape(-1)[:: max(1, PAGE_BYTES // batch.element_size())].clone()
     elif isinstance(batch, Mapping):
         for value in batch.values():
@@ -179,7 +184,7 @@ def check_loader(loader: object) -> None:
         )
 
 
-def samples_per_batch(loader: DataLoader[Any]) -> int:
+def samples_per_batch(loader: DataLoader[object]) -> int:
     """Return the loader's batch size; 1 where the data set itself makes the batches.
 
     Where the sizes differ, it is that of the first batch.
@@ -192,14 +197,15 @@ def samples_per_batch(loader: DataLoader[Any]) -> int:
 
 
 def loader_over(
-    loader: DataLoader[Any], items: Sequence[int], *, num_workers: int
-) -> DataLoader[Any]:
+    loader: DataLoader[object], items: Sequence[int], *, num_workers: int
+) -> DataLoader[object]:
     """Make a loader like `loader` over the given items, in their order.
 
     Batches have its size; a last incomplete one is left out.
     """
     # Either a sampler and a batch size, or a batch sampler, or neither: samples are batches then.
     size = samples_per_batch(loader)
+    # samples one by one; then batches of equal size, without an incomplete one
     batches: dict[str, Any] = {"batch_size": loader.batch_size, "sampler": list(items)}
     if loader.batch_size is not None:
         batches["drop_last"] = True
@@ -207,6 +213,7 @@ def loader_over(
         full = range(0, len(items) - size + 1, size)
         batches = {"batch_sampler": [list(items[first : first + size]) for first in full]}
     workers: dict[str, Any] = {}
+    # DataLoader refuses these without workers
     if num_workers:
         workers = {
             "prefetch_factor": loader.prefetch_factor,
@@ -224,6 +231,6 @@ def loader_over(
     )
 
 
-def makes_batches(loader: DataLoader[Any]) -> bool:
+def makes_batches(loader: DataLoader[object]) -> bool:
     """Return whether the loader collates samples; else each sample is a batch."""
     return loader.batch_sampler is not None

@@ -67,8 +67,8 @@ class CacheUnderTest(Protocol):
     """A cache of prepared samples for the cached run, empty at first."""
 
     def loader_over(
-        self, loader: DataLoader[Any], items: Sequence[int], *, num_workers: int
-    ) -> DataLoader[Any]:
+        self, loader: DataLoader[object], items: Sequence[int], *, num_workers: int
+    ) -> DataLoader[object]:
         """Make the same as `stalls.loop.loader_over`, with the cache in front of the data set.
 
         Samples come from the cache where they are there, and are stored where not.
@@ -142,6 +142,7 @@ class StallMeasurement:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; an infinite rate is None."""
+        # JSON has no infinity
         costs = {
             name: None if value == inf else value for name, value in asdict(self.costs).items()
         }
@@ -157,7 +158,7 @@ class StallMeasurement:
 
 
 def measure_stalls(
-    loader: DataLoader[Any],
+    loader: DataLoader[object],
     *,
     train: Train,
     cache: CacheUnderTest,
@@ -192,6 +193,7 @@ class _Items:
 
     def rest(self, *, at_least: int) -> list[int]:
         """Return the unused items; all of them again where fewer than `at_least` are left."""
+        # too few are left: all of them once more
         if len(self.order) - self.used < at_least:
             self.used = 0
         return self.order[self.used :]
@@ -200,7 +202,7 @@ class _Items:
 class _Measurement:
     def __init__(
         self,
-        loader: DataLoader[Any],
+        loader: DataLoader[object],
         train: Train,
         cache: CacheUnderTest,
         options: MeasurementOptions,
@@ -237,6 +239,7 @@ class _Measurement:
         hit_seconds = alone.core_seconds / self.batch_size
         _, link = fit_link(probes.samples, rate=self.options.link_bytes_per_second)
         source_bytes = float(np.mean([probe.source_bytes for probe in probes.samples]))
+        # what a worker takes besides the samples that it reads from the cache
         worker_seconds = max(0.0, beside.worker_core_seconds - self.batch_size * hit_seconds)
         sample = sample_costs(
             alone_cold, synthetic, self.batch_size, worker_seconds + probes.collate_seconds
@@ -247,6 +250,7 @@ class _Measurement:
             num_items=len(self.items.order),
             step_seconds=synthetic.batch_seconds,
             step_core_seconds=synthetic.core_seconds,
+            # the part of a sample's wait that is no transfer
             latency_seconds=max(0.0, sample.wait_seconds - source_bytes / link),
             source_bytes=source_bytes,
             link_bytes_per_second=link,
@@ -271,6 +275,7 @@ class _Measurement:
         count = max(_MOST_PROBES, 2 * self.batch_size)
         items = self.items.rest(at_least=count)[:count]
         probes = probe_source(self.loader, items, seconds=self.options.seconds)
+        # these are no new items for the cold runs any more
         self.items.used += len(probes.samples) + WARMUP_SAMPLES
         batches = loader_over(self.loader, items[: _REPLAYED * self.batch_size], num_workers=1)
         return probes, list(batches)
@@ -281,6 +286,7 @@ class _Measurement:
         make = self.cache.loader_over if cached else loader_over
         loader = make(self.loader, items, num_workers=workers)
         count = len(loader)
+        # neither the batches that fill the queues, nor those that empty them
         skip = min(4 + ahead + workers, count // 2)
         most = max(1, count - skip - ahead)
         return Watched(loader, self.options.seconds, skip=skip, most=most)
@@ -306,9 +312,11 @@ class _Measurement:
         """Store items in the cache, as many as there is room for, and return them."""
         # Not in this process: workers forked later would share the connections that it opens.
         workers = self.cores if self.loader.num_workers else 0
+        # a few at first, to learn how large an entry is
         first = list(items[: max(self.batch_size, 16)])
         for _ in self.cache.loader_over(self.loader, first, num_workers=workers):
             pass
+        # room for nine tenths of them, so that all fit
         room = int(0.9 * int(self.options.memory_bytes) / self.cache.entry_bytes())
         if room < LEAST_BATCHES * self.batch_size:
             raise ValueError(
@@ -347,7 +355,9 @@ def sample_costs(
     `worker_seconds` is the worker's time per batch besides its samples. The rest of the machine is
     also busy in the `idle` loop, which reads nothing; that part is subtracted.
     """
+    # one worker: what the clock takes more than its core is waiting
     wait = max(0.0, cold.batch_seconds - cold.worker_core_seconds)
+    # processes that work for it, without what is busy in the idle loop as well
     others = (
         cold.other_core_seconds - idle.other_core_seconds / idle.batch_seconds * cold.batch_seconds
     )
@@ -362,12 +372,15 @@ def contention(costs: StallCosts, crowded: LoopTimes, *, cores: int) -> float:
 
     It is the core time of the `crowded` cold loop over that of the same work alone.
     """
+    # the work of a batch, as measured alone
     alone = costs.batch_size * costs.miss_seconds
     alone += costs.worker_seconds + costs.receive_seconds + costs.step_core_seconds
     taken = crowded.core_seconds + crowded.worker_core_seconds
+    # cores at work at a time
     busy = min(float(cores), taken / crowded.batch_seconds)
     if cores == 1 or busy < _LEAST_BUSY:
         return 1.0
+    # seen with `busy` cores; in proportion with all of them
     return 1 + max(0.0, taken / alone - 1) * (cores - 1) / (busy - 1)
 
 
@@ -397,7 +410,9 @@ class SourceProbe(NamedTuple):
     collate_seconds: float  # per batch
 
 
-def probe_source(loader: DataLoader[Any], items: Sequence[int], *, seconds: float) -> SourceProbe:
+def probe_source(
+    loader: DataLoader[object], items: Sequence[int], *, seconds: float
+) -> SourceProbe:
     """Read items for `seconds` in a new process and time them.
 
     Connections that a data set opens must not exist in this process when workers fork.
@@ -422,10 +437,11 @@ def probe_source(loader: DataLoader[Any], items: Sequence[int], *, seconds: floa
     return result  # type: ignore[no-any-return]
 
 
-def _probe(loader: DataLoader[Any], items: Sequence[int], seconds: float) -> SourceProbe:
+def _probe(loader: DataLoader[object], items: Sequence[int], seconds: float) -> SourceProbe:
     dataset: Any = loader.dataset
     probes, samples = probe_samples(dataset.__getitem__, items, seconds=seconds)
     size = samples_per_batch(loader)
+    # as many samples as a batch has, some of them again where fewer were read
     group = (samples * math.ceil(size / len(samples)))[:size]
     whole = group if makes_batches(loader) else group[0]
     times = []
@@ -451,6 +467,7 @@ def probe_samples(
     samples: list[Any] = []
     end = time.perf_counter() + seconds
     for item in items:
+        # bytes, clock and core time before and after each read
         received = _received_bytes()
         start, core = time.perf_counter(), time.process_time()
         sample = read(item)
@@ -497,6 +514,7 @@ def fit_link(probes: Sequence[SampleProbe], *, rate: float | None = None) -> tup
 
 
 def _slope(sizes: npt.NDArray[np.float64], waits: npt.NDArray[np.float64]) -> float:
+    # sizes too equal to say anything of the rate
     if len(sizes) < 8 or sizes.mean() <= 0 or sizes.std() < _LEAST_SPREAD * sizes.mean():
         return 0.0
     count = len(sizes)
@@ -506,6 +524,7 @@ def _slope(sizes: npt.NDArray[np.float64], waits: npt.NDArray[np.float64]) -> fl
     ordered = float((np.sign(more_bytes) * np.sign(more_wait)).sum())
     if ordered < _SURE * math.sqrt(count * (count - 1) * (2 * count + 5) / 18):
         return 0.0
+    # pairs of nearly equal size would divide by next to nothing
     apart = np.abs(more_bytes) > 0.1 * sizes.std()
     return max(0.0, float(np.median(more_wait[apart] / more_bytes[apart])))
 
@@ -521,6 +540,7 @@ def read_rate(directory: str | Path, *, entry_bytes: float) -> float:
     folder.mkdir(parents=True, exist_ok=True)
     size = int(min(max(1, entry_bytes), _DISK_TEST_BYTES))
     with tempfile.TemporaryFile(dir=folder) as file:
+        # a file on that disk, whose pages the kernel drops before it is read
         block = os.urandom(1 << 20)
         for _ in range(_DISK_TEST_BYTES >> 20):
             file.write(block)

@@ -425,11 +425,13 @@ class _SimulatedLoop:
     def __init__(self, costs: StallCosts, setup: SetUp, rng: np.random.Generator) -> None:
         self.costs, self.setup, self.clock = costs, setup, 0.0
         self.starts: list[float] = []  # when each step began
+        # the queues are full after these
         self.warmup = setup.num_workers * (setup.prefetch_factor + 2)
         total = self.warmup + max(_BATCHES, _BATCHES // 4 * setup.num_workers) + 1
         self.samples = _draw(costs, setup, total, rng)
         self.ready: set[int] = set()
         ahead = setup.num_workers * setup.prefetch_factor
+        # workers take the first batches in turns
         self.queues: list[deque[int]] = [
             deque(range(worker, min(ahead, total), setup.num_workers))
             for worker in range(setup.num_workers)
@@ -472,6 +474,7 @@ class _SimulatedLoop:
     def run(self) -> None:
         """Advance all processes from event to event until the training process ends."""
         processes = [self.train(), *(self.work(worker) for worker in range(self.setup.num_workers))]
+        # of each process: the condition that it waits for, its phase, and what is left of that
         waiting: list[Callable[[], bool] | None] = [None] * len(processes)
         phases: list[_Phase | None] = [None] * len(processes)
         left = [0.0] * len(processes)
@@ -520,6 +523,7 @@ class _SimulatedLoop:
         beside = waits[DELAY] + waits[LINK] / max(users[LINK], 1.0)
         cores = self.setup.cores
         busy = min(users[CORE] + beside, float(cores))
+        # the more cores are at work, the more each of them is slowed down
         slower = (
             1.0
             if cores == 1
@@ -551,6 +555,7 @@ def _draw(
     tiers[:in_memory], tiers[in_memory:on_disk] = 2, 1
     rng.shuffle(tiers)
     size = ceil(c.batch_size / _CHUNKS)
+    # an infinite rate takes no time
     link = 0.0 if c.link_bytes_per_second == inf else c.source_bytes
     disk = 0.0 if c.disk_bytes_per_second == inf else c.entry_bytes
     wait = c.latency_seconds + c.source_bytes / c.link_bytes_per_second

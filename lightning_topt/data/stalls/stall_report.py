@@ -45,6 +45,7 @@ def print_report(
 
     `rows` are those of `what_if`.
     """
+    # what is, what it follows from, what would be, what to do
     console.print(_parts_table(measurement))
     console.print(_costs_line(measurement), highlight=False)
     console.print(_what_if_table(rows))
@@ -58,8 +59,10 @@ def _parts_table(measurement: StallMeasurement) -> Table:
         f"{100 * stalls.fraction:.0f} % of training waits for data ({_setup_words(measurement)})"
     )
     table = Table(title=title, title_justify="left")
+    # numbers to the right, words to the left
     for column in ("per batch", "time", "share", "what removes it"):
         table.add_column(column, justify="right" if column in ("time", "share") else "left")
+    # a row for each part; they add up to the last row
     for name, attribute, _, remedy in _PARTS:
         seconds = getattr(stalls, attribute)
         table.add_row(
@@ -86,6 +89,7 @@ def _costs_line(measurement: StallMeasurement) -> str:
     c = measurement.costs
     rate = (
         "its rate not told apart"
+        # sizes of samples too much alike to fit a rate
         if c.link_bytes_per_second == inf
         else f"{8e-6 * c.link_bytes_per_second:.0f} Mb/s"
     )
@@ -102,6 +106,7 @@ def _what_if_table(rows: Sequence[WhatIf]) -> Table:
     table = Table("", "what if", "samples/s", "x now", title="Predicted", title_justify="left")
     for column in table.columns[2:]:
         column.justify = "right"
+    # the name of a group stands at its first row
     group = ""
     for row in rows:
         speed = (f"{row.samples_per_second:.0f}", f"{row.samples_per_second / now:.2f}")
@@ -118,6 +123,7 @@ def advice(measurement: StallMeasurement) -> list[str]:
     """
     costs, setup = measurement.costs, measurement.setup
     # The cache, the workers, and a warning where the model does not fit.
+    # share of the data set's items, as entries of the cache
     share = least_cache(costs, setup)
     needed, whole = share * costs.entry_bytes * costs.num_items, costs.entry_bytes * costs.num_items
     if share == 0:
@@ -129,11 +135,13 @@ def advice(measurement: StallMeasurement) -> list[str]:
             f"most {100 * NEARLY:.0f} % faster."
         ]
     best = best_num_workers(costs, setup)
+    # with all in memory there is less to wait for, so often fewer workers do
     warm = best_num_workers(costs, replace(setup, memory_share=1.0))
     sentences.append(
         f"Best num_workers on {setup.cores} cores: {best} without a cache, {warm} with everything "
         "in it."
     )
+    # the worst of the runs that were measured
     off = max(abs(error) for error in measurement.model_errors.values())
     if off > _FAR_OFF:
         sentences.append(
@@ -152,6 +160,7 @@ def save_png(
     `rows` are those of `what_if`.
     """
     figure = Figure(figsize=(11, 7), dpi=140, facecolor="white", layout="constrained")
+    # the bar over the whole width, below it the curve and the predictions
     grid = figure.add_gridspec(2, 2, height_ratios=(1, 4))
     _draw_parts(
         figure.add_subplot(grid[0, :]), measurement.stalls, title or _setup_words(measurement)
@@ -165,6 +174,7 @@ def _draw_parts(axes: Axes, stalls: Stalls, title: str) -> None:
     # One horizontal bar, its parts side by side.
     left = 0.0
     for name, attribute, colour, _ in _PARTS:
+        # a difference of two measurements may be below 0; a bar may not
         seconds = max(0.0, getattr(stalls, attribute))
         label = f"{name} {format_seconds(seconds)}"
         axes.barh(
@@ -199,6 +209,7 @@ def _draw_curve(axes: Axes, measurement: StallMeasurement) -> None:
     shares = [i / (_CURVE - 1) for i in range(_CURVE)]
     speeds = [samples_per_second(costs, replace(setup, memory_share=share)) for share in shares]
     axes.plot([100 * share for share in shares], speeds, color=_PARTS[0][2], label="predicted")
+    # seconds per batch to samples per second
     size = costs.batch_size
     measured = [size / measurement.cold.batch_seconds, size / measurement.cached.batch_seconds]
     axes.plot([0, 100], measured, "o", color=_PARTS[1][2], label="measured")
@@ -208,6 +219,7 @@ def _draw_curve(axes: Axes, measurement: StallMeasurement) -> None:
         linestyle="--",
         label="no wait for data",
     )
+    # 0: no cache is worth having, so no line
     least = least_cache(costs, setup)
     if least:
         axes.axvline(
@@ -225,10 +237,12 @@ def _draw_curve(axes: Axes, measurement: StallMeasurement) -> None:
 
 def _draw_rows(axes: Axes, rows: Sequence[WhatIf]) -> None:
     names = [f"{row.group}: {row.change}" for row in rows]
+    # the first row on top
     places = range(len(rows), 0, -1)
     axes.barh(
         list(places), [row.samples_per_second for row in rows], color=_PARTS[0][2], height=0.7
     )
+    # the first row is the loop as it is: gains lie to the right of the line
     axes.axvline(rows[0].samples_per_second, color=_FAINT, linewidth=0.8)
     axes.set_yticks(list(places), names, fontsize=7.5)
     axes.set_xlabel("samples/s, predicted")

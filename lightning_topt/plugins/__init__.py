@@ -25,8 +25,7 @@ A fit under ``"topt"``, from Lightning's hooks down:
 
 What these use:
 
-    may it be sharded?     sharding_checks, held_parameters
-    may others run it?     step_checks
+    what a plan needs      requirements, with code_names and held_parameters
     a step's result        step_records, microbatches, loss_kinds, stashed_gradients
     between ranks          value_exchange, clipping
     Lightning              ddp_options, register, lightning_private

@@ -520,32 +520,6 @@ def rule_for(optimizer: Optimizer, prediction: Prediction | None = None) -> Pred
     return default
 
 
-def why_not_continuous(trainer: pl.Trainer) -> str | None:
-    """Return why this fit cannot run in a continuous pipeline, as a clause.
-
-    Beside what every pipeline refuses.
-    """
-    # Steps that change the training state in other ways than by an update.
-    strategy = trainer.strategy
-    if getattr(strategy.precision_plugin, "scaler", None) is not None:
-        return (
-            "a gradient scaler skips updates and changes its scale with minibatches in flight "
-            "(bf16-mixed needs none)"
-        )
-    if getattr(trainer, "_val_check_time_interval", None) is not None:
-        return (
-            "each rank's clock would decide when to validate (val_check_interval is a number of "
-            "batches, or a share of them)"
-        )
-    for config in strategy.lr_scheduler_configs:
-        if config.reduce_on_plateau and config.interval == "step":
-            return (
-                "ReduceLROnPlateau in each step sees other values on each stage (interval='epoch' "
-                "sees the same)"
-            )
-    return None
-
-
 def check_flight(plan: ParallelPlan, trainer: pl.Trainer) -> None:
     """Raise PlanError where a rule needs more minibatches in an update than the fit accumulates."""
     # Minibatches in flight on the first stage.

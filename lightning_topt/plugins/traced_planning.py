@@ -52,25 +52,27 @@ from lightning_topt.plugins.plan_request import (
     PlanRequest,
     check_exchange_of_run,
     check_flight,
-    why_not_continuous,
     with_rule,
 )
 from lightning_topt.plugins.planning import PlanDecision, on_every_rank, on_rank_0, optimizers_of
+from lightning_topt.plugins.requirements import (
+    CONTINUOUS,
+    OWN_BATCHES,
+    SEQUENTIAL,
+    SHARDED,
+    STAGES,
+    Fit,
+    why_not,
+)
 from lightning_topt.plugins.searched_plan import (
     capture_on_ranks,
     choose_for,
-    needs_whole_parameters,
     read_costs,
     say,
     say_what_stays,
     search_mesh,
     search_request,
     split_model,
-)
-from lightning_topt.plugins.step_checks import (
-    why_no_own_batches,
-    why_no_pipeline,
-    why_no_sequential_batches,
 )
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
@@ -191,30 +193,29 @@ def _check_features(
         f"{b.block}.{name}".lstrip(".") for b in plan.blocks for name, _ in b.config.parameters
     }
 
+    def would_shard(parameter: str) -> bool:
+        return bool(levels[block_of(parameter, levels)]) or parameter in split
+
+    fit = Fit(trainer, None, graph, request.only_replicated, would_shard)
     # Stages.
-    if plan.schedule is not None and (reason := why_no_pipeline(trainer)):
+    if plan.schedule is not None and (reason := why_not(fit, STAGES)):
         raise PlanError(f"this plan is a pipeline, but {reason}; choose a plan without stages")
-    if plan.schedule in CONTINUOUS_SCHEDULES and (reason := why_not_continuous(trainer)):
+    if plan.schedule in CONTINUOUS_SCHEDULES and (reason := why_not(fit, CONTINUOUS)):
         raise PlanError(
             f"this plan's stages never wait for an update, but {reason}; choose another schedule"
         )
     if plan.schedule in CONTINUOUS_SCHEDULES:
         check_flight(plan, trainer)
     # A batch from each rank of a pipeline.
-    if plan.own_batches and (reason := why_no_own_batches(trainer)):
+    if plan.own_batches and (reason := why_not(fit, OWN_BATCHES)):
         raise PlanError(
             f"under this plan ranks run the batches of one another, but {reason}; leave out "
             "own_batches, or choose a plan without stages"
         )
 
-    def would_shard(parameter: str) -> bool:
-        return bool(levels[block_of(parameter, levels)]) or parameter in split
-
     # Sharded parameters and gradients.
     shards = not plan.keeps_gradients_whole
-    if shards and (
-        reason := needs_whole_parameters(request, trainer, graph, would_shard=would_shard)
-    ):
+    if shards and (reason := why_not(fit, SHARDED)):
         way_out = "choose a plan without tensor axes" if split else "choose ZeRO level 0 or 1"
         if plan.schedule is not None:
             raise PlanError(
@@ -222,11 +223,7 @@ def _check_features(
                 "without stages"
             )
         raise PlanError(f"this plan shards parameters, but {reason}; {way_out}")
-    if (
-        plan.brings_batches
-        and plan.schedule is None
-        and (reason := why_no_sequential_batches(trainer))
-    ):
+    if plan.brings_batches and plan.schedule is None and (reason := why_not(fit, SEQUENTIAL)):
         raise PlanError(
             f"under this plan ranks run the batches of one another, but {reason}; leave out "
             "num_microbatches and joint, or choose a plan without tensor axes"
@@ -322,7 +319,7 @@ def _stale_weights(
     """Return what a search for `given` may choose of continuous pipelines."""
     if not request.stale.allowed:
         return None
-    if given.schedule is None and why_not_continuous(trainer):
+    if given.schedule is None and why_not(Fit(trainer), CONTINUOUS):
         return None
     (optimizer,), _ = optimizers_of(trainer)
     return replace(request.stale, prediction=given.prediction or request.stale.prediction).weights(

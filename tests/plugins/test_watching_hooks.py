@@ -24,12 +24,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.autograd import grad
 
-from lightning_topt.plugins.sharding_checks import (
-    why_changed_by_callbacks,
-    why_hooked,
-    why_unsharded,
-    why_watched,
-)
+from lightning_topt.plugins.requirements import SHARDED, Fit, why_not
 from tests.plugins.test_whole_parameters import Net
 from tests.plugins.trainer_ranks import make_trainer
 
@@ -42,6 +37,13 @@ def trainer_of(module: L.LightningModule, *callbacks: L.Callback) -> Any:
     module.trainer = trainer
     trainer.strategy.optimizers = [module.configure_optimizers()]
     return trainer
+
+
+def reason_of(module: L.LightningModule, *callbacks: L.Callback) -> str | None:
+    return why_not(Fit(trainer_of(module, *callbacks)), SHARDED)
+
+
+READ = ", and no rank has all of that then"
 
 
 def helper_that_looks(module: nn.Module) -> float:
@@ -176,7 +178,7 @@ class GradientOfAttribute(Net):
     ],
 )
 def test_hooks_that_look(make: type[Net], expected: str) -> None:
-    assert why_watched(trainer_of(make())) == expected
+    assert reason_of(make()) == expected + READ
 
 
 class Ordinary(Net):
@@ -256,7 +258,7 @@ def test_ordinary_hooks_and_callbacks() -> None:
         ModelSummary(),
         Timer(),
     )
-    assert why_unsharded(trainer_of(Ordinary(), Printer(), *usual)) is None
+    assert reason_of(Ordinary(), Printer(), *usual) is None
 
 
 class CallbackLooks(L.Callback):
@@ -307,7 +309,7 @@ class CallbackDelegates(L.Callback):
     ],
 )
 def test_callbacks_that_look(callback: L.Callback, expected: str) -> None:
-    assert why_watched(trainer_of(Net(), callback)) == expected
+    assert reason_of(Net(), callback) == expected + READ
 
 
 def test_code_without_source_is_read_by_its_names() -> None:
@@ -315,35 +317,29 @@ def test_code_without_source_is_read_by_its_names() -> None:
     scope: dict[str, Any] = {}
     exec("def look(trainer, module, *rest):\n    return [p.grad for p in module.net]", scope)
     exec("def glance(trainer, module, *rest):\n    return trainer.global_step", scope)
-    assert (
-        why_watched(trainer_of(Net(), LambdaCallback(on_train_batch_end=scope["look"]))) is not None
-    )
-    assert (
-        why_watched(trainer_of(Net(), LambdaCallback(on_train_batch_end=scope["glance"]))) is None
-    )
+    assert reason_of(Net(), LambdaCallback(on_train_batch_end=scope["look"])) is not None
+    assert reason_of(Net(), LambdaCallback(on_train_batch_end=scope["glance"])) is None
 
 
 def test_callbacks_of_lightning_that_change_parameters() -> None:
     for callback in (ModelPruning("l1_unstructured", amount=0.5), BackboneFinetuning()):
-        assert type(callback).__name__ in (
-            why_changed_by_callbacks(trainer_of(Net(), callback)) or ""
-        )
-    assert why_changed_by_callbacks(trainer_of(Net(), ModelCheckpoint())) is None
+        assert f"callback {type(callback).__name__} " in (reason_of(Net(), callback) or "")
+    assert reason_of(Net(), ModelCheckpoint()) is None
 
 
 def test_hooks_registered_by_the_user() -> None:
     module = Net()
-    assert why_hooked(module) is None
+    assert reason_of(module) is None
     forward = module.net.register_forward_hook(lambda mod, args, out: print(out.mean()))
-    assert why_hooked(module) is None
+    assert reason_of(module) is None
     forward.remove()
     looking = module.net.register_forward_hook(
         lambda mod, args, out: print([p.norm() for p in mod.parameters()])
     )
-    assert "a hook on 'net'" in (why_hooked(module) or "")
+    assert "a hook on 'net'" in (reason_of(module) or "")
     looking.remove()
     on_gradient = module.net[0].weight.register_hook(lambda gradient: gradient * 2)
-    assert "a hook on parameter 'net.0.weight'" in (why_hooked(module) or "")
+    assert "a hook on parameter 'net.0.weight'" in (reason_of(module) or "")
     on_gradient.remove()
     module.net[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    assert "a hook on parameter 'net.0.weight'" in (why_hooked(module) or "")
+    assert "a hook on parameter 'net.0.weight'" in (reason_of(module) or "")

@@ -33,7 +33,7 @@ from lightning_topt.plugins.plan_options import (
     read_device_counts,
     read_mesh,
 )
-from lightning_topt.plugins.plan_request import PlanRequest
+from lightning_topt.plugins.plan_request import PlanRequest, rule_for
 from lightning_topt.plugins.planning import make_fake_optimizers
 from lightning_topt.plugins.requirements import SHARDED, STAGES, Fit, why_not
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
@@ -155,7 +155,7 @@ class SearchedPipelines:
                 "a pipeline that never flushes updates with one optimizer, and the module has "
                 f"{len(optimizers)}"
             )
-        return request.stale.weights(optimizers[0])
+        return StaleWeights(rule_for(optimizers[0], request.stale.prediction))
 
     def notes(
         self,

@@ -41,18 +41,16 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
+from lightning_topt import communication
 from lightning_topt.communication.exchange_method import ByNodes, ExchangeMethod, GradientMethod
 from lightning_topt.communication.method_registry import gradient_methods
-from lightning_topt.communication.methods.half import BF16
-from lightning_topt.communication.methods.top_k import TopK
 from lightning_topt.communication.selection.vector_top_k import DTYPES
 from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.cluster import Cluster
+from lightning_topt.costs.measuring import device_memory_bytes
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.costs.plain_values import shown
-from lightning_topt.costs.timers import device_memory_bytes
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, rule_from_value
-from lightning_topt.plan.pipeline_search import StaleWeights
 from lightning_topt.plan.plan_values import read_exchange
 from lightning_topt.plugins.plan_options import (
     GivenPlan,
@@ -74,7 +72,6 @@ Allow = (
     | ExchangeMethod
     | Sequence[str | Mapping[str, Any] | ExchangeMethod]
 )
-DEFAULT_CANDIDATES = (TopK(), TopK(density=None, bits=2), BF16())
 AllowStaleness = bool | str | Mapping[str, Any] | Prediction
 _NO_RULE_NEEDED = "stash"
 
@@ -274,6 +271,12 @@ def _parameter_bytes(module: pl.LightningModule) -> int:
 # ---- compressed exchanges ------------------------------------------------------------------------
 
 
+def default_candidates() -> tuple[GradientMethod, ...]:
+    """Return what is searched where the user names no exchange."""
+    top_k = communication.TopK  # imported here, by its first use
+    return top_k(), top_k(density=None, bits=2), communication.BF16()
+
+
 @dataclass(frozen=True)
 class AllowedExchanges:
     """The gradient exchanges that plans may have.
@@ -292,12 +295,12 @@ class AllowedExchanges:
         """Read what `allow_compression` says.
 
         That is False; True; any of the forms of `read_method`; or several of these. True searches
-        those of `DEFAULT_CANDIDATES` that hold for the module's optimizer, and lets a given plan
+        those of `default_candidates` that hold for the module's optimizer, and lets a given plan
         have any method. Raises ValueError that names the entry.
         """
         if isinstance(allow, bool):
             return (
-                cls(DEFAULT_CANDIDATES, gradient_methods(), only_what_holds=True)
+                cls(default_candidates(), gradient_methods(), only_what_holds=True)
                 if allow
                 else cls()
             )
@@ -490,13 +493,6 @@ class AllowedStaleness:
                 f"the plan predicts weights by {own.name!r}, and allow_staleness names another "
                 "rule: say allow_staleness=True, or change the plan's prediction"
             )
-
-    def weights(self, optimizer: Optimizer) -> StaleWeights | None:
-        """Return what a search may choose, None where nothing is allowed.
-
-        Raises ValueError as `rule_for`.
-        """
-        return StaleWeights(rule_for(optimizer, self.prediction)) if self.allowed else None
 
 
 def rule_for(optimizer: Optimizer, prediction: Prediction | None = None) -> Prediction:

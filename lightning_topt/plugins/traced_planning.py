@@ -41,7 +41,7 @@ from lightning_topt.plan.parallel_plan import (
     preset_plan,
     uniform_plan,
 )
-from lightning_topt.plan.pipeline_search import StaleWeights
+from lightning_topt.plan.pipeline_search import PipelineRequest, StaleWeights
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
 from lightning_topt.plan.plan_values import PRESETS
@@ -52,9 +52,16 @@ from lightning_topt.plugins.plan_request import (
     PlanRequest,
     check_exchange_of_run,
     check_flight,
+    rule_for,
     with_rule,
 )
-from lightning_topt.plugins.planning import PlanDecision, on_every_rank, on_rank_0, optimizers_of
+from lightning_topt.plugins.planning import (
+    UNTIL_WATCHED,
+    PlanDecision,
+    on_every_rank,
+    on_rank_0,
+    optimizers_of,
+)
 from lightning_topt.plugins.requirements import (
     CONTINUOUS,
     OWN_BATCHES,
@@ -77,7 +84,6 @@ from lightning_topt.plugins.searched_plan import (
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 
-UNTIL_WATCHED = "ddp until a plan is made of its first steps"
 MICROBATCHES_PER_RANK = 4  # at most; the bubble of 1F1B is then a fifth of the step, or less
 
 
@@ -322,9 +328,7 @@ def _stale_weights(
     if given.schedule is None and why_not(Fit(trainer), CONTINUOUS):
         return None
     (optimizer,), _ = optimizers_of(trainer)
-    return replace(request.stale, prediction=given.prediction or request.stale.prediction).weights(
-        optimizer
-    )
+    return StaleWeights(rule_for(optimizer, given.prediction or request.stale.prediction))
 
 
 def microbatch_of(batch: Any, given: PipelinePlan, mesh: Mesh) -> tuple[Any, int]:
@@ -352,9 +356,16 @@ def pipeline_request(
         search,
         global_batch_size=(samples if is_free else search.graph.batch_size * count)
         * mesh.data_parallel_size,
-        pipelines=given.wanted(mesh, microbatches=None if is_free else count),
+        pipelines=pipelines_on(mesh, given, microbatches=None if is_free else count),
         exchanges=(),
     )
+
+
+def pipelines_on(mesh: Mesh, given: PipelinePlan, *, microbatches: int | None) -> PipelineRequest:
+    """Return the pipelines to search for on the mesh of `given`."""
+    stages = given.stages if given.sizes is not None else mesh.pipeline_size * given.per_rank
+    ranks, tensor = mesh.pipeline_size, mesh.ranks_along(mesh.tensor_axes)
+    return PipelineRequest(stages, given.schedule, microbatches, ranks=ranks, tensor=tensor)
 
 
 def choose_pipeline(

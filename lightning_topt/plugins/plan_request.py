@@ -38,7 +38,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_topt import communication
@@ -242,11 +242,18 @@ def read_request(
     check_planner_options(
         memory_margin=memory_margin, objective="time" if objective is None else objective
     )
+    given = read_plan_option(plan)
+    if objective == "memory" and memory_limit is None and _is_fixed(given):
+        rank_zero_warn(
+            "topt: objective='memory' chooses among plans that are searched, and this plan runs as "
+            "it is: freed memory is given back to the system, and that is all. For the plan of "
+            "least memory leave out plan, or give a mesh to search on (plan={'mesh': {'data': 2}})"
+        )
     return PlanRequest(
         memory_limit=read_memory_limit(memory_limit),
         objective=objective or "time",
         objective_given=objective is not None,
-        plan=read_plan_option(plan),
+        plan=given,
         cluster=read_cluster(cluster),
         memory_margin=memory_margin,
         only_replicated=bool(ddp_kwargs) or has_hook,

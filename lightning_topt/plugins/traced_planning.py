@@ -33,6 +33,7 @@ from lightning_topt.graph.blocks import block_of, choose_blocks
 from lightning_topt.graph.errors import may_need_values, one_line
 from lightning_topt.graph.mesh_axes import Mesh, data_mesh
 from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
+from lightning_topt.plan.explanation import price_plan
 from lightning_topt.plan.parallel_plan import (
     BlockPlan,
     ParallelPlan,
@@ -389,23 +390,26 @@ def choose_pipeline(
             "stages, or let the model consist of more submodules that are called one after the "
             "other"
         )
-    plan = choose(search_plans(search)).plan
-    return _recomputed(plan, graph) if given.recompute else plan
+    found = search_plans(search)
+    if given.recompute:
+        # Compared as they will run: limits are for plans that recompute.
+        again = [_recomputed(point, search) for point in found.candidates]
+        found = replace(found, points=tuple(again), uniform=())
+    return choose(found).plan
 
 
-def _recomputed(plan: ParallelPlan, graph: OpGraph) -> ParallelPlan:
-    again = {block.name for block in graph.blocks if block.recomputable}
+def _recomputed(point: PlanPoint, search: SearchRequest) -> PlanPoint:
+    """Return the plan of `point` with all blocks recomputed that can be, and what it takes."""
+    again = {block.name for block in search.graph.blocks if block.recomputable}
 
     def with_it(block: BlockPlan) -> BlockPlan:
-        return (
-            replace(block, config=replace(block.config, recompute=True))
-            if block.block in again
-            else block
-        )
+        config = replace(block.config, recompute=block.config.recompute or block.block in again)
+        return replace(block, config=config)
 
-    return replace(
-        plan, stages=tuple(StagePlan(tuple(map(with_it, stage.blocks))) for stage in plan.stages)
-    )
+    stages = tuple(StagePlan(tuple(map(with_it, stage.blocks))) for stage in point.plan.stages)
+    priced = price_plan(search, replace(point.plan, stages=stages))
+    predicted = priced.predicted
+    return PlanPoint(predicted.step_seconds, predicted.peak_bytes, point.devices, priced.plan)
 
 
 def with_blocks_for(graph: OpGraph, given: PipelinePlan, mesh: Mesh) -> OpGraph:

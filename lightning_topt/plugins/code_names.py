@@ -295,7 +295,7 @@ UNKNOWN = _Unknown()
 class _Code(NamedTuple):
     """The code of a function, or of one inside of it, and its arguments as far as known."""
 
-    function: types.FunctionType
+    function: Any  # a types.FunctionType, which on a class would be a method
     code: types.CodeType
     scope: dict[str, Any]
 

@@ -251,10 +251,9 @@ def _reading_hook(fit: Fit) -> str | None:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             for function in own_functions(callback, name):
                 # LambdaCallback: a function of (trainer, module, ...)
-                arguments = (trainer, module)
-                arguments = arguments if name in vars(callback) else (callback, *arguments)
+                own = () if name in vars(callback) else (callback,)
                 reader = Reader(module, GRADIENTS | PARAMETERS, calls_count=True)
-                if found := reader.reads(function, *arguments):
+                if found := reader.reads(function, *own, trainer, module):
                     return f"callback {type(callback).__name__} {found} in {name}"
     return None
 

@@ -187,9 +187,12 @@ class Reader:
                 if use := self._use_of_module(value, rest, path, code, is_whole=is_whole):
                     yield use if is_whole else f"uses {name!r}"
             # A function, or a property, is read as well.
-            for function in _functions(owner, name) if at else (value,):
-                is_bound = at > 0 and not isinstance(function, staticmethod)
-                yield from self.follow(function, (owner,) if is_bound else ())
+            if at == 0 or isinstance(owner, types.ModuleType | type):
+                yield from self.follow(value)
+                continue
+            for function in own_functions(owner, name):
+                is_static = isinstance(function, staticmethod)
+                yield from self.follow(function, () if is_static else (owner,))
 
     def _use_of_module(
         self, value: nn.Module, rest: tuple[str, ...], path: _Path, code: _Code, *, is_whole: bool
@@ -340,13 +343,6 @@ def _plain(function: Any) -> types.FunctionType | None:
             function = inspect.getattr_static(function, "__wrapped__", called)
             if not isinstance(function, types.FunctionType):
                 return None
-
-
-def _functions(owner: Any, name: str) -> Iterator[Any]:
-    if isinstance(owner, types.ModuleType | type):
-        yield inspect.getattr_static(owner, name, None)
-    elif owner is not UNKNOWN:
-        yield from own_functions(owner, name)
 
 
 def _attribute_of(owner: Any, name: str, module: pl.LightningModule) -> Any:

@@ -286,10 +286,6 @@ def _unpackable(fit: Fit) -> str | None:
     return None
 
 
-def _is_counting_norm(part: nn.Module) -> bool:
-    return isinstance(part, _NormBase) and part.training and part.track_running_stats
-
-
 def _has_scaler(fit: Fit) -> bool:
     return getattr(fit.trainer.strategy.precision_plugin, "scaler", None) is not None
 
@@ -469,7 +465,9 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         (OWN_BATCHES,),
         "batch norm counts the batches of rank 0 alone under ddp, and would count all of a "
         "pipeline's",
-        lambda fit: fit.part(_is_counting_norm),
+        lambda fit: fit.part(
+            lambda part: isinstance(part, _NormBase) and part.training and part.track_running_stats
+        ),
     ),
     Requirement(
         (OWN_BATCHES,),

@@ -112,7 +112,7 @@ class Reader:
     attributes_count: bool = False
     used: set[str] = field(default_factory=set)
     computes_gradients: bool = False
-    _seen: set[tuple[types.CodeType, int]] = field(default_factory=set)
+    _seen: set[tuple[types.CodeType, tuple[int, ...]]] = field(default_factory=set)
 
     def reads(self, function: Any, *arguments: Any) -> str | None:
         """Return what `function` does: "reads gradients", "calls the model" ...; None for nothing.
@@ -130,16 +130,17 @@ class Reader:
             return set()
         if (function.__module__ or "").partition(".")[0] in sys.stdlib_module_names - {"__main__"}:
             return set()
-        # Once for each object that it is called with.
+        # Once for the objects that it is called with.
         code: types.CodeType = function.__code__
-        key = code, id(arguments[0]) if arguments else 0
+        key = code, tuple(map(id, arguments))
         if key in self._seen:
             return set()
         self._seen.add(key)
         # Arguments are known by position in a hook, by name in what it calls.
         parameters = code.co_varnames[: code.co_argcount]
         scope = {name: self.module for name in parameters if name in _THE_MODULE}
-        scope |= dict(zip(parameters, arguments, strict=False))
+        known = zip(parameters, arguments, strict=False)
+        scope |= {name: value for name, value in known if value is not UNKNOWN}
         codes = [code, *_inner(code)]
         names = {name for each in codes for name in each.co_names}
         # Loggers of Python write on every rank.
@@ -184,8 +185,8 @@ class Reader:
                     yield "reads parameters"
             elif self.calls_count and _is_trained(value):
                 is_whole = at == 0 or value is self.module
-                if use := self._use_of_module(value, rest, path, code, is_whole=is_whole):
-                    yield use if is_whole else f"uses {name!r}"
+                for use in self._uses_of_module(value, rest, path, code, is_whole=is_whole):
+                    yield f"uses {name!r}" if use == "uses" or not is_whole else use
             # A function, or a property, is read as well.
             if at == 0 or isinstance(owner, types.ModuleType | type):
                 yield from self.follow(value)
@@ -194,27 +195,33 @@ class Reader:
                 is_static = isinstance(function, staticmethod)
                 yield from self.follow(function, () if is_static else (owner,))
 
-    def _use_of_module(
+    def _uses_of_module(
         self, value: nn.Module, rest: tuple[str, ...], path: _Path, code: _Code, *, is_whole: bool
-    ) -> str | None:
-        """Return what is done with a module that has parameters, None where that is harmless."""
+    ) -> Iterator[str]:
+        """Yield what is done with a module that has parameters, unless that is harmless."""
+        taker = path.taker
         if rest and rest[0] not in _STEPS:
             # Its mode, a number, a further module; methods of the whole model are read.
             part = _attribute_of(value, rest[0], self.module)
             is_known = isinstance(part, nn.Module) or (part is not UNKNOWN and not callable(part))
-            return None if is_whole or is_known or rest[0] in _MODES | self.names else "uses"
-        if path.is_called:
-            return "calls the model"
-        if not path.taker:
-            return None if is_whole else "uses"
-        # It is handed to a function, which may be harmless, or is read itself.
-        taker = code.variable(path.taker[0])
-        for name in path.taker[1:]:
-            taker = UNKNOWN if name in _STEPS else _attribute_of(taker, name, self.module)
-        is_function = isinstance(taker, types.FunctionType | types.MethodType)
-        is_read = is_function and not is_library(taker.__module__)
-        is_harmless = is_read or path.taker[0] in _HARMLESS_CALLS
-        return None if is_harmless else "hands the model to a function"
+            if not (is_whole or is_known or rest[0] in _MODES | self.names):
+                yield "uses"
+        elif path.is_called:
+            yield "calls the model"
+        elif not taker and not is_whole:
+            yield "uses"
+        elif taker and taker[0] not in _HARMLESS_CALLS:
+            # It is handed to a function, which is read with it, or unknown.
+            function = code.variable(taker[0])
+            for name in taker[1:]:
+                is_step = name in _STEPS
+                function = UNKNOWN if is_step else _attribute_of(function, name, self.module)
+            plain, owner = _plain(function), getattr(function, "__self__", UNKNOWN)
+            if plain is None or is_library(plain.__module__):
+                yield "hands the model to a function"
+            else:
+                own = () if owner is UNKNOWN else (owner,)
+                yield from self.follow(plain, (*own, *[UNKNOWN] * path.place, value))
 
 
 # ---- paths of names ------------------------------------------------------------------------------
@@ -226,6 +233,7 @@ class _Path(NamedTuple):
     names: tuple[str, ...]  # among them `_STEPS`
     is_called: bool  # with what comes next as arguments
     taker: tuple[str, ...]  # the path of the function that probably gets it, () for none
+    place: int  # as which argument
 
 
 # A call, of what is before it or with that as its last argument; a loop over it.
@@ -246,7 +254,7 @@ def _paths(code: types.CodeType) -> tuple[_Path, ...]:
     found: list[_Path] = []
     names: list[str] = []
     taker: tuple[str, ...] = ()
-    is_called, before = False, ""
+    is_called, before, place = False, "", 0
     for each in dis.get_instructions(code):
         kind, value = each.opname, each.argval
         if kind in _SILENT:
@@ -267,9 +275,11 @@ def _paths(code: types.CodeType) -> tuple[_Path, ...]:
             loaded = loaded[kind.startswith("STORE") :] if _VARIABLES.search(kind) else ()
             for path in (tuple(names), *((name,) for name in loaded[:-1])):
                 may_be_called = not _HAS_NULL and not taker and kind.startswith("LOAD")
-                found += [_Path(path, is_called or may_be_called, taker)] if path else []
+                found += [_Path(path, is_called or may_be_called, taker, place)] if path else []
+                place += len(path) > 0
                 if {*path[1:]}.difference(_STEPS) or {*path[:1]}.difference(code.co_varnames):
-                    taker = path
+                    taker, place = path, 0
+            place += kind == "LOAD_CONST"
             names = [*loaded[-1:]]
             is_pushed = before == "PUSH_NULL" and not _NULL_IS_AFTER
             is_called = bool(names) and (is_pushed or "NULL" in each.argrepr)

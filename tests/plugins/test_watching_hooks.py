@@ -83,6 +83,15 @@ class HelperLooks(Net):
         self.log("max", helper_that_looks(self))
 
 
+def helper_that_calls(anything: Any, samples: int) -> Any:
+    return anything(torch.zeros(samples, 4))
+
+
+class HelperCalls(Net):
+    def on_train_epoch_end(self) -> None:
+        self.images = helper_that_calls(self, 2)
+
+
 class Clips(Net):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, **_: Any
@@ -159,6 +168,7 @@ class GradientOfAttribute(Net):
         (CallsModel, "CallsModel.on_validation_epoch_end uses 'net'"),
         (CallsItself, "CallsItself.on_train_epoch_end calls the model"),
         (HelperLooks, "HelperLooks.on_train_batch_end reads parameters"),
+        (HelperCalls, "HelperCalls.on_train_epoch_end calls the model"),
         (Clips, "Clips.configure_gradient_clipping reads gradients"),
         (Groups, "Groups.optimizer_step reads parameters"),
         (PropertyLooks, "PropertyLooks.on_train_batch_end reads parameters"),
@@ -271,9 +281,27 @@ class CallbackCalls(L.Callback):
         pl_module(torch.zeros(2, 4))
 
 
+class CallbackAsksTrainer(L.Callback):
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.model(torch.zeros(2, 4))
+
+
 class CallbackHands(L.Callback):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         torch.save(pl_module, "/dev/null")
+
+
+class Sampler:
+    def sample(self, count: int, anything: Any) -> Any:
+        return anything.net(torch.zeros(count, 4))
+
+
+class CallbackSamples(L.Callback):
+    def __init__(self) -> None:
+        self.sampler = Sampler()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.sampler.sample(2, pl_module)
 
 
 class Ema:
@@ -295,6 +323,11 @@ class CallbackDelegates(L.Callback):
     [
         (CallbackLooks(), "callback CallbackLooks reads parameters in on_train_batch_end"),
         (CallbackCalls(), "callback CallbackCalls calls the model in on_train_epoch_end"),
+        (
+            CallbackAsksTrainer(),
+            "callback CallbackAsksTrainer calls the model in on_train_epoch_end",
+        ),
+        (CallbackSamples(), "callback CallbackSamples uses 'net' in on_train_epoch_end"),
         (
             CallbackHands(),
             "callback CallbackHands hands the model to a function in on_train_epoch_end",

@@ -144,7 +144,8 @@ class Reader:
         codes = [code, *_inner(code)]
         names = {name for each in codes for name in each.co_names}
         # Loggers of Python write on every rank.
-        loggers = {n for n, v in function.__globals__.items() if isinstance(v, logging.Logger)}
+        outer = function.__globals__
+        loggers = {name for name in names if isinstance(outer.get(name), logging.Logger)}
         self.used |= names - loggers
         found = {
             clause

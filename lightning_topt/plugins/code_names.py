@@ -185,9 +185,8 @@ class Reader:
                 if (self.calls_count or self.attributes_count) and not is_harmless:
                     yield "reads parameters"
             elif self.calls_count and _is_trained(value):
-                is_whole = at == 0 or value is self.module
-                for use in self._uses_of_module(value, rest, path, code, is_whole=is_whole):
-                    yield f"uses {name!r}" if use == "uses" or not is_whole else use
+                part = None if at == 0 or value is self.module else name
+                yield from self._uses_of_module(value, part, rest, path, code)
             # A function, or a property, is read as well.
             if at == 0 or isinstance(owner, types.ModuleType | type):
                 yield from self.follow(value)
@@ -197,32 +196,34 @@ class Reader:
                 yield from self.follow(function, () if is_static else (owner,))
 
     def _uses_of_module(
-        self, value: nn.Module, rest: tuple[str, ...], path: _Path, code: _Code, *, is_whole: bool
+        self, value: nn.Module, part: str | None, rest: tuple[str, ...], path: _Path, code: _Code
     ) -> Iterator[str]:
-        """Yield what is done with a module that has parameters, unless that is harmless."""
-        taker = path.taker
+        """Yield what is done with a module that has parameters, unless that is harmless.
+
+        `part` is its name in another one, None for the whole model; `rest`, what comes after it.
+        """
+        taker, use = path.taker, f"uses {part!r}"
         if rest and rest[0] not in _STEPS:
             # Its mode, a number, a further module; methods of the whole model are read.
-            part = _attribute_of(value, rest[0], self.module)
-            is_known = isinstance(part, nn.Module) or (part is not UNKNOWN and not callable(part))
-            if not (is_whole or is_known or rest[0] in _MODES | self.names):
-                yield "uses"
+            found = _attribute_of(value, rest[0], self.module)
+            known = isinstance(found, nn.Module) or (found is not UNKNOWN and not callable(found))
+            if part and not known and rest[0] not in _MODES | self.names:
+                yield use
         elif path.is_called:
-            yield "calls the model"
-        elif not taker and not is_whole:
-            yield "uses"
+            yield use if part else "calls the model"
+        elif part and not taker:
+            yield use
         elif taker and taker[0] not in _HARMLESS_CALLS:
             # It is handed to a function, which is read with it, or unknown.
-            function = code.variable(taker[0])
+            found = code.variable(taker[0])
             for name in taker[1:]:
-                is_step = name in _STEPS
-                function = UNKNOWN if is_step else _attribute_of(function, name, self.module)
-            plain, owner = _plain(function), getattr(function, "__self__", UNKNOWN)
-            if plain is None or is_library(plain.__module__):
-                yield "hands the model to a function"
+                found = UNKNOWN if name in _STEPS else _attribute_of(found, name, self.module)
+            function = _plain(found)
+            if function is None or is_library(function.__module__):
+                yield use if part else "hands the model to a function"
             else:
-                own = () if owner is UNKNOWN else (owner,)
-                yield from self.follow(plain, (*own, *[UNKNOWN] * path.place, value))
+                own = (found.__self__,) if isinstance(found, types.MethodType) else ()
+                yield from self.follow(function, (*own, *[UNKNOWN] * path.place, value))
 
 
 # ---- paths of names ------------------------------------------------------------------------------
@@ -280,7 +281,7 @@ def _paths(code: types.CodeType) -> tuple[_Path, ...]:
                 place += len(path) > 0
                 if {*path[1:]}.difference(_STEPS) or {*path[:1]}.difference(code.co_varnames):
                     taker, place = path, 0
-            place += kind == "LOAD_CONST"
+            place += kind in ("LOAD_CONST", "LOAD_SMALL_INT")
             names = [*loaded[-1:]]
             is_pushed = before == "PUSH_NULL" and not _NULL_IS_AFTER
             is_called = bool(names) and (is_pushed or "NULL" in each.argrepr)

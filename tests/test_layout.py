@@ -168,10 +168,14 @@ def test_words_that_are_gone():
     ] == []
 
 
-def test_an_exchange_alone_imports_little():
+@pytest.mark.parametrize(
+    ("name", "most"), [("CompressedDDPStrategy", 30), ("AutoParallelStrategy", 170)]
+)
+def test_a_strategy_imports_what_every_fit_needs(name, most):
+    """Not what plans and searches, nor the runners of stages."""
     code = (
-        "import sys; from lightning_topt import CompressedDDPStrategy;"
+        f"import sys; from lightning_topt import {name};"
         "print(sum(name.startswith('lightning_topt.') for name in sys.modules))"
     )
     job = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(job.stdout) <= 30
+    assert int(job.stdout) <= most

@@ -33,10 +33,9 @@ from lightning_topt.plugins.plan_options import (
     read_device_counts,
     read_mesh,
 )
-from lightning_topt.plugins.plan_request import PlanRequest
+from lightning_topt.plugins.plan_request import PlanRequest, rule_for
 from lightning_topt.plugins.planning import make_fake_optimizers
-from lightning_topt.plugins.searched_plan import needs_whole_parameters
-from lightning_topt.plugins.step_checks import why_no_pipeline
+from lightning_topt.plugins.requirements import SHARDED, STAGES, Fit, why_not
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
 
 _WAY_OUT = "leave out tensor=true"
@@ -107,10 +106,7 @@ class SearchedPipelines:
         """
         if self.wanted is None:
             return None
-        # of the trainer, then of the options
-        reason = why_no_pipeline(trainer) or needs_whole_parameters(
-            request, trainer, would_shard=lambda _: False
-        )
+        reason = why_not(_unbuilt(request, trainer), STAGES, SHARDED)
         # stages cannot read values before the last block; whether they would is not known here
         if reason is None and example.reads_values and not self.insists:
             reason = (
@@ -160,7 +156,7 @@ class SearchedPipelines:
                 "a pipeline that never flushes updates with one optimizer, and the module has "
                 f"{len(optimizers)}"
             )
-        return request.stale.weights(optimizers[0])
+        return StaleWeights(rule_for(optimizers[0], request.stale.prediction))
 
     def notes(
         self,
@@ -192,6 +188,12 @@ class SearchedPipelines:
             'strategy="topt" without a given plan, where each rank has its own batches, leaves '
             f"plans with stages out: {why}."
         ]
+
+
+def _unbuilt(request: PlanRequest, trainer: pl.Trainer) -> Fit:
+    """Return what requirements look at, whose parameters have no values yet."""
+    only_replicated = request.only_replicated
+    return Fit(trainer, only_replicated=only_replicated, would_shard=lambda _: False)
 
 
 def _read_pipeline_entries(given: object) -> dict[str, Any]:
@@ -325,7 +327,7 @@ class SearchedMeshes:
         elif example.graph.unused:
             reason = f"the step gives {example.graph.unused[0]!r} no gradient"
         else:
-            reason = needs_whole_parameters(request, trainer, would_shard=lambda _: False)
+            reason = why_not(_unbuilt(request, trainer), SHARDED)
         if reason is not None and self.insists:
             raise PlanError(
                 f"plans with tensor axes split parameters, but {reason}; choose a mesh without, or "

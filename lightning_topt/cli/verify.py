@@ -37,8 +37,7 @@ from lightning_topt.cli.example_step import (
 )
 from lightning_topt.cli.local_processes import run_on_ranks
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.measuring import gather
-from lightning_topt.costs.timers import device_memory_bytes
+from lightning_topt.costs.measuring import device_memory_bytes, gather
 from lightning_topt.execution.observed_step import (
     CannotRehearseError,
     Observation,

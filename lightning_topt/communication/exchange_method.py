@@ -20,7 +20,7 @@ that averages gradients has, with `methods/half.py` as the shortest example:
       `communication`
 
 Strategies and plans then take it by its name. ``allow_compression=True`` searches nothing but
-`plugins.plan_request.DEFAULT_CANDIDATES`, and under Adam those of them alone whose
+`plugins.plan_request.default_candidates`, and under Adam those of them alone whose
 `steps_under_adam` the training has; other methods are searched where they are named.
 
 What the exchange of one bucket takes is its `Work`: passes over memory, collectives and bytes held,

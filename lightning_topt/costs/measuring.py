@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -118,6 +119,16 @@ class MeasuringError(RuntimeError):
 def world_size() -> int:
     """Return the number of ranks; 1 without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def device_memory_bytes(device: torch.device) -> int:
+    """Return the bytes of memory that one rank has, the same on all ranks of like machines.
+
+    The device's memory, or an equal share of the machine's.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return int(psutil.virtual_memory().total // world_size())
 
 
 def own_rank() -> int:

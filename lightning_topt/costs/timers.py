@@ -27,7 +27,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -40,6 +39,7 @@ from lightning_topt.costs.cluster import CollectiveCurve, CurveKey, DatagramPath
 from lightning_topt.costs.communication import Group, ranks_of_groups
 from lightning_topt.costs.measuring import (
     average,
+    device_memory_bytes,
     gather,
     own_rank,
     time_call,
@@ -196,16 +196,6 @@ class ProductTimer:
 def product_flops(size: int) -> float:
     """Return the FLOPs of a product of two square matrices."""
     return 2.0 * size**3
-
-
-def device_memory_bytes(device: torch.device) -> int:
-    """Return the bytes of memory that one rank has, the same on all ranks of like machines.
-
-    The device's memory, or an equal share of the machine's.
-    """
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return int(psutil.virtual_memory().total // world_size())
 
 
 def usable_memory_bytes(device: torch.device) -> int:

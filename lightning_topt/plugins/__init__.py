@@ -25,8 +25,7 @@ A fit under ``"topt"``, from Lightning's hooks down:
 
 What these use:
 
-    may it be sharded?     sharding_checks, held_parameters
-    may others run it?     step_checks
+    what a plan needs      requirements, with code_names and held_parameters
     a step's result        step_records, microbatches, loss_kinds, stashed_gradients
     between ranks          value_exchange, clipping
     Lightning              ddp_options, register, lightning_private
@@ -40,3 +39,40 @@ Other plugins:
     cached_data, coordinated_data, tuned_data
                            DataModules around another one, by wrapped_data
 """
+
+from typing import TYPE_CHECKING
+
+from lightning_topt.basics.lazy_names import lazy_names
+
+if TYPE_CHECKING:  # the same names, for type checkers and editors
+    from lightning_topt.plugins.continuous_steps import ContinuousRunner
+    from lightning_topt.plugins.pipeline_steps import OwnBatchPipeline, PipelineRunner, StageSteps
+    from lightning_topt.plugins.sequential_batches import JointBatches, SequentialBatches
+    from lightning_topt.plugins.traced_planning import decide_plan
+    from lightning_topt.plugins.watched_planning import WatchedPlanning, refine_watched
+
+# What only some fits need, and the module that it is imported from at its first use.
+_HOMES = {
+    "ContinuousRunner": "continuous_steps",
+    "OwnBatchPipeline": "pipeline_steps",
+    "PipelineRunner": "pipeline_steps",
+    "StageSteps": "pipeline_steps",
+    "JointBatches": "sequential_batches",
+    "SequentialBatches": "sequential_batches",
+    "decide_plan": "traced_planning",
+    "WatchedPlanning": "watched_planning",
+    "refine_watched": "watched_planning",
+}
+
+__all__ = [
+    "ContinuousRunner",
+    "JointBatches",
+    "OwnBatchPipeline",
+    "PipelineRunner",
+    "SequentialBatches",
+    "StageSteps",
+    "WatchedPlanning",
+    "decide_plan",
+    "refine_watched",
+]
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

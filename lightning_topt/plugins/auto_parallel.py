@@ -57,7 +57,8 @@ class AutoParallelStrategy(DDPStrategy):
             that is not searched: a complete one, or a name other than ``"pipeline"``. None: the
             memory of the device.
         objective: ``"time"`` (fastest step within the limit) or ``"memory"`` (least memory). None:
-            time, where it can be planned.
+            time, where it can be planned. Beside a plan that is not searched ``"memory"`` gives
+            freed memory back to the system, and chooses nothing, as a warning says.
         plan: run this plan instead of searching: a `ParallelPlan`, a plan file, a mapping, or the
             name of a uniform plan: ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"``, ``"tensor"``,
             ``"pipeline"``, each also with ``"+recompute"``. A mapping such as ``{"mesh": {"data":

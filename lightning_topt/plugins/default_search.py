@@ -8,7 +8,7 @@ Three searches, each only where it may beat what was found before (`pays`):
     stages       the ranks of a pipeline run their batches as microbatches (`pipeline_steps`)
 
 The last two need a step that is captured on fake tensors, and user code that other ranks may run
-(`step_checks`). All that was found becomes one frontier, from which the plan is chosen.
+(`requirements`). All that was found becomes one frontier, from which the plan is chosen.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import contextlib
 import dataclasses
 import io
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import lightning.pytorch as pl
@@ -33,6 +34,7 @@ from lightning_topt.graph.capture import capture
 from lightning_topt.graph.errors import one_line
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.graph.step_purity import PurityWatch
 from lightning_topt.graph.structures import map_tensors
 from lightning_topt.plan.choose import (
     TIME_ERROR,
@@ -48,21 +50,23 @@ from lightning_topt.plan.tensor_meshes import least_seconds, tensor_sizes
 from lightning_topt.plugins.pipeline_steps import takes_index
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning, on_rank_0
+from lightning_topt.plugins.requirements import (
+    OWN_BATCHES,
+    SEARCHED_STAGES,
+    SEQUENTIAL,
+    SHARDED,
+    Fit,
+    why_not,
+)
 from lightning_topt.plugins.searched_plan import (
+    capture_step,
     choose_for,
-    needs_whole_parameters,
     read_costs,
     say,
     search_request,
     split_model,
 )
 from lightning_topt.plugins.sequential_batches import are_alike
-from lightning_topt.plugins.step_checks import (
-    TracedStep,
-    why_no_own_batches,
-    why_no_sequential_batches,
-    why_steps_may_differ,
-)
 from lightning_topt.plugins.step_records import loss_of
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 
@@ -174,6 +178,68 @@ def search_with_axes(
         ) from error
 
 
+# ---- the traced step -----------------------------------------------------------------------------
+
+
+class TracedStep:
+    """The step of this rank with `batch`, traced on fake tensors when first asked for.
+
+    Its graph, calls, and what it changes.
+    """
+
+    def __init__(self, trainer: pl.Trainer, batch: Any) -> None:
+        self.trainer, self.batch = trainer, batch
+        self._watched = WatchedTrace(FunctionTrace())
+
+    @cached_property
+    def graph(self) -> OpGraph:
+        """The graph.
+
+        Raises what `capture_step` does, and ValueError where the step changes objects.
+        """
+        graph = capture_step(self.trainer, self.batch, trace=self._watched)
+        if self._watched.change is not None:
+            raise ValueError(
+                "training_step changes objects that the next step finds changed: "
+                f"{self._watched.change}"
+            )
+        return graph
+
+    @property
+    def trace(self) -> FunctionTrace:
+        """The calls of torch functions. Raises as `graph` does."""
+        assert self.graph is not None
+        return self._watched.trace
+
+
+@dataclasses.dataclass
+class WatchedTrace:
+    """A trace of a step's calls that also sees whether it changes Python objects.
+
+    `change` names one, after a capture.
+    """
+
+    trace: FunctionTrace
+    change: str | None = None
+
+    def of(self, module: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """Return the context that traces the forward pass of `module`.
+
+        This is a copy that is thrown away.
+        """
+        return self._watching(module, self.trace.of(module))
+
+    @contextlib.contextmanager
+    def _watching(
+        self, module: nn.Module, tracing: contextlib.AbstractContextManager[Any]
+    ) -> Generator[None, None, None]:
+        # On the copy: what is changed there would be changed on the module.
+        watch = PurityWatch(module)
+        with tracing:
+            yield
+        self.change = self.change or watch.change()
+
+
 # ---- tensor axes ---------------------------------------------------------------------------------
 
 
@@ -205,7 +271,7 @@ class TensorSearch:
             return reason, []
         trainer, batch = self._step.trainer, self._step.batch
         graph, trace = self._step.graph, self._step.trace
-        if reason := why_no_sequential_batches(trainer, batch, graph):
+        if reason := why_not(Fit(trainer, batch, graph), SEQUENTIAL):
             return reason, []
         # Joint modules are found by how shapes grow with the batch.
         if self._are_joint:  # else most steps would run batches sequentially
@@ -254,9 +320,8 @@ class TensorSearch:
             )
             if not pays(min(least_seconds(step, size) for size in sizes), best):
                 return "computation alone takes so long that the rest is not worth it"
-        return needs_whole_parameters(request, trainer, search.graph) or why_no_sequential_batches(
-            trainer
-        )
+        fit = Fit(trainer, graph=search.graph, only_replicated=request.only_replicated)
+        return why_not(fit, SHARDED) or why_not(Fit(trainer), SEQUENTIAL)
 
 
 def _trace_larger(trace: FunctionTrace, trainer: pl.Trainer, batch: Any, graph: OpGraph) -> None:
@@ -345,16 +410,8 @@ def why_left_out(
     """
     if not search.optimizer.by_parameter:
         return "the optimizer does not update each parameter by itself"
-    if _has_words(batch):
-        return (
-            "batches hold texts or whole numbers, on which a step may depend, so that each would "
-            "be traced"
-        )
-    return (
-        needs_whole_parameters(request, trainer, search.graph, would_shard=would_shard)
-        or why_no_own_batches(trainer, batch, search.graph)
-        or why_steps_may_differ(trainer.lightning_module)
-    )
+    fit = Fit(trainer, batch, search.graph, request.only_replicated, would_shard)
+    return why_not(fit, SEARCHED_STAGES, SHARDED, OWN_BATCHES)
 
 
 def _search_stages(
@@ -408,16 +465,6 @@ def why_not_cut(trainer: pl.Trainer, batch: Any, plan: ParallelPlan) -> str | No
             "rank 0's batches make"
         )
     return None
-
-
-def _has_words(batch: Any) -> bool:
-    if isinstance(batch, Mapping):
-        return any(map(_has_words, batch.values()))
-    if isinstance(batch, list | tuple):
-        return any(map(_has_words, batch))
-    if isinstance(batch, str | bytes | int):
-        return not isinstance(batch, bool)
-    return False
 
 
 # ---- what may be chosen --------------------------------------------------------------------------

@@ -1,66 +1,35 @@
 """Parameters that somebody holds besides the module and the optimizers, and who that is.
 
 Sharding puts other Parameter objects into the module and the optimizers; whoever else holds one
-would go on with the old. Without such a holder, reference counts tell at once; otherwise the heap
-is searched upwards, from a parameter to the first holder that outlives the step.
+would go on with the old. Reference counts tell whether there is such a holder. Only where there is,
+its referrers are climbed, to name the first one that outlives the step.
 """
 
 from __future__ import annotations
 
-import functools
 import gc
 import sys
 import types
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-LIBRARIES = frozenset(
-    [
-        "torch",
-        "torchmetrics",
-        "functorch",
-        "lightning",
-        "lightning_fabric",
-        "lightning_utilities",
-        "pytorch_lightning",
-        "lightning_topt",
-    ]
-)
-RUNNING = (types.FrameType, types.GeneratorType, types.CoroutineType, types.TracebackType)
-EMPTY: tuple[Iterable[Any], ...] = ([], (), {}, {}.values(), {}.items(), set(), deque())
-CONTAINERS = (
-    dict,
-    list,
-    tuple,
-    set,
-    frozenset,
-    deque,
-    types.CellType,
-    types.MethodType,
-    types.BuiltinMethodType,
-    types.MappingProxyType,
-    functools.partial,
-    *(type(iter(empty)) for empty in EMPTY),
-    enumerate,
-    zip,
-    map,
-    filter,
-)
-# up to so many objects `gc.get_referrers` is faster than looking at every object's referents
-FEW = 32
-CHUNK = 4096
+from lightning_topt.plugins.code_names import is_library
+
 MAX_LEVELS = 10
+_RUNNING = (types.FrameType, types.GeneratorType, types.CoroutineType, types.TracebackType)
+_CONTAINERS = frozenset(["builtins", "collections", "functools", "itertools"])  # where these are
 
 
-def is_library(module_name: str | None) -> bool:
-    """Return whether code of that module is torch's, Lightning's or this package's."""
-    return (module_name or "").partition(".")[0] in LIBRARIES
+class _Link(NamedTuple):
+    """An object on the way up from a parameter, and what it refers to there."""
+
+    value: Any
+    below: _Link | None
 
 
 def why_held(
@@ -70,27 +39,20 @@ def why_held(
 
     Else: besides `module` and `optimizers`. Variables of running functions do not count: they
     cannot be used before the step is over. `model` is what wraps `module`
-    (DistributedDataParallel), and may hold them too. Without such a holder, reference counts answer
-    at once; otherwise the heap is searched.
+    (DistributedDataParallel), and may hold them too.
     """
     # Somebody may hold the memory alone.
     if shared := _shares_memory(module):
         return shared
-    # Who may hold them.
     known = _known_containers(module, optimizers, module if model is None else model)
-    names = _Names(
-        module,
-        {id(submodule): name for name, submodule in module.named_modules()},
-        {id(parameter): name for name, parameter in module.named_parameters()},
-    )
-    # A few by gc.get_referrers; all others in one pass over the heap.
-    suspects = _suspects(module, known)
-    for part in (suspects[:FEW], suspects[FEW:]):
-        found = _Level(
-            _Link(holder, None) for holder in _referrers(part) if id(holder) not in known
-        )
-        if clause := _first_owner(found, names):
+    for count in (1, None):
+        suspects = _suspects(module, known)[:count]
+        holders = _holders([_Link(parameter, None) for parameter in suspects], known)
+        if clause := _first_owner(holders, module):
             return clause
+        # Who holds the first one often holds the others: that much is explained now.
+        known |= {id(link.value): link.value for link in holders}
+        del holders  # which hold it as well
     return None
 
 
@@ -183,166 +145,82 @@ def _has_memory(tensor: Tensor) -> bool:
     return plain and not tensor.is_meta and not tensor.is_sparse and tensor.numel() > 0
 
 
-def _referrers(objects: Sequence[Any]) -> list[Any]:
-    """Return every object that refers to one of `objects`.
-
-    As gc.get_referrers, in time that does not grow with their number.
-    """
-    if len(objects) <= FEW:
-        return gc.get_referrers(*objects) if objects else []
-    # By chunks: types are compared first, which is fast.
-    wanted, kinds = {id(entry) for entry in objects}, {type(entry) for entry in objects}
-    heap, found = gc.get_objects(), []
-    for start in range(0, len(heap), CHUNK):
-        chunk = heap[start : start + CHUNK]
-        if kinds.isdisjoint(map(type, gc.get_referents(*chunk))):
-            continue
-        found += [
-            entry for entry in chunk if not wanted.isdisjoint(map(id, gc.get_referents(entry)))
-        ]
-    own = {id(objects), id(heap), id(chunk)} if heap else set()
-    return [entry for entry in found if id(entry) not in own]
-
-
 # ---- whose it is ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class _Link:
-    """An object on the way up from a parameter.
+def _holders(links: Sequence[_Link], known: Collection[int]) -> list[_Link]:
+    """Return what refers to the values of `links`, without what runs now and what is a library's.
 
-    `below` is what it refers to, None for a parameter.
+    Modules and optimizers count, whose classes are torch's.
     """
+    by_id = {id(link.value): link for link in links}
+    found = []
+    for holder in gc.get_referrers(*[link.value for link in links]) if links else ():
+        kind = type(holder)
+        name = kind.__module__
+        if isinstance(holder, types.FunctionType):
+            name = holder.__module__
+        elif _is_scope(holder):
+            name = holder["__name__"]
+        if id(holder) in known or isinstance(holder, (*_RUNNING, types.ModuleType)):
+            continue
+        if is_library(name) and not isinstance(holder, nn.Module | Optimizer):
+            continue
+        referents = gc.get_referents(holder)
+        below = next((by_id[id(each)] for each in referents if id(each) in by_id), None)
+        found += [] if below is None else [_Link(holder, below)]
+    return found
 
-    value: Any
-    below: _Link | None
 
-
-class _Level(list[_Link]):
-    """Links of the same height.
-
-    A class of its own, so that the search knows itself when it meets itself.
-    """
-
-
-@dataclass(frozen=True, eq=False)
-class _Names:
-    module: nn.Module
-    tree: dict[int, str]  # id of a module of the tree -> its name
-    parameters: dict[int, str]
-
-
-def _first_owner(level: _Level, names: _Names) -> str | None:
+def _first_owner(links: list[_Link], module: nn.Module) -> str | None:
     """Climb from the direct holders to the first one that outlives the step, level by level."""
+    tree = {id(part): name for name, part in module.named_modules()}
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
     seen: set[int] = set()
-    for _ in range(MAX_LEVELS):
-        upper = _Level()
+    for height in range(MAX_LEVELS + 1):
+        if not links:
+            break
         # Breadth first, so that the closest owner is named.
-        for link in level:
-            if id(link.value) in seen or isinstance(link.value, RUNNING):
-                continue
-            seen.add(id(link.value))
-            clause, climb = _judge(link, names)
-            if clause:
-                return clause
-            if climb:
-                upper.append(link)
-        if not upper:
-            return None
-        level = _parents(upper)
-    return (
-        f"a {type(level[0].value).__name__} holds {_parameter(level[0], names)}" if level else None
-    )
-
-
-def _parents(children: _Level) -> _Level:
-    by_id = {id(link.value): link for link in children}
-    parents = _Level()
-    for parent in _referrers_of_values(children):
-        for value in gc.get_referents(parent):
-            if id(value) in by_id:
-                parents.append(_Link(parent, by_id[id(value)]))
-                break
-    return parents
-
-
-def _referrers_of_values(children: _Level) -> list[Any]:
-    found: list[Any] = []
-    for start in range(0, len(children), FEW):
-        found += gc.get_referrers(*[link.value for link in children[start : start + FEW]])
-    # What libraries hold does not count, but for modules and optimizers, which are judged.
-    return [
-        entry
-        for entry in found
-        if not is_library(type(entry).__module__) or isinstance(entry, nn.Module | Optimizer)
-    ]
-
-
-def _judge(link: _Link, names: _Names) -> tuple[str | None, bool]:
-    """Return (the clause for a holder that counts, whether to climb on instead)."""
-    # Owners that outlive the step count; containers are climbed.
-    value, held = link.value, _parameter(link, names)
-    kind = type(value)
-    if isinstance(value, nn.Module):
-        return _of_module(link, names, held), False
-    if isinstance(value, Optimizer):
-        # it counts where it can be stepped again: that of an earlier fit is held by Lightning alone
-        return None, True
-    if isinstance(value, types.ModuleType):
-        return None, False
-    if kind is dict and isinstance(name := value.get("__name__"), str) and "__builtins__" in value:
-        if is_library(name):
-            return None, False
-        is_script = name == "__main__" and "__main__" in sys.modules
-        where = "the script" if is_script else f"module {name}"
-        return f"variable {_key_of(value, link.below)!r} of {where} holds {held}", False
-    if isinstance(value, types.FunctionType):
-        clause = f"function {value.__qualname__} holds {held}"
-        return (None if is_library(value.__module__) else clause), False
-    if isinstance(value, type):
-        return f"class {value.__name__} holds {held}", False
-    if isinstance(value, CONTAINERS):
-        return None, True
-    if is_library(kind.__module__):
-        return None, False
-    return f"{_attribute(link)}{kind.__name__} holds {held}", False
-
-
-def _of_module(link: _Link, names: _Names, held: str) -> str | None:
-    value, path = link.value, names.tree.get(id(link.value))
-    if path is None:
-        return (
-            f"module {type(value).__name__}, which is not part of the LightningModule, holds {held}"
-        )
-    title = type(value).__name__ + (f" ({path!r})" if path else "")
-    return f"{_attribute(link)}{title} holds {held}"
-
-
-def _attribute(link: _Link) -> str:
-    name = _attribute_name(link)
-    return f"attribute {name!r} of " if name else ""
-
-
-def _attribute_name(link: _Link) -> str | None:
-    """Return the attribute of `link`'s object through which the climb came."""
-    below = link.below
-    values = getattr(link.value, "__dict__", None)
-    if below is not None and below.value is values:
-        below = below.below
-    return _key_of(values or {}, below)
-
-
-def _key_of(values: dict[Any, Any], below: _Link | None) -> str | None:
-    for name, value in list(values.items()):
-        if isinstance(value, nn.Parameter) if below is None else value is below.value:
-            return str(name)
+        for link in links:
+            if owner := _owner(link, tree) or (height == MAX_LEVELS and type(link.value).__name__):
+                while link.below is not None:
+                    link = link.below
+                return f"{owner} holds parameter {names[id(link.value)]!r}"
+        seen |= {id(link.value) for link in links}
+        links = _holders(links, seen)
     return None
 
 
-def _parameter(link: _Link, names: _Names) -> str:
-    while link.below is not None:
-        link = link.below
-    for value in gc.get_referents(link.value):
-        if id(value) in names.parameters:
-            return f"parameter {names.parameters[id(value)]!r}"
-    return "parameters"
+def _owner(link: _Link, tree: dict[int, str]) -> str | None:
+    """Return what to call an object that outlives the step; None for one that others hold."""
+    value, kind = link.value, type(link.value)
+    if isinstance(value, nn.Module) and id(value) not in tree:
+        return f"module {kind.__name__}, which is not part of the LightningModule,"
+    if _is_scope(value):
+        name = value["__name__"]
+        is_script = name == "__main__" and "__main__" in sys.modules
+        where = "the script" if is_script else f"module {name}"
+        return f"variable {_key_of(value, link.below)!r} of {where}"
+    if isinstance(value, types.FunctionType | type):
+        is_class = isinstance(value, type)
+        return f"class {value.__name__}" if is_class else f"function {value.__qualname__}"
+    # Who can step an optimizer again counts: that of an earlier fit is Lightning's alone.
+    if isinstance(value, Optimizer) or kind.__module__ in _CONTAINERS:
+        return None
+    # Through its dictionary, if it has one.
+    values, below = getattr(value, "__dict__", {}), link.below
+    attribute = _key_of(values, below.below if below and below.value is values else below)
+    path = tree.get(id(value))
+    title = kind.__name__ + (f" ({path!r})" if path else "")
+    return f"attribute {attribute!r} of {title}" if attribute else title
+
+
+def _is_scope(value: Any) -> bool:
+    """Return whether these are the variables of a module."""
+    is_plain = type(value) is dict
+    return is_plain and isinstance(value.get("__name__"), str) and "__builtins__" in value
+
+
+def _key_of(values: dict[Any, Any], below: _Link | None) -> str | None:
+    assert below is not None
+    return next((str(name) for name, each in [*values.items()] if each is below.value), None)

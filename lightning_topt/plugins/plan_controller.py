@@ -6,7 +6,7 @@
                        blocks of a plan that was given by name
 
 Which fit is planned when is the table in `plan_request`. What was decided stays until the next fit,
-for whoever asks.
+for whoever asks. What plans and searches is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_topt import plugins
 from lightning_topt.basics.argument_checks import check_whole
 from lightning_topt.execution.memory import (
     MemoryMeter,
@@ -37,9 +38,7 @@ from lightning_topt.plan.parallel_plan import ParallelPlan, preset_plan
 from lightning_topt.plan.plan_values import PRESETS
 from lightning_topt.plugins.monitors import StepMonitor
 from lightning_topt.plugins.plan_request import PlanRequest
-from lightning_topt.plugins.planning import PlanDecision, Planning
-from lightning_topt.plugins.traced_planning import UNTIL_WATCHED, decide_plan
-from lightning_topt.plugins.watched_planning import WatchedPlanning, refine_watched
+from lightning_topt.plugins.planning import UNTIL_WATCHED, PlanDecision, Planning
 from lightning_topt.plugins.watched_steps import WatchedFit
 from lightning_topt.techniques.ddp_wrapper import bytes_of_buckets
 
@@ -72,7 +71,7 @@ class PlanController:
         self.memory_meter: MemoryMeter | None = None
         self.waits_for_batch = False
         self._watched: WatchedFit | None = None
-        self._search: WatchedPlanning | None = None
+        self._search: plugins.WatchedPlanning | None = None
 
     def begin_fit(self) -> None:
         """Forget the plan of the last fit, and what was measured of it.
@@ -116,7 +115,7 @@ class PlanController:
 
     def decide(self, trainer: pl.Trainer, batch: Any) -> ParallelPlan:
         """Return the plan that is made now, of `batch` or of none. Raises what planning does."""
-        self._take(trainer, partial(decide_plan, self.request, trainer, batch))
+        self._take(trainer, partial(plugins.decide_plan, self.request, trainer, batch))
         assert self.plan is not None
         return self.plan
 
@@ -129,10 +128,10 @@ class PlanController:
         ):
             return None
         if self._search is None:
-            self._search = WatchedPlanning(self.request, trainer, fit)
+            self._search = plugins.WatchedPlanning(self.request, trainer, fit)
         decide: Callable[[], PlanDecision | None] = partial(self._search.poll, batch)
         if self.request.plan is not None:
-            decide = partial(refine_watched, self.request, trainer, fit)
+            decide = partial(plugins.refine_watched, self.request, trainer, fit)
         if not self._take(trainer, decide):
             return None
         self._stop_watching()

@@ -33,7 +33,6 @@ from lightning_topt.graph.mesh_axes import (
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.choose import check_objective
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, preset_plan
-from lightning_topt.plan.pipeline_search import PipelineRequest
 from lightning_topt.plan.plan_values import PRESETS, Preset
 from lightning_topt.prediction import Prediction
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
@@ -212,12 +211,6 @@ class PipelinePlan:
             return self.stages // dict(self.sizes)["pipeline"]
         rule = SCHEDULES.get(self.schedule or "")
         return self.stages_per_rank or (1 if rule is None else rule.least_stages)
-
-    def wanted(self, mesh: Mesh, *, microbatches: int | None) -> PipelineRequest:
-        """Return what to search for on its mesh."""
-        stages = self.stages if self.sizes is not None else mesh.pipeline_size * self.per_rank
-        ranks, tensor = mesh.pipeline_size, mesh.ranks_along(mesh.tensor_axes)
-        return PipelineRequest(stages, self.schedule, microbatches, ranks=ranks, tensor=tensor)
 
     def mesh(self, world_size: int, *, num_nodes: int) -> Mesh:
         """Return the mesh: stages, parts of the batch, then slices, where asked for.

@@ -38,21 +38,19 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
+from lightning_topt import communication
 from lightning_topt.communication.exchange_method import ByNodes, ExchangeMethod, GradientMethod
 from lightning_topt.communication.method_registry import gradient_methods
-from lightning_topt.communication.methods.half import BF16
-from lightning_topt.communication.methods.top_k import TopK
 from lightning_topt.communication.selection.vector_top_k import DTYPES
 from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.cluster import Cluster
+from lightning_topt.costs.measuring import device_memory_bytes
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.costs.plain_values import shown
-from lightning_topt.costs.timers import device_memory_bytes
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, rule_from_value
-from lightning_topt.plan.pipeline_search import StaleWeights
 from lightning_topt.plan.plan_values import read_exchange
 from lightning_topt.plugins.plan_options import (
     GivenPlan,
@@ -74,7 +72,6 @@ Allow = (
     | ExchangeMethod
     | Sequence[str | Mapping[str, Any] | ExchangeMethod]
 )
-DEFAULT_CANDIDATES = (TopK(), TopK(density=None, bits=2), BF16())
 AllowStaleness = bool | str | Mapping[str, Any] | Prediction
 _NO_RULE_NEEDED = "stash"
 
@@ -245,11 +242,18 @@ def read_request(
     check_planner_options(
         memory_margin=memory_margin, objective="time" if objective is None else objective
     )
+    given = read_plan_option(plan)
+    if objective == "memory" and memory_limit is None and _is_fixed(given):
+        rank_zero_warn(
+            "topt: objective='memory' chooses among plans that are searched, and this plan runs as "
+            "it is: freed memory is given back to the system, and that is all. For the plan of "
+            "least memory leave out plan, or give a mesh to search on (plan={'mesh': {'data': 2}})"
+        )
     return PlanRequest(
         memory_limit=read_memory_limit(memory_limit),
         objective=objective or "time",
         objective_given=objective is not None,
-        plan=read_plan_option(plan),
+        plan=given,
         cluster=read_cluster(cluster),
         memory_margin=memory_margin,
         only_replicated=bool(ddp_kwargs) or has_hook,
@@ -274,6 +278,12 @@ def _parameter_bytes(module: pl.LightningModule) -> int:
 # ---- compressed exchanges ------------------------------------------------------------------------
 
 
+def default_candidates() -> tuple[GradientMethod, ...]:
+    """Return what is searched where the user names no exchange."""
+    top_k = communication.TopK  # imported here, by its first use
+    return top_k(), top_k(density=None, bits=2), communication.BF16()
+
+
 @dataclass(frozen=True)
 class AllowedExchanges:
     """The gradient exchanges that plans may have.
@@ -292,12 +302,12 @@ class AllowedExchanges:
         """Read what `allow_compression` says.
 
         That is False; True; any of the forms of `read_method`; or several of these. True searches
-        those of `DEFAULT_CANDIDATES` that hold for the module's optimizer, and lets a given plan
+        those of `default_candidates` that hold for the module's optimizer, and lets a given plan
         have any method. Raises ValueError that names the entry.
         """
         if isinstance(allow, bool):
             return (
-                cls(DEFAULT_CANDIDATES, gradient_methods(), only_what_holds=True)
+                cls(default_candidates(), gradient_methods(), only_what_holds=True)
                 if allow
                 else cls()
             )
@@ -491,13 +501,6 @@ class AllowedStaleness:
                 "rule: say allow_staleness=True, or change the plan's prediction"
             )
 
-    def weights(self, optimizer: Optimizer) -> StaleWeights | None:
-        """Return what a search may choose, None where nothing is allowed.
-
-        Raises ValueError as `rule_for`.
-        """
-        return StaleWeights(rule_for(optimizer, self.prediction)) if self.allowed else None
-
 
 def rule_for(optimizer: Optimizer, prediction: Prediction | None = None) -> Prediction:
     """Return the rule of weights for an optimizer: `prediction`, else its default.
@@ -518,32 +521,6 @@ def rule_for(optimizer: Optimizer, prediction: Prediction | None = None) -> Pred
     except ValueError:  # SGD without momentum, say
         return make_prediction(_NO_RULE_NEEDED)
     return default
-
-
-def why_not_continuous(trainer: pl.Trainer) -> str | None:
-    """Return why this fit cannot run in a continuous pipeline, as a clause.
-
-    Beside what every pipeline refuses.
-    """
-    # Steps that change the training state in other ways than by an update.
-    strategy = trainer.strategy
-    if getattr(strategy.precision_plugin, "scaler", None) is not None:
-        return (
-            "a gradient scaler skips updates and changes its scale with minibatches in flight "
-            "(bf16-mixed needs none)"
-        )
-    if getattr(trainer, "_val_check_time_interval", None) is not None:
-        return (
-            "each rank's clock would decide when to validate (val_check_interval is a number of "
-            "batches, or a share of them)"
-        )
-    for config in strategy.lr_scheduler_configs:
-        if config.reduce_on_plateau and config.interval == "step":
-            return (
-                "ReduceLROnPlateau in each step sees other values on each stage (interval='epoch' "
-                "sees the same)"
-            )
-    return None
 
 
 def check_flight(plan: ParallelPlan, trainer: pl.Trainer) -> None:

@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_topt import plugins
 from lightning_topt.communication.topology import Topology
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.memory import release_free_memory
@@ -27,16 +28,13 @@ from lightning_topt.execution.sharded_checkpoint import StoredModule
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.clipping import clip_sharded
-from lightning_topt.plugins.continuous_steps import ContinuousRunner
 from lightning_topt.plugins.data_group import DataGroup, shared_mesh
 from lightning_topt.plugins.exchange_guard import scaler_of
 from lightning_topt.plugins.monitors import add_monitor
-from lightning_topt.plugins.pipeline_steps import OwnBatchPipeline, PipelineRunner, StageSteps
 from lightning_topt.plugins.plan_checkpoints import PlanCheckpoints, release_engine
 from lightning_topt.plugins.plan_controller import PlanController
 from lightning_topt.plugins.plan_options import GivenPlan
 from lightning_topt.plugins.planning import example_batches
-from lightning_topt.plugins.sequential_batches import JointBatches, SequentialBatches
 from lightning_topt.plugins.step_runner import PlainRunner, StepRunner
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.run_options import RunOptions
@@ -239,14 +237,14 @@ def choose_runner(engine: Engine, module: pl.LightningModule, strategy: DDPStrat
     if plan.schedule is None:
         if not plan.brings_batches:
             return PlainRunner(engine)
-        kind = JointBatches if plan.joint else SequentialBatches
+        kind = plugins.JointBatches if plan.joint else plugins.SequentialBatches
         return kind(engine, module, device=device)
-    steps = StageSteps(engine, module, precision=strategy.precision_plugin, device=device)
+    steps = plugins.StageSteps(engine, module, precision=strategy.precision_plugin, device=device)
     if plan.own_batches:
-        return OwnBatchPipeline(steps)
+        return plugins.OwnBatchPipeline(steps)
     if plan.schedule in CONTINUOUS_SCHEDULES:
-        return ContinuousRunner(steps)
-    return PipelineRunner(steps)
+        return plugins.ContinuousRunner(steps)
+    return plugins.PipelineRunner(steps)
 
 
 def run_options(strategy: DDPStrategy) -> RunOptions:

@@ -33,9 +33,10 @@ from lightning_topt.graph.module_copy import fake_copy
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
-from lightning_topt.plugins.plan_request import (
-    PlanRequest,
-)
+from lightning_topt.plugins.plan_request import PlanRequest
+
+# where the plan comes from (`planned_by`), as long as none is made
+UNTIL_WATCHED = "ddp until a plan is made of its first steps"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import dataclasses
 import io
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +24,6 @@ from typing import Any, Protocol
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
@@ -46,8 +45,7 @@ from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_
 from lightning_topt.plugins.plan_options import MeshPlan
 from lightning_topt.plugins.plan_request import PlanRequest, exchanges_of_run
 from lightning_topt.plugins.planning import Planning, on_every_rank, on_rank_0, optimizers_of
-from lightning_topt.plugins.sharding_checks import why_unsharded
-from lightning_topt.techniques.ddp_wrapper import names_to_ignore
+from lightning_topt.plugins.requirements import SHARDED, Fit, why_not
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 
@@ -190,13 +188,14 @@ def search_request(
 ) -> SearchRequest:
     """Return what to search on data axes, where every rank has a batch like the captured one."""
     ranks = dist.get_world_size()
+    fit = Fit(trainer, graph=graph, only_replicated=request.only_replicated)
     return SearchRequest(
         graph,
         costs.cluster,
         costs.optimizer,
         device_counts=(ranks,),
         global_batch_size=graph.batch_size * ranks,
-        shards=needs_whole_parameters(request, trainer, graph) is None,
+        shards=why_not(fit, SHARDED) is None,
         exchanges=exchanges_of_run(request.allowed, trainer, costs.optimizer),
         kernel_seconds=costs.kernel_seconds,
         returns_memory=request.saves_memory,
@@ -237,7 +236,8 @@ def search_mesh(
     # The step, and how it can be split.
     mesh, trace = given.mesh(dist.get_world_size(), num_nodes=trainer.num_nodes), FunctionTrace()
     graph = capture_on_ranks(trainer, batch, trace=trace)
-    reason = on_every_rank(lambda: needs_whole_parameters(request, trainer, graph))
+    fit = Fit(trainer, graph=graph, only_replicated=request.only_replicated)
+    reason = on_every_rank(lambda: why_not(fit, SHARDED))
     if reason is not None and mesh.tensor_axes:
         raise PlanError(
             f"a mesh with tensor axes splits parameters, but {reason}; choose one without"
@@ -328,38 +328,3 @@ def choose_for(request: PlanRequest, frontier: PlanFrontier, cluster: Cluster) -
     return choose(
         frontier.candidates, objective=request.objective, memory_limit=limit, memory_margin=margin
     )
-
-
-def needs_whole_parameters(
-    request: PlanRequest,
-    trainer: pl.Trainer,
-    graph: OpGraph | None = None,
-    *,
-    would_shard: Callable[[str], bool] = lambda _: True,
-) -> str | None:
-    """Return why plans that shard parameters cannot run here, as a clause, or None.
-
-    Parameters count whose name `would_shard`.
-    """
-    if request.only_replicated:
-        return "options of DistributedDataParallel were given, and sharded plans do not run it"
-    if ignored := names_to_ignore(trainer.lightning_module):
-        return (
-            f"each rank keeps a {min(ignored)!r} of its own (_ddp_params_and_buffers_to_ignore), "
-            "which only DistributedDataParallel leaves alone"
-        )
-    # Callbacks and precisions that need full parameters.
-    averaging = (StochasticWeightAveraging, WeightAveraging)
-    if any(isinstance(callback, averaging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-        return "weight-averaging callbacks copy whole parameters"
-    if trainer.precision == "16-true":
-        return "16-true keeps no float32 weights to shard"
-    # Parameters without a gradient.
-    unused = [] if graph is None else [name for name in graph.unused if would_shard(name)]
-    if unused:
-        return (
-            f"the step gives {unused[0]} no gradient, which only DistributedDataParallel sees and "
-            "answers"
-        )
-    # User code that reads parameters, or holds them.
-    return why_unsharded(trainer, would_shard=would_shard)

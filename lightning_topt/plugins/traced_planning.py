@@ -33,6 +33,7 @@ from lightning_topt.graph.blocks import block_of, choose_blocks
 from lightning_topt.graph.errors import may_need_values, one_line
 from lightning_topt.graph.mesh_axes import Mesh, data_mesh
 from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
+from lightning_topt.plan.explanation import price_plan
 from lightning_topt.plan.parallel_plan import (
     BlockPlan,
     ParallelPlan,
@@ -41,7 +42,7 @@ from lightning_topt.plan.parallel_plan import (
     preset_plan,
     uniform_plan,
 )
-from lightning_topt.plan.pipeline_search import StaleWeights
+from lightning_topt.plan.pipeline_search import PipelineRequest, StaleWeights
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
 from lightning_topt.plan.plan_values import PRESETS
@@ -52,14 +53,28 @@ from lightning_topt.plugins.plan_request import (
     PlanRequest,
     check_exchange_of_run,
     check_flight,
-    why_not_continuous,
+    rule_for,
     with_rule,
 )
-from lightning_topt.plugins.planning import PlanDecision, on_every_rank, on_rank_0, optimizers_of
+from lightning_topt.plugins.planning import (
+    UNTIL_WATCHED,
+    PlanDecision,
+    on_every_rank,
+    on_rank_0,
+    optimizers_of,
+)
+from lightning_topt.plugins.requirements import (
+    CONTINUOUS,
+    OWN_BATCHES,
+    SEQUENTIAL,
+    SHARDED,
+    STAGES,
+    Fit,
+    why_not,
+)
 from lightning_topt.plugins.searched_plan import (
     capture_on_ranks,
     choose_for,
-    needs_whole_parameters,
     read_costs,
     say,
     say_what_stays,
@@ -67,15 +82,9 @@ from lightning_topt.plugins.searched_plan import (
     search_request,
     split_model,
 )
-from lightning_topt.plugins.step_checks import (
-    why_no_own_batches,
-    why_no_pipeline,
-    why_no_sequential_batches,
-)
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 
-UNTIL_WATCHED = "ddp until a plan is made of its first steps"
 MICROBATCHES_PER_RANK = 4  # at most; the bubble of 1F1B is then a fifth of the step, or less
 
 
@@ -191,30 +200,29 @@ def _check_features(
         f"{b.block}.{name}".lstrip(".") for b in plan.blocks for name, _ in b.config.parameters
     }
 
+    def would_shard(parameter: str) -> bool:
+        return bool(levels[block_of(parameter, levels)]) or parameter in split
+
+    fit = Fit(trainer, None, graph, request.only_replicated, would_shard)
     # Stages.
-    if plan.schedule is not None and (reason := why_no_pipeline(trainer)):
+    if plan.schedule is not None and (reason := why_not(fit, STAGES)):
         raise PlanError(f"this plan is a pipeline, but {reason}; choose a plan without stages")
-    if plan.schedule in CONTINUOUS_SCHEDULES and (reason := why_not_continuous(trainer)):
+    if plan.schedule in CONTINUOUS_SCHEDULES and (reason := why_not(fit, CONTINUOUS)):
         raise PlanError(
             f"this plan's stages never wait for an update, but {reason}; choose another schedule"
         )
     if plan.schedule in CONTINUOUS_SCHEDULES:
         check_flight(plan, trainer)
     # A batch from each rank of a pipeline.
-    if plan.own_batches and (reason := why_no_own_batches(trainer)):
+    if plan.own_batches and (reason := why_not(fit, OWN_BATCHES)):
         raise PlanError(
             f"under this plan ranks run the batches of one another, but {reason}; leave out "
             "own_batches, or choose a plan without stages"
         )
 
-    def would_shard(parameter: str) -> bool:
-        return bool(levels[block_of(parameter, levels)]) or parameter in split
-
     # Sharded parameters and gradients.
     shards = not plan.keeps_gradients_whole
-    if shards and (
-        reason := needs_whole_parameters(request, trainer, graph, would_shard=would_shard)
-    ):
+    if shards and (reason := why_not(fit, SHARDED)):
         way_out = "choose a plan without tensor axes" if split else "choose ZeRO level 0 or 1"
         if plan.schedule is not None:
             raise PlanError(
@@ -222,11 +230,7 @@ def _check_features(
                 "without stages"
             )
         raise PlanError(f"this plan shards parameters, but {reason}; {way_out}")
-    if (
-        plan.brings_batches
-        and plan.schedule is None
-        and (reason := why_no_sequential_batches(trainer))
-    ):
+    if plan.brings_batches and plan.schedule is None and (reason := why_not(fit, SEQUENTIAL)):
         raise PlanError(
             f"under this plan ranks run the batches of one another, but {reason}; leave out "
             "num_microbatches and joint, or choose a plan without tensor axes"
@@ -322,12 +326,10 @@ def _stale_weights(
     """Return what a search for `given` may choose of continuous pipelines."""
     if not request.stale.allowed:
         return None
-    if given.schedule is None and why_not_continuous(trainer):
+    if given.schedule is None and why_not(Fit(trainer), CONTINUOUS):
         return None
     (optimizer,), _ = optimizers_of(trainer)
-    return replace(request.stale, prediction=given.prediction or request.stale.prediction).weights(
-        optimizer
-    )
+    return StaleWeights(rule_for(optimizer, given.prediction or request.stale.prediction))
 
 
 def microbatch_of(batch: Any, given: PipelinePlan, mesh: Mesh) -> tuple[Any, int]:
@@ -355,9 +357,16 @@ def pipeline_request(
         search,
         global_batch_size=(samples if is_free else search.graph.batch_size * count)
         * mesh.data_parallel_size,
-        pipelines=given.wanted(mesh, microbatches=None if is_free else count),
+        pipelines=pipelines_on(mesh, given, microbatches=None if is_free else count),
         exchanges=(),
     )
+
+
+def pipelines_on(mesh: Mesh, given: PipelinePlan, *, microbatches: int | None) -> PipelineRequest:
+    """Return the pipelines to search for on the mesh of `given`."""
+    stages = given.stages if given.sizes is not None else mesh.pipeline_size * given.per_rank
+    ranks, tensor = mesh.pipeline_size, mesh.ranks_along(mesh.tensor_axes)
+    return PipelineRequest(stages, given.schedule, microbatches, ranks=ranks, tensor=tensor)
 
 
 def choose_pipeline(
@@ -381,23 +390,26 @@ def choose_pipeline(
             "stages, or let the model consist of more submodules that are called one after the "
             "other"
         )
-    plan = choose(search_plans(search)).plan
-    return _recomputed(plan, graph) if given.recompute else plan
+    found = search_plans(search)
+    if given.recompute:
+        # Compared as they will run: limits are for plans that recompute.
+        again = [_recomputed(point, search) for point in found.candidates]
+        found = replace(found, points=tuple(again), uniform=())
+    return choose(found).plan
 
 
-def _recomputed(plan: ParallelPlan, graph: OpGraph) -> ParallelPlan:
-    again = {block.name for block in graph.blocks if block.recomputable}
+def _recomputed(point: PlanPoint, search: SearchRequest) -> PlanPoint:
+    """Return the plan of `point` with all blocks recomputed that can be, and what it takes."""
+    again = {block.name for block in search.graph.blocks if block.recomputable}
 
     def with_it(block: BlockPlan) -> BlockPlan:
-        return (
-            replace(block, config=replace(block.config, recompute=True))
-            if block.block in again
-            else block
-        )
+        config = replace(block.config, recompute=block.config.recompute or block.block in again)
+        return replace(block, config=config)
 
-    return replace(
-        plan, stages=tuple(StagePlan(tuple(map(with_it, stage.blocks))) for stage in plan.stages)
-    )
+    stages = tuple(StagePlan(tuple(map(with_it, stage.blocks))) for stage in point.plan.stages)
+    priced = price_plan(search, replace(point.plan, stages=stages))
+    predicted = priced.predicted
+    return PlanPoint(predicted.step_seconds, predicted.peak_bytes, point.devices, priced.plan)
 
 
 def with_blocks_for(graph: OpGraph, given: PipelinePlan, mesh: Mesh) -> OpGraph:

@@ -28,7 +28,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+import xxhash
 from lightning.pytorch.utilities import rank_zero_warn
+from torchmetrics import Metric
 
 from lightning_topt.basics.forked_call import ForkedCall
 from lightning_topt.communication.rank_watch import is_of_collective
@@ -38,12 +40,15 @@ from lightning_topt.costs.measurements import Measurements
 from lightning_topt.graph.errors import CaptureError, one_line
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.graph.python_state import describe, describe_surroundings
+from lightning_topt.graph.structures import tensors_in
 from lightning_topt.plan.choose import TIME_ERROR, TIME_ERROR_SECONDS
 from lightning_topt.plan.explanation import price_plan
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, preset_plan
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest
 from lightning_topt.plan.plan_values import PRESETS
+from lightning_topt.plugins.code_names import names_of_step
 from lightning_topt.plugins.default_search import search_with_axes
 from lightning_topt.plugins.plan_options import UniformPlan
 from lightning_topt.plugins.plan_request import PlanRequest
@@ -57,12 +62,13 @@ from lightning_topt.plugins.searched_plan import (
     search_request,
 )
 from lightning_topt.plugins.sequential_batches import are_alike
-from lightning_topt.plugins.step_checks import digest_of_values
 from lightning_topt.plugins.watched_steps import WatchedFit, WatchedSteps
 
 _PATIENCE_SECONDS = 120.0  # with a search beside training, whatever keeps it
 _CAPTURE_SECONDS = 40.0  # of these
 _BY_NAME = 'they are searched by name alone: give plan={"mesh": {"data": 1, "tensor": 2}}'
+# where modules keep what counts otherwise
+_REGISTRIES = ("_parameters", "_buffers", "_modules", "forward")
 
 
 class WatchedPlanning:
@@ -200,7 +206,7 @@ class WatchedPlanning:
         Values beside parameters and buffers count. A collective call.
         """
         # The greatest digest equals the least one where all are equal.
-        own = on_every_rank(lambda: digest_of_values(self._trainer.lightning_module))
+        own = on_every_rank(lambda: _digest_of_values(self._trainer.lightning_module))
         digests = torch.tensor([own, -own], device=self._trainer.strategy.root_device)
         dist.all_reduce(digests, dist.ReduceOp.MAX)
         return int(digests[0]) == -int(digests[1])
@@ -243,6 +249,28 @@ class WatchedPlanning:
             return self._taken(self._search.result(timeout_seconds=0.1))
 
         return self._go_on(on_rank_0(found))
+
+
+def _digest_of_values(module: pl.LightningModule) -> int:
+    """Return a number that is equal on ranks whose modules hold equal values.
+
+    Values beside parameters and buffers count, under names that the step's code uses. A rank that
+    kept something of its own first batch would run batches of other ranks with that.
+    """
+    # Without what Lightning and torch keep on every module.
+    names = names_of_step(module) - vars(pl.LightningModule()).keys() - {*_REGISTRIES}
+    parts = [part for part in module.modules() if not isinstance(part, Metric)]
+    own = [{name: value for name, value in vars(part).items() if name in names} for part in parts]
+    digest = xxhash.xxh3_64(
+        repr((describe(own), describe_surroundings({type(part) for part in parts}))).encode()
+    )
+    # Tensors count by their bytes.
+    for tensor in tensors_in(own):
+        if tensor.layout is torch.strided and not tensor.is_meta:
+            digest.update(
+                tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            )
+    return digest.intdigest() >> 1  # fits a signed number
 
 
 def refine_watched(request: PlanRequest, trainer: pl.Trainer, fit: WatchedFit) -> PlanDecision:

@@ -22,6 +22,7 @@ from lightning_topt.plan.pipeline_search import PipelineRequest
 from lightning_topt.plan.plan_search import SearchRequest
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
 from lightning_topt.plugins.plan_options import PipelinePlan, read_mesh, read_plan_option
+from lightning_topt.plugins.traced_planning import pipelines_on
 from lightning_topt.prediction import make_prediction
 from tests.cli.test_main import TINY, finished, topt
 from tests.models import GPT
@@ -77,9 +78,8 @@ def test_a_mesh_with_a_pipeline_axis_may_keep_parts_of_the_plan() -> None:
     assert read_plan_option({"mesh": dict(sizes)}) == PipelinePlan(schedule=None, sizes=sizes)
     given = {"mesh": dict(sizes), "stages": 4, "schedule": "interleaved", "num_microbatches": 8}
     assert read_plan_option(given) == PipelinePlan(4, "interleaved", 8, sizes=sizes)
-    wanted = PipelinePlan(schedule=None, sizes=sizes).wanted(
-        PipelinePlan(schedule=None, sizes=sizes).mesh(4, num_nodes=1), microbatches=None
-    )
+    plan = PipelinePlan(schedule=None, sizes=sizes)
+    wanted = pipelines_on(plan.mesh(4, num_nodes=1), plan, microbatches=None)
     assert wanted == PipelineRequest(ranks=2, tensor=1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -137,6 +138,21 @@ def test_wrong_memory_limits(limit: Any) -> None:
 @pytest.mark.parametrize("plan", ["pipeline", {"mesh": {"data": 2}}, {"mesh": {"pipeline": 2}}])
 def test_memory_limits_beside_plans_that_are_searched(plan: Any) -> None:
     assert AutoParallelStrategy(memory_limit="1GiB", plan=plan).request.memory_limit == 2**30
+
+
+def test_the_least_memory_beside_a_plan_that_runs_as_it_is() -> None:
+    with pytest.warns(UserWarning, match="chooses among plans that are searched"):
+        AutoParallelStrategy(objective="memory", plan="zero1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        AutoParallelStrategy(objective="memory", plan="pipeline")
+        AutoParallelStrategy(objective="time", plan="zero1")
+
+
+@pytest.mark.parametrize("plan", ["zero1", "tensor"])
+def test_memory_limits_beside_plans_that_run_as_they_are(plan: Any) -> None:
+    with pytest.raises(ValueError, match="leave out memory_limit; or leave out plan"):
+        AutoParallelStrategy(memory_limit="1GiB", plan=plan)
 
 
 def test_right_memory_limits() -> None:

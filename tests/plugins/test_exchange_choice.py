@@ -20,9 +20,10 @@ from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.plan.parallel_plan import PlanError, uniform_plan
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
 from lightning_topt.plugins import plan_request
-from lightning_topt.plugins.plan_request import DEFAULT_CANDIDATES, AllowedExchanges, steps_of_fit
+from lightning_topt.plugins.plan_request import AllowedExchanges, default_candidates, steps_of_fit
 from tests.costs.graphs import profile_of, random_graph
 
+DEFAULT_CANDIDATES = default_candidates()
 EXCHANGES = (
     TopK(density=0.1),
     BF16(),

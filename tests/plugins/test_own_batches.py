@@ -21,12 +21,9 @@ from lightning_topt import AutoParallelStrategy
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.graph.capture import capture
 from lightning_topt.plan.choose import NoPlanFitsError
+from lightning_topt.plugins.default_search import WatchedTrace
+from lightning_topt.plugins.requirements import OWN_BATCHES, SEQUENTIAL, Fit, why_not
 from lightning_topt.plugins.sequential_batches import DelayedLogs, as_other_rank
-from lightning_topt.plugins.step_checks import (
-    WatchedTrace,
-    why_no_own_batches,
-    why_no_sequential_batches,
-)
 from lightning_topt.plugins.value_exchange import values_of_ranks
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.random_states import random_states
@@ -191,7 +188,7 @@ def test_fits_whose_ranks_cannot_take_turns(
 ) -> None:
     trainer = make_trainer()
     trainer.strategy.connect(module)
-    found = why_no_sequential_batches(trainer, batch)
+    found = why_not(Fit(trainer, batch), SEQUENTIAL)
     assert found is None if reason is None else reason in (found or "")
 
 
@@ -227,16 +224,15 @@ def test_fits_whose_ranks_cannot_share_stages(
 ) -> None:
     trainer = make_trainer()
     trainer.strategy.connect(module)
-    found = why_no_own_batches(trainer, torch.zeros(1))
+    found = why_not(Fit(trainer, torch.zeros(1)), OWN_BATCHES)
     assert found is None if reason is None else reason in (found or "")
 
 
 def reason_of_collective(rank: int) -> str | None:
     trainer, module = make_trainer(), Gathering()
     trainer.strategy.connect(module)
-    return why_no_sequential_batches(
-        trainer, None, capture(module, torch.zeros(4, 16), batch_scaling=False)
-    )
+    graph = capture(module, torch.zeros(4, 16), batch_scaling=False)
+    return why_not(Fit(trainer, None, graph), SEQUENTIAL)
 
 
 def test_collectives_of_a_step_are_named() -> None:

@@ -109,7 +109,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "backward": (
         OwnBackward,
         {},
-        "OwnBackward.backward would get a loss whose gradients exist already",
+        "OwnBackward.backward may do more with the loss than to differentiate it",
     ),
     "manual": (Manual, {}, "manual optimization"),
     "few blocks": (

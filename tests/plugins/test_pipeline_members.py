@@ -18,7 +18,7 @@ from torch import nn
 from lightning_topt.costs.cluster import Link
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plugins.default_search import why_not_cut
-from lightning_topt.plugins.step_checks import why_steps_may_differ
+from lightning_topt.plugins.requirements import SEARCHED_STAGES, Fit, why_not
 from tests.models import GPT
 from tests.plugins.test_turns import (
     CLIPPED,
@@ -236,7 +236,8 @@ def reasons(rank: int) -> dict[str, Any]:
         trainer.strategy.connect(module)
         plan = ParallelPlan.from_dict(staged_plan(1))
         found[type(module).__name__] = why_not_cut(trainer, next(iter(loader(4))), plan)
-    found["Warming"] = why_steps_may_differ(Warming())
+    trainer.strategy.connect(Warming())
+    found["Warming"] = why_not(Fit(trainer), SEARCHED_STAGES)
     return found
 
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from lightning_topt import AutoParallelStrategy, PipelineStrategy
+from lightning_topt.plan.explanation import price_plan
 from lightning_topt.plan.parallel_plan import PlanError
+from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plugins.plan_options import PipelinePlan, read_plan_option
 from lightning_topt.plugins.plan_request import AllowedStaleness, rule_for
-from lightning_topt.plugins.traced_planning import choose_microbatches
+from lightning_topt.plugins.traced_planning import (
+    choose_microbatches,
+    choose_pipeline,
+    pipeline_request,
+)
 from lightning_topt.prediction import default_prediction, make_prediction
+from tests.plan.test_pipelines import make_request
 
 
 @pytest.mark.parametrize(
@@ -155,3 +163,33 @@ def test_plans_by_name() -> None:
 def test_compression_is_not_ignored_where_it_cannot_be(plan: Any) -> None:
     with pytest.raises(ValueError, match="leave out allow_compression, or plan"):
         AutoParallelStrategy(plan=plan, allow_compression=True)
+
+
+def test_plans_that_recompute_are_compared_as_they_run() -> None:
+    given = PipelinePlan(2, "1f1b", 4, recompute=True)
+    mesh = given.mesh(2, num_nodes=1)
+    request = replace(make_request(layers=3), device_counts=(2,))
+    search = pipeline_request(given, mesh, request, count=4, samples=16)
+    seen: list[PlanPoint] = []
+
+    def choose(frontier: PlanFrontier) -> PlanPoint:
+        seen.extend(frontier.candidates)
+        return min(seen, key=lambda point: point.step_seconds)
+
+    plan = choose_pipeline(given, mesh, search, choose=choose)
+    able = {block.name for block in search.graph.blocks if block.recomputable}
+    assert able and seen
+    for point in seen:
+        assert {name for name, config in point.plan.configs.items() if config.recompute} == able
+        priced = price_plan(search, point.plan)
+        assert (point.step_seconds, point.peak_bytes) == (
+            priced.predicted.step_seconds,
+            priced.predicted.peak_bytes,
+        )
+    # What a limit is compared with is less than without.
+    free = replace(given, recompute=False)
+    kept = choose_pipeline(
+        free, mesh, search, choose=lambda found: min(found.candidates, key=lambda p: p.step_seconds)
+    )
+    assert plan.predicted is not None and kept.predicted is not None
+    assert plan.predicted.peak_bytes < kept.predicted.peak_bytes

@@ -24,12 +24,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.autograd import grad
 
-from lightning_topt.plugins.sharding_checks import (
-    why_changed_by_callbacks,
-    why_hooked,
-    why_unsharded,
-    why_watched,
-)
+from lightning_topt.plugins.requirements import SHARDED, Fit, why_not
 from tests.plugins.test_whole_parameters import Net
 from tests.plugins.trainer_ranks import make_trainer
 
@@ -42,6 +37,13 @@ def trainer_of(module: L.LightningModule, *callbacks: L.Callback) -> Any:
     module.trainer = trainer
     trainer.strategy.optimizers = [module.configure_optimizers()]
     return trainer
+
+
+def reason_of(module: L.LightningModule, *callbacks: L.Callback) -> str | None:
+    return why_not(Fit(trainer_of(module, *callbacks)), SHARDED)
+
+
+READ = ", and no rank has all of that then"
 
 
 def helper_that_looks(module: nn.Module) -> float:
@@ -79,6 +81,15 @@ class CallsItself(Net):
 class HelperLooks(Net):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.log("max", helper_that_looks(self))
+
+
+def helper_that_calls(anything: Any, samples: int) -> Any:
+    return anything(torch.zeros(samples, 4))
+
+
+class HelperCalls(Net):
+    def on_train_epoch_end(self) -> None:
+        self.images = helper_that_calls(self, 2)
 
 
 class Clips(Net):
@@ -157,6 +168,7 @@ class GradientOfAttribute(Net):
         (CallsModel, "CallsModel.on_validation_epoch_end uses 'net'"),
         (CallsItself, "CallsItself.on_train_epoch_end calls the model"),
         (HelperLooks, "HelperLooks.on_train_batch_end reads parameters"),
+        (HelperCalls, "HelperCalls.on_train_epoch_end calls the model"),
         (Clips, "Clips.configure_gradient_clipping reads gradients"),
         (Groups, "Groups.optimizer_step reads parameters"),
         (PropertyLooks, "PropertyLooks.on_train_batch_end reads parameters"),
@@ -176,7 +188,7 @@ class GradientOfAttribute(Net):
     ],
 )
 def test_hooks_that_look(make: type[Net], expected: str) -> None:
-    assert why_watched(trainer_of(make())) == expected
+    assert reason_of(make()) == expected + READ
 
 
 class Ordinary(Net):
@@ -256,7 +268,7 @@ def test_ordinary_hooks_and_callbacks() -> None:
         ModelSummary(),
         Timer(),
     )
-    assert why_unsharded(trainer_of(Ordinary(), Printer(), *usual)) is None
+    assert reason_of(Ordinary(), Printer(), *usual) is None
 
 
 class CallbackLooks(L.Callback):
@@ -269,9 +281,27 @@ class CallbackCalls(L.Callback):
         pl_module(torch.zeros(2, 4))
 
 
+class CallbackAsksTrainer(L.Callback):
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.model(torch.zeros(2, 4))
+
+
 class CallbackHands(L.Callback):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         torch.save(pl_module, "/dev/null")
+
+
+class Sampler:
+    def sample(self, count: int, anything: Any) -> Any:
+        return anything.net(torch.zeros(count, 4))
+
+
+class CallbackSamples(L.Callback):
+    def __init__(self) -> None:
+        self.sampler = Sampler()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.sampler.sample(2, pl_module)
 
 
 class Ema:
@@ -294,6 +324,11 @@ class CallbackDelegates(L.Callback):
         (CallbackLooks(), "callback CallbackLooks reads parameters in on_train_batch_end"),
         (CallbackCalls(), "callback CallbackCalls calls the model in on_train_epoch_end"),
         (
+            CallbackAsksTrainer(),
+            "callback CallbackAsksTrainer calls the model in on_train_epoch_end",
+        ),
+        (CallbackSamples(), "callback CallbackSamples uses 'net' in on_train_epoch_end"),
+        (
             CallbackHands(),
             "callback CallbackHands hands the model to a function in on_train_epoch_end",
         ),
@@ -307,7 +342,7 @@ class CallbackDelegates(L.Callback):
     ],
 )
 def test_callbacks_that_look(callback: L.Callback, expected: str) -> None:
-    assert why_watched(trainer_of(Net(), callback)) == expected
+    assert reason_of(Net(), callback) == expected + READ
 
 
 def test_code_without_source_is_read_by_its_names() -> None:
@@ -315,35 +350,29 @@ def test_code_without_source_is_read_by_its_names() -> None:
     scope: dict[str, Any] = {}
     exec("def look(trainer, module, *rest):\n    return [p.grad for p in module.net]", scope)
     exec("def glance(trainer, module, *rest):\n    return trainer.global_step", scope)
-    assert (
-        why_watched(trainer_of(Net(), LambdaCallback(on_train_batch_end=scope["look"]))) is not None
-    )
-    assert (
-        why_watched(trainer_of(Net(), LambdaCallback(on_train_batch_end=scope["glance"]))) is None
-    )
+    assert reason_of(Net(), LambdaCallback(on_train_batch_end=scope["look"])) is not None
+    assert reason_of(Net(), LambdaCallback(on_train_batch_end=scope["glance"])) is None
 
 
 def test_callbacks_of_lightning_that_change_parameters() -> None:
     for callback in (ModelPruning("l1_unstructured", amount=0.5), BackboneFinetuning()):
-        assert type(callback).__name__ in (
-            why_changed_by_callbacks(trainer_of(Net(), callback)) or ""
-        )
-    assert why_changed_by_callbacks(trainer_of(Net(), ModelCheckpoint())) is None
+        assert f"callback {type(callback).__name__} " in (reason_of(Net(), callback) or "")
+    assert reason_of(Net(), ModelCheckpoint()) is None
 
 
 def test_hooks_registered_by_the_user() -> None:
     module = Net()
-    assert why_hooked(module) is None
+    assert reason_of(module) is None
     forward = module.net.register_forward_hook(lambda mod, args, out: print(out.mean()))
-    assert why_hooked(module) is None
+    assert reason_of(module) is None
     forward.remove()
     looking = module.net.register_forward_hook(
         lambda mod, args, out: print([p.norm() for p in mod.parameters()])
     )
-    assert "a hook on 'net'" in (why_hooked(module) or "")
+    assert "a hook on 'net'" in (reason_of(module) or "")
     looking.remove()
     on_gradient = module.net[0].weight.register_hook(lambda gradient: gradient * 2)
-    assert "a hook on parameter 'net.0.weight'" in (why_hooked(module) or "")
+    assert "a hook on parameter 'net.0.weight'" in (reason_of(module) or "")
     on_gradient.remove()
     module.net[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    assert "a hook on parameter 'net.0.weight'" in (why_hooked(module) or "")
+    assert "a hook on parameter 'net.0.weight'" in (reason_of(module) or "")

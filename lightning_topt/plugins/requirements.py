@@ -1,0 +1,482 @@
+"""What a fit has to be like for plans of some kinds, as one list of `Requirement`.
+
+`why_not(fit, *kinds)` returns the first reason against plans of these kinds, as a clause that names
+what was found and, where there is one, the way out. The kinds:
+
+    SHARDED          parameters or gradients are sharded
+    STAGES           the ranks of a pipeline run one step together
+    OWN_BATCHES      the ranks of a pipeline bring a batch each
+    SEQUENTIAL       the ranks of a tensor group run each other's batches
+    CONTINUOUS       stages never wait for an update
+    SEARCHED_STAGES  OWN_BATCHES that nobody asked for
+
+Sharding puts other Parameter objects into the module: code that reads parameters or gradients
+between the steps would see shards (`code_names`), and whoever else holds a Parameter would go on
+with the old one (`held_parameters`). A step that another rank runs as well must be the same there,
+and must leave nothing behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+from torchmetrics import Metric, MetricCollection
+
+from lightning_topt.graph.kernels import NAMESPACES
+from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.plugins.code_names import (
+    GRADIENTS,
+    PARAMETERS,
+    Reader,
+    is_library,
+    names_of_step,
+    own_functions,
+)
+from lightning_topt.plugins.held_parameters import why_held
+from lightning_topt.plugins.value_exchange import check_packs
+from lightning_topt.techniques.ddp_wrapper import names_to_ignore
+
+SHARDED, STAGES, OWN_BATCHES = "sharded", "stages", "own batches"
+SEQUENTIAL, CONTINUOUS, SEARCHED_STAGES = "sequential batches", "continuous", "searched stages"
+
+_RANKS = frozenset(
+    ["global_rank", "local_rank", "node_rank", "is_global_zero", "get_rank", "is_local_zero"]
+)
+_COUNTS = frozenset(["global_step", "current_epoch"])
+_WRITERS = frozenset(
+    [
+        *("logger", "loggers"),
+        *("rank_zero_only", "rank_zero_info", "rank_zero_warn", "rank_zero_deprecation"),
+    ]
+)
+_MOMENTS = ("batch_start", "batch_end", "epoch_start", "epoch_end", "end")
+# Hooks of modules and callbacks that run between steps.
+_HOOKS = (
+    *(f"on_{stage}_{moment}" for stage in ("train", "validation") for moment in _MOMENTS),
+    *("on_validation_start", "on_validation_model_eval", "on_validation_model_train"),
+    *("on_validation_model_zero_grad", "on_before_zero_grad", "on_before_backward"),
+    *("on_before_optimizer_step", "on_before_batch_transfer", "on_after_backward"),
+    *("on_after_batch_transfer", "transfer_batch_to_device", "on_save_checkpoint"),
+    *("optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping"),
+    "lr_scheduler_step",
+)
+# In the steps themselves. What a capture sees is left to it: parameters that `training_step` reads
+# are unsharded while it runs.
+_READ_IN_STEPS = {
+    "training_step": frozenset({"grad", "state_dict"}),
+    "validation_step": GRADIENTS | PARAMETERS,
+}
+# where torch keeps what was registered on a module
+_HOOKS_OF_MODULES = (
+    *("_forward_pre_hooks", "_forward_hooks"),
+    *("_backward_pre_hooks", "_backward_hooks"),
+)
+# loggers whose `watch` registers hooks
+_WATCHERS = frozenset({"wandb", "comet_ml", "neptune", "clearml", "aim"})
+
+
+@dataclass
+class Fit:
+    """What requirements look at, once the module is on its device and the optimizers exist.
+
+    Args:
+        trainer: whose fit it is.
+        batch: of a step, where it is known.
+        graph: of that step.
+        only_replicated: see `PlanRequest`.
+        would_shard: whether the parameter of that name would be sharded; others may be as they are.
+    """
+
+    trainer: pl.Trainer
+    batch: Any = None
+    graph: OpGraph | None = None
+    only_replicated: bool = False
+    would_shard: Callable[[str], bool] = lambda _: True
+
+    @property
+    def module(self) -> pl.LightningModule:
+        """The module that is trained."""
+        return self.trainer.lightning_module
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """All names that user code in `training_step` may use."""
+        return names_of_step(self.module)
+
+    def callback(self, *kinds: type) -> str | None:
+        """Return the class of a callback of these kinds."""
+        found = (type(c).__name__ for c in self.trainer.callbacks if isinstance(c, kinds))  # type: ignore[attr-defined]
+        return next(found, None)
+
+    def part(self, is_wanted: Callable[[nn.Module], bool]) -> str | None:
+        """Return the name of the first such module in the module, quoted."""
+        return next((repr(name) for name, p in self.module.named_modules() if is_wanted(p)), None)
+
+    def parameter(self, is_wanted: Callable[[nn.Parameter], bool]) -> str | None:
+        """Return the name of the first such parameter that would be sharded, quoted."""
+        return next((repr(name) for name, p in self.sharded() if is_wanted(p)), None)
+
+    def sharded(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters that would be sharded."""
+        return (each for each in self.module.named_parameters() if self.would_shard(each[0]))
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """What plans of some kinds need.
+
+    Args:
+        kinds: of the plans.
+        reason: why they cannot run, as a clause; ``{}`` in it is what was found.
+        check: returns what is against it, None or False where nothing is.
+    """
+
+    kinds: tuple[str, ...]
+    reason: str
+    check: Callable[[Fit], str | bool | None]
+
+
+def why_not(fit: Fit, *kinds: str) -> str | None:
+    """Return the first reason against plans of any of these kinds, as a clause, or None.
+
+    That is what can be seen before a step runs. Takes milliseconds, and up to half a second where
+    somebody else holds parameters.
+    """
+    for requirement in REQUIREMENTS:
+        if not {*kinds}.isdisjoint(requirement.kinds) and (found := requirement.check(fit)):
+            return requirement.reason.format(found)
+    return None
+
+
+# ---- checks that are longer than a line ----------------------------------------------------------
+
+
+def _has_words(batch: Any) -> bool:
+    if isinstance(batch, Mapping):
+        return any(map(_has_words, batch.values()))
+    if isinstance(batch, list | tuple):
+        return any(map(_has_words, batch))
+    return isinstance(batch, str | bytes | int) and not isinstance(batch, bool)
+
+
+def _sparse_table(fit: Fit) -> str | None:
+    for name, part in fit.module.named_modules():
+        is_sparse = isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
+        if is_sparse and fit.would_shard(f"{name}.weight"):
+            return repr(name)
+    return None
+
+
+def _own_tensor(fit: Fit) -> str | None:
+    kinds = ((name, type(parameter.data)) for name, parameter in fit.sharded())
+    return next((f"{name!r} is a {kind.__name__}" for name, kind in kinds if kind != Tensor), None)
+
+
+def _several_dtypes(fit: Fit) -> str | None:
+    # FSDP2 gathers the parameters of a block in one buffer.
+    names = {parameter.dtype: name for name, parameter in fit.sharded() if parameter.requires_grad}
+    shown = [f"{name!r}: {str(dtype).removeprefix('torch.')}" for dtype, name in names.items()]
+    return ", ".join(shown[:2]) if len(shown) > 1 else None
+
+
+def _registered_hook(fit: Fit) -> str | None:
+    """Return which registered hook reads parameters or gradients."""
+
+    def origin(hook: Any) -> tuple[str, str]:
+        inner = getattr(hook, "func", hook)  # a functools.partial
+        kind = type(inner)
+        return (
+            getattr(inner, "__module__", None) or kind.__module__,
+            getattr(inner, "__qualname__", kind.__name__),
+        )
+
+    # Hooks on parameters see gradients.
+    for name, parameter in fit.module.named_parameters():
+        after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        for hook in (*(parameter._backward_hooks or {}).values(), *after.values()):
+            home, title = origin(hook)
+            if not is_library(home):
+                return f"a hook on parameter {name!r} ({title}) gets its gradient"
+    # Hooks on modules may read anything.
+    for name, part in fit.module.named_modules():
+        for hook in [each for kind in _HOOKS_OF_MODULES for each in getattr(part, kind).values()]:
+            home, title = origin(hook)
+            reader = Reader(fit.module, GRADIENTS | PARAMETERS)
+            is_logger = home.partition(".")[0] in _WATCHERS
+            if not is_library(home) and (is_logger or reader.reads(hook, fit.module)):
+                return f"a hook on {name or 'the LightningModule'!r} ({title}) reads parameters"
+    return None
+
+
+def _reading_step(fit: Fit) -> str | None:
+    """Return which step reads parameters or gradients in a way that a capture does not see."""
+    module, title = fit.module, type(fit.module).__name__
+    for name, names in _READ_IN_STEPS.items():
+        for function in own_functions(module, name):
+            if found := Reader(module, names).reads(function, module):
+                return f"{title}.{name} {found}"
+            reader = Reader(module, PARAMETERS, attributes_count=True)
+            if reader.reads(function, module) and reader.computes_gradients:
+                return (
+                    f"{title}.{name} computes gradients, which may be those of parameters that it "
+                    "reads"
+                )
+    return None
+
+
+def _reading_hook(fit: Fit) -> str | None:
+    """Return which hook of the module, or of a callback, reads parameters or gradients."""
+    trainer, module = fit.trainer, fit.module
+    for name in _HOOKS:
+        for function in own_functions(module, name):
+            reader = Reader(module, GRADIENTS | PARAMETERS, calls_count=True)
+            if found := reader.reads(function, module):
+                return f"{type(module).__name__}.{name} {found}"
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            for function in own_functions(callback, name):
+                # LambdaCallback: a function of (trainer, module, ...)
+                own = () if name in vars(callback) else (callback,)
+                reader = Reader(module, GRADIENTS | PARAMETERS, calls_count=True)
+                if found := reader.reads(function, *own, trainer, module):
+                    return f"callback {type(callback).__name__} {found} in {name}"
+    return None
+
+
+def _held(fit: Fit) -> str | None:
+    strategy = fit.trainer.strategy
+    optimizers = [getattr(optimizer, "_optimizer", optimizer) for optimizer in strategy.optimizers]
+    return why_held(fit.module, optimizers=optimizers, model=strategy.model)
+
+
+def _own_backward(fit: Fit) -> str | None:
+    kinds = type(fit.module).__mro__
+    is_own = any("backward" in vars(kind) for kind in kinds if not is_library(kind.__module__))
+    return type(fit.module).__name__ if is_own else None
+
+
+def _collective(fit: Fit) -> str | None:
+    for op in () if fit.graph is None else fit.graph.ops:
+        for kernel in (*op.forward, *op.backward):
+            if kernel.name.partition(".")[0] in NAMESPACES:
+                return kernel.name
+    return None
+
+
+def _unpackable(fit: Fit) -> str | None:
+    try:
+        check_packs(fit.batch)
+    except Exception as error:
+        return str(error)
+    return None
+
+
+def _has_scaler(fit: Fit) -> bool:
+    return getattr(fit.trainer.strategy.precision_plugin, "scaler", None) is not None
+
+
+# ---- the list: cheap checks first ----------------------------------------------------------------
+
+_TOGETHER = (STAGES, OWN_BATCHES, SEQUENTIAL)  # other ranks run the same step
+_EACH_ITS_OWN = (OWN_BATCHES, SEQUENTIAL)  # with batches of their own
+
+REQUIREMENTS: tuple[Requirement, ...] = (
+    Requirement(
+        (SEARCHED_STAGES,),
+        "batches hold texts or whole numbers, on which a step may depend, so that each would be "
+        "traced",
+        lambda fit: _has_words(fit.batch),
+    ),
+    # ---- options
+    Requirement(
+        (SHARDED,),
+        "options of DistributedDataParallel were given, and sharded plans do not run it",
+        lambda fit: fit.only_replicated,
+    ),
+    Requirement(
+        (SHARDED,),
+        "16-true keeps no float32 weights to shard",
+        lambda fit: fit.trainer.precision == "16-true",
+    ),
+    Requirement(
+        (SEQUENTIAL,),
+        "sharded checkpoints do not know tensor axes",
+        lambda fit: getattr(fit.trainer.strategy, "checkpoint_form", "full") != "full",
+    ),
+    Requirement(
+        (SEQUENTIAL,),
+        "a gradient scaler scales the loss only after batches of others have run backward",
+        _has_scaler,
+    ),
+    Requirement(
+        (CONTINUOUS,),
+        "a gradient scaler skips updates and changes its scale with minibatches in flight "
+        "(bf16-mixed needs none)",
+        _has_scaler,
+    ),
+    Requirement(
+        (CONTINUOUS,),
+        "each rank's clock would decide when to validate (val_check_interval is a number of "
+        "batches, or a share of them)",
+        lambda fit: getattr(fit.trainer, "_val_check_time_interval", None) is not None,
+    ),
+    Requirement(
+        (CONTINUOUS,),
+        "ReduceLROnPlateau in each step sees other values on each stage (interval='epoch' sees the "
+        "same)",
+        lambda fit: any(
+            config.reduce_on_plateau and config.interval == "step"
+            for config in fit.trainer.strategy.lr_scheduler_configs
+        ),
+    ),
+    # ---- parameters that can be sharded
+    Requirement(
+        (SHARDED,),
+        "each rank keeps a {} of its own (_ddp_params_and_buffers_to_ignore), which only "
+        "DistributedDataParallel leaves alone",
+        lambda fit: min(map(repr, names_to_ignore(fit.module)), default=None),
+    ),
+    Requirement(
+        (SHARDED,),
+        "the step gives {} no gradient, which only DistributedDataParallel sees and answers",
+        lambda fit: next(filter(fit.would_shard, fit.graph.unused if fit.graph else ()), None),
+    ),
+    Requirement(
+        (SHARDED,),
+        "{} is a TorchScript module; give the module itself in its place",
+        lambda fit: fit.part(lambda part: isinstance(part, torch.jit.ScriptModule)),
+    ),
+    Requirement((SHARDED,), "{} has sparse gradients; leave out sparse=True", _sparse_table),
+    Requirement(
+        (SHARDED,),
+        "parameter {} has no shape yet; run a batch through the module before the fit",
+        lambda fit: fit.parameter(is_lazy),
+    ),
+    Requirement(
+        (SHARDED,),
+        "parameter {} is sharded already (DTensor)",
+        lambda fit: fit.parameter(lambda parameter: isinstance(parameter, DTensor)),
+    ),
+    Requirement(
+        (SHARDED,),
+        "parameter {} is on the meta device; give it values in configure_model",
+        lambda fit: fit.parameter(lambda parameter: parameter.is_meta),
+    ),
+    Requirement((SHARDED,), "parameter {}, a tensor class of its own", _own_tensor),
+    Requirement(
+        (SHARDED,),
+        "parameter {} has no dimension to shard; give it the shape (1,)",
+        lambda fit: fit.parameter(lambda parameter: parameter.dim() == 0),
+    ),
+    Requirement(
+        (SHARDED,),
+        "parameter {} is empty; leave it out, or set its requires_grad to False",
+        lambda fit: fit.parameter(lambda p: p.numel() == 0 and p.requires_grad),
+    ),
+    Requirement(
+        (SHARDED,),
+        "trained parameters differ in dtype ({}); keep them in one dtype, and compute in another "
+        "with the Trainer's precision",
+        _several_dtypes,
+    ),
+    # ---- code that needs whole parameters
+    Requirement(
+        (SHARDED,),
+        "weight-averaging callbacks copy whole parameters",
+        lambda fit: fit.callback(StochasticWeightAveraging, WeightAveraging),
+    ),
+    Requirement(
+        (SHARDED,), "callback {} prunes parameters", lambda fit: fit.callback(ModelPruning)
+    ),
+    Requirement(
+        (SHARDED,),
+        "callback {} freezes parameters and trains them later",
+        lambda fit: fit.callback(BaseFinetuning),
+    ),
+    Requirement((SHARDED,), "{}, and no rank has all of that then", _registered_hook),
+    Requirement((SHARDED,), "{}, and no rank has all of that then", _reading_step),
+    Requirement((SHARDED,), "{}, and no rank has all of that then", _reading_hook),
+    Requirement((SHARDED,), "{}, and would keep the old one", _held),
+    # ---- steps that other ranks run as well
+    Requirement(
+        _TOGETHER,
+        "{}.backward may do more with the loss than to differentiate it",
+        _own_backward,
+    ),
+    Requirement(
+        _TOGETHER,
+        "training_step fetches its own batches",
+        lambda fit: is_param_in_hook_signature(
+            fit.module.training_step, "dataloader_iter", explicit=True
+        ),
+    ),
+    Requirement(
+        _TOGETHER,
+        "training_step reads {}, and other ranks would not run the same step",
+        lambda fit: min(fit.names & _RANKS, default=None),
+    ),
+    Requirement(
+        _TOGETHER,
+        "the calls of a compiled module are not seen",
+        # By name: importing torch._dynamo takes a second.
+        lambda fit: fit.part(
+            lambda part: (
+                type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None
+            )
+        ),
+    ),
+    Requirement(
+        _TOGETHER,
+        "a metric is synchronized in each step",
+        lambda fit: fit.part(lambda part: isinstance(part, Metric) and part.dist_sync_on_step),
+    ),
+    Requirement(
+        _EACH_ITS_OWN,
+        "training_step calls {}, which brings ranks with different batches together",
+        _collective,
+    ),
+    Requirement(_EACH_ITS_OWN, "its batches cannot be sent ({})", _unpackable),
+    Requirement(
+        (OWN_BATCHES,),
+        "training_step uses {}, and what rank 0 writes is known on the last stage's rank",
+        lambda fit: min(fit.names & _WRITERS, default=None),
+    ),
+    Requirement(
+        (OWN_BATCHES,),
+        "batch norm brings ranks with different batches together",
+        lambda fit: fit.part(lambda part: isinstance(part, nn.SyncBatchNorm)),
+    ),
+    Requirement(
+        (OWN_BATCHES,),
+        "batch norm counts the batches of rank 0 alone under ddp, and would count all of a "
+        "pipeline's",
+        lambda fit: fit.part(
+            lambda part: isinstance(part, _NormBase) and part.training and part.track_running_stats
+        ),
+    ),
+    Requirement(
+        (OWN_BATCHES,),
+        "a collection of metrics shares states, which are not followed from rank to rank",
+        lambda fit: fit.part(lambda part: isinstance(part, MetricCollection)),
+    ),
+    Requirement(
+        (SEARCHED_STAGES,),
+        "training_step reads {}, on which the modules that it calls may depend",
+        lambda fit: min(fit.names & _COUNTS, default=None),
+    ),
+)

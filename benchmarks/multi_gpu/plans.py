@@ -35,7 +35,8 @@ from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 
 NAMED = ("ddp", "zero1", "zero2", "zero3", "zero3+recompute", "zero3+bf16_gathers")
 NODES = ("hybrid", "hybrid+bf16_gathers")  # two halves of the ranks stand for two nodes
-TENSOR, QUICK = "tensor", ("ddp", "zero3+bf16_gathers", TENSOR)
+TENSOR = "tensor"
+QUICK = ("ddp", "zero3+bf16_gathers", TENSOR)
 _WARM_UP, _STEPS, _SECONDS = 4, 8, 120.0
 
 

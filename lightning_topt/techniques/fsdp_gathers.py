@@ -114,6 +114,7 @@ class _Way:
     memory_format: torch.memory_format
     strides: tuple[int, ...]  # of the gathered parameter
     _whole: Tensor | None = None  # memory of the gathered parameter, if it travels narrow
+    _was_sent: bool = False
     _has_hook: bool = False
 
     def attach(self) -> None:
@@ -145,6 +146,7 @@ class _Way:
         )
         sent[: len(local)].copy_(local)
         sent[len(local) :].zero_()
+        self._was_sent = True
         return (sent.as_strided(shape, _strides(shape, torch.contiguous_format)),), None
 
     def receive(
@@ -178,6 +180,7 @@ class _Way:
         assert parameter is not None
         if isinstance(parameter, DTensor):
             return
+        assert self._was_sent, f"FSDP2 gathered {self.name!r} as if it were contiguous"
         if parameter.stride() != self.strides:
             parameter.data = parameter.data.as_strided(parameter.shape, self.strides)
         if parameter.requires_grad and not self._has_hook:

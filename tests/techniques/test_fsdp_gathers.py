@@ -26,7 +26,6 @@ from tests.launch import run_ranks
 from tests.models import GPT
 
 CPU, STEPS, BATCH = torch.device("cpu"), 4, 8
-FORMATS = torch.contiguous_format, torch.channels_last
 
 
 class Conv(nn.Module):
@@ -57,10 +56,13 @@ CONV_BLOCKS = ["blocks.0", "blocks.1"]
 
 def conv() -> Conv:
     torch.manual_seed(0)
-    model = Conv().to(memory_format=torch.channels_last)  # torch leaves those of 5 dims alone
-    model.volume.weight.data = model.volume.weight.data.contiguous(
-        memory_format=torch.channels_last_3d
-    )
+    model = Conv()
+    for parameter in model.parameters():
+        if parameter.dim() > 3:
+            is_volume = parameter.dim() == 5
+            parameter.data = parameter.data.clone(
+                memory_format=torch.channels_last_3d if is_volume else torch.channels_last
+            )
     return model
 
 
@@ -287,9 +289,8 @@ def test_gathers_in_bfloat16_change_nothing_under_autocast(level: int) -> None:
         assert one[3] == other[3] == {torch.float32}
         assert all(torch.equal(value, other[4][name]) for name, value in one[4].items())
         # padded rows of matrices in half the bytes: of each gather, of each step
-        blocks = 2 * (7 * 14 + 8 * 13)
-        saved = blocks * 2 * (level - 1) + 8 * 7 * 2
-        assert one[1] - other[1] == saved * STEPS
+        matrices = 2 * (14 * 7 + 8 * 13) + 8 * 7
+        assert one[1] - other[1] == 2 * matrices * (level - 1) * STEPS
 
 
 def test_gathered_matrices_are_rounded_and_nothing_else() -> None:

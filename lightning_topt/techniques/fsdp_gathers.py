@@ -115,7 +115,6 @@ class _Way:
     strides: tuple[int, ...]  # of the gathered parameter
     _whole: Tensor | None = None  # memory of the gathered parameter, if it travels narrow
     _was_sent: bool = False
-    _has_hook: bool = False
 
     def attach(self) -> None:
         parameter = self.module._parameters[self.name]
@@ -174,7 +173,7 @@ class _Way:
     def arrange(self, *_: Any) -> None:
         """Give the gathered parameter its strides: once, since FSDP2 keeps the Parameter.
 
-        FSDP2 cuts gradients into rows as if they were contiguous, so they are made that.
+        Autograd gives its gradient the same; FSDP2 copies that into contiguous rows.
         """
         parameter = self.module._parameters[self.name]
         assert parameter is not None
@@ -183,14 +182,6 @@ class _Way:
         assert self._was_sent, f"FSDP2 gathered {self.name!r} as if it were contiguous"
         if parameter.stride() != self.strides:
             parameter.data = parameter.data.as_strided(parameter.shape, self.strides)
-        if parameter.requires_grad and not self._has_hook:
-            parameter.register_post_accumulate_grad_hook(_make_contiguous)
-            self._has_hook = True
 
     def __deepcopy__(self, memo: object) -> _Way:
         return self  # a copy of a shard has no module of its own
-
-
-def _make_contiguous(parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.grad = parameter.grad.contiguous()

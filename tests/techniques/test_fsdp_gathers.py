@@ -88,10 +88,18 @@ def formats_under(rank: int, plan: ParallelPlan, is_last: bool) -> tuple[Any, ..
     """Losses, formats of weights and gradients where they are used, and those afterwards."""
     module = conv()
     seen: dict[str, set[Any]] = {}
+    hooked: set[int] = set()
 
     def note(name: str) -> Any:
+        def of_gradient(weight: Tensor) -> None:
+            assert weight.grad is not None
+            seen.setdefault(f"{name}, gradient", set()).add(memory_format_of(weight.grad))
+
         def hook(each: nn.Module, *_: Any) -> None:
             seen.setdefault(name, set()).add(memory_format_of(each.weight))
+            if id(each.weight) not in hooked:
+                each.weight.register_post_accumulate_grad_hook(of_gradient)
+                hooked.add(id(each.weight))
 
         return hook
 
@@ -146,7 +154,8 @@ def test_weights_are_channels_last_where_they_are_used_and_afterwards(
     expected = conv_losses(called, optimizer, images(is_last))
     for losses, seen, after, values in run_ranks(formats_under, plan.mesh.size, plan, is_last):
         assert losses == pytest.approx(expected, rel=1e-4)
-        assert set(seen) == {"stem", "deep", *(f"{b}.{n}" for b in CONV_BLOCKS for n in (0, 3))}
+        names = {"stem", "deep", *(f"{b}.{n}" for b in CONV_BLOCKS for n in (0, 3))}
+        assert set(seen) == names | {f"{name}, gradient" for name in names}
         assert all(found == {torch.channels_last} for found in seen.values()), seen
         assert after == expected_formats
         for each, value in twin.named_parameters():

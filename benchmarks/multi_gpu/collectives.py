@@ -1,8 +1,8 @@
 """Collectives from 4 KiB to 1 GiB: calls in a row, `calibrate`'s curves, and nccl-tests.
 
 `predicted` is the curve that plans are priced with, measured in 2 s to 256 MiB and extrapolated;
-`measured` the slowest rank's time of many calls in a row; `nccl` the time out of place of
-nccl-tests, if `multi_gpu.sh` found them.
+`wait` what comes on top in a step; `measured` the slowest rank's time of many calls in a row;
+`nccl` the time out of place of nccl-tests, if `multi_gpu.sh` found them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ import torch.distributed as dist
 from benchmarks.multi_gpu.job import Job
 from lightning_topt.communication.collectives import all_gather_into, reduce_scatter_into
 from lightning_topt.costs.calibrate import calibrate
-from lightning_topt.costs.communication import Group, estimate_collective_seconds
+from lightning_topt.costs.communication import (
+    Group,
+    estimate_collective_seconds,
+    estimate_wait_seconds,
+)
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 _KIB, _GIB = 2**10, 2**30
@@ -38,9 +42,10 @@ def run(job: Job) -> None:
             if (name := f"{op} {size // _KIB} KiB") not in left:
                 continue
             with job.case(name, seconds=_SECONDS) as row:
-                row["predicted_seconds"] = estimate_collective_seconds(
-                    cluster, op=op, size=size, group=Group(job.ranks)
-                )
+                group = Group(job.ranks)
+                row["wait_seconds"] = wait = estimate_wait_seconds(cluster, op=op, group=group)
+                seconds = estimate_collective_seconds(cluster, op=op, size=size, group=group)
+                row["predicted_seconds"] = seconds - wait
                 row["measured_seconds"] = job.seconds_of(call_of(op, size, job))
                 row["nccl_seconds"] = theirs.get(size)
 

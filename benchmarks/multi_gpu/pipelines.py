@@ -7,6 +7,7 @@ line, and the next one goes on. `predicted` is the plan's own step; without flus
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -60,6 +61,19 @@ def _backend(job: Job) -> str:
     return "nccl" if job.device.type == "cuda" else "gloo"
 
 
+class Batches:
+    """A loader of these batches (Lightning takes a list for several loaders)."""
+
+    def __init__(self, batches: Tensor) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
 class RecordingGPT(ByteGPT):
     """Keeps the loss of each step and when it ended."""
 
@@ -89,7 +103,7 @@ def fit(sizes: tuple[int, ...], batches: Tensor, strategy: Strategy, job: Job) -
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    trainer.fit(module, [*batches])
+    trainer.fit(module, Batches(batches))
     return module
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -84,10 +83,9 @@ RUNS = (
 
 @dataclass
 class Curve:
-    """What a run gave: losses, means over ranks, and per step seconds and gathered bytes."""
+    """What a run gave: losses, means over ranks, and gathered bytes per step."""
 
     losses: list[float]
-    seconds: float
     gathered: float
 
 
@@ -115,23 +113,21 @@ def train_once(run: Run, batches: list[Tensor], gathered: list[int]) -> Curve:
     made: Any = module.configure_optimizers()
     optimizer, scheduler = made["optimizer"], made["lr_scheduler"]["scheduler"]
     engine.attach_optimizers([optimizer])
-    losses, times = [], []
+    losses = []
     gathered.clear()
     for batch in batches:
-        start = time.perf_counter()
         with context_of(run):
             loss = model(batch)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         scheduler.step()
-        times.append(time.perf_counter() - start)
         losses.append(loss.item())
     mean = torch.tensor(losses, dtype=torch.float64)
     dist.all_reduce(mean)
     engine.release()
     nbytes = sum(gathered) / len(batches)
-    return Curve((mean / RANKS).tolist(), statistics.median(times), nbytes)
+    return Curve((mean / RANKS).tolist(), nbytes)
 
 
 def context_of(run: Run) -> AbstractContextManager[Any]:
@@ -149,25 +145,25 @@ def page(curves: list[Curve]) -> str:
         f"A byte GPT of {SIZES[0]} layers and width {SIZES[1]} under ZeRO-3 on {RANKS} ranks over "
         f"gloo, {SAMPLES} sequences of {SIZES[3]} bytes per rank, AdamW. Losses (nats per byte, "
         f"means of {EVERY} steps) by the last of these steps. *Off* is the largest difference of "
-        "a single step's loss from the line with float32 gathers above it; medians of seconds "
-        "per step, bytes that one rank's gathers give in a step. `python -m "
-        "benchmarks.bf16_gathers` makes this page.",
+        "a single step's loss from the line above it; *MiB* what the gathers of a rank give in "
+        "a step. Autocast rounds matrices before it uses them, so that the third line should have "
+        "no difference; positions that are added it leaves alone, and the last line rounds them. "
+        "`python -m benchmarks.bf16_gathers` makes this page.",
         "",
         machine(),
         "",
-        "| under ZeRO-3 | " + " | ".join(str(step + 1) for step in shown) + " | off | ms | MiB |",
-        "|---|" + "---|" * (len(shown) + 3),
+        "| under ZeRO-3 | " + " | ".join(str(step + 1) for step in shown) + " | off | MiB |",
+        "|---|" + "---|" * (len(shown) + 2),
     ]
-    reference = curves[0]
+    above = curves[0]
     for run, curve in zip(RUNS, curves, strict=True):
-        off = max(abs(a - b) for a, b in zip(curve.losses, reference.losses, strict=True))
-        if run.gather_dtype is None:
-            reference = curve
+        off = max(abs(a - b) for a, b in zip(curve.losses, above.losses, strict=True))
+        above = curve
         means = [statistics.fmean(curve.losses[s + 1 - EVERY : s + 1]) for s in shown]
         cells = [f"{mean:.4f}" for mean in means]
-        differs = "" if run.gather_dtype is None else f"{off:.1e}" if off else "0"
-        figures = f"{1e3 * curve.seconds:.1f} | {curve.gathered / 2**20:.3f}"
-        lines.append(f"| {run.name} | {' | '.join(cells)} | {differs} | {figures} |")
+        differs = "" if run is RUNS[0] or run.name == RUNS[3].name else f"{off:.1e}" if off else "0"
+        gathered = f"{curve.gathered / 2**20:.3f}"
+        lines.append(f"| {run.name} | {' | '.join(cells)} | {differs} | {gathered} |")
     return "\n".join(lines) + "\n"
 
 

@@ -250,9 +250,7 @@ def gathered_lifetimes(block: ShardedBlock) -> Iterator[Lifetime]:
     until = FORWARD_OVER if following is None else ("gather_forward", spans[following][0])
     yield Lifetime("gathered parameters", block.flat, ("gather_forward", first), until)
     if block.arriving:  # as long as it is made float32
-        gathers: list[Phase] = [("gather_forward", first), ("gather_backward", last)]
-        for gather in gathers[: 2 if block.level == 3 and block.name != ROOT else 1]:
-            yield Lifetime("gathered parameters", block.arriving, gather, gather)
+        yield from _arriving_lifetimes(block, first, last)
     if block.name == ROOT:
         yield Lifetime(
             "gathered parameters",
@@ -273,6 +271,25 @@ def gathered_lifetimes(block: ShardedBlock) -> Iterator[Lifetime]:
     asked = count - 1 if following is None else spans[following][1]
     begin: Phase = ("prefetch_backward", asked) if asked > last else ("gather_backward", last)
     yield Lifetime("gathered parameters", block.flat, begin, ("gather_backward", last))
+
+
+def _arriving_lifetimes(block: ShardedBlock, first: int, last: int) -> Iterator[Lifetime]:
+    """Yield the bfloat16 copies of a block whose segments are `first` to `last`."""
+    arriving, following = block.arriving, block.beside.following
+    if block.name == ROOT and following and not block.step.segments.of_block[following][0]:
+        # the root's are gone when the first block is gathered, in the same phase
+        beside = ShardedBlock(block.step, following, block.level, block.axes)
+        arriving = max(arriving - beside.flat - beside.arriving - beside.whole, 0.0)
+    yield Lifetime(
+        "gathered parameters", arriving, ("gather_forward", first), ("gather_forward", first)
+    )
+    if block.level == 3 and block.name != ROOT:
+        yield Lifetime(
+            "gathered parameters",
+            block.arriving,
+            ("gather_backward", last),
+            ("gather_backward", last),
+        )
 
 
 def plan_lifetimes(

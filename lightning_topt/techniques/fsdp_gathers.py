@@ -164,7 +164,10 @@ class _Way:
             # autograd cannot save tensors of the inference mode, in which an evaluation may begin
             with torch.inference_mode(False):
                 self._whole = torch.empty(arrived.shape, dtype=dtype, device=arrived.device)
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self._whole):
+        with (
+            torch.no_grad(),
+            torch.autograd.grad_mode._unsafe_preserve_version_counter(self._whole),
+        ):
             self._whole.copy_(arrived)
         arrived.untyped_storage().resize_(0)  # FSDP2 takes it again for the next gather
         return None if out is not None else (self._whole, (self._whole,))

@@ -34,7 +34,7 @@ from lightning_topt.execution.gathered_state import (
 )
 from lightning_topt.execution.pipeline.pipeline_run import PipelineRun, share_value
 from lightning_topt.execution.sharded_checkpoint import StoredOptimizer, chunks_of, rows_of_tensor
-from lightning_topt.optim.full_state import parameters_of
+from lightning_topt.optim.full_state import laid_out, parameters_of
 from lightning_topt.optim.local_step import install_local_step
 from lightning_topt.optim.parallel_step import ParallelStep
 from lightning_topt.optim.pieces import Piece, num_rows
@@ -246,7 +246,8 @@ class AttachedOptimizer:
             for index, values in gather_parameter_states(
                 self._shards(), self._split, everywhere=True
             ).items():
-                self.optimizer.state[parameters[index]] = values
+                like = parameters[index]
+                self.optimizer.state[like] = {k: laid_out(v, like) for k, v in values.items()}
             if self.parallel_step is not None:
                 self.parallel_step.update_pieces([])
         self._sharded, self._kept = [], None

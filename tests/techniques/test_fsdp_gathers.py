@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_map
 
 from lightning_topt.communication.collectives import AllGather
 from lightning_topt.costs.sizes import narrow_parameters
@@ -160,6 +161,49 @@ def test_weights_are_channels_last_where_they_are_used_and_afterwards(
         assert after == expected_formats
         for each, value in twin.named_parameters():
             torch.testing.assert_close(values[each], value.detach(), rtol=1e-3, atol=1e-4)
+
+
+def switch(rank: int, plan: ParallelPlan, further: ParallelPlan) -> tuple[Any, ...]:
+    """Train by a fused optimizer: plainly, under `plan`, plainly, and under `further`."""
+    module, batches = conv(), images(is_last=True)
+    own = [batch.chunk(2)[rank] for batch in batches]
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
+    losses = conv_losses(module, optimizer, batches[:1])
+    for each, part in ((plan, own[1:2]), (further, own[3:])):
+        engine = Engine(each, module, device=CPU)
+        model = engine.apply()
+        engine.attach_optimizers([optimizer])
+        mean = torch.tensor(conv_losses(model, optimizer, part))
+        dist.all_reduce(mean)
+        losses += (mean / 2).tolist()
+        if each is further:  # a full state is contiguous, as files have it
+            state = [engine.state_dict()]
+            dist.broadcast_object_list(state, 0)
+            contiguous = tree_map(
+                lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, state[0]
+            )
+            engine.load(contiguous)
+            mean = torch.tensor(conv_losses(model, optimizer, own[:1]))
+            dist.all_reduce(mean)
+            losses += (mean / 2).tolist()
+        engine.release()
+        engine.return_optimizer_state(optimizer)
+        if each is plan:
+            losses += conv_losses(module, optimizer, batches[2:3])
+    return losses, {name: p.detach() for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize(("one", "other"), [("zero3", "zero0"), ("zero1", "zero2")])
+def test_states_of_fused_optimizers_follow_the_strides_of_their_parameters(
+    one: str, other: str
+) -> None:
+    twin, batches = conv(), images(is_last=True)
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True)
+    expected = conv_losses(twin, optimizer, [*batches, batches[0]])
+    for losses, values in run_ranks(switch, 2, CONV_PLANS[one], CONV_PLANS[other]):
+        assert losses == pytest.approx(expected, rel=1e-4)
+        for name, value in twin.named_parameters():
+            torch.testing.assert_close(values[name], value.detach(), rtol=1e-3, atol=1e-4)
 
 
 class Buffered(nn.Module):

@@ -240,7 +240,7 @@ class AttachedOptimizer:
             last = [self._last if dist.get_rank() == 0 else None]
             dist.broadcast_object_list(last, src=0)
             assert last[0] is not None
-            self.optimizer.load_state_dict(last[0])
+            self.optimizer.load_state_dict(place_optimizer_state(self.optimizer, last[0], {}))
         else:
             # the full states of what was in shards
             for index, values in gather_parameter_states(
@@ -483,7 +483,7 @@ class StageOptimizer:
         assert everyone is not None
         lift_refusal(self.optimizer)
         full = share_value(self.full_state(), group=everyone, source=0, device=self._device)
-        self.optimizer.load_state_dict(full)
+        self.optimizer.load_state_dict(place_optimizer_state(self.optimizer, full, {}))
         self._others = set()
 
 

@@ -146,7 +146,7 @@ class _Way:
         sent[: len(local)].copy_(local)
         sent[len(local) :].zero_()
         self._was_sent = True
-        return (sent.as_strided(shape, _strides(shape, torch.contiguous_format)),), None
+        return (sent.as_strided(shape, outer_stride),), None  # as if contiguous: FSDP2 flattens it
 
     def receive(
         self,

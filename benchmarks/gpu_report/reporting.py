@@ -298,10 +298,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def summarize(lines: Sequence[Mapping[str, Any]]) -> str:
+def summarize(lines: Sequence[Mapping[str, Any]], *, title: str = "GPU report") -> str:
     """Markdown: a table per part, median ratios per part, failures one line each."""
     parts = list(dict.fromkeys(line["part"] for line in lines))
-    text = ["# GPU report", ""]
+    text = [f"# {title}", ""]
     for part in parts:
         rows = [line for line in lines if line["part"] == part and line["kind"] == "row"]
         text += [f"## {part}", "", *(_table(rows) if rows else ["no rows"]), ""]

@@ -92,6 +92,8 @@ class TrainingStep:
             of `batch_size` samples.
         gradient_views: gradients are views of DDP's buckets, which saves a copy of them; else they
             are tensors of their own.
+        narrow: parameters that travel in bfloat16 where they are gathered, and arrive in their own
+            dtype.
 
     Raises ValueError for more ranks than the cluster has devices, a batch smaller than one sample
     or of a size that the graph says nothing about, and an exchange that these ranks cannot have.
@@ -113,6 +115,7 @@ class TrainingStep:
     joint: tuple[JointModule, ...] = ()
     in_place: bool = False
     gradient_views: bool = False
+    narrow: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         check_world_size(self.cluster, world_size=self.mesh.size)

@@ -34,7 +34,7 @@ from lightning_topt.execution.gathered_state import (
 )
 from lightning_topt.execution.pipeline.pipeline_run import PipelineRun, share_value
 from lightning_topt.execution.sharded_checkpoint import StoredOptimizer, chunks_of, rows_of_tensor
-from lightning_topt.optim.full_state import parameters_of
+from lightning_topt.optim.full_state import laid_out, parameters_of
 from lightning_topt.optim.local_step import install_local_step
 from lightning_topt.optim.parallel_step import ParallelStep
 from lightning_topt.optim.pieces import Piece, num_rows
@@ -240,13 +240,14 @@ class AttachedOptimizer:
             last = [self._last if dist.get_rank() == 0 else None]
             dist.broadcast_object_list(last, src=0)
             assert last[0] is not None
-            self.optimizer.load_state_dict(last[0])
+            self.optimizer.load_state_dict(place_optimizer_state(self.optimizer, last[0], {}))
         else:
             # the full states of what was in shards
             for index, values in gather_parameter_states(
                 self._shards(), self._split, everywhere=True
             ).items():
-                self.optimizer.state[parameters[index]] = values
+                like = parameters[index]
+                self.optimizer.state[like] = {k: laid_out(v, like) for k, v in values.items()}
             if self.parallel_step is not None:
                 self.parallel_step.update_pieces([])
         self._sharded, self._kept = [], None
@@ -482,7 +483,7 @@ class StageOptimizer:
         assert everyone is not None
         lift_refusal(self.optimizer)
         full = share_value(self.full_state(), group=everyone, source=0, device=self._device)
-        self.optimizer.load_state_dict(full)
+        self.optimizer.load_state_dict(place_optimizer_state(self.optimizer, full, {}))
         self._others = set()
 
 

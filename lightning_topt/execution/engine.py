@@ -142,6 +142,7 @@ class Engine:
             options=self._options,
             num_microbatches=1 if self.plan.schedule is not None else self.plan.num_microbatches,
             joint=self.plan.joint,
+            gather_dtype=None if (name := self.plan.gather_dtype) is None else getattr(torch, name),
         )
         for technique in TECHNIQUES:
             if (applied := technique.apply(model)) is not None:

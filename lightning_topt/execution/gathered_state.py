@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_topt.execution.sharded_checkpoint import StoredModule, chunks_of
-from lightning_topt.optim.full_state import parameters_of
+from lightning_topt.optim.full_state import laid_out, parameters_of
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
 
 State = dict[str, Any]
@@ -163,14 +163,13 @@ def _own(value: Any, split: SplitTensor | None) -> Any:
 
 
 def _place_like(value: object, target: object) -> Any:
-    """Return a full value with the placements of `target`, where that is a DTensor."""
-    if (
-        not isinstance(target, DTensor)
-        or not isinstance(value, Tensor)
-        or value.shape != target.shape
-    ):
+    """Return a full value with the placements of `target`, a DTensor, or with its strides."""
+    if not isinstance(target, DTensor):
+        return laid_out(value, target) if isinstance(target, Tensor) else value
+    if not isinstance(value, Tensor) or value.shape != target.shape:
         return value  # a wrong shape is load_state_dict's to report
     if isinstance(value, DTensor):
         return value
-    value = value.to(target.device_mesh.device_type, target.dtype)
+    # Fused kernels take equal strides for granted, and shards of parameters are contiguous.
+    value = value.to(target.device_mesh.device_type, target.dtype).contiguous()
     return distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)

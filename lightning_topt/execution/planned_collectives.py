@@ -32,6 +32,7 @@ from lightning_topt.optim.gather import packed
 from lightning_topt.optim.pieces import rows_of as rows_of_piece
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.techniques.ddp_wrapper import bucket_bytes
+from lightning_topt.techniques.fsdp_gathers import narrow_of
 from lightning_topt.techniques.registry import TECHNIQUES
 from lightning_topt.techniques.technique import has_unsharded_gradients
 from lightning_topt.techniques.tensor_parallel.layout import layout_of
@@ -153,6 +154,10 @@ def parameters_only_step(
         for block, of_block in blocks.items()
     }
     more: dict[str, Any] = {"exchange": plan.gradient_exchange, "joint": plan.joint, "split": split}
+    if plan.gather_dtype:
+        narrow = {each for of_block in blocks.values() for each in narrow_of(module, of_block)}
+        named = (item for of_block in blocks.values() for item in of_block.items())
+        more["narrow"] = frozenset(name for name, each in named if each in narrow)
     return TrainingStep(graph, machines, _NO_PROFILE, plan.mesh, 1, **more)
 
 

@@ -41,6 +41,7 @@ from lightning_topt.basics.units import format_bytes
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.costs.optimizer_copy import OptimizerError
+from lightning_topt.costs.sizes import narrow_parameters
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.execution.held_bytes import KINDS, Blocks, Integers, held_bytes
 from lightning_topt.execution.pipeline.messages import Crossings, rank_program
@@ -275,6 +276,7 @@ def peak_bytes(
         plan.mesh,
         graph.batch_size,
         exchange=plan.gradient_exchange,
+        narrow=narrow_parameters(graph) if plan.gather_dtype else frozenset(),
     )
     return float(PlanCosts(step).memory(configs_of(plan)).max())
 

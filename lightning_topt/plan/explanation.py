@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from lightning_topt.costs.communication import check_world_size
+from lightning_topt.costs.sizes import narrow_parameters
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.frontier.stage_search import StagePoint
 from lightning_topt.graph.op_graph import Block
@@ -224,6 +225,7 @@ def step_of(request: SearchRequest, plan: ParallelPlan) -> TrainingStep:
         exchange=plan.gradient_exchange,
         returns_memory=request.returns_memory or shards,
         gradient_views=plan.gradient_views,
+        narrow=narrow_parameters(request.graph) if plan.gather_dtype else frozenset(),
     )
     if not plan.mesh.tensor_axes:
         return whole

@@ -66,6 +66,7 @@ __all__ = [
 ]
 VERSION = 2
 T = TypeVar("T")
+GATHER_DTYPE = "bfloat16"  # the only one beside parameters' own
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,9 @@ class ParallelPlan:
         gradient_views: unsharded gradients are views of DDP's buckets (`gradient_as_bucket_view`),
             which saves a copy of them. An optimizer that keeps gradients of an earlier step then
             finds the new ones there.
+        gather_dtype: sharded matrices are gathered in it, ``"bfloat16"``: half the traffic, for
+            runs under autocast, which rounds them anyway (`techniques.fsdp_gathers`). None: in
+            their own dtype.
 
     Raises:
         PlanError: a placement does not have as many axes as the mesh; the block ``""`` is missing;
@@ -124,6 +128,7 @@ class ParallelPlan:
     joint: tuple[JointModule, ...] = ()
     prediction: WeightPrediction | str | Mapping[str, Any] | None = None  # kept as a rule
     gradient_views: bool = False
+    gather_dtype: str | None = None
 
     def __post_init__(self) -> None:
         # a rule that is given by name becomes the rule, so that plans that mean the same are equal
@@ -146,6 +151,8 @@ class ParallelPlan:
         _check_continuous(self)
         if self.gradient_views:
             _check_views(self)
+        if self.gather_dtype is not None:
+            _check_gathers(self)
         # without stages, ranks of a tensor group run one batch, or one of each of them
         ranks = self.mesh.ranks_along(self.mesh.tensor_axes)
         if self.schedule is None and self.num_microbatches not in (1, ranks):
@@ -261,6 +268,8 @@ class ParallelPlan:
             blocks += f", {len(self.joint)} joint modules"
         if self.gradient_views:
             blocks += ", gradients as views of buckets"
+        if self.gather_dtype is not None:
+            blocks += f", gathers in {self.gather_dtype}"
         if self.gradient_exchange is None:
             return blocks
         return f"{blocks}, gradients {self.gradient_exchange.words}"
@@ -280,6 +289,7 @@ class ParallelPlan:
             "own_batches": self.own_batches or None,
             "joint": [each.to_dict() for each in self.joint] or None,
             "gradient_views": self.gradient_views or None,
+            "gather_dtype": self.gather_dtype,
             "prediction": None if rule is None else prediction_to_value(rule),
         }
         plain: dict[str, Any] = {
@@ -373,7 +383,9 @@ def preset_plan(
     named = tuple(
         BlockPlan(name, OpConfig(storage, recompute=name in recompute)) for name in blocks if name
     )
-    return ParallelPlan.of_blocks((*named, BlockPlan("", OpConfig(storage))), mesh=mesh)
+    return ParallelPlan.of_blocks(
+        (*named, BlockPlan("", OpConfig(storage))), mesh=mesh, gather_dtype=preset.gather_dtype
+    )
 
 
 # ---- entries of a file
@@ -425,6 +437,7 @@ def _read_entries(data: object, *, known: Collection[str]) -> dict[str, Any]:
         "joint": joint_from_value(data.get("joint") or (), name="joint"),
         "prediction": data.get("prediction"),
         "gradient_views": truth(data.get("gradient_views", False), name="gradient_views"),
+        "gather_dtype": given("gather_dtype", text),
     }
 
 
@@ -570,6 +583,19 @@ def _check_views(plan: ParallelPlan) -> None:
         raise PlanError(
             "gradient_views is for gradients that DistributedDataParallel averages (ZeRO levels 0 "
             "and 1, no stages), of which this plan has none: leave it out"
+        )
+
+
+def _check_gathers(plan: ParallelPlan) -> None:
+    """Raise PlanError where nothing of the plan is gathered, or not in this dtype."""
+    if plan.gather_dtype != GATHER_DTYPE:
+        raise PlanError(
+            f"gather_dtype is {GATHER_DTYPE}, or left out; got {shown(plan.gather_dtype)}"
+        )
+    if not any(config.storage.sharded_axes("gradients") for config in plan.configs.values()):
+        raise PlanError(
+            "gather_dtype is for parameters that are gathered (ZeRO levels 2 and 3), of which this "
+            "plan has none: leave it out"
         )
 
 

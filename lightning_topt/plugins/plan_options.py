@@ -32,7 +32,12 @@ from lightning_topt.graph.mesh_axes import (
 )
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.choose import check_objective
-from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, preset_plan
+from lightning_topt.plan.parallel_plan import (
+    GATHER_DTYPE,
+    ParallelPlan,
+    PlanError,
+    preset_plan,
+)
 from lightning_topt.plan.plan_values import PRESETS, Preset
 from lightning_topt.prediction import Prediction
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
@@ -42,6 +47,7 @@ from lightning_topt.techniques.tensor_parallel.split_layouts import (
     layout_named_by,
 )
 
+_IN_BFLOAT16 = "bf16_gathers"
 _OF_PIPELINE = ("pipeline", "data", "tensor")
 # of a pipeline
 _BESIDE_MESH = {"stages": "stages", "schedule": "schedule", "num_microbatches": "microbatches"}
@@ -316,8 +322,17 @@ def read_plan_option(
         )
     # A name, or else a file.
     name, _, suffix = str(plan).partition("+")
-    if name in PRESETS and suffix in ("", "recompute"):
-        return UniformPlan(PRESETS[name], suffix == "recompute")
+    extras = {*suffix.split("+")} - {""}
+    if name in PRESETS and extras <= {"recompute", _IN_BFLOAT16}:
+        preset = PRESETS[name]
+        if _IN_BFLOAT16 in extras:
+            if preset.level < 2:
+                raise PlanError(
+                    f"{name} gathers no parameters: leave out '+{_IN_BFLOAT16}', or choose zero2, "
+                    "zero3, hybrid_zero2 or hybrid"
+                )
+            preset = replace(preset, gather_dtype=GATHER_DTYPE)
+        return UniformPlan(preset, "recompute" in extras)
     if name in LAYOUTS and suffix in ("", "recompute"):
         return MeshPlan(preset=name, recompute=suffix == "recompute")
     if name == "pipeline" and suffix in ("", "recompute"):
@@ -325,7 +340,8 @@ def read_plan_option(
     if not os.path.lexists(plan):
         raise PlanError(
             f"plan={shown(str(plan))} is neither a file nor one of "
-            f"{sorted([*PRESETS, *LAYOUTS, 'pipeline'])} (or with '+recompute')"
+            f"{sorted([*PRESETS, *LAYOUTS, 'pipeline'])} (or with '+recompute'; "
+            f"those that gather parameters also with '+{_IN_BFLOAT16}')"
         )
     return ParallelPlan.load(plan)
 

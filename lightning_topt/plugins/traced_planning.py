@@ -53,6 +53,7 @@ from lightning_topt.plugins.plan_request import (
     PlanRequest,
     check_exchange_of_run,
     check_flight,
+    check_gathers_of_run,
     rule_for,
     with_rule,
 )
@@ -236,6 +237,7 @@ def _check_features(
             "num_microbatches and joint, or choose a plan without tensor axes"
         )
     check_exchange_of_run(plan, trainer)
+    check_gathers_of_run(plan, trainer)
 
 
 def _check_model(plan: ParallelPlan, module: pl.LightningModule) -> None:

@@ -12,13 +12,14 @@ microbatches it has (Zhao et al., arXiv 2304.11277, section 3.2.2; Zhang et al.,
 
 Both techniques may shard blocks of one model, each on its own mesh, beside blocks that DDP handles.
 All share one root, which FSDP2 needs to order its gathers. It is the outermost wrapper: DDP's if
-there is one, else a `ShardedModule`. Costs are in `fsdp_costs`.
+there is one, else a `ShardedModule`. Costs are in `fsdp_costs`, what travels in other forms than
+FSDP2's in `fsdp_gathers`.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -52,6 +53,7 @@ from lightning_topt.techniques.fsdp_costs import (
     plan_lifetimes,
     shard_lifetimes,
 )
+from lightning_topt.techniques.fsdp_gathers import memory_format_of
 from lightning_topt.techniques.technique import (
     ALONE,
     Applied,
@@ -249,6 +251,7 @@ class _Sharding:
         self._originals = {
             name: p for block in blocks for name, p in model.parameters[block].items()
         }
+        self._formats = {p: memory_format_of(p) for p in self._originals.values()}
         # The others have nothing to shard. And FSDP2 keeps modules in dictionaries, in which
         # metrics are lost: their hash changes with their state.
         for name in (name for name in blocks if name and model.parameters[name]):
@@ -266,7 +269,9 @@ class _Sharding:
         block = model.module.get_submodule(name)
         self._remember(block.modules())
         model.broadcast([*model.parameters[name].values(), *block.buffers()])
-        _shard(block, mesh, model.parameters[name].values(), after_forward=_in_shards(model, name))
+        self._shard(
+            model, block, mesh, model.parameters[name], after_forward=_in_shards(model, name)
+        )
         if (before := model.before_block) is not None:
             hook = block.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             self._hooks.append(hook)
@@ -290,18 +295,45 @@ class _Sharding:
             [model.root, *(module for module in model.module.modules() if module not in elsewhere)]
         )
         # of the parameters outside, those that are not sharded are ignored
-        loose = list(model.parameters[""].values()) if in_shards else []
-        model.broadcast(loose)
+        loose = model.parameters[""] if in_shards else {}
+        model.broadcast(loose.values())
         ignored = {p for of_block in model.parameters.values() for p in of_block.values()} - set(
-            loose
+            loose.values()
         )
-        _shard(
+        self._shard(
+            model,
             model.root,
             mesh,
             loose,
             after_forward=in_shards and _in_shards(model, ""),
             ignored=ignored,
         )
+        # before FSDP2's own hook on the root, which looks for them
+        self._hooks.append(model.root.register_forward_pre_hook(model.gathers.attach, prepend=True))
+
+    def _shard(
+        self,
+        model: ParallelModel,
+        block: nn.Module,
+        mesh: DeviceMesh,
+        named: Mapping[str, nn.Parameter],
+        *,
+        after_forward: bool,
+        ignored: set[nn.Parameter] | None = None,
+    ) -> None:
+        """Shard the parameters `named`, which FSDP2 gathers when `block` is called."""
+        ways = model.gathers.add(model.module, named, dtype=model.gather_dtype)
+        with torch.no_grad():
+            for parameter in named.values():
+                parameter.data = parameter.data.contiguous()  # FSDP2 takes no other
+        _shard(block, mesh, named.values(), after_forward=after_forward, ignored=ignored)
+        model.gathers.attach()
+        # after FSDP2's hook, which has gathered them
+        self._hooks += [
+            block.register_forward_pre_hook(way.arrange)
+            for way in ways
+            if way.memory_format != torch.contiguous_format
+        ]
 
     def _remember(self, modules: Iterable[nn.Module]) -> None:
         self._before.update({module: _Snapshot(module) for module in modules})
@@ -333,6 +365,8 @@ class _Sharding:
         for module, snapshot in self._before.items():
             snapshot.restore(module)
         for original, full in whole.items():
+            if (memory_format := self._formats[original]) != torch.contiguous_format:
+                full = full.clone(memory_format=memory_format)
             original.data, original.grad = full, None
             vars(original).pop("_fsdp_orig_uid", None)
 

@@ -36,6 +36,7 @@ from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import JointModule, OpConfig
 from lightning_topt.graph.op_graph import Block, Parameter
 from lightning_topt.optim.parallel_step import ParallelStep
+from lightning_topt.techniques.fsdp_gathers import Gathers
 from lightning_topt.techniques.run_options import RunOptions
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
 
@@ -57,6 +58,8 @@ class ParallelModel:
         before_block: moves the arguments of a block before other hooks see them
         num_microbatches: with several, the caller keeps random numbers and buffers of each
         joint: modules that run the batches of several ranks; the caller keeps their buffers
+        gather_dtype: matrices that are sharded travel in it when they are gathered; None: their own
+        gathers: the parameters that are gathered in another way than FSDP2's
     """
 
     module: nn.Module
@@ -71,6 +74,8 @@ class ParallelModel:
     before_block: Callable[[nn.Module, Any, Any], Any] | None = None
     num_microbatches: int = 1
     joint: Sequence[JointModule] = ()
+    gather_dtype: torch.dtype | None = None
+    gathers: Gathers = field(default_factory=Gathers)
 
     def blocks_of(self, technique: Technique) -> list[str]:
         """Return the names of the blocks that `technique` takes care of something of."""
@@ -127,13 +132,18 @@ class ParallelModel:
         once = list({id(tensor): tensor for tensor in tensors}.values())
         with torch.no_grad():
             for tensor in once:
-                tensor.data = tensor.data.to(self.device).contiguous()
+                tensor.data = tensor.data.to(self.device)
+            # what is contiguous travels as it is, the rest (channels-last) through a copy
+            sent = [(tensor, tensor.data.contiguous()) for tensor in once]
             # all start before the first is waited for
             group = self.data_group
             for work in [
-                dist.broadcast(t.data, group=group, group_src=0, async_op=True) for t in once
+                dist.broadcast(t, group=group, group_src=0, async_op=True) for _, t in sent
             ]:
                 work.wait()
+            for tensor, values in sent:
+                if not tensor.is_contiguous():
+                    tensor.data.copy_(values)
 
 
 def _leave_alone(_: Optimizer) -> ParallelStep | None:

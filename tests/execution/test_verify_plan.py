@@ -165,6 +165,7 @@ def assert_equal(found: Verification, seen):
         (plan_of("zero3", 64, recompute=BLOCKS[:1]), 5),
         (plan_of("hybrid", 512), 511),
         (mixed_plan(64), 2),
+        (replace(plan_of("zero3", 64), gather_dtype="bfloat16"), 5),
     ],
     ids=lambda value: value.summary() if isinstance(value, ParallelPlan) else "",
 )
@@ -200,6 +201,7 @@ MODELS = {"GPT": (gpt, BLOCKS), "ConvNet": (ConvNet, ["conv2", "hidden"]), "Wide
 def plans_on(ranks):
     names = ["ddp", "zero1", "zero2", "zero3", *(["hybrid"] if ranks == 4 else [])]
     plans = [("GPT", plan_of(name, ranks)) for name in names]
+    plans.append(("GPT", replace(plan_of("zero3", ranks), gather_dtype="bfloat16")))
     plans += [
         ("ConvNet", plan_of(name, ranks, blocks=MODELS["ConvNet"][1])) for name in ("ddp", "zero3")
     ]

@@ -12,6 +12,7 @@ from lightning_topt.costs.lifetimes import Phases
 from lightning_topt.costs.segments import blocks_reduced_last, locate
 from lightning_topt.costs.sizes import (
     gradient_bytes,
+    narrow_parameters,
     padded_bytes,
     parameter_bytes,
     shard_bytes,
@@ -120,8 +121,9 @@ class Fsdp:
     itself.
     """
 
-    def __init__(self, graph, profile, configs, world_size, backend):
+    def __init__(self, graph, profile, configs, world_size, backend, narrow=()):
         self.graph, self.profile, self.size, self.memory = graph, profile, world_size, Memory()
+        self.narrow = narrow
         self.levels = {name: config.storage.level for name, config in configs.items()}
         self.recompute = {name: config.recompute for name, config in configs.items()}
         self.spans, self.backend = locate(graph).of_parameter, backend
@@ -132,19 +134,29 @@ class Fsdp:
         )
         self.last_flat = self.reducing = None
 
-    def flat(self, block, trainable=False):
+    def flat(self, block):
         return sum(
-            padded_bytes(p, self.size)
+            padded_bytes(p, self.size) / (1 + (p.name in self.narrow))
             for p in self.graph.block_parameters(block)
-            if p.trainable or not trainable
         )
+
+    def flat_gradients(self, block):
+        trainable = [p for p in self.graph.block_parameters(block) if p.trainable]
+        return sum(padded_bytes(p, self.size) for p in trainable)
+
+    def arrive(self, block):
+        """Narrow ones come out of the flat buffer as they are, and are then made float32."""
+        narrow = [p for p in self.graph.block_parameters(block) if p.name in self.narrow]
+        self.memory.alloc("arriving", sum(padded_bytes(p, self.size) for p in narrow) / 2)
+        self.memory.alloc(("whole", block), self.whole(block))
+        self.memory.free("arriving")
 
     def whole(self, block):
         return sum(map(parameter_bytes, self.graph.block_parameters(block)))
 
     def gather_forward(self, block):
         self.memory.alloc(("flat", block), self.flat(block))
-        self.memory.alloc(("whole", block), self.whole(block))
+        self.arrive(block)
         if self.last_flat is not None:
             # a local variable of `wait_for_unshard` holds it until here
             self.memory.free(("flat", self.last_flat))
@@ -157,7 +169,7 @@ class Fsdp:
     def pre_backward(self, block):
         if self.levels[block] == 3:
             self.prefetch(block)
-            self.memory.alloc(("whole", block), self.whole(block))
+            self.arrive(block)
             self.memory.free(("flat", block))
         index = self.order.index(block)
         if index:
@@ -169,7 +181,7 @@ class Fsdp:
             self.memory.free(("reducing", self.reducing))
             self.reducing = None
         trainable = [p for p in self.graph.block_parameters(block) if p.trainable]
-        flat = self.flat(block, trainable=True)
+        flat = self.flat_gradients(block)
         self.memory.alloc(("reducing", block), flat)
         self.reducing = block
         self.memory.free(*(("gradient", p.name) for p in trainable))
@@ -221,9 +233,9 @@ class Fsdp:
             self.reduce(segment.block)
 
 
-def costs_of(graph, profile, world_size, backend="nccl", views=False):
+def costs_of(graph, profile, world_size, backend="nccl", views=False, narrow=frozenset()):
     common = graph, cluster_of(world_size, backend=backend), profile, data_mesh(world_size), BATCH
-    return PlanCosts(TrainingStep(*common, gradient_views=views))
+    return PlanCosts(TrainingStep(*common, gradient_views=views, narrow=narrow))
 
 
 def random_plan(graph, profile, levels, world_size, rng):
@@ -234,8 +246,10 @@ def random_plan(graph, profile, levels, world_size, rng):
     return {name: rng.choice(configs) for name, configs in legal.items()}
 
 
-def explained(graph, profile, configs, world_size, backend="nccl", views=False) -> Explanation:
-    costs = costs_of(graph, profile, world_size, backend, views)
+def explained(
+    graph, profile, configs, world_size, backend="nccl", views=False, narrow=frozenset()
+) -> Explanation:
+    costs = costs_of(graph, profile, world_size, backend, views, narrow)
     result = explain(costs, configs)
     assert costs.memory(configs).max() == pytest.approx(result.peak_bytes)
     return result
@@ -256,14 +270,16 @@ def test_replicated_peak_is_that_of_a_simulated_step(seed, views):
     assert result.peak_bytes == pytest.approx(max(peaks), abs=1e-6)
 
 
+@pytest.mark.parametrize("is_narrow", [False, True])
 @pytest.mark.parametrize("seed", range(120))
-def test_sharded_peak_is_that_of_a_simulated_step(seed):
+def test_sharded_peak_is_that_of_a_simulated_step(seed, is_narrow):
     rng = random.Random(seed)
     graph, world_size = random_graph(seed, num_blocks=rng.randint(1, 4)), rng.randint(2, 4)
     backend, profile = rng.choice(["nccl", "gloo"]), profile_of(graph)
     configs = random_plan(graph, profile, (2, 3), world_size, rng)
-    simulated = Fsdp(graph, profile, configs, world_size, backend).run()
-    result = explained(graph, profile, configs, world_size, backend)
+    narrow = narrow_parameters(graph) if is_narrow else frozenset()
+    simulated = Fsdp(graph, profile, configs, world_size, backend, narrow).run()
+    result = explained(graph, profile, configs, world_size, backend, narrow=narrow)
     reserve = result.peak_parts.get("reserve", 0.0)
     assert (reserve > 0) == (backend == "gloo")
     assert result.peak_bytes - reserve == pytest.approx(simulated, abs=1e-6)

@@ -1,0 +1,81 @@
+"""The parts for several GPUs: what ends a case, which cases are left, what nccl-tests print."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.common import ROOT
+from benchmarks.gpu_report.reporting import Report, read_lines
+from benchmarks.multi_gpu.collectives import OPS, call_of, nccl_tests
+from benchmarks.multi_gpu.job import Job
+from tests.launch import run_ranks
+
+CASES = ["works", "hangs", "fails", "works too"]
+
+
+def do_cases(rank: int, path: Path) -> None:
+    job = Job(Report("part", path, torch.device("cpu"), True, 60.0), rank, 2)
+    for name in job.left(CASES):
+        with job.case(name, seconds=1.0) as row:
+            row["known"] = 1
+            if name == "hangs" and rank == 1:
+                time.sleep(600)
+            if name == "fails" and rank == 1:
+                raise ValueError("so it does")
+            row["sum"] = job.largest(float(rank))
+
+
+def test_a_case_that_hangs_or_fails_is_a_line_and_the_next_runs_go_on(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            run_ranks(do_cases, 2, path, timeout_seconds=30)
+    run_ranks(do_cases, 2, path, timeout_seconds=30)
+    run_ranks(do_cases, 2, path, timeout_seconds=30)  # nothing is left
+    lines = read_lines(path)
+    rows = {line["name"]: line for line in lines if line["kind"] == "row"}
+    assert set(rows) == {"works", "works too"}
+    assert all(row["known"] == row["sum"] == 1 for row in rows.values())
+    failures = {line["name"]: line["error"] for line in lines if line["kind"] == "failure"}
+    assert failures["hangs, rank 1"] == "TimeoutError: not done in 1 s"
+    assert failures["fails, rank 1"] == "ValueError: so it does"
+    assert [line["name"] for line in lines if line["kind"] == "begun"] == CASES
+
+
+def sums(rank: int) -> list[float]:
+    job = Job(Report("part", Path("none"), torch.device("cpu"), True, 60.0), rank, 2)
+    return [job.seconds_of(call_of(op, 4096, job)) for op in OPS]
+
+
+def test_collectives_are_timed_on_all_ranks_alike() -> None:
+    one, other = run_ranks(sums, 2)
+    assert one == other and all(0 < seconds < 1 for seconds in one)
+
+
+def test_output_of_nccl_tests_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "nccl.txt"
+    file.write_text(
+        "# nThread 1 nGpus 2 minBytes 8 maxBytes 134217728 step: 2(factor)\n"
+        "#       size         count      type   redop    root     time   algbw   busbw #wrong\n"
+        "        4096          1024     float     sum      -1    12.50    0.33    0.33      0"
+        "    12.10    0.34    0.34      0\n"
+        "  1073741824     268435456     float     sum      -1   6000.0  178.95  178.95      0"
+        "   6001.0  178.92  178.92      0\n"
+        "# Avg bus bandwidth    : 89.5\n"
+    )
+    assert nccl_tests(file) == {4096: pytest.approx(12.5e-6), 2**30: pytest.approx(6e-3)}
+    assert nccl_tests(tmp_path / "missing") == {}
+
+
+def test_the_script_is_a_program_of_bash_that_asks_for_a_folder() -> None:
+    script = ROOT / "benchmarks" / "multi_gpu.sh"
+    subprocess.run(["bash", "-n", script], check=True)
+    asked = subprocess.run([script], capture_output=True, text=True, check=False)
+    assert asked.returncode and "usage" in asked.stderr
+    assert not dist.is_initialized()

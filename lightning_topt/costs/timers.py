@@ -152,6 +152,7 @@ def measured_device(
         framework_seconds=times["host"].get("kernel", 0.0),
         launch_seconds=times["host"].get("launch", 0.0),
         process_bytes=_CPU_PROCESS_BYTES if device.type == "cpu" else 0,
+        caching_allocator=device.type == "cuda",
     )
 
 

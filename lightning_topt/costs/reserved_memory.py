@@ -54,7 +54,7 @@ CUBLAS_BYTES = 2 * (32 << 20)
 COMMUNICATOR_BYTES = 389 << 20
 
 _ORDERS, _UNSURE = 4, 0.01  # other replays; in kernels, and as a share of bytes
-_STEPS = 3  # the second has new buckets and the gradients of the first, the third shows what grows
+_STEPS = 2  # the second has new buckets and the gradients of the first; a third changes nothing
 _FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20  # of DDP
 _BY_PARAMETER = ("parameters", "optimizer state", "temporaries")
 _OLD_GRADIENTS = "gradients", REBUILD, FORWARD_OVER

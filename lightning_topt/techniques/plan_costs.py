@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_topt.basics.once import once_per_object
 from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.lifetimes import UPDATE, Changes, Lifetime
 from lightning_topt.costs.reserved_memory import CUBLAS_BYTES, communicator_bytes, unused_bytes
 from lightning_topt.costs.sizes import ROOT
 from lightning_topt.costs.training_step import TrainingStep, activation_lifetimes, temporary_bytes
-from lightning_topt.graph.op_config import OpConfig, Storage
-from lightning_topt.graph.op_graph import Block
+from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.graph.op_graph import Block, OpGraph
 from lightning_topt.techniques.registry import TECHNIQUES, technique_of
 from lightning_topt.techniques.technique import ALONE, BlockSeconds, Neighbours, Technique
 
@@ -57,7 +58,12 @@ class _PlanCache:
     updates: dict[tuple[int, OpConfig], tuple[float, float, float]] = field(default_factory=dict)
     seconds: dict[tuple[int, OpConfig], BlockSeconds] = field(default_factory=dict)
     times: dict[tuple[int, OpConfig], Array] = field(default_factory=dict)
-    unused: dict[tuple[Storage, bool], float] = field(default_factory=dict)
+
+
+@once_per_object
+def _known_unused(graph: OpGraph) -> dict[Any, float]:
+    """Return what `PlanCosts.fragmentation` has worked out so far of steps of this graph."""
+    return {}
 
 
 @dataclass(frozen=True)
@@ -196,8 +202,11 @@ class PlanCosts:
 
         Where there is a caching allocator. A plan counts the most of its named blocks.
         """
-        key = config.storage, config.recompute
-        if key not in self._known.unused:
+        # an exchange changes nothing of it that counts
+        step, known = self.step, _known_unused(self.step.graph)
+        given = step.mesh, step.batch_size, step.num_microbatches, step.gradient_views
+        key = *given, step.optimizer.name, config.storage, config.recompute
+        if key not in known:
             configs = {}
             for block in self.step.graph.blocks:
                 own = self.configs(block)
@@ -208,12 +217,12 @@ class PlanCosts:
             lifetimes = [("", each) for each in self._tensor_lifetimes(configs)]
             for name, each in configs.items():
                 lifetimes += [(name, e) for e in self.block_lifetimes(name, each, beside[name])]
-            self._known.unused[key] = unused_bytes(
+            known[key] = unused_bytes(
                 self.step,
                 [each for each in lifetimes if each[1].kind != "activations"],
                 recomputed={name for name, each in configs.items() if each.recompute},
             )
-        return self._known.unused[key]
+        return known[key]
 
     def temporaries(self, block: str, config: OpConfig) -> tuple[float, float, float]:
         """Return bytes of the update: of the largest temporary, of all alive together, of results.
@@ -479,7 +488,9 @@ class PlanBatch:
         for block, (name, legal) in enumerate(self.configs.items()):
             if not name and len(self.configs) > 1:
                 continue
-            each = np.array([self.costs.fragmentation(config) for config in legal])
+            each = np.zeros(len(legal))
+            for index in set(self.plans[:, block].tolist()):
+                each[index] = self.costs.fragmentation(legal[index])
             unused = np.maximum(unused, each[self.plans[:, block]])
         return unused
 

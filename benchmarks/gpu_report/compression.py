@@ -46,7 +46,7 @@ from lightning_topt.communication.bucket import (
 from lightning_topt.communication.exchange_method import exempt_names
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.method_registry import method_classes
-from lightning_topt.communication.topology import Topology, make_groups
+from lightning_topt.communication.topology import Groups, Topology, make_groups
 
 SHAPES = [(1024, 4096), (1024,), (1024, 1024), (4096,), (1024, 1280)]  # 25 MiB of float32
 SMALL_SHAPES = [(64, 256), (64,), (64, 64), (256,), (64, 80)]
@@ -148,7 +148,8 @@ def bucket_columns(
     row["is_legal"] = bool(legal)
     method = legal[0] if legal else method
     module = Matrices(shapes).to(device)
-    exchange = make_exchange(method, device, topology)
+    groups = groups_of(method, topology)
+    exchange = make_exchange(method, groups, device, topology)
     exchange.warm_up()
     layout = layout_of(module, method)
     generator = torch.Generator(device).manual_seed(0)
@@ -174,6 +175,8 @@ def bucket_columns(
     row["gb_per_s"] = buffer.nbytes / row["call_seconds"] / 1e9
     row.update(memory_columns(device))
     exchange.close()
+    groups.destroy()
+    row["used_after_close_bytes"] = memory_columns(device).get("used_bytes")
 
 
 def outer_columns(
@@ -203,6 +206,8 @@ def outer_columns(
     columns_of_call(row, call, device)
     row["gb_per_s"] = row["bucket_bytes"] / row["call_seconds"] / 1e9
     row.update(memory_columns(device))
+    outer.close()
+    row["used_after_close_bytes"] = memory_columns(device).get("used_bytes")
 
 
 def thread_columns(
@@ -232,6 +237,7 @@ def thread_columns(
         row["exchange_seconds"] = found.exchange_seconds / found.steps
     finally:
         exchange.close()
+    row["used_after_close_bytes"] = memory_columns(device).get("used_bytes")
 
 
 # ---- one call ------------------------------------------------------------------------------------
@@ -294,16 +300,20 @@ def counted_events(call: Callable[[], None], device: torch.device) -> dict[str, 
 # ---- a bucket without DDP ------------------------------------------------------------------------
 
 
-def make_exchange(
-    method: GradientMethod, device: torch.device, topology: Topology
-) -> BucketExchange:
-    """Make the exchange of the ranks of the default group."""
-    groups = make_groups(
+def groups_of(method: GradientMethod, topology: Topology) -> Groups:
+    """Make the groups of an exchange by the ranks of the default group."""
+    return make_groups(
         topology,
         num_stages=method.num_stages(topology),
         hierarchical=method.sums_in_nodes(topology),
         timeout_seconds=10,
     )
+
+
+def make_exchange(
+    method: GradientMethod, groups: Groups, device: torch.device, topology: Topology
+) -> BucketExchange:
+    """Make the exchange of the ranks of `groups`."""
     default = dist.distributed_c10d._get_default_store()
     store = dist.PrefixStore(f"gpu_report/{method.name}/{time.monotonic_ns()}", default)
     return method.make_exchange(ExchangeContext(topology, groups, device, 10, store))

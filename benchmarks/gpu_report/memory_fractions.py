@@ -75,9 +75,7 @@ def run(report: Report) -> None:
                     ).columns
                 row |= columns
                 if columns["reserved_bytes"] is not None:
-                    row["predicted_reserved_bytes"] = point.peak_bytes
-                    row["measured_reserved_bytes"] = columns.pop("reserved_bytes")
-                    row["headroom_bytes"] = fraction * total - row["measured_reserved_bytes"]
+                    row["headroom_bytes"] = fraction * total - columns["reserved_bytes"]
     for fraction in (0.3, 0.9):
         if report.left() > _STRATEGY_SECONDS:
             with report.attempt(f"strategy with {fraction} of the card", fraction=fraction) as row:
@@ -123,7 +121,7 @@ def chosen(
     row["limit_bytes"] = limit
     row["recomputed"] = f"{sum(b.config.recompute for b in blocks)} of {len(blocks)} blocks"
     row["gradient_views"] = point.plan.gradient_views
-    row["predicted_allocated_bytes"] = point.peak_bytes
+    row["predicted_reserved_bytes"] = point.peak_bytes
     row["predicted_step_seconds"] = point.step_seconds
     return point
 
@@ -170,7 +168,7 @@ def fit(model: Model, fraction: float, limit: int, device: torch.device) -> Mapp
         again = sum(block.config.recompute for block in plan.blocks)
         columns["recomputed"] = f"{again} of {len(plan.blocks)} blocks, {strategy.planned_by}"
         if plan.predicted is not None:
-            columns["predicted_allocated_bytes"] = plan.predicted.peak_bytes
+            columns["predicted_reserved_bytes"] = plan.predicted.peak_bytes
             columns["predicted_step_seconds"] = plan.predicted.step_seconds
     memory = memory_columns(device)
     columns["whole_fit_allocated_bytes"] = memory.get("peak_allocated_bytes")

@@ -74,6 +74,8 @@ PLANS = ("ddp", "ddp+recompute")
 DTYPES = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _KERNEL_SECONDS, _MACHINE_SECONDS, _UPDATE_SECONDS = 2.0, 1.5, 0.3
 _CELL_SECONDS, _COMPILED_SECONDS = 5.0, 22.0  # that are left at least before one begins
+# terms of a plan's memory that are no tensors of the training
+NOT_TENSORS = ("fragmentation", "cuBLAS workspace", "communicators")
 _OPERATORS, _LAUNCH, _HOST_STEPS = 25, "launch: ", 5  # of a profile; names; of the host alone
 _LEFT_OVER, _LIVE = 100 << 20, 6  # bytes of earlier cells that are looked into; tensors named
 
@@ -261,7 +263,9 @@ class Predicted:
             "predicted_step_seconds": found.step_seconds,
             "predicted_passes_seconds": sum(work),
             "predicted_update_seconds": found.seconds["update"],
-            "predicted_allocated_bytes": found.peak_bytes,
+            "predicted_reserved_bytes": found.peak_bytes,
+            "predicted_allocated_bytes": found.peak_bytes
+            - sum(found.peak_parts.get(kind, 0.0) for kind in NOT_TENSORS),
             "predicted_host_seconds": self.host_seconds(plan),
             "kernels": sum(kernel.count for kernel in self._kernels()),
             "peak_phase": found.peak_phase,

@@ -45,6 +45,7 @@ from lightning_topt.costs.plain_values import (
     read_text,
     shown,
     text,
+    truth,
     whole,
 )
 
@@ -245,6 +246,8 @@ class Device:
         launch_seconds: what the host takes for a kernel of a step where it does (accelerators).
         half_rate_flops: FLOPs of a matrix product that runs at half of the rate in `flops`: smaller
             ones do not fill the device.
+        caching_allocator: torch keeps freed memory in segments, as on CUDA; what these take beside
+            tensors counts as memory of a plan (`reserved_memory`).
     """
 
     name: str
@@ -259,6 +262,7 @@ class Device:
     framework_seconds: float = 0.0
     launch_seconds: float = 0.0
     half_rate_flops: float = 0.0
+    caching_allocator: bool = False
 
     def __post_init__(self) -> None:
         if "float32" not in self.flops:
@@ -350,6 +354,7 @@ def slowest_device(devices: Sequence[Device], counts: Sequence[int]) -> Device:
         framework_seconds=max(device.framework_seconds for device in devices),
         launch_seconds=max(device.launch_seconds for device in devices),
         half_rate_flops=max(device.half_rate_flops for device in devices),
+        caching_allocator=any(device.caching_allocator for device in devices),
     )
 
 
@@ -577,6 +582,7 @@ def _device(data: Any, *, name: str) -> Device:
         framework_seconds=entries.take("framework_seconds", parse_seconds, 0.0),
         launch_seconds=entries.take("launch_seconds", parse_seconds, 0.0),
         half_rate_flops=entries.take("half_rate_flops", number, 0.0),
+        caching_allocator=entries.take("caching_allocator", truth, False),
         price_per_hour=entries.take("price_per_hour", number, None),
         spot_price_per_hour=entries.take("spot_price_per_hour", number, None),
     )

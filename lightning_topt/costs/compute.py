@@ -34,6 +34,10 @@ SHARPNESS = 4.0  # q
 # calls Python for every tensor that is kept, and again where backward asks for it. On an H100 the
 # host took 2.6 (ConvNeXt) to 4.4 (GPT) in bfloat16, 4 in the median of six models and dtypes.
 RECOMPUTED_LAUNCHES = 4.0
+# The same for a change of dtype, which autocast and autograd make without Python: bfloat16 added 4
+# and 11 us for each to the host of a GPT and a ConvNeXt, whose other kernels took it 31
+# (benchmarks/results/gpu_report.md).
+CAST_LAUNCHES = 0.25
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -115,12 +119,13 @@ def estimate_pass_seconds(
     measured_batch_size: float | None = None,
     collectives: Sequence[float] = (),
     launches: float = 1.0,
+    more_launches: float = 0.0,
 ) -> float:
     """Return the seconds of one pass of a block whose kernels are `kernels`.
 
     Forward or backward, with the host that issues them; `collectives` are the seconds of each of
     those in the pass, which later kernels wait for, `launches` what the host takes for a kernel, in
-    launches. Give whole blocks: a host that is late for one
+    launches, `more_launches` what it does besides. Give whole blocks: a host that is late for one
     operator may be ahead again at the next.
     """
     kernels = list(kernels)
@@ -132,9 +137,19 @@ def estimate_pass_seconds(
         measured_batch_size=measured_batch_size,
     )
     calls = sum(kernel.count for kernel in kernels)
-    host = (calls + len(collectives)) * launches * device.launch_seconds
+    # kernels that run again are measured with their casts
+    own = calls * launches if launches != 1 else launches_of(kernels)
+    host = (own + len(collectives) * launches + more_launches) * device.launch_seconds
     ahead = host_bound_seconds(seconds + sum(collectives), host_seconds=host)
     return ahead + calls * device.framework_seconds
+
+
+def launches_of(kernels: Iterable[Kernel]) -> float:
+    """Return what the host takes to issue `kernels` once, in launches."""
+    return sum(
+        kernel.count * (CAST_LAUNCHES if kernel.name.startswith("aten._to_copy.") else 1.0)
+        for kernel in kernels
+    )
 
 
 def host_bound_seconds(

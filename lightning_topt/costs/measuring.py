@@ -131,6 +131,18 @@ def device_memory_bytes(device: torch.device) -> int:
     return int(psutil.virtual_memory().total // world_size())
 
 
+def usable_memory_bytes(device: torch.device) -> int:
+    """Return the bytes that every rank may use. Collective.
+
+    Of devices the least that is free or that torch keeps already: not what CUDA, NCCL and other
+    programs hold.
+    """
+    own = device_memory_bytes(device)
+    if device.type == "cuda":
+        own = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return min(gather(own))
+
+
 def own_rank() -> int:
     """Return this process's rank; 0 without a process group."""
     return dist.get_rank() if world_size() > 1 else 0

@@ -39,12 +39,11 @@ from lightning_topt.costs.cluster import CollectiveCurve, CurveKey, DatagramPath
 from lightning_topt.costs.communication import Group, ranks_of_groups
 from lightning_topt.costs.measuring import (
     average,
-    device_memory_bytes,
-    gather,
     own_rank,
     time_call,
     time_kernel,
     time_once,
+    usable_memory_bytes,
     world_size,
 )
 
@@ -152,6 +151,7 @@ def measured_device(
         framework_seconds=times["host"].get("kernel", 0.0),
         launch_seconds=times["host"].get("launch", 0.0),
         process_bytes=_CPU_PROCESS_BYTES if device.type == "cpu" else 0,
+        caching_allocator=device.type == "cuda",
     )
 
 
@@ -196,18 +196,6 @@ class ProductTimer:
 def product_flops(size: int) -> float:
     """Return the FLOPs of a product of two square matrices."""
     return 2.0 * size**3
-
-
-def usable_memory_bytes(device: torch.device) -> int:
-    """Return the bytes that every rank may use. Collective.
-
-    Of devices the least that is free or that torch keeps already: not what CUDA, NCCL and other
-    programs hold.
-    """
-    own = device_memory_bytes(device)
-    if device.type == "cuda":
-        own = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    return min(gather(own))
 
 
 # ---- What the host takes for a kernel of a training step

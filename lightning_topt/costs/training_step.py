@@ -30,6 +30,7 @@ from lightning_topt.costs.compute import (
     KernelKey,
     estimate_pass_seconds,
     kernel_key,
+    launches_of,
 )
 from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.exchange_model import ExchangeModel, make_exchange_model
@@ -246,7 +247,25 @@ class TrainingStep:
                     times[block] += seconds
         return times
 
-    def _pass_seconds(self, kernels: Sequence[Kernel], *, launches: float = 1.0) -> float:
+    def copied_seconds(self, block: str) -> float:
+        """Return what the host adds to the backward of `block` by copying its gradients.
+
+        One by one, into DDP's buckets and, where they are no views, out of them: on an H100 a step
+        had two launches more for each parameter than kernels.
+        """
+        if self.cluster.device.launch_seconds == 0:
+            return 0.0
+        copies = sum(p.trainable for p in self.parameters(block)) * (2 - self.gradient_views)
+        passes = passes_of(self.graph)
+        for kernels, places in zip(passes.kernels, passes.places, strict=True):
+            if any(name == block and direction == 1 for name, direction, _ in places):
+                with_copies = self._pass_seconds(kernels, more_launches=copies)
+                return with_copies - self._pass_seconds(kernels)
+        return copies * self.cluster.device.launch_seconds
+
+    def _pass_seconds(
+        self, kernels: Sequence[Kernel], *, launches: float = 1.0, more_launches: float = 0.0
+    ) -> float:
         # collectives along tensor axes are kernels of the graph too
         communication = [kernel for kernel in kernels if shown_collective(kernel) is not None]
         computation = (
@@ -268,6 +287,7 @@ class TrainingStep:
             measured_batch_size=self.graph.batch_size,
             collectives=calls,
             launches=launches,
+            more_launches=more_launches,
         )
         if self.in_place:  # measured kernels contain the taking of memory
             kernels = [
@@ -374,8 +394,7 @@ class TrainingStep:
         kernels = sum(float(times.sum()) for times in self.compute.values())
         launch = self.cluster.device.launch_seconds
         if launch and self.split_calls:
-            count = sum(kernel.count for op in self.graph.ops for kernel in op.forward)
-            count += sum(kernel.count for op in self.graph.ops for kernel in op.backward)
+            count = sum(launches_of((*op.forward, *op.backward)) for op in self.graph.ops)
             host = (count + self.split_calls * SPLIT_CALL_LAUNCHES) * launch
             return self.num_microbatches * max(host - kernels, 0.0)
         if self.num_microbatches == 1 and not self.joint:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.library import Library
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
@@ -281,6 +281,8 @@ def make_call(kernel: Kernel, device: torch.device | str) -> Callable[[], None]:
             when the operator does not exist for `device`.
     """
     namespace, name, overload = kernel.name.split(".")
+    if name in _RECURRENT and namespace == "aten":
+        return _recurrent_call(kernel.arguments["args"], torch.device(device), _RECURRENT[name])
     try:
         func = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     except AttributeError:
@@ -308,7 +310,56 @@ def make_call(kernel: Kernel, device: torch.device | str) -> Callable[[], None]:
     return call
 
 
-def _revive(value: object, device: torch.device) -> object:
+# cuDNN's recurrent layers. A workspace of no size in shapes goes from one to the other, so a module
+# makes the calls; by what a gradient is asked of besides, in the arguments of the second.
+_RECURRENT = {"_cudnn_rnn": 0, "_cudnn_rnn_backward": 4}
+_MODES = ("relu", "tanh", "lstm", "gru")
+
+
+def _recurrent_call(arguments: list[Any], device: torch.device, more: int) -> Callable[[], None]:
+    """Return a call of recurrent layers; with `more` arguments before the mode, of their gradients.
+
+    Many small kernels that the host launches one by one: it is timed with them, as it may be what
+    takes long.
+    """
+    given = [_revive(value, device) for value in (*arguments[:2], *arguments[4:6])]
+    x, weights, hidden, cells = given
+    mode, units, projected, layers, batch_first, dropout, train, both_ways, sizes = arguments[
+        6 + more : 15 + more
+    ]
+    if sizes or (train and _revive(dropout, device)):
+        raise ValueError("recurrent layers with dropout or of packed sequences are not made again")
+    kind = {"lstm": nn.LSTM, "gru": nn.GRU}.get(_MODES[mode], nn.RNN)
+    options: dict[str, Any] = {"nonlinearity": _MODES[mode]} if kind is nn.RNN else {}
+    options |= {"proj_size": projected} if kind is nn.LSTM else {}
+    options |= {"bias": len(weights) > (2 + (projected > 0)) * layers * (1 + both_ways)}
+    module = kind(
+        *(x.shape[-1], units, layers),
+        **options,
+        batch_first=batch_first,
+        bidirectional=both_ways,
+        device=device,
+        dtype=x.dtype,
+    )
+    state = hidden if cells is None else (hidden, cells)
+    if not more:
+
+        def forward() -> None:
+            with torch.no_grad():
+                module(x, state)
+
+        return forward
+    with torch.enable_grad():
+        output, _ = module(x.requires_grad_(), state)
+    gradient, inputs = torch.ones_like(output), (x, *module.parameters())
+
+    def backward() -> None:
+        torch.autograd.grad(output, inputs, gradient, retain_graph=True)
+
+    return backward
+
+
+def _revive(value: object, device: torch.device) -> Any:
     if isinstance(value, list):
         return [_revive(item, device) for item in value]
     if not isinstance(value, dict):

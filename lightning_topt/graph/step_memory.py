@@ -219,8 +219,20 @@ def segments(
 
     What lies between these calls is block ``""``. With `part` the bytes are those of one rank.
     """
-    # Cut the forward pass at calls of blocks. Calls are in the order of their beginnings: an outer
-    # block comes before what is inside of it. Pieces without a kernel are dropped.
+    stretches = stretches_of(step, blocks)
+    # exact bytes at both batch sizes: amounts are the lines through them
+    small, large = (
+        _sizes(StepMemory(step, size, part=part), stretches) for size in step.batch_sizes
+    )
+    return tuple(
+        Segment(block, *(Amount.fit(step.batch_sizes, values) for values in zip(a, b, strict=True)))
+        for (block, *_), a, b in zip(stretches, small, large, strict=True)
+    )
+
+
+def stretches_of(step: Step, blocks: Iterable[str]) -> list[Stretch]:
+    """Cut the forward pass at calls of `blocks`; pieces without a kernel are dropped."""
+    # Calls are in the order of their beginnings: an outer block comes before what is inside of it.
     named = set(blocks) - {""}
     stretches: list[Stretch] = []
     position = 0
@@ -232,15 +244,7 @@ def segments(
             ]
             position = call.end
     stretches.append(("", position, step.backward_start, None))
-    stretches = [stretch for stretch in stretches if stretch[1] < stretch[2]]
-    # exact bytes at both batch sizes: amounts are the lines through them
-    small, large = (
-        _sizes(StepMemory(step, size, part=part), stretches) for size in step.batch_sizes
-    )
-    return tuple(
-        Segment(block, *(Amount.fit(step.batch_sizes, values) for values in zip(a, b, strict=True)))
-        for (block, *_), a, b in zip(stretches, small, large, strict=True)
-    )
+    return [stretch for stretch in stretches if stretch[1] < stretch[2]]
 
 
 def _sizes(memory: StepMemory, stretches: list[Stretch]) -> list[tuple[int, int, int, int]]:
@@ -262,8 +266,16 @@ def _backward_peaks(memory: StepMemory, stretches: list[Stretch]) -> dict[int, i
     """Return the highest live bytes in the backward of each stretch that has one."""
     if not stretches:
         return {}
+    current = backward_owners(memory.step, stretches)
+    peaks = np.zeros(len(stretches), np.int64)
+    np.maximum.at(peaks, current, memory.live[memory.step.backward_start :])
+    return {index: int(peaks[index]) for index in np.unique(current).tolist()}
+
+
+def backward_owners(step: Step, stretches: Sequence[Stretch]) -> Indices:
+    """Return the stretch of the kernel at each position of the backward pass."""
     # which stretch owns the kernel at each position of the backward pass, -1 for none
-    order, start = np.array(memory.step.order, np.int64), memory.step.backward_start
+    order, start = np.array(step.order, np.int64), step.backward_start
     stretch_of_op = np.full(order.max(initial=-1) + 1, -1)
     for index, (_, first, end, _) in enumerate(stretches):
         stretch_of_op[order[first:end]] = index
@@ -271,10 +283,8 @@ def _backward_peaks(memory: StepMemory, stretches: list[Stretch]) -> dict[int, i
     # An operator that only made views in forward has no position there; its backward is beside that
     # of its neighbour.
     last = np.maximum.accumulate(np.where(own >= 0, np.arange(len(own)), -1))
-    current = np.where(last >= 0, own[last], len(stretches) - 1)
-    peaks = np.zeros(len(stretches), np.int64)
-    np.maximum.at(peaks, current, memory.live[start:])
-    return {index: int(peaks[index]) for index in np.unique(current).tolist()}
+    owners: Indices = np.where(last >= 0, own[last], len(stretches) - 1)
+    return owners
 
 
 class StepMemory:

@@ -229,8 +229,12 @@ def step_in(
         for block, rule in found.rules.items()
         if block in placed
     }
-    split_by_block = {block: tuple(each) for block, each in placed.items()}
-    return replace(_on_slices(whole, local, mesh=mesh), split=split_by_block, computes=computes)
+    return replace(
+        _on_slices(whole, local, mesh=mesh),
+        split={block: tuple(each) for block, each in placed.items()},
+        computes=computes,
+        split_calls=sum(split.calls(found).values()),
+    )
 
 
 def step_of(

@@ -47,7 +47,7 @@ from lightning_topt.communication.method_registry import gradient_methods
 from lightning_topt.communication.selection.vector_top_k import DTYPES
 from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.measuring import device_memory_bytes
+from lightning_topt.costs.measuring import usable_memory_bytes
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.costs.plain_values import shown
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, rule_from_value
@@ -167,9 +167,9 @@ class PlanRequest:
     def unsharded_step_fits(self, module: pl.LightningModule, device: torch.device) -> bool:
         """Return whether a step with full parameters and gradients should fit on `device`.
 
-        Two moments of the optimizer count as well.
+        Two moments of the optimizer count as well. Collective.
         """
-        return 4 * _parameter_bytes(module) <= device_memory_bytes(device)
+        return 4 * _parameter_bytes(module) <= usable_memory_bytes(device)
 
     @property
     def gradient_views(self) -> tuple[bool, ...]:
@@ -195,7 +195,7 @@ class PlanRequest:
         """Return whether plain DDP, with full gradients, may need too much memory.
 
         That is more than `memory_limit`, or more than `device` has. A plan that is given says so
-        itself: it may leave ranks without full gradients.
+        itself: it may leave ranks without full gradients. Collective.
         """
         if not module.automatic_optimization or self.only_replicated:
             return False
@@ -209,17 +209,17 @@ class PlanRequest:
         # A search: does plain DDP, with which a fit begins, fit at all?
         limit = self.memory_limit
         if limit is None:  # parameters, gradients, two moments
-            return 4 * _parameter_bytes(module) > device_memory_bytes(device)
+            return 4 * _parameter_bytes(module) > usable_memory_bytes(device)
         # These with DDP's buckets, and as much as three times that for activations, of which
-        # nothing is known yet.
-        return 20 * _parameter_bytes(module) > limit
+        # nothing is known yet. On accelerators a step that needs more ends the fit.
+        return device.type != "cpu" or 20 * _parameter_bytes(module) > limit
 
     def must_shard_first(self, module: pl.LightningModule, device: torch.device) -> bool:
         """Return whether even the full parameters may be too much for `device`, or the limit.
 
-        Never on CPUs, whose host has them already.
+        Never on CPUs, whose host has them already. Collective.
         """
-        limit = device_memory_bytes(device) if self.memory_limit is None else self.memory_limit
+        limit = usable_memory_bytes(device) if self.memory_limit is None else self.memory_limit
         return device.type != "cpu" and 2 * _parameter_bytes(module) > limit
 
 

@@ -628,6 +628,7 @@ class _PredictedWeights(StagePrediction):
         self._optimizer, self._method, self._predict = optimizer, method, predict
         self._forward, self._backward, self._copies = forward, backward, copies
         self._moments: list[Moments] | None = None  # since the last update
+        self._steps: dict[Tensor, int] = {}  # of Adam, by parameter; counted as updates are made
         self._true: dict[Tensor, Tensor] = {}  # copies by parameter
 
     @override
@@ -647,12 +648,15 @@ class _PredictedWeights(StagePrediction):
     def update(self, minibatch: int) -> Iterator[None]:
         # the moments change with the update, so the next pass reads them again
         self._moments = None
+        stepped = [p for p in self._steps if p.grad is not None]
         with unseen(trainable(self._optimizer)):
             yield
+        self._steps.update({p: self._steps[p] + 1 for p in stepped})
 
     @override
     def drained(self) -> None:
         self._moments = None
+        self._steps.clear()
         self._true.clear()
 
     @property
@@ -670,7 +674,9 @@ class _PredictedWeights(StagePrediction):
         assert count >= 0 and rates, (count, rates)
         # read once per update: all passes until the next one share them
         if count and self._moments is None:
-            self._moments = read_moments(self._optimizer, method=self._method)
+            self._moments = read_moments(
+                self._optimizer, method=self._method, steps_made=self._steps
+            )
         kept: list[tuple[Sequence[Tensor], list[Tensor]]] = []  # parameters with copies
         try:
             for moments in (self._moments or []) if count else []:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -158,11 +158,16 @@ def method_of(optimizer: Optimizer, *, rule: str) -> Method:
     return found[0]
 
 
-def read_moments(optimizer: Optimizer, *, method: Method) -> list[Moments]:
+def read_moments(
+    optimizer: Optimizer, *, method: Method, steps_made: MutableMapping[Tensor, int] | None = None
+) -> list[Moments]:
     """Return the moments of all parameters that have been updated, in chunks.
 
-    Those of others are not known yet.
+    Those of others are not known yet. Adam counts steps by parameter, on its device if fused or
+    capturable. Counts in `steps_made` are taken from there; others are read, for which the host
+    waits once, and are added.
     """
+    steps_made = {} if steps_made is None else steps_made
     first_name = "momentum_buffer" if method == "SGD" else "exp_avg"
     here = {id(parameter) for parameter in trainable(optimizer)}
     found: list[Moments] = []
@@ -174,7 +179,12 @@ def read_moments(optimizer: Optimizer, *, method: Method) -> list[Moments]:
             for p in group["params"]
             if id(p) in here and optimizer.state.get(p, {}).get(first_name) is not None
         ]
-        for steps, parameters in _by_steps(optimizer, known, method=method).items():
+        if method == "Adam":
+            _read_steps(optimizer, known, steps_made)
+        by_steps: dict[int, list[Tensor]] = {}
+        for parameter in known:
+            by_steps.setdefault(steps_made.get(parameter, 0), []).append(parameter)
+        for steps, parameters in by_steps.items():
             for chunk in chunks(parameters, size=lambda p: num_bytes([p])):
                 states = [optimizer.state[p] for p in chunk]
                 first = [state[first_name] for state in states]
@@ -183,23 +193,17 @@ def read_moments(optimizer: Optimizer, *, method: Method) -> list[Moments]:
     return found
 
 
-def _by_steps(
-    optimizer: Optimizer, parameters: Sequence[Tensor], *, method: Method
-) -> dict[int, list[Tensor]]:
-    """Return the parameters by the number of steps that they have made.
-
-    Adam counts them by parameter, on its device if fused or capturable: all are read at once.
-    """
-    if method == "SGD":
-        return {0: list(parameters)} if parameters else {}
-    counts = [optimizer.state[p]["step"] for p in parameters]
-    tensors = [count for count in counts if isinstance(count, Tensor)]
-    read = iter(torch.stack([t.to(tensors[0].device) for t in tensors]).tolist() if tensors else ())
-    found: dict[int, list[Tensor]] = {}
-    for parameter, count in zip(parameters, counts, strict=True):
-        steps = int(next(read) if isinstance(count, Tensor) else count)
-        found.setdefault(steps, []).append(parameter)
-    return found
+def _read_steps(
+    optimizer: Optimizer, parameters: Sequence[Tensor], steps_made: MutableMapping[Tensor, int]
+) -> None:
+    """Add the steps of `parameters` that are not in `steps_made`; all are read at once."""
+    counts = {p: optimizer.state[p]["step"] for p in parameters if p not in steps_made}
+    tensors = {p: count for p, count in counts.items() if isinstance(count, Tensor)}
+    if tensors:
+        device = next(iter(tensors.values())).device
+        read = torch.stack([count.to(device) for count in tensors.values()]).tolist()
+        counts |= dict(zip(tensors, read, strict=True))
+    steps_made.update({p: int(count) for p, count in counts.items()})
 
 
 # ---- Moves of the weights: what a rule expects of the next updates.

@@ -296,6 +296,7 @@ def add_reduction(seconds: BlockSeconds, step: TrainingStep, block: str) -> None
         else 0.0
     )
     seconds.reduce_foreground += copy
+    seconds.reduce_foreground += step.copied_seconds(block) if has_buckets(step) else 0.0
     seconds.reduce_last += 0.0 if step.gradient_views else copy
     collectives = [*unsharded_gradient_collectives(step, block)]
     add_exchange(seconds, step, step.seconds_of(collectives), waits=step.waits_of(collectives))

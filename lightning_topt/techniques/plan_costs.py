@@ -22,12 +22,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_topt.basics.once import once_per_object
 from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.lifetimes import UPDATE, Changes, Lifetime
+from lightning_topt.costs.reserved_memory import CUBLAS_BYTES, communicator_bytes, unused_bytes
 from lightning_topt.costs.sizes import ROOT
 from lightning_topt.costs.training_step import TrainingStep, activation_lifetimes, temporary_bytes
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.graph.op_graph import Block
+from lightning_topt.graph.op_graph import Block, OpGraph
 from lightning_topt.techniques.registry import TECHNIQUES, technique_of
 from lightning_topt.techniques.technique import ALONE, BlockSeconds, Neighbours, Technique
 
@@ -56,6 +58,12 @@ class _PlanCache:
     updates: dict[tuple[int, OpConfig], tuple[float, float, float]] = field(default_factory=dict)
     seconds: dict[tuple[int, OpConfig], BlockSeconds] = field(default_factory=dict)
     times: dict[tuple[int, OpConfig], Array] = field(default_factory=dict)
+
+
+@once_per_object
+def _known_unused(graph: OpGraph) -> dict[Any, float]:
+    """Return what `PlanCosts.fragmentation` has worked out so far of steps of this graph."""
+    return {}
 
 
 @dataclass(frozen=True)
@@ -156,6 +164,13 @@ class PlanCosts:
 
     def plan_lifetimes(self, configs: Configs) -> Iterator[Lifetime]:
         """Yield what the blocks of a plan keep together, and what every plan keeps."""
+        yield from self._tensor_lifetimes(configs)
+        if self.step.cluster.device.caching_allocator:
+            named = {config for name, config in configs.items() if name or len(configs) == 1}
+            unused = max(map(self.fragmentation, named))
+            yield self.step.phases.always("fragmentation", unused)
+
+    def _tensor_lifetimes(self, configs: Configs) -> Iterator[Lifetime]:
         yield from self.shared_lifetimes()
         for technique, blocks in self.by_technique(configs).items():
             yield from technique.plan_lifetimes(self.step, blocks)
@@ -176,8 +191,38 @@ class PlanCosts:
             step.graph.buffer_bytes + step.graph.input_bytes.at(step.batch_size),
         )
         yield phases.always("process", step.cluster.device.process_bytes)
+        if step.cluster.device.caching_allocator:
+            yield phases.always("cuBLAS workspace", CUBLAS_BYTES)
+            yield phases.always("communicators", communicator_bytes(step.mesh))
         # an evaluation comes when the update is over
         yield Lifetime("parameters", step.joined_bytes, UPDATE, UPDATE)
+
+    def fragmentation(self, config: OpConfig) -> float:
+        """Return the bytes reserved beside tensors where all blocks are stored as in `config`.
+
+        Where there is a caching allocator. A plan counts the most of its named blocks.
+        """
+        # an exchange changes nothing of it that counts
+        step, known = self.step, _known_unused(self.step.graph)
+        given = step.mesh, step.batch_size, step.num_microbatches, step.gradient_views
+        key = *given, step.optimizer.name, config.storage, config.recompute
+        if key not in known:
+            configs = {}
+            for block in self.step.graph.blocks:
+                own = self.configs(block)
+                alike = [each for each in own if each.storage == config.storage] or own[:1]
+                again = [each for each in alike if each.recompute == config.recompute]
+                configs[block.name] = [*again, *alike][0]
+            beside = self.neighbours(configs)
+            lifetimes = [("", each) for each in self._tensor_lifetimes(configs)]
+            for name, each in configs.items():
+                lifetimes += [(name, e) for e in self.block_lifetimes(name, each, beside[name])]
+            known[key] = unused_bytes(
+                self.step,
+                [each for each in lifetimes if each[1].kind != "activations"],
+                recomputed={name for name, each in configs.items() if each.recompute},
+            )
+        return known[key]
 
     def temporaries(self, block: str, config: OpConfig) -> tuple[float, float, float]:
         """Return bytes of the update: of the largest temporary, of all alive together, of results.
@@ -408,6 +453,8 @@ class PlanBatch:
         for technique, rows, blocks in self._by_technique:
             total[rows] += phases.add_up(technique.plan_lifetimes(costs.step, blocks))
         total[:, phases.position[UPDATE]] += self._temporaries
+        if costs.step.cluster.device.caching_allocator:
+            total += self._fragmentation[:, None]
         # what blocks keep depends on their neighbours: plans with equal ones at a time
         peaks = np.empty(len(self.plans))
         for rows, beside in self._by_neighbours():
@@ -433,6 +480,19 @@ class PlanBatch:
             together = together + sizes[:, 1]
             sent = sent + sizes[:, 2]
         return np.maximum(np.maximum(largest, together), sent)
+
+    @cached_property
+    def _fragmentation(self) -> Array:
+        """See `PlanCosts.fragmentation` (n,)."""
+        unused = np.zeros(len(self.plans))
+        for block, (name, legal) in enumerate(self.configs.items()):
+            if not name and len(self.configs) > 1:
+                continue
+            each = np.zeros(len(legal))
+            for index in set(self.plans[:, block].tolist()):
+                each[index] = self.costs.fragmentation(legal[index])
+            unused = np.maximum(unused, each[self.plans[:, block]])
+        return unused
 
     def _by_neighbours(self) -> Iterator[tuple[Rows, dict[str, Neighbours]]]:
         """Plans that shard the gradients of the same blocks, and the neighbours of these."""

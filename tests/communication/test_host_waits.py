@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_topt.communication import (
     BF16,
@@ -33,45 +30,10 @@ from tests.communication.buckets import (
     make_layout,
     run_stages,
 )
+from tests.host_waits import waits_of
 from tests.launch import run_ranks
 
-WAITING_CALLS = ("tolist", "item", "__bool__", "__int__", "__float__", "nonzero")
-WAITING_OPERATORS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select")
 FREE = [BF16(), FP16(), Sign(), Sign(error_feedback=False), Dense(hierarchical=False)]
-
-
-class Calls(TorchFunctionMode):
-    """Counts calls that read a value; ``tolist`` reaches no operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: collections.Counter[str] = collections.Counter()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in WAITING_CALLS:
-            self.counts[name] += 1
-        return func(*args, **(kwargs or {}))
-
-
-class Operators(TorchDispatchMode):
-    """Counts operators for which the host of a CUDA device waits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: collections.Counter[str] = collections.Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in WAITING_OPERATORS:
-            self.counts[name] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def waits_of(call: Any) -> dict[str, int]:
-    with Calls() as calls, Operators() as operators:
-        call()
-    return dict(calls.counts | operators.counts)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from lightning_topt.costs import timers
 from lightning_topt.costs.cluster import Cluster, CollectiveCurve, Device, Link
 from lightning_topt.costs.communication import Group, estimate_collective_seconds, ranks_of_groups
 from lightning_topt.costs.compute import (
+    CAST_LAUNCHES,
     estimate_kernel_seconds,
     estimate_kernels_seconds,
     estimate_pass_seconds,
@@ -192,6 +193,16 @@ def test_a_pass_takes_the_slower_of_device_and_host():
         kernels, batch_size=1, device=replace(DEVICE, launch_seconds=30.0), launches=6.0
     )
     assert again == pytest.approx(720.0, rel=1e-3)
+    # and less for casts, but where they are run again
+    cast = replace(kernels[0], name="aten._to_copy.default")
+    device = replace(DEVICE, launch_seconds=3000.0)
+    for launches, expected in ((1.0, 3 * CAST_LAUNCHES + 1), (4.0, 16.0)):
+        some = estimate_pass_seconds(
+            [cast, kernels[1]], batch_size=1, device=device, launches=launches
+        )
+        assert some == pytest.approx(expected * 3000, rel=1e-3)
+    more = estimate_pass_seconds(kernels, batch_size=1, device=device, more_launches=5.0)
+    assert more == pytest.approx(9 * 3000, rel=1e-3)
 
 
 def test_collectives_of_a_pass_are_the_devices_work():

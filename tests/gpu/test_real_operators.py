@@ -24,9 +24,8 @@ pytestmark = [
 ]
 
 
-# Priced by formulas: what cuDNN keeps for backward has no size on fake tensors, and states of
-# recurrent layers and their dropout are no plain values.
-_BY_FORMULA = {"cudnn_batch_norm_backward", "_cudnn_rnn", "_cudnn_rnn_backward"}
+# Priced by formulas: what cuDNN keeps for its backward has no size on fake tensors.
+_BY_FORMULA = {"cudnn_batch_norm_backward"}
 _COPIES = {"aten::detach", "aten::copy_", "aten::new_empty_strided"}
 
 

@@ -377,3 +377,56 @@ def test_listed_names_exist() -> None:
         name for name in REPLAYABLE if not hasattr(torch.ops.aten, name.removeprefix("aten::"))
     }
     assert missing == set()
+
+
+# ---- recurrent layers of cuDNN, made again by modules
+
+
+def recurrent(kind: str, *, backward: bool, dropout: float = 0.0, sizes: tuple[int, ...] = ()):
+    """A kernel of two layers, both ways, of 4 units on 7 steps of 3 samples of 5 values."""
+    gates = {"lstm": 4, "gru": 3}.get(kind, 1)
+    weights = []
+    for inputs in (5, 8):
+        for _ in range(2):
+            weights += [torch.zeros(gates * 4, inputs), torch.zeros(gates * 4, 4)]
+            weights += [torch.zeros(gates * 4), torch.zeros(gates * 4)]
+    x, state, output = torch.zeros(7, 3, 5), torch.zeros(4, 3, 4), torch.zeros(7, 3, 8)
+    mode = ("relu", "tanh", "lstm", "gru").index(kind)
+    given = [x, weights, 4, torch.zeros(99), state, state if kind == "lstm" else None]
+    given += [output, output, None, None] if backward else []
+    given += [mode, 4, 0, 2, False, dropout, True, True, list(sizes), None]
+    given += [torch.zeros(0, dtype=torch.uint8), [True] * 4] if backward else []
+    return kernel(f"aten._cudnn_rnn{'_backward' if backward else ''}.default", *given)
+
+
+class Operators(TorchDispatchMode):
+    """Shapes of the tensors that calls return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor):
+            self.shapes.append(tuple(found.shape))
+        return found
+
+
+@pytest.mark.parametrize("kind", ["relu", "tanh", "lstm", "gru"])
+def test_recurrent_layers_are_made_again(kind: str) -> None:
+    forward, backward = (make_call(recurrent(kind, backward=each), "cpu") for each in (False, True))
+    with Operators() as seen:
+        forward()
+    assert (7, 3, 8) in seen.shapes
+    with Operators() as seen:
+        backward()
+        backward()
+    # gradients of the input and of weights, twice
+    assert seen.shapes.count((7, 3, 5)) >= 2
+
+
+def test_recurrent_layers_that_are_not_made_again() -> None:
+    for options in ({"dropout": 0.1}, {"sizes": (3, 2)}):
+        with pytest.raises(ValueError, match="dropout or of packed"):
+            make_call(recurrent("lstm", backward=False, **options), "cpu")

@@ -30,8 +30,15 @@ from lightning_topt.plan.known_plans import KnownPlans
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plan.plan_frontier import PlanFrontier
 from lightning_topt.plan.plan_report import whole_sentences
-from lightning_topt.plan.plan_search import SearchRequest, _spaces, local_graphs, search_plans
+from lightning_topt.plan.plan_search import (
+    SearchRequest,
+    _spaces,
+    local_graphs,
+    search_plans,
+    step_on,
+)
 from lightning_topt.plan.tensor_meshes import (
+    layout_step,
     least_seconds,
     placed_tensors,
     saving_no_computation,
@@ -233,6 +240,15 @@ def test_the_host_of_an_accelerator_splits_calls_and_issues_kernels_again(
         SPLIT_CALL_LAUNCHES * step.split_calls * launch, rel=0.1
     )
     assert step.host_seconds == 0.0
+
+
+def test_steps_that_split_activations_have_split_calls_too(request_of_gpt: SearchRequest) -> None:
+    assert request_of_gpt.split is not None
+    mesh = Mesh((Axis("data", 2), Axis("tensor", 4)))
+    whole = step_on(request_of_gpt, mesh)
+    plain = next(tensor_steps(whole, request_of_gpt.split, mesh=mesh))
+    step = layout_step(whole, request_of_gpt.split, mesh=mesh, layout="tensor_sequence")
+    assert step.computes and step.split_calls == plain.split_calls > 0
 
 
 def test_microbatches_take_their_computation_and_share_the_rest(own_batches: SearchRequest) -> None:

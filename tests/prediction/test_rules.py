@@ -18,6 +18,7 @@ from lightning_topt.prediction import (
     prediction_to_value,
 )
 from lightning_topt.schedules.staleness import Staleness
+from tests.host_waits import waits_of
 from tests.prediction.stage_walk import (
     gradients,
     make_optimizer,
@@ -409,3 +410,26 @@ def test_the_loop_in_the_documentation_runs():
     names = {}
     exec(compile(code, "weight_prediction.md", "exec"), names)
     assert names["stage"].weight.grad is not None and names["rule"].held_bytes == 0
+
+
+@pytest.mark.parametrize("rule", ["spectrain", "pipeoptim", "multistep"])
+def test_steps_of_adam_are_read_from_the_device_once(rule):
+    parameters, optimizer = trained(optim.AdamW, {}, steps=2, **ADAM)
+    at_work = make_prediction(rule).on(optimizer, stage=0, num_stages=3)
+    found = []
+
+    def forward():
+        with at_work.forward(0, Staleness(0, 2, 2), rates_of(optimizer)):
+            found[:] = values(parameters)
+
+    for step in range(4):
+        waits = waits_of(forward)
+        assert waits == ({} if step else {"tolist": 1})
+        close(found, predicted(rule, parameters, optimizer, count=2), rtol=0, atol=0)
+        for parameter, gradient in zip(parameters, gradients(step, torch.float32), strict=True):
+            parameter.grad = gradient
+        parameters[step % 2].grad = None  # makes no step
+        with at_work.update(step):
+            optimizer.step()
+    at_work.drained()
+    assert waits_of(forward) == {"tolist": 1}

@@ -287,3 +287,23 @@ def test_sharded_blocks_cost_the_host_time(monkeypatch, level, gathers):
     assert explained(graph, configs, **given).step_seconds - free.step_seconds == pytest.approx(
         expected
     )
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_the_host_copies_gradients_one_by_one(views):
+    graph = random_graph(3)
+    given = arguments(graph, 4)
+    launch = 1e3  # so long that the device waits for every launch
+    device = replace(given["cluster"].device, launch_seconds=launch)
+    late = given | {"cluster": replace(given["cluster"], device=device)}
+    for block in graph.blocks:
+        parameters = [p for p in graph.parameters if p.block == block.name and p.trainable]
+        step = TrainingStep(graph, **late, gradient_views=views)
+        expected = len(parameters) * (1 if views else 2) * launch
+        assert step.copied_seconds(block.name) == pytest.approx(expected, rel=0.01)
+        assert TrainingStep(graph, **given).copied_seconds(block.name) == 0.0
+    plain, costs = costs_of(graph, **given), costs_of(graph, **late, gradient_views=views)
+    chosen = {block.name: OpConfig.zero(0, axes=1) for block in graph.blocks}
+    more = explain(costs, chosen).seconds["reduce"] - explain(plain, chosen).seconds["reduce"]
+    trained = sum(p.trainable for p in graph.parameters)
+    assert more == pytest.approx(trained * (1 if views else 2) * launch, rel=0.01)

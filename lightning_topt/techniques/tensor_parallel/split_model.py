@@ -160,7 +160,7 @@ class SplitModel:
             self.graph, regions, split.placements, ranks=prices.group.size, samples=samples
         )
 
-    def calls(self, split: ModelSplit) -> dict[str, int]:
+    def calls(self, split: ModelSplit | SplitLayout) -> dict[str, int]:
         """Return how often a forward calls torch functions, by part of the model that is split.
 
         ``""`` is all that is there once.

@@ -1,6 +1,8 @@
 # `make demo` and `make test` need Python >= 3.10 and make, nothing else: they build .venv on first use.
 PYTHON ?= python3
-VENV := .venv
+# `make test TORCH=2.14.1` takes that release in place of the one in constraints.txt, in an environment of its own.
+TORCH :=
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 PYTEST_ARGS ?=
@@ -21,7 +23,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "lightning_topt needs Python >= 3.10; set PYTHON=..., e.g. make test PYTHON=python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e ".[dev]"
 	@touch $@
 
 DEMO := experiment=byte_lm strategy=topt strategy.memory_limit=256MiB
@@ -48,4 +51,4 @@ bench: $(STAMP) ## Run every benchmark; results go to benchmarks/results
 		echo "benchmarks.$$name" && $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 clean: ## Remove the environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist
+	rm -rf .venv .venv-torch-* .pytest_cache .mypy_cache .ruff_cache build dist

@@ -38,6 +38,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 from typing_extensions import Self, override
 
@@ -45,7 +46,8 @@ from lightning_topt.basics.argument_checks import check_flag, check_texts, check
 from lightning_topt.communication.bucket import BucketExchange, BucketLayout, ExchangeContext
 from lightning_topt.communication.topology import Topology
 
-VALUE_DTYPES = ("float32", "bfloat16", "float16")
+GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that methods of exchange take
+VALUE_DTYPES = ("float32", "bfloat16", "float16")  # that a message may have
 
 COMPILED_BYTES = 16 << 20  # kernels of one method of exchange, measured: 15 and 16 MiB per process
 

@@ -25,24 +25,26 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lightning_topt.basics.units import parse_bandwidth, parse_bytes, parse_flops, parse_seconds
 from lightning_topt.costs.failures import Failures
 from lightning_topt.costs.plain_values import (
+    ValueReader,
     check_plain,
     dump_yaml,
-    names,
+    list_of,
     number,
     one_line,
     parse_yaml,
+    read_entries,
     read_text,
+    record,
     shown,
     text,
     truth,
@@ -51,7 +53,6 @@ from lightning_topt.costs.plain_values import (
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send_recv")
 CurveKey = tuple[str, int, int]  # collective, size and stride of the group
-_REQUIRED = object()
 UNKNOWN = (
     "How far predictions for this cluster are from the truth is not known: no run on it was "
     "compared (`topt predict runs=...` with calibrate_on=... or a folder of run.json files does)."
@@ -486,113 +487,41 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %" if share < 0.0995 else f"{100 * share:.0f} %"
 
 
-# ---- Read the entries of a YAML file; errors name the entry that is wrong
+# ---- The entries of a YAML file
 
 
 def _cluster(data: Any) -> Cluster:
     """Read the mapping of a cluster."""
-    entries = _Entries(data, "cluster")
-    name, intra = entries.take("name", text), entries.take("intra", _link)
-    nodes = entries.take("nodes", _nodes, ())
-    if nodes:
-        common = _common(nodes, intra)
-        make: Callable[..., Cluster] = partial(Cluster.of_nodes, nodes, intra=intra)
-    else:
-        common = {
-            "device": entries.take("device", _device),
-            "devices_per_node": entries.take("devices_per_node", whole),
-            "num_nodes": entries.take("num_nodes", whole, 1),
-        }
-        make = partial(Cluster, **common, intra=intra)
-    curves = partial(_collectives, devices_per_node=common["devices_per_node"])
-    cluster = make(
-        name=name,
-        inter=entries.take("inter", _link, None),
-        collectives=entries.take("collectives", curves, {}),
-        overlap=entries.take("overlap", number, 0.0),
-        backend=entries.take("backend", text, "nccl"),
-        source=entries.take("source", text, ""),
-        failures=entries.take("failures", _failures, None),
-        accuracy=entries.take("accuracy", _accuracy, None),
-    )
-    entries.finish()
-    return cluster
-
-
-class _Entries:
-    """Entries that are taken out of a mapping by name; what is left at the end is unknown.
-
-    `where` is how errors name the mapping. Raises ClusterError for what is no mapping.
-    """
-
-    def __init__(self, data: Any, where: str) -> None:
-        if not isinstance(data, Mapping):
-            raise ClusterError(f"{where} must be a mapping, got {shown(data)}")
-        self.data, self.where, self.known = dict(data), where, set[str]()
-
-    def take(self, key: str, parse: Callable[..., Any], default: Any = _REQUIRED) -> Any:
-        """Return the entry `key` as ``parse(value, name=...)`` reads it.
-
-        `default` where it is left out or null. Raises ClusterError where an entry without a default
-        is missing.
-        """
-        self.known.add(key)
-        if self.data.get(key) is None:
-            if default is _REQUIRED:
-                raise ClusterError(f"{self.where}: the entry {key!r} is missing")
-            return default
-        return parse(self.data[key], name=f"{self.where}.{key}")
-
-    def finish(self) -> None:
-        """Raise ClusterError for entries that nobody took."""
-        if unknown := set(self.data) - self.known:
-            raise ClusterError(
-                f"{self.where}: unknown entries {names(unknown)}; known are {sorted(self.known)}"
+    several = isinstance(data, Mapping) and data.get("nodes") is not None
+    own = ["nodes"] if several else ["device", "devices_per_node"]
+    readers = _COMMON | (_OF_NODES if several else _OF_DEVICE)
+    entries = read_entries(data, readers, needed=["name", "intra", *own], name="cluster")
+    curves: tuple[_Curve, ...] = entries.pop("collectives", ())
+    cluster = Cluster.of_nodes(**entries) if several else Cluster(**{"num_nodes": 1, **entries})
+    # older files say where the ranks of a group are
+    for index, (key, scope, _) in enumerate(curves):
+        expected = "intra" if key[1] <= cluster.devices_per_node else "inter"
+        if scope not in (None, expected):
+            raise ValueError(
+                f"cluster.collectives[{index}]: {key[1]} ranks packed on nodes of "
+                f"{cluster.devices_per_node} have the scope {expected!r}, not {shown(scope)}; "
+                "write group_size and stride instead of world_size and scope for other groups"
             )
+    return replace(cluster, collectives={key: curve for key, _, curve in curves})
 
 
 def _nodes(data: Any, *, name: str) -> tuple[NodeType, ...]:
     """Return the kinds of nodes that the list `data` has, at least one."""
-    found = []
-    for index, entry in enumerate(_list(data, name=name)):
-        entries = _Entries(entry, f"{name}[{index}]")
-        sizes = entries.take("devices_per_node", whole), entries.take("count", whole, 1)
-        found.append(
-            NodeType(entries.take("device", _device), *sizes, entries.take("intra", _link, None))
-        )
-        entries.finish()
-    if not found:
-        raise ClusterError(
+    if not (found := _node_types(data, name=name)):
+        raise ValueError(
             f"{name} must list at least one kind of nodes; leave it out where all nodes are equal"
         )
-    return tuple(found)
-
-
-def _device(data: Any, *, name: str) -> Device:
-    """Return the device that the mapping `data` describes."""
-    entries = _Entries(data, name)
-    device = Device(
-        name=entries.take("name", text),
-        memory_bytes=entries.take("memory_bytes", parse_bytes),
-        flops=entries.take("flops", _rates),
-        memory_bandwidth=entries.take("memory_bandwidth", parse_bandwidth),
-        op_overhead_seconds=entries.take("op_overhead_seconds", parse_seconds, 0.0),
-        process_bytes=entries.take("process_bytes", parse_bytes, 0),
-        page_fault_seconds_per_byte=entries.take("page_fault_seconds_per_byte", number, 0.0),
-        framework_seconds=entries.take("framework_seconds", parse_seconds, 0.0),
-        launch_seconds=entries.take("launch_seconds", parse_seconds, 0.0),
-        half_rate_flops=entries.take("half_rate_flops", number, 0.0),
-        caching_allocator=entries.take("caching_allocator", truth, False),
-        price_per_hour=entries.take("price_per_hour", number, None),
-        spot_price_per_hour=entries.take("spot_price_per_hour", number, None),
-    )
-    entries.finish()
-    return device
+    return found
 
 
 def _rates(data: Any, *, name: str) -> dict[str, float]:
     if not isinstance(data, Mapping):
-        raise ClusterError(
+        raise ValueError(
             f"{name} must map dtypes to rates, such as float32: 19.5TFLOP/s; got {shown(data)}"
         )
     return {
@@ -601,99 +530,88 @@ def _rates(data: Any, *, name: str) -> dict[str, float]:
     }
 
 
-def _link(data: Any, *, name: str) -> Link:
-    """Return the link that the mapping `data` describes."""
-    entries = _Entries(data, name)
-    latency, bandwidth = (
-        entries.take("latency_seconds", parse_seconds),
-        entries.take("bandwidth", parse_bandwidth),
-    )
-    link = Link(latency, bandwidth, entries.take("datagrams", _datagrams, None))
-    entries.finish()
-    return link
+def _path(round_trip_seconds: float, bandwidth: float, loss: float = 0.0) -> DatagramPath:
+    return DatagramPath(round_trip_seconds, loss, bandwidth)
 
 
-def _datagrams(data: Any, *, name: str) -> DatagramPath:
-    entries = _Entries(data, name)
-    path = DatagramPath(
-        entries.take("round_trip_seconds", parse_seconds),
-        entries.take("loss", number, 0.0),
-        entries.take("bandwidth", parse_bandwidth),
-    )
-    entries.finish()
-    return path
+class _Curve(NamedTuple):
+    key: CurveKey
+    scope: str | None
+    curve: CollectiveCurve
 
 
-def _failures(data: Any, *, name: str) -> Failures:
-    """Return the failures that the mapping `data` describes."""
-    entries = _Entries(data, name)
-    failures = Failures(
-        entries.take("per_device_hour", number, 0.0),
-        entries.take("spot_per_device_hour", number, None),
-        entries.take("restart_seconds", parse_seconds, 0.0),
-        entries.take("checkpoint_bandwidth", parse_bandwidth, None),
-    )
-    entries.finish()
-    return failures
-
-
-def _accuracy(data: Any, *, name: str) -> Accuracy:
-    """Return the accuracy that the mapping `data` describes."""
-    entries = _Entries(data, name)
-    figures = entries.take("seconds", _error_figure), entries.take("bytes", _error_figure, None)
-    accuracy = Accuracy(*figures, source=entries.take("source", text, ""))
-    entries.finish()
-    return accuracy
-
-
-def _error_figure(data: Any, *, name: str) -> ErrorFigure:
-    entries = _Entries(data, name)
-    figure = ErrorFigure(
-        entries.take("median", number), entries.take("p90", number), entries.take("runs", whole)
-    )
-    entries.finish()
-    return figure
-
-
-def _collectives(data: Any, *, name: str, devices_per_node: int) -> dict[CurveKey, CollectiveCurve]:
-    """Return the measured curves that the list `data` has, by group."""
-    curves: dict[CurveKey, CollectiveCurve] = {}
-    for index, entry in enumerate(_list(data, name=name)):
-        entries = _Entries(entry, f"{name}[{index}]")
-        key = _curve_key(entries, devices_per_node=devices_per_node)
-        sizes = [
-            float(parse_bytes(size, name=entries.where)) for size in entries.take("bytes", _list)
-        ]
-        seconds = [
-            parse_seconds(value, name=entries.where) for value in entries.take("seconds", _list)
-        ]
-        wait = entries.take("wait_seconds", parse_seconds, 0.0)
-        entries.finish()
-        curves[key] = CollectiveCurve(tuple(sizes), tuple(seconds), wait)
-    return curves
-
-
-def _curve_key(entries: _Entries, *, devices_per_node: int) -> CurveKey:
-    """Return the group of a curve.
+def _curve(data: Any, *, name: str) -> _Curve:
+    """Return a measured curve.
 
     Older files have `world_size` ranks packed node by node, and `scope` says where they end.
     """
-    op = entries.take("op", text)
-    if "world_size" not in entries.data:
-        return op, entries.take("group_size", whole), entries.take("stride", whole, 1)
-    size, scope = entries.take("world_size", whole), entries.take("scope", text)
-    expected = "intra" if size <= devices_per_node else "inter"
-    if scope != expected:
-        raise ClusterError(
-            f"{entries.where}: {size} ranks packed on nodes of {devices_per_node} have the scope "
-            f"{expected!r}, not {shown(scope)}; write group_size and stride instead of world_size "
-            "and scope for other groups"
-        )
-    return op, size, 1
+    packed = isinstance(data, Mapping) and "world_size" in data
+    own, needed = (_PACKED, [*_PACKED]) if packed else (_GROUP, ["group_size"])
+    needed += ["op", "bytes", "seconds"]
+    entries = read_entries(data, _CURVE | own, needed=needed, name=name)
+    size = entries["world_size" if packed else "group_size"]
+    return _Curve(
+        (entries["op"], size, entries.get("stride", 1)),
+        entries.get("scope"),
+        CollectiveCurve(
+            tuple(map(float, entries["bytes"])),
+            entries["seconds"],
+            entries.get("wait_seconds", 0.0),
+        ),
+    )
 
 
-def _list(data: Any, *, name: str) -> list[Any]:
-    # Hydra's lists are no `list`
-    if not isinstance(data, Sequence) or isinstance(data, str | bytes):
-        raise ClusterError(f"{name} must be a list, got {shown(data)}")
-    return list(data)
+_GROUP: dict[str, ValueReader[Any]] = {"group_size": whole, "stride": whole}
+_PACKED: dict[str, ValueReader[Any]] = {"world_size": whole, "scope": text}
+_CURVE: dict[str, ValueReader[Any]] = {
+    "op": text,
+    "bytes": list_of(parse_bytes),
+    "seconds": list_of(parse_seconds),
+    "wait_seconds": parse_seconds,
+}
+_device = record(
+    Device,
+    name=text,
+    memory_bytes=parse_bytes,
+    flops=_rates,
+    memory_bandwidth=parse_bandwidth,
+    op_overhead_seconds=parse_seconds,
+    process_bytes=parse_bytes,
+    page_fault_seconds_per_byte=number,
+    framework_seconds=parse_seconds,
+    launch_seconds=parse_seconds,
+    half_rate_flops=number,
+    caching_allocator=truth,
+    price_per_hour=number,
+    spot_price_per_hour=number,
+)
+_datagrams = record(_path, round_trip_seconds=parse_seconds, bandwidth=parse_bandwidth, loss=number)
+_link = record(Link, latency_seconds=parse_seconds, bandwidth=parse_bandwidth, datagrams=_datagrams)
+_node_types = list_of(
+    record(NodeType, device=_device, devices_per_node=whole, count=whole, intra=_link)
+)
+_failures = record(
+    Failures,
+    per_device_hour=number,
+    spot_per_device_hour=number,
+    restart_seconds=parse_seconds,
+    checkpoint_bandwidth=parse_bandwidth,
+)
+_error_figure = record(ErrorFigure, median=number, p90=number, runs=whole)
+_OF_DEVICE: dict[str, ValueReader[Any]] = {
+    "device": _device,
+    "devices_per_node": whole,
+    "num_nodes": whole,
+}
+_OF_NODES: dict[str, ValueReader[Any]] = {"nodes": _nodes}
+_COMMON: dict[str, ValueReader[Any]] = {
+    "name": text,
+    "intra": _link,
+    "inter": _link,
+    "collectives": list_of(_curve),
+    "overlap": number,
+    "backend": text,
+    "source": text,
+    "failures": _failures,
+    "accuracy": record(Accuracy, seconds=_error_figure, bytes=_error_figure, source=text),
+}

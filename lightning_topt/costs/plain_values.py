@@ -1,21 +1,28 @@
 """Plain values from files that people wrote or changed: bounded in size, checked by type.
 
-YAML and JSON; the depth is bounded too.
-Everything raises ValueError with one sentence. Values in messages are cut (`shown`): a file of a
-few hundred bytes can stand for gigabytes once aliases are followed, so aliases are refused and
-nothing is printed whole.
+YAML and JSON, of bounded depth too, and readers of what is in them. A reader is a function
+``read(value, name=...)`` that returns what a value stands for; `record` and `list_of` make readers
+of others:
+
+    read_link = record(Link, latency_seconds=parse_seconds, bandwidth=parse_bandwidth)
+    read_link({"latency_seconds": "5us", "bandwidth": "25Gb/s"}, name="cluster.inter")
+
+Everything raises ValueError with one sentence; those of readers name the place of the value in its
+file. Values in messages are cut (`shown`): a file of a few hundred bytes can stand for gigabytes
+once aliases are followed, so aliases are refused and nothing is printed whole.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
 import reprlib
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import yaml
 
@@ -23,6 +30,9 @@ MAX_BYTES = 2**23  # of a file
 MAX_NODES = 150_000  # values in a file, or in a mapping that is given
 MAX_DEPTH = 12  # a plan has 3, a cluster 4
 MAX_TEXT = 2**14  # characters of one text
+
+T = TypeVar("T")
+Read = TypeVar("Read", covariant=True)
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _SHORT = reprlib.Repr()
@@ -125,6 +135,84 @@ def check_plain(data: Any) -> None:
             _check_text(value)
 
 
+def one_line(error: BaseException) -> str:
+    """Return the message of `error` in one line of bounded length."""
+    return re.sub(r"\s+", " ", str(error)).strip()[:300]
+
+
+def _check_size(nodes: int, depth: int) -> None:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"its values are nested more than {MAX_DEPTH} deep")
+    if nodes > MAX_NODES:
+        raise ValueError(f"it has more than {MAX_NODES} values")
+
+
+def _check_text(value: str) -> None:
+    if len(value) > MAX_TEXT:
+        raise ValueError(f"it has a text of more than {MAX_TEXT} characters")
+
+
+# ---- readers of values
+
+
+class ValueReader(Protocol[Read]):
+    """Reads a value of a file; `name` is its place there, which errors say."""
+
+    def __call__(self, value: Any, /, *, name: str) -> Read:
+        """Return what `value` stands for. Raises ValueError for others."""
+
+
+def record(kind: Callable[..., T], /, **readers: ValueReader[Any]) -> ValueReader[T]:
+    """Return the reader of a mapping whose entries are the arguments of `kind`.
+
+    An entry that is left out or null has the default of its argument, and is missing without one.
+    """
+    arguments = inspect.signature(kind).parameters.values()
+    needed = [each.name for each in arguments if each.default is each.empty]
+
+    def read(value: Any, /, *, name: str) -> T:
+        return kind(**read_entries(value, readers, needed=needed, name=name))
+
+    return read
+
+
+def list_of(read: ValueReader[T]) -> ValueReader[tuple[T, ...]]:
+    """Return the reader of a list whose entries `read` reads."""
+
+    def read_list(value: Any, /, *, name: str) -> tuple[T, ...]:
+        # Hydra's lists are no `list`
+        if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+            raise ValueError(f"{name} must be a list, got {shown(value)}")
+        return tuple(read(each, name=f"{name}[{index}]") for index, each in enumerate(value))
+
+    return read_list
+
+
+def read_entries(
+    data: Any, readers: Mapping[str, ValueReader[Any]], *, needed: Collection[str], name: str
+) -> dict[str, Any]:
+    """Return the entries of a mapping as `readers` read them, without those that are null.
+
+    Raises ValueError also for what is no mapping, for other entries, and where one of `needed` is
+    missing.
+    """
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{name} must be a mapping, got {shown(data)}")
+    if unknown := set(data) - set(readers):
+        raise ValueError(
+            f"{name}: unknown entries {names(unknown)}; known are {', '.join(sorted(readers))}"
+        )
+    given = {key: data[key] for key in readers if data.get(key) is not None}
+    if missing := [key for key in needed if key not in given]:
+        raise ValueError(f"{name}: the entry {missing[0]!r} is missing")
+    return {key: readers[key](value, name=f"{name}.{key}") for key, value in given.items()}
+
+
+def anything(value: Any, /, *, name: str) -> Any:
+    """Return `value` as it is, to be read later."""
+    return value
+
+
 def number(value: Any, *, name: str) -> float:
     """Return a finite number of at least 0."""
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -157,20 +245,3 @@ def text(value: Any, *, name: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{name} must be text, got {shown(value)}")
     return value
-
-
-def one_line(error: BaseException) -> str:
-    """Return the message of `error` in one line of bounded length."""
-    return re.sub(r"\s+", " ", str(error)).strip()[:300]
-
-
-def _check_size(nodes: int, depth: int) -> None:
-    if depth > MAX_DEPTH:
-        raise ValueError(f"its values are nested more than {MAX_DEPTH} deep")
-    if nodes > MAX_NODES:
-        raise ValueError(f"it has more than {MAX_NODES} values")
-
-
-def _check_text(value: str) -> None:
-    if len(value) > MAX_TEXT:
-        raise ValueError(f"it has a text of more than {MAX_TEXT} characters")

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -241,44 +241,3 @@ class JointModule(NamedTuple):
     def to_dict(self) -> dict[str, object]:
         """Return plain values."""
         return {"module": self.module, "inputs": [*self.inputs], "outputs": [*self.outputs]}
-
-
-def joint_from_value(value: object, *, name: str) -> tuple[JointModule, ...]:
-    """Read what `to_dict` wrote of several. Raises ValueError that names the entry."""
-    if not isinstance(value, list | tuple):
-        raise ValueError(f"{name} must be a list of modules, got {type(value).__name__}")
-    found = tuple(_one(entry, f"{name}[{index}]") for index, entry in enumerate(value))
-    # joint modules do not contain one another
-    for joint in found:
-        # equal paths count as inside as well, unless it is the same entry
-        if inside := [
-            other.module for other in found if other is not joint and joint.holds(other.module)
-        ]:
-            raise ValueError(
-                f"{name}: module {inside[0]!r} is {joint.module!r}, or inside of it; name one of "
-                "them"
-            )
-    return found
-
-
-def _one(entry: object, name: str) -> JointModule:
-    if not isinstance(entry, Mapping) or set(entry) != set(JointModule._fields):
-        raise ValueError(
-            f"{name} must be a mapping with the entries {', '.join(JointModule._fields)}"
-        )
-    module, inputs, outputs = (entry[field] for field in JointModule._fields)
-    if not isinstance(module, str) or not module:
-        raise ValueError(f"{name}.module must be the path of a module, got {module!r}")
-    return JointModule(module, _dims(inputs, f"{name}.inputs"), _dims(outputs, f"{name}.outputs"))
-
-
-def _dims(value: object, name: str) -> tuple[int | None, ...]:
-    # type() rather than isinstance: True is an int too
-    if not isinstance(value, list | tuple) or not all(
-        each is None or (type(each) is int and 0 <= each < 64) for each in value
-    ):
-        raise ValueError(
-            f"{name} must be a list with the dim of the samples of each tensor, or null; got "
-            f"{value!r}"
-        )
-    return tuple(value)

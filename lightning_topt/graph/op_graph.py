@@ -1,21 +1,20 @@
-"""The operator graph of one training step: frozen values, validated once, with a JSON round trip.
+"""The operator graph of one training step: frozen values, validated once.
 
     graph.ops          operators in execution order, with their kernels and parameters
     graph.edges        who feeds whom
     graph.blocks       the modules that a plan decides about; "" is everything outside of them
     graph.step         order of the kernels, lifetimes of all tensors (`step_memory`)
 
-Nothing here knows how a graph was captured or what it will be used for. In JSON, what repeats
-(kernels and shapes) is written once and referred to by index.
+Nothing here knows how a graph was captured or what it will be used for. Between processes it is
+pickled.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -25,11 +24,8 @@ import torch
 from lightning_topt.graph.step_memory import (
     NOTHING,
     Amount,
-    Module,
-    ModuleCall,
     Segment,
     Step,
-    StepTensor,
     TensorSpec,
     segments,
 )
@@ -142,15 +138,6 @@ class OpGraph:
         for parameter in self.parameters:
             found.setdefault(parameter.block, []).append(parameter)
         return found
-
-    def to_json(self) -> str:
-        """Return the graph as JSON text; `from_json` reads it back."""
-        return json.dumps(encode_parts(vars(self)))
-
-    @classmethod
-    def from_json(cls, text: str) -> OpGraph:
-        """Read what `to_json` wrote. Raises ValueError on another version."""
-        return cls(**decode_parts(json.loads(text)))
 
 
 Item = TypeVar("Item", "Op", "Parameter")
@@ -273,164 +260,3 @@ class Block:
     name: str
     group: int
     recomputable: bool
-
-
-VERSION = 2  # of the JSON format
-_PLAIN = ("model", "batch_size", "buffer_bytes", "batch_scaling", "whole_model")
-
-
-# ---- JSON ----------------------------------------------------------------------------------------
-
-
-def encode_parts(graph: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of an OpGraph as a JSON value."""
-    # the table numbers kernels and shapes as they are met, and is written last
-    table = _Table()
-    step: Step = graph["step"]
-    return {
-        "version": VERSION,
-        **{name: graph[name] for name in _PLAIN},
-        "input_bytes": _amount(graph["input_bytes"]),
-        "unused": graph["unused"],
-        "parameters": [_fields(parameter) for parameter in graph["parameters"]],
-        "blocks": [_fields(block) for block in graph["blocks"]],
-        "ops": [table.op(op) for op in graph["ops"]],
-        "edges": [[edge.source, edge.target, table.spec(edge.tensor)] for edge in graph["edges"]],
-        "step": {
-            **_fields(step),
-            # as lists in order of their fields: there are many, and names would be repeated in each
-            "tensors": [table.tensor(tensor) for tensor in step.tensors],
-            "calls": [list(_fields(call).values()) for call in step.calls],
-            "modules": [list(_fields(module).values()) for module in step.modules],
-            "workspaces": [[position, _amount(amount)] for position, amount in step.workspaces],
-        },
-        "kernels": [
-            {**_fields(k), **_amounts(k, "flops", "bytes", "allocated")}
-            for k in table.kernels.values()
-        ],
-        "specs": [list(_fields(spec).values()) for spec in table.specs],
-    }
-
-
-def decode_parts(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of an OpGraph from what `encode_parts` returned.
-
-    Raises ValueError on another version.
-    """
-    if data.get("version") != VERSION:
-        raise ValueError(
-            f"this graph was not written by version {VERSION} of the format; capture it again"
-        )
-    # what others refer to by index comes first
-    specs = [
-        TensorSpec(tuple(shape), dtype, batch_dim) for shape, dtype, batch_dim in data["specs"]
-    ]
-    kernels = [
-        Kernel(**{**k, **_read_amounts(k, "flops", "bytes", "allocated")}) for k in data["kernels"]
-    ]
-    return {
-        **{name: data.get(name) for name in _PLAIN},
-        "input_bytes": Amount(*data["input_bytes"]),
-        "unused": tuple(data["unused"]),
-        "parameters": tuple(
-            Parameter(**_tuples(p, "shape", "aliases")) for p in data["parameters"]
-        ),
-        "blocks": tuple(Block(**block) for block in data["blocks"]),
-        "ops": tuple(_read_op(op, specs, kernels) for op in data["ops"]),
-        "edges": tuple(
-            TensorEdge(source, target, specs[spec]) for source, target, spec in data["edges"]
-        ),
-        "step": _read_step(data["step"], specs),
-    }
-
-
-class _Table:
-    """Numbers of the kernels and shapes that were written so far."""
-
-    def __init__(self) -> None:
-        self.kernels: dict[str, Kernel] = {}
-        self.specs: dict[TensorSpec, int] = {}
-        self._numbers: dict[str, int] = {}
-
-    def spec(self, spec: TensorSpec) -> int:
-        return self.specs.setdefault(spec, len(self.specs))
-
-    def kernel(self, kernel: Kernel) -> int:
-        # frozen, but not hashable: arguments are JSON values
-        key = f"{kernel} {json.dumps(kernel.arguments)}"
-        self.kernels.setdefault(key, kernel)
-        return self._numbers.setdefault(key, len(self._numbers))
-
-    def op(self, op: Op) -> dict[str, object]:
-        return {
-            **_fields(op),
-            **_amounts(op, "saved_bytes"),
-            "outputs": [self.spec(spec) for spec in op.outputs],
-            "forward": [self.kernel(kernel) for kernel in op.forward],
-            "backward": [self.kernel(kernel) for kernel in op.backward],
-        }
-
-    def tensor(self, tensor: StepTensor) -> list[object]:
-        # the last entry of a name counts: sizes and shapes in their plain form
-        return list(
-            {
-                **_fields(tensor),
-                **_amounts(tensor, "bytes"),
-                "spec": self.spec(tensor.spec),
-            }.values()
-        )
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-
-
-def _amount(amount: Amount) -> list[float]:
-    return [amount.fixed, amount.per_sample]
-
-
-def _amounts(value: object, *names: str) -> dict[str, list[float]]:
-    return {name: _amount(getattr(value, name)) for name in names}
-
-
-def _read_amounts(data: Mapping[str, Any], *names: str) -> dict[str, Amount]:
-    return {name: Amount(*data[name]) for name in names}
-
-
-def _tuples(data: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {**data, **{name: tuple(data[name]) for name in names}}
-
-
-def _read_op(data: Mapping[str, Any], specs: list[TensorSpec], kernels: list[Kernel]) -> Op:
-    calls = {
-        name: tuple(kernels[index] for index in data[name]) for name in ("forward", "backward")
-    }
-    outputs = tuple(specs[index] for index in data["outputs"])
-    # the last entry of a name counts: numbers become the parts that they refer to
-    return Op(
-        **{
-            **_tuples(data, "parameters", "stack"),
-            **_read_amounts(data, "saved_bytes"),
-            **calls,
-            "outputs": outputs,
-        }
-    )
-
-
-def _read_step(data: Mapping[str, Any], specs: list[TensorSpec]) -> Step:
-    return Step(
-        batch_sizes=tuple(data["batch_sizes"]),
-        order=tuple(data["order"]),
-        backward_start=data["backward_start"],
-        tensors=tuple(
-            # `rest` are the fields that are plain values
-            StepTensor(producer, specs[spec], Amount(*size), *rest)
-            for producer, spec, size, *rest in data["tensors"]
-        ),
-        calls=tuple(
-            ModuleCall(module, first, end, tuple(inputs), tuple(outputs), *rest)
-            for module, first, end, inputs, outputs, *rest in data["calls"]
-        ),
-        modules=tuple(Module(*module) for module in data["modules"]),
-        workspaces=tuple((position, Amount(*amount)) for position, amount in data["workspaces"]),
-    )

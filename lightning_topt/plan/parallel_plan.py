@@ -22,11 +22,14 @@ from typing import Any, TypeVar
 
 from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.costs.plain_values import (
+    ValueReader,
+    anything,
     check_plain,
     dump_yaml,
-    names,
+    list_of,
     one_line,
     parse_yaml,
+    read_entries,
     read_text,
     shown,
     text,
@@ -34,7 +37,7 @@ from lightning_topt.costs.plain_values import (
     whole,
 )
 from lightning_topt.graph.mesh_axes import Mesh, data_mesh
-from lightning_topt.graph.op_config import JointModule, OpConfig, joint_from_value
+from lightning_topt.graph.op_config import JointModule, OpConfig
 from lightning_topt.plan.plan_values import (
     BlockPlan,
     PlanError,
@@ -43,13 +46,14 @@ from lightning_topt.plan.plan_values import (
     StepEstimate,
     config_to_dict,
     describe_config,
-    exchange_from_value,
     exchange_to_dict,
-    mesh_from_list,
     mesh_to_list,
-    prediction_from_value,
+    read_estimate,
     read_exchange,
-    stage_from_value,
+    read_given_exchange,
+    read_joint,
+    read_mesh,
+    stage_reader,
 )
 from lightning_topt.prediction.rule import Prediction as WeightPrediction
 from lightning_topt.prediction.rules import make_prediction, prediction_to_value
@@ -321,13 +325,7 @@ class ParallelPlan:
         Raises:
             PlanError: names the wrong entry.
         """
-        try:
-            # unknown entries are errors: a misspelt one must not be ignored
-            return cls(**_read_entries(data, known={f.name for f in dataclasses.fields(cls)}))
-        except PlanError:
-            raise
-        except (ValueError, TypeError, OverflowError) as error:
-            raise PlanError(one_line(error)) from error
+        return read_plan(data)
 
     def to_yaml(self) -> str:
         """Return the plan as YAML text."""
@@ -391,79 +389,59 @@ def preset_plan(
 # ---- entries of a file
 
 
-def _read_entries(data: object, *, known: Collection[str]) -> dict[str, Any]:
-    """Return the arguments of a `ParallelPlan`, whose fields are `known`, from plain values.
+def read_plan(
+    data: object, stages_on: Callable[[Mesh], ValueReader[StagePlan]] = stage_reader
+) -> ParallelPlan:
+    """Do `ParallelPlan.from_dict` for files that write stages in another way than `to_dict`."""
+    try:
+        return ParallelPlan(**_arguments(data, stages_on))
+    except PlanError:
+        raise
+    except (ValueError, TypeError, OverflowError) as error:
+        raise PlanError(one_line(error)) from error
 
-    Raises:
-        ValueError: names the wrong entry.
-    """
-    # the form of the file, then its version
+
+def _arguments(data: object, stages_on: Callable[[Mesh], ValueReader[StagePlan]]) -> dict[str, Any]:
     if not isinstance(data, Mapping):
         raise ValueError(f"a plan is a mapping, got {type(data).__name__}")
     check_plain(data)
-    if type(data.get("version")) is not int or data["version"] not in (1, VERSION):
+    version = data.get("version")
+    if type(version) is not int or version not in (1, VERSION):
         raise ValueError(
-            f"version is {shown(data.get('version'))}; this release reads plans of the versions 1 "
-            f"and {VERSION}"
+            f"version is {shown(version)}; this release reads plans of the versions 1 and {VERSION}"
         )
-    if data["version"] == 1:
-        data = _from_version_1(data, known)
-    # entries of version 2 from here on
-    _check_entries(data, known={*known, "version"}, needed=("mesh", "stages"))
-    mesh = mesh_from_list(data["mesh"])
-    if not isinstance(data["stages"], list | tuple):
-        raise ValueError(f"stages must be a list, got {shown(data['stages'])}")
-
-    # missing and null are the same; everything else is checked for its type
-    def given(name: str, read: Callable[..., T]) -> T | None:
-        return None if data.get(name) is None else read(data[name], name=name)
-
-    predicted = data.get("predicted")
-    return {
-        "mesh": mesh,
-        "stages": tuple(
-            stage_from_value(entry, mesh, f"stages[{n}]") for n, entry in enumerate(data["stages"])
-        ),
-        "model": given("model", text) or "",
-        "fingerprint": given("fingerprint", text),
-        "batch_size": given("batch_size", whole),
-        "cluster": given("cluster", text) or "",
-        "predicted": None if predicted is None else prediction_from_value(predicted),
-        "reason": given("reason", text) or "",
-        "gradient_exchange": exchange_from_value(data.get("gradient_exchange")),
-        "num_microbatches": whole(data.get("num_microbatches", 1), name="num_microbatches"),
-        "schedule": given("schedule", text),
-        "own_batches": truth(data.get("own_batches", False), name="own_batches"),
-        "joint": joint_from_value(data.get("joint") or (), name="joint"),
-        "prediction": data.get("prediction"),
-        "gradient_views": truth(data.get("gradient_views", False), name="gradient_views"),
-        "gather_dtype": given("gather_dtype", text),
-    }
+    rest = {name: value for name, value in data.items() if name != "version"}
+    # version 1 had one nameless data axis, and one stage
+    needed = ("data_parallel_size", "blocks") if version == 1 else ("mesh", "stages")
+    arguments = read_entries(rest, _READERS | _OF_VERSION[version], needed=needed, name="plan")
+    if version == 1:
+        arguments["mesh"] = data_mesh(arguments.pop("data_parallel_size"))
+        arguments["stages"] = [{"blocks": arguments.pop("blocks")}]
+    read_stages = list_of(stages_on(arguments["mesh"]))
+    return {**arguments, "stages": read_stages(arguments["stages"], name="plan.stages")}
 
 
-def _from_version_1(data: Mapping[Any, object], known: Collection[str]) -> dict[Any, Any]:
-    """Return the entries of version 2: version 1 had one nameless data axis, and one stage."""
-    # what version 1 had, and no more
-    known = {*known, "version", "data_parallel_size", "blocks"} - {"mesh", "stages"}
-    _check_entries(data, known=known, needed=("data_parallel_size", "blocks"))
-    rest = {
-        name: value for name, value in data.items() if name not in ("data_parallel_size", "blocks")
-    }
-    size = whole(data["data_parallel_size"], name="data_parallel_size")
-    return {
-        **rest,
-        "mesh": [{"name": "data", "size": size}],
-        "stages": [{"blocks": data["blocks"]}],
-    }
-
-
-def _check_entries(
-    data: Mapping[Any, object], *, known: Collection[str], needed: Sequence[str]
-) -> None:
-    if unknown := set(data) - set(known):
-        raise ValueError(f"unknown entries {names(unknown)}; known are {sorted(known)}")
-    if missing := [name for name in needed if data.get(name) is None]:
-        raise ValueError(f"the entry {missing[0]!r} is missing")
+_READERS: dict[str, ValueReader[Any]] = {
+    "model": text,
+    "fingerprint": text,
+    "batch_size": whole,
+    "cluster": text,
+    "predicted": read_estimate,
+    "reason": text,
+    "gradient_exchange": read_given_exchange,
+    "num_microbatches": whole,
+    "schedule": text,
+    "own_batches": truth,
+    "joint": read_joint,
+    "prediction": anything,
+    "gradient_views": truth,
+    "gather_dtype": text,
+}
+# stages are read where the mesh is known
+_OF_VERSION: dict[int, dict[str, ValueReader[Any]]] = {
+    1: {"data_parallel_size": whole, "blocks": anything},
+    2: {"mesh": read_mesh, "stages": anything},
+}
 
 
 def rule_from_value(value: object) -> WeightPrediction | None:

@@ -11,26 +11,35 @@ With every block written out these are 68 MB of text, with indices one MB.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lightning_topt.costs.plain_values import (
-    names,
+    ValueReader,
+    anything,
+    list_of,
     number,
     one_line,
     parse_json,
-    shown,
+    read_entries,
+    record,
     text,
+    truth,
     whole,
 )
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plan.plan_values import PlanError, config_to_dict
+from lightning_topt.plan.parallel_plan import ParallelPlan, read_plan
+from lightning_topt.plan.plan_values import (
+    BlockPlan,
+    PlanError,
+    StagePlan,
+    config_reader,
+    config_to_dict,
+)
 
 SCHEMA_VERSION = 2
 T = TypeVar("T")
@@ -153,43 +162,30 @@ def _read_frontier(data: object) -> PlanFrontier:
         raise ValueError(
             f"it was not written by schema version {SCHEMA_VERSION}; run `topt plan` again"
         )
-    known = {field.name for field in dataclasses.fields(PlanFrontier)} | {"blocks", "configs"}
-    # all entries that it has, and no others
-    if wrong := set(data) ^ known:
-        raise ValueError(f"the entries {names(wrong)} are unknown or missing")
-    # `exact` follows from `error_bound`; the rest are numbers
-    tables = _BlockTables(data.pop("blocks"), data.pop("configs"))
-    if not isinstance(data.pop("exact"), bool):
-        raise ValueError("exact must be true or false")
-    lists = {key: _read_points(data.pop(key), tables, name=key) for key in ("points", "uniform")}
-    seconds = {key: number(value, name=key) for key, value in data.items()}
-    return PlanFrontier(exact=seconds["error_bound"] == 0, **lists, **seconds)  # type: ignore[arg-type]
-
-
-def _read_points(entries: object, tables: _BlockTables, *, name: str) -> tuple[PlanPoint, ...]:
-    if not isinstance(entries, list | tuple) or not all(
-        isinstance(entry, dict) for entry in entries
-    ):
-        raise ValueError(f"{name} must be a list of mappings")
-    fields = {"step_seconds", "peak_bytes", "devices", "plan"}
-    # its costs, and its plan with the blocks written out again
-    if any(set(entry) != fields for entry in entries):
-        raise ValueError(f"each of {name} has the entries {sorted(fields)}")
-    return tuple(
-        PlanPoint(
-            number(entry["step_seconds"], name="step_seconds"),
-            number(entry["peak_bytes"], name="peak_bytes"),
-            whole(entry["devices"], name="devices"),
-            ParallelPlan.from_dict(tables.written_out(entry["plan"], name=f"{name}[{place}].plan")),
-        )
-        for place, entry in enumerate(entries)
+    entries = read_entries(data, _READERS, needed=_READERS, name="frontier")
+    tables = _BlockTables(entries.pop("blocks"), entries.pop("configs"))
+    read_point = record(
+        PlanPoint, step_seconds=number, peak_bytes=number, devices=whole, plan=tables.read_plan
     )
+    for key in ("points", "uniform"):
+        entries[key] = list_of(read_point)(entries[key], name=f"frontier.{key}")
+    # `exact` follows from `error_bound`
+    return PlanFrontier(**{**entries, "exact": entries["error_bound"] == 0})
+
+
+_READERS: dict[str, ValueReader[Any]] = {
+    "blocks": list_of(text),
+    "configs": list_of(anything),  # as plans on some mesh need them
+    "points": anything,  # with the tables
+    "uniform": anything,
+    "exact": truth,
+    "capture_seconds": number,
+    "search_seconds": number,
+    "error_bound": number,
+}
 
 
 # ---- blocks and configurations that many plans share
-
-
-_INDICES = ("blocks", "configs")  # of a stage: into the two lists of the file
 
 
 @dataclass
@@ -233,58 +229,43 @@ class _SharedBlocks:
         return {"blocks": [*self.blocks], "configs": [json.loads(plain) for plain in self.configs]}
 
 
-@dataclass(frozen=True)
+@dataclass
 class _BlockTables:
-    """The two lists of a file that is read. Raises ValueError for what they cannot be."""
+    """The two lists of a file that is read.
 
-    blocks: list[str]
-    configs: list[Mapping[str, object]]
+    A configuration is read once for each mesh that has it.
+    """
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.blocks, list) or not isinstance(self.configs, list):
-            raise ValueError("blocks and configs must be lists")
-        # the rest of a configuration is checked with its plan; a "block" would hide the name
-        for index, name in enumerate(self.blocks):
-            text(name, name=f"blocks[{index}]")
-        for index, config in enumerate(self.configs):
-            if not isinstance(config, dict) or "block" in config:
-                raise ValueError(
-                    f"configs[{index}] must be a mapping without a block, got {shown(config)}"
-                )
+    blocks: Sequence[str]
+    configs: Sequence[Any]
+    _known: dict[tuple[Mesh, int], OpConfig] = field(default_factory=dict)
 
-    def written_out(self, plan: object, *, name: str) -> dict[str, object]:
-        """Return what `ParallelPlan.from_dict` takes. Raises ValueError for wrong indices."""
-        if not isinstance(plan, dict) or not isinstance(plan.get("stages"), list):
-            raise ValueError(f"{name} must be a mapping with a list of stages")
-        return {
-            **plan,
-            "stages": [self._stage(entry, name=f"{name}.stages") for entry in plan["stages"]],
-        }
+    def read_plan(self, value: Any, /, *, name: str) -> ParallelPlan:
+        """Return a plan, whose stages have places in the two lists."""
+        return read_plan(value, self._stage_reader)
 
-    def _stage(self, entry: object, *, name: str) -> dict[str, object]:
-        if not isinstance(entry, dict) or set(entry) != {*_INDICES}:
-            raise ValueError(f"each of {name} has the entries {', '.join(_INDICES)}")
-        indices = [entry[key] for key in _INDICES]
-        # block k of the stage has configuration k
-        if not all(isinstance(each, list) for each in indices) or len(indices[0]) != len(
-            indices[1]
-        ):
-            raise ValueError(f"blocks and configs of {name} must be lists of one length")
-        # a block as `ParallelPlan` writes it: its name, and the entries of its configuration
-        return {
-            "blocks": [
-                {
-                    "block": _at(self.blocks, block, name="blocks"),
-                    **_at(self.configs, config, name="configs"),
-                }
-                for block, config in zip(*indices, strict=True)
-            ]
-        }
+    def _stage_reader(self, mesh: Mesh) -> ValueReader[StagePlan]:
+        read_config = config_reader(mesh)
+
+        def block_at(place: Any, /, *, name: str) -> str:
+            return self.blocks[_place(place, self.blocks, name=name)]
+
+        def config_at(place: Any, /, *, name: str) -> OpConfig:
+            key = mesh, _place(place, self.configs, name=name)
+            if key not in self._known:
+                config = self.configs[key[1]]
+                self._known[key] = read_config(config, name=f"frontier.configs[{key[1]}]")
+            return self._known[key]
+
+        def stage(blocks: Sequence[str], configs: Sequence[OpConfig]) -> StagePlan:
+            if len(blocks) != len(configs):
+                raise ValueError("blocks and configs of a stage must be lists of one length")
+            return StagePlan(tuple(map(BlockPlan, blocks, configs)))
+
+        return record(stage, blocks=list_of(block_at), configs=list_of(config_at))
 
 
-def _at(values: Sequence[T], place: object, *, name: str) -> T:
-    # no negative places: Python would count them from the end
-    index = whole(place, name=f"a place in {name}", least=0)
-    if index >= len(values):
-        raise ValueError(f"a place in {name} must be below {len(values)}, got {place}")
-    return values[index]
+def _place(value: Any, values: Sequence[Any], *, name: str) -> int:
+    if whole(value, name=name, least=0) >= len(values):
+        raise ValueError(f"{name} must be below {len(values)}, got {value}")
+    return int(value)

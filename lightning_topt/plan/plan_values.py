@@ -3,12 +3,13 @@
 A `ParallelPlan` is made of these parts, and `plan.yaml`, `frontier.json`, `run.json` and
 checkpoints hold them as plain values. Each pair of functions here writes and reads one part:
 
-    part               written by              read by                plain values
-    mesh               mesh_to_list            mesh_from_list         [{name: data, size: 4}]
-    stage              `ParallelPlan.to_dict`  stage_from_value       {blocks: [{block: a, ...}]}
-    block's OpConfig   config_to_dict          config_from_dict       {parameters: shard(0), ...}
-    gradient exchange  exchange_to_dict        exchange_from_value    {method: topk, density: 0.01}
-    expected costs     `dataclasses.asdict`    prediction_from_value  {step_seconds: 0.1, ...}
+    part               written by              read by              plain values
+    mesh               mesh_to_list            read_mesh            [{name: data, size: 4}]
+    stage              `ParallelPlan.to_dict`  stage_reader         {blocks: [{block: a, ...}]}
+    block's OpConfig   config_to_dict          config_reader        {parameters: shard(0), ...}
+    gradient exchange  exchange_to_dict        read_given_exchange  {method: topk, density: 0.01}
+    expected costs     `dataclasses.asdict`    read_estimate        {step_seconds: 0.1, ...}
+    joint modules      `JointModule.to_dict`   read_joint           [{module: a, ...}]
 
 A placement on a mesh is one word where it is the same along all axes (``shard(0)``), else a mapping
 from axis to word. Readers raise ValueError with one sentence that names the entry. Sizes, depth and
@@ -20,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lightning_topt.communication.exchange_method import ExchangeMethod, GradientMethod
@@ -28,9 +30,26 @@ from lightning_topt.communication.method_registry import (
     method_classes,
     read_gradient_method,
 )
-from lightning_topt.costs.plain_values import names, number, shown, text, whole
+from lightning_topt.costs.plain_values import (
+    ValueReader,
+    list_of,
+    number,
+    read_entries,
+    record,
+    shown,
+    text,
+    truth,
+    whole,
+)
 from lightning_topt.graph.mesh_axes import Axis, Mesh
-from lightning_topt.graph.op_config import OpConfig, Placements, Shard, Storage, parse_placement
+from lightning_topt.graph.op_config import (
+    JointModule,
+    OpConfig,
+    Placements,
+    Shard,
+    Storage,
+    parse_placement,
+)
 
 # ---- parts
 
@@ -146,48 +165,12 @@ def mesh_to_list(mesh: Mesh) -> list[dict[str, object]]:
     return [{**vars(axis)} for axis in mesh.axes]
 
 
-def mesh_from_list(data: object) -> Mesh:
+def read_mesh(value: Any, /, *, name: str) -> Mesh:
     """Read what `mesh_to_list` wrote; an axis without a scope is inside a node ("intra")."""
-    if not isinstance(data, list | tuple) or not all(isinstance(axis, Mapping) for axis in data):
-        raise ValueError(
-            f"mesh must be a list of axes such as {{name: data, size: 4}}, got {shown(data)}"
-        )
-    axes = []
-    for index, entry in enumerate(data):
-        where = f"mesh[{index}]"
-        if unknown := set(entry) - {"name", "size", "scope"}:
-            raise ValueError(
-                f"{where}: unknown entries {names(unknown)}; an axis has name, size and scope"
-            )
-        scope = text(entry.get("scope", "intra"), name=f"{where}.scope")
-        size = whole(entry.get("size"), name=f"{where}.size")
-        axes.append(Axis(text(entry.get("name"), name=f"{where}.name"), size, scope))
-    return Mesh(tuple(axes))
+    return Mesh(_read_axes(value, name=name))
 
 
-def stage_from_value(entry: object, mesh: Mesh, where: str) -> StagePlan:
-    """Read a stage; `where` names it in errors."""
-    if not isinstance(entry, Mapping) or set(entry) != {"blocks"}:
-        raise ValueError(f"{where} must be a mapping with the entry 'blocks', got {shown(entry)}")
-    if not isinstance(entry["blocks"], list | tuple):
-        raise ValueError(f"blocks must be a list, got {shown(entry['blocks'])}")
-    return StagePlan(
-        tuple(_block(block, mesh, index) for index, block in enumerate(entry["blocks"]))
-    )
-
-
-def _block(entry: object, mesh: Mesh, index: int) -> BlockPlan:
-    if not isinstance(entry, Mapping) or not isinstance(entry.get("block"), str):
-        raise ValueError(
-            f"blocks[{index}] must be a mapping with the name of a module under 'block', got "
-            f"{shown(entry)}"
-        )
-    # the rest of the entry is the configuration; errors name the block
-    rest = {name: value for name, value in entry.items() if name != "block"}
-    return BlockPlan(
-        entry["block"],
-        config_from_dict(rest, mesh, where=f"blocks[{index}] ({shown(entry['block'])})"),
-    )
+_read_axes = list_of(record(Axis, name=text, size=whole, scope=text))
 
 
 _STORED = ("parameters", "gradients", "optimizer_state")
@@ -214,98 +197,140 @@ def config_to_dict(config: OpConfig, mesh: Mesh) -> dict[str, object]:
     return values
 
 
-def config_from_dict(entry: Mapping[str, object], mesh: Mesh, *, where: str) -> OpConfig:
-    """Read what `config_to_dict` wrote; `where` names the block in errors.
-
-    A preset may give the three storages together (``storage: zero3``).
-    """
-    # one word for all three storages, or a word for each
-    given = ("storage",) if "storage" in entry else _STORED
-    if unknown := set(entry) - {*given, "recompute", "computes"}:
-        raise ValueError(f"{where} has unknown entries {names(unknown)}")
-    if missing := [name for name in given if name not in entry]:
-        raise ValueError(f"{where}: the entry {missing[0]!r} is missing")
-    recompute = entry.get("recompute", False)
-    if not isinstance(recompute, bool):
-        raise ValueError(f"{where}: recompute must be true or false, got {shown(recompute)}")
-    try:
-        return OpConfig(
-            _storage(entry, mesh), recompute, **_computed(entry.get("computes", {}), mesh)
-        )
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-
-
-def _storage(entry: Mapping[str, object], mesh: Mesh) -> Storage:
-    if "storage" not in entry:
-        return Storage(*(_placements(entry[kind], mesh) for kind in _STORED))
-    name = entry["storage"]
-    if not isinstance(name, str) or name not in PRESETS:
-        raise ValueError(f"storage is one of {', '.join(PRESETS)}, got {shown(name)}")
-    return PRESETS[name].storage(mesh)
-
-
-def _computed(data: object, mesh: Mesh) -> dict[str, Any]:
-    if not isinstance(data, Mapping) or set(data) - set(_COMPUTED):
-        raise ValueError(
-            f"computes is a mapping with the entries {', '.join(_COMPUTED)}, got {shown(data)}"
-        )
-    # placements of tensors at the borders of the block
-    found: dict[str, Any] = {}
-    for kind in ("inputs", "outputs"):
-        if not isinstance(tensors := data.get(kind, []), list | tuple):
-            raise ValueError(f"computes.{kind} is a list of placements, got {shown(tensors)}")
-        found[kind] = tuple(_placements(tensor, mesh) for tensor in tensors)
-    # by name of the parameter inside the block
-    if not isinstance(parameters := data.get("parameters", {}), Mapping):
-        raise ValueError(f"computes.parameters maps names to placements, got {shown(parameters)}")
-    # one placement for each axis of the mesh
-    found["parameters"] = tuple(
-        (text(name, name="computes.parameters"), _placements(placed, mesh))
-        for name, placed in parameters.items()
-    )
-    # sums and gathers, which few blocks have
-    found["sums"] = _placements(data["sums"], mesh) if data.get("sums") is not None else ()
-    if not isinstance(gathers := data.get("gathers", []), list | tuple) or set(
-        map(str, gathers)
-    ) - set(mesh.names):
-        raise ValueError(
-            f"computes.gathers is a list of axes of the mesh ({', '.join(mesh.names)}), got "
-            f"{shown(gathers)}"
-        )
-    found["gathers"] = tuple(gathers)
-    return found
-
-
-def _placed(placements: Placements, mesh: Mesh) -> str | dict[str, str]:
-    # the same along all axes: one word
+def _placed(placements: Placements, mesh: Mesh) -> Any:
     words = [str(placement) for placement in placements]
     return words[0] if len(set(words)) == 1 else dict(zip(mesh.names, words, strict=True))
 
 
-def _placements(value: object, mesh: Mesh) -> Placements:
+def stage_reader(mesh: Mesh) -> ValueReader[StagePlan]:
+    """Return the reader of a stage on `mesh`: the name and `config_to_dict` of each block."""
+    read_config = config_reader(mesh)
+
+    def read_block(value: Any, /, *, name: str) -> BlockPlan:
+        if not isinstance(value, Mapping) or not isinstance(value.get("block"), str):
+            raise ValueError(
+                f"{name} must be a mapping with the name of a module under 'block', got "
+                f"{shown(value)}"
+            )
+        rest = {key: entry for key, entry in value.items() if key != "block"}
+        # people know it by its name
+        config = read_config(rest, name=f"{name} ({shown(value['block'])})")
+        return BlockPlan(value["block"], config)
+
+    return record(StagePlan, blocks=list_of(read_block))
+
+
+def config_reader(mesh: Mesh) -> ValueReader[OpConfig]:
+    """Return the reader of what `config_to_dict` wrote.
+
+    A preset may give the three storages together (``storage: zero3``).
+    """
+    placed = partial(_read_placements, mesh)
+    computed: dict[str, ValueReader[Any]] = {
+        "inputs": list_of(placed),
+        "outputs": list_of(placed),
+        "parameters": partial(_read_parameters, mesh),
+        "sums": placed,
+        "gathers": list_of(partial(_read_axis, mesh)),
+    }
+    rest: dict[str, ValueReader[Any]] = {
+        "recompute": truth,
+        "computes": partial(read_entries, readers=computed, needed=()),
+    }
+    kinds: dict[str, ValueReader[Any]] = dict.fromkeys(_STORED, placed)
+    preset: dict[str, ValueReader[Any]] = {"storage": partial(_read_preset, mesh)}
+
+    def read_config(value: Any, /, *, name: str) -> OpConfig:
+        stored = preset if isinstance(value, Mapping) and "storage" in value else kinds
+        entries = read_entries(value, {**stored, **rest}, needed=stored, name=name)
+        try:
+            storage = entries.get("storage") or Storage(*(entries[kind] for kind in _STORED))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        return OpConfig(storage, entries.get("recompute", False), **entries.get("computes", {}))
+
+    return read_config
+
+
+def _read_preset(mesh: Mesh, value: Any, /, *, name: str) -> Storage:
+    if not isinstance(value, str) or value not in PRESETS:
+        raise ValueError(f"{name} is one of {', '.join(PRESETS)}, got {shown(value)}")
+    return PRESETS[value].storage(mesh)
+
+
+def _read_parameters(mesh: Mesh, value: Any, /, *, name: str) -> tuple[tuple[str, Placements], ...]:
     if not isinstance(value, Mapping):
-        # one word holds for every axis
-        return (parse_placement(value),) * len(mesh.axes)
-    # A block is in one stage, so nothing is split along the pipeline.
-    along_stages = {mesh.names[axis]: "replicate" for axis in mesh.pipeline_axes}
-    value = {**along_stages, **value}
-    if set(value) != set(mesh.names):
-        needed = ", ".join(name for name in mesh.names if name not in along_stages)
-        raise ValueError(
-            f"a placement names each axis of the mesh ({needed}), got {shown(dict(value))}"
-        )
-    return tuple(parse_placement(value[name]) for name in mesh.names)
+        raise ValueError(f"{name} maps names to placements, got {shown(value)}")
+    # one placement for each axis of the mesh
+    return tuple(
+        (text(key, name=name), _read_placements(mesh, placed, name=f"{name}.{key}"))
+        for key, placed in value.items()
+    )
 
 
-def prediction_from_value(entry: object) -> StepEstimate:
-    """Read the entry `predicted`."""
-    known = {field.name for field in dataclasses.fields(StepEstimate)}
-    if not isinstance(entry, Mapping) or set(entry) != known:
+def _read_axis(mesh: Mesh, value: Any, /, *, name: str) -> str:
+    if value not in mesh.names:
         raise ValueError(
-            f"predicted must be a mapping with the entries {sorted(known)}, got {shown(entry)}"
+            f"{name} is an axis of the mesh ({', '.join(mesh.names)}), got {shown(value)}"
         )
-    return StepEstimate(**{name: number(entry[name], name=f"predicted.{name}") for name in known})
+    return str(value)
+
+
+def _read_placements(mesh: Mesh, value: Any, /, *, name: str) -> Placements:
+    try:
+        if not isinstance(value, Mapping):
+            return (parse_placement(value),) * len(mesh.axes)
+        # A block is in one stage, so nothing is split along the pipeline.
+        along_stages = {mesh.names[axis]: "replicate" for axis in mesh.pipeline_axes}
+        value = {**along_stages, **value}
+        if set(value) != set(mesh.names):
+            needed = ", ".join(axis for axis in mesh.names if axis not in along_stages)
+            raise ValueError(
+                f"a placement names each axis of the mesh ({needed}), got {shown(dict(value))}"
+            )
+        return tuple(parse_placement(value[axis]) for axis in mesh.names)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+read_estimate = record(
+    StepEstimate, **{field.name: number for field in dataclasses.fields(StepEstimate)}
+)
+
+
+def read_joint(value: Any, /, *, name: str) -> tuple[JointModule, ...]:
+    """Read what `JointModule.to_dict` wrote of several."""
+    found = _read_joint_modules(value, name=name)
+    # joint modules do not contain one another
+    for joint in found:
+        if inside := [
+            other.module for other in found if other is not joint and joint.holds(other.module)
+        ]:
+            raise ValueError(
+                f"{name}: module {inside[0]!r} is {joint.module!r}, or inside of it; name one of "
+                "them"
+            )
+    return found
+
+
+def _read_path(value: Any, /, *, name: str) -> str:
+    if not text(value, name=name):
+        raise ValueError(f"{name} must be the path of a module, got {value!r}")
+    return str(value)
+
+
+def _read_dim(value: Any, /, *, name: str) -> int | None:
+    if value is not None and not (type(value) is int and 0 <= value < 64):
+        raise ValueError(
+            f"{name} must be the dim of the samples of a tensor, or null; got {shown(value)}"
+        )
+    return value
+
+
+_read_dims = list_of(_read_dim)
+_read_joint_modules = list_of(
+    record(JointModule, module=_read_path, inputs=_read_dims, outputs=_read_dims)
+)
 
 
 def exchange_to_dict(method: GradientMethod) -> dict[str, object]:
@@ -331,29 +356,23 @@ def read_exchange(given: ExchangeMethod | str | Mapping[str, object]) -> Gradien
     return method
 
 
-def exchange_from_value(data: object) -> GradientMethod | None:
-    """Read the entry `gradient_exchange`, or a part of it, also of earlier releases.
-
-    None stays None.
-    """
+def read_given_exchange(value: Any, /, *, name: str) -> GradientMethod:
+    """Read what `exchange_to_dict` wrote, or a part of it, also of earlier releases."""
+    if not isinstance(value, Mapping):
+        raise ValueError(
+            f"{name} must be a mapping such as {{method: topk, density: 0.01}}, got {shown(value)}"
+        )
+    kind = method_classes().get(str(value.get("method", DEFAULT_METHOD)))
+    known = set() if kind is None else {"method", *kind.__dataclass_fields__}
+    ignored = {
+        option
+        for option, given in value.items()
+        if option not in known and _ONCE_COMMON.get(option, ...) == given
+    }
     try:
-        if data is None:
-            return None
-        if not isinstance(data, Mapping):
-            raise ValueError(
-                f"must be a mapping such as {{method: topk, density: 0.01}}, got {shown(data)}"
-            )
-        # options of other methods, as older releases wrote them: ignored at the old default
-        kind = method_classes().get(str(data.get("method", DEFAULT_METHOD)))
-        known = set() if kind is None else {"method", *kind.__dataclass_fields__}
-        ignored = {
-            name
-            for name, value in data.items()
-            if name not in known and _ONCE_COMMON.get(name, ...) == value
-        }
-        return read_exchange({name: value for name, value in data.items() if name not in ignored})
+        return read_exchange({key: given for key, given in value.items() if key not in ignored})
     except ValueError as error:
-        raise ValueError(f"gradient_exchange: {error}") from error
+        raise ValueError(f"{name}: {error}") from error
 
 
 # Plans were once read with the options of all methods. An option that a method ignores had to have

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
@@ -21,7 +20,7 @@ from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_whole
 from lightning_topt.communication.bucket import ExchangeSettings
-from lightning_topt.communication.exchange_method import ExchangeMethod
+from lightning_topt.communication.exchange_method import GRADIENT_DTYPES, ExchangeMethod
 from lightning_topt.communication.hook import CompressedExchange, ExchangeStatistics
 from lightning_topt.communication.method_registry import (
     DEFAULT_METHOD,
@@ -39,8 +38,6 @@ from lightning_topt.plugins.exchange_guard import ExchangeGuard, scaler_of
 from lightning_topt.plugins.lost_ranks import LostRankWatch
 from lightning_topt.plugins.monitors import add_monitor
 from lightning_topt.plugins.register import register_names
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class CompressedDDPStrategy(DDPStrategy):
@@ -267,7 +264,7 @@ def check_exchangeable(model: nn.Module) -> None:
                 "is sharded (by fully_shard "
                 'or tensor parallelism): leave it whole, or take strategy="topt"'
             )
-        if parameter.requires_grad and parameter.dtype not in DTYPES:
+        if parameter.requires_grad and parameter.dtype not in GRADIENT_DTYPES:
             raise ValueError(
                 "gradients of float32, bfloat16 and float16 parameters can be exchanged "
                 f"compressed, and {name} is {parameter.dtype}: choose another precision, or "

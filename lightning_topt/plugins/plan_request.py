@@ -42,9 +42,13 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_topt import communication
-from lightning_topt.communication.exchange_method import ByNodes, ExchangeMethod, GradientMethod
+from lightning_topt.communication.exchange_method import (
+    GRADIENT_DTYPES,
+    ByNodes,
+    ExchangeMethod,
+    GradientMethod,
+)
 from lightning_topt.communication.method_registry import gradient_methods
-from lightning_topt.communication.selection.vector_top_k import DTYPES
 from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.measuring import usable_memory_bytes
@@ -368,7 +372,8 @@ def exchanges_of_run(
     The run's own nodes count, not those in the description of its cluster.
     """
     if any(
-        p.requires_grad and p.dtype not in DTYPES for p in trainer.lightning_module.parameters()
+        p.requires_grad and p.dtype not in GRADIENT_DTYPES
+        for p in trainer.lightning_module.parameters()
     ):
         return []
     candidates = allowed.held(optimizer, steps=steps_of_fit(trainer))
@@ -401,7 +406,7 @@ def check_exchange_of_run(plan: ParallelPlan, trainer: pl.Trainer) -> None:
             "set num_nodes, or hierarchical: false"
         )
     for name, parameter in trainer.lightning_module.named_parameters():
-        if parameter.requires_grad and parameter.dtype not in DTYPES:
+        if parameter.requires_grad and parameter.dtype not in GRADIENT_DTYPES:
             raise PlanError(
                 "this plan has a gradient exchange, which takes float32, bfloat16 and float16, and "
                 f"{name} is {parameter.dtype}: choose another precision, or remove "

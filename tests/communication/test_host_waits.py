@@ -21,7 +21,7 @@ from lightning_topt.communication import (
 from lightning_topt.communication.bucket import Bucket, StepChecks, device_finite_flag, is_finite
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.methods.dense import Dense
-from lightning_topt.communication.selection.plain import first_largest, first_largest_counted
+from lightning_topt.communication.selection.vector_top_k import first_largest, first_largest_counted
 from lightning_topt.communication.topology import Topology
 from tests.communication.buckets import (
     SHAPES,

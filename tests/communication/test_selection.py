@@ -16,8 +16,11 @@ from lightning_topt.communication.selection import (
     vector_top_k,
     warm_up,
 )
-from lightning_topt.communication.selection.plain import first_largest, mstopk_indices
-from lightning_topt.communication.selection.vector_top_k import _feedback_device
+from lightning_topt.communication.selection.vector_top_k import (
+    _feedback_device,
+    first_largest,
+    mstopk_indices,
+)
 
 EXACT = ["auto", "sampled", "torch"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

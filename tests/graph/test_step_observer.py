@@ -350,7 +350,7 @@ def test_kernels_are_timed_under_the_names_that_the_graph_has() -> None:
 # ---- beside DDP ----------------------------------------------------------------------------------
 
 
-def beside_ddp(rank: int, find_unused: bool, views: bool) -> tuple[str, str, int]:
+def beside_ddp(rank: int, find_unused: bool, views: bool) -> tuple[OpGraph, OpGraph, int]:
     torch.manual_seed(0)
     net, batch = Net(), torch.randn(4, 8)
     alone = watch(net, batch)
@@ -371,19 +371,15 @@ def beside_ddp(rank: int, find_unused: bool, views: bool) -> tuple[str, str, int
         loss.backward()
     graph = observer.graph()
     dist.barrier()
-    return alone.to_json(), graph.to_json(), net.calls
+    return alone, graph, net.calls
 
 
 @pytest.mark.parametrize("find_unused", [False, True])
 @pytest.mark.parametrize("views", [False, True])
 def test_what_ddp_does_beside_the_step_is_left_out(find_unused: bool, views: bool) -> None:
     for alone, beside, calls in run_ranks(beside_ddp, 2, find_unused, views):
-        for one, two in zip(
-            OpGraph.from_json(beside).ops, OpGraph.from_json(alone).ops, strict=True
-        ):
+        for one, two in zip(beside.ops, alone.ops, strict=True):
             assert (one.forward, one.backward) == (two.forward, two.backward), one.name
         # One number, the gradient of the undivided loss, dies elsewhere.
-        assert memory(OpGraph.from_json(beside)) == pytest.approx(
-            memory(OpGraph.from_json(alone)), abs=4
-        )
+        assert memory(beside) == pytest.approx(memory(alone), abs=4)
         assert calls == 2

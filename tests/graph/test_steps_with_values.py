@@ -14,7 +14,6 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.errors import CaptureError, may_need_values
-from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.step_observer import observe_step
 from tests.graph.measure import flops_of
 from tests.graph.test_capture import MODEL_IDS, MODELS
@@ -102,7 +101,7 @@ def test_steps_that_depend_on_values(module: Any) -> None:
     graph = observe_step(module, X)
     assert sum(flops_of(op, "forward", 4) for op in graph.ops) >= 2 * 4 * 64
     assert sum(flops_of(op, "backward", 4) for op in graph.ops) >= 2 * 4 * 64
-    assert graph.unused == () and OpGraph.from_json(graph.to_json()) == graph
+    assert graph.unused == ()
     for name, value in module.state_dict(keep_vars=True).items():
         assert (
             torch.equal(value, before[name][0])

@@ -215,7 +215,7 @@ def test_candidates_are_the_frontier_and_uniform_plans() -> None:
     assert len(data["configs"]) == 2, "what plans have in common is written once"
     for at in (len(data["configs"]), -1, True):
         written[1]["plan"]["stages"][0]["configs"][0] = at
-        with pytest.raises(PlanError, match="a place in configs must be"):
+        with pytest.raises(PlanError, match=r"configs\[0\] must be"):
             PlanFrontier.from_json(json.dumps(data))
 
 

@@ -33,11 +33,11 @@ def test_files_keep_what_is_joint() -> None:
     ("changed", "message"),
     [
         ({"joint": "blocks.0"}, "joint must be a list"),
-        ({"joint": [{"module": "blocks.0"}]}, r"joint\[0\] must be a mapping"),
+        ({"joint": [{"module": "blocks.0"}]}, r"joint\[0\]: the entry .inputs. is missing"),
         ({"joint": [{"module": "", "inputs": [], "outputs": []}]}, "must be the path of a module"),
         (
             {"joint": [{"module": "a", "inputs": ["0"], "outputs": []}]},
-            "must be a list with the dim",
+            "must be the dim of the samples",
         ),
         (
             {"joint": [{"module": name, "inputs": [0], "outputs": [0]} for name in ("a", "a.b")]},

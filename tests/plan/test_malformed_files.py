@@ -172,7 +172,7 @@ def test_plans_with_many_things_wrong(seed: int) -> None:
         (("model",), ["M"], "model must be text"),
         (("version",), True, "version is True"),
         (("predicted", "step_seconds"), math.nan, "predicted.step_seconds must be finite"),
-        (("predicted",), {}, "predicted must be a mapping with the entries"),
+        (("predicted",), {}, "predicted: the entry .step_seconds. is missing"),
         (("stages", 0, "blocks"), "text", "blocks must be a list"),
         (("stages", 0, "blocks", 0, "parameters"), ["replicate"], "is not a placement"),
         (("stages", 0, "blocks", 0, "recompute"), 1, "recompute must be true or false"),

@@ -68,7 +68,7 @@ from lightning_topt.communication.selection.chunk_top_k import (
     take_chunk_top_k,
     warm_up_chunks,
 )
-from lightning_topt.communication.selection.plain import NonFiniteError, Selection
+from lightning_topt.communication.selection.vector_top_k import NonFiniteError, Selection
 from lightning_topt.communication.topology import Topology
 from lightning_topt.communication.wire import (
     HALF_BITS,

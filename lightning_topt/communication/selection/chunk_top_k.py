@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_topt.communication.selection.kernels import take_chunks
-from lightning_topt.communication.selection.plain import NonFiniteError, Selection
+from lightning_topt.communication.selection.vector_top_k import NonFiniteError, Selection
 
 
 def take_chunk_top_k(

@@ -1,17 +1,29 @@
 """Top-k by magnitude of a whole vector: one interface, and the fastest exact way for each device.
 
 `top_k` selects; `feedback_top_k` is one step of error feedback, which accumulates, selects and
-takes out. On CUDA `triton_kernels` does it, elsewhere `plain`. The rest of this file is the exact
-selection on a CPU around its compiled `kernels`: buffers, the bound, and what follows where the
-sample misled.
+takes out. All exact ways are one pass over memory and a little: a sample gives a bound that is
+almost surely a little below the k-th largest magnitude, one pass keeps what reaches it, and the k
+largest of the survivors are the answer.
 
-Passes over the data: one, almost always.
+- In plain torch, on every device: fewer than k survivors, and the bound falls until there are
+  enough. On a CPU the pass works in chunks that stay in the cache: temporaries of the size of the
+  data would cost ten times the pass.
+- On a CPU around its compiled `kernels`. Where the sample misled: fewer survivors than k (large
+  values lie in clusters, which the sample met too often) are one more pass with the bound corrected
+  by what the first found; more than there is room for, one more for what lies strictly above the
+  bound (many values equal it then, such as zeros, and the first ones are known from the pass
+  before); where even that fails, histograms of all the data, four more passes.
+- On CUDA around its kernel (`triton_kernels`). The threshold stays on the device; where the sample
+  misled, `torch.topk`.
 
-- Fewer survivors than k (large values lie in clusters, which the sample met too often): one more
-  with the bound corrected by what the first found.
-- More than there is room for: one more for what lies strictly above the bound. Many values equal
-  the bound then (zeros), and the first ones are known from the pass before.
-- Where even that fails: histograms of all the data, four more passes, exact whatever the data are.
+`mstopk_indices` is MSTopK (arXiv 2010.10458, algorithm 1 as in the authors' code): bisection of a
+threshold by counting, approximate. It is kept for comparison: it reads the data about N + 2 times.
+
+    symbol      paper                                             here
+    d, k        elements, elements wanted                         magnitudes.numel(), k
+    N           number of bisections                              rounds
+    thres1, k1  least threshold that at most k elements reach     enough
+    thres2, k2  greatest threshold that more than k reach         too_low
 """
 
 from __future__ import annotations
@@ -19,7 +31,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,25 +49,30 @@ from lightning_topt.communication.selection.kernels import (
     zero_at,
 )
 from lightning_topt.communication.selection.lanes import GROUP, INFINITY_BITS, MAGNITUDE_MASK
-from lightning_topt.communication.selection.plain import (
-    SIGMAS,
-    NonFiniteError,
-    Selection,
-    expected_rank,
-    first_largest,
-    mstopk_indices,
-    sample_share,
-    sampled_indices,
-)
 
 METHODS = ("auto", "mstopk", "sampled", "torch")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_NUMEL = 2**31 - 1  # indices are int32 inside
+SAMPLE_SHARE = 0.005
+RUN = 64  # sampled elements that lie together: a cache line or several
+SIGMAS = 4  # standard deviations by which the expected rank in the sample is exceeded
+CHUNK = 1 << 16
+ROUNDS = 30
 
 Array = npt.NDArray[Any]
 Chosen = tuple[Tensor, Tensor]  # values (k,) float32 and indices (k,) int32, ascending
 _VIEWED = {torch.float16: torch.uint16, torch.bfloat16: torch.int16}  # see lanes.py
 _NO_POSITIONS = np.empty(0, np.int32)
+
+
+class Selection(NamedTuple):
+    """Signed `values` (k,) and their `indices` (k,) in the flattened tensor, ascending."""
+
+    values: Tensor
+    indices: Tensor
+
+
+class NonFiniteError(ArithmeticError):
+    """A NaN or an infinity among the values: there is no top k."""
 
 
 def top_k(x: Tensor, k: int, *, method: str = "auto") -> Selection:
@@ -98,7 +115,7 @@ def top_k(x: Tensor, k: int, *, method: str = "auto") -> Selection:
             found[0].to(flat.dtype), torch.from_numpy(found[1].numpy().astype(np.int64))
         )
     else:
-        indices = triton_kernels.select(flat, k)
+        indices = _triton_indices(flat, k)
     return Selection(flat[indices], indices)
 
 
@@ -159,7 +176,7 @@ def _feedback_device(
     if velocity is not None:
         before = velocity.clone()
         added, scale = velocity.mul_(momentum).add_(added, alpha=scale), 1.0
-    select = triton_kernels.feedback_select if _has_triton(added) else _feedback_torch
+    select = _triton_feedback if _has_triton(added) else _feedback_torch
     chosen = select(added, residual, k, scale=scale)
     if velocity is not None and before is not None:
         if chosen is None:
@@ -169,25 +186,12 @@ def _feedback_device(
     return chosen
 
 
-def _feedback_torch(added: Tensor, residual: Tensor, k: int, *, scale: float) -> Selection | None:
-    """Do `feedback_top_k` without velocity in plain torch; None: not finite, unchanged."""
-    total = torch.add(residual, added, alpha=scale)
-    try:
-        indices = sampled_indices(total, k)
-    except NonFiniteError:
-        return None
-    values = total[indices]
-    total.index_fill_(0, indices, 0)
-    residual.copy_(total)
-    return Selection(values, indices.int())
-
-
 def _has_triton(x: Tensor) -> bool:
     return x.device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def _check(x: Tensor, k: int) -> None:
-    if x.dtype not in DTYPES:
+    if x.dtype != torch.float32 and x.dtype not in _VIEWED:
         raise ValueError(f"top-k selects from float32, bfloat16 or float16; got {x.dtype}")
     if not 0 <= k <= x.numel():
         raise ValueError(f"k lies between 0 and the number of elements, {x.numel()}; got {k}")
@@ -215,6 +219,142 @@ def _check_state(gradient: Tensor, residual: Tensor, velocity: Tensor | None) ->
             )
         if state.device != gradient.device:
             raise ValueError(f"{name} is on {state.device}, the gradient on {gradient.device}")
+
+
+# ---- in plain torch, on every device
+
+
+def _feedback_torch(added: Tensor, residual: Tensor, k: int, *, scale: float) -> Selection | None:
+    """Do `feedback_top_k` without velocity in plain torch; None: not finite, unchanged."""
+    total = torch.add(residual, added, alpha=scale)
+    try:
+        indices = sampled_indices(total, k)
+    except NonFiniteError:
+        return None
+    values = total[indices]
+    total.index_fill_(0, indices, 0)
+    residual.copy_(total)
+    return Selection(values, indices.int())
+
+
+def sampled_indices(x: Tensor, k: int) -> Tensor:
+    """Return the indices (k,) of the k largest magnitudes of the flat `x`, ascending.
+
+    Of equal magnitudes the first are taken. Raises NonFiniteError.
+    """
+    if k == 0:
+        if not all(bool(torch.isfinite(chunk).all()) for chunk in torch.split(x, CHUNK)):
+            raise NonFiniteError("top-k of values that are not finite")
+        return torch.empty(0, dtype=torch.int64, device=x.device)
+    rank = expected_rank(x.numel(), k)
+    sample = sample_of(x).abs()
+    # lower the threshold until k survive
+    while True:
+        threshold = bound_of(sample, rank)
+        indices, magnitudes = _reaching(x, threshold)
+        if not bool(torch.isfinite(magnitudes).all()):
+            raise NonFiniteError("top-k of values that are not finite")
+        if indices.numel() >= k:
+            return indices[first_largest(magnitudes, k)]
+        rank *= 4
+
+
+def sample_of(x: Tensor) -> Tensor:
+    """Return the sample (m,) of the flat `x`.
+
+    Runs at equal distances: the same data give the same selection.
+    """
+    if sample_share(x.numel()) == 1.0:
+        return x
+    runs = x[: x.numel() // RUN * RUN].view(-1, RUN)
+    return runs[:: round(1 / SAMPLE_SHARE)].reshape(-1)
+
+
+def bound_of(magnitudes: Tensor, rank: int) -> Tensor:
+    """Return the magnitude () of `rank` in a sample, counted from the largest; 0 after the last."""
+    if rank < magnitudes.numel():
+        return magnitudes.topk(rank).values[-1]
+    return magnitudes.new_zeros(())
+
+
+def expected_rank(numel: int, k: int) -> int:
+    """Return a rank in the sample that almost surely lies below the k-th largest of `numel`."""
+    mean = k * sample_share(numel)
+    return math.ceil(mean + SIGMAS * math.sqrt(mean)) + 1
+
+
+def sample_share(numel: int) -> float:
+    """Return the share of the elements in the sample: all of them where they are few."""
+    return 1.0 if numel <= CHUNK else SAMPLE_SHARE
+
+
+def _reaching(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
+    """Return indices and magnitudes of what reaches `threshold`, or is not finite."""
+    if x.device.type != "cpu":
+        magnitudes = x.abs()
+        indices = (~(magnitudes < threshold)).nonzero().view(-1)
+        return indices, magnitudes[indices]
+    # chunk by chunk, in the cache
+    found_indices, found = [], []
+    for number, chunk in enumerate(torch.split(x, CHUNK)):
+        magnitudes = chunk.abs()
+        indices = (~(magnitudes < threshold)).nonzero().view(-1)
+        found.append(magnitudes[indices])
+        found_indices.append(indices.add_(number * CHUNK))
+    return torch.cat(found_indices), torch.cat(found)
+
+
+def first_largest(magnitudes: Tensor, k: int) -> Tensor:
+    """Return the positions (k,), ascending, of the k largest; of equal ones the first."""
+    if magnitudes.device.type != "cpu":
+        return first_largest_counted(magnitudes, k)
+    least = magnitudes.topk(k, sorted=False).values.min()
+    above = magnitudes > least
+    equal = (magnitudes == least).nonzero().view(-1)[: k - int(above.sum())]
+    above[equal] = True
+    return above.nonzero().view(-1)
+
+
+def first_largest_counted(magnitudes: Tensor, k: int) -> Tensor:
+    """Do what `first_largest` does, with counts that stay on the device: the host does not wait."""
+    least = magnitudes.topk(k, sorted=False).values.min()
+    above, equal = magnitudes > least, magnitudes == least
+    chosen = above | (equal & (equal.cumsum(0) <= k - above.sum()))
+    return torch.nonzero_static(chosen, size=k).view(-1)
+
+
+def mstopk_indices(x: Tensor, k: int, *, rounds: int = ROUNDS, start: int | None = None) -> Tensor:
+    """Return the indices (k,) of about the k largest magnitudes of the flat `x` (d,), ascending.
+
+    All that reach the final threshold, and a contiguous run of those between it and the next lower
+    one, from the `start`-th of them (None: at random). Raises NonFiniteError.
+    """
+    magnitudes = x.abs().float()
+    base, top = magnitudes.mean().item(), magnitudes.max().item()
+    if not (math.isfinite(base) and math.isfinite(top)):
+        raise NonFiniteError("top-k of values that are not finite")
+    # bisect between the mean and the largest magnitude
+    low, high = 0.0, 1.0
+    enough, too_low = (0, math.inf), (x.numel(), 0.0)
+    reached = torch.empty_like(magnitudes, dtype=torch.bool)
+    for _ in range(rounds):
+        ratio = (low + high) / 2
+        threshold = base + ratio * (top - base)
+        count = int(torch.count_nonzero(torch.ge(magnitudes, threshold, out=reached)))
+        if count <= k:
+            high = ratio
+            if count > enough[0]:
+                enough = (count, threshold)
+        else:
+            low = ratio
+            if count < too_low[0]:
+                too_low = (count, threshold)
+    # all above, then enough of those between the two thresholds
+    chosen = (magnitudes >= enough[1]).nonzero().view(-1)
+    between = ((magnitudes >= too_low[1]) & (magnitudes < enough[1])).nonzero().view(-1)
+    missing = k - chosen.numel()
+    first = int(torch.randint(0, between.numel() - missing + 1, ())) if start is None else start
+    return torch.cat([chosen, between[first : first + missing]]).sort().values
 
 
 # ---- the selection on a CPU
@@ -391,6 +531,66 @@ def _bits(x: Tensor) -> Array:
 def _elements(x: Tensor) -> Array:
     """Return `x` as an array, 16-bit floats as integers."""
     return (x.view(_VIEWED[x.dtype]) if x.dtype in _VIEWED else x).numpy()
+
+
+# ---- the selection on CUDA
+
+
+def _triton_indices(x: Tensor, k: int) -> Tensor:
+    """Return the indices (k,) int64 of the k largest magnitudes of the flat CUDA tensor `x`.
+
+    They ascend. Raises NonFiniteError.
+    """
+    indices = _triton_select(x, None, k)
+    if indices is None:
+        raise NonFiniteError("top-k of values that are not finite")
+    return indices
+
+
+def _triton_feedback(added: Tensor, residual: Tensor, k: int, *, scale: float) -> Selection | None:
+    """Do ``residual += scale * added``, then take out the k largest. None: not finite, undone."""
+    indices = _triton_select(residual, added, k, scale=scale)
+    if indices is None:
+        change = scale * added.float()
+        residual.sub_(
+            torch.where(torch.isfinite(residual + change) & torch.isfinite(change), change, 0.0)
+        )
+        return None
+    values = residual[indices]
+    residual.index_fill_(0, indices, 0)
+    return Selection(values, indices.int())
+
+
+def _triton_select(
+    values: Tensor, added: Tensor | None, k: int, *, scale: float = 0.0
+) -> Tensor | None:
+    """Return the indices of the k largest of `values` (after adding); None: not finite."""
+    numel = values.numel()
+    threshold = _triton_bound(values, values if added is None else added, k, scale)
+    excess = expected_rank(numel, k) / sample_share(numel) - k
+    room = min(numel, 2 * k + int(4 * excess)) + triton_kernels.BLOCK
+    indices = torch.empty(room, dtype=torch.int32, device=values.device)
+    count, infinite = triton_kernels.collect(
+        values, added, threshold, indices, scale=scale
+    ).tolist()
+    if infinite:
+        return None
+    if k == 0:
+        return torch.empty(0, dtype=torch.int64, device=values.device)
+    if not k <= count <= room:  # the bound missed, or many values are equal: exact all the same
+        return first_largest(values.abs(), k)
+    survivors = indices[:count].sort().values.long()
+    return survivors[first_largest(values[survivors].abs(), k)]
+
+
+def _triton_bound(values: Tensor, added: Tensor, k: int, scale: float) -> Tensor:
+    """Return a lower bound of the k-th largest magnitude, () float32, on the device."""
+    numel = values.numel()
+    if k == 0:
+        return torch.full((), torch.inf, device=values.device)
+    kept, new = sample_of(values).float(), sample_of(added).float()
+    sample = torch.add(kept, new, alpha=scale).abs().nan_to_num(torch.inf)
+    return bound_of(sample, k if sample.numel() == numel else expected_rank(numel, k))
 
 
 def warm_up() -> None:

@@ -188,8 +188,6 @@ def test_names_blocks_and_fingerprint_are_those_of_the_whole_model(batch_scaling
         (p.name, p.aliases) for p in whole.parameters
     ]
     assert [m.repeatable for m in local.step.modules] == [m.repeatable for m in whole.step.modules]
-    assert OpGraph.from_json(local.to_json()) == local
-    assert OpGraph.from_json(local.to_json()).fingerprint == whole.fingerprint
     for name, parameter in module.named_parameters():
         assert torch.equal(parameter, before[name])
         assert not vars(parameter)

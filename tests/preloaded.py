@@ -2,11 +2,11 @@
 instead of five.
 
 `preloaded_python()` is the path of an executable that takes what ``python`` takes (a script,
-``-m``, ``-c``). It hands its arguments, environment, folder and open descriptors to a server that
-has imported torch, lightning and hydra, and ends as the program ended. The server forks a process
-for each program, which then is as new as any: nothing of this repository was imported, `__main__`,
-`sys.path` and the random states are its own. Programs that it starts by `sys.executable` are quick
-too.
+``-m``, ``-c``; after ``-I`` it is Python itself). It hands its arguments, environment, folder and
+open descriptors to a server that has imported torch, lightning and hydra, and ends as the program
+ended. The server forks a process for each program, which then is as new as any: nothing of this
+repository was imported, `__main__`, `sys.path` and the random states are its own. Programs that it
+starts by `sys.executable` are quick too.
 
 Four things differ from a new interpreter: the hash seed is the server's, variables that libraries
 read while they are imported have no effect, a program cannot tell what it imports itself from what
@@ -79,6 +79,8 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signa
 
 CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
+if sys.argv[1:2] == ["-I"]:  # a light process, which imports none of the libraries
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
 files = [number for number in map(int, os.listdir("/proc/self/fd")) if number < {high}]

@@ -75,6 +75,11 @@ def test_processes_that_it_spawns_are_quick_too_and_find_its_functions(tmp_path)
     assert result.stdout == "[0, 1, 4, 9]\n", result.stderr
 
 
+def test_an_isolated_process_has_none_of_the_libraries():
+    code = "import sys; print(sys.flags.isolated, sys.flags.no_site, 'torch' in sys.modules)"
+    assert run(preloaded_python(), "-I", "-S", "-c", code).stdout == "1 1 False\n"
+
+
 def test_warnings_are_filtered_as_told():
     result = run(
         preloaded_python(),

@@ -6,11 +6,21 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.preloaded import load_for_forks, preloaded_python
+
+# Tests of ranks and programs, longest first, come before all others: none of them is left when the
+# other processes have nothing to do. What calls compiled kernels comes last in the second half,
+# when the first half has compiled them.
+FIRST = (
+    *("foreign", "test_examples.py", "techniques", "execution"),
+    *("cli", "plugins", "optim", "data"),
+)
+LAST = ("costs", "communication")
 
 
 def pytest_configure() -> None:
@@ -20,6 +30,14 @@ def pytest_configure() -> None:
     Processes that tests spawn (workers of loaders, ranks of ``ddp_spawn``) are its programs too.
     """
     multiprocessing.set_executable(preloaded_python())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order the folders, and leave what is in them as it is."""
+    places = {name: index - len(FIRST) for index, name in enumerate(FIRST)}
+    places |= {name: index + 1 for index, name in enumerate(LAST)}
+    root = Path(__file__).parent
+    items.sort(key=lambda item: places.get(item.path.relative_to(root).parts[0], 0))
 
 
 def pytest_collection_finish() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from tests.preloaded import preloaded_python
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lightning_topt"
@@ -177,5 +178,7 @@ def test_a_strategy_imports_what_every_fit_needs(name, most):
         f"import sys; from lightning_topt import {name};"
         "print(sum(name.startswith('lightning_topt.') for name in sys.modules))"
     )
-    job = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    job = subprocess.run(
+        [preloaded_python(), "-c", code], capture_output=True, text=True, check=True
+    )
     assert int(job.stdout) <= most

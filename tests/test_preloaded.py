@@ -75,6 +75,11 @@ def test_processes_that_it_spawns_are_quick_too_and_find_its_functions(tmp_path)
     assert result.stdout == "[0, 1, 4, 9]\n", result.stderr
 
 
+def test_an_isolated_process_has_none_of_the_libraries():
+    code = "import sys; print(sys.flags.isolated, sys.flags.no_site, 'torch' in sys.modules)"
+    assert run(preloaded_python(), "-I", "-S", "-c", code).stdout == "1 1 False\n"
+
+
 def test_warnings_are_filtered_as_told():
     result = run(
         preloaded_python(),
@@ -94,6 +99,41 @@ def test_errors_and_signals_end_it_as_they_end_python():
         run(preloaded_python(), "-c", "import os; os.kill(os.getpid(), 9)").returncode
         == -signal.SIGKILL
     )
+
+
+THREAD = """
+import atexit, sys, threading, time
+
+def late():
+    time.sleep(0.2)
+    print("thread")
+
+atexit.register(lambda: print("exit function"))
+threading.Thread(target=late).start()
+print("program")
+sys.exit({code})
+"""
+
+
+@pytest.mark.parametrize("code", ["", "0", "259", "-1", "'a word'", "True", "None", "[]"])
+def test_it_ends_as_python_does(code):
+    ours, pythons = (
+        run(python, "-c", THREAD.format(code=code))
+        for python in (preloaded_python(), sys.executable)
+    )
+    assert ours.stdout.split("\n") == ["program", "thread", "exit function", ""]
+    assert (ours.returncode, ours.stdout, ours.stderr) == (
+        pythons.returncode,
+        pythons.stdout,
+        pythons.stderr,
+    )
+
+
+def test_an_error_in_an_exit_function_is_told_and_one_of_the_program_goes_before():
+    code = "import atexit; atexit.register(lambda: 1 / 0); print('x'); nothing"
+    result = run(preloaded_python(), "-c", code)
+    assert result.returncode == 1 and result.stdout == "x\n"
+    assert result.stderr.index("NameError") < result.stderr.index("ZeroDivisionError")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -1,10 +1,11 @@
-"""Runs counting programs on a pair of ranks under ddp and another strategy; a pair that hangs or
-dies names what it ran.
+"""Runs counting programs on a pair of ranks under a strategy and compares them with those under
+ddp; a pair that hangs or dies names what it ran.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import functools
 import multiprocessing
 import pickle
 import tempfile
@@ -24,10 +25,11 @@ from tests.launch import _rank, load_kernels
 from tests.plugins.trainer_ranks import _as_torchrun
 
 MakeStrategy = Callable[[Any], Strategy]
+Told = tuple[Run, Any]  # what a run left on one rank, and the program's evidence
 RANKS = 2
 
 
-def run_counted(program: Counted, strategy: Strategy) -> tuple[Run, Any]:
+def run_counted(program: Counted, strategy: Strategy) -> Told:
     """Run `program` on this rank as `run_program` does; its evidence too."""
     built: list[Built] = []
     options = {"limit_train_batches": STEPS, **program.options}
@@ -72,7 +74,7 @@ def first_difference(one: Any, two: Any, where: str = "evidence") -> str:
     return f"{where}: {one!r:.200} against {two!r:.200}"
 
 
-def compare_on_this_rank(
+def run_on_this_rank(
     rank: int,
     names: Sequence[str],
     strategy: MakeStrategy,
@@ -81,8 +83,7 @@ def compare_on_this_rank(
     stacks: Sequence[Path],
     limit_seconds: float,
 ) -> None:
-    """Run each program under ddp and under `strategy`; tell what is begun, what failed, and how
-    they differ.
+    """Run each program under `strategy`; tell what is begun, what failed, and what it left.
 
     Ranks begin each run together: one that failed must not send what the other, still running,
     takes for its own.
@@ -90,28 +91,17 @@ def compare_on_this_rank(
     # Ranks are daemons, which may not start the workers of a loader.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     for program in (COUNTED[name] for name in names):
-        runs = []
-        for make in (ddp_strategy, strategy):
-            run_name = f"{program.name} under {make.__name__}"
-            told.put((rank, "waits", f"to begin {run_name}"))
-            together.wait()
-            told.put((rank, "runs", run_name))
-            with stacks[rank].open("w") as stack:
-                faulthandler.dump_traceback_later(0.9 * limit_seconds, file=stack)
-                runs.append(run_counted(program, make(program)))  # type: ignore[arg-type]
-                faulthandler.cancel_dump_traceback_later()
-            if error := runs[-1][0].error:
-                told.put((rank, "failed", f"{run_name}: {error}"))
-        (expected, counts), (run, other_counts) = runs
-        found = differences(expected, run, exactly=run.is_plain)
-        if (
-            not expected.error
-            and not run.error
-            and (difference := first_difference(counts, other_counts))
-        ):
-            found.insert(0, difference)
-        expected.state, run.state = {}, {}
-        told.put((rank, "ended", pickle.dumps(Outcome(program.name, found, expected, run))))
+        run_name = f"{program.name} under {strategy.__name__}"
+        told.put((rank, "waits", f"to begin {run_name}"))
+        together.wait()
+        told.put((rank, "runs", run_name))
+        with stacks[rank].open("w") as stack:
+            faulthandler.dump_traceback_later(0.9 * limit_seconds, file=stack)
+            run, evidence = run_counted(program, strategy(program))
+            faulthandler.cancel_dump_traceback_later()
+        if run.error:
+            told.put((rank, "failed", f"{run_name}: {run.error}"))
+        told.put((rank, "ended", pickle.dumps((run, evidence))))
 
 
 class Pair:
@@ -132,13 +122,13 @@ class Pair:
         self.processes = [
             context.Process(
                 target=_rank,
-                args=(_as_torchrun, rank, RANKS, *common, (compare_on_this_rank, RANKS, arguments)),
+                args=(_as_torchrun, rank, RANKS, *common, (run_on_this_rank, RANKS, arguments)),
                 daemon=True,
             )
             for rank in range(RANKS)
         ]
         self.doing, self.failed, self.begun = ["starts"] * RANKS, [""] * RANKS, time.monotonic()
-        self.outcomes: list[list[Outcome]] = [[] for _ in range(RANKS)]
+        self.ended: list[list[Told]] = [[] for _ in range(RANKS)]
         for process in self.processes:
             process.start()
 
@@ -167,7 +157,7 @@ class Pair:
 
     def hear(self, rank: int, word: str, text: Any) -> None:
         if word == "ended":
-            self.outcomes[rank].append(pickle.loads(text))
+            self.ended[rank].append(pickle.loads(text))
         elif word == "failed":
             self.failed[rank] = text
         else:
@@ -202,17 +192,16 @@ class Pair:
                 process.join()
 
 
-def compare_counts(
-    names: Sequence[str], strategy: MakeStrategy, *, limit_seconds: float = 60, most_lost: int = 3
-) -> list[Outcome]:
-    """The outcomes of all programs on both of 2 ranks, under ddp and `strategy`; ranks are started
-    once.
+def run_programs(
+    names: Sequence[str], strategy: MakeStrategy, *, limit_seconds: float, most_lost: int = 3
+) -> dict[str, list[Told]]:
+    """What each program left on both of 2 ranks under `strategy`; ranks are started once.
 
-    A run that takes longer than `limit_seconds`, or ends its rank, is told as a difference; the
+    A run that takes longer than `limit_seconds`, or ends its rank, left an error that tells so; the
     programs after it go on with new ranks, until `most_lost` of them were lost.
     """
     load_kernels()
-    outcomes: list[Outcome] = []
+    found: dict[str, list[Told]] = {}
     left, lost = list(names), 0
     while left and lost < most_lost:
         with tempfile.TemporaryDirectory() as folder:
@@ -221,20 +210,47 @@ def compare_counts(
                 wrong = pair.watch()
             finally:
                 pair.end(grace_seconds=0.1 if wrong else 5)
-        ended = min(map(len, pair.outcomes))
-        outcomes += [outcome for told in pair.outcomes for outcome in told[:ended]]
+        ended = min(map(len, pair.ended))
+        found |= {
+            name: [told[index] for told in pair.ended] for index, name in enumerate(left[:ended])
+        }
         if not wrong:
-            return outcomes
+            return found
         if ended == len(left):  # all programs ran, and a rank did not end well
-            return [*outcomes, Outcome(left[-1], [wrong], Run(), Run(error=wrong))]
+            found[left[-1]].append((Run(error=wrong), None))
+            return found
         lost += 1
-        # A rank that dies before the first run of a program was ended by the program before.
+        # A rank that dies before the run of a program was ended by the program before.
         between = (
-            ended and f"waits to begin {left[ended]} under {ddp_strategy.__name__}, ended" in wrong
+            ended and f"waits to begin {left[ended]} under {strategy.__name__}, ended" in wrong
         )
-        outcomes.append(
-            Outcome(left[ended - 1 if between else ended], [wrong], Run(), Run(error=wrong))
-        )
+        found[left[ended - 1 if between else ended]] = [(Run(error=wrong), None)]
         left = left[ended if between else ended + 1 :]
-    outcomes += [Outcome(name, ["was not run"], Run(), Run(error="was not run")) for name in left]
+    return found | {name: [(Run(error="was not run"), None)] for name in left}
+
+
+@functools.cache
+def runs_under_ddp(names: tuple[str, ...], limit_seconds: float) -> dict[str, list[Told]]:
+    """With these, the runs under every other strategy are compared."""
+    return run_programs(names, ddp_strategy, limit_seconds=limit_seconds)  # type: ignore[arg-type]
+
+
+def compare_counts(
+    names: Sequence[str], strategy: MakeStrategy, *, limit_seconds: float = 60
+) -> list[Outcome]:
+    """The outcomes of all programs on both of 2 ranks, under ddp and `strategy`."""
+    under_ddp = runs_under_ddp(tuple(names), limit_seconds)
+    outcomes = []
+    for name, told in run_programs(names, strategy, limit_seconds=limit_seconds).items():
+        for rank, (run, evidence) in enumerate(told):
+            # one that was lost was so on both ranks
+            expected, expected_evidence = under_ddp[name][min(rank, len(under_ddp[name]) - 1)]
+            found = differences(expected, run, exactly=run.is_plain)
+            if (
+                not expected.error
+                and not run.error
+                and (difference := first_difference(expected_evidence, evidence))
+            ):
+                found.insert(0, difference)
+            outcomes.append(Outcome(name, found, expected, run))
     return outcomes

@@ -130,14 +130,18 @@ def unlisted(tree: ast.AST, of_lightning: set[str], of_package: set[str]) -> set
     return used - LISTED - set(OF_OTHERS) - (of_package - LISTED)
 
 
-def test_all_that_is_used_is_in_the_table() -> None:
+@pytest.fixture(scope="module")
+def package() -> dict[Path, ast.AST]:
+    return {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+
+
+def test_all_that_is_used_is_in_the_table(package: dict[Path, ast.AST]) -> None:
     of_lightning, of_package = names_of_lightning(), set[str]()
-    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
-    for tree in trees.values():
+    for tree in package.values():
         of_package |= defined_in(tree)
     found = {
         path.name: names
-        for path, tree in trees.items()
+        for path, tree in package.items()
         if path.parent.name in ("plugins", "cli")
         and path.name != "lightning_private.py"
         and (names := unlisted(tree, of_lightning, of_package))
@@ -158,11 +162,10 @@ def test_the_search_sees_what_is_not_listed(code: str, name: str) -> None:
     assert unlisted(ast.parse(code), {name}, set()) == {name}
 
 
-def test_what_is_in_the_table_is_used() -> None:
+def test_what_is_in_the_table_is_used(package: dict[Path, ast.AST]) -> None:
     used = set[str]()
-    for path in PACKAGE.rglob("*.py"):
+    for path, tree in package.items():
         if path.name != "lightning_private.py":
-            tree = ast.parse(path.read_text())
             used |= used_in(tree, set()) | defined_in(tree)
     names = {re.split(r"[:.]", each.where)[-1] for each in PRIVATE_NAMES}
     assert names - used - {"__call__"} == set()

@@ -233,9 +233,9 @@ def main() -> None:
         "",
         machine(),
         "",
-        "Medians of rounds that alternate (3 of those that have rounds of their own or take minutes); "
-        "the ratio of neighbours with its range. The table gives "
-        "seconds, milliseconds or, for rates, seconds per unit.",
+        "Medians of rounds that alternate, 3 where a benchmark has rounds of its own or takes "
+        "minutes; the ratio of neighbours with its range. The table gives seconds, milliseconds "
+        "or, for rates, seconds per unit.",
         "",
         "| benchmark | figure | before | now | now / before |",
         "|---|---|---|---|---|",

@@ -36,12 +36,14 @@ class Case:
         before: arguments of Python in the older checkout; None: those of `now`.
         read: figures from what was printed (or from the file `OUT`).
         warm_up: run it once in each checkout before it counts, for what is kept between runs.
+        rounds: at most so many, of one that has rounds of its own or takes minutes.
     """
 
     now: tuple[str, ...]
     read: Callable[[str], Figures]
     before: tuple[str, ...] | None = None
     warm_up: bool = False
+    rounds: int = 100
 
 
 def rows(
@@ -134,11 +136,13 @@ CASES = {
         ("-m", "benchmarks.pipelines.continuous_overhead", *CONTINUOUS),
         rows(3, {"s per sequence": 4}, rate=True),
         ("-m", "benchmarks.continuous_overhead", *CONTINUOUS),
+        rounds=3,
     ),
     "frontier_search": Case(
         ("-c", "from benchmarks.search.frontier import growth; growth()"),
         total,
         ("-c", "from benchmarks.frontier_search import growth; growth()"),
+        rounds=3,
     ),
     "what_if_search": Case(
         ("-m", "benchmarks.search.what_if", *WHAT_IF),
@@ -149,16 +153,19 @@ CASES = {
         ("-m", "benchmarks.optimizer.step", *OPTIMIZER),
         rows(1, {"ms": 1}, keep="ours"),
         ("-m", "benchmarks.optimizer_step", *OPTIMIZER),
+        rounds=3,
     ),
     "network": Case(
         ("-m", "benchmarks.exchange.network", *NETWORK),
         rows(1, {"ms": 1}, keep=r"^ours, [^:]*$"),
         ("-m", "benchmarks.network", *NETWORK),
+        rounds=3,
     ),
     "data_throughput": Case(
         ("-m", "benchmarks.data.throughput", *DATA),
         rows(1, {"s per sample": 2}, keep="ours", rate=True),
         ("-m", "benchmarks.data_throughput", *DATA),
+        rounds=3,
     ),
 }
 
@@ -226,8 +233,9 @@ def main() -> None:
         "",
         machine(),
         "",
-        "Medians of rounds that alternate; the ratio of neighbours with its range. The table gives "
-        "seconds, milliseconds or, for rates, seconds per unit.",
+        "Medians of rounds that alternate, 3 where a benchmark has rounds of its own or takes "
+        "minutes; the ratio of neighbours with its range. The table gives seconds, milliseconds "
+        "or, for rates, seconds per unit.",
         "",
         "| benchmark | figure | before | now | now / before |",
         "|---|---|---|---|---|",
@@ -245,6 +253,7 @@ def main() -> None:
 def compare(name: str, checkouts: dict[str, Path], folder: Path, rounds: int) -> list[str]:
     """Rows of one benchmark, whose runs in both checkouts alternate."""
     case, found = CASES[name], dict[str, list[Figures]](before=[], now=[])
+    rounds = min(rounds, case.rounds)
     for index in range(rounds + case.warm_up):
         order = list(checkouts) if index % 2 else list(reversed(checkouts))
         for which in order:

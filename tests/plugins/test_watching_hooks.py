@@ -212,7 +212,7 @@ class Ordinary(Net):
         self.seen(outputs["loss"])
         self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
         self.log("size", float(sum(p.numel() for p in self.parameters() if p.requires_grad)))
-        assert next(self.parameters()).device == self.device
+        self.is_there = next(self.parameters()).device == self.device
         batch.to(next(self.net.parameters()).dtype)
 
     def on_train_epoch_end(self) -> None:

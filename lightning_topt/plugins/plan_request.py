@@ -51,7 +51,7 @@ from lightning_topt.communication.exchange_method import (
 from lightning_topt.communication.method_registry import gradient_methods
 from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.measuring import usable_memory_bytes
+from lightning_topt.costs.measuring import device_memory_bytes, usable_memory_bytes
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.costs.plain_values import shown
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, rule_from_value
@@ -173,7 +173,7 @@ class PlanRequest:
 
         Two moments of the optimizer count as well. Collective.
         """
-        return 4 * _parameter_bytes(module) <= usable_memory_bytes(device)
+        return 4 * _parameter_bytes(module) <= _memory_bytes(device)
 
     @property
     def gradient_views(self) -> tuple[bool, ...]:
@@ -213,7 +213,7 @@ class PlanRequest:
         # A search: does plain DDP, with which a fit begins, fit at all?
         limit = self.memory_limit
         if limit is None:  # parameters, gradients, two moments
-            return 4 * _parameter_bytes(module) > usable_memory_bytes(device)
+            return 4 * _parameter_bytes(module) > _memory_bytes(device)
         # These with DDP's buckets, and as much as three times that for activations, of which
         # nothing is known yet. On accelerators a step that needs more ends the fit.
         return device.type != "cpu" or 20 * _parameter_bytes(module) > limit
@@ -223,7 +223,7 @@ class PlanRequest:
 
         Never on CPUs, whose host has them already. Collective.
         """
-        limit = usable_memory_bytes(device) if self.memory_limit is None else self.memory_limit
+        limit = _memory_bytes(device) if self.memory_limit is None else self.memory_limit
         return device.type != "cpu" and 2 * _parameter_bytes(module) > limit
 
 
@@ -273,6 +273,11 @@ def _is_fixed(plan: GivenPlan | None) -> bool:
     return isinstance(plan, ParallelPlan | UniformPlan) or (
         isinstance(plan, MeshPlan) and bool(plan.preset)
     )
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """Return what every rank may use; collective on accelerators."""
+    return device_memory_bytes(device) if device.type == "cpu" else usable_memory_bytes(device)
 
 
 def _parameter_bytes(module: pl.LightningModule) -> int:

@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from lightning_topt import (
@@ -17,12 +18,14 @@ from lightning_topt import (
     ParallelOptimizerStep,
 )
 from lightning_topt.communication import ExchangeSettings, LinkCosts, PowerSGD, Sign, TopK
+from lightning_topt.plugins import plan_request
 from lightning_topt.plugins.monitors import ExchangeMonitor, StepMonitor
 from lightning_topt.plugins.plan_options import (
     check_planner_options,
     read_device_counts,
     read_memory_limit,
 )
+from tests.models import GPT
 
 NAN, INF = math.nan, math.inf
 NO_COUNT: list[Any] = [0, -1, 1.5, 2.0, NAN, True, "2", [2]]
@@ -169,3 +172,21 @@ def test_wrong_margins(margin: Any) -> None:
 def test_wrong_objectives(objective: Any) -> None:
     with pytest.raises(ValueError, match="objective must be one of time, memory"):
         check_planner_options(memory_margin=0.0, objective=objective)
+
+
+def test_what_is_free_decides_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, cuda, cpu = GPT(), torch.device("cuda"), torch.device("cpu")
+    size = sum(parameter.nbytes for parameter in module.parameters())
+    monkeypatch.setattr(plan_request, "usable_memory_bytes", lambda _: 3 * size)
+    monkeypatch.setattr(plan_request, "device_memory_bytes", lambda _: 5 * size)
+    search = plan_request.PlanRequest()
+    assert not search.unsharded_step_fits(module, cuda) and search.unsharded_step_fits(module, cpu)
+    assert search.may_shard_for_memory(module, cuda)
+    assert not search.may_shard_for_memory(module, cpu)
+    assert not search.must_shard_first(module, cuda)
+    # under a limit a step that is too large would end the fit, so it is traced first
+    limited = plan_request.PlanRequest(memory_limit=100 * size)
+    assert limited.may_shard_for_memory(module, cuda)
+    assert not limited.may_shard_for_memory(module, cpu)
+    tight = plan_request.PlanRequest(memory_limit=size)
+    assert tight.must_shard_first(module, cuda) and not tight.must_shard_first(module, cpu)

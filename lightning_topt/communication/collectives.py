@@ -26,8 +26,9 @@ from torch import Tensor
 CHUNK_ELEMENTS = 1 << 20
 T = TypeVar("T")
 
-# torch 2.13 renamed it
+# torch 2.13 renamed them, and warns of the old names
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def backend_of(device: torch.device, group: dist.ProcessGroup | None = None) -> str:
@@ -57,7 +58,7 @@ def all_gather_into(
     else None.
     """
     if backend_of(output.device, group) != "gloo":
-        return dist.all_gather_into_tensor(output, local, group=group, async_op=async_op)
+        return _all_gather_single(output, local, group=group, async_op=async_op)
     # gloo: one broadcast per slice
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     slices = output.view(world_size, -1)
@@ -101,7 +102,7 @@ def reduce_scatter_into(
         ValueError: for another `op` than SUM or AVG, on gloo.
     """
     if backend_of(output.device, group) != "gloo":
-        dist.reduce_scatter_tensor(output, whole, op=op, group=group)
+        _reduce_scatter_single(output, whole, op=op, group=group)
         return
     if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
         raise ValueError(f"reduce_scatter_into on gloo sums or averages; got {op}")

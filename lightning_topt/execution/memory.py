@@ -31,6 +31,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -104,7 +105,10 @@ def release_free_memory() -> None:
 def _training_bytes(
     module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device
 ) -> int:
-    """Return the bytes of parameters, gradients, buffers and states on this kind of device."""
+    """Return the bytes of parameters, gradients, buffers and states on this kind of device.
+
+    Of what is sharded, the shard of this rank.
+    """
     tensors = [
         *module.parameters(),
         *module.buffers(),
@@ -116,8 +120,9 @@ def _training_bytes(
         for value in tree_leaves(dict(optimizer.state))
         if torch.is_tensor(value)
     ]
+    local = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
     # Each storage once: tied parameters and views share theirs.
-    storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == device.type]
+    storages = [tensor.untyped_storage() for tensor in local if tensor.device.type == device.type]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

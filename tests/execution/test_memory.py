@@ -9,6 +9,8 @@ from statistics import median
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from lightning_topt.communication.collectives import reduce_scatter_into
 from lightning_topt.costs.sizes import gloo_workspace
@@ -69,6 +71,24 @@ def test_the_module_is_not_part_of_the_base():
     without_module.mark_base()
     difference = without_module.base_bytes - with_module.base_bytes
     assert difference == pytest.approx(64 * MIB, abs=MIB)
+
+
+def bytes_of_a_sharded_module(rank):
+    module = torch.nn.Linear(4096, 4096, bias=False)
+    fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    module(torch.ones(1, 4096)).sum().backward()
+    optimizer.step()
+    with_module, without_module = (MemoryMeter(torch.device("cpu")) for _ in range(2))
+    with_module.mark_base(module, [optimizer])
+    without_module.mark_base()
+    return without_module.base_bytes - with_module.base_bytes
+
+
+@linux
+def test_of_a_sharded_module_the_shards_of_the_rank_count():
+    for difference in run_ranks(bytes_of_a_sharded_module, 2):
+        assert difference == pytest.approx(3 * 32 * MIB, abs=MIB)  # parameter, gradient, momentum
 
 
 @linux

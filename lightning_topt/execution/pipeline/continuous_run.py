@@ -27,6 +27,12 @@ that they need: there is no collective call in an iteration but the average over
     values     `ValueParcels.receive`           loss, norms and payload, from the next stage
     update     `update`, by the caller          with the minibatch's hyperparameters (`of_update`)
 
+[Note: ahead of an iteration] Gradients are received from an iteration before the one that needs
+them, activations too over gloo. Over NCCL a receive that has begun keeps all from ending that waits
+for the whole device. Were stages to wait like that between the same two iterations, one for
+gradients and the next for activations, neither would send: activations are then begun early only
+where a hop takes two iterations, since the gradients have been sent by then.
+
 In the order of this module: the run, the passes of its stage, parameters that stages share, and a
 compressed exchange between replicas.
 """
@@ -44,8 +50,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_topt.communication.collectives import backend_of
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.topology import Topology
+from lightning_topt.execution.pipeline.messages import pairs_of
 from lightning_topt.execution.pipeline.p2p import (
     UNKNOWN,
     SideValues,
@@ -102,16 +110,12 @@ class ContinuousRun:
     """
 
     def __init__(self, staged: PipelineRun) -> None:
-        lag_per_hop, mesh = staged.lag_per_hop, staged.plan.mesh
+        lag_per_hop = staged.lag_per_hop
         assert lag_per_hop is not None
-        # Links to the other stages, and what travels on them.
+        # Links to the other stages, and what travels on them. See [Note: ahead of an iteration].
         named = dict(staged.module.named_parameters())
-        links = StageLinks(
-            mesh.groups_along(mesh.pipeline_axes),
-            rank=dist.get_rank(),
-            device=staged.device,
-            are_shared=any(len(staged.layout.holders(name)) > 1 for name in named),
-        )
+        is_gloo = backend_of(staged.device, staged.groups.pipeline_group) == "gloo"
+        links = StageLinks(staged.links, begins_ahead=is_gloo or lag_per_hop > 1)
         self._shared = SharedParameters(named, staged.layout, links)
         self._staged, self._links, staged.is_drained = staged, links, lambda: self.is_drained
         self.stage, self.num_stages = links.stage, links.num_stages
@@ -223,6 +227,7 @@ class ContinuousRun:
         with self._fails_for_good():
             self._close_latest()
             self._shared.agree(self.minibatches)
+            self._passes.end_ahead(self.minibatches, self._powers)
             self._links.finish()
             self._weights.drained()
             self._pattern.restart(self.minibatches)
@@ -315,8 +320,9 @@ class ContinuousRun:
                 self._passes.begin_backward(later)
                 if self._pattern.completes(later):
                     self._shared.begin_gradients(later)
-        if self._links.begins_ahead and minibatch >= self._returned:
-            self._values.begin(minibatch)
+            # in the order in which the stage behind sends
+            if later == minibatch >= self._returned:
+                self._values.begin(minibatch)
         # Warm-up: nothing has come back.
         if minibatch < self._returned:
             self._latest = BackwardResult(None, False, None, is_open=False)
@@ -419,18 +425,25 @@ class MinibatchPasses:
         """
         # What the step calls on this batch, and what this stage exchanges for it.
         (flow,) = self._staged.flows.of(step, [batch], kind=kind)
+        self._staged.links.check(pairs_of(range(self._links.num_stages), flow.crossings))
         self._staged.buffers.changed_by([flow])
         stage = self._links.stage
         flying = self._flying[minibatch] = _Flying(
             flow, StageTraffic.of_stage(stage, flow.crossings)
         )
+        # Receives begin in the order in which the stages before send.
+        self._shared.begin_weights(minibatch)
         received = self._inputs.receive(minibatch, flying.traffic, powers)
         self._shared.receive_weights(minibatch)
+        if self._links.begins_ahead:
+            self._shared.begin_weights(minibatch + 1)
+            self._inputs.begin_ahead(minibatch + 1, powers)
         # Stages before have done the iteration before this one, in which they used gradients.
         for earlier in range(stage):
             used = minibatch - self._lags[earlier]
             self._links.free_sent("gradients", earlier, before=used)
             self._links.free_sent("values", earlier, before=used)
+            self._links.free_sent("payloads", earlier, before=used)
             self._links.free_sent("shared gradients", earlier, before=used)
         # Compute with the weights of the rule, which stages that share parameters get too.
         run = partial(step, self._staged.module, batch)
@@ -446,6 +459,10 @@ class MinibatchPasses:
             flying.values = SideValues(
                 loss.detach().reshape(()), unknown, None if payload is None else payload()
             )
+
+    def end_ahead(self, minibatch: int, powers: Tensor) -> None:
+        """End what was begun for `minibatch`, which does not come before the run is drained."""
+        self._inputs.end_ahead(minibatch, powers)
 
     def begin_backward(self, minibatch: int) -> None:
         """Begin to receive the gradients for a minibatch in flight, if that is not done yet."""
@@ -519,18 +536,17 @@ class SharedParameters:
             )
 
     @torch.no_grad()
-    def receive_weights(self, minibatch: int, *, more_follow: bool = True) -> None:
-        """Write what the first stages have sent; begin to receive the next minibatch's weights."""
-        self._begin_weights(minibatch)
+    def receive_weights(self, minibatch: int) -> None:
+        """Write what the first stages have sent."""
+        self.begin_weights(minibatch)
         for first, parameters in sorted(self._followed.items()):
             given = self._links.receive("shared weights", first, minibatch)
             with unnoticed(parameters):
                 torch._foreach_copy_([p.detach() for p in parameters], given)
         self._begun.discard(("weights", minibatch))
-        if more_follow and self._links.begins_ahead:
-            self._begin_weights(minibatch + 1)
 
-    def _begin_weights(self, minibatch: int) -> None:
+    def begin_weights(self, minibatch: int) -> None:
+        """Begin to receive the weights of a forward pass, if that is not done yet."""
         if ("weights", minibatch) not in self._begun:
             self._begun.add(("weights", minibatch))
             for first, parameters in sorted(self._followed.items()):
@@ -580,7 +596,7 @@ class SharedParameters:
     def agree(self, minibatch: int) -> None:
         """Make all copies equal, once the last update is done; `minibatch` is the next one."""
         self.send_weights(minibatch)
-        self.receive_weights(minibatch, more_follow=False)
+        self.receive_weights(minibatch)
 
 
 def _spec(tensor: Tensor) -> LeafSpec:

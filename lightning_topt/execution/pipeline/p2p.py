@@ -91,7 +91,7 @@ class RankLinks:
         self.ranks = next(list(ranks) for ranks in pipelines if rank in ranks)
         self.place, self._device, self._names_stages = self.ranks.index(rank), device, names_stages
         self.pairs, self._rest = frozenset(pairs), rest
-        self._needs_links = backend_of(device, rest) != "gloo"
+        self.sends_wait = backend_of(device, rest) != "gloo"  # in line with other works
         # By pair: the group, and the other's rank in it. In an order that is the same on all ranks.
         self._ends: dict[Pair, tuple[dist.ProcessGroup, int]] = {}
         for pair in sorted(self.pairs):
@@ -140,7 +140,7 @@ class RankLinks:
 
     def check(self, pairs: frozenset[Pair]) -> None:
         """Raise ValueError, alike on all ranks, where messages between `pairs` might never come."""
-        if others := sorted(pairs - self.pairs) if self._needs_links else []:
+        if others := sorted(pairs - self.pairs) if self.sends_wait else []:
             sender, receiver = others[0]
             raise ValueError(
                 f"this step sends tensors from rank {sender} to rank {receiver} of the pipeline, "
@@ -256,14 +256,11 @@ class StageLinks:
     stage to another in the order in which they are sent, and their receives are begun in that
     order. Only payloads that have no room in their parcel come apart, in order among themselves.
 
-    Args:
-        links: between the ranks; nothing else travels on them while minibatches are in flight.
-        begins_ahead: whether a stage begins to receive activations before the iteration that needs
-            them.
+    Nothing else travels on the links while minibatches are in flight.
     """
 
-    def __init__(self, links: RankLinks, *, begins_ahead: bool) -> None:
-        self._links, self.begins_ahead = links, begins_ahead
+    def __init__(self, links: RankLinks) -> None:
+        self._links = links
         self.stage, self.num_stages = links.place, len(links.ranks)
         self._receives: dict[tuple[LinkChannel, int], deque[_Parcel]] = {}
         self._sends: dict[tuple[LinkChannel, int], deque[_Parcel]] = {}
@@ -450,17 +447,20 @@ class StageInputs:
             history.add(shapes)
 
     def end_ahead(self, minibatch: int, powers: Tensor) -> None:
-        """Send and receive what was begun ahead for `minibatch`, which does not come now."""
-        norms = [_spec_of_norms(powers)]
+        """Send what was begun ahead for `minibatch`, which does not come now; nobody reads it."""
         for target, history in self._to.items():
             if (expected := self._expected(history)) is not None:
-                specs = [*expected, *(norms if target == self.links.stage + 1 else [])]
-                unused = _unused(specs, powers.device)
+                norms = [_spec_of_norms(powers)] if target == self.links.stage + 1 else []
+                unused = _unused([*expected, *norms], powers.device)
                 self.links.send("activations", target, minibatch, unused)
+        self._to = {}
+
+    def drop_ahead(self, minibatch: int) -> None:
+        """Receive what others have sent by `end_ahead`."""
         for source, history in self._from.items():
             if self._expected(history) is not None:
                 self.links.receive("activations", source, minibatch)
-        self._to, self._from = {}, {}
+        self._from = {}
 
     def begin_gradients(self, minibatch: int, traffic: StageTraffic) -> None:
         """Begin to receive the gradients of a minibatch's activations, if that is not done yet."""
@@ -492,9 +492,7 @@ class StageInputs:
 
     def _expected(self, history: _ShapeHistory) -> Shapes | None:
         """Return the shapes that the next minibatch is taken to have; None: nothing is begun."""
-        if not self.links.begins_ahead or history.last != history.before:
-            return None
-        return history.last
+        return history.last if history.last == history.before else None
 
 
 # ---- what travels back with a minibatch ----------------------------------------------------------

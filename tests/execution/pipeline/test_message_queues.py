@@ -195,15 +195,13 @@ def test_schedules_run_in_queues_if_and_only_if_the_check_passes_them() -> None:
 
 
 def iterations(
-    stage: int, *, num_stages: int, minibatches: int, lag_per_hop: int, begins_ahead: bool
+    stage: int, *, num_stages: int, minibatches: int, lag_per_hop: int
 ) -> list[Operation]:
-    """What `ContinuousRun` does on the rank of a stage, until it is drained."""
+    """What `ContinuousRun` does over NCCL on the rank of a stage, until it is drained."""
     found: list[Operation] = []
     begun: set[Hashable] = set()
-    lag, is_last = (
-        lag_of(stage, num_ranks=num_stages, lag_per_hop=lag_per_hop),
-        stage + 1 == num_stages,
-    )
+    lag = lag_of(stage, num_ranks=num_stages, lag_per_hop=lag_per_hop)
+    is_last, is_early = stage + 1 == num_stages, lag_per_hop > 1
 
     def receive(what: str, source: int, minibatch: int) -> None:
         message = what, source, stage, minibatch
@@ -211,12 +209,20 @@ def iterations(
             begun.add(message)
             found.append(Receive(message))
 
+    def ahead(minibatch: int) -> None:
+        if stage and 2 <= minibatch < minibatches:  # shapes are known from two minibatches
+            receive("activations", stage - 1, minibatch)
+
+    def begin_gradients(minibatch: int, there: range) -> None:
+        if not is_last and minibatch in there:
+            receive("gradients", stage + 1, minibatch)
+
     def backward(minibatch: int, there: range) -> None:
-        for later in (minibatch, minibatch + 1):
-            if not is_last and later in there:
-                receive("gradients", stage + 1, later)
-                if later == minibatch:
-                    receive("values", stage + 1, later)
+        begin_gradients(minibatch, there)
+        if not is_last and minibatch in there:
+            receive("values", stage + 1, minibatch)
+        if is_early:
+            begin_gradients(minibatch + 1, there)
         if minibatch not in there:
             return
         if not is_last:
@@ -226,22 +232,33 @@ def iterations(
             found.append(Send(("gradients", stage, stage - 1, minibatch)))
         if not is_last:
             found.append(Wait(("values", stage + 1, stage, minibatch)))
-        found.append(Compute(0.3))  # the update
-        if stage:
-            found.append(Send(("values", stage, stage - 1, minibatch)))
+
+    def update(minibatch: int) -> None:
+        if minibatch >= 0:
+            found.append(Compute(0.3))
+            if stage:
+                found.append(Send(("values", stage, stage - 1, minibatch)))
 
     for minibatch in range(minibatches):
+        behind = minibatch - lag
+        there = range(max(0, behind), minibatch + 1)
+        if not is_early:
+            begin_gradients(behind, range(max(0, behind), minibatch))
         if stage:
             receive("activations", stage - 1, minibatch)
             found.append(Wait(("activations", stage - 1, stage, minibatch)))
-            if begins_ahead and 2 <= minibatch + 1 < minibatches:
-                receive("activations", stage - 1, minibatch + 1)
+        if is_early:
+            ahead(minibatch + 1)
         found.append(Compute(1.0))
         if not is_last:
             found.append(Send(("activations", stage, stage + 1, minibatch)))
-        backward(minibatch - lag, range(max(0, minibatch - lag), minibatch + 1))
+        backward(behind, there)
+        if not is_early:
+            ahead(minibatch + 1)
+        update(behind)
     for minibatch in range(max(0, minibatches - lag), minibatches):
         backward(minibatch, range(minibatch, minibatches))
+        update(minibatch)
     return found
 
 
@@ -255,7 +272,6 @@ def test_asynchronous_pipelines_do_not_hang_or_take_longer(name: str) -> None:
                 num_stages=ranks,
                 minibatches=minibatches,
                 lag_per_hop=lag_per_hop,
-                begins_ahead=lag_per_hop > 1,
             )
             for stage in range(ranks)
         ]

@@ -28,7 +28,8 @@ from lightning_topt.schedules.schedules import Action, Schedule
 Pair = tuple[int, int]  # of ranks: sender, receiver
 
 # Receives are begun so many actions before they are needed: in 1F1B those of the next backward
-# and of the next forward.
+# and of the next forward. But none before what it follows from: over NCCL all that waits for the
+# whole device waits for receives, and the rank itself would not go on.
 LOOKAHEAD = 2
 
 
@@ -37,7 +38,8 @@ class Message(NamedTuple):
 
     `is_gradient`: it is the gradient of the activation `ref`, on its way back. `sender` and
     `receiver` are ranks of the pipeline. The sender's action with the index `made` makes it, and
-    the receiver's with the index `used` needs it.
+    the receiver's with the index `used` needs it. It follows from no more than the first `after`
+    actions of the receiver.
     """
 
     source: int
@@ -50,6 +52,7 @@ class Message(NamedTuple):
     receiver: int
     made: int
     used: int
+    after: int = 0
 
     def __str__(self) -> str:
         what = "gradients" if self.is_gradient else "activations"
@@ -175,7 +178,45 @@ def all_messages(schedule: Schedule, crossings: Sequence[Crossings]) -> list[Mes
                 add(source, target, microbatch, ref, spec, is_gradient=False)
                 if spec.requires_grad and ("backward", target, microbatch) in index_of:
                     add(target, source, microbatch, ref, spec, is_gradient=True)
-    return sorted(found, key=lambda m: (m.sender, m.made, m.target, m.ref))
+    return _with_after(sorted(found, key=lambda m: (m.sender, m.made, m.target, m.ref)), schedule)
+
+
+def _with_after(messages: Sequence[Message], schedule: Schedule) -> list[Message]:
+    """Return the messages, each with the number of its receiver's actions that it follows from.
+
+    Where a schedule hangs, what is never made has all up to its use.
+    """
+    needed: dict[tuple[int, int], set[tuple[int, int]]] = {}
+    for message in messages:
+        makers = needed.setdefault((message.receiver, message.used), set())
+        makers.add((message.sender, message.made))
+    # By action (rank, index): how many actions of each rank it follows from, itself among them.
+    known: dict[tuple[int, int], list[int]] = {}
+    last = [[0] * schedule.num_ranks for _ in schedule.actions]
+    places, ready = [0] * schedule.num_ranks, True
+    while ready:
+        ready = False
+        for rank, actions in enumerate(schedule.actions):
+            while places[rank] < len(actions):
+                makers = needed.get((rank, places[rank]), set())
+                if not all(maker in known for maker in makers):
+                    break
+                before = [last[rank], *(known[maker] for maker in makers)]
+                counts = [max(of_rank) for of_rank in zip(*before, strict=True)]
+                ready, places[rank] = True, places[rank] + 1
+                counts[rank] = places[rank]
+                known[rank, places[rank] - 1] = last[rank] = counts
+    found = []
+    for message in messages:
+        is_made = (message.sender, message.made) in known
+        found.append(
+            message._replace(
+                after=known[message.sender, message.made][message.receiver]
+                if is_made
+                else message.used
+            )
+        )
+    return found
 
 
 def _begins(incoming: Sequence[Message], count: int) -> list[list[Message]]:
@@ -187,7 +228,7 @@ def _begins(incoming: Sequence[Message], count: int) -> list[list[Message]]:
     for messages in by_sender.values():
         first = count
         for message in reversed(messages):  # not later than any that comes after it
-            first = min(first, max(message.used - LOOKAHEAD, 0))
+            first = min(first, max(message.used - LOOKAHEAD, message.after))
             begins[first].append(message)
     # Lists are reversed sender by sender: each one's part is put in order again.
     return [sorted(reversed(of_action), key=lambda m: m.sender) for of_action in begins]

@@ -55,8 +55,9 @@ def run_ranks(
     *args: Any,
     timeout_seconds: float = 90,
     fresh: bool = False,
+    backend: str = "gloo",
 ) -> list[Any]:
-    """Run ``function(rank, *args)`` on `world_size` gloo ranks; the results in rank order.
+    """Run ``function(rank, *args)`` on `world_size` ranks; the results in rank order.
 
     Ranks are forked from this process. `fresh` ones are new processes: what this one holds is no
     part of their memory, and `function` and `args` must pickle. Results must pickle. Raises
@@ -71,7 +72,17 @@ def run_ranks(
         ranks = [
             context.Process(
                 target=_rank,
-                args=(function, rank, world_size, store, queue, connected, timeout_seconds, args),
+                args=(
+                    function,
+                    rank,
+                    world_size,
+                    store,
+                    queue,
+                    connected,
+                    timeout_seconds,
+                    backend,
+                    args,
+                ),
                 daemon=True,
             )
             for rank in range(world_size)
@@ -109,7 +120,9 @@ def _wait(queue: Any, ranks: Sequence[Any], results: Mapping[int, Any], seconds:
             raise RuntimeError(f"ranks {missing} gave no result in time")
 
 
-def _rank(function, rank, world_size, store, queue, connected, timeout_seconds, args):  # type: ignore[no-untyped-def]
+def _rank(  # type: ignore[no-untyped-def]
+    function, rank, world_size, store, queue, connected, timeout_seconds, backend, args
+):
     torch.set_num_threads(1)
     # a test in this process may have had a mesh of a fake group: its rank would be taken for this
     # one's
@@ -118,7 +131,7 @@ def _rank(function, rank, world_size, store, queue, connected, timeout_seconds, 
     gc.freeze()
     try:
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{store}",
             rank=rank,
             world_size=world_size,

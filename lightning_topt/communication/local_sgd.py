@@ -220,7 +220,7 @@ class OuterSteps:
         # (ranks,): 1 where the parameters are not finite
         flags = torch.zeros(world_size, dtype=torch.int32, device=self.anchor.device)
         flags[rank] = ~self.parameters.finite()
-        self._wait(dist.all_reduce(flags, group=self.group, async_op=True))
+        self._wait_here(dist.all_reduce(flags, group=self.group, async_op=True))
         self._other_bytes += 2 * (world_size - 1) * flags.nbytes // world_size
         # the one place of an outer step at which the host waits
         ranks = [rank for rank, flag in enumerate(flags.tolist()) if flag]
@@ -240,6 +240,14 @@ class OuterSteps:
             self.replicas.close()
 
     def _wait(self, work: Waitable | None) -> None:
+        """Let what follows come after `work`: on CUDA, where the host goes on, on the stream."""
+        assert work is not None
+        if self.parameters.device.type == "cuda":
+            work.wait()
+        else:
+            self._wait_here(work)
+
+    def _wait_here(self, work: Waitable | None) -> None:
         """Wait until `work` is done, another rank reports a failure, or `timeout_seconds` pass."""
         assert work is not None
         deadline = time.monotonic() + self.timeout_seconds
@@ -669,6 +677,7 @@ class NamedTensors:
                 "OuterSteps takes tensors of one device; got "
                 f"{', '.join(sorted(map(str, devices)))}"
             )
+        self.device = next(iter(devices), torch.device("cpu"))
         self.numel = sum(tensor.numel() for tensor in self.tensors.values())
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:

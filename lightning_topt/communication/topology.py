@@ -161,11 +161,15 @@ def own_group(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
     A collective call of all ranks, with equal `parts`, in which each rank is once. The group has
     the time limit of the run's.
     """
-    groups = [dist.new_group(list(part), timeout=time_limit()) for part in parts]
-    group: dist.ProcessGroup = next(
-        g for part, g in zip(parts, groups, strict=True) if dist.get_rank() in part
-    )
+    group = group_of(parts)
+    assert group is not None
     return group
+
+
+def group_of(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """Do as `own_group` does where a rank may be in none of `parts`: None there."""
+    groups = [dist.new_group(list(part), timeout=time_limit()) for part in parts]
+    return next((g for part, g in zip(parts, groups, strict=True) if dist.get_rank() in part), None)
 
 
 def make_groups(

@@ -2,7 +2,9 @@
 
 After `check_schedule` every pass is there once, on the rank of its stage and after what it needs.
 No ranks wait for one another in a circle. A send without a receive, or the reverse, cannot occur
-then: both follow from the passes at their ends.
+then: both follow from the passes at their ends. That holds over NCCL as well, where a send waits
+for its receive, with a queue for each pair of ranks ([Note: a queue for each pair] in
+`execution.pipeline.messages`).
 
 `Edges` says what stages need of one another; `run_order` finds an order in which all passes can
 run, which the simulation walks as well.

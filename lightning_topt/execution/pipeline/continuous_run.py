@@ -27,6 +27,13 @@ that they need: there is no collective call in an iteration but the average over
     values     `ValueParcels.receive`           loss, norms and payload, from the next stage
     update     `update`, by the caller          with the minibatch's hyperparameters (`of_update`)
 
+[Note: ahead of an iteration] Receives begin an iteration before the one that needs them. Over NCCL
+one that has begun keeps all from ending that waits for the whole device, user code may wait like
+that anywhere, and the rank sends nothing meanwhile. So a stage may have begun only what others send
+before they can wait for what it sends next. Where a hop takes two iterations that is so; where it
+takes one, activations begin at the end of an iteration, and gradients at the start of their own. In
+a run that is drained nothing has begun.
+
 In the order of this module: the run, the passes of its stage, parameters that stages share, and a
 compressed exchange between replicas.
 """
@@ -46,6 +53,7 @@ from torch.optim import Optimizer
 
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.topology import Topology
+from lightning_topt.execution.pipeline.messages import pairs_of
 from lightning_topt.execution.pipeline.p2p import (
     UNKNOWN,
     SideValues,
@@ -102,16 +110,13 @@ class ContinuousRun:
     """
 
     def __init__(self, staged: PipelineRun) -> None:
-        lag_per_hop, mesh = staged.lag_per_hop, staged.plan.mesh
+        lag_per_hop = staged.lag_per_hop
         assert lag_per_hop is not None
         # Links to the other stages, and what travels on them.
         named = dict(staged.module.named_parameters())
-        links = StageLinks(
-            mesh.groups_along(mesh.pipeline_axes),
-            rank=dist.get_rank(),
-            device=staged.device,
-            are_shared=any(len(staged.layout.holders(name)) > 1 for name in named),
-        )
+        links = StageLinks(staged.links)
+        # See [Note: ahead of an iteration].
+        self._begins_early = lag_per_hop > 1 or not staged.links.sends_wait
         self._shared = SharedParameters(named, staged.layout, links)
         self._staged, self._links, staged.is_drained = staged, links, lambda: self.is_drained
         self.stage, self.num_stages = links.stage, links.num_stages
@@ -195,6 +200,8 @@ class ContinuousRun:
             self._pattern.expect(
                 None if remaining is None else index + 1 + remaining, last_completes=last_completes
             )
+            if not self._begins_early:
+                self._begin_gradients(index - self.lag)
             self._passes.forward(
                 index,
                 batch,
@@ -204,15 +211,23 @@ class ContinuousRun:
                 weight=weight,
                 payload=payload,
                 kind=kind,
+                begins_next=self._begins_early,
             )
             self.minibatches += 1
-            return self._backward(index - self.lag)
+            result = self._backward(index - self.lag)
+            if not self._begins_early:
+                self._passes.begin_next(index + 1, self._powers)
+            return result
 
     def drain(self) -> Iterator[BackwardResult]:
         """Yield the results of the minibatches in flight.
 
         The run is drained once the last one's update is done and the loop ends.
         """
+        with self._fails_for_good():
+            self._close_latest()
+            if not self.is_drained:
+                self._passes.end_next(self.minibatches, self._powers)
         for minibatch in range(self._returned, self.minibatches):
             with self._fails_for_good():
                 self._close_latest()
@@ -222,6 +237,8 @@ class ContinuousRun:
         # Nothing is in flight: copies of shared parameters become equal, others are freed.
         with self._fails_for_good():
             self._close_latest()
+            if not self.is_drained:
+                self._passes.drop_next(self.minibatches)
             self._shared.agree(self.minibatches)
             self._links.finish()
             self._weights.drained()
@@ -309,14 +326,13 @@ class ContinuousRun:
 
     def _backward(self, minibatch: int) -> BackwardResult:
         """Run backward of a minibatch, unless it is one before the first in flight."""
-        # Begin to receive what this iteration and the next need of the stages behind.
-        for later in (minibatch, minibatch + 1):
-            if later in self._passes:
-                self._passes.begin_backward(later)
-                if self._pattern.completes(later):
-                    self._shared.begin_gradients(later)
-        if self._links.begins_ahead and minibatch >= self._returned:
+        # Begin to receive what this iteration and the next need of the stages behind, in the order
+        # in which they send it.
+        self._begin_gradients(minibatch)
+        if minibatch >= self._returned:
             self._values.begin(minibatch)
+        if self._begins_early:
+            self._begin_gradients(minibatch + 1)
         # Warm-up: nothing has come back.
         if minibatch < self._returned:
             self._latest = BackwardResult(None, False, None, is_open=False)
@@ -340,6 +356,13 @@ class ContinuousRun:
         if not completes:  # else they are sent after the update, with the norm of its gradients
             self._send_values(self._latest)
         return self._latest
+
+    def _begin_gradients(self, minibatch: int) -> None:
+        """Begin to receive the gradients of a minibatch, if it is in flight."""
+        if minibatch in self._passes:
+            self._passes.begin_backward(minibatch)
+            if self._pattern.completes(minibatch):
+                self._shared.begin_gradients(minibatch)
 
     def _send_values(self, result: BackwardResult) -> None:
         """Send the values of a result to the stage before, once."""
@@ -411,26 +434,34 @@ class MinibatchPasses:
         weight: float,
         payload: Callable[[], bytes] | None,
         kind: Hashable,
+        begins_next: bool,
     ) -> None:
         """Run forward of ``step(module, batch)`` with the `weights` for it.
 
         `powers` of norms, (stages,), take over those of the stages before, and travel with what is
-        sent. Other arguments are those of `ContinuousRun.advance`.
+        sent. With `begins_next` receives of the next minibatch begin before it is computed. Other
+        arguments are those of `ContinuousRun.advance`.
         """
         # What the step calls on this batch, and what this stage exchanges for it.
         (flow,) = self._staged.flows.of(step, [batch], kind=kind)
+        self._staged.links.check(pairs_of(range(self._links.num_stages), flow.crossings))
         self._staged.buffers.changed_by([flow])
         stage = self._links.stage
         flying = self._flying[minibatch] = _Flying(
             flow, StageTraffic.of_stage(stage, flow.crossings)
         )
+        # Receives begin in the order in which the stages before send.
+        self._shared.begin_weights(minibatch)
         received = self._inputs.receive(minibatch, flying.traffic, powers)
         self._shared.receive_weights(minibatch)
+        if begins_next:
+            self.begin_next(minibatch + 1, powers)
         # Stages before have done the iteration before this one, in which they used gradients.
         for earlier in range(stage):
             used = minibatch - self._lags[earlier]
             self._links.free_sent("gradients", earlier, before=used)
             self._links.free_sent("values", earlier, before=used)
+            self._links.free_sent("payloads", earlier, before=used)
             self._links.free_sent("shared gradients", earlier, before=used)
         # Compute with the weights of the rule, which stages that share parameters get too.
         run = partial(step, self._staged.module, batch)
@@ -446,6 +477,24 @@ class MinibatchPasses:
             flying.values = SideValues(
                 loss.detach().reshape(()), unknown, None if payload is None else payload()
             )
+
+    def begin_next(self, minibatch: int, powers: Tensor) -> None:
+        """Begin to receive what the forward pass of `minibatch`, the next one, needs."""
+        self._shared.begin_weights(minibatch)
+        self._inputs.begin_ahead(minibatch, powers)
+
+    def end_next(self, minibatch: int, powers: Tensor) -> None:
+        """Send what others have begun to receive for `minibatch`, before which the run is drained.
+
+        Nobody reads it.
+        """
+        self._shared.send_weights(minibatch)
+        self._inputs.end_ahead(minibatch, powers)
+
+    def drop_next(self, minibatch: int) -> None:
+        """Receive what the others have sent by `end_next`."""
+        self._shared.drop_weights(minibatch)
+        self._inputs.drop_ahead(minibatch)
 
     def begin_backward(self, minibatch: int) -> None:
         """Begin to receive the gradients for a minibatch in flight, if that is not done yet."""
@@ -519,18 +568,23 @@ class SharedParameters:
             )
 
     @torch.no_grad()
-    def receive_weights(self, minibatch: int, *, more_follow: bool = True) -> None:
-        """Write what the first stages have sent; begin to receive the next minibatch's weights."""
-        self._begin_weights(minibatch)
+    def receive_weights(self, minibatch: int) -> None:
+        """Write what the first stages have sent."""
+        self.begin_weights(minibatch)
         for first, parameters in sorted(self._followed.items()):
             given = self._links.receive("shared weights", first, minibatch)
             with unnoticed(parameters):
                 torch._foreach_copy_([p.detach() for p in parameters], given)
         self._begun.discard(("weights", minibatch))
-        if more_follow and self._links.begins_ahead:
-            self._begin_weights(minibatch + 1)
 
-    def _begin_weights(self, minibatch: int) -> None:
+    def drop_weights(self, minibatch: int) -> None:
+        """Leave out what the first stages have sent."""
+        for first in sorted(self._followed):
+            self._links.receive("shared weights", first, minibatch)
+        self._begun.discard(("weights", minibatch))
+
+    def begin_weights(self, minibatch: int) -> None:
+        """Begin to receive the weights of a forward pass, if that is not done yet."""
         if ("weights", minibatch) not in self._begun:
             self._begun.add(("weights", minibatch))
             for first, parameters in sorted(self._followed.items()):
@@ -580,7 +634,7 @@ class SharedParameters:
     def agree(self, minibatch: int) -> None:
         """Make all copies equal, once the last update is done; `minibatch` is the next one."""
         self.send_weights(minibatch)
-        self.receive_weights(minibatch, more_follow=False)
+        self.receive_weights(minibatch)
 
 
 def _spec(tensor: Tensor) -> LeafSpec:

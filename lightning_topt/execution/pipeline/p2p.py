@@ -1,43 +1,51 @@
 """Point-to-point layer of a pipeline: its ranks send each other tensors beside their computation.
 
     class               pipelines                  what travels
+    `RankLinks`         all                        tensors
     `MessageExchange`   with a flush after each    a `Message`: one tensor, known beforehand from
-                        step                       the schedule
+                        step; all evaluation       the schedule
     `StageLinks`        asynchronous               a parcel: the tensors of one minibatch
     `StageInputs`       on `StageLinks`            activations and their gradients, received ahead
     `ValueParcels`      on `StageLinks`            a minibatch's loss, gradient norms and payload
 
-Sends never block, and receives are begun early. Each kind of tensor and direction is a channel
-with a process group of its own: NCCL runs what two ranks exchange in one group in the order in
-which it is begun, and gloo needs no tags that way.
+Sends never block, and receives are begun early.
+
+[Note: links] A link leads from one rank to another, and is a process group of these two. What it
+carries arrives in the order in which it was sent, and is received in that order. NCCL runs what a
+rank begins in one group in order, and a send waits there until the other rank receives: in a group
+of more ranks, or of both directions, messages would wait for others that they have nothing to do
+with, and ranks for one another in a circle. Each group takes memory of the device, so there are
+links only where the plan's first step has messages. Those that other steps have besides (an
+evaluation that leaves out a stage, say) go through the group of the pipeline on gloo, and are
+errors on other backends.
 
 [Note: shapes ahead] An asynchronous stage begins to receive activations a minibatch ahead, before
 it knows their shapes. They are taken to be those of the last minibatch, where the last two had the
 same. Where they turn out to be others, the sender first sends something of the expected shapes,
-which is not used, and then the tensors themselves. Sender and receiver know the shapes of both, so
-they agree.
+which is not used, and then the tensors themselves. So it does where no minibatch follows. Sender
+and receiver know the shapes of both, so they agree.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_topt.communication.collectives import backend_of
 from lightning_topt.communication.rank_watch import PeerLostError
-from lightning_topt.communication.topology import own_group
-from lightning_topt.execution.pipeline.messages import Crossings, Message
+from lightning_topt.communication.topology import group_of
+from lightning_topt.execution.pipeline.messages import Crossings, Message, Pair
 from lightning_topt.graph.step_flow import LeafSpec, TensorRef
-from lightning_topt.schedules.schedules import Schedule
 
-ChannelT = TypeVar("ChannelT", bound=Hashable)
-LinkChannel = Literal["activations", "gradients", "values", "shared weights", "shared gradients"]
-_TO_LATER = ("activations", "shared weights")  # channels to later stages; the others lead back
+LinkChannel = Literal[
+    "activations", "gradients", "values", "payloads", "shared weights", "shared gradients"
+]
 UNKNOWN = -1.0  # power of a norm that nobody asked for; NaN is that of gradients which are NaN
 LEAST_BYTES = 1024  # room for a payload in every parcel; more once a payload was larger
 
@@ -52,8 +60,8 @@ class PendingTransfer(NamedTuple):
     what: object  # its text names the tensor in an error
 
 
-class _Channels(Generic[ChannelT]):
-    """Transfers between the `ranks` of one pipeline, with a process group for each channel.
+class RankLinks:
+    """Links between the ranks of one pipeline; see [Note: links].
 
     All waits end at the time limit of the run's groups, with a PeerLostError that names the other
     rank and what was expected of it.
@@ -62,56 +70,87 @@ class _Channels(Generic[ChannelT]):
     def __init__(
         self,
         pipelines: Sequence[Sequence[int]],
-        to_later: Mapping[ChannelT, bool],
+        pairs: Iterable[Pair],
         *,
+        rest: dist.ProcessGroup,
         rank: int,
         device: torch.device,
         names_stages: bool,
     ) -> None:
-        """Make the groups, and connect. A collective call of all ranks.
+        """Make the links, and connect. A collective call of all ranks.
 
         Args:
             pipelines: the ranks of each pipeline.
+            pairs: the places (sender, receiver) in the pipeline that a link leads between; the
+                same on all ranks of the run.
+            rest: the group of this rank's pipeline, for what has no link.
             rank: of this process in the run; one of the pipelines has it.
             device: of the tensors.
-            to_later: the channels in an order that is the same on all ranks, and whether each
-                leads to later places of the pipeline.
             names_stages: errors name stages beside ranks, since there is one on each.
         """
-        self.groups = {channel: own_group(pipelines) for channel in to_later}
         self.ranks = next(list(ranks) for ranks in pipelines if rank in ranks)
         self.place, self._device, self._names_stages = self.ranks.index(rank), device, names_stages
-        # NCCL connects two ranks when they first exchange something, so every pair exchanges one
-        # element now, in an order that is the same on all ranks.
-        for channel, group in self.groups.items():
-            for low in range(len(self.ranks)):
-                for high in range(low + 1, len(self.ranks)):
-                    sender, receiver = (low, high) if to_later[channel] else (high, low)
-                    token = torch.zeros(1, device=device)
-                    if self.place == sender:
-                        group.send([token], receiver, 0).wait()
-                    elif self.place == receiver:
-                        group.recv([token], sender, 0).wait()
+        self.pairs, self._rest = frozenset(pairs), rest
+        self.sends_wait = backend_of(device, rest) != "gloo"  # in line with other works
+        # By pair: the group, and the other's rank in it. In an order that is the same on all ranks.
+        self._ends: dict[Pair, tuple[dist.ProcessGroup, int]] = {}
+        for pair in sorted(self.pairs):
+            group = group_of([[ranks[place] for place in pair] for ranks in pipelines])
+            if group is not None:
+                (other,) = set(pair) - {self.place}
+                self._ends[pair] = group, dist.get_group_rank(group, self.ranks[other])
+        # NCCL connects two ranks when they first exchange something: so one element now.
+        for pair in self._ends:
+            token, none = torch.zeros(1, device=device), "the first message"
+            is_sender = pair[0] == self.place
+            self.wait(
+                self.send(pair[1], token, none)
+                if is_sender
+                else self._receive_into(token, pair[0], none)
+            )
 
     def receive(
-        self, channel: ChannelT, source: int, spec: LeafSpec, what: object
+        self, source: int, spec: LeafSpec, what: object, *, apart: bool = False
     ) -> PendingTransfer:
-        """Begin to receive a tensor as `spec` describes it."""
+        """Begin to receive a tensor as `spec` describes it; `apart`: not on the link."""
         # With the strides that the sender's tensor has: no copy on this side.
         buffer = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=self._device)
+        return self._receive_into(buffer, source, what, apart=apart)
+
+    def _receive_into(
+        self, buffer: Tensor, source: int, what: object, *, apart: bool = False
+    ) -> PendingTransfer:
+        group, other = self._end((source, self.place), source, apart=apart)
         try:
-            work = self.groups[channel].recv([_memory(buffer)], source, 0)
+            work = group.recv([_memory(buffer)], other, 0)
         except RuntimeError as error:
             self._fail(source, what, error, is_receive=True)
         return PendingTransfer(work, buffer, source, True, what)
 
-    def send(self, channel: ChannelT, target: int, tensor: Tensor, what: object) -> PendingTransfer:
-        """Begin to send a dense tensor."""
+    def send(
+        self, target: int, tensor: Tensor, what: object, *, apart: bool = False
+    ) -> PendingTransfer:
+        """Begin to send a dense tensor; `apart`: not on the link."""
+        group, other = self._end((self.place, target), target, apart=apart)
         try:
-            work = self.groups[channel].send([_memory(tensor)], target, 0)
+            work = group.send([_memory(tensor)], other, 0)
         except RuntimeError as error:
             self._fail(target, what, error, is_receive=False)
         return PendingTransfer(work, tensor, target, False, what)
+
+    def check(self, pairs: frozenset[Pair]) -> None:
+        """Raise ValueError, alike on all ranks, where messages between `pairs` might never come."""
+        if others := sorted(pairs - self.pairs) if self.sends_wait else []:
+            sender, receiver = others[0]
+            raise ValueError(
+                f"this step sends tensors from rank {sender} to rank {receiver} of the pipeline, "
+                "which the first one did not, and there is no link for them: stages must need "
+                "one another alike in all steps; give a plan without a pipeline otherwise"
+            )
+
+    def _end(self, pair: Pair, other: int, *, apart: bool) -> tuple[dist.ProcessGroup, int]:
+        """Return a group with the `other` place of the pipeline, and its rank in the group."""
+        return (self._rest, other) if apart or pair not in self._ends else self._ends[pair]
 
     def wait(self, transfer: PendingTransfer) -> None:
         """Block until the transfer is over."""
@@ -144,35 +183,8 @@ class _Channels(Generic[ChannelT]):
 class MessageExchange:
     """Exchanges the messages of a step's schedule with the other ranks of this rank's pipeline."""
 
-    def __init__(
-        self,
-        pipelines: Sequence[Sequence[int]],
-        schedule: Schedule,
-        *,
-        rank: int,
-        device: torch.device,
-    ) -> None:
-        """Connect with the ranks of that one of `pipelines` which `rank` of the run is in.
-
-        A collective call of all ranks.
-        """
-        # A channel is (of gradients, to a later rank). Activations go to later stages, which may
-        # be on earlier ranks; their gradients go the other way.
-        ranks = schedule.rank_of_stage
-        ups = {
-            first < second
-            for at, first in enumerate(ranks)
-            for second in ranks[at + 1 :]
-            if first != second
-        }
-        channels = sorted({(False, up) for up in ups} | {(True, not up) for up in ups})
-        self._channels = _Channels(
-            pipelines,
-            {channel: channel[1] for channel in channels},
-            rank=rank,
-            device=device,
-            names_stages=False,
-        )
+    def __init__(self, links: RankLinks) -> None:
+        self._links = links
         # Keys are ids of messages: to hash a message as a whole takes longer.
         self._receives: dict[int, PendingTransfer] = {}
         self._own: dict[int, Tensor] = {}  # from one stage of this rank to another
@@ -181,24 +193,21 @@ class MessageExchange:
     def begin(self, messages: Sequence[Message]) -> None:
         """Begin to receive."""
         for message in messages:
-            channel = message.is_gradient, message.sender < message.receiver
-            self._receives[id(message)] = self._channels.receive(
-                channel, message.sender, message.spec, message
-            )
+            self._receives[id(message)] = self._links.receive(message.sender, message.spec, message)
 
     def receive(self, message: Message) -> Tensor:
         """Return the tensor of `message`, once it is here."""
         if message.sender == message.receiver:
             return self._own.pop(id(message))
         transfer = self._receives.pop(id(message))
-        self._channels.wait(transfer)
+        self._links.wait(transfer)
         # The sender had used what came before it made this message, so those sends are over. Gloo
         # tells nobody, and their memory would stay: wait for them, which takes no time.
         if sends := self._sends.get(message.sender):
             kept = []
             for each in sends:
                 if each[0].used <= message.made:
-                    self._channels.wait(each[1])
+                    self._links.wait(each[1])
                 else:
                     kept.append(each)
             self._sends[message.sender] = kept
@@ -209,10 +218,7 @@ class MessageExchange:
         if message.sender == message.receiver:
             self._own[id(message)] = tensor
             return
-        channel = message.is_gradient, message.sender < message.receiver
-        transfer = self._channels.send(
-            channel, message.receiver, _laid_out(tensor, message.spec), message
-        )
+        transfer = self._links.send(message.receiver, _laid_out(tensor, message.spec), message)
         # The tensor must stay until it has arrived.
         self._sends.setdefault(message.receiver, []).append((message, transfer))
 
@@ -220,7 +226,7 @@ class MessageExchange:
         """Wait until all sends have arrived."""
         for sends in self._sends.values():
             for _, transfer in sends:
-                self._channels.wait(transfer)
+                self._links.wait(transfer)
         self._sends = {}
         assert not self._receives and not self._own, "a message that nobody waited for"
 
@@ -246,50 +252,26 @@ _Parcel = tuple[int, list[PendingTransfer]]  # the minibatch, a transfer for eac
 class StageLinks:
     """Links of this rank's `stage` to the other stages of an asynchronous pipeline.
 
-    There is one stage on each rank. Between two stages parcels (lists of tensors) travel in each
-    channel in the order in which they are sent, and their receives are begun in that order.
+    There is one stage on each rank. Parcels (lists of tensors) of all channels travel from one
+    stage to another in the order in which they are sent, and their receives are begun in that
+    order. Only payloads that have no room in their parcel come apart, in order among themselves.
+
+    Nothing else travels on the links while minibatches are in flight.
     """
 
-    def __init__(
-        self,
-        pipelines: Sequence[Sequence[int]],
-        *,
-        rank: int,
-        device: torch.device,
-        are_shared: bool = False,
-    ) -> None:
-        """Connect with the ranks of that one of `pipelines` which `rank` of the run is in.
-
-        A collective call of all ranks. `are_shared`: stages share parameters.
-        """
-        channels: list[LinkChannel] = [
-            each for each in get_args(LinkChannel) if are_shared or not each.startswith("shared")
-        ]
-        self._channels = _Channels(
-            pipelines,
-            {channel: channel in _TO_LATER for channel in channels},
-            rank=rank,
-            device=device,
-            names_stages=True,
-        )
-        self.stage, self.num_stages = self._channels.place, len(self._channels.ranks)
+    def __init__(self, links: RankLinks) -> None:
+        self._links = links
+        self.stage, self.num_stages = links.place, len(links.ranks)
         self._receives: dict[tuple[LinkChannel, int], deque[_Parcel]] = {}
         self._sends: dict[tuple[LinkChannel, int], deque[_Parcel]] = {}
-
-    @property
-    def begins_ahead(self) -> bool:
-        """Whether receives may be begun long before anything is sent.
-
-        Not with NCCL: its kernel would keep the device waiting.
-        """
-        return dist.get_backend(self._channels.groups["values"]) == "gloo"
 
     def begin(
         self, channel: LinkChannel, source: int, minibatch: int, specs: Sequence[LeafSpec]
     ) -> None:
         """Begin to receive the next parcel of stage `source`."""
         what = _ParcelName(channel, minibatch)
-        transfers = [self._channels.receive(channel, source, spec, what) for spec in specs]
+        apart = channel == "payloads"
+        transfers = [self._links.receive(source, spec, what, apart=apart) for spec in specs]
         self._receives.setdefault((channel, source), deque()).append((minibatch, transfers))
 
     def receive(self, channel: LinkChannel, source: int, minibatch: int) -> list[Tensor]:
@@ -297,7 +279,7 @@ class StageLinks:
         of_minibatch, transfers = self._receives[channel, source].popleft()
         assert of_minibatch == minibatch, (channel, source, of_minibatch, minibatch)
         for transfer in transfers:
-            self._channels.wait(transfer)
+            self._links.wait(transfer)
         return [transfer.tensor for transfer in transfers]
 
     def send(
@@ -312,7 +294,7 @@ class StageLinks:
         what, transfers = _ParcelName(channel, minibatch), []
         for number, tensor in enumerate(tensors):
             sent = tensor if specs is None else _laid_out(tensor, specs[number])
-            transfers.append(self._channels.send(channel, target, sent, what))
+            transfers.append(self._links.send(target, sent, what, apart=channel == "payloads"))
         self._sends.setdefault((channel, target), deque()).append((minibatch, transfers))
 
     def free_sent(self, channel: LinkChannel, target: int, before: int) -> None:
@@ -324,14 +306,14 @@ class StageLinks:
         sends = self._sends.get((channel, target))
         while sends and sends[0][0] < before:
             for transfer in sends.popleft()[1]:
-                self._channels.wait(transfer)
+                self._links.wait(transfer)
 
     def finish(self) -> None:
         """Wait until all sends have arrived."""
         for sends in self._sends.values():
             while sends:
                 for transfer in sends.popleft()[1]:
-                    self._channels.wait(transfer)
+                    self._links.wait(transfer)
 
     @property
     def held_bytes(self) -> int:
@@ -403,7 +385,7 @@ class StageInputs:
     def receive(
         self, minibatch: int, traffic: StageTraffic, powers: Tensor
     ) -> dict[TensorRef, Tensor]:
-        """Return what a forward pass needs, and begin to receive for the next one.
+        """Return what a forward pass needs.
 
         `powers`, (stages,), takes over those of the stages before.
         """
@@ -425,11 +407,15 @@ class StageInputs:
             if expected is not None and expected != shapes:
                 given = self.links.receive("activations", source, minibatch)
             found.update(zip((ref for ref, _ in tensors), given, strict=True))
-            # The next minibatch.
             history.add(shapes)
-            if (expected := self._expected(history)) is not None:
-                self.links.begin("activations", source, minibatch + 1, [*expected, *norms])
         return found
+
+    def begin_ahead(self, minibatch: int, powers: Tensor) -> None:
+        """Begin to receive for the next forward pass, that of `minibatch`."""
+        for source, history in self._from.items():
+            norms = [_spec_of_norms(powers)] if source == self.links.stage - 1 else []
+            if (expected := self._expected(history)) is not None:
+                self.links.begin("activations", source, minibatch, [*expected, *norms])
 
     def send(
         self,
@@ -453,17 +439,28 @@ class StageInputs:
                     "activations", target, minibatch, [*given, *norms], [*shapes, *specs]
                 )
             else:
-                unused = [
-                    torch.empty_strided(
-                        spec.shape, spec.stride, dtype=spec.dtype, device=powers.device
-                    )
-                    for spec in expected
-                ]
+                unused = _unused(expected, powers.device)
                 self.links.send(
                     "activations", target, minibatch, [*unused, *norms], [*expected, *specs]
                 )
                 self.links.send("activations", target, minibatch, given, shapes)
             history.add(shapes)
+
+    def end_ahead(self, minibatch: int, powers: Tensor) -> None:
+        """Send what was begun ahead for `minibatch`, which does not come now; nobody reads it."""
+        for target, history in self._to.items():
+            if (expected := self._expected(history)) is not None:
+                norms = [_spec_of_norms(powers)] if target == self.links.stage + 1 else []
+                unused = _unused([*expected, *norms], powers.device)
+                self.links.send("activations", target, minibatch, unused)
+        self._to = {}
+
+    def drop_ahead(self, minibatch: int) -> None:
+        """Receive what others have sent by `end_ahead`."""
+        for source, history in self._from.items():
+            if self._expected(history) is not None:
+                self.links.receive("activations", source, minibatch)
+        self._from = {}
 
     def begin_gradients(self, minibatch: int, traffic: StageTraffic) -> None:
         """Begin to receive the gradients of a minibatch's activations, if that is not done yet."""
@@ -495,9 +492,7 @@ class StageInputs:
 
     def _expected(self, history: _ShapeHistory) -> Shapes | None:
         """Return the shapes that the next minibatch is taken to have; None: nothing is begun."""
-        if not self.links.begins_ahead or history.last != history.before:
-            return None
-        return history.last
+        return history.last if history.last == history.before else None
 
 
 # ---- what travels back with a minibatch ----------------------------------------------------------
@@ -548,7 +543,8 @@ class ValueParcels:
         )
         # What had no room follows, and later parcels get more.
         if rest:
-            self.links.send("values", stage - 1, minibatch, [_bytes_tensor(rest).to(self.device)])
+            more = _bytes_tensor(rest).to(self.device)
+            self.links.send("payloads", stage - 1, minibatch, [more])
             self._room_sent = 1 << length.bit_length()
 
     def begin(self, minibatch: int) -> None:
@@ -573,8 +569,8 @@ class ValueParcels:
             payload = parcel[self._head :].cpu().numpy().tobytes()[:length]
         # The sender sent the rest after it, and gives the next parcel more room, as this side does.
         if length > room:
-            self.links.begin("values", source, minibatch, [_spec_of_bytes(length - room)])
-            (rest,) = self.links.receive("values", source, minibatch)
+            self.links.begin("payloads", source, minibatch, [_spec_of_bytes(length - room)])
+            (rest,) = self.links.receive("payloads", source, minibatch)
             payload = (payload or b"") + rest.cpu().numpy().tobytes()
             self._room_begun = 1 << length.bit_length()
         return SideValues(numbers[0].to(torch.get_default_dtype()), numbers[2:].clone(), payload)
@@ -601,6 +597,14 @@ def _laid_out(tensor: Tensor, spec: LeafSpec) -> Tensor:
     return torch.empty_strided(
         spec.shape, spec.stride, dtype=spec.dtype, device=tensor.device
     ).copy_(tensor)
+
+
+def _unused(specs: Iterable[LeafSpec], device: torch.device) -> list[Tensor]:
+    """Return tensors that nobody reads."""
+    return [
+        torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
+        for spec in specs
+    ]
 
 
 def _with_gradients(tensors: Format) -> Format:

@@ -21,6 +21,7 @@ import pickle
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +33,14 @@ from lightning_topt.communication.collectives import travel_device
 from lightning_topt.communication.rank_watch import PeerLostError
 from lightning_topt.execution.applied_techniques import AppliedTechniques
 from lightning_topt.execution.gathered_state import load_module_state, module_state
-from lightning_topt.execution.pipeline.messages import Message, ProgramStep
-from lightning_topt.execution.pipeline.p2p import MessageExchange
+from lightning_topt.execution.pipeline.messages import (
+    Crossings,
+    Message,
+    Pair,
+    ProgramStep,
+    pairs_of,
+)
+from lightning_topt.execution.pipeline.p2p import MessageExchange, RankLinks
 from lightning_topt.execution.pipeline.random_order import OneStageOrder, RandomOrder
 from lightning_topt.execution.pipeline.stage_gradients import StageExchanges, StageNorms
 from lightning_topt.execution.pipeline.stage_layout import (
@@ -95,8 +102,16 @@ class PipelineRun:
             first.flow, first.stage_of_call, module, rank_of_stage=ranks
         )
         # Connect, and keep the parameters that the stages of this rank need.
-        pipelines = plan.mesh.groups_along(plan.mesh.pipeline_axes)
-        self._peers = MessageExchange(pipelines, self.schedule, rank=dist.get_rank(), device=device)
+        is_asynchronous = self.lag_per_hop is not None
+        self.links = RankLinks(
+            plan.mesh.groups_along(plan.mesh.pipeline_axes),
+            linked_ranks(self.layout, first.crossings, is_asynchronous=is_asynchronous),
+            rest=self.groups.pipeline_group,
+            rank=dist.get_rank(),
+            device=device,
+            names_stages=is_asynchronous,
+        )
+        self._peers = MessageExchange(self.links)
         self._originals = dict(module.named_parameters())
         self.non_local = place_parameters(module, self.layout, self.groups, device=device)
         self.buffers = StageBuffers(module, self.layout, self.groups)
@@ -279,6 +294,8 @@ class PipelineRun:
             )
         # the same on all ranks, so that each message that one sends another one awaits
         schedule = self._programs.schedule(len(microbatches), backward=factors is not None)
+        for flow in set(flows):
+            self.links.check(pairs_of(schedule.rank_of_stage, flow.crossings))
         program = self._programs.program(schedule, flows, rank=self.groups.rank)
         passes = [flow.passes for flow in flows]
         try:
@@ -395,6 +412,20 @@ class PipelineRun:
         self.non_local.restore()
         for each, group in self._averaged:
             each.process_group = group
+
+
+def linked_ranks(
+    layout: StageLayout, crossings: Crossings, *, is_asynchronous: bool
+) -> frozenset[Pair]:
+    """Return the ranks of a pipeline (sender, receiver) that exchange something in steps."""
+    pairs = pairs_of(layout.rank_of_stage, crossings)
+    if is_asynchronous:  # stages pass on norms and values, and parameters that they share
+        pairs |= frozenset(pairwise(layout.rank_of_stage))
+        for name in frozenset[str]().union(*layout.parameters):
+            first, *others = layout.holders(name)
+            pairs |= {(first, other) for other in others}
+    # gradients may come back, from later on where parameters are frozen now
+    return pairs | {(receiver, sender) for sender, receiver in pairs}
 
 
 # ---- actions -------------------------------------------------------------------------------------

@@ -1,0 +1,144 @@
+"""Short trainings of every kind where works wait for one another as over NCCL."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.equality import Comparison, cell, compare
+from benchmarks.pipelines import equality as pipelines
+from benchmarks.tensor import equality as tensors
+from lightning_topt.communication import PowerSGD, TopK
+from tests.communication import exchange_ranks
+from tests.communication import test_local_steps as local
+from tests.execution import test_engine as engines
+from tests.execution.pipeline import test_continuous_run as continuous
+from tests.execution.pipeline.continuous_training import Outcome, train_all
+from tests.execution.pipeline.one_process import Twin
+from tests.launch import run_ranks
+from tests.nccl_twin import TWIN
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SECONDS = 40  # of a wait; what hangs is an error then
+
+# model and plan
+PIPELINES = {
+    "U-Net": "zbv 4",
+    "GPT, dropout": "interleaved_zero_bubble 4",
+    "ResNet": "1f1b 2 x data 2",
+}
+TENSORS = {"ViT": "ZeRO-2 x tensor 2 + accumulation + clipping", "conv": "tensor 4"}
+CONTINUOUS = ("4 tied", "4 multistep", "4 stash late")
+SHARDED = ("zero1", "mixed-sharded")
+
+
+def test_works_of_a_group_run_in_order_and_sends_wait_for_receives() -> None:
+    found = run_ranks(in_order, 2, backend=TWIN, timeout_seconds=SECONDS)
+    for is_early, received, error in found:
+        assert not is_early and received == 7.0
+        assert error
+    assert any("imed out" in error for _, _, error in found)
+
+
+def in_order(rank: int) -> tuple[bool, float, str]:
+    """A send that is received late, and two that stand behind receives of one another."""
+    other, tensor = 1 - rank, torch.full((1,), 7.0 * (1 - rank))
+    is_early, error = False, ""
+    if rank == 0:
+        work = dist.isend(tensor, other)
+        time.sleep(0.2)
+        is_early = work.is_completed()
+        work.wait()
+    else:
+        time.sleep(0.4)
+        dist.recv(tensor, other)
+    dist.barrier()
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    works = [dist.irecv(torch.empty(1), other, group), dist.isend(tensor, other, group)]
+    try:
+        works[-1].wait()
+    except RuntimeError as raised:
+        error = str(raised)
+    return is_early, float(tensor), error
+
+
+def on_four_ranks(rank: int) -> tuple[Any, ...]:
+    return (
+        compared(rank, pipelines.COMPARISON, {p.name: p for p in pipelines.PLANS}, PIPELINES),
+        compared(rank, tensors.COMPARISON, {p.name: p for p in tensors.PLANS}, TENSORS),
+        train_all(rank, [continuous.AS_ONE_PROCESS[name] for name in CONTINUOUS]),
+    )
+
+
+def compared(
+    rank: int, comparison: Comparison[Any, Any], plans: dict[str, Any], names: dict[str, str]
+) -> list[tuple[str, str, Any]]:
+    cases = [(plans[plan], model) for model, plan in names.items()]
+    return list(compare(rank, comparison=comparison, cases=cases))
+
+
+@pytest.fixture(scope="module")
+def four() -> list[tuple[Any, ...]]:
+    return run_ranks(on_four_ranks, 4, timeout_seconds=SECONDS, backend=TWIN)
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_pipelines_and_tensor_groups_are_one_process(
+    kind: int, four: list[tuple[Any, ...]]
+) -> None:
+    found = four[0][kind]
+    assert len(found) == len((PIPELINES, TENSORS)[kind])
+    for name, model, value in found:
+        text = cell(value)
+        assert text[0].isdigit() and "**" not in text, (name, model, value)
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_asynchronous_pipelines_are_one_process(name: str, four: list[tuple[Any, ...]]) -> None:
+    expected = Twin(continuous.AS_ONE_PROCESS[name]).run()
+    found: Outcome = four[0][2][CONTINUOUS.index(name)]
+    assert found.losses.keys() == expected.losses.keys()
+    continuous.close(found.state, expected.state)
+
+
+def on_two_ranks(rank: int) -> tuple[Any, ...]:
+    steps = []
+    for method in (PowerSGD(rank=2), TopK(density=0.1)):
+        ddp, exchange = exchange_ranks.wrap(method)
+        for _ in exchange_ranks.train(ddp, rank=rank, steps=range(4)):
+            steps.append(1)
+        exchange_ranks.assert_equal_on_all_ranks(ddp)
+        exchange.close()
+    return (
+        [engines.train(rank, engines.PLANS[name], "adamw") for name in SHARDED],
+        len(steps),
+    )
+
+
+def test_sharded_plans_and_compression_with_its_thread() -> None:
+    losses, state, _ = engines.one_process(engines.OPTIMIZERS["adamw"])
+    for plans, steps in run_ranks(on_two_ranks, 2, timeout_seconds=SECONDS, backend=TWIN):
+        assert steps == 8
+        for of_rank, _, _, released, _ in plans:
+            assert of_rank == pytest.approx(losses, rel=1e-5)
+            engines.assert_close(released, state)
+
+
+def test_local_steps_are_one_process() -> None:
+    options = {"every": 2, "density": 0.2}
+    ranks = run_ranks(
+        local._train,
+        local.WORLD_SIZE,
+        options,
+        timeout_seconds=SECONDS,
+        backend=TWIN,
+    )
+    theta, _ = local._twin(**options)
+    for parameters, _, _ in ranks:
+        for name, value in parameters.items():
+            torch.testing.assert_close(value, theta[name].detach().float(), rtol=0.0, atol=2e-6)

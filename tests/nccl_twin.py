@@ -1,0 +1,206 @@
+"""A backend for tests on the CPU whose groups order their works as NCCL's do.
+
+    run_ranks(function, 4, backend=TWIN)
+
+Each group has a thread that runs what its rank has begun, one work after the other: collectives,
+sends and receives alike. A send ends once its receive has begun, as gloo's do. What belongs
+together (`batch_isend_irecv`) is one work. A group is taken for another backend than gloo, so that
+the package does what it does on NCCL. Ranks that wait for one another in a circle get an error
+within the group's time limit.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TWIN = "nccl_twin"
+WORKS = (
+    "allreduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "reduce",
+    "barrier",
+    "gather",
+    "scatter",
+    "alltoall",
+    "alltoall_base",
+    "all_to_all_single",
+    "allgather",
+    "allgather_coalesced",
+    "_allgather_base",
+    "all_gather_single",
+    "allgather_into_tensor_coalesced",
+    "all_gather_single_coalesced",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single_coalesced",
+    "send",
+    "recv",
+)
+
+
+class TwinWork(dist.Work):
+    """A work in the queue of its group."""
+
+    def __init__(self, run: Callable[[], Any], outputs: Any, limit: float) -> None:
+        super().__init__()
+        self.run, self.outputs, self._limit = run, outputs, limit
+        self.error: Exception | None = None
+        self._over = threading.Event()
+        self._future: torch.futures.Future[Any] = torch.futures.Future()
+
+    def end(self, error: Exception | None) -> None:
+        """Let those go on who wait."""
+        self.error = error
+        self._over.set()
+        if error is None:
+            self._future.set_result(self.outputs)
+        else:
+            self._future.set_exception(error)  # type: ignore[arg-type]
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until it is over. Raises RuntimeError where it failed or comes to no end."""
+        if not self._over.wait(self._limit):
+            raise RuntimeError("ProcessGroup: a work did not end in time")
+        if self.error is not None:
+            raise RuntimeError(f"ProcessGroup: {self.error}") from self.error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is over."""
+        return self._over.is_set()
+
+    def is_success(self) -> bool:
+        """Whether it is over without an error."""
+        return self._over.is_set() and self.error is None
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """The future of its outputs."""
+        return self._future
+
+
+class TwinGroup(dist.ProcessGroup):
+    """A group of ranks whose works run in the order in which they are begun."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._limit, self._name = timeout.total_seconds(), ""
+        gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        self.inner = dist.ProcessGroup(store, rank, size)
+        self.inner._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self.inner._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        self._queue: queue.SimpleQueue[TwinWork | None] = queue.SimpleQueue()
+        self._broken: Exception | None = None
+        self._thread = threading.Thread(target=self._work, name="nccl-twin", daemon=True)
+        self._thread.start()
+
+    def getBackendName(self) -> str:
+        """The name."""
+        return TWIN
+
+    @property
+    def group_name(self) -> str:
+        """What torch calls the group."""
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:
+        """The same for C++."""
+        return self._name
+
+    def begin(self, run: Callable[[], Any], outputs: Any) -> TwinWork:
+        """Put a work into the queue."""
+        work = TwinWork(run, outputs, self._limit + 5)
+        self._queue.put(work)
+        return work
+
+    def _work(self) -> None:
+        while (work := self._queue.get()) is not None:
+            error = self._broken
+            try:
+                if error is None:
+                    work.run()
+            except Exception as raised:
+                # one work that does not end is the end of a communicator
+                error = self._broken = raised
+            work.run = _nothing
+            work.end(error)
+
+    def shutdown(self) -> None:
+        """End the thread, after what has begun."""
+        self._queue.put(None)
+        self._thread.join(timeout=self._limit)
+        self.inner.shutdown()
+
+
+def _nothing() -> None:
+    """Hold no tensors."""
+
+
+def _work_of(name: str) -> Callable[..., TwinWork]:
+    """The method of `TwinGroup` that begins this kind of work."""
+
+    def method(self: TwinGroup, *args: Any, **kwargs: Any) -> TwinWork:
+        given = [*args, *kwargs.values()]
+        # gloo takes no averages
+        averaged = next(
+            (each for each in given if getattr(each, "reduceOp", None) == dist.ReduceOp.AVG), None
+        )
+        if averaged is not None:
+            averaged.reduceOp = dist.ReduceOp.SUM
+
+        def run() -> None:
+            work = getattr(self.inner, name)(*args, **kwargs)
+            if work is not None:
+                work.wait()
+            if averaged is not None:
+                for tensor in outputs:
+                    tensor.div_(self.size())
+
+        first = args[0] if args and not hasattr(args[0], "timeout") else []
+        outputs = [first] if isinstance(first, torch.Tensor) else list(first)
+        return self.begin(run, outputs)
+
+    return method
+
+
+for _name in WORKS:
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(TwinGroup, _name, _work_of(_name))
+
+
+def _batch(operations: Sequence[dist.P2POp]) -> list[Any]:
+    """`batch_isend_irecv` of twins: all begin at once and are one work."""
+    group = operations[0].group
+    if group is None:
+        group = dist.group.WORLD
+    if not isinstance(group, TwinGroup):
+        return _of_torch(list(operations))
+
+    def run() -> None:
+        works = [
+            (group.inner.send if each.op is dist.isend else group.inner.recv)(
+                [each.tensor], each.group_peer, each.tag
+            )
+            for each in operations
+        ]
+        for work in works:
+            work.wait()
+
+    return [group.begin(run, [each.tensor for each in operations])]
+
+
+_of_torch = dist.batch_isend_irecv
+dist.batch_isend_irecv = _batch
+dist.Backend.register_backend(TWIN, TwinGroup, devices=["cpu"])

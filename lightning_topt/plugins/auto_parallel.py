@@ -59,10 +59,12 @@ class AutoParallelStrategy(DDPStrategy):
         objective: ``"time"`` (fastest step within the limit) or ``"memory"`` (least memory). None:
             time, where it can be planned. Beside a plan that is not searched ``"memory"`` gives
             freed memory back to the system, and chooses nothing, as a warning says.
-        plan: run this plan instead of searching: a `ParallelPlan`, a plan file, a mapping, or the
-            name of a uniform plan: ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"``, ``"tensor"``,
-            ``"pipeline"``, each also with ``"+recompute"``. A mapping such as ``{"mesh": {"data":
-            2, "tensor": 4}}`` searches on that mesh; beside one with an axis ``"pipeline"`` it may
+        plan: run this plan instead of searching: a `ParallelPlan`, a plan file, a mapping, or a
+            name: ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"``, ``"hybrid_zero2"``,
+            ``"hybrid"``, ``"tensor"``, ``"tensor_sequence"``, ``"context"``, ``"tensor_2d"``,
+            ``"tensor_3d"``, ``"pipeline"``, each also with ``"+recompute"``; zero2, zero3 and the
+            hybrids also with ``"+bf16_gathers"``. A mapping such as ``{"mesh": {"data": 2,
+            "tensor": 4}}`` searches on that mesh; beside one with an axis ``"pipeline"`` it may
             give ``"stages"``, ``"schedule"`` and ``"num_microbatches"``. Ranks along a tensor axis
             get the same samples, unless the plan has microbatches, and so do those along a
             pipeline.
@@ -72,9 +74,9 @@ class AutoParallelStrategy(DDPStrategy):
             model does not see.
         allow_compression: whether a plan, searched or given, may exchange gradients compressed:
             another training, whose time per step is predicted, not its time to a given loss. True:
-            searches top-k (1 %) and bf16 too. A method such as ``TopK(density=0.001)``, a name, a
-            mapping such as ``{"method": "topk", "density": 0.001}``, or a list of these: searches
-            those.
+            searches bf16, top-k (1 %) and top-k in 2 bits too, those that hold for the optimizer
+            (docs/compression.md). A method such as ``TopK(density=0.001)``, a name, a mapping such
+            as ``{"method": "topk", "density": 0.001}``, or a list of these: searches those.
         allow_staleness: whether a plan with stages, searched on a mesh or given, may be a pipeline
             that never flushes: passes compute with weights that miss some updates. True, or the
             rule that predicts them, such as ``"spectrain"``.
@@ -92,13 +94,13 @@ class AutoParallelStrategy(DDPStrategy):
             `memory_limit`, or with the objective ``"memory"``, a plan may make gradients views of
             its buckets; ``gradient_as_bucket_view=False`` forbids that.
 
-    On a device whose memory could not hold the whole module, planning comes before the module gets
-    there: data loaders are then built, and a batch is read, when the fit is set up. After an
-    exception a module that ran sharded keeps its parameters in shards; load a checkpoint into a new
-    one. Manual optimization runs as ``ddp`` does (one plan, no search); it refuses `memory_limit`
-    and other plans. Attributes, once a plan is decided: `parallel_plan`, `planned_by`
-    (``"search"``, ``"given"``, or why it is ``ddp``), `planning_seconds`, and on rank 0 `planning`
-    (the frontier) when there was a search. Raises ValueError for wrong options. Where
+    Where an accelerator, or the `memory_limit` on it, could not hold the parameters twice, planning
+    comes before the module gets there: data loaders are then built, and a batch is read, when the
+    fit is set up. After an exception a module that ran sharded keeps its parameters in shards; load
+    a checkpoint into a new one. Manual optimization runs as ``ddp`` does (one plan, no search); it
+    refuses `memory_limit` and other plans. Attributes, once a plan is decided: `parallel_plan`,
+    `planned_by` (``"search"``, ``"given"``, or why it is ``ddp``), `planning_seconds`, and on rank
+    0 `planning` (the frontier) when there was a search. Raises ValueError for wrong options. Where
     `memory_limit`, `objective` or `plan` was given, rank 0 raises `NoPlanFitsError` when no plan
     meets the limit, and `CaptureError` when the module cannot be captured; the others raise
     `RemotePlanningError` with its message. Without any of them DDP goes on, with a warning.

@@ -9,8 +9,9 @@ captures and searches; all ranks measure.
                              or for the blocks of the captured step, where an unsharded one might
                              not fit (`PlanRequest.begins_as_one_block`)
     a mesh, stages           searched on that mesh (`search_mesh`, `_pipeline`)
-    no plan                  searched (`default_search`), where DDP might break the memory limit, or
-                             need more than the device has (`PlanRequest.may_shard_for_memory`)
+    no plan                  searched (`default_search`), where DDP might break the memory limit (on
+                             accelerators: any), or need more than the device has
+                             (`PlanRequest.may_shard_for_memory`)
 
 Every other fit without a plan is planned from its first real steps: see `watched_planning`. Which
 fit is planned when is the table in `plan_request`.

@@ -11,10 +11,10 @@
 apart. Sharded plans gather and free buffers of many sizes all the time. Without
 `return_freed_memory` a GPT of 50 M parameters under ZeRO-3 on two ranks kept 1.39 GB resident where
 its live tensors need 0.87 GB, and ZeRO-3 held more than plain DDP. Returning memory costs page
-faults when it is taken again, so it is switched on only where a memory limit is to be kept. Which
-blocks go back decides how much stays. Of a ResNet of 11 M parameters under ZeRO-3, whose live
-tensors need about 150 MiB, 305 MiB stayed with glibc's own rule, 170 with blocks of 1 MiB and more,
-155 with 256 KiB, 152 with 64 KiB.
+faults when it is taken again. It is on only under a memory limit, the objective "memory", and plans
+with sharded gradients, tensor axes, stages or recomputation. Which blocks go back decides how much
+stays. Of a ResNet of 11 M parameters under ZeRO-3, whose live tensors need about 150 MiB, 305 MiB
+stayed with glibc's own rule, 170 with blocks of 1 MiB and more, 155 with 256 KiB, 152 with 64 KiB.
 """
 
 from __future__ import annotations

@@ -5,5 +5,6 @@ units             quantities with units, to floats and back
 once              results kept by the identity of an object
 forked_call       a function in a forked copy of this process
 own_files         files that other users cannot have made or changed
+lazy_names        public names imported at first use
 jit               kernels compiled by Numba
 """

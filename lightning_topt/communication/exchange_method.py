@@ -16,12 +16,14 @@ that averages gradients has, with `methods/half.py` as the shortest example:
     METHODS in                            the contract: among others, the first step is the exact
       tests/communication/test_methods.py   mean (`CompressedMethod`), and states go on alike
     docs/compression.md                   when to choose it, what it sends, what was measured
+    docs/schemas.md                       its name and options in plan files
     __init__ of the package, and of       its class among the public names
       `communication`
 
 Strategies and plans then take it by its name. ``allow_compression=True`` searches nothing but
 `plugins.plan_request.default_candidates`, and under Adam those of them alone whose
-`steps_under_adam` the training has; other methods are searched where they are named.
+`steps_under_adam` the training has; other methods are searched where they are named. A method that
+averages parameters is a `local_sgd.LocalMethod`; `methods/local_steps.py` is the example.
 
 What the exchange of one bucket takes is its `Work`: passes over memory, collectives and bytes held,
 no seconds. The formulas are in the `work` of each method. Their letters: n gradient elements, s

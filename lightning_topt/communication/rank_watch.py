@@ -7,8 +7,9 @@ store, and those that do not are named in a `PeerLostError`. Two signers:
   Lightning's own ddp): one thread on each rank answers for it. The main thread may
   be anywhere when another rank's collective fails: in a collective itself, in a long step, in the
   user's code. The thread reads the store once a second, over a connection of its own, and answers
-  whatever the main thread does; a process that is killed or stopped does not. No rank is asked
-  before something fails.
+  whatever the main thread does; a process that is killed or stopped does not. On gloo no rank is
+  asked before something fails. Calls of other backends may not raise: there each watch follows the
+  beat of the next rank, and logs its silence.
 - `PeerMonitor`, for an exchange that polls anyway (`exchange_worker`, `local_sgd`,
   `optim.reduce_scatter`): its own worker signs in, no thread.
 

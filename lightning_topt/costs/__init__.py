@@ -4,6 +4,7 @@ In seconds and bytes. The way through this folder:
 
     the machines    cluster, failures; measured by calibrate, timers, measurements
     one operator    compute (kernels), communication (collectives), exchange_model (compressed)
-    one step        training_step, with segments, lifetimes, sizes and optimizer
-    the search      chain_table, stage_table, cost_table
+    one step        training_step, with segments, lifetimes, sizes, optimizer and
+                    reserved_memory (CUDA)
+    the search      chain_table, stage_table, schedule_rates, cost_table
 """

@@ -14,6 +14,12 @@ Sharding puts other Parameter objects into the module: code that reads parameter
 between the steps would see shards (`code_names`), and whoever else holds a Parameter would go on
 with the old one (`held_parameters`). A step that another rank runs as well must be the same there,
 and must leave nothing behind.
+
+A new reason is an entry of `REQUIREMENTS`. It has a test in `tests/plugins` (SHARDED:
+`test_whole_parameters`, CONTINUOUS: `test_continuous_care`, others: `test_own_batches`) and a word
+in docs/auto_parallel.md or docs/pipelines.md. Other reasons are elsewhere: why steps are not
+watched (`watched_steps.why_not_watched`), blocks not recomputed
+(`graph.blocks.why_not_recomputed`), steps not cut (`default_search.why_not_cut`).
 """
 
 from __future__ import annotations
@@ -93,7 +99,10 @@ _WATCHERS = frozenset({"wandb", "comet_ml", "neptune", "clearml", "aim"})
 
 @dataclass
 class Fit:
-    """What requirements look at, once the module is on its device and the optimizers exist.
+    """What requirements look at.
+
+    Parameters may be on the host or without values yet, and there may be no optimizers (`topt
+    plan`, a fit that is sharded before its module is on the device).
 
     Args:
         trainer: whose fit it is.

@@ -11,13 +11,14 @@ receives are not among the actions: they follow from the rank of each stage and 
 need of one another (`check.Edges`). P is the number of ranks, M that of microbatches.
 
 The module has the data types, `make_schedule`, one builder per kind of schedule, and at its end
-the table `SCHEDULES`. A new schedule has a builder and an entry there, and, each asked for by a
-test:
+the table `SCHEDULES`. A new schedule has a builder, a rule in `_RULES`, and (the first three are
+asked for by tests):
 
     costs/schedule_rates.py                 its rates, without which it cannot be searched
     conf/schedule/NAME.yaml                 its name on the command line
     benchmarks/pipelines/equality.py        plans under it, compared with one process
     docs/pipeline_schedules.md              when to choose it
+    docs/pipelines.md, `PipelineStrategy`   its name
 
 Continuous schedules (`CONTINUOUS_SCHEDULES`) run without flush: they update after
 a few minibatches while others are in flight. `forward_schedule` is for evaluation.

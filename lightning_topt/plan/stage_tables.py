@@ -30,6 +30,7 @@ from lightning_topt.basics.once import once_per_object
 from lightning_topt.costs.cluster import Cluster, Link
 from lightning_topt.costs.communication import Group, estimate_collective_seconds
 from lightning_topt.costs.cost_table import Array
+from lightning_topt.costs.reserved_memory import COMMUNICATOR_BYTES, CUBLAS_BYTES
 from lightning_topt.costs.schedule_rates import ScheduleRates, rates_of
 from lightning_topt.costs.sizes import parameter_bytes
 from lightning_topt.costs.stage_table import (
@@ -407,7 +408,13 @@ def fixed_costs(blocks: StageBlocks, shape: PipelineShape) -> tuple[float, float
     seconds = (
         (2 + shape.splits_backward) * PASS_SECONDS * (shape.num_stages * rates.lead + rates.load)
     )
-    process = blocks.step.cluster.device.process_bytes
+    device = blocks.step.cluster.device
+    process = device.process_bytes
+    # on CUDA a workspace, and communicators: two links of a rank at an end, four of others, the
+    # pipeline's and the step's, and one for each other axis
+    if device.caching_allocator:
+        groups = (2 if shape.pipeline == 2 else 4) + 2 + (shape.data > 1) + (shape.tensor > 1)
+        process += CUBLAS_BYTES + groups * COMMUNICATOR_BYTES
     # threads and connections of a pipeline on CPUs
     if blocks.step.on_gloo and shape.num_microbatches > 1:
         process += STAGES_BYTES

@@ -205,7 +205,7 @@ class PlanCosts:
         # an exchange changes nothing of it that counts
         step, known = self.step, _known_unused(self.step.graph)
         given = step.mesh, step.batch_size, step.num_microbatches, step.gradient_views
-        key = *given, step.optimizer.name, config.storage, config.recompute
+        key = *given, step.narrow, step.optimizer.name, config.storage, config.recompute
         if key not in known:
             configs = {}
             for block in self.step.graph.blocks:

@@ -105,7 +105,9 @@ class PipelineRun:
         is_asynchronous = self.lag_per_hop is not None
         self.links = RankLinks(
             plan.mesh.groups_along(plan.mesh.pipeline_axes),
-            linked_ranks(self.layout, first.crossings, is_asynchronous=is_asynchronous),
+            _of_every_rank(
+                linked_ranks(self.layout, first.crossings, is_asynchronous=is_asynchronous)
+            ),
             rest=self.groups.pipeline_group,
             rank=dist.get_rank(),
             device=device,
@@ -426,6 +428,16 @@ def linked_ranks(
             pairs |= {(first, other) for other in others}
     # gradients may come back, from later on where parameters are frozen now
     return pairs | {(receiver, sender) for sender, receiver in pairs}
+
+
+def _of_every_rank(pairs: frozenset[Pair]) -> frozenset[Pair]:
+    """Return the pairs of all ranks of the run together. Collective.
+
+    Each replica of the pipeline traced its own microbatch, and what crosses may depend on values.
+    """
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, sorted(pairs))
+    return frozenset(tuple(pair) for own in found for pair in own)
 
 
 # ---- actions -------------------------------------------------------------------------------------

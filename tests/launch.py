@@ -80,8 +80,8 @@ def run_ranks(
                     queue,
                     connected,
                     timeout_seconds,
-                    backend,
                     args,
+                    backend,
                 ),
                 daemon=True,
             )
@@ -121,7 +121,7 @@ def _wait(queue: Any, ranks: Sequence[Any], results: Mapping[int, Any], seconds:
 
 
 def _rank(  # type: ignore[no-untyped-def]
-    function, rank, world_size, store, queue, connected, timeout_seconds, backend, args
+    function, rank, world_size, store, queue, connected, timeout_seconds, args, backend="gloo"
 ):
     torch.set_num_threads(1)
     # a test in this process may have had a mesh of a fake group: its rank would be taken for this

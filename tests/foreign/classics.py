@@ -199,7 +199,7 @@ class Dqn(L.LightningModule):
         return torch.optim.Adam(self.net.parameters(), lr=1e-2)
 
     def train_dataloader(self) -> Any:
-        return DataLoader(Replay(self.buffer, 16), batch_size=4)
+        return DataLoader(Replay(self.buffer, 32), batch_size=4)
 
 
 @program()

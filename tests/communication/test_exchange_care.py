@@ -269,7 +269,7 @@ def test_dead_peer_is_named(method, shape, dead, tmp_path):
     context = mp.get_context("fork")
     world_size = shape[0] * shape[1]
     shared = (str(tmp_path / "store"), context.SimpleQueue(), context.Barrier(world_size))
-    args = (world_size, *shared, 20, (method, shape, dead, str(tmp_path)))
+    args = (world_size, *shared, 60, (method, shape, dead, str(tmp_path)))
     ranks = [
         context.Process(target=_rank, args=(dies, rank, *args), daemon=True)
         for rank in range(world_size)
@@ -277,7 +277,7 @@ def test_dead_peer_is_named(method, shape, dead, tmp_path):
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(timeout=40)
+        process.join(timeout=120)
         process.kill()
     for rank in set(range(world_size)) - {dead}:
         message = (tmp_path / str(rank)).read_text()

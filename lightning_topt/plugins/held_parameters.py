@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 import types
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -185,7 +185,9 @@ def _first_owner(links: list[_Link], module: nn.Module) -> str | None:
             if owner := _owner(link, tree) or (height == MAX_LEVELS and type(link.value).__name__):
                 while link.below is not None:
                     link = link.below
-                return f"{owner} holds parameter {names[id(link.value)]!r}"
+                # Not all that an overridden `parameters` yields has a name.
+                name = names.get(id(link.value), type(link.value).__name__)
+                return f"{owner} holds parameter {name!r}"
         seen |= {id(link.value) for link in links}
         links = _holders(links, seen)
     return None
@@ -205,7 +207,8 @@ def _owner(link: _Link, tree: dict[int, str]) -> str | None:
         is_class = isinstance(value, type)
         return f"class {value.__name__}" if is_class else f"function {value.__qualname__}"
     # Who can step an optimizer again counts: that of an earlier fit is Lightning's alone.
-    if isinstance(value, Optimizer) or kind.__module__ in _CONTAINERS:
+    is_container = isinstance(value, dict | list | tuple | set | frozenset | deque)
+    if isinstance(value, Optimizer) or is_container or kind.__module__ in _CONTAINERS:
         return None
     # Through its dictionary, if it has one.
     values, below = getattr(value, "__dict__", {}), link.below

@@ -291,7 +291,7 @@ def _unpackable(fit: Fit) -> str | None:
     try:
         check_packs(fit.batch)
     except Exception as error:
-        return str(error)
+        return str(error) or type(error).__name__
     return None
 
 

@@ -427,8 +427,8 @@ class Snippets(Net):
         self.weigh, self.weighed_part = Weighed(), functools.partial(weighed, 2.0)
 
     def _a(self) -> None:
-        if hasattr(self.table.weight, "full_tensor"):
-            self._norms()
+        self.table.weight.full_tensor()
+        self._norms()
 
     def _norms(self) -> Any:
         return [parameter.norm() for parameter in self.parameters()]
@@ -495,8 +495,7 @@ def module_of(snippet: str) -> L.LightningModule:
         ("self._a()\nself._norms()", "reads parameters"),
         # loops over parameters
         (
-            "limits = [1, 2]\n"
-            "print([all(p.abs().max() < t for t in limits) for p in self.parameters()])",
+            "print([[p.abs().max() for _ in range(2)] for p in self.parameters()])",
             "reads parameters",
         ),
         ("for p in self.parameters():\n    print(p.numel(), p)", "reads parameters"),

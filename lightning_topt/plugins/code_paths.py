@@ -50,7 +50,7 @@ class Step(str):
     """What is in a path besides names and calls."""
 
 
-NEXT, LOOP, RESULT = Step("next"), Step("for"), Step("?")  # RESULT: of something without a name
+NEXT, LOOP, RESULT = Step("next()"), Step("for"), Step("?")  # RESULT: of something without a name
 
 
 @dataclass
@@ -108,13 +108,23 @@ class _Walk:
         self.stack: list[Slot] = []
         self.keywords: tuple[str, ...] = ()
         waiting: dict[int, list[Slot]] = {}  # stacks of jumps to places that are still to come
+        # Handlers of exceptions are in a table from Python 3.11 on; before, jumps go there.
+        table = getattr(dis.Bytecode(code), "exception_entries", ())
+        handlers = {entry.start: entry for entry in reversed(table)}
         is_reached = True
         for each in dis.get_instructions(code):
             if each.offset in waiting:
                 other = waiting.pop(each.offset)
                 self.stack = _merged(self.stack, other) if is_reached else other
             elif not is_reached:
-                self.stack = []  # the handler of an exception
+                self.stack = []
+            if (handler := handlers.get(each.offset)) and handler.target not in waiting:
+                # A loop is over then.
+                kept = [
+                    _UNKNOWN if any(path[-1] == LOOP for path in slot.paths) else slot
+                    for slot in self.stack[: handler.depth]
+                ]
+                waiting[handler.target] = [*kept, *[_UNKNOWN] * (1 + handler.lasti)]
             is_reached = not _LEAVERS.match(each.opname)
             before = list(self.stack)
             if each.opname == "FOR_ITER":

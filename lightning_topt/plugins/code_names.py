@@ -16,9 +16,9 @@ import inspect
 import logging
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -119,6 +119,15 @@ def names_of_step(module: pl.LightningModule) -> frozenset[str]:
     return frozenset(reader.used)
 
 
+class _Called(NamedTuple):
+    """A function that is to be read, with what is known of its arguments."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    depth: int  # of calls
+
+
 @dataclass
 class Reader:
     """Reads functions that may get at the parameters of `module`.
@@ -141,7 +150,7 @@ class Reader:
     computes_gradients: bool = False
     # With the arguments, which keep their ids as long as they are here.
     _seen: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
-    _depth: int = 0
+    _todo: deque[_Called] = field(default_factory=deque)
 
     def reads(self, function: Any, *arguments: Any) -> str | None:
         """Return what `function` does: "reads gradients", "calls the model" ...; None for nothing.
@@ -152,42 +161,38 @@ class Reader:
         first = [clause for clause in ("reads gradients", "reads parameters") if clause in found]
         return next(iter([*first, *sorted(found)]), None)
 
-    def follow(
-        self,
-        function: Any,
-        arguments: tuple[Any, ...] = (),
-        keywords: Mapping[str, Any] = MappingProxyType({}),
-    ) -> set[str]:
+    def follow(self, function: Any, arguments: tuple[Any, ...] = ()) -> set[str]:
         """Return all that `function` reads, and what it calls."""
-        function, own = _plain(function)
+        found: set[str] = set()
+        self._todo.append(_Called(function, arguments, {}, depth=0))
+        while self._todo:
+            found |= self._read(self._todo.popleft())
+        return found
+
+    def _read(self, called: _Called) -> set[str]:
+        """Return what one function reads, and note what it calls."""
+        function, own = _plain(called.function)
         if function is None or is_library(function.__module__):
             return set()
         if (function.__module__ or "").partition(".")[0] in sys.stdlib_module_names - {"__main__"}:
             return set()
         code: types.CodeType = function.__code__
         is_installed = "-packages" in code.co_filename
-        if self._depth > (_INSTALLED_DEPTH if is_installed else _DEPTH):
+        if called.depth > (_INSTALLED_DEPTH if is_installed and self.names else _DEPTH):
             return set()
         # Arguments are known where they are given, else by name.
         parameters = _parameters_of(code)
         by_name = () if is_installed else _THE_MODULE
         scope = {name: self.module for name in parameters if name in by_name}
         positional = parameters[: code.co_argcount]
-        known = [*zip(positional, (*own, *arguments), strict=False), *keywords.items()]
+        given = zip(positional, (*own, *called.arguments), strict=False)
+        known = [*given, *called.keywords.items()]
         scope |= {name: value for name, value in known if value is not UNKNOWN}
         # Once for the objects that it is called with.
         key = code, *sorted((name, id(value)) for name, value in scope.items())
         if key in self._seen:
             return set()
         self._seen[key] = scope
-        self._depth += 1
-        try:
-            return self._read(function, scope)
-        finally:
-            self._depth -= 1
-
-    def _read(self, function: types.FunctionType, scope: dict[str, Any]) -> set[str]:
-        code = function.__code__
         codes = [code, *inner_codes(code)]
         names = {name for each in codes for name in each.co_names}
         attributes = set().union(*(listing(each).attributes for each in codes))
@@ -202,7 +207,7 @@ class Reader:
             clause
             for each in codes
             for use in listing(each).uses
-            for clause in self._judge(use, _Code(function, each, scope, self.module))
+            for clause in self._judge(use, _Code(function, each, scope, self.module, called.depth))
         }
         is_keyed = any("params" in each.co_consts for each in codes)
         if is_keyed and "param_groups" in names and self.names & PARAMETERS:
@@ -244,7 +249,8 @@ class Reader:
             is_plain = at == 0 or isinstance(owner, types.ModuleType | type)
             found = [(value, ())] if is_plain else own_functions(owner, name)
             for function, own in found:
-                yield from self.follow(function, (*own, *arguments), keywords)
+                given = (*own, *arguments)
+                self._todo.append(_Called(function, given, keywords, code.depth + 1))
 
     def _uses_of_module(
         self, value: nn.Module, part: str | None, rest: tuple[Any, ...], use: Use, code: _Code
@@ -292,10 +298,11 @@ UNKNOWN = _Unknown()
 class _Code(NamedTuple):
     """The code of a function, or of one inside of it, and its arguments as far as known."""
 
-    function: types.FunctionType
+    function: Any  # a types.FunctionType, which on a class would be a method
     code: types.CodeType
     scope: dict[str, Any]
     module: pl.LightningModule
+    depth: int
 
     def variable(self, name: str) -> Any:
         """Return what a variable stands for."""

@@ -271,8 +271,10 @@ class _Walk:
                 self._use(slot)
             self.stack.append(Slot(tuple((*path, NEXT) for path in arguments[0].paths)))
             return
-        for place, slot in [*enumerate(arguments[:count]), *by_name.items()]:
+        for place, slot in enumerate(arguments[:count]):
             self._use(slot, callee, place)
+        for name, slot in by_name.items():
+            self._use(slot, callee, name)
         self._push_result(callee, Call(tuple(arguments[:count]), by_name, is_plain=True))
 
     def _call_with_stars(self, size: int) -> None:

@@ -75,6 +75,7 @@ _MODES = frozenset({"train", "eval", "training"})
 _THE_MODULE = frozenset({"pl_module", "lightning_module", "module", "model"})  # as an argument
 # How deep calls are followed, in the user's code and in installed packages.
 _DEPTH, _INSTALLED_DEPTH = 20, 5
+_UNBOUND = (staticmethod, classmethod, functools.partial, type)  # get no instance from a class
 _FUNCTIONS = (
     *(types.FunctionType, types.MethodType, functools.partial),
     *(staticmethod, classmethod),
@@ -96,8 +97,7 @@ def own_functions(owner: Any, name: str) -> Iterator[tuple[Any, tuple[Any, ...]]
     for cls in type(owner).__mro__:
         if name in vars(cls) and not is_library(cls.__module__):
             function = vars(cls)[name]
-            is_bound = hasattr(function, "__get__")
-            is_bound = is_bound and not isinstance(function, staticmethod | classmethod | type)
+            is_bound = hasattr(function, "__get__") and not isinstance(function, _UNBOUND)
             yield function, ((owner,) if is_bound else ())
 
 

@@ -21,6 +21,8 @@ from torch.optim import Optimizer
 from lightning_topt.plugins.code_names import is_library
 
 MAX_LEVELS = 10
+# Up to so many objects, `gc.get_referrers` is faster than a look at what each object refers to.
+_FEW, _CHUNK = 32, 4096
 _RUNNING = (types.FrameType, types.GeneratorType, types.CoroutineType, types.TracebackType)
 _CONTAINERS = frozenset(["builtins", "collections", "functools", "itertools"])  # where these are
 
@@ -155,7 +157,7 @@ def _holders(links: Sequence[_Link], known: Collection[int]) -> list[_Link]:
     """
     by_id = {id(link.value): link for link in links}
     found = []
-    for holder in gc.get_referrers(*[link.value for link in links]) if links else ():
+    for holder in _referrers(links, by_id):
         kind = type(holder)
         name = kind.__module__
         if isinstance(holder, types.FunctionType):
@@ -169,6 +171,20 @@ def _holders(links: Sequence[_Link], known: Collection[int]) -> list[_Link]:
         referents = gc.get_referents(holder)
         below = next((by_id[id(each)] for each in referents if id(each) in by_id), None)
         found += [] if below is None else [_Link(holder, below)]
+    return found
+
+
+def _referrers(links: Sequence[_Link], by_id: Collection[int]) -> list[Any]:
+    """Return what refers to the values of `links`, in time that their number hardly changes."""
+    if len(links) <= _FEW:
+        return gc.get_referrers(*[link.value for link in links]) if links else []
+    wanted, heap = {*by_id}, gc.get_objects()
+    found = []
+    for start in range(0, len(heap), _CHUNK):
+        chunk = heap[start : start + _CHUNK]
+        if wanted.isdisjoint(map(id, gc.get_referents(*chunk))):
+            continue
+        found += [each for each in chunk if not wanted.isdisjoint(map(id, gc.get_referents(each)))]
     return found
 
 

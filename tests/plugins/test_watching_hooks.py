@@ -491,6 +491,9 @@ def module_of(snippet: str) -> L.LightningModule:
         ("print(tracker.look(self))", "reads parameters"),
         ("print(look_without_gradients(self))", "reads parameters"),
         ("with torch.no_grad(): print(probe(self.net))", "calls the model"),
+        ("print([self.net(each) for each in range(2)])", "uses 'net'"),
+        ("print(*(self(each) for each in range(2)))", "calls the model"),
+        ("look = lambda: self.net(x)\nlook()", "uses 'net'"),
         # beside code that knows shards
         ("self._a()\nself._norms()", "reads parameters"),
         # loops over parameters

@@ -254,6 +254,26 @@ def test_the_heap_is_searched_only_where_somebody_holds_parameters(
     assert holder
 
 
+def test_many_parameters_are_looked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable of a running function holds them all, something else holds the last one."""
+    heap, looks = gc.get_objects, list[int]()
+
+    def counted() -> list[Any]:
+        looks.append(1)
+        return heap()
+
+    monkeypatch.setattr(gc, "get_objects", counted)
+    module = nn.ModuleList(nn.Linear(2, 2) for _ in range(40))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    named = list(module.named_parameters())
+    assert why_held(module, optimizers=[optimizer]) is None
+    module.kept = {"last": named[-1][1]}  # type: ignore[assignment]
+    assert why_held(module, optimizers=[optimizer]) == (
+        "attribute 'kept' of ModuleList holds parameter '39.bias'"
+    )
+    assert looks
+
+
 def test_variables_of_running_functions_are_no_holders_whatever_they_are_in() -> None:
     module = Net()
     optimizer = module.configure_optimizers()

@@ -70,6 +70,8 @@ _HARMLESS_CALLS = frozenset(
         *("next", "callable", "hasattr", "getattr", "setattr", "delattr"),
     ]
 )
+# What of Python's own library may get a module.
+_TELLS = frozenset({"logging", "warnings", "inspect", "typing"})
 _KNOWS_SHARDS = frozenset({"full_tensor", "to_local"})
 _MODES = frozenset({"train", "eval", "training"})
 _THE_MODULE = frozenset({"pl_module", "lightning_module", "module", "model"})  # as an argument
@@ -174,7 +176,7 @@ class Reader:
         function, own = _plain(called.function)
         if function is None or is_library(function.__module__):
             return set()
-        if (function.__module__ or "").partition(".")[0] in sys.stdlib_module_names - {"__main__"}:
+        if _is_of_python(function):
             return set()
         code: types.CodeType = function.__code__
         is_installed = "-packages" in code.co_filename
@@ -189,7 +191,7 @@ class Reader:
         known = [*given, *called.keywords.items()]
         scope |= {name: value for name, value in known if value is not UNKNOWN}
         # Once for the objects that it is called with.
-        key = code, *sorted((name, id(value)) for name, value in scope.items())
+        key = function, *sorted((name, *_identity(value)) for name, value in scope.items())
         if key in self._seen:
             return set()
         self._seen[key] = scope
@@ -243,7 +245,7 @@ class Reader:
                 part = None if at == 0 or value is self.module else name
                 yield from self._uses_of_module(value, part, rest, use, code)
             # A function, or a property, is read as well, with what it is called with.
-            call = rest[0] if rest and isinstance(rest[0], Call) else Call((), {}, is_plain=True)
+            call = rest[0] if rest and isinstance(rest[0], Call) else Call((), {})
             arguments = tuple(map(code.value, call.arguments))
             keywords = {key: code.value(slot) for key, slot in call.keywords.items()}
             is_plain = at == 0 or isinstance(owner, types.ModuleType | type)
@@ -347,8 +349,10 @@ class _Code(NamedTuple):
         if len(path) == 3 and path[0] == "super" and isinstance(path[1], Call):
             return True
         function, own = _plain(self._value_of(path))
-        if function is None or is_library(function.__module__) or function.__module__ == "copy":
+        if function is None or is_library(function.__module__):
             return False
+        if _is_of_python(function):
+            return function.__module__ in _TELLS
         parameters = _parameters_of(function.__code__)
         if isinstance(place, int):
             return place + len(own) < function.__code__.co_argcount
@@ -379,6 +383,18 @@ def _are_harmless(variables: list[str], code: types.CodeType) -> bool:
         for use in listing(each).uses
         if use.path[0] in variables and (each is code or use.path[0] in each.co_freevars)
     )
+
+
+def _is_of_python(function: types.FunctionType) -> bool:
+    """Return whether this is code of the standard library, which is not read."""
+    home = (function.__module__ or "").partition(".")[0]
+    return home in sys.stdlib_module_names and home != "__main__"
+
+
+def _identity(value: Any) -> tuple[int, ...]:
+    """Return what is equal for one object alone; a method is another one each time."""
+    is_method = isinstance(value, types.MethodType)
+    return (id(value.__self__), id(value.__func__)) if is_method else (id(value),)
 
 
 def _parameters_of(code: types.CodeType) -> tuple[str, ...]:

@@ -26,11 +26,10 @@ class Slot(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A step in a path: a call of what is before it."""
+    """A step in a path: a call of what is before it. What comes by ``*`` and ``**`` is left out."""
 
     arguments: tuple[Slot, ...]
     keywords: dict[str, Slot]
-    is_plain: bool  # without ``*`` and ``**``
 
 
 class Use(NamedTuple):
@@ -231,7 +230,7 @@ class _Walk:
         self.found.attributes.add(name)
         if kind == "LOAD_SUPER_ATTR":
             del self.stack[-3:]
-            slot = Slot((("super", Call((), {}, is_plain=True), name),))
+            slot = Slot((("super", Call((), {}), name),))
         else:
             slot = self._after(self._pop(), name)
         has_flag = sys.version_info >= (3, 12) and bool(size & 1)
@@ -275,7 +274,7 @@ class _Walk:
             self._use(slot, callee, place)
         for name, slot in by_name.items():
             self._use(slot, callee, name)
-        self._push_result(callee, Call(tuple(arguments[:count]), by_name, is_plain=True))
+        self._push_result(callee, Call(tuple(arguments[:count]), by_name))
 
     def _call_with_stars(self, size: int) -> None:
         count = 2 if sys.version_info >= (3, 14) else 1 + (size & 1)
@@ -284,7 +283,7 @@ class _Walk:
         callee = next((slot for slot in slots if slot is not _NULL), _UNKNOWN)
         for slot in arguments:
             self._use(slot, callee)
-        self._push_result(callee, Call((), {}, is_plain=False))
+        self._push_result(callee, Call((), {}))
 
     def _push_result(self, callee: Slot, call: Call) -> None:
         self.stack.append(Slot(tuple((*path, call) for path in callee.paths)))

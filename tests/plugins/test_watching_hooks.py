@@ -4,7 +4,9 @@ parameters whole.
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
+import logging
 from typing import Any
 
 import lightning as L
@@ -448,7 +450,7 @@ def weighed(factor: Any, value: Any) -> Any:
 def module_of(snippet: str) -> L.LightningModule:
     """A module whose hook `on_train_epoch_end` has these lines."""
     lines = "".join(f"    {line}\n" for line in snippet.splitlines())
-    scope: dict[str, Any] = {**globals()}
+    scope: dict[str, Any] = {**globals(), "concurrent": concurrent, "logging": logging}
     exec(f"def hook(self):\n    batch, x, bad = 1, 2, 0\n{lines}", scope)
     return type("Made", (Snippets,), {"on_train_epoch_end": scope["hook"]})()
 
@@ -479,6 +481,8 @@ def module_of(snippet: str) -> L.LightningModule:
         ("for metric in self.metrics: metric(net=self)", "hands the model to a function"),
         ("(lambda net: net)(self.net)", "uses 'net'"),
         ("import copy\nself.kept = copy.deepcopy(self.net)", "uses 'net'"),
+        ("concurrent.futures.Executor().submit(probe, self.net)", "uses 'net'"),
+        ("concurrent.futures.wait(self)", "hands the model to a function"),
         ("(probe if x else print)(self.net)", "calls the model"),
         ("probe(self.net if x else None)", "calls the model"),
         # inside of a call
@@ -519,6 +523,7 @@ def test_snippets_that_look(snippet: str, expected: str) -> None:
     [
         "print(self.prefix, self)",
         "weighed(self.scale, self)",
+        "logging.info('%s', self)",
         "super(Net, self).on_train_epoch_end()",
         "print(type(self).__name__.lower())",
         "print(getattr(self, self.prefix, None), getattr(self.net, 'name', None))",
@@ -565,6 +570,19 @@ def test_functions_are_read_with_their_own_self() -> None:
         f"callback LambdaCallback reads parameters in on_train_epoch_end{READ}"
     )
     assert reason_of(Validates()) is None
+
+    def reporting(what: Any) -> Any:
+        return lambda trainer, module: what()
+
+    # Closures that share their code.
+    first, second = reporting(module.cpu), reporting(report)
+    callback = LambdaCallback(
+        on_train_epoch_end=lambda trainer, module: (
+            first(trainer, module),
+            second(trainer, module),
+        )
+    )
+    assert "reads parameters" in (reason_of(module, callback) or "")
 
 
 def test_functions_that_call_one_another_without_an_end() -> None:

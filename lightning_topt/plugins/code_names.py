@@ -30,8 +30,8 @@ from lightning_topt.plugins.code_paths import (
     LOOP,
     NEXT,
     Call,
-    Slot,
-    Step,
+    PathStep,
+    StackSlot,
     Use,
     inner_codes,
     listing,
@@ -221,7 +221,7 @@ class Reader:
         owner: Any = UNKNOWN
         value = code.variable(use.path[0])
         for at, name in enumerate(use.path):
-            if isinstance(name, Call | Step):
+            if isinstance(name, Call | PathStep):
                 value = UNKNOWN
                 continue
             if at:
@@ -319,14 +319,14 @@ class _Code(NamedTuple):
         is_local = name in (*self.code.co_varnames, *self.code.co_freevars, *outer.co_varnames)
         return UNKNOWN if is_local else self.function.__globals__.get(name, UNKNOWN)
 
-    def value(self, slot: Slot) -> Any:
+    def value(self, slot: StackSlot) -> Any:
         """Return what a slot of the stack stands for: of several values, one with parameters."""
         values = [self._value_of(path) for path in slot.paths]
         first = values[0] if len(values) == 1 else UNKNOWN
         return next(filter(_is_trained, values), first)
 
     def _value_of(self, path: tuple[Any, ...]) -> Any:
-        if any(isinstance(name, Call | Step) for name in path):
+        if any(isinstance(name, Call | PathStep) for name in path):
             return UNKNOWN
         value = self.variable(path[0])
         for name in path[1:]:
@@ -360,13 +360,18 @@ class _Code(NamedTuple):
 
     def iterates_harmlessly(self, rest: tuple[Any, ...], use: Use) -> bool:
         """Return whether a loop takes devices, dtypes and sizes of parameters alone."""
-        if not rest or rest[-1] != LOOP or len(rest) > 2 or not isinstance(rest[0], Call | Step):
+        if (
+            not rest
+            or rest[-1] != LOOP
+            or len(rest) > 2
+            or not isinstance(rest[0], Call | PathStep)
+        ):
             return False
         if use.names_in_loop is not None:
             return _are_harmless(use.names_in_loop, self.code)
         # The loop of a comprehension is in a function that gets the iterator.
         inner = use.callee.constant if use.callee else None
-        if not isinstance(inner, types.CodeType) or use.callee != Slot(constant=inner):
+        if not isinstance(inner, types.CodeType) or use.callee != StackSlot(constant=inner):
             return False
         loops = [each for each in listing(inner).uses if each.path[0] == ".0"]
         return len(loops) > 0 and all(

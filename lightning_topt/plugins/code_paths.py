@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 
-class Slot(NamedTuple):
+class StackSlot(NamedTuple):
     """What is in one place of the stack: any of `paths`, or a constant; unknown without these."""
 
     paths: tuple[tuple[Any, ...], ...] = ()
@@ -28,8 +28,8 @@ class Slot(NamedTuple):
 class Call(NamedTuple):
     """A step in a path: a call of what is before it. What comes by ``*`` and ``**`` is left out."""
 
-    arguments: tuple[Slot, ...]
-    keywords: dict[str, Slot]
+    arguments: tuple[StackSlot, ...]
+    keywords: dict[str, StackSlot]
 
 
 class Use(NamedTuple):
@@ -40,16 +40,20 @@ class Use(NamedTuple):
     """
 
     path: tuple[Any, ...]
-    callee: Slot | None = None
+    callee: StackSlot | None = None
     place: int | str | None = None
     names_in_loop: list[str] | None = None
 
 
-class Step(str):
+class PathStep(str):
     """What is in a path besides names and calls."""
 
 
-NEXT, LOOP, RESULT = Step("next()"), Step("for"), Step("?")  # RESULT: of something without a name
+NEXT, LOOP, RESULT = (
+    PathStep("next()"),
+    PathStep("for"),
+    PathStep("?"),
+)  # RESULT: of something without a name
 
 
 @dataclass
@@ -65,8 +69,8 @@ class _Loop(list[str]):
 
 
 ELSEWHERE = "*"
-_NULL = Slot(constant=types.SimpleNamespace())  # marks on the stack what is called
-_UNKNOWN = Slot()
+_NULL = StackSlot(constant=types.SimpleNamespace())  # marks on the stack what is called
+_UNKNOWN = StackSlot()
 _VARIABLES = re.compile(r"LOAD_(FAST(?!_AND_CLEAR)|GLOBAL|NAME|DEREF|CLASSDEREF)")
 _SILENT = frozenset(
     [
@@ -104,9 +108,9 @@ def inner_codes(code: types.CodeType) -> Iterator[types.CodeType]:
 class _Walk:
     def __init__(self, code: types.CodeType) -> None:
         self.code, self.found = code, Listing()
-        self.stack: list[Slot] = []
+        self.stack: list[StackSlot] = []
         self.keywords: tuple[str, ...] = ()
-        waiting: dict[int, list[Slot]] = {}  # stacks of jumps to places that are still to come
+        waiting: dict[int, list[StackSlot]] = {}  # stacks of jumps to places that are still to come
         # Handlers of exceptions are in a table from Python 3.11 on; before, jumps go there.
         table = getattr(dis.Bytecode(code), "exception_entries", ())
         handlers = {entry.start: entry for entry in reversed(table)}
@@ -166,7 +170,7 @@ class _Walk:
             count = dis.stack_effect(each.opcode, each.arg) + 1
             stack += [item if is_item else _UNKNOWN] * count
         elif kind.startswith("LOAD_CONST"):
-            stack.append(Slot(constant=value))
+            stack.append(StackSlot(constant=value))
         elif kind == "PUSH_NULL":
             stack.append(_NULL)
         elif kind in ("CALL", "CALL_KW", "CALL_FUNCTION", "CALL_FUNCTION_KW", "CALL_METHOD"):
@@ -180,11 +184,11 @@ class _Walk:
                 self._use(slot)
             stack.append(codes[0] if codes else _UNKNOWN)
         elif kind == "GET_ITER":
-            stack.append(Slot(tuple((*path, LOOP) for path in self._pop().paths)))
+            stack.append(StackSlot(tuple((*path, LOOP) for path in self._pop().paths)))
         elif kind == "FOR_ITER":
             loop = _Loop()
             self._use(self._pop(), names_in_loop=loop)
-            stack += [_UNKNOWN, Slot(constant=loop)]
+            stack += [_UNKNOWN, StackSlot(constant=loop)]
         elif kind in ("COPY", "DUP_TOP", "DUP_TOP_TWO"):
             count = {"DUP_TOP": 1, "DUP_TOP_TWO": 2}.get(kind, size)
             copied = self._top(count)
@@ -221,7 +225,7 @@ class _Walk:
         names = value if isinstance(value, tuple) else (value,)  # two in one instruction
         # A cell that is handed to an inner function (from Python 3.13 on).
         cells = {*self.code.co_cellvars, *self.code.co_freevars} if "FAST" in kind else {*()}
-        slots = [_UNKNOWN if name in cells else Slot(((name,),)) for name in names]
+        slots = [_UNKNOWN if name in cells else StackSlot(((name,),)) for name in names]
         if kind == "LOAD_GLOBAL" and sys.version_info >= (3, 11) and size & 1:
             slots.insert(1 if sys.version_info >= (3, 13) else 0, _NULL)
         self.stack += slots
@@ -230,16 +234,16 @@ class _Walk:
         self.found.attributes.add(name)
         if kind == "LOAD_SUPER_ATTR":
             del self.stack[-3:]
-            slot = Slot((("super", Call((), {}), name),))
+            slot = StackSlot((("super", Call((), {}), name),))
         else:
             slot = self._after(self._pop(), name)
         has_flag = sys.version_info >= (3, 12) and bool(size & 1)
         self.stack += [slot, _NULL] if kind == "LOAD_METHOD" or has_flag else [slot]
 
-    def _after(self, owner: Slot, name: str) -> Slot:
+    def _after(self, owner: StackSlot, name: str) -> StackSlot:
         if isinstance(owner.constant, _Loop):
             owner.constant.append(ELSEWHERE)
-        return Slot(tuple((*path, name) for path in owner.paths or ((RESULT,),)))
+        return StackSlot(tuple((*path, name) for path in owner.paths or ((RESULT,),)))
 
     def _store(self, name: str) -> None:
         slot = self._pop()
@@ -268,7 +272,7 @@ class _Walk:
             # Its result stands for the first argument.
             for slot in arguments[1:]:
                 self._use(slot)
-            self.stack.append(Slot(tuple((*path, NEXT) for path in arguments[0].paths)))
+            self.stack.append(StackSlot(tuple((*path, NEXT) for path in arguments[0].paths)))
             return
         for place, slot in enumerate(arguments[:count]):
             self._use(slot, callee, place)
@@ -285,15 +289,15 @@ class _Walk:
             self._use(slot, callee)
         self._push_result(callee, Call((), {}))
 
-    def _push_result(self, callee: Slot, call: Call) -> None:
-        self.stack.append(Slot(tuple((*path, call) for path in callee.paths)))
+    def _push_result(self, callee: StackSlot, call: Call) -> None:
+        self.stack.append(StackSlot(tuple((*path, call) for path in callee.paths)))
 
     # ---- the stack
 
-    def _pop(self) -> Slot:
+    def _pop(self) -> StackSlot:
         return self.stack.pop() if self.stack else _UNKNOWN
 
-    def _top(self, count: int) -> list[Slot]:
+    def _top(self, count: int) -> list[StackSlot]:
         self.stack[:0] = [_UNKNOWN] * (count - len(self.stack))
         return self.stack[len(self.stack) - count :]
 
@@ -303,8 +307,8 @@ class _Walk:
 
     def _use(
         self,
-        slot: Slot,
-        callee: Slot | None = None,
+        slot: StackSlot,
+        callee: StackSlot | None = None,
         place: int | str | None = None,
         names_in_loop: list[str] | None = None,
     ) -> None:
@@ -313,7 +317,7 @@ class _Walk:
         self.found.uses += [Use(path, callee, place, names_in_loop) for path in slot.paths]
 
 
-def _merged(one: list[Slot], other: list[Slot]) -> list[Slot]:
+def _merged(one: list[StackSlot], other: list[StackSlot]) -> list[StackSlot]:
     """Return the stack where two branches meet: equal from the top on."""
     if len(one) < len(other):
         one, other = other, one
@@ -321,5 +325,7 @@ def _merged(one: list[Slot], other: list[Slot]) -> list[Slot]:
     merged = one[:rest]
     for a, b in zip(one[rest:], other, strict=True):
         both = (*a.paths, *(path for path in b.paths if path not in a.paths))
-        merged.append(a if a == b else Slot(both, a.constant if a.constant is b.constant else None))
+        merged.append(
+            a if a == b else StackSlot(both, a.constant if a.constant is b.constant else None)
+        )
     return merged

@@ -25,7 +25,7 @@ A fit under ``"topt"``, from Lightning's hooks down:
 
 What these use:
 
-    why a plan cannot run  requirements, with code_names and held_parameters
+    why a plan cannot run  requirements, with code_names, code_paths and held_parameters
     a step's result        step_records, microbatches, loss_kinds, stashed_gradients
     between ranks          value_exchange, clipping
     Lightning              ddp_options, register, lightning_private

@@ -1,7 +1,7 @@
 """What user code names, read from compiled code that is not run.
 
-A `Reader` goes through a function and what that calls in turn. Paths of names (``self.net.weight``)
-are followed to the objects that they stand for (a submodule, a method, a helper), where these are
+A `Reader` goes through a function and what that calls in turn. Paths of names (`code_paths`) are
+followed to the objects that they stand for (a submodule, a method, a helper), where these are
 known without running code. Code that gets at a parameter by another way goes unseen.
 
     own_functions    the user's implementations of a hook
@@ -11,20 +11,31 @@ known without running code. Code that gets at a parameter by another way goes un
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
 import logging
-import re
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 from torch import nn
+
+from lightning_topt.plugins.code_paths import (
+    ELSEWHERE,
+    LOOP,
+    NEXT,
+    Call,
+    PathStep,
+    StackSlot,
+    Use,
+    inner_codes,
+    listing,
+)
 
 LIBRARIES = frozenset(
     [
@@ -59,9 +70,18 @@ _HARMLESS_CALLS = frozenset(
         *("next", "callable", "hasattr", "getattr", "setattr", "delattr"),
     ]
 )
+# What of Python's own library may get a module.
+_TELLS = frozenset({"logging", "warnings", "inspect", "typing"})
 _KNOWS_SHARDS = frozenset({"full_tensor", "to_local"})
 _MODES = frozenset({"train", "eval", "training"})
 _THE_MODULE = frozenset({"pl_module", "lightning_module", "module", "model"})  # as an argument
+# How deep calls are followed, in the user's code and in installed packages.
+_DEPTH, _INSTALLED_DEPTH = 20, 5
+_UNBOUND = (staticmethod, classmethod, functools.partial, type)  # get no instance from a class
+_FUNCTIONS = (
+    *(types.FunctionType, types.MethodType, functools.partial),
+    *(staticmethod, classmethod),
+)
 
 
 def is_library(module_name: str | None) -> bool:
@@ -69,27 +89,45 @@ def is_library(module_name: str | None) -> bool:
     return (module_name or "").partition(".")[0] in LIBRARIES
 
 
-def own_functions(owner: Any, name: str) -> Iterator[Callable[..., Any]]:
-    """Yield the user's implementations of a method.
+def own_functions(owner: Any, name: str) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Yield the user's implementations of a method, and the arguments that they have already.
 
     They are on the object, and in its classes; in base classes too, which `super()` may call.
     """
     if callable(on_object := getattr(owner, "__dict__", {}).get(name)):
-        yield on_object
+        yield on_object, ()
     for cls in type(owner).__mro__:
         if name in vars(cls) and not is_library(cls.__module__):
-            yield vars(cls)[name]
+            function = vars(cls)[name]
+            is_bound = hasattr(function, "__get__") and not isinstance(function, _UNBOUND)
+            yield function, ((owner,) if is_bound else ())
 
 
 def names_of_step(module: pl.LightningModule) -> frozenset[str]:
     """Return all names of globals and attributes that user code in `training_step` may use."""
     reader = Reader(module)
-    for function in own_functions(module, "training_step"):
-        reader.follow(function, (module,))
+    for function, own in own_functions(module, "training_step"):
+        reader.follow(function, own)
     for part in module.modules():
-        for function in own_functions(part, "forward"):
-            reader.follow(function, (part,))
+        for function, own in own_functions(part, "forward"):
+            reader.follow(function, own)
+    # Whoever has the module may call its methods.
+    done: set[str] = set()
+    while todo := reader.used - done:
+        done |= todo
+        for name in todo:
+            for function, own in own_functions(module, name):
+                reader.follow(function, own)
     return frozenset(reader.used)
+
+
+class _Called(NamedTuple):
+    """A function that is to be read, with what is known of its arguments."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    depth: int  # of calls
 
 
 @dataclass
@@ -112,7 +150,9 @@ class Reader:
     attributes_count: bool = False
     used: set[str] = field(default_factory=set)
     computes_gradients: bool = False
-    _seen: set[tuple[types.CodeType, tuple[int, ...]]] = field(default_factory=set)
+    # With the arguments, which keep their ids as long as they are here.
+    _seen: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
+    _todo: deque[_Called] = field(default_factory=deque)
 
     def reads(self, function: Any, *arguments: Any) -> str | None:
         """Return what `function` does: "reads gradients", "calls the model" ...; None for nothing.
@@ -125,52 +165,69 @@ class Reader:
 
     def follow(self, function: Any, arguments: tuple[Any, ...] = ()) -> set[str]:
         """Return all that `function` reads, and what it calls."""
-        function = _plain(function)
+        found: set[str] = set()
+        self._todo.append(_Called(function, arguments, {}, depth=0))
+        while self._todo:
+            found |= self._read(self._todo.popleft())
+        return found
+
+    def _read(self, called: _Called) -> set[str]:
+        """Return what one function reads, and note what it calls."""
+        function, own = _plain(called.function)
         if function is None or is_library(function.__module__):
             return set()
-        if (function.__module__ or "").partition(".")[0] in sys.stdlib_module_names - {"__main__"}:
+        if _is_of_python(function):
             return set()
-        # Once for the objects that it is called with.
         code: types.CodeType = function.__code__
-        key = code, tuple(map(id, arguments))
+        is_installed = "-packages" in code.co_filename
+        if called.depth > (_INSTALLED_DEPTH if is_installed and self.names else _DEPTH):
+            return set()
+        # Arguments are known where they are given, else by name.
+        parameters = _parameters_of(code)
+        by_name = () if is_installed else _THE_MODULE
+        scope = {name: self.module for name in parameters if name in by_name}
+        positional = parameters[: code.co_argcount]
+        given = zip(positional, (*own, *called.arguments), strict=False)
+        known = [*given, *called.keywords.items()]
+        scope |= {name: value for name, value in known if value is not UNKNOWN}
+        # Once for the objects that it is called with.
+        key = function, *sorted((name, *_identity(value)) for name, value in scope.items())
         if key in self._seen:
             return set()
-        self._seen.add(key)
-        # Arguments are known by position in a hook, by name in what it calls.
-        parameters = code.co_varnames[: code.co_argcount]
-        scope = {name: self.module for name in parameters if name in _THE_MODULE}
-        known = zip(parameters, arguments, strict=False)
-        scope |= {name: value for name, value in known if value is not UNKNOWN}
-        codes = [code, *_inner(code)]
+        self._seen[key] = scope
+        codes = [code, *inner_codes(code)]
         names = {name for each in codes for name in each.co_names}
+        attributes = set().union(*(listing(each).attributes for each in codes))
         # Loggers of Python write on every rank.
         outer = function.__globals__
-        loggers = {name for name in names if isinstance(outer.get(name), logging.Logger)}
+        loggers = {n for n in names - attributes if isinstance(outer.get(n), logging.Logger)}
         self.used |= names - loggers
+        # Code that knows shards may read them.
+        if self.names and names & _KNOWS_SHARDS:
+            return set()
         found = {
             clause
             for each in codes
-            for path in _paths(each)
-            for clause in self._judge(path, _Code(function, each, scope))
+            for use in listing(each).uses
+            for clause in self._judge(use, _Code(function, each, scope, self.module, called.depth))
         }
         is_keyed = any("params" in each.co_consts for each in codes)
         if is_keyed and "param_groups" in names and self.names & PARAMETERS:
             found.add("reads parameters")  # group["params"]
-        # Code that knows shards may read them.
-        return set() if names & _KNOWS_SHARDS else found
+        return found
 
-    def _judge(self, path: _Path, code: _Code) -> Iterator[str]:
-        """Yield what is read along one path of names."""
+    def _judge(self, use: Use, code: _Code) -> Iterator[str]:
+        """Yield what is read along one path."""
         owner: Any = UNKNOWN
-        value = code.variable(path.names[0])
-        for at, name in enumerate(path.names):
-            if name in _STEPS:
+        value = code.variable(use.path[0])
+        for at, name in enumerate(use.path):
+            if isinstance(name, Call | PathStep):
                 value = UNKNOWN
                 continue
             if at:
                 owner, value = value, _attribute_of(value, name, self.module)
-            rest = path.names[at + 1 :]
-            is_harmless = next((each for each in rest if each != _CALL), None) in _HARMLESS
+            rest = use.path[at + 1 :]
+            is_harmless = _is_harmless(rest) or code.iterates_harmlessly(rest, use)
             # A name that reads, of something with parameters, or of something unknown.
             if value is torch.autograd.grad:
                 self.computes_gradients = True
@@ -179,122 +236,55 @@ class Reader:
                 if at == 0
                 else owner is UNKNOWN or isinstance(owner, types.ModuleType) or _is_trained(owner)
             ):
-                if not is_harmless and not code.iterates_harmlessly(rest):
+                if not is_harmless:
                     yield f"reads {'gradients' if name in GRADIENTS else 'parameters'}"
             elif isinstance(value, nn.Parameter):
                 if (self.calls_count or self.attributes_count) and not is_harmless:
                     yield "reads parameters"
             elif self.calls_count and _is_trained(value):
                 part = None if at == 0 or value is self.module else name
-                yield from self._uses_of_module(value, part, rest, path, code)
-            # A function, or a property, is read as well.
-            if at == 0 or isinstance(owner, types.ModuleType | type):
-                yield from self.follow(value)
-                continue
-            for function in own_functions(owner, name):
-                is_static = isinstance(function, staticmethod)
-                yield from self.follow(function, () if is_static else (owner,))
+                yield from self._uses_of_module(value, part, rest, use, code)
+            # A function, or a property, is read as well, with what it is called with.
+            call = rest[0] if rest and isinstance(rest[0], Call) else Call((), {})
+            arguments = tuple(map(code.value, call.arguments))
+            keywords = {key: code.value(slot) for key, slot in call.keywords.items()}
+            is_plain = at == 0 or isinstance(owner, types.ModuleType | type)
+            found = [(value, ())] if is_plain else own_functions(owner, name)
+            for function, own in found:
+                given = (*own, *arguments)
+                self._todo.append(_Called(function, given, keywords, code.depth + 1))
 
     def _uses_of_module(
-        self, value: nn.Module, part: str | None, rest: tuple[str, ...], path: _Path, code: _Code
+        self, value: nn.Module, part: str | None, rest: tuple[Any, ...], use: Use, code: _Code
     ) -> Iterator[str]:
         """Yield what is done with a module that has parameters, unless that is harmless.
 
         `part` is its name in another one, None for the whole model; `rest`, what comes after it.
         """
-        taker, use = path.taker, f"uses {part!r}"
-        if rest and rest[0] not in _STEPS:
+        clause = f"uses {part!r}"
+        if not rest and use.callee is not None:
+            # What is called is read with it, if that is possible.
+            if not code.is_taken(use):
+                yield clause if part else "hands the model to a function"
+        elif not rest or rest[0] == LOOP:
+            if part:
+                yield clause
+        elif isinstance(rest[0], Call):
+            yield clause if part else "calls the model"
+        elif rest[0] != NEXT:
             # Its mode, a number, a further module; methods of the whole model are read.
             found = _attribute_of(value, rest[0], self.module)
             known = isinstance(found, nn.Module) or (found is not UNKNOWN and not callable(found))
             if part and not known and rest[0] not in _MODES | self.names:
-                yield use
-        elif path.is_called:
-            yield use if part else "calls the model"
-        elif part and not taker:
-            yield use
-        elif taker and taker[0] not in _HARMLESS_CALLS:
-            # It is handed to a function, which is read with it, or unknown.
-            found = code.variable(taker[0])
-            for name in taker[1:]:
-                found = UNKNOWN if name in _STEPS else _attribute_of(found, name, self.module)
-            function = _plain(found)
-            if function is None or is_library(function.__module__):
-                yield use if part else "hands the model to a function"
-            else:
-                own = (found.__self__,) if isinstance(found, types.MethodType) else ()
-                yield from self.follow(function, (*own, *[UNKNOWN] * path.place, value))
+                yield clause
 
 
-# ---- paths of names ------------------------------------------------------------------------------
-
-
-class _Path(NamedTuple):
-    """A variable and attributes of it, as code reads them."""
-
-    names: tuple[str, ...]  # among them `_STEPS`
-    is_called: bool  # with what comes next as arguments
-    taker: tuple[str, ...]  # the path of the function that probably gets it, () for none
-    place: int  # as which argument
-
-
-# A call, of what is before it or with that as its last argument; a loop over it.
-_STEPS = _CALL, _LOOP = "()", "for"
-_VARIABLES = re.compile("LOAD_(FAST|GLOBAL|NAME|DEREF)")
-_ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
-_TARGETS = frozenset({"STORE_ATTR", "DELETE_ATTR"})
-_CALLS = frozenset({"PRECALL", "CALL", "CALL_FUNCTION", "CALL_METHOD"})
-_SILENT = frozenset({"CACHE", "NOP", "EXTENDED_ARG", "RESUME"})
-_ENDS = ("STORE", "POP", "RETURN")  # of a statement
-# From Python 3.11 on a NULL on the stack marks what is called.
-_HAS_NULL, _NULL_IS_AFTER = sys.version_info >= (3, 11), sys.version_info >= (3, 13)
-
-
-@functools.cache
-def _paths(code: types.CodeType) -> tuple[_Path, ...]:
-    """Return the paths of names in `code`, without those in inner functions."""
-    found: list[_Path] = []
-    names: list[str] = []
-    taker: tuple[str, ...] = ()
-    is_called, before, place = False, "", 0
-    for each in dis.get_instructions(code):
-        kind, value = each.opname, each.argval
-        if kind in _SILENT:
-            continue
-        if kind in _ATTRIBUTES or kind in _TARGETS:
-            names = [*(names or ["?"]), value]  # of a result, where there is no name
-        if kind in _ATTRIBUTES:
-            is_called = is_called or kind == "LOAD_METHOD" or "NULL" in each.argrepr
-        elif kind in _CALLS:
-            names += [_CALL] if names and names[-1] != _CALL else []
-        elif kind == "GET_ITER":
-            names += [_LOOP] if names else []
-        elif kind == "PUSH_NULL":
-            is_called = is_called or (_NULL_IS_AFTER and bool(names))
-        else:
-            # The path ends here, and another one may begin.
-            loaded = value if isinstance(value, tuple) else (value,)  # two in one instruction
-            loaded = loaded[kind.startswith("STORE") :] if _VARIABLES.search(kind) else ()
-            for path in (tuple(names), *((name,) for name in loaded[:-1])):
-                may_be_called = not _HAS_NULL and not taker and kind.startswith("LOAD")
-                found += [_Path(path, is_called or may_be_called, taker, place)] if path else []
-                place += len(path) > 0
-                if {*path[1:]}.difference(_STEPS) or {*path[:1]}.difference(code.co_varnames):
-                    taker, place = path, 0
-            place += kind in ("LOAD_CONST", "LOAD_SMALL_INT")
-            names = [*loaded[-1:]]
-            is_pushed = before == "PUSH_NULL" and not _NULL_IS_AFTER
-            is_called = bool(names) and (is_pushed or "NULL" in each.argrepr)
-            taker = () if kind.startswith(_ENDS) else taker
-        before = kind
-    return tuple(found)
-
-
-def _inner(code: types.CodeType) -> Iterator[types.CodeType]:
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield constant
-            yield from _inner(constant)
+def _is_harmless(rest: tuple[Any, ...]) -> bool:
+    """Return whether that is taken of a parameter, of a call's result, or of its first one."""
+    calls = len(rest) > 0 and isinstance(rest[0], Call)
+    rest = rest[calls:]
+    rest = rest[len(rest) > 0 and rest[0] == NEXT :]
+    return len(rest) > 0 and not isinstance(rest[0], Call) and rest[0] in _HARMLESS
 
 
 # ---- what a name stands for ----------------------------------------------------------------------
@@ -313,6 +303,8 @@ class _Code(NamedTuple):
     function: Any  # a types.FunctionType, which on a class would be a method
     code: types.CodeType
     scope: dict[str, Any]
+    module: pl.LightningModule
+    depth: int
 
     def variable(self, name: str) -> Any:
         """Return what a variable stands for."""
@@ -327,34 +319,120 @@ class _Code(NamedTuple):
         is_local = name in (*self.code.co_varnames, *self.code.co_freevars, *outer.co_varnames)
         return UNKNOWN if is_local else self.function.__globals__.get(name, UNKNOWN)
 
-    def iterates_harmlessly(self, rest: tuple[str, ...]) -> bool:
-        """Return whether a generator takes devices, dtypes and sizes of parameters alone."""
-        if _LOOP not in rest[:2] or rest[-1] == _LOOP:  # else a loop in this code
+    def value(self, slot: StackSlot) -> Any:
+        """Return what a slot of the stack stands for: of several values, one with parameters."""
+        values = [self._value_of(path) for path in slot.paths]
+        first = values[0] if len(values) == 1 else UNKNOWN
+        return next(filter(_is_trained, values), first)
+
+    def _value_of(self, path: tuple[Any, ...]) -> Any:
+        if any(isinstance(name, Call | PathStep) for name in path):
+            return UNKNOWN
+        value = self.variable(path[0])
+        for name in path[1:]:
+            value = _attribute_of(value, name, self.module)
+        return value
+
+    def is_taken(self, use: Use) -> bool:
+        """Return whether an argument goes to something harmless, or to code that is read."""
+        assert use.callee is not None
+        return len(use.callee.paths) > 0 and all(
+            self._takes(path, use.place) for path in use.callee.paths
+        )
+
+    def _takes(self, path: tuple[Any, ...], place: int | str | None) -> bool:
+        if len(path) == 1:
+            is_builtin = self.variable(path[0]) is UNKNOWN and path[0] not in self.code.co_varnames
+            if is_builtin and path[0] in _HARMLESS_CALLS:
+                return True
+        # super().method(): base classes are read by themselves.
+        if len(path) == 3 and path[0] == "super" and isinstance(path[1], Call):
+            return True
+        function, own = _plain(self._value_of(path))
+        if function is None or is_library(function.__module__):
             return False
-        return all(
-            len(path.names) > 1 and path.names[1] in _HARMLESS
-            for code in _inner(self.code)
-            for path in _paths(code)
-            if path.names[0] in code.co_varnames and path.names[0] != ".0"  # its argument
+        if _is_of_python(function):
+            return function.__module__ in _TELLS
+        parameters = _parameters_of(function.__code__)
+        if isinstance(place, int):
+            return place + len(own) < function.__code__.co_argcount
+        return place in parameters
+
+    def iterates_harmlessly(self, rest: tuple[Any, ...], use: Use) -> bool:
+        """Return whether a loop takes devices, dtypes and sizes of parameters alone."""
+        if (
+            not rest
+            or rest[-1] != LOOP
+            or len(rest) > 2
+            or not isinstance(rest[0], Call | PathStep)
+        ):
+            return False
+        if use.names_in_loop is not None:
+            return _are_harmless(use.names_in_loop, self.code)
+        # The loop of a comprehension is in a function that gets the iterator.
+        inner = use.callee.constant if use.callee else None
+        if not isinstance(inner, types.CodeType) or use.callee != StackSlot(constant=inner):
+            return False
+        loops = [each for each in listing(inner).uses if each.path[0] == ".0"]
+        return len(loops) > 0 and all(
+            each.names_in_loop is not None and _are_harmless(each.names_in_loop, inner)
+            for each in loops
         )
 
 
-def _plain(function: Any) -> types.FunctionType | None:
-    """Return the function inside of methods, partial functions, decorators and callable objects."""
+def _are_harmless(variables: list[str], code: types.CodeType) -> bool:
+    """Return whether only devices, dtypes and sizes of variables are used in `code`."""
+    return ELSEWHERE not in variables and all(
+        len(use.path) > 1 and _is_harmless(use.path[1:2])
+        for each in (code, *inner_codes(code))
+        for use in listing(each).uses
+        if use.path[0] in variables and (each is code or use.path[0] in each.co_freevars)
+    )
+
+
+def _is_of_python(function: types.FunctionType) -> bool:
+    """Return whether this is code of the standard library, which is not read."""
+    home = (function.__module__ or "").partition(".")[0]
+    return home in sys.stdlib_module_names and home != "__main__"
+
+
+def _identity(value: Any) -> tuple[int, ...]:
+    """Return what is equal for one object alone; a method is another one each time."""
+    is_method = isinstance(value, types.MethodType)
+    return (id(value.__self__), id(value.__func__)) if is_method else (id(value),)
+
+
+def _parameters_of(code: types.CodeType) -> tuple[str, ...]:
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+def _plain(function: Any) -> tuple[types.FunctionType | None, tuple[Any, ...]]:
+    """Return the function inside of methods, partial functions, decorators and callable objects.
+
+    With the first arguments that these give it.
+    """
+    own: tuple[Any, ...] = ()
     while True:
         if isinstance(function, functools.partial):
-            function = function.func
+            function, own = function.func, (*function.args, *own)
         elif isinstance(function, property):
             function = function.fget
-        elif isinstance(function, staticmethod | classmethod | types.MethodType):
+        elif isinstance(function, staticmethod):
             function = function.__func__
+        elif isinstance(function, classmethod):
+            function, own = function.__func__, (UNKNOWN, *own)
+        elif isinstance(function, types.MethodType):
+            function, own = function.__func__, (function.__self__, *own)
         elif isinstance(function, types.FunctionType) and not hasattr(function, "__wrapped__"):
-            return function
+            return function, own
         else:
-            called = vars(type(function)).get("__call__")
-            function = inspect.getattr_static(function, "__wrapped__", called)
-            if not isinstance(function, types.FunctionType):
-                return None
+            inner = inspect.getattr_static(function, "__wrapped__", None)
+            if inner is None:
+                inner = inspect.getattr_static(type(function), "__call__", None)
+                own = (function, *own)
+            if not isinstance(inner, _FUNCTIONS):
+                return None, ()
+            function = inner
 
 
 def _attribute_of(owner: Any, name: str, module: pl.LightningModule) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 import types
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +21,8 @@ from torch.optim import Optimizer
 from lightning_topt.plugins.code_names import is_library
 
 MAX_LEVELS = 10
+# Up to so many objects, `gc.get_referrers` is faster than a look at what each object refers to.
+_FEW, _CHUNK = 32, 4096
 _RUNNING = (types.FrameType, types.GeneratorType, types.CoroutineType, types.TracebackType)
 _CONTAINERS = frozenset(["builtins", "collections", "functools", "itertools"])  # where these are
 
@@ -155,7 +157,7 @@ def _holders(links: Sequence[_Link], known: Collection[int]) -> list[_Link]:
     """
     by_id = {id(link.value): link for link in links}
     found = []
-    for holder in gc.get_referrers(*[link.value for link in links]) if links else ():
+    for holder in _referrers(links, by_id):
         kind = type(holder)
         name = kind.__module__
         if isinstance(holder, types.FunctionType):
@@ -172,6 +174,20 @@ def _holders(links: Sequence[_Link], known: Collection[int]) -> list[_Link]:
     return found
 
 
+def _referrers(links: Sequence[_Link], by_id: Collection[int]) -> list[Any]:
+    """Return what refers to the values of `links`, in time that their number hardly changes."""
+    if len(links) <= _FEW:
+        return gc.get_referrers(*[link.value for link in links]) if links else []
+    wanted, heap = {*by_id}, gc.get_objects()
+    found = []
+    for start in range(0, len(heap), _CHUNK):
+        chunk = heap[start : start + _CHUNK]
+        if wanted.isdisjoint(map(id, gc.get_referents(*chunk))):
+            continue
+        found += [each for each in chunk if not wanted.isdisjoint(map(id, gc.get_referents(each)))]
+    return found
+
+
 def _first_owner(links: list[_Link], module: nn.Module) -> str | None:
     """Climb from the direct holders to the first one that outlives the step, level by level."""
     tree = {id(part): name for name, part in module.named_modules()}
@@ -185,7 +201,9 @@ def _first_owner(links: list[_Link], module: nn.Module) -> str | None:
             if owner := _owner(link, tree) or (height == MAX_LEVELS and type(link.value).__name__):
                 while link.below is not None:
                     link = link.below
-                return f"{owner} holds parameter {names[id(link.value)]!r}"
+                # Not all that an overridden `parameters` yields has a name.
+                name = names.get(id(link.value), type(link.value).__name__)
+                return f"{owner} holds parameter {name!r}"
         seen |= {id(link.value) for link in links}
         links = _holders(links, seen)
     return None
@@ -205,7 +223,8 @@ def _owner(link: _Link, tree: dict[int, str]) -> str | None:
         is_class = isinstance(value, type)
         return f"class {value.__name__}" if is_class else f"function {value.__qualname__}"
     # Who can step an optimizer again counts: that of an earlier fit is Lightning's alone.
-    if isinstance(value, Optimizer) or kind.__module__ in _CONTAINERS:
+    is_container = isinstance(value, dict | list | tuple | set | frozenset | deque)
+    if isinstance(value, Optimizer) or is_container or kind.__module__ in _CONTAINERS:
         return None
     # Through its dictionary, if it has one.
     values, below = getattr(value, "__dict__", {}), link.below

@@ -237,11 +237,11 @@ def _reading_step(fit: Fit) -> str | None:
     """Return which step reads parameters or gradients in a way that a capture does not see."""
     module, title = fit.module, type(fit.module).__name__
     for name, names in _READ_IN_STEPS.items():
-        for function in own_functions(module, name):
-            if found := Reader(module, names).reads(function, module):
+        for function, own in own_functions(module, name):
+            if found := Reader(module, names).reads(function, *own):
                 return f"{title}.{name} {found}"
             reader = Reader(module, PARAMETERS, attributes_count=True)
-            if reader.reads(function, module) and reader.computes_gradients:
+            if reader.reads(function, *own) and reader.computes_gradients:
                 return (
                     f"{title}.{name} computes gradients, which may be those of parameters that it "
                     "reads"
@@ -253,14 +253,13 @@ def _reading_hook(fit: Fit) -> str | None:
     """Return which hook of the module, or of a callback, reads parameters or gradients."""
     trainer, module = fit.trainer, fit.module
     for name in _HOOKS:
-        for function in own_functions(module, name):
+        for function, own in own_functions(module, name):
             reader = Reader(module, GRADIENTS | PARAMETERS, calls_count=True)
-            if found := reader.reads(function, module):
+            if found := reader.reads(function, *own):
                 return f"{type(module).__name__}.{name} {found}"
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            for function in own_functions(callback, name):
+            for function, own in own_functions(callback, name):
                 # LambdaCallback: a function of (trainer, module, ...)
-                own = () if name in vars(callback) else (callback,)
                 reader = Reader(module, GRADIENTS | PARAMETERS, calls_count=True)
                 if found := reader.reads(function, *own, trainer, module):
                     return f"callback {type(callback).__name__} {found} in {name}"
@@ -291,7 +290,7 @@ def _unpackable(fit: Fit) -> str | None:
     try:
         check_packs(fit.batch)
     except Exception as error:
-        return str(error)
+        return str(error) or type(error).__name__
     return None
 
 

@@ -4,6 +4,7 @@ nothing behind.
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -154,6 +155,11 @@ class Ranked(MLP):
             self(torch.zeros(1))
 
 
+class NotSent:
+    def __reduce__(self) -> str:
+        raise NotImplementedError
+
+
 class InStep(MLP):
     def __init__(self) -> None:
         super().__init__()
@@ -180,6 +186,7 @@ def compiled(module: MLP) -> MLP:
         (Ranked(), None, "reads global_rank"),
         (InStep(), None, "synchronized in each step"),
         (MLP(), [lambda: 0], "cannot be sent"),
+        (MLP(), [NotSent()], "cannot be sent (NotImplementedError)"),
         (compiled(MLP()), None, "compiled module"),
     ],
 )
@@ -198,6 +205,52 @@ class Writing(MLP):
         return super().training_step(batch)
 
 
+logger = logging.getLogger(__name__)
+
+
+class Noting(MLP):
+    """Writes with a logger of Python, which each rank has."""
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        logger.info("a step")
+        return super().training_step(batch)
+
+
+class NotingAndWriting(Noting):
+    def training_step(self, batch: Tensor) -> Tensor:
+        self.logger.log_metrics({})
+        return super().training_step(batch)
+
+
+class CanNote(MLP):
+    def note(self) -> None:
+        if self.global_rank == 0:
+            self(torch.zeros(1))
+
+
+def note(*anything: Any) -> None:
+    anything[0].note()
+
+
+class RankedByHelper(CanNote):
+    def training_step(self, batch: Tensor) -> Tensor:
+        note(self)
+        return super().training_step(batch)
+
+
+class RankedByAlias(CanNote):
+    def training_step(self, batch: Tensor) -> Tensor:
+        same = self
+        same.note()
+        return super().training_step(batch)
+
+
+class RankedBySuper(CanNote):
+    def training_step(self, batch: Tensor) -> Tensor:
+        super().note()
+        return super().training_step(batch)
+
+
 class Collecting(MLP):
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +263,13 @@ class Collecting(MLP):
         (MLP(), None),
         (InStep(), "synchronized in each step"),
         (Ranked(), "reads global_rank"),
+        (CanNote(), None),
+        (RankedByHelper(), "reads global_rank"),
+        (RankedByAlias(), "reads global_rank"),
+        (RankedBySuper(), "reads global_rank"),
         (Writing(), "uses logger"),
+        (Noting(), None),
+        (NotingAndWriting(), "uses logger"),
         (Collecting(), "a collection of metrics"),
         (Measuring(), "batch norm counts the batches of rank 0"),
         (

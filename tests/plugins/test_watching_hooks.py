@@ -4,6 +4,9 @@ parameters whole.
 
 from __future__ import annotations
 
+import concurrent.futures
+import functools
+import logging
 from typing import Any
 
 import lightning as L
@@ -376,3 +379,225 @@ def test_hooks_registered_by_the_user() -> None:
     on_gradient.remove()
     module.net[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
     assert "a hook on parameter 'net.0.weight'" in (reason_of(module) or "")
+
+
+# ---- how calls are told apart --------------------------------------------------------------------
+
+
+def probe(anything: Any, count: Any = 1) -> Any:
+    return anything(torch.zeros(count, 4))
+
+
+def probe_second(count: Any, anything: Any) -> Any:
+    return probe(anything, count)
+
+
+def probe_keyword(*, anything: Any) -> Any:
+    return anything(torch.zeros(1, 4))
+
+
+def probe_any(*anything: Any) -> Any:
+    return anything[0](torch.zeros(1, 4))
+
+
+def doubled(value: Any) -> Any:
+    return 2 * value
+
+
+class Tracker:
+    def __call__(self, anything: Any) -> Any:
+        return [parameter.norm() for parameter in anything.parameters()]
+
+    def look(self, anything: Any) -> Any:
+        return self(anything)
+
+
+tracker = Tracker()
+look_without_gradients = torch.no_grad()(tracker.look)
+
+
+class Snippets(Net):
+    """What snippets of hooks find."""
+
+    scale = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4)])
+        self.table = nn.Embedding(4, 4)
+        self.prefix, self.metrics = "it", [doubled]
+        self.weigh, self.weighed_part = Weighed(), functools.partial(weighed, 2.0)
+
+    def _a(self) -> None:
+        self.table.weight.full_tensor()
+        self._norms()
+
+    def _norms(self) -> Any:
+        return [parameter.norm() for parameter in self.parameters()]
+
+
+class Weighed:
+    weight = 2.0
+
+    def __call__(self, value: Any) -> Any:
+        return self.weight * value
+
+
+def weighed(factor: Any, value: Any) -> Any:
+    return factor * value
+
+
+def module_of(snippet: str) -> L.LightningModule:
+    """A module whose hook `on_train_epoch_end` has these lines."""
+    lines = "".join(f"    {line}\n" for line in snippet.splitlines())
+    scope: dict[str, Any] = {**globals(), "concurrent": concurrent, "logging": logging}
+    exec(f"def hook(self):\n    batch, x, bad = 1, 2, 0\n{lines}", scope)
+    return type("Made", (Snippets,), {"on_train_epoch_end": scope["hook"]})()
+
+
+@pytest.mark.parametrize(
+    ("snippet", "expected"),
+    [
+        # what is called after another call is over
+        ("net = getattr(self, 'ema', None) or self.net\nnet(x)", "uses 'net'"),
+        ("torch.save({'epoch': str(1), 'net': self.net}, 'path')", "uses 'net'"),
+        ("probe_second(len('text'), self.net)", "calls the model"),
+        ("probe_second(doubled(x), self.net)", "calls the model"),
+        ("if bad: raise ValueError(str(bad))\nnet = self.net", "uses 'net'"),
+        ("print([layer(x).mean() for layer in self.layers])", "uses 'layers'"),
+        ("print(self.layers[-1].forward(x))", "uses 'layers'"),
+        ("print(self.layers[0](x))", "uses 'layers'"),
+        # as which argument
+        ("probe_second(batch + 1, self.net)", "calls the model"),
+        ("probe_keyword(anything=self.net)", "calls the model"),
+        ("probe(count=3, anything=self.net)", "calls the model"),
+        ("probe_any(self.net)", "uses 'net'"),
+        ("probe(*[1], self.net)", "uses 'net'"),
+        ("probe(**{'anything': self.net})", "uses 'net'"),
+        ("probe_any(*self.net)", "uses 'net'"),
+        # to something unknown
+        ("for metric in self.metrics: metric(self)", "hands the model to a function"),
+        ("for metric in self.metrics: metric(self.net)", "uses 'net'"),
+        ("for metric in self.metrics: metric(net=self)", "hands the model to a function"),
+        ("(lambda net: net)(self.net)", "uses 'net'"),
+        ("import copy\nself.kept = copy.deepcopy(self.net)", "uses 'net'"),
+        ("concurrent.futures.Executor().submit(probe, self.net)", "uses 'net'"),
+        ("concurrent.futures.wait(self)", "hands the model to a function"),
+        ("(probe if x else print)(self.net)", "calls the model"),
+        ("probe(self.net if x else None)", "calls the model"),
+        # inside of a call
+        ("print(self(x))", "calls the model"),
+        ("print(self.net(x, mask=x))", "uses 'net'"),
+        ("print(torch.unique(self.table.weight).numel())", "reads parameters"),
+        ("print(*[self.net(x)], sep='')", "uses 'net'"),
+        # through objects that can be called
+        ("print(tracker(self.net))", "reads parameters"),
+        ("print(tracker.look(self))", "reads parameters"),
+        ("print(look_without_gradients(self))", "reads parameters"),
+        ("with torch.no_grad(): print(probe(self.net))", "calls the model"),
+        ("print([self.net(each) for each in range(2)])", "uses 'net'"),
+        ("print(*(self(each) for each in range(2)))", "calls the model"),
+        ("look = lambda: self.net(x)\nlook()", "uses 'net'"),
+        # beside code that knows shards
+        ("self._a()\nself._norms()", "reads parameters"),
+        # loops over parameters
+        (
+            "print([[p.abs().max() for _ in range(2)] for p in self.parameters()])",
+            "reads parameters",
+        ),
+        ("for p in self.parameters():\n    print(p.numel(), p)", "reads parameters"),
+        ("for p in self.parameters(): self.last = p.mean()", "reads parameters"),
+        ("print([p.mean() for p in self.parameters()])", "reads parameters"),
+        ("print({p: 1 for p in self.parameters()})", "reads parameters"),
+        ("self.last, self.size = next(self.parameters()), 1", "reads parameters"),
+        ("try:\n    x / bad\nexcept ZeroDivisionError as error:\n    self.net(x)", "uses 'net'"),
+        ("with open('/dev/null') as file:\n    print(self.net(x), file=file)", "uses 'net'"),
+    ],
+)
+def test_snippets_that_look(snippet: str, expected: str) -> None:
+    assert reason_of(module_of(snippet)) == f"Made.on_train_epoch_end {expected}{READ}"
+
+
+@pytest.mark.parametrize(
+    "snippet",
+    [
+        "print(self.prefix, self)",
+        "weighed(self.scale, self)",
+        "logging.info('%s', self)",
+        "super(Net, self).on_train_epoch_end()",
+        "print(type(self).__name__.lower())",
+        "print(getattr(self, self.prefix, None), getattr(self.net, 'name', None))",
+        "print(sum([p.numel() for p in self.parameters()]))",
+        "print({p.numel() for p in self.parameters()}, {p.dtype: 1 for p in self.parameters()})",
+        "print([x for p in self.parameters() for x in p.shape])",
+        "print([x for x in self.metrics if x], [p.shape for p in self.net.parameters()])",
+        "print(sum(p.numel() for p in self.parameters()), [str(x) for x in [1, 2]])",
+        "n = sum(p.numel() for p in self.parameters())\ntitles = [str(x) for x in self.metrics]",
+        "for p in self.parameters():\n    if p.requires_grad: print(p.shape, p.dtype)",
+        "self.log('criterion', self.weigh(x) + self.weighed_part(x))",
+        "print(next(self.net.parameters(), None).device if x else 'nowhere')",
+        "print(self.get_parameter('table.weight').shape, self.table.weight.shape)",
+        "if isinstance(self.net, nn.Sequential) and len(self.net) > 1: print(f'{x} {x:.2f}')",
+        "try:\n    self.log('loss', x / bad)\nexcept ZeroDivisionError:\n    print(type(self.net))",
+        "with torch.no_grad(): self.log('mean', self.seen.compute())",
+    ],
+)
+def test_snippets_that_do_not_look(snippet: str) -> None:
+    assert reason_of(module_of(snippet)) is None
+
+
+class Reports(Net):
+    def report(self) -> None:
+        self.log("size", self.net[0].weight.norm())
+
+
+class Validates(Net):
+    """Calls objects of the user's in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weigh, self.weighed_part = Weighed(), functools.partial(weighed, 2.0)
+
+    def validation_step(self, batch: Tensor) -> None:
+        self.log("val", self.weigh(self.weighed_part(self.net(batch).mean())))
+
+
+def test_functions_are_read_with_their_own_self() -> None:
+    module = Reports()
+    report = module.report
+    callback = LambdaCallback(on_train_epoch_end=lambda trainer, module: report())
+    assert reason_of(module, callback) == (
+        f"callback LambdaCallback reads parameters in on_train_epoch_end{READ}"
+    )
+    assert reason_of(Validates()) is None
+
+    def reporting(what: Any) -> Any:
+        return lambda trainer, module: what()
+
+    # Closures that share their code.
+    first, second = reporting(module.cpu), reporting(report)
+    callback = LambdaCallback(
+        on_train_epoch_end=lambda trainer, module: (
+            first(trainer, module),
+            second(trainer, module),
+        )
+    )
+    assert "reads parameters" in (reason_of(module, callback) or "")
+
+
+def test_functions_that_call_one_another_without_an_end() -> None:
+    """Each for another object: they are read as deep as calls usually go."""
+
+    class Chain(L.Callback):
+        def __init__(self, after: Any) -> None:
+            self.after = after
+
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            self.after.on_train_epoch_end(trainer, pl_module)
+
+    callback = Chain(Printer())
+    for _ in range(2000):
+        callback = Chain(callback)
+    assert reason_of(Net(), callback) is None
+    looks = Chain(Chain(Chain(CallbackCalls())))
+    assert "calls the model" in (reason_of(Net(), looks) or "")

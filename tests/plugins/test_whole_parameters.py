@@ -8,7 +8,7 @@ import functools
 import gc
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
@@ -64,6 +64,27 @@ def hold_closure(module: Net) -> Any:
         return sum(p.square().sum() for p in parameters)  # type: ignore[return-value]
 
     return penalty
+
+
+class Pair(NamedTuple):
+    module: nn.Module
+    weights: list[Tensor]
+
+
+class Loaded(dict[str, Tensor]):
+    """A container of the user's."""
+
+
+class Yielding(Net):
+    """Has parameters that its modules do not name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self, "hidden", (nn.Parameter(torch.ones(2)),))
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        yield from super().parameters(recurse)
+        yield from self.hidden
 
 
 class Averages(L.Callback):
@@ -231,6 +252,45 @@ def test_the_heap_is_searched_only_where_somebody_holds_parameters(
     assert why_held(module, optimizers=[optimizer]) is None  # a variable of this function
     assert 0 < max(searched) <= 2  # of many in one list, the first one tells
     assert holder
+
+
+def test_many_parameters_are_looked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable of a running function holds them all, something else holds the last one."""
+    heap, looks = gc.get_objects, list[int]()
+
+    def counted() -> list[Any]:
+        looks.append(1)
+        return heap()
+
+    monkeypatch.setattr(gc, "get_objects", counted)
+    module = nn.ModuleList(nn.Linear(2, 2) for _ in range(40))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    named = list(module.named_parameters())
+    assert why_held(module, optimizers=[optimizer]) is None
+    module.kept = {"last": named[-1][1]}  # type: ignore[assignment]
+    assert why_held(module, optimizers=[optimizer]) == (
+        "attribute 'kept' of ModuleList holds parameter '39.bias'"
+    )
+    assert looks
+
+
+def test_variables_of_running_functions_are_no_holders_whatever_they_are_in() -> None:
+    module = Net()
+    optimizer = module.configure_optimizers()
+    pair = Pair(module, list(module.parameters()))
+    loaded = Loaded(module.named_parameters())
+    assert why_held(module, optimizers=[optimizer]) is None
+    module.loaded = loaded
+    assert "attribute 'loaded' of Net holds" in (why_held(module, optimizers=[optimizer]) or "")
+    assert pair
+
+
+def test_parameters_without_a_name_are_named_by_their_class() -> None:
+    module = Yielding()
+    optimizer = torch.optim.SGD(module.net.parameters(), lr=0.1)
+    assert "attribute 'hidden' of Yielding holds parameter 'Parameter'" in (
+        why_held(module, optimizers=[optimizer]) or ""
+    )
 
 
 # ---- kinds of parameters -------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from lightning_topt.plan.pipeline_search import PipelineRequest
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, stage_blocks
 from lightning_topt.plan.stage_blocks import StageBlocks
-from lightning_topt.plan.stage_tables import PipelineShape, shape_of_plan
+from lightning_topt.plan.stage_tables import PipelineShape, bytes_of_rank, shape_of_plan
 from lightning_topt.plan.staged_plans import search_stages_for
 
 
@@ -88,7 +88,7 @@ def evaluation_bytes(blocks: StageBlocks, plan: ParallelPlan) -> float:
     It has all parameters, beside gradients and optimizer states of its own stages.
     """
     shape, names = shape_of_plan(plan), {name: place for place, name in enumerate(blocks.names)}
-    once, graph = shape.once(blocks), blocks.step.graph
+    once = shape.once(blocks)
     sizes = np.array([sum(map(parameter_bytes, owned)) for owned in blocks.owned], float)
     # gradients and states of the stages of each rank
     held = np.zeros(shape.pipeline)
@@ -97,9 +97,7 @@ def evaluation_bytes(blocks: StageBlocks, plan: ParallelPlan) -> float:
         held[rank] += once.static[places].sum() - sizes[places].sum()
         if once.shared is not None:
             held[rank] += once.shared[1][min(places), max(places) + 1]
-    inputs = graph.input_bytes.at(shape.samples * shape.num_microbatches)
-    fixed = graph.buffer_bytes + inputs + blocks.step.cluster.device.process_bytes
-    return float(held.max() + sizes.sum()) + fixed
+    return float(held.max() + sizes.sum()) + bytes_of_rank(blocks, shape)
 
 
 def least_own_batch_seconds(request: SearchRequest) -> float:

@@ -399,26 +399,27 @@ def _link(rates: ScheduleRates, round_trip: Array, received: Array) -> StageLink
 
 def fixed_costs(blocks: StageBlocks, shape: PipelineShape) -> tuple[float, float]:
     """Return the seconds and bytes that all plans of `shape` pay: Python, what a rank has once."""
-    rates, graph, rank_samples = (
-        shape.rates,
-        blocks.step.graph,
-        shape.samples * shape.num_microbatches,
-    )
+    rates = shape.rates
     # forward and backward, whole or in halves: each pass takes time in Python
     seconds = (
         (2 + shape.splits_backward) * PASS_SECONDS * (shape.num_stages * rates.lead + rates.load)
     )
-    device = blocks.step.cluster.device
-    process = device.process_bytes
+    # threads and connections of a pipeline on CPUs
+    process = STAGES_BYTES if blocks.step.on_gloo and shape.num_microbatches > 1 else 0
+    return seconds, bytes_of_rank(blocks, shape) + process
+
+
+def bytes_of_rank(blocks: StageBlocks, shape: PipelineShape) -> float:
+    """Return the bytes that a rank has in training and evaluation, whichever stages it runs."""
+    graph, device = blocks.step.graph, blocks.step.cluster.device
+    inputs = graph.input_bytes.at(shape.samples * shape.num_microbatches)
+    held = graph.buffer_bytes + inputs + device.process_bytes
     # on CUDA a workspace, and communicators: two links of a rank at an end, four of others, the
     # pipeline's and the step's, and one for each other axis
     if device.caching_allocator:
         groups = (2 if shape.pipeline == 2 else 4) + 2 + (shape.data > 1) + (shape.tensor > 1)
-        process += CUBLAS_BYTES + groups * COMMUNICATOR_BYTES
-    # threads and connections of a pipeline on CPUs
-    if blocks.step.on_gloo and shape.num_microbatches > 1:
-        process += STAGES_BYTES
-    return seconds, graph.buffer_bytes + graph.input_bytes.at(rank_samples) + process
+        held += CUBLAS_BYTES + groups * COMMUNICATOR_BYTES
+    return held
 
 
 # ---- messages between stages

@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 import torch.distributed as dist
+import yaml
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -24,6 +26,12 @@ from tests.foreign.shelf import PROGRAMS, Program
 from tests.launch import run_ranks
 from tests.plugins.trainer_ranks import _as_torchrun, make_trainer, mean_over_ranks
 
+CLUSTER = yaml.safe_load(
+    (Path(__file__).parents[2] / "conf" / "cluster" / "local_cpu.yaml").read_text()
+)
+# These models are small beside what a process takes: what a plan saves would be less than the
+# prediction's error.
+CLUSTER["device"]["process_bytes"] = 0
 SEED = 11
 STEPS = 7  # the plan that a search found takes over after the third
 
@@ -121,6 +129,14 @@ def ddp_strategy(program: Program) -> Strategy:
 def topt_strategy(program: Program, **options: Any) -> Strategy:
     unused = {"find_unused_parameters": True} if program.find_unused else {}
     return AutoParallelStrategy(**options, **unused)
+
+
+def least_memory_strategy(program: Program) -> Strategy:
+    """The plan of least memory on a known cluster: it is another than ddp where it can.
+
+    It takes over after the watched steps.
+    """
+    return topt_strategy(program, objective="memory", cluster=CLUSTER)
 
 
 @dataclass

@@ -9,11 +9,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from torch import Tensor
 
 from tests.foreign import (  # noqa: F401  (fill the shelf)
@@ -26,14 +24,7 @@ from tests.foreign import (  # noqa: F401  (fill the shelf)
 )
 from tests.foreign.once_run import compare_counts, first_difference
 from tests.foreign.once_shelf import COUNTED, Built, Counted, Net, traced
-from tests.foreign.run import Outcome, ddp_strategy, topt_strategy
-
-CLUSTER = yaml.safe_load(
-    (Path(__file__).parents[2] / "conf" / "cluster" / "local_cpu.yaml").read_text()
-)
-# These models are small beside what a process takes: what a plan saves would be less than the
-# prediction's error.
-CLUSTER["device"]["process_bytes"] = 0
+from tests.foreign.run import Outcome, ddp_strategy, least_memory_strategy, topt_strategy
 
 
 def ddp_again(program: Any) -> Any:
@@ -50,8 +41,7 @@ def default(program: Any) -> Any:
 
 
 def memory(program: Any) -> Any:
-    """The plan of least memory on a known cluster: it is another than ddp where it can."""
-    return topt_strategy(program, objective="memory", cluster=CLUSTER)
+    return least_memory_strategy(program)
 
 
 SHARED_ALREADY = "shared between ranks already"

@@ -8,18 +8,15 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.foreign import awkward, classics, transformers_models, vision
-from tests.foreign.run import STEPS, Outcome, compare, topt_strategy
+from tests.foreign.run import STEPS, Outcome, compare, least_memory_strategy, topt_strategy
 from tests.foreign.shelf import PROGRAMS, Program
 
-ROOT = Path(__file__).parents[2]
 SHELVES = [classics, awkward, vision, transformers_models]
 
 
@@ -27,10 +24,6 @@ def names_of(shelf: ModuleType) -> list[str]:
     return [name for name, program in PROGRAMS.items() if program.make.__module__ == shelf.__name__]
 
 
-# These models are small beside what a process takes: what a plan saves would be less than the
-# prediction's error.
-CLUSTER = yaml.safe_load((ROOT / "conf" / "cluster" / "local_cpu.yaml").read_text())
-CLUSTER["device"]["process_bytes"] = 0
 # Programs for which a plan of least memory cannot be chosen, or has other gradients as it says.
 NOT_LEAST_MEMORY = {
     "gan_with_manual_optimization": "steps by hand cannot be planned",
@@ -39,10 +32,8 @@ NOT_LEAST_MEMORY = {
 
 
 def searched(program: Program) -> Any:
-    """The plan of least memory: it takes over after the watched steps, and is seldom plain DDP."""
-    if program.name in NOT_LEAST_MEMORY:
-        return topt_strategy(program)
-    return topt_strategy(program, objective="memory", cluster=CLUSTER)
+    kept = program.name in NOT_LEAST_MEMORY
+    return topt_strategy(program) if kept else least_memory_strategy(program)
 
 
 def in_shards(program: Program) -> Any:

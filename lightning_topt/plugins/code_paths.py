@@ -49,11 +49,8 @@ class PathStep(str):
     """What is in a path besides names and calls."""
 
 
-NEXT, LOOP, RESULT = (
-    PathStep("next()"),
-    PathStep("for"),
-    PathStep("?"),
-)  # RESULT: of something without a name
+NEXT, LOOP = PathStep("next()"), PathStep("for")
+RESULT = PathStep("?")  # of something without a name
 
 
 @dataclass
@@ -165,10 +162,10 @@ class _Walk:
             self._store(value)
         elif kind.startswith("UNPACK"):
             item = self._pop()
-            self._use(item if not isinstance(item.constant, _Loop) else _UNKNOWN)
-            is_item = isinstance(item.constant, _Loop)
-            count = dis.stack_effect(each.opcode, each.arg) + 1
-            stack += [item if is_item else _UNKNOWN] * count
+            if not isinstance(item.constant, _Loop):  # else its parts are items of the loop
+                self._use(item)
+                item = _UNKNOWN
+            stack += [item] * (dis.stack_effect(each.opcode, each.arg) + 1)
         elif kind.startswith("LOAD_CONST"):
             stack.append(StackSlot(constant=value))
         elif kind == "PUSH_NULL":
@@ -262,7 +259,7 @@ class _Walk:
         callee = self._pop()
         if kind not in ("CALL_FUNCTION", "CALL_FUNCTION_KW"):
             # A function and NULL, in either order; a function and its first argument.
-            first, callee = self._pop(), callee
+            first = self._pop()
             if callee is _NULL or first is not _NULL:
                 callee, first = first, callee
             arguments = arguments if first is _NULL else [first, *arguments]

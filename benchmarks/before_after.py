@@ -34,13 +34,14 @@ class Case:
 
     Args:
         before: arguments of Python in the older checkout; None: those of `now`.
-        read: figures from what was printed (or from the file `OUT`).
+        read: figures from the file `OUT` where there is one, else from what was printed; None:
+            the processor time of the process counts.
         warm_up: run it once in each checkout before it counts, for what is kept between runs.
         rounds: at most so many, of one that has rounds of its own or takes minutes.
     """
 
     now: tuple[str, ...]
-    read: Callable[[str], Figures]
+    read: Callable[[str], Figures] | None
     before: tuple[str, ...] | None = None
     warm_up: bool = False
     rounds: int = 100
@@ -93,11 +94,6 @@ def step(text: str) -> Figures:
     return {"step": float(json.loads(text)["step_seconds"])}
 
 
-def nothing(text: str) -> Figures:
-    """Only the processor time of the process itself counts."""
-    return {}
-
-
 GPT = (
     "import json; from benchmarks.common import run_gpt; print(json.dumps(run_gpt(strategy='topt', "
     "plan='ddp', layers=4, hidden=256, heads=8, seq_len=128, batch_size=8, steps=40, warmup=10)))"
@@ -113,8 +109,8 @@ NETWORK = ("--quick", "--only", "1x 1gbit gpt")
 DATA = ("--known-best", "--number", "2000", "--rounds", "1")
 WHAT_IF = ("--only", "without tensor axes")
 CASES = {
-    "import": Case(("-c", "import lightning_topt"), nothing),
-    "help": Case(("-m", "lightning_topt.cli.main", "--help"), nothing),
+    "import": Case(("-c", "import lightning_topt"), None),
+    "help": Case(("-m", "lightning_topt.cli.main", "--help"), None),
     "start": Case(
         ("-m", "benchmarks.foreign.start", *START),
         record,
@@ -196,11 +192,10 @@ def run(case: Case, command: tuple[str, ...], checkout: Path, cache: Path) -> Fi
             _, status, used = os.wait4(job.pid, 0)
             job.returncode = os.waitstatus_to_exitcode(status)
         text = printed.read_text()
-        if job.returncode == 0:
-            of_file = out.read_text() if out.exists() and case.read is record else ""
-            figures = case.read(of_file or text)
-            if case.read is nothing:
-                figures = {"processor time": used.ru_utime + used.ru_stime}
+        if job.returncode == 0 and case.read is None:
+            return {"processor time": used.ru_utime + used.ru_stime}
+        if job.returncode == 0 and case.read is not None:
+            figures = case.read(out.read_text() if out.exists() else text)
             if figures:
                 return figures
         raise RuntimeError(f"{' '.join(words)} in {checkout}: {text[-2000:]}")

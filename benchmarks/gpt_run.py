@@ -17,6 +17,7 @@ import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
+from benchmarks.common import QUIET
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.cli.tasks.byte_lm import ByteGPT, StdlibBytesDataModule
 from lightning_topt.plugins.lost_ranks import destroy_process_group
@@ -110,10 +111,7 @@ def main() -> None:
         strategy=strategy,
         max_steps=options.steps + MOST_BEFORE,
         limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         callbacks=[
             monitor,
             Enough(monitor, steps=options.steps - options.warmup),

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
-from benchmarks.common import RESULTS, machine
+from benchmarks.common import QUIET, RESULTS, machine
 from benchmarks.data.shared import HttpFiles, make_files, requests_of
 from benchmarks.lab import Lab, LabError, end_on_signals, sent_bytes
 from lightning_topt.data.peers.client import owners
@@ -147,10 +147,7 @@ def rank(options: argparse.Namespace) -> None:
             devices=1,
             max_epochs=EPOCHS,
             callbacks=[counts],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **QUIET,
         )
         trainer.fit(Small(), datamodule=data)
         dist.barrier()

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 from typing_extensions import override
 
-from benchmarks.common import RESULTS, machine
+from benchmarks.common import QUIET, RESULTS, machine
 from lightning_topt import CompressedDDPStrategy, LocalSteps, LocalStepsStrategy, TopK
 from lightning_topt.cli.tasks.byte_lm import ByteGPT, StdlibBytesDataModule
 from lightning_topt.cli.tasks.digits import DigitsCNN, DigitsDataModule
@@ -142,10 +142,7 @@ def train(
         limit_val_batches=40,
         num_sanity_val_steps=0,
         callbacks=[curve, *callbacks],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(task.model(task.steps), datamodule=task.data())
     return trainer, curve

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
-from benchmarks.common import RESULTS, machine, spread
+from benchmarks.common import QUIET, RESULTS, machine, spread
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.cli.tasks.byte_lm import ByteGPT, StdlibBytesDataModule
 
@@ -107,12 +107,6 @@ def run(model: str, strategy: str, out: Path) -> None:
     torch.manual_seed(0)
     module = Recurrent() if model == RECURRENT else ByteGPT(**sizes)
     steps = Steps(out)
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
     chosen = DDPStrategy if strategy == "ddp" else AutoParallelStrategy
     trainer = L.Trainer(
         accelerator="cpu",
@@ -120,7 +114,7 @@ def run(model: str, strategy: str, out: Path) -> None:
         strategy=chosen(start_method="fork"),
         max_steps=STEPS,
         callbacks=[steps],
-        **quiet,
+        **QUIET,
     )
     data = StdlibBytesDataModule(context, batch_size, max_bytes=1_000_000)
     steps.start = time.perf_counter()

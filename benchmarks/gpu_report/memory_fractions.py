@@ -15,6 +15,7 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader
 
+from benchmarks.common import QUIET
 from benchmarks.gpu_report.models import (
     PLANS,
     Model,
@@ -154,10 +155,7 @@ def fit(model: Model, fraction: float, limit: int, device: torch.device) -> Mapp
         strategy=strategy,
         precision=_PRECISION,
         max_steps=10,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     reset_peaks(device)
     columns: dict[str, Any] = {"limit_bytes": limit}

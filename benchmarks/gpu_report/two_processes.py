@@ -29,6 +29,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor
 
+from benchmarks.common import QUIET
 from benchmarks.gpu_report.reporting import Report, memory_columns, processes, reset_peaks, run_part
 from lightning_topt import (
     AutoParallelStrategy,
@@ -233,10 +234,7 @@ def fit(name: str, device: torch.device, columns: dict[str, Any]) -> list[float]
         num_nodes=2,
         strategy=strategy,
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     reset_peaks(device)
     start = time.perf_counter()

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
+from benchmarks.common import QUIET
 from benchmarks.gpu_report.reporting import memory_columns, reset_peaks
 from benchmarks.gpu_report.two_processes import difference
 from benchmarks.multi_gpu.job import Job
@@ -97,10 +98,7 @@ def fit(sizes: tuple[int, ...], batches: Tensor, strategy: Strategy, job: Job) -
         devices=job.ranks,
         strategy=strategy,
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         use_distributed_sampler=False,
     )
     trainer.fit(module, Batches(batches))

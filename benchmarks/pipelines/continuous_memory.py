@@ -19,7 +19,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import RESULTS, machine, mib, run_module
+from benchmarks.common import QUIET, RESULTS, machine, mib, run_module
 from lightning_topt import PipelineStrategy
 from lightning_topt.cli.tasks.byte_lm import ByteGPT, StdlibBytesDataModule
 from lightning_topt.plugins.lost_ranks import destroy_process_group
@@ -166,10 +166,7 @@ def run_worker() -> None:
         max_steps=options.steps,
         accumulate_grad_batches=options.accumulate,
         limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         callbacks=[monitor, held],
     )
     model = ByteGPT(options.layers, options.hidden, 6, options.seq_len)

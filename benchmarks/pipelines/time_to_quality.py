@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
-from benchmarks.common import RESULTS, machine, spread
+from benchmarks.common import QUIET, RESULTS, machine, spread
 from benchmarks.lab import Lab, LabError, end_on_signals
 from lightning_topt import PipelineStrategy
 from lightning_topt.cli.tasks.byte_lm import StdlibBytesDataModule
@@ -282,10 +282,7 @@ def run_worker() -> None:
         val_check_interval=EVERY,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         callbacks=[curve],
     )
     module = ByteLSTM(options.width, options.layers, options.rate)

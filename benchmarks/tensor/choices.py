@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.common import RESULTS, JobFailed, machine, mib, run_module, spread
+from benchmarks.common import QUIET, RESULTS, JobFailed, machine, mib, run_module, spread
 from benchmarks.lab import Lab, LabError, end_on_signals
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.cli.tasks.byte_lm import ByteGPT
@@ -315,10 +315,7 @@ def run_worker() -> None:
         num_nodes=options.num_nodes,
         strategy=strategy,
         max_steps=options.steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         callbacks=[monitor],
     )
     model, data = made(options)

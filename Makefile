@@ -1,6 +1,7 @@
 # `make demo` and `make test` need Python >= 3.10 and make, nothing else: they build .venv on first use.
 PYTHON ?= python3
-# `make test TORCH=2.14.1` takes that release in place of the one in constraints.txt, in an environment of its own.
+# `make test TORCH=2.14.1` takes that release in place of the one in constraints.txt, in an environment of its own;
+# TORCH=newest takes the newest that pyproject.toml lets in.
 TORCH :=
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
@@ -23,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "lightning_topt needs Python >= 3.10; set PYTHON=..., e.g. make test PYTHON=python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
-	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
+	sed '$(if $(TORCH),$(if $(filter newest,$(TORCH)),/^torch==/d,s/^torch==.*/torch==$(TORCH)/))' constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e ".[dev]"
 	@touch $@
 

@@ -1,0 +1,119 @@
+"""What is published: an sdist, a wheel made of it alone, and what version they say they are."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.preloaded import preloaded_python
+from topt_console import __version__
+
+ROOT = Path(__file__).parent.parent
+GITHUB = ROOT / ".github"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder into which the wheel was installed that is made of the sdist's files."""
+    if importlib.util.find_spec("hatchling") is None:
+        pytest.skip("distributions are built with hatchling: pip install -e '.[dev]'")
+    from hatchling.builders.sdist import SdistBuilder
+    from hatchling.builders.wheel import WheelBuilder
+
+    folder = tmp_path_factory.mktemp("release")
+    (sdist,) = SdistBuilder(str(ROOT)).build(directory=str(folder), versions=["standard"])
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder / "source", filter="data")
+    (source,) = (folder / "source").iterdir()
+    (wheel,) = WheelBuilder(str(source)).build(directory=str(folder), versions=["standard"])
+    assert Path(sdist).name == f"lightning_topt-{__version__}.tar.gz"
+    assert Path(wheel).name == f"lightning_topt-{__version__}-py3-none-any.whl"
+    target = folder / "installed"
+    options = ["--quiet", "--no-deps", "--no-index", "--no-compile", "--target", str(target)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, wheel], check=True)
+    return target
+
+
+def run(*command, folder, path):
+    environment = {**os.environ, "PYTHONPATH": str(path)}
+    job = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert job.returncode == 0, job.stdout + job.stderr
+    return job.stdout
+
+
+def files_below(folder):
+    paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return {path for path in paths if "__pycache__" not in path.parts}
+
+
+def test_a_wheel_made_of_the_sdist_has_every_file(installed):
+    for package in ("lightning_topt", "topt_console", "hydra_plugins"):
+        there, here = files_below(installed / package), files_below(ROOT / package)
+        assert here <= there
+    assert files_below(installed / "lightning_topt" / "conf") == files_below(ROOT / "conf")
+
+
+def test_an_installed_wheel_works_without_the_checkout(installed, tmp_path):
+    code = (
+        "import lightning_topt as t, hydra_plugins.lightning_topt_searchpath as s;"
+        "print(t.__file__, t.__version__, t.AutoParallelStrategy.__name__, s.conf_dir(), sep='\\n')"
+    )
+    package = installed / "lightning_topt"
+    assert run(preloaded_python(), "-c", code, folder=tmp_path, path=installed).split() == [
+        str(package / "__init__.py"),
+        __version__,
+        "AutoParallelStrategy",
+        str(package / "conf"),
+    ]
+    helped = run(str(installed / "bin" / "topt"), "--help", folder=tmp_path, path=installed)
+    assert "topt plan" in helped
+    shown = run(
+        *(preloaded_python(), "-m", "topt_console", "plan", "--cfg", "job"),
+        folder=tmp_path,
+        path=installed,
+    )
+    assert yaml.safe_load(shown)["strategy"]["_target_"] == "lightning_topt.AutoParallelStrategy"
+
+
+def test_what_the_distribution_says_of_itself(installed):
+    (found,) = importlib.metadata.distributions(path=[str(installed)])
+    assert found.version == __version__ and found.metadata["License-Expression"] == "Apache-2.0"
+    assert found.metadata["Author"] == "lightning-topt maintainers"
+    assert {"hf", "ray", "hydra-extras", "examples", "dev"} <= set(
+        found.metadata.get_all("Provides-Extra")
+    )
+    # Pythons that are promised are those that are tested
+    jobs = yaml.safe_load((GITHUB / "workflows" / "ci.yml").read_text())["jobs"]
+    tested = jobs["test"]["strategy"]["matrix"]["python"]
+    classifiers = found.metadata.get_all("Classifier")
+    promised = [name.rpartition(" ")[2] for name in classifiers if re.search(r":: 3\.", name)]
+    assert promised == tested and found.metadata["Requires-Python"] == f">={tested[0]}"
+
+
+def test_version_and_changelog_agree():
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert len(changelog.splitlines()) <= 60
+    released = re.findall(r"^## (\d+\.\d+\.\d+)", changelog, re.MULTILINE)
+    assert released[0] == __version__
+    assert str(yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"]) == __version__
+
+
+def test_issue_forms_are_forms():
+    forms = [p for p in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml") if p.name != "config.yml"]
+    assert forms
+    for path in forms:
+        form = yaml.safe_load(path.read_text())
+        assert {"name", "description", "body"} <= set(form)
+        names = [field["id"] for field in form["body"]]
+        assert len(names) == len(set(names)) and all(
+            field["type"] == "textarea" and field["attributes"]["label"] for field in form["body"]
+        )

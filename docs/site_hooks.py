@@ -16,6 +16,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 MEASURED = "results/measured"
+LOG = "devlog.md"  # of what was: pages that it names may have gone
 LINK = re.compile(r"\]\((?:\.\./)+(docs|benchmarks/results)/([^)]+)\)")
 
 
@@ -24,8 +25,8 @@ def on_config(config: Any) -> Any:
     pages = [f"{MEASURED}/{path.name}" for path in sorted(RESULTS.glob("*.md"))]
     section = {name: entry for part in config.nav for name, entry in part.items()}
     section["Results"].append({"All measurements": pages})
-    if (ROOT / "docs" / "devlog.md").exists():
-        section["Help"].append({"Development log": "devlog.md"})
+    if (ROOT / "docs" / LOG).exists():
+        section["Help"].append({"Development log": LOG})
     return config
 
 
@@ -39,6 +40,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Rewrite links between docs/ and benchmarks/results/ to the places of the site."""
+    if page.file.src_uri == LOG:
+        return re.sub(r"\[([^\]]+)\]\((?!http)[^)]*\)", r"\1", markdown)
     folder = posixpath.dirname(page.file.src_uri)
 
     def rewrite(link: re.Match[str]) -> str:

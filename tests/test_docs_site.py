@@ -14,9 +14,10 @@ import yaml
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+LOG = DOCS / "devlog.md"  # of what was: pages that it names may have gone
+PAGES = [ROOT / "README.md", *(page for page in sorted(DOCS.rglob("*.md")) if page != LOG)]
 # figures and lab notes, written or moved as they are
-NOTES = {DOCS / "gpu.md", DOCS / "devlog.md", *(DOCS / "results").glob("*.md")}
+NOTES = {DOCS / "gpu.md", *(DOCS / "results").glob("*.md")}
 GUIDES = [page for page in PAGES if page not in NOTES]
 MOST_WORDS = 22  # of a sentence
 HARDWARE = {"Xeon": "Intel(R) Xeon(R)", "EPYC": "AMD EPYC", "H100": "H100"}
@@ -59,7 +60,7 @@ def test_every_page_is_in_the_navigation() -> None:
         )
 
     listed = names(yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)["nav"])
-    found = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} - {"devlog.md"}
+    found = {str(page.relative_to(DOCS)) for page in PAGES[1:]}
     assert sorted(listed) == sorted(found)
 
 

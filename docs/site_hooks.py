@@ -40,12 +40,13 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Rewrite links between docs/ and benchmarks/results/ to the places of the site."""
-    if page.file.src_uri == LOG:
-        return re.sub(r"\[([^\]]+)\]\((?!http)[^)]*\)", r"\1", markdown)
     folder = posixpath.dirname(page.file.src_uri)
 
     def rewrite(link: re.Match[str]) -> str:
         target = link[2] if link[1] == "docs" else f"{MEASURED}/{link[2]}"
         return f"]({posixpath.relpath(target, folder or '.')})"
 
-    return LINK.sub(rewrite, markdown)
+    rewritten = LINK.sub(rewrite, markdown)
+    if page.file.src_uri != LOG:
+        return rewritten
+    return re.sub(r"\[([^\]]+)\]\((?!http|results/)[^)]*\)", r"\1", rewritten)

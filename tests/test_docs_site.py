@@ -109,6 +109,12 @@ def test_the_readme_fits_and_says_what_was_tried() -> None:
     assert all(word in first_screen for word in ("gloo", "docs/gpu.md", "make demo", "!["))
 
 
+def test_make_builds_the_site_beside_the_folder_of_its_name() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.search(r"^\.PHONY:.*\bdocs\b", makefile, re.MULTILINE)
+    assert re.search(r"^docs:.*\n.*mkdocs build --strict", makefile, re.MULTILINE)
+
+
 def test_the_glossary_is_short() -> None:
     rows = re.findall(r"^\| (?!term)", (DOCS / "glossary.md").read_text(), re.MULTILINE)
     assert 20 <= len(rows) <= 40

@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
-.PHONY: help install demo test lint format bench clean
+.PHONY: help install demo test lint format bench docs clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -51,5 +51,12 @@ bench: $(STAMP) ## Run every benchmark; results go to benchmarks/results
 	@for name in search.frontier foreign.overhead prediction.memory_limits; do \
 		echo "benchmarks.$$name" && $(BIN)/python -m benchmarks.$$name || exit 1; done
 
+docs: $(VENV)/docs-installed ## Build the documentation site into site/, without network, warnings as errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+$(VENV)/docs-installed: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e ".[docs]"
+	@touch $@
+
 clean: ## Remove the environment and caches
-	rm -rf .venv .venv-torch-* .pytest_cache .mypy_cache .ruff_cache build dist
+	rm -rf .venv .venv-torch-* .pytest_cache .mypy_cache .ruff_cache build dist site

@@ -10,11 +10,11 @@ import pytest
 
 from tests.launch import run_ranks
 
-PAGE = Path(__file__).parent.parent / "docs" / "compression.md"
+PAGE = Path(__file__).parent.parent / "docs" / "how_to" / "plain_pytorch.md"
 LOOPS = [
     code
     for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    if ".backward()" in code
+    if "for step in range" in code
 ]
 
 
@@ -27,7 +27,9 @@ def run(rank: int, code: str) -> tuple[float, list[float]]:
 
 
 @pytest.mark.parametrize(
-    "code", LOOPS, ids=lambda code: re.search(r"CompressedExchange|OuterSteps", code)[0]
+    "code",
+    LOOPS,
+    ids=lambda code: re.search(r"CompressedExchange|OuterSteps|install_parallel_step", code)[0],
 )
 def test_loop_trains_and_ranks_end_equal(code: str) -> None:
     first, second = run_ranks(run, 2, code)
@@ -35,4 +37,4 @@ def test_loop_trains_and_ranks_end_equal(code: str) -> None:
 
 
 def test_all_loops_are_found() -> None:
-    assert len(LOOPS) == 2
+    assert len(LOOPS) == 3

@@ -1,8 +1,8 @@
 """`topt calibrate`: measure this machine anew, keep it for later runs, and say how sure that is.
 
 It writes a cluster file (``output``), which is used elsewhere with ``strategy.cluster=FILE``, and
-``calibration.json`` (docs/schemas.md). It prints two tables: how far the finished table is from
-what is measured a second time, and what changed since an earlier calibration.
+``calibration.json`` (docs/reference/schemas.md). It prints two tables: how far the finished table
+is from what is measured a second time, and what changed since an earlier calibration.
 """
 
 from __future__ import annotations

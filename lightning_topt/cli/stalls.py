@@ -3,7 +3,8 @@
     measure     the training loader of a data module, under the model's own training loop
     serving     let a data module give other batches, as each run of a measurement does
 
-No training is kept. ``stalls.json`` (docs/schemas.md) and ``stalls.png`` go to Hydra's run folder.
+No training is kept. ``stalls.json`` (docs/reference/schemas.md) and ``stalls.png`` go to Hydra's
+run folder.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`topt train`: fit, validate the best checkpoint, and write and print `run.json`.
 
 `run.json` holds what a run planned, predicted, measured and reached; its schema is in
-docs/schemas.md. `topt predict runs=FOLDER` reads it.
+docs/reference/schemas.md. `topt predict runs=FOLDER` reads it.
 """
 
 from __future__ import annotations

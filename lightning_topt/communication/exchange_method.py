@@ -15,8 +15,8 @@ that averages gradients has, with `methods/half.py` as the shortest example:
     conf/gradient_exchange/NAME.yaml      its options on the command line
     METHODS in                            the contract: among others, the first step is the exact
       tests/communication/test_methods.py   mean (`CompressedMethod`), and states go on alike
-    docs/compression.md                   when to choose it, what it sends, what was measured
-    docs/schemas.md                       its name and options in plan files
+    docs/reference/exchange_methods.md    when to choose it, what it sends, what its options mean
+    docs/reference/schemas.md             its name and options in plan files
     __init__ of the package, and of       its class among the public names
       `communication`
 

@@ -39,7 +39,7 @@ from lightning_topt.plan.scenarios import Estimate
 
 SCHEMA_VERSION = 1
 ZOU = "Zou et al., Distributed Training Large-Scale Deep Architectures, arXiv 1709.06622"
-MODEL = "the cost model of this package (docs/cost_model.md)"
+MODEL = "the cost model of this package (docs/concepts/cost_model.md)"
 _NOISE = "McCandlish et al., An Empirical Model of Large-Batch Training, arXiv 1812.06162"
 NEARLY = 0.05  # fewer samples per second than the best: not worth a larger batch
 _WORTH = 0.1  # gain per step: less is within the error of predictions

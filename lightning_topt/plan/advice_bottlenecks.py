@@ -290,7 +290,7 @@ def _loader(at: Estimate, stalls: MeasuredStalls) -> Advice:
         "times the step",
         "max(T, b / rate) / T",
         {"T": at.step_seconds, "b": taken * at.step_seconds, "rate": given},
-        f"{_SOURCE}; rate: the simulation of docs/stalls.md",
+        f"{_SOURCE}; rate: the simulation of docs/how_to/find_stalls.md",
     )
 
 

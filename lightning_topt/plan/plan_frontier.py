@@ -68,7 +68,7 @@ class PlanFrontier:
 
     They are ordered by devices and memory. Plans whose gradients are views of DDP's buckets are
     compared with one another only: a choice may prefer others to them. `frontier.json` holds
-    exactly these fields (docs/schemas.md).
+    exactly these fields (docs/reference/schemas.md).
 
     Args:
         points: the plans.

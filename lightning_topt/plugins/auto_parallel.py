@@ -75,8 +75,9 @@ class AutoParallelStrategy(DDPStrategy):
         allow_compression: whether a plan, searched or given, may exchange gradients compressed:
             another training, whose time per step is predicted, not its time to a given loss. True:
             searches bf16, top-k (1 %) and top-k in 2 bits too, those that hold for the optimizer
-            (docs/compression.md). A method such as ``TopK(density=0.001)``, a name, a mapping such
-            as ``{"method": "topk", "density": 0.001}``, or a list of these: searches those.
+            (docs/concepts/compression_quality.md). A method such as ``TopK(density=0.001)``, a
+            name, a mapping such as ``{"method": "topk", "density": 0.001}``, or a list of these:
+            searches those.
         allow_staleness: whether a plan with stages, searched on a mesh or given, may be a pipeline
             that never flushes: passes compute with weights that miss some updates. True, or the
             rule that predicts them, such as ``"spectrain"``.

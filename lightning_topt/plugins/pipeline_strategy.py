@@ -35,14 +35,14 @@ class PipelineStrategy(AutoParallelStrategy):
             form a data axis.
         schedule: the order of passes: ``"1f1b"``, ``"1f1b_overlapped"``, ``"gpipe"``,
             ``"interleaved"``, ``"looped_bfs"``, ``"zero_bubble"``, ``"interleaved_zero_bubble"``,
-            ``"zbv"`` (docs/pipeline_schedules.md says when to choose which). Under
+            ``"zbv"`` (docs/reference/schedules.md says when to choose which). Under
             ``"continuous"``, and ``"continuous_overlapped"`` for slow links, the pipeline runs
             without flush: stages compute with weights that miss some updates, another training.
         microbatches: parts that a rank's batch is split into; a batch of fewer samples has as many
             as samples. None: four per rank of the pipeline, fewer where the batch does not divide.
         prediction: with these two, the rule of the weights that passes compute with: a name such as
             ``"spectrain"``, a mapping ``{"rule": name, option: value}`` or a `Prediction`; None:
-            the optimizer's (docs/weight_prediction.md).
+            the optimizer's (docs/reference/prediction_rules.md).
         stages_per_rank: None: the fewest that the schedule takes, 1 or 2.
         recompute: whether blocks run forward again in the backward pass, instead of keeping
             activations.

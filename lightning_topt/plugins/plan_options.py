@@ -276,7 +276,7 @@ def read_mesh(sizes: Any) -> MeshPlan | PipelinePlan:
         raise PlanError(
             "beside an axis 'pipeline', which is the first, the search takes the axes 'data' and "
             f"'tensor' in this order; got {', '.join(sizes)}. Plans with others may be written by "
-            "hand (docs/schemas.md)"
+            "hand (docs/reference/schemas.md)"
         )
     return PipelinePlan(schedule=None, sizes=found)
 
@@ -297,7 +297,7 @@ def _read_searched(plan: Mapping[str, Any]) -> MeshPlan | PipelinePlan:
     if isinstance(given.get("stages"), Sequence):
         raise PlanError(
             "stages that say their blocks belong to a whole plan, whose mesh is a list "
-            "(docs/schemas.md)"
+            "(docs/reference/schemas.md)"
         )
     try:
         return replace(found, **{_BESIDE_MESH[key]: value for key, value in given.items()})

@@ -353,7 +353,7 @@ class AllowedExchanges:
             elif needs := method.needs_under_adam:
                 rank_zero_info(
                     f"topt: {method.words} is searched; {optimizer.name} needs {needs} "
-                    "(docs/compression.md)"
+                    "(docs/concepts/compression_quality.md)"
                 )
         return held
 
@@ -435,7 +435,8 @@ def _left_out(method: GradientMethod, optimizer: str) -> str:
     which = "training" if least is None else f"fewer than {least} steps"
     return (
         f"topt: {method.words} was not searched: {which} with {optimizer} may end worse under it "
-        "than with whole gradients (docs/compression.md). To search it all the same, say "
+        "than with whole gradients (docs/concepts/compression_quality.md). To search it all the "
+        "same, say "
         f"allow_compression=[{_shortest_mapping(method)}]"
     )
 

@@ -17,8 +17,8 @@ and must leave nothing behind.
 
 A new reason is an entry of `REQUIREMENTS`. It has a test in `tests/plugins` (SHARDED:
 `test_whole_parameters`, CONTINUOUS: `test_continuous_care`, others: `test_own_batches`) and a word
-in docs/auto_parallel.md or docs/pipelines.md. Other reasons are elsewhere: why steps are not
-watched (`watched_steps.why_not_watched`), blocks not recomputed
+in docs/reference/limits.md or docs/concepts/pipelines.md. Other reasons are elsewhere: why steps
+are not watched (`watched_steps.why_not_watched`), blocks not recomputed
 (`graph.blocks.why_not_recomputed`), steps not cut (`default_search.why_not_cut`).
 """
 

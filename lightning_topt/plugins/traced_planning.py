@@ -176,7 +176,7 @@ def _say_traced() -> None:
         "topt: this plan is made before the first step, for which training_step runs some more "
         "times, on copies without memory. Code in it that counts, writes files or takes from an "
         "iterator may notice; plans on data axes by name, and a search where DDP is sure to fit, "
-        "watch real steps instead (docs/auto_parallel.md)"
+        "watch real steps instead (docs/concepts/first_steps.md)"
     )
 
 

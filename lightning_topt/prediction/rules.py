@@ -93,7 +93,8 @@ def prediction_to_value(prediction: Prediction) -> str | dict[str, Any]:
 def default_prediction(optimizer: Optimizer | str) -> Prediction:
     """Return the rule that came out best for an optimizer, or the name of its class.
 
-    See docs/weight_prediction.md. Weight stashing where that rule does not know this optimizer.
+    See docs/reference/prediction_rules.md. Weight stashing where that rule does not know this
+    optimizer.
     """
     name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__
     rule = make_prediction(DEFAULTS.get(name, OTHERWISE))

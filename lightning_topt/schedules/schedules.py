@@ -17,8 +17,8 @@ asked for by tests):
     costs/schedule_rates.py                 its rates, without which it cannot be searched
     conf/schedule/NAME.yaml                 its name on the command line
     benchmarks/pipelines/equality.py        plans under it, compared with one process
-    docs/pipeline_schedules.md              when to choose it
-    docs/pipelines.md, `PipelineStrategy`   its name
+    docs/reference/schedules.md             when to choose it
+    docs/how_to/pipelines.md, `PipelineStrategy`   its name
 
 Continuous schedules (`CONTINUOUS_SCHEDULES`) run without flush: they update after
 a few minibatches while others are in flight. `forward_schedule` is for evaluation.

@@ -401,14 +401,14 @@ def test_autocast_casts_predicted_weights_and_keeps_the_casts(rule):
 
 
 def test_the_loop_in_the_documentation_runs():
-    page = (Path(__file__).parents[2] / "docs" / "weight_prediction.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how_to" / "plain_pytorch.md").read_text()
     (code,) = (
         code
         for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-        if ".backward()" in code
+        if "make_prediction" in code
     )
     names = {}
-    exec(compile(code, "weight_prediction.md", "exec"), names)
+    exec(compile(code, "plain_pytorch.md", "exec"), names)
     assert names["stage"].weight.grad is not None and names["rule"].held_bytes == 0
 
 

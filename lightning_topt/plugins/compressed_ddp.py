@@ -29,6 +29,7 @@ from lightning_topt.communication.method_registry import (
     read_gradient_method,
 )
 from lightning_topt.communication.topology import Topology
+from lightning_topt.costs.optimizer import is_adaptive
 from lightning_topt.plugins.ddp_options import (
     checked_ddp_options,
     name_own_strategy,
@@ -167,6 +168,14 @@ class CompressedDDPStrategy(DDPStrategy):
             )
         if self.method.has_momentum:
             refuse_momentum(self.optimizers)
+        # The default, of which it is known that transformers under Adam end worse.
+        adaptive = [*filter(is_adaptive, self.optimizers)]
+        if adaptive and self.method.name == DEFAULT_METHOD and self.method.steps_under_adam is None:
+            rank_zero_warn(
+                f"{self.method.words} under {type(adaptive[0]).__name__} ends worse than whole "
+                "gradients do on transformers: set method=TopK(density=None, bits=2), on a command "
+                "line gradient_exchange=topk_few_bits (docs/compression.md)"
+            )
         if len(self.optimizers) > 1 and self.method.has_residual:
             rank_zero_warn(
                 "gradients of several optimizers are exchanged together in every backward pass: "

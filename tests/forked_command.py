@@ -9,6 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -16,6 +17,7 @@ import torch
 
 import topt_console
 from lightning_topt.cli import advise, calibrate, plan, predict, stalls, train, verify, what_if
+from tests.launch import free_port
 
 IMPORTED = (advise, calibrate, plan, predict, stalls, train, verify, what_if)
 
@@ -34,17 +36,45 @@ def forked_topt(*words: str, folder: Path, seconds: int = 120) -> Ended:
         sys.argv = ["topt", *words]
         topt_console.main()
 
-    return forked(main, folder=folder, seconds=seconds)
+    (ended,) = forked(main, folder=folder, seconds=seconds)
+    return ended
 
 
-def forked(call: Callable[[], object], *, folder: Path, seconds: int = 120) -> Ended:
-    """Call a function as a program in `folder`, ended by SystemExit or by an exception."""
-    output = folder / ".output"
-    pid = os.fork()
-    if pid == 0:
-        _run(call, folder, output, seconds)
-    _, status = os.waitpid(pid, 0)
-    return Ended(os.waitstatus_to_exitcode(status), output.read_text())
+def forked(*calls: Callable[[], object], folder: Path, seconds: int = 120) -> list[Ended]:
+    """Call functions side by side, each as a program in `folder`.
+
+    They end by SystemExit, or by an exception with its traceback.
+    """
+    outputs = [folder / f".output_{index}" for index in range(len(calls))]
+    processes = []
+    for call, output in zip(calls, outputs, strict=True):
+        processes.append(os.fork())
+        if processes[-1] == 0:
+            _run(call, folder, output, seconds)
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in processes]
+    return [Ended(*each) for each in zip(statuses, (o.read_text() for o in outputs), strict=True)]
+
+
+def forked_ranks(call: Callable[[], object], ranks: int, *, folder: Path) -> list[Ended]:
+    """Call a function as a program, on several `ranks` as torchrun would start them."""
+    if ranks == 1:
+        return forked(call, folder=folder)
+    port = free_port()
+
+    def start(rank: int) -> object:
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "GROUP_RANK": "0",
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RUN_ID": "a test",
+        }
+        return call()
+
+    return forked(*(partial(start, rank) for rank in range(ranks)), folder=folder)
 
 
 def _run(call: Callable[[], object], folder: Path, output: Path, seconds: int) -> NoReturn:

@@ -254,7 +254,10 @@ def test_another_app_sets_options_of_a_strategy(app):
 
 @pytest.mark.parametrize(
     ("override", "words"),
-    [("watch_steps=soon", "could not be converted to Integer"), ("recompute=maybe", "to Boolean")],
+    [
+        ("watch_steps=soon", "could not be converted to Integer"),
+        ("recompute=maybe", "not a valid bool"),
+    ],
 )
 def test_types_of_options_are_checked(override, words, app):
     name = "topt" if "watch" in override else "topt_pipeline"

@@ -85,6 +85,7 @@ FORMS = [
     Form(r"^topt .*plan=\S+\.yaml", "compose", (), "reads a plan file (tests/cli/test_predict)"),
     Form(r"^topt advise .*stalls=", "compose", (), "reads a record of topt stalls"),
     Form(r"^topt stalls", "compose", (), "trains seven times (tests/cli/test_stalls)"),
+    Form(r"^topt train .*schedule=continuous", "compose", (), "snippets of these pages train it"),
     Form(r"^topt calibrate", "compose", (), "measures for half a minute (tests/cli/test_main)"),
     Form(r"^topt (plan|advise) .*model=hf", "compose", (), "reads the reader's config.json"),
     Form(

@@ -32,7 +32,8 @@ from lightning_topt.cli.several_clusters import as_hydra_reads
 FULL_ERROR = "HYDRA_FULL_ERROR"
 # two words that a shell has made of one, such as mesh={data:2,tensor:4}
 _ENTRY = r"[\w.]+:[^\s\[\]{},:]+"
-_EXPANDED = re.compile(rf"(?P<head>\S*?[=\[{{,:]){_ENTRY}(?P<tail>\S*) (?P=head){_ENTRY}(?P=tail)")
+_TAIL = r"(?P<tail>(?:[\]},]\S*)?)"
+_EXPANDED = re.compile(rf"(?P<head>\S*?[=\[{{,:]){_ENTRY}{_TAIL} (?P=head){_ENTRY}(?P=tail)")
 
 
 def main() -> None:

@@ -110,6 +110,7 @@ FORMS = [
         (*TINY_MODEL, "tensor=false", "pipeline=false", "cluster=local_cpu"),
         RUN,
     ),
+    Form(r"^topt verify .*devices=", "run", (*TINY_MODEL, "rehearse=false", "devices=2"), RUN),
     Form(r"^topt verify ", "run", (*TINY_MODEL, "rehearse=false"), RUN),
     Form(r"^topt predict ", "run", TINY_MODEL, RUN),
     Form(r"^topt train .*(experiment=digits|model=cnn)", "run", TINY_FIT, RUN),

@@ -29,7 +29,6 @@ from lightning_topt.communication.method_registry import (
     read_gradient_method,
 )
 from lightning_topt.communication.topology import Topology
-from lightning_topt.costs.optimizer import is_adaptive
 from lightning_topt.plugins.ddp_options import (
     checked_ddp_options,
     name_own_strategy,
@@ -169,10 +168,10 @@ class CompressedDDPStrategy(DDPStrategy):
         if self.method.has_momentum:
             refuse_momentum(self.optimizers)
         # The default, of which it is known that transformers under Adam end worse.
-        adaptive = [*filter(is_adaptive, self.optimizers)]
-        if adaptive and self.method.name == DEFAULT_METHOD and self.method.steps_under_adam is None:
+        adam = [each for each in self.optimizers if any("betas" in g for g in each.param_groups)]
+        if adam and self.method.name == DEFAULT_METHOD and self.method.steps_under_adam is None:
             rank_zero_warn(
-                f"{self.method.words} under {type(adaptive[0]).__name__} ends worse than whole "
+                f"{self.method.words} under {type(adam[0]).__name__} ends worse than whole "
                 "gradients do on transformers: set method=TopK(density=None, bits=2), on a command "
                 "line gradient_exchange=topk_few_bits (docs/compression.md)"
             )

@@ -89,8 +89,8 @@ def hydra_main(command: str, run: Callable[[DictConfig], None]) -> None:
         why = f"a configuration is not YAML: {error}"
         if isinstance(error, OSError):
             why = (
-                f"the run folder cannot be made or written ({error.strerror}: {error.filename!r}): name "
-                "another with hydra.run.dir=FOLDER"
+                f"the run folder cannot be made or written ({error.strerror}: {error.filename!r}): "
+                "name another with hydra.run.dir=FOLDER"
             )
         raise ValueError(_one_line(why)) from error
 

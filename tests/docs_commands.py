@@ -132,6 +132,16 @@ class Command(NamedTuple):
                 return form
         raise AssertionError(f"no row of FORMS says how to run {line}")
 
+    def is_there(self) -> bool:
+        """Whether what a command that is not run names is in this repository, as far as it is."""
+        line = " ".join(self.words)
+        if module := re.search(r"-m (benchmarks[.\w]+)", line):
+            return (ROOT / f"{module[1].replace('.', '/')}.py").is_file()
+        if example := re.search(r"examples/\S+\.py", line):
+            return (ROOT / example[0]).is_file()
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        return self.words[0] != "make" or self.words[1] in targets
+
     @property
     def ranks(self) -> int:
         """How many processes run it."""

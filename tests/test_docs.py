@@ -46,7 +46,10 @@ def check_commands(block: Block, tmp_path: Path, done: set[Command]) -> None:
     assert commands
     for command in commands:
         form = command.form
-        if form.kind == "skip" or command in done:  # or it ran in another block
+        if form.kind == "skip":
+            assert command.is_there(), command.words
+            continue
+        if command in done:  # it ran in another block
             continue
         for rank, ended in enumerate(run_command(command, tmp_path)):
             assert ended.status == 0, f"{' '.join(command.words)} (rank {rank}):\n{ended.output}"
@@ -83,6 +86,8 @@ def run_command(command: Command, folder: Path) -> list[Ended]:
         ("topt plan mesh='{data:2}' ranks=2", "Could not override 'ranks'"),
         ("tpot plan", "tpot"),
         ("topt serve", "no row of FORMS"),
+        ("make nothing", "'nothing'"),
+        ("python -m benchmarks.nothing", "'benchmarks.nothing'"),
     ],
 )
 def test_a_wrong_command_fails(text: str, words: str, tmp_path: Path) -> None:
@@ -124,3 +129,6 @@ def test_loops_train_and_ranks_end_equal(block: Block) -> None:
 
 def test_what_is_there_is_found() -> None:
     assert len(LOOPS) == 2 and len(PYTHON) > 20 and len(COMMANDS) > 20
+    others = [block for block in ALL if block not in PYTHON and block not in COMMANDS]
+    assert not [block.place for block in others if not block.language], "a fence says its language"
+    assert not [block.place for block in others if re.search(r"^\W*topt ", block.text, re.M)]

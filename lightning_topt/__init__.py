@@ -39,6 +39,7 @@ _HOMES = {
     "CompressedDDPStrategy": "plugins.compressed_ddp",
     "CoordinatedDataModule": "plugins.coordinated_data",
     "LocalStepsStrategy": "plugins.local_steps_strategy",
+    "compressed_strategy": "plugins.local_steps_strategy",
     "ParallelOptimizerStep": "plugins.parallel_optimizer",
     "PipelineStrategy": "plugins.pipeline_strategy",
     "StallMonitor": "plugins.monitors",
@@ -71,6 +72,9 @@ if TYPE_CHECKING:  # the same for type checkers and editors, which do not run `_
         CoordinatedDataModule as CoordinatedDataModule,
     )
     from lightning_topt.plugins.local_steps_strategy import LocalStepsStrategy as LocalStepsStrategy
+    from lightning_topt.plugins.local_steps_strategy import (
+        compressed_strategy as compressed_strategy,
+    )
     from lightning_topt.plugins.monitors import StallMonitor as StallMonitor
     from lightning_topt.plugins.parallel_optimizer import (
         ParallelOptimizerStep as ParallelOptimizerStep,

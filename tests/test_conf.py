@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from pathlib import Path
 
+import hydra
 import lightning.pytorch as pl
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
 
 from hydra_plugins.lightning_topt_searchpath import conf_dir
+from hydra_plugins.lightning_topt_searchpath.strategies import STRATEGIES
 from lightning_topt import (
     AutoParallelStrategy,
     CompressedDDPStrategy,
@@ -167,28 +170,146 @@ def test_values_that_yaml_repeats_are_the_constructors():
         assert instantiate(config.strategy, _convert_="all").method == method
 
 
-def test_another_hydra_app_finds_our_groups(tmp_path):
-    (tmp_path / "app.yaml").write_text(
-        "defaults:\n  - strategy: topt\n  - cluster: local_cpu\n  - _self_\n"
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_defaults_of_typed_strategies_are_those_of_the_constructors(name):
+    typed = STRATEGIES[name]()
+    target = hydra.utils.get_method(typed._target_)
+    kinds = (CompressedDDPStrategy, LocalStepsStrategy) if name == "topt_compressed" else (target,)
+    options = {f.name: f.default for f in dataclasses.fields(typed) if not f.name.startswith("_")}
+    for kind in kinds:
+        known = {
+            name: each.default
+            for name, each in inspect.signature(kind).parameters.items()
+            if each.kind != each.VAR_KEYWORD
+        }
+        if "cluster" in options:
+            assert options["cluster"] == "${oc.select:topt.cluster,null}"
+            options["cluster"] = None
+        if kind is LocalStepsStrategy:
+            known["method"] = "topk"  # the method chooses the strategy
+        assert options.items() <= known.items()
+    if len(kinds) == 1:
+        assert options.keys() == known.keys()
+
+
+# ---- a user's own app, with the composition of lightning-hydra-template
+
+
+@pytest.fixture
+def app(tmp_path):
+    """Compose it with some overrides."""
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "default.yaml").write_text(
+        "_target_: lightning.pytorch.Trainer\nstrategy: auto\naccelerator: cpu\ndevices: 2\n"
+        "logger: false\n"
     )
-    with initialize_config_dir(str(tmp_path), version_base="1.3"):
-        config = compose("app")
-    assert config.strategy._target_ == "lightning_topt.AutoParallelStrategy"
-    assert config.cluster.device.name
+
+    (tmp_path / "app.yaml").write_text("defaults:\n  - trainer: default\n  - _self_\n")
+
+    def composed_app(*overrides: str):
+        with initialize_config_dir(str(tmp_path), version_base="1.3"):
+            return compose("app", overrides=list(overrides))
+
+    return composed_app
 
 
-def test_the_strategy_group_needs_no_cluster_group(tmp_path):
-    (tmp_path / "app.yaml").write_text("defaults:\n  - strategy: topt\n")
-    with initialize_config_dir(str(tmp_path), version_base="1.3"):
-        config = compose("app")
-    assert OmegaConf.to_container(config, resolve=True)["strategy"]["cluster"] is None
+STRATEGY = "+topt/strategy@trainer.strategy"
+METHOD = "+topt/gradient_exchange@trainer.strategy.method"
 
 
-def test_another_hydra_app_finds_gradient_exchanges(tmp_path):
-    (tmp_path / "app.yaml").write_text("defaults:\n  - strategy: topt_compressed\n")
-    with initialize_config_dir(str(tmp_path), version_base="1.3"):
-        config = compose("app", overrides=["gradient_exchange=sign"])
-    assert instantiate(config.strategy).method == Sign()
+@pytest.mark.parametrize(
+    ("overrides", "kind"),
+    [
+        (["trainer.strategy=topt"], AutoParallelStrategy),
+        (["trainer.strategy=topt_compressed"], CompressedDDPStrategy),
+        (["trainer.strategy=topt_pipeline"], PipelineStrategy),
+        ([f"{STRATEGY}=topt"], AutoParallelStrategy),
+        ([f"{STRATEGY}=topt_compressed"], CompressedDDPStrategy),
+        ([f"{STRATEGY}=topt_compressed", f"{METHOD}=diloco"], LocalStepsStrategy),
+        ([f"{STRATEGY}=topt_pipeline", "trainer.strategy.stages=2"], PipelineStrategy),
+    ],
+    ids=str,
+)
+def test_another_app_gets_the_strategies(overrides, kind, app):
+    config = app(*overrides)
+    assert set(config) == {"trainer"}
+    assert type(instantiate(config.trainer).strategy) is kind
+
+
+def test_another_app_sets_options_of_a_strategy(app):
+    config = app(
+        f"{STRATEGY}=topt",
+        "+topt/cluster@trainer.strategy.cluster=h100_2x8",
+        "trainer.strategy.memory_limit=2GiB",
+        "+trainer.strategy.find_unused_parameters=true",
+    )
+    request = instantiate(config.trainer).strategy.request
+    assert request.cluster == Cluster.load(conf_dir() / "cluster" / "h100_2x8.yaml")
+    assert request.memory_limit == 2**31
+    apart = app(f"{STRATEGY}=topt", "+topt/cluster=h100_2x8")
+    assert apart.trainer.strategy.cluster.num_nodes == 2
+    powersgd = app(f"{STRATEGY}=topt_compressed", f"{METHOD}=powersgd")
+    assert instantiate(powersgd.trainer).strategy.method == PowerSGD()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("watch_steps=soon", "could not be converted to Integer"),
+        ("recompute=maybe", "not a valid bool"),
+    ],
+)
+def test_types_of_options_are_checked(override, words, app):
+    name = "topt" if "watch" in override else "topt_pipeline"
+    with pytest.raises(HydraException) as error:
+        app(f"{STRATEGY}={name}", f"trainer.strategy.{override}")
+    assert words in str(error.value.__cause__)
+
+
+def test_a_name_that_no_strategy_takes_is_refused(app):
+    config = app(f"{STRATEGY}=topt", "+trainer.strategy.memory_limt=2GiB")
+    with pytest.raises(HydraException, match="does not take 'memory_limt'"):
+        instantiate(config.trainer)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        *("model: gpt", "data: digits", "experiment: digits", "trainer: default"),
+        *("topt/model: gpt", "strategy: ddp", "strategy: single", "cluster: measured"),
+    ],
+)
+def test_another_app_gets_nothing_else_of_ours(entry, tmp_path):
+    (tmp_path / "app.yaml").write_text(f"defaults:\n  - {entry}\n")
+    with (
+        initialize_config_dir(str(tmp_path), version_base="1.3"),
+        pytest.raises(HydraException, match="Could not find"),
+    ):
+        compose("app")
+
+
+@pytest.mark.parametrize(
+    ("choice", "kind"),
+    [
+        ("topt", AutoParallelStrategy),
+        ("topt_compressed", CompressedDDPStrategy),
+        ("topt_pipeline", PipelineStrategy),
+    ],
+)
+def test_old_names_work_and_warn(choice, kind, app):
+    with pytest.warns(FutureWarning, match="'strategy' of lightning_topt goes in version 0.2"):
+        config = app(f"+strategy@trainer.strategy={choice}")
+    assert type(instantiate(config.trainer).strategy) is kind
+    with pytest.warns(FutureWarning, match="its name is topt/cluster"):
+        config = app(f"+strategy={choice}", "+cluster=local_cpu")
+    assert config.cluster.name == "local_cpu"
+    assert choice == "topt_compressed" or config.strategy.cluster == config.cluster
+
+
+def test_the_command_itself_does_not_warn(recwarn):
+    composed("train", "strategy=topt_pipeline", "cluster=local_cpu", "schedule=gpipe")
+    composed("plan", "+topt/cluster@strategy.cluster=local_cpu")
+    assert not [each for each in recwarn if each.category is FutureWarning]
 
 
 def test_conf_dir_is_the_repository_or_the_package():

@@ -28,6 +28,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 
+from lightning_topt.basics.argument_checks import check_whole
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Collective = Callable[..., Result]  # (device, num_nodes, *arguments), called on every rank
@@ -76,6 +78,7 @@ def run_on_ranks(
     # what the machine must have
     if accelerator not in ("cpu", "cuda", "gpu"):
         raise ValueError(f"accelerator must be cpu or cuda, got {accelerator!r}")
+    check_whole(devices, name="devices")
     kind = "cpu" if accelerator == "cpu" else "cuda"
     if kind == "cuda" and torch.cuda.device_count() < devices:
         raise ValueError(

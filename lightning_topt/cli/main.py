@@ -8,15 +8,17 @@ one sentence and exit code 2; other errors show their traceback and end with 1.
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
 import hydra
+import yaml
 from hydra.errors import HydraException, InstantiationException
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
@@ -24,9 +26,14 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 import topt_console
 from hydra_plugins.lightning_topt_searchpath import conf_dir
+from lightning_topt.basics.argument_checks import check_whole
 from lightning_topt.cli.several_clusters import as_hydra_reads
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
+# two words that a shell has made of one, such as mesh={data:2,tensor:4}
+_ENTRY = r"[\w.]+:[^\s\[\]{},:]+"
+_TAIL = r"(?P<tail>(?:[\]},]\S*)?)"
+_EXPANDED = re.compile(rf"(?P<head>\S*?[=\[{{,:]){_ENTRY}{_TAIL} (?P=head){_ENTRY}(?P=tail)")
 
 
 def main() -> None:
@@ -60,15 +67,50 @@ def hydra_main(command: str, run: Callable[[DictConfig], None]) -> None:
     arguments, full_error = sys.argv, os.environ.get(FULL_ERROR)
     # arguments: the program, the command, then overrides
     words = as_hydra_reads(arguments[2:]) if command == "plan" else arguments[2:]
+    _check_words(words)
+    has_begun = False
 
     def task(config: DictConfig) -> None:
+        nonlocal has_begun
+        has_begun = True
+        if config.get("seed") is not None:
+            check_whole(config.seed, name="seed", least=0, most=2**32 - 1)
         # the user's state again, inside of Hydra's
         with _process_state(arguments, full_error):
             run(config)
 
     # "1": Hydra raises its errors instead of printing them
-    with _process_state([arguments[0], *words], "1"):
-        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)(task)()
+    try:
+        with _process_state([arguments[0], *words], "1"):
+            hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)(task)()
+    except (OSError, yaml.YAMLError) as error:
+        if has_begun:
+            raise
+        why = f"a configuration is not YAML: {error}"
+        if isinstance(error, OSError):
+            why = (
+                f"the run folder cannot be made or written ({error.strerror}: {error.filename!r}): "
+                "name another with hydra.run.dir=FOLDER"
+            )
+        raise ValueError(_one_line(why)) from error
+
+
+def _check_words(words: Sequence[str]) -> None:
+    """Raise ValueError for words that a shell has made of braces without quotes.
+
+    ``mesh={data:2,tensor:4}`` arrives as ``mesh=data:2`` and ``mesh=tensor:4``, of which Hydra
+    would take the last.
+    """
+    for key, group in itertools.groupby(words, key=lambda word: word.partition("=")[0]):
+        made = list(group)
+        # entries of a mapping; what stood outside of the braces is equal in all words
+        if found := _EXPANDED.fullmatch(" ".join(made[:2])):
+            head, tail = found["head"], found["tail"]
+            entries = [word[len(head) : len(word) - len(tail)] for word in made]
+            raise ValueError(
+                f"{key} came in {len(made)} words ({' '.join(made)}), as a shell makes of braces: "
+                f"put it in quotes: '{head}{{{','.join(entries)}}}{tail}'"
+            )
 
 
 @contextmanager
@@ -115,7 +157,10 @@ def _sentence(error: BaseException) -> str | None:
         "lightning_topt."
     )
     if ours or isinstance(error, HydraException | OmegaConfBaseException):
-        return _one_line(str(error))
+        # Hydra says where, and what it was raised from says what
+        why = error.__cause__ if isinstance(error, HydraException) else None
+        more = f": {_one_line(str(why))}" if isinstance(why, OmegaConfBaseException) else ""
+        return _one_line(str(error)) + more
     return _one_line(str(error)) if isinstance(error, MisconfigurationException) else None
 
 
@@ -132,6 +177,9 @@ def _wrong_target(error: BaseException, group: str) -> str | None:
             else ""
         )
         return _one_line(str(error)) + own
+    # a value that Lightning refuses, such as a precision that there is not
+    if isinstance(error, ValueError) and _innermost(error.__traceback__).startswith("lightning."):
+        return _one_line(str(error))
     # the cause says what the import looked for
     missing = error.__cause__
     if isinstance(error, ImportError) and isinstance(missing, ModuleNotFoundError | AttributeError):

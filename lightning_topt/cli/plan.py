@@ -41,6 +41,8 @@ def run(config: DictConfig) -> None:
         ValueError: the strategy is not one that plans; and what capturing and choosing raise.
     """
     pl.seed_everything(config.seed, workers=True)
+    # read in any case: what one scenario does not need is refused all the same where it is wrong
+    what_if.WhatIfOptions.read(config)
     if what_if.is_asked(config):
         what_if.run(config)
         return
@@ -51,10 +53,14 @@ def run(config: DictConfig) -> None:
     meshes = SearchedMeshes.read(config, request, trainer)
     objective = config.objective or request.objective
     check_objective(objective)
+    if request.cluster is not None:
+        print(meshes.words(request.cluster))
 
     # the step, its costs, and the search
     example, capture_seconds = setup.capture(splits=meshes.tensor)
-    samples = meshes.global_batch_size(example.samples, world_size=trainer.world_size)
+    # data.batch_size is that of each rank: of those of the trainer, where several numbers are given
+    ranks = meshes.device_counts[0] if config.device_counts is None else trainer.world_size
+    samples = meshes.global_batch_size(example.samples, world_size=ranks)
     unpriced = UnpricedSearch.of(
         setup, meshes, example, request, global_batch_size=samples, capture_seconds=capture_seconds
     )

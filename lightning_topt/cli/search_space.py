@@ -11,16 +11,19 @@ user insists on a kind of plan (``tensor=true``), an error is better than none o
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lightning_topt.basics.argument_checks import check_choice, check_whole
 from lightning_topt.cli.example_step import ExampleStep, plain_value
+from lightning_topt.costs.cluster import Cluster
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.plan.parallel_plan import PlanError
 from lightning_topt.plan.pipeline_search import PipelineRequest, StaleWeights
@@ -76,7 +79,7 @@ class SearchedPipelines:
         if on is None and has_mesh and given not in (None, False):
             raise ValueError(
                 "pipeline= asks for stages, but the mesh has no pipeline axis, such as "
-                "{pipeline:4,data:2}"
+                "'mesh={pipeline:4,data:2}'"
             )
         if given is False and on is not None:
             raise ValueError(
@@ -252,7 +255,7 @@ class SearchedMeshes:
 
         # all meshes: a tensor axis lies inside a node, so its size divides both numbers of devices
         pipelines = SearchedPipelines.read(config, on=None, has_mesh=False)
-        counts = read_device_counts(config.device_counts, default=trainer.world_size)
+        counts = read_device_counts(config.device_counts, default=_ranks(cluster, trainer))
         # some number of ranks has such an axis
         some = any(math.gcd(per_node, count) > 1 for count in counts)
         if config.tensor and not some:
@@ -302,6 +305,12 @@ class SearchedMeshes:
         `samples` are those of each rank of the trainer, or of each data rank of a given mesh.
         """
         return samples * (world_size if self.data_ranks is None else self.data_ranks)
+
+    def words(self, cluster: Cluster) -> str:
+        """Return for how many devices of `cluster` plans are searched, in a sentence."""
+        asked, there = " or ".join(map(str, self.device_counts)), cluster.num_devices
+        share = "all" if self.device_counts == (there,) else f"{asked} of the"
+        return f"Planning for {share} {there} devices of {cluster.name}."
 
     def why_not_split(
         self, example: ExampleStep, request: PlanRequest, trainer: pl.Trainer
@@ -364,6 +373,16 @@ class SearchedMeshes:
         ]
 
 
+def _ranks(cluster: Cluster | None, trainer: pl.Trainer) -> int:
+    """Return for how many ranks plans are searched where no number is given.
+
+    All devices of a cluster, unless the command line says how many of them the trainer has.
+    """
+    words = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    given = any(re.match(r"\+*trainer\.(devices|num_nodes)=", word) for word in words)
+    return trainer.world_size if cluster is None or given else cluster.num_devices
+
+
 def _given_mesh(config: DictConfig, request: PlanRequest) -> MeshPlan | PipelinePlan | None:
     """Return the mesh of ``mesh`` or of ``strategy.plan``; None where neither gives one."""
     # one of the two may give it; both together are an error below
@@ -375,9 +394,9 @@ def _given_mesh(config: DictConfig, request: PlanRequest) -> MeshPlan | Pipeline
     if isinstance(plan, PipelinePlan):
         raise ValueError(
             "topt plan searches pipelines with strategy=topt: what is to be kept is given as "
-            "pipeline={stages:4,schedule:1f1b} or mesh={pipeline:4,data:2}"
+            "'pipeline={stages:4,schedule:1f1b}' or 'mesh={pipeline:4,data:2}'"
         )
     raise ValueError(
         "topt plan searches a plan: leave out strategy.plan, or give nothing but a mesh, such as "
-        "mesh={data:2,tensor:4}; topt verify looks at a plan that is there"
+        "'mesh={data:2,tensor:4}'; topt verify looks at a plan that is there"
     )

@@ -1,4 +1,4 @@
-"""Several clusters in one command: ``topt plan cluster=[a100_8x8,mine.yaml]``.
+"""Several clusters in one command: ``topt plan 'cluster=[a100_8x8,mine.yaml]'``.
 
 A group of Hydra has one choice. So `as_hydra_reads` passes the list on as ``clusters=[...]``,
 before Hydra reads the command line. `read_clusters` then composes each cluster as if it were the

@@ -173,7 +173,7 @@ def _plan(config: DictConfig, subject: Subject, cluster: Cluster | None) -> Para
         raise ValueError(
             "the splits of a mesh and the stages of a pipeline are found when a fit begins: give "
             "the plan that it took, which its checkpoints hold, or a plan file, such as topt plan "
-            "mesh={data:2,tensor:4} writes"
+            "'mesh={data:2,tensor:4}' writes"
         )
 
     # by name: for so many ranks

@@ -1,6 +1,7 @@
 """`topt plan` for machines that nobody has yet, over clusters, devices, batches and lengths.
 
-    topt plan cluster=[a100_8x8,h100_2x8] batch_size=[512,1024] work.tokens=3e11 limits.deadline=20d
+    topt plan 'cluster=[a100_8x8,h100_2x8]' 'batch_size=[512,1024]' work.tokens=3e11 \
+        limits.deadline=20d
 
 Every combination of choices is a scenario, and each has a search of its own. `read_searches`
 captures the step once for each length, `search_all` searches several scenarios at a time. One is
@@ -199,7 +200,9 @@ def _read_names(value: Any) -> tuple[str, ...] | None:
         [value] if isinstance(value, str) else list(value) if not isinstance(value, Mapping) else []
     )
     if not several or not all(isinstance(each, str) for each in several):
-        raise ValueError("clusters are names of cluster files, such as cluster=[a100_8x8,h100_2x8]")
+        raise ValueError(
+            "clusters are names of cluster files, such as 'cluster=[a100_8x8,h100_2x8]'"
+        )
     return tuple(dict.fromkeys(several))
 
 
@@ -262,13 +265,7 @@ def _on_clusters(
     """Yield the scenarios of one length: clusters, then numbers of devices, then batches."""
     requests = [dataclasses.replace(setup.request, cluster=cluster) for cluster in clusters]
     # meshes first: whether any of them has a tensor axis decides how the step is captured
-    meshes = []
-    for request in requests:
-        own = config
-        if request.cluster is not None and config.mesh is None and config.device_counts is None:
-            # all devices of the cluster, where no number is given
-            own = OmegaConf.merge(config, {"device_counts": [request.cluster.num_devices]})  # type: ignore[assignment]
-        meshes.append(SearchedMeshes.read(own, request, setup.trainer))
+    meshes = [SearchedMeshes.read(config, request, setup.trainer) for request in requests]
     example, capture_seconds = setup.capture(splits=any(each.tensor for each in meshes))
 
     for request, searched in zip(requests, meshes, strict=True):

@@ -34,9 +34,22 @@ MAX_TEXT = 2**14  # characters of one text
 T = TypeVar("T")
 Read = TypeVar("Read", covariant=True)
 
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        # YAML forbids a key that stands twice, of which PyYAML takes the last
+        keys: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in keys:
+                line = key.start_mark.line + 1
+                raise yaml.YAMLError(
+                    f"the key {shown(key.value)} stands twice, again in line {line}"
+                )
+            keys.add(str(key.value))
+        return super().construct_mapping(node, deep)
 
 
 def shown(value: Any) -> str:
@@ -68,7 +81,7 @@ def parse_yaml(text: str) -> Any:
     """Return the plain values of YAML `text`, without aliases and of bounded size."""
     depth = nodes = 0
     try:
-        for event in yaml.parse(text, Loader=_LOADER):
+        for event in yaml.parse(text, Loader=_Loader):
             if isinstance(event, yaml.AliasEvent):
                 raise ValueError("YAML aliases (*name) are not read here: write the values out")
             nodes += isinstance(event, yaml.NodeEvent)
@@ -78,7 +91,7 @@ def parse_yaml(text: str) -> Any:
             _check_size(nodes, depth)
             if isinstance(event, yaml.ScalarEvent):
                 _check_text(event.value)
-        return yaml.load(text, Loader=_LOADER)
+        return yaml.load(text, Loader=_Loader)
     except (
         yaml.YAMLError,
         LookupError,

@@ -474,7 +474,7 @@ def advise_bounded_loss(at: Estimate, *, tail: float | None) -> Advice:
     # with one, that every message is as fast as the median
     gain = step / max(step - exposed * (1 - 1 / tail), 1e-12) - 1
     worth = (
-        "worth allowing (strategy.allow_compression=[bounded_loss])"
+        "worth allowing ('strategy.allow_compression=[bounded_loss]')"
         if gain > _WORTH
         else "not worth it"
     )

@@ -167,6 +167,14 @@ class CompressedDDPStrategy(DDPStrategy):
             )
         if self.method.has_momentum:
             refuse_momentum(self.optimizers)
+        # The default, of which it is known that transformers under Adam end worse.
+        adam = [each for each in self.optimizers if any("betas" in g for g in each.param_groups)]
+        if adam and self.method.name == DEFAULT_METHOD and self.method.steps_under_adam is None:
+            rank_zero_warn(
+                f"{self.method.words} under {type(adam[0]).__name__} ends worse than whole "
+                "gradients do on transformers: set method=TopK(density=None, bits=2), on a command "
+                "line gradient_exchange=topk_few_bits (docs/concepts/compression_quality.md)"
+            )
         if len(self.optimizers) > 1 and self.method.has_residual:
             rank_zero_warn(
                 "gradients of several optimizers are exchanged together in every backward pass: "

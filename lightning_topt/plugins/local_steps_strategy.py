@@ -21,9 +21,9 @@ from lightning_topt.communication.checkpoint import gather_state, own_state
 from lightning_topt.communication.exchange_method import ExchangeMethod
 from lightning_topt.communication.hook import ExchangeStatistics, equal_parameters
 from lightning_topt.communication.local_sgd import LocalMethod, OuterSteps
-from lightning_topt.communication.method_registry import read_method
+from lightning_topt.communication.method_registry import DEFAULT_METHOD, read_method
 from lightning_topt.communication.rank_watch import is_of_collective
-from lightning_topt.plugins.compressed_ddp import make_topology
+from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy, make_topology
 from lightning_topt.plugins.ddp_options import checked_ddp_options
 from lightning_topt.plugins.exchange_guard import CHECKPOINT_KEY, EXCHANGE_KEY
 from lightning_topt.plugins.lost_ranks import LostRankWatch
@@ -284,6 +284,20 @@ class LocalStepsStrategy(DDPStrategy):
             **{name: value for name, value in state.items() if name not in ("method", "ranks")},
         }
         self.outer.load_state_dict({**known, **own})
+
+
+def compressed_strategy(
+    method: ExchangeMethod | str | Mapping[str, Any] = DEFAULT_METHOD, **options: Any
+) -> CompressedDDPStrategy | LocalStepsStrategy:
+    """Return the strategy for a method of either kind, for configurations.
+
+    Args:
+        method: as both strategies take it.
+        options: those of the strategy that it is.
+    """
+    read = read_method(method)
+    is_local = isinstance(read, LocalMethod)
+    return (LocalStepsStrategy if is_local else CompressedDDPStrategy)(read, **options)
 
 
 def _read_local_method(given: ExchangeMethod | str | Mapping[str, Any]) -> LocalMethod:

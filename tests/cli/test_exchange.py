@@ -31,7 +31,10 @@ def test_train(exchange, strategy, least, tmp_path):
         *SHORT,
         f"hydra.run.dir={tmp_path}/run",
     ]
-    finished(topt("train", *arguments, folder=tmp_path))
+    result = topt("train", *arguments, folder=tmp_path)
+    finished(result)
+    # AdamW with what it ends worse with
+    assert result.stderr.count("gradient_exchange=topk_few_bits") == (exchange == "topk")
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert (
         record["strategy"] == strategy and record["world_size"] == 2 and record["global_step"] == 12

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
+from lightning_topt.basics.argument_checks import check_whole
+
 VOCABULARY = 256
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
 
@@ -71,7 +73,7 @@ class ByteGPT(pl.LightningModule):
             the rate.
 
     Raises:
-        ValueError: `hidden` is not divisible by `num_heads`.
+        ValueError: a size that is none, or `hidden` is not divisible by `num_heads`.
     """
 
     def __init__(
@@ -89,6 +91,13 @@ class ByteGPT(pl.LightningModule):
         decay_steps: int | None = None,
     ) -> None:
         super().__init__()
+        for name, size in (
+            ("num_layers", num_layers),
+            ("hidden", hidden),
+            ("num_heads", num_heads),
+            ("seq_len", seq_len),
+        ):
+            check_whole(size, name=name)
         if hidden % num_heads:
             raise ValueError(f"hidden ({hidden}) must be divisible by num_heads ({num_heads})")
         self.save_hyperparameters()
@@ -209,7 +218,8 @@ class StdlibBytesDataModule(pl.LightningDataModule):
         root: folder to read instead of the standard library's.
 
     Raises:
-        ValueError: in `setup`, when there is too little text for one batch.
+        ValueError: for sizes that are none; in `setup`, when there is too little text for one
+            batch.
     """
 
     def __init__(
@@ -223,7 +233,9 @@ class StdlibBytesDataModule(pl.LightningDataModule):
         root: str | None = None,
     ) -> None:
         super().__init__()
-        self.seq_len, self.batch_size, self.num_workers = seq_len, batch_size, num_workers
+        self.seq_len = check_whole(seq_len, name="seq_len")
+        self.batch_size = check_whole(batch_size, name="batch_size")
+        self.num_workers = check_whole(num_workers, name="num_workers", least=0)
         self.val_fraction, self.max_bytes = val_fraction, max_bytes
         self.root = Path(root or sysconfig.get_path("stdlib"))
         self.train_data = ByteSequences(b"", seq_len)

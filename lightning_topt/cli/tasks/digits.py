@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_topt.basics.argument_checks import check_whole
+
 try:
     from sklearn.datasets import load_digits
 except ModuleNotFoundError:
@@ -24,6 +26,7 @@ class DigitsCNN(pl.LightningModule):
 
     def __init__(self, channels: int = 32, *, learning_rate: float = 2e-3) -> None:
         super().__init__()
+        check_whole(channels, name="channels")
         self.save_hyperparameters()
         self.features = nn.Sequential(
             nn.Sequential(nn.Conv2d(1, channels, 3, padding=1), nn.ReLU()),
@@ -67,7 +70,8 @@ class DigitsDataModule(pl.LightningDataModule):
 
     def __init__(self, batch_size: int = 32, *, val_fraction: float = 0.2) -> None:
         super().__init__()
-        self.batch_size, self.val_fraction = batch_size, val_fraction
+        self.batch_size = check_whole(batch_size, name="batch_size")
+        self.val_fraction = val_fraction
 
     def setup(self, stage: str | None = None) -> None:
         """Load the images from scikit-learn's package (no download)."""

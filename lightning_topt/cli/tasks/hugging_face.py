@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_topt.basics.argument_checks import check_whole
 from lightning_topt.basics.units import format_bytes
 
 Config = str | Mapping[str, Any]
@@ -55,6 +56,8 @@ class HuggingFaceModel(pl.LightningModule):
     ) -> None:
         super().__init__()
         self.learning_rate, self.weight_decay = learning_rate, weight_decay
+        if seq_len is not None:
+            check_whole(seq_len, name="seq_len")
         # the configuration, its class, then the model; the last alone takes memory
         made = read_config(config, seq_len=seq_len)
         trains = model_class(made)
@@ -113,7 +116,8 @@ class RandomInputs(pl.LightningDataModule):
         self, config: Config, seq_len: int = 1024, batch_size: int = 1, *, num_samples: int = 65536
     ) -> None:
         super().__init__()
-        self.batch_size = batch_size
+        self.batch_size = check_whole(batch_size, name="batch_size")
+        check_whole(seq_len, name="seq_len")
         self.samples = RandomSamples(read_config(config), seq_len=seq_len, num_samples=num_samples)
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
@@ -192,6 +196,9 @@ def read_config(config: Config, *, seq_len: int | None = None) -> Any:
             f"model.config: model_type={kind!r} is no architecture of the installed transformers, "
             "such as 'llama' or 'gpt2'"
         ) from error
+    # a model of -1 layers would be built, with none
+    if (layers := getattr(found, "num_hidden_layers", None)) is not None:
+        check_whole(layers, name="model.config.num_hidden_layers")
     found.architectures = entries.get("architectures")
     found.use_cache = False  # of generation
     # architectures name the most positions in two ways

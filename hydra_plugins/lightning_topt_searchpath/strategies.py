@@ -1,0 +1,79 @@
+"""The strategies as Hydra composes them: names, types and defaults of their options.
+
+Hydra checks the types of what is overridden. An option that is not named here, such as those of
+DistributedDataParallel, is added: ``+trainer.strategy.find_unused_parameters=true``. Defaults are
+those of the constructors, which the tests compare. Hydra imports this module, and so registers
+them, when an app starts; nothing here imports torch, and annotations are no strings, which Hydra's
+way to import plugins cannot look up.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+# what the group topt/cluster has composed; null: measure
+_CLUSTER = "${oc.select:topt.cluster,null}"
+
+
+@dataclass
+class AutoParallelConfig:
+    """``strategy="topt"``: searches a plan and runs it (`lightning_topt.AutoParallelStrategy`)."""
+
+    _target_: str = "lightning_topt.AutoParallelStrategy"
+    _convert_: str = "all"
+    memory_limit: int | float | str | None = None  # e.g. 2GiB; null: the memory of the device
+    objective: str | None = None  # time or memory; null: time, where the step can be planned
+    # a plan file, a mapping, or a name: ddp, zero1, zero2, zero3, hybrid, tensor, pipeline, ...;
+    # null: search
+    plan: Any = None
+    cluster: Any = _CLUSTER
+    memory_margin: float = 0.05
+    # true, or methods such as [topk, {method: powersgd, rank: 4}]: plans may send gradients
+    # compressed
+    allow_compression: Any = False
+    # true, or a rule such as spectrain: pipelines may never flush, and compute with weights that
+    # miss updates
+    allow_staleness: Any = False
+    watch_steps: int = 3  # real steps that are timed or recorded before anything is decided
+    checkpoint: str = "full"  # or sharded: a folder to which every rank writes what it keeps
+
+
+@dataclass
+class CompressedConfig:
+    """``strategy="topt_compressed"``: data parallelism for slow networks."""
+
+    _target_: str = "lightning_topt.compressed_strategy"
+    _convert_: str = "all"
+    method: Any = "topk"  # a name, or a mapping such as the group topt/gradient_exchange has
+    nodes: int | None = None  # who shares a node, where it is not what the Trainer has
+    ranks_per_node: int | None = None
+
+
+@dataclass
+class PipelineConfig:
+    """``strategy="topt_pipeline"``: stages on ranks (`lightning_topt.PipelineStrategy`)."""
+
+    _target_: str = "lightning_topt.PipelineStrategy"
+    _convert_: str = "all"
+    # null: as many as the ranks run; with fewer, ranks that are left form a data axis
+    stages: int | None = None
+    schedule: str = "1f1b"
+    microbatches: int | None = None  # parts of a rank's batch; null: up to four per rank
+    prediction: Any = None  # of weights, with schedule=continuous; null: that of the optimizer
+    stages_per_rank: int | None = None  # null: the fewest that the schedule takes
+    recompute: bool = False
+    cluster: Any = _CLUSTER
+    checkpoint: str = "full"
+
+
+STRATEGIES = {
+    "topt": AutoParallelConfig,
+    "topt_compressed": CompressedConfig,
+    "topt_pipeline": PipelineConfig,
+}
+for _name, _kind in STRATEGIES.items():
+    _node = OmegaConf.structured(_kind)
+    OmegaConf.set_struct(_node, False)  # options of DDP may be added; constructors check names
+    ConfigStore.instance().store(group="topt/strategy", name=_name, node=_node)

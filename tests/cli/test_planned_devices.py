@@ -1,0 +1,42 @@
+"""How many devices `topt plan` plans for: all of a named cluster, unless a number is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_topt.plan.parallel_plan import ParallelPlan
+from tests.forked_command import forked_topt
+
+TINY = (
+    *("model.num_layers=1", "model.hidden=32", "model.num_heads=2", "model.seq_len=32"),
+    *("data.max_bytes=40000", "tensor=false", "pipeline=false", "hydra.run.dir=run"),
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "ranks"),
+    [
+        (["cluster=h100_2x8"], "Planning for all 16 devices of h100_2x8.", 16),
+        (
+            ["cluster=h100_2x8", "trainer.devices=4"],
+            "Planning for 4 of the 16 devices of h100_2x8.",
+            4,
+        ),
+        (["cluster=local_cpu"], "Planning for all 2 devices of local_cpu.", 2),
+    ],
+    ids=["all", "given", "local"],
+)
+def test_devices(words: list[str], said: str, ranks: int, tmp_path: Path) -> None:
+    status, output = forked_topt("plan", *words, *TINY, folder=tmp_path)
+    assert status == 0 and said in output.splitlines(), output
+    plan = ParallelPlan.load(tmp_path / "run" / "plan.yaml")
+    assert plan.mesh.size == ranks and plan.batch_size == 8
+
+
+def test_several_clusters_have_all_their_devices_each(tmp_path: Path) -> None:
+    words = ["cluster=[local_cpu,h100_2x8]", "processes=1", "accumulate=1"]
+    status, output = forked_topt("plan", *words, *TINY, folder=tmp_path)
+    assert status == 0, output
+    assert "16" in (tmp_path / "run" / "scenarios.json").read_text()

@@ -1,0 +1,81 @@
+"""Wrong use of `topt` is one sentence and exit status 2, whatever is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hydra_plugins.lightning_topt_searchpath import conf_dir
+from tests.forked_command import forked_topt
+
+WHOLE = "is at least 1, a whole number; got"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("plan trainer.num_nodes=-1", "trainer: `num_nodes` must be a positive integer"),
+        ("plan trainer.precision=99", "trainer: Precision 99 is invalid"),
+        ("plan trainer.accelerator=abacus", "trainer: You selected an invalid accelerator name"),
+        ("plan data.batch_size=-1", f"data: batch_size {WHOLE} -1"),
+        ("train data.batch_size=x trainer.devices=1", f"data: batch_size {WHOLE} 'x'"),
+        ("plan experiment=digits data.batch_size=0", f"data: batch_size {WHOLE} 0"),
+        ("plan seed=abc", "seed is at least 0, at most 4294967295, a whole number; got 'abc'"),
+        ("stalls seed=-3", "seed is at least 0, at most 4294967295, a whole number; got -3"),
+        ("plan hydra.run.dir=/dev/null/run", "cannot be made or written (Not a directory"),
+        ("calibrate devices=0", f"devices {WHOLE} 0"),
+        ("calibrate devices=nope", f"devices {WHOLE} 'nope'"),
+        ("plan model.num_layers=-1", f"model: num_layers {WHOLE} -1"),
+        ("plan processes=-1", f"processes {WHOLE} -1"),
+        ("plan --config-dir nowhere", "nowhere' not found"),
+        ("plan --config-dir twice model=twice", "found duplicate key hidden"),
+        ("plan strategy.cluster=twice.yaml", "the key 'num_nodes' stands twice, again in line"),
+        ("plan strategy.watch_steps=soon", "'soon' of type 'str' could not be converted"),
+        ("plan strategy.memory_limt=2GiB", "does not take 'memory_limt'"),
+        # hints are quoted: in bash {a,b} becomes two words, in zsh [a] is a pattern
+        ("plan strategy.plan=zero1", "such as 'mesh={data:2,tensor:4}'"),
+        ("plan mesh={data:2} pipeline=true", "such as 'mesh={pipeline:4,data:2}'"),
+    ],
+)
+def test_one_sentence_and_status_2(words: str, sentence: str, tmp_path: Path) -> None:
+    # a model and a cluster with a key that stands twice
+    (tmp_path / "twice" / "model").mkdir(parents=True)
+    for name, key, to in (
+        ("model/gpt", "hidden: 256", "twice/model/twice"),
+        ("cluster/local_cpu", "num_nodes: 1", "twice"),
+    ):
+        text = (conf_dir() / f"{name}.yaml").read_text()
+        line = next(line for line in text.splitlines() if line.strip() == key)
+        (tmp_path / f"{to}.yaml").write_text(text.replace(line, f"{line}\n{line}"))
+    status, output = forked_topt(*words.split(), folder=tmp_path)
+    said = [line for line in output.splitlines() if line.startswith("topt: ")]
+    assert len(said) == 1 and sentence in said[0], output
+    assert status == 2 and "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("words", "quoted"),
+    [
+        (["mesh=data:16", "mesh=tensor:4"], "'mesh={data:16,tensor:4}'"),
+        (
+            ["pipeline=stages:4", "pipeline=schedule:1f1b", "pipeline=microbatches:8"],
+            "'pipeline={stages:4,schedule:1f1b,microbatches:8}'",
+        ),
+        (
+            ["strategy.plan={mesh:data:2}", "strategy.plan={mesh:tensor:2}"],
+            "'strategy.plan={mesh:{data:2,tensor:2}}'",
+        ),
+    ],
+)
+def test_words_that_a_shell_made_of_braces_are_said(
+    words: list[str], quoted: str, tmp_path: Path
+) -> None:
+    status, output = forked_topt("plan", "model=gpt", *words, folder=tmp_path)
+    assert status == 2 and output.startswith("topt: ")
+    assert f"came in {len(words)} words" in output and f"put it in quotes: {quoted}" in output
+
+
+def test_an_override_that_is_given_twice_is_hydras(tmp_path: Path) -> None:
+    status, output = forked_topt("plan", "seed=1", "seed=2", "--cfg", "job", folder=tmp_path)
+    assert status == 0 and "seed: 2" in output

@@ -90,9 +90,17 @@ def format_duration(seconds: float) -> str:
     return format_seconds(seconds)
 
 
-def format_money(amount: float) -> str:
-    """Format money in whatever currency prices are, for people: ``"12,300"``, ``"0.42"``."""
-    return f"{amount:,.0f}" if amount >= 100 else f"{amount:.3g}"
+def format_count(count: float) -> str:
+    """Format a large number for people: ``"70.6 B"``, ``"812"``."""
+    for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count:g}"
+
+
+def format_money(amount: float, currency: str = "") -> str:
+    """Format money for people: ``"12,300 USD"``, ``"0.42"``."""
+    return f"{f'{amount:,.0f}' if amount >= 100 else f'{amount:.3g}'} {currency}".rstrip()
 
 
 def _parse(

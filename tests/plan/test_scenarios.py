@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lightning_topt.basics.units import format_seconds
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.failures import Failures
 from lightning_topt.costs.optimizer import read_optimizer
@@ -23,12 +24,12 @@ from lightning_topt.plan.scenarios import (
     ModelFacts,
     Scenario,
     Workload,
-    accumulated_seconds,
     check_asked,
     choose_estimate,
     default_objective,
     estimate,
     search_scenario,
+    step_of_microbatches,
 )
 from tests.models import GPT
 
@@ -91,13 +92,20 @@ def test_failures_cost_time_and_money() -> None:
 
 def test_micro_batches_exchange_and_update_once_where_gradients_are_whole() -> None:
     whole, sharded = point(1.0), point(1.0, level=3)
-    assert accumulated_seconds(whole, accumulate=1, update_seconds=0.2) == 1.0
-    assert accumulated_seconds(whole, accumulate=4, update_seconds=0.2) == pytest.approx(
-        4 - 3 * (0.2 + 0.1)
+    assert step_of_microbatches(whole, accumulate=1, facts=FACTS) is whole
+    steps = [step_of_microbatches(each, accumulate=4, facts=FACTS) for each in (whole, sharded)]
+    assert [each.step_seconds for each in steps] == pytest.approx(
+        [4 - 3 * (0.2 + 0.1), 4 - 3 * 0.05]
     )
-    assert accumulated_seconds(sharded, accumulate=4, update_seconds=0.05) == pytest.approx(
-        4 - 3 * 0.05
-    )
+    # in a step an exchange waits once, or once for each micro-batch
+    waits = [each.plan.predicted.exposed_communication_seconds for each in steps]
+    assert waits == pytest.approx([0.1, 4 * 0.1])
+    for each in steps:
+        predicted = each.plan.predicted
+        assert predicted.step_seconds == each.step_seconds
+        assert predicted.compute_seconds == pytest.approx(
+            each.step_seconds - predicted.exposed_communication_seconds
+        )
     assert FACTS.update_of(whole.plan) == pytest.approx(0.2)
     assert FACTS.update_of(sharded.plan) == pytest.approx(0.2 / 4), (
         "each of 4 ranks updates its share"
@@ -242,6 +250,11 @@ def test_more_micro_batches_where_memory_is_short() -> None:
     assert short.chosen.accumulate > 1 and short.chosen.peak_bytes * 1.05 <= 0.8 * least
     assert short.chosen.point.plan.batch_size * 2 * short.chosen.accumulate == 64
     assert short.chosen.step_seconds > free.chosen.step_seconds
+    # the frontier, the plan and its reason speak of steps, not of micro-batches
+    predicted = short.chosen.point.plan.predicted
+    assert predicted.step_seconds == short.chosen.step_seconds
+    assert min(p.step_seconds for p in short.frontier.points) > 0.9 * free.chosen.step_seconds
+    assert f": {format_seconds(predicted.step_seconds)} and" in short.chosen.point.plan.reason
     with pytest.raises(NoPlanFitsError):
         search_scenario(request, scenario, memory_limit=0.8 * least, accumulate=(1,))
     with pytest.raises(ValueError, match="cannot be cut into 3 equal micro-batches"):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
+from rich.console import Console
 
 from lightning_topt.basics.units import format_seconds
 from lightning_topt.costs.cluster import Cluster, Device, Link
@@ -18,6 +23,8 @@ from lightning_topt.plan.choose import NoPlanFitsError
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StepEstimate
 from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest
+from lightning_topt.plan.report_page import LINE
+from lightning_topt.plan.scenario_report import print_scenarios, save_scenarios_png
 from lightning_topt.plan.scenarios import (
     Estimate,
     Limits,
@@ -196,6 +203,62 @@ def test_where_nothing_keeps_the_limits_the_nearest_is_named(limits: Limits, nea
     with pytest.raises(NoPlanFitsError) as error:
         choose_estimate(three(), objective="money", limits=limits)
     assert nearest in str(error.value) and "allow more, or give other clusters" in str(error.value)
+
+
+def many() -> list[Estimate]:
+    """256 and 512 devices of a cluster with a long name, some beyond the deadline of 10 h."""
+    machines = [cluster("a_cluster_with_a_long_name_128x8"), cluster("fast", price=9.0)]
+    return [
+        of(seconds, Scenario(each, devices, 1024, 8192), Workload(steps=36000), peak=7e10)
+        for each in machines
+        for devices, seconds in ((256, 2.0), (512, 0.9))
+    ]
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_the_table_fits_and_says_once_what_is_the_same(width: int) -> None:
+    limits = Limits(deadline=36000, currency="USD")
+    estimates = many()
+    console = Console(width=width, record=True, quiet=False, file=io.StringIO())
+    print_scenarios(estimates, estimates[1], limits=limits, console=console)
+    text = console.export_text()
+    lines = text.splitlines()
+    assert all(len(line) <= width for line in lines) and "…" not in text
+    assert lines[0].strip() == "Steps of 1024 samples, samples of 8192 tokens"
+    head = [name.strip() for name in lines[2].strip("┃").split("┃")]
+    assert head[:3] == ["", "cluster", "devices"] and "USD" in head
+    assert ("samples/s" in head) == (width >= 100) and ("plan" in head) == (width >= 130)
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+    assert [(row[0], row[2]) for row in rows if len(row) > 2 and row[2].isdigit()] == [
+        ("!", "256"),
+        ("*", "512"),
+        ("!", "256"),
+        ("", "512"),
+    ]
+    assert "! not within 10.0 h" in text
+
+
+def test_the_picture_names_limits_and_numbers_of_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    estimates, limits = many(), Limits(deadline=36000, budget=20000, currency="USD")
+    save_scenarios_png(tmp_path / "x", estimates, [], estimates[1], limits=limits, title="GPT")
+    memory, money = drawn[0].axes
+    names = [text.get_text() for text in memory.get_legend().get_texts()]
+    assert len(names) == 4 and "fast, 256 devices" in names and "fast, 512 devices" in names
+    assert [t.get_text() for t in memory.texts] == ["deadline 10.0 h"]
+    assert [t.get_text() for t in money.texts] == ["deadline 10.0 h", "budget 20,000 USD"]
+    assert money.get_xlabel() == "Money of the run, USD"
+    # plain numbers, not powers of ten
+    marks = [t.get_text() for axis in (money.xaxis, money.yaxis) for t in axis.get_ticklabels()]
+    assert len(marks) > 5 and all(float(mark.replace(",", "")) >= 0 for mark in marks)
+    # what is beyond a limit is grey
+    colours = {
+        tuple(each.get_facecolor()[0]) for each in money.collections if len(each.get_offsets())
+    }
+    assert to_rgba(LINE) in colours and len(colours) > 1
 
 
 def test_a_missing_price_is_one_sentence() -> None:

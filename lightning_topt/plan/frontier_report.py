@@ -305,6 +305,8 @@ def _draw_series(axes: Axes, points: Points, memory_limit: MemoryLimit | None) -
         # plans that do not fit are grey; the others are named in the legend
         for fits, name in ((True, _devices(devices)), (False, None)):
             at = [k for k in range(len(y)) if (x[k] <= most) == fits]
+            if not at and not fits:
+                continue
             axes.plot(
                 [x[k] for k in at],
                 [y[k] for k in at],

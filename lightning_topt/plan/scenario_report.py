@@ -308,12 +308,12 @@ def _draw_panel(
         words: dict[str, Any] = {"color": RED, "fontsize": 9, "textcoords": "offset points"}
         if axis == "x":
             axes.axvline(limit, **style)
-            place = {"xycoords": ("data", "axes fraction"), "rotation": 90, "va": "top"}
-            axes.annotate(text, (limit, 0.99), (3, 0), **place, **words)
+            words |= {"xycoords": ("data", "axes fraction"), "rotation": 90, "va": "top"}
+            axes.annotate(text, (limit, 0.99), (3, 0), **words)
         else:
             axes.axhline(limit, **style)
-            place = {"xycoords": ("axes fraction", "data"), "ha": "right"}
-            axes.annotate(text, (0.99, limit), (0, 3), **place, **words)
+            words |= {"xycoords": ("axes fraction", "data"), "ha": "right"}
+            axes.annotate(text, (0.99, limit), (0, 3), **words)
 
     # a series for each cluster and number of devices; the same in both panels
     clusters = [*dict.fromkeys(map(_series, drawn))]

@@ -124,7 +124,7 @@ def test_table_marks_the_chosen_plan():
     assert marked[0] == ["*", "800 ms", "716.80 MiB", "1 x DDP + recompute, 1 x DDP"]
     assert caption == "* chosen"
     rows, caption = table_rows(points, chosen, memory_limit=MemoryLimit(1.5 * GIB / 2))
-    assert [row[0] for row in rows] == ["", "*", "!", "!", "!"]
+    assert [row[0] for row in rows] == ["", "", "*", "!", "!"]
     assert caption == "* chosen; ! does not fit (memory limit 768.00 MiB)"
 
 

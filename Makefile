@@ -7,9 +7,10 @@ BIN := $(VENV)/bin
 # the package alone, for the demo; with its tools
 READY := $(VENV)/ready
 STAMP := $(VENV)/installed
-PIP := $(BIN)/python -m pip install -c $(VENV)/constraints.txt
+PIP := PYTHONUNBUFFERED=1 $(BIN)/python -m pip install -c $(VENV)/constraints.txt
 # of what pip says: which package it is at, in lines that fit a terminal
-SHOWN := awk '/^ *(Collecting|Processing)/ { n = split($$2, path, "/"); print "  " path[n]; fflush() } \
+SHOWN := awk '/^ *(Collecting|Processing)/ { n = split($$2, path, "/"); name = path[n]; \
+		sub(/-(py|cp)[0-9].*/, "", name); print "  " name; fflush() } \
 	/^ *Downloading/ && $$2 !~ /metadata$$/ { print "    downloading " $$3 " " $$4; fflush() } \
 	/^ *Installing collected/ { print "  unpacking " NF - 3 " packages: half a minute, the longest step"; fflush() }'
 PYTEST_ARGS ?=

@@ -32,7 +32,7 @@ from rich.table import Table
 from lightning_topt import __version__
 from lightning_topt.basics.units import format_bytes, format_seconds
 from lightning_topt.cli.report import memory_limit_of, save_frontier_page
-from lightning_topt.costs.cluster import Cluster
+from lightning_topt.costs.cluster import Cluster, sentence_of
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.monitors import StepMeasurement, StepMonitor
 
@@ -220,8 +220,8 @@ def print_record(
     for name, value in record["metrics"].items():
         table.add_row(name, "", f"{value:.4f}", "")
     console.print(table)
-    if accuracy is not None:
-        say(f"\u00b1: nine of ten predictions were that close. {accuracy.sentence()}")
+    if predicted:
+        say(sentence_of(accuracy))
     share = measured.get("core_wait_share")
     if share is not None and share > _BUSY_SHARE:
         say(

@@ -266,7 +266,7 @@ def save_scenarios_png(
             if (x := _x(each, money)) is not None and x < math.inf and _time(each) < math.inf
         ]
         if drawn:
-            _draw_panel(axes, drawn, chosen, limits=limits, money=money)
+            _draw_panel(axes, drawn, chosen_of, chosen, limits=limits, money=money)
     panels[0].legend(
         loc="lower left",
         bbox_to_anchor=(0, 1.0),
@@ -282,6 +282,7 @@ def save_scenarios_png(
 def _draw_panel(
     axes: Axes,
     drawn: Sequence[Estimate],
+    chosen_of: Sequence[Estimate],
     chosen: Estimate | None,
     *,
     limits: Limits,
@@ -316,8 +317,8 @@ def _draw_panel(
             axes.annotate(text, (0.99, limit), (0, 3), **words)
 
     # a series for each cluster and number of devices; the same in both panels
-    clusters = [*dict.fromkeys(map(_series, drawn))]
-    counts = sorted({each.scenario.devices for each in drawn})
+    clusters = [*dict.fromkeys(map(_series, chosen_of))]
+    counts = sorted({each.scenario.devices for each in chosen_of})
     size = 46 if money else 16
     for cluster, devices in sorted({(_series(e), e.scenario.devices) for e in drawn}):
         of_series = [e for e in drawn if (_series(e), e.scenario.devices) == (cluster, devices)]
@@ -325,11 +326,10 @@ def _draw_panel(
         marker = MARKERS[counts.index(devices) % len(MARKERS)]
         # the first call has the entry of the legend, also where all are beyond a limit
         for within in (True, False):
-            points = [
-                (_x(e, money), _time(e)) for e in of_series if (limits.excess(e) <= 1) is within
-            ]
+            kept = [each for each in of_series if (limits.excess(each) <= 1) is within]
             axes.scatter(
-                *zip(*points, strict=True) if points else ((), ()),
+                [_x(each, money) or 0.0 for each in kept],
+                [_time(each) for each in kept],
                 s=size,
                 color=colour if within else LINE,
                 marker=marker,

@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,22 +88,20 @@ def block_ranges(names: Sequence[str], *, most: int = 4) -> str:
         else:
             alike.setdefault((match[1], match[3]), []).append(int(match[2]))
     parts = [
-        prefix if suffix is None else f"{prefix}{_ranges(numbers)}{suffix}"
+        prefix if suffix is None else f"{prefix}{ranges(sorted(numbers))}{suffix}"
         for (prefix, suffix), numbers in alike.items()
     ]
     rest = sum(max(len(numbers), 1) for numbers in [*alike.values()][most:])
     return ", ".join(parts[:most]) + (f" and {rest} more" if rest else "")
 
 
-def _ranges(numbers: Sequence[int]) -> str:
-    """Return ``"0-3,7"`` for 0, 1, 2, 3 and 7."""
-    found: list[list[int]] = []
-    for number in sorted(numbers):
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in found)
+def ranges(numbers: Sequence[int]) -> str:
+    """Return numbers in order as text, ``"0-62,64"``; of many ranges the first ones."""
+    # runs of consecutive numbers
+    starts = [numbers[0], *(after for before, after in pairwise(numbers) if after != before + 1)]
+    ends = [*(before for before, after in pairwise(numbers) if after != before + 1), numbers[-1]]
+    parts = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
+    return ",".join(parts) if len(parts) <= 4 else f"{','.join(parts[:3])},... ({len(numbers)})"
 
 
 # ---- axes: ranges, and round marks in units that people read

@@ -71,6 +71,8 @@ def format_bytes(size: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Format seconds for people: ``"12.3 ms"``."""
+    if abs(seconds) < 1e-11:  # the rounding of a difference
+        return "0 us"
     # the largest unit in which the number is at least 1; what is shorter stays in microseconds
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= factor or unit == "us":

@@ -141,6 +141,8 @@ def print_stages(stages: Sequence[StageExplanation], *, console: Console) -> Non
         if is_stale
         else caption,
         caption_justify="left",
+        padding=(0, 0, 0, 1),
+        pad_edge=False,
     )
     table.columns[2].overflow = "fold"
     for column in table.columns[3:]:
@@ -223,7 +225,8 @@ def rank_rows(simulation: Simulation) -> list[RankRow]:
 
 def print_schedule(simulation: Simulation, *, console: Console) -> None:
     """Print a line per rank: what it runs, how long it waits, and its peak."""
-    table = Table(title=_title(simulation), title_justify="left")
+    console.print(_title(simulation), highlight=False, markup=False)
+    table = Table(padding=(0, 0, 0, 1), pad_edge=False)
     for column in (
         "rank",
         "stages",

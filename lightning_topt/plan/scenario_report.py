@@ -80,8 +80,6 @@ def print_scenarios(
     table = Table(
         "",
         *columns,
-        title=title or None,
-        title_justify="left",
         caption=caption,
         caption_justify="left",
         padding=(0, 0, 0, 1),
@@ -97,6 +95,8 @@ def print_scenarios(
         cells = [escape(cell(each)) for cell in columns.values()]
         style = "bold green" if each is chosen else "dim" if mark else None
         table.add_row(mark, *cells, style=style)
+    if title:
+        console.print(title, highlight=False, markup=False)
     console.print(table)
     console.print(f"plan: {plan_in_words(chosen)}", highlight=False, markup=False)
 

@@ -9,10 +9,12 @@ READY := $(VENV)/ready
 STAMP := $(VENV)/installed
 PIP := PYTHONUNBUFFERED=1 $(BIN)/python -m pip install -c $(VENV)/constraints.txt
 # of what pip says: which package it is at, in lines that fit a terminal
-SHOWN := awk '/^ *(Collecting|Processing)/ { n = split($$2, path, "/"); name = path[n]; \
-		sub(/-(py|cp)[0-9].*/, "", name); print "  " name; fflush() } \
-	/^ *Downloading/ && $$2 !~ /metadata$$/ { print "    downloading " $$3 " " $$4; fflush() } \
-	/^ *Installing collected/ { print "  unpacking " NF - 3 " packages: half a minute, the longest step"; fflush() }'
+SHOWN := while read -r what name rest; do name=$${name\#\#*/}; case "$$what $$name" in \
+	Collecting*|Processing*) echo "  $${name%%-[cp][py][0-9]*}" ;; \
+	*.metadata) ;; \
+	Downloading*) echo "    downloading $$rest" ;; \
+	"Installing collected") echo "  unpacking all of these: half a minute, the longest step" ;; \
+	esac; done
 PYTEST_ARGS ?=
 
 export OMP_NUM_THREADS ?= 1

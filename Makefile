@@ -5,7 +5,17 @@ PYTHON ?= python3
 TORCH :=
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
+# the package alone, for the demo; with its tools
+READY := $(VENV)/ready
 STAMP := $(VENV)/installed
+PIP := PYTHONUNBUFFERED=1 $(BIN)/python -m pip install -c $(VENV)/constraints.txt
+# of what pip says: which package it is at, in lines that fit a terminal
+SHOWN := while read -r what name rest; do name=$${name\#\#*/}; case "$$what $$name" in \
+	Collecting*|Processing*) echo "  $${name%%-[cp][py][0-9]*}" ;; \
+	*.metadata) ;; \
+	Downloading*) echo "    downloading $$rest" ;; \
+	"Installing collected") echo "  unpacking all of these: half a minute, the longest step" ;; \
+	esac; done
 PYTEST_ARGS ?=
 
 export OMP_NUM_THREADS ?= 1
@@ -20,19 +30,25 @@ help: ## Show this list
 
 install: $(STAMP) ## Build .venv with the package and its tools
 
-$(STAMP): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "lightning_topt needs Python >= 3.10; set PYTHON=..., e.g. make test PYTHON=python3.11" >&2; exit 1; }
-	$(PYTHON) -m venv --clear $(VENV)
-	sed '$(if $(TORCH),$(if $(filter newest,$(TORCH)),/^torch==/d,s/^torch==.*/torch==$(TORCH)/))' constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e ".[dev]"
-	@touch $@
+	@echo "Making an environment in $(VENV)"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@sed '$(if $(TORCH),$(if $(filter newest,$(TORCH)),/^torch==/d,s/^torch==.*/torch==$(TORCH)/))' constraints.txt > $(VENV)/constraints.txt
+	@echo "Installing what lightning_topt needs (PyTorch is the largest)"
+	@{ $(PIP) --no-compile -e . && touch $@; } | $(SHOWN); test -e $@
 
-DEMO := experiment=byte_lm strategy=topt strategy.memory_limit=256MiB
+$(STAMP): $(READY)
+	@echo "Installing the tools for tests and checks"
+	@{ $(PIP) -e ".[dev]" && touch $@; } | $(SHOWN); test -e $@
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true # once, not in each process of the tests
 
-demo: $(STAMP) ## Plan and train a byte-level GPT on 2 CPU ranks; ends with what was predicted and what was measured
-	$(BIN)/topt plan $(DEMO)
-	$(BIN)/topt train $(DEMO)
+demo: $(READY) ## Plan and train a small GPT on 2 CPU ranks; ends with what was predicted and what was measured
+	@echo "Planning and training a small GPT on 2 CPU ranks, in about half a minute:"
+	@echo "  topt train experiment=demo"
+	@echo "Python, PyTorch and Lightning start first, which takes some seconds."
+	@PYTHONWARNINGS=ignore $(BIN)/topt train experiment=demo
 
 test: export PYTHONDONTWRITEBYTECODE := # hundreds of processes would compile the package each for itself
 test: $(STAMP) ## Run the whole test suite, in as many processes as there are cores, at most 4

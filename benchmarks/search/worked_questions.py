@@ -40,6 +40,7 @@ from lightning_topt.plan.scenarios import (
     choose_estimate,
     default_objective,
     estimate,
+    step_of_microbatches,
 )
 
 
@@ -179,7 +180,8 @@ def baseline(
             }:
                 continue
             least = min(least, point.peak_bytes)
-            each = estimate(scenario, point, facts=facts, work=asked.work, accumulate=count)
+            step = step_of_microbatches(point, accumulate=count, facts=facts)
+            each = estimate(scenario, step, facts=facts, work=asked.work, accumulate=count)
             if fits(point, base) and (best is None or each.step_seconds < best.step_seconds):
                 best = each
     return (

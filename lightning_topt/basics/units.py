@@ -71,6 +71,8 @@ def format_bytes(size: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Format seconds for people: ``"12.3 ms"``."""
+    if abs(seconds) < 1e-11:  # the rounding of a difference
+        return "0 us"
     # the largest unit in which the number is at least 1; what is shorter stays in microseconds
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= factor or unit == "us":
@@ -90,9 +92,17 @@ def format_duration(seconds: float) -> str:
     return format_seconds(seconds)
 
 
-def format_money(amount: float) -> str:
-    """Format money in whatever currency prices are, for people: ``"12,300"``, ``"0.42"``."""
-    return f"{amount:,.0f}" if amount >= 100 else f"{amount:.3g}"
+def format_count(count: float) -> str:
+    """Format a large number for people: ``"70.6 B"``, ``"812"``."""
+    for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count:g}"
+
+
+def format_money(amount: float, currency: str = "") -> str:
+    """Format money for people: ``"12,300 USD"``, ``"0.42"``."""
+    return f"{f'{amount:,.0f}' if amount >= 100 else f'{amount:.3g}'} {currency}".rstrip()
 
 
 def _parse(

@@ -41,7 +41,12 @@ from lightning_topt.plan.choose import fitting_points
 from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
 from lightning_topt.plan.scenario_report import plan_in_words
-from lightning_topt.plan.scenarios import Scenario, ScenarioResult, of_microbatches
+from lightning_topt.plan.scenarios import (
+    Scenario,
+    ScenarioResult,
+    of_microbatches,
+    step_of_microbatches,
+)
 from lightning_topt.plugins.plan_request import AllowedExchanges, PlanRequest
 
 _BATCHES = (0.25, 0.5, 1, 2, 4)  # of the given one
@@ -225,7 +230,7 @@ def _compressed_points(
 ) -> tuple[list[PlanPoint], str]:
     """Return the uniform plans that fit and keep gradients unsharded, compressed or not.
 
-    The text says why there are none.
+    Their times are those of a step, as the plan's are. The text says why there are none.
     """
     if search.mesh is not None or at.scenario.devices == 1:
         return [], "it is for gradients that data ranks exchange, on a mesh that is not given"
@@ -238,7 +243,11 @@ def _compressed_points(
         found = search_plans(asked)
     except ValueError as error:
         return [], str(error).rstrip(".")
-    points = [point for point in found.candidates if point.plan.keeps_gradients_whole]
+    points = [
+        step_of_microbatches(point, accumulate=at.chosen.accumulate, facts=at.facts)
+        for point in found.candidates
+        if point.plan.keeps_gradients_whole
+    ]
     fits = fitting_points(
         points, memory_limit=_memory_limit(at, request), memory_margin=request.memory_margin
     )

@@ -77,4 +77,4 @@ def run(config: DictConfig) -> None:
     notes.append(sentence_of(search.cluster.accuracy))
     request = dataclasses.replace(request, objective=objective)
     planning = Planning(frontier, choose_for(request, frontier, search.cluster), example.graph)
-    report_plan(planning, search, memory_limit=request.memory_limit, folder=folder, notes=notes)
+    report_plan(planning, search, request, folder=folder, notes=notes)

@@ -30,13 +30,14 @@ from rich.console import Console
 from lightning_topt.basics.units import format_bytes
 from lightning_topt.cli.example_step import ExampleStep, NeedsValues, capture_example
 from lightning_topt.cli.local_processes import run_on_ranks
+from lightning_topt.cli.report import memory_limit_of, save_frontier_page
 from lightning_topt.cli.search_space import SearchedMeshes
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.graph.module_copy import build_on_meta
 from lightning_topt.plan.explanation import explain_plan, explain_stages, unsplit_operators
-from lightning_topt.plan.frontier_report import print_table, save_html, save_png
+from lightning_topt.plan.frontier_report import print_table, save_png
 from lightning_topt.plan.plan_report import (
     print_explanation,
     print_schedule,
@@ -250,26 +251,27 @@ def _measure(
 def report_plan(
     planning: Planning,
     search: SearchRequest,
+    request: PlanRequest,
     *,
-    memory_limit: float | None,
     folder: Path,
     notes: Sequence[str],
+    accumulate: int = 1,
     ends: bool = True,
 ) -> None:
     """Write the frontier and the chosen plan to `folder`, and print them.
 
     Args:
-        planning: the frontier, and the point that was chosen.
-        search: what was asked.
-        memory_limit: bytes per device; drawn in the pictures.
+        planning: the frontier, and the point that was chosen; its times are those of a step.
+        search: what was searched, for one of the micro-batches of a step.
+        request: what the user asked.
         folder: gets ``frontier.png``, ``frontier.html``, ``plan.yaml`` and, for a plan with
             stages, ``schedule.png``.
         notes: sentences for the page and, with `ends`, for the terminal.
+        accumulate: micro-batches of a step.
         ends: print the notes and the folder too.
     """
-    frontier, plan = planning.frontier, planning.chosen.plan
+    plan, points = planning.chosen.plan, planning.frontier.shown_with(planning.chosen)
     # a plan with tensor axes is explained block by block, one with stages stage by stage
-    points, title = frontier.shown_with(planning.chosen), planning.graph.model
     explained = (
         explain_plan(search, plan) if plan.mesh.tensor_axes and plan.schedule is None else None
     )
@@ -280,24 +282,32 @@ def report_plan(
     step = None if plan.schedule is None else step_of_plan(stage_blocks(search, plan), plan)
 
     # files
-    given: dict[str, Any] = {"memory_limit": memory_limit, "title": title}
-    save_png(folder / "frontier.png", points, planning.chosen, **given)
-    page, lines = folder / "frontier.html", [*notes, *whole]
-    save_html(page, points, planning.chosen, **given, exact=frontier.exact, notes=lines, step=step)
+    limit = memory_limit_of(request, search.cluster)
+    _, title = save_frontier_page(
+        folder,
+        planning,
+        where=search.cluster.name,
+        memory_limit=limit,
+        notes=[*notes, *whole],
+        accumulate=accumulate,
+        step=step,
+    )
+    save_png(folder / "frontier.png", points, planning.chosen, memory_limit=limit, title=title)
     if step is not None:
         save_schedule_png(folder / "schedule.png", step)
     plan.save(folder / "plan.yaml")
 
     # the terminal
     console = Console()
-    print_table(points, planning.chosen, console=console)
+    console.print(title, style="bold", highlight=False, markup=False)
+    print_table(points, planning.chosen, console=console, memory_limit=limit)
     console.print(f"{plan.summary()}\n{plan.reason}", highlight=False)
     # the loader's batch is that of a data rank, not of each rank
     if plan.mesh.size > plan.mesh.data_parallel_size:
         console.print(
             f"Ranks of its {'pipelines' if plan.schedule else 'tensor axis'} get the same samples: "
             f"with batches of {plan.batch_size} in the loader a step has "
-            f"{search.global_batch_size}.",
+            f"{accumulate * search.global_batch_size}.",
             highlight=False,
         )
     if step is not None:
@@ -306,7 +316,7 @@ def report_plan(
         for line in whole:
             console.print(line, highlight=False, markup=False)
     if explained is not None:
-        print_explanation(explained, console=console)
+        print_explanation(explained, console=console, accumulate=accumulate)
     if ends:
         for note in notes:
             console.print(note, highlight=False, markup=False)

@@ -1,14 +1,18 @@
 """`topt train`: fit, validate the best checkpoint, and write and print `run.json`.
 
 `run.json` holds what a run planned, predicted, measured and reached; its schema is in
-docs/reference/schemas.md. `topt predict runs=FOLDER` reads it.
+docs/reference/schemas.md. `topt predict runs=FOLDER` reads it. Where a plan was searched, the run
+folder has it as ``plan.yaml`` and all that was searched as ``frontier.html``.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import platform
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -27,9 +31,23 @@ from rich.table import Table
 
 from lightning_topt import __version__
 from lightning_topt.basics.units import format_bytes, format_seconds
+from lightning_topt.cli.report import memory_limit_of, save_frontier_page
+from lightning_topt.costs.cluster import Cluster, sentence_of
+from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.monitors import StepMeasurement, StepMonitor
 
 SCHEMA_VERSION = 1
+_BUSY_SHARE = 0.1  # of the steps without a core, from which on a machine counts as busy
+# what the words of a plan mean, in the order in which they build on one another
+_MEANINGS = {
+    "DDP": "each rank keeps all parameters, gradients and optimizer state",
+    "ZeRO-1": "each rank keeps its part of the optimizer state",
+    "ZeRO-2": "each rank keeps its part of the gradients and of the optimizer state",
+    "ZeRO-3": "each rank keeps its part of the parameters, too",
+    "recompute": "activations are computed again in the backward pass, not kept",
+    "split": "the layers are cut over the ranks, which compute each of them together",
+    "stages": "each rank runs a part of the layers, one after the other",
+}
 
 
 def run(config: DictConfig) -> None:
@@ -44,6 +62,7 @@ def run(config: DictConfig) -> None:
             "topt train does not run sweeps (--multirun): start one `topt train` for each value"
         )
     folder = Path(HydraConfig.get().runtime.output_dir)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_fits_terminal)
     # before the model is built: its weights come from the seed too
     pl.seed_everything(config.seed, workers=True)
 
@@ -78,7 +97,36 @@ def run(config: DictConfig) -> None:
     if trainer.is_global_zero:
         record = build_record(trainer, measurement=next(iter(measurements), None), metrics=metrics)
         (folder / "run.json").write_text(json.dumps(record, indent=2) + "\n")
-        print_record(record, folder)
+        print_record(record, folder, page=save_plan(trainer, folder), cluster=_cluster_of(trainer))
+
+
+def save_plan(trainer: pl.Trainer, folder: Path) -> Path | None:
+    """Write the plan of a finished fit, and what was searched as a page; return the page."""
+    strategy: Any = trainer.strategy
+    if (plan := getattr(strategy, "parallel_plan", None)) is not None:
+        plan.save(folder / "plan.yaml")
+    planning = getattr(strategy, "planning", None)
+    if planning is None:  # nothing was searched
+        return None
+    planning.frontier.save(folder / "frontier.json")
+    limit = memory_limit_of(strategy.request, _cluster_of(trainer))
+    where = planning.chosen.plan.cluster
+    return save_frontier_page(folder, planning, where=where, memory_limit=limit)[0]
+
+
+def _cluster_of(trainer: pl.Trainer) -> Cluster | None:
+    """Return the cluster that the strategy was given; None: it has none, or has measured."""
+    request = getattr(trainer.strategy, "request", None)
+    return None if request is None else request.cluster
+
+
+def _fits_terminal(record: logging.LogRecord) -> bool:
+    """Wrap a line of ours or Lightning's in a terminal; leave out rules and advertisements."""
+    text = record.getMessage()
+    # the width of the terminal, or COLUMNS; 0: this is no terminal, and lines stay as they are
+    if width := shutil.get_terminal_size((0, 0)).columns:
+        record.msg, record.args = textwrap.fill(text, width), ()
+    return "-" * 100 not in text and "Tip:" not in text
 
 
 def build_record(
@@ -97,6 +145,7 @@ def build_record(
             "steps": measurement.steps,
             "median_step_seconds": measurement.median_step_seconds,
             "peak_bytes_per_rank": list(measurement.peak_bytes_per_rank),
+            "core_wait_share": measurement.core_wait_share,
         }
     return {
         "schema_version": SCHEMA_VERSION,
@@ -119,44 +168,88 @@ def build_record(
     }
 
 
-def print_record(record: Mapping[str, Any], folder: Path) -> None:
-    """Print a table of a record for people.
+def print_record(
+    record: Mapping[str, Any],
+    folder: Path,
+    *,
+    page: Path | None = None,
+    cluster: Cluster | None = None,
+) -> None:
+    """Print a record for people.
 
-    Predicted and measured step time, peak memory of each rank, then the metrics.
+    The plan and why, predicted and measured step time, peak memory of each rank, metrics, and where
+    the files are. `cluster` knows how far predictions were off, where that was measured.
     """
     # either may be missing: strategies that do not plan, runs without a StepMonitor
     predicted, measured = record["predicted"] or {}, record["measured"] or {}
+    console = Console()
+
+    def say(text: str, **style: Any) -> None:
+        console.print(text, highlight=False, markup=False, **style)
+
+    say("")
+    # what was planned
+    if record["plan"]:
+        summary = ParallelPlan.from_dict(record["plan"]).summary()
+        say(f"Plan, as numbers of blocks and how they run: {summary}", style="bold")
+        for word, meaning in _MEANINGS.items():
+            if word in summary:
+                say(f"  {word}: {meaning}")
+        if record["plan"]["reason"]:
+            say(f"Why: {record['plan']['reason']}")
+
+    # what was predicted and measured
     title = (
         f"{record['strategy']} on {record['world_size']} {record['device']} rank(s), "
         f"{record['global_step']} steps"
     )
-    table = Table(title=title)
+    table = Table(title=title, title_justify="left")
     for column in ("", "predicted", "measured", "error"):
         table.add_column(column, justify="left" if not column else "right")
     # one peak is predicted for all ranks; each rank has measured its own
+    accuracy = None if cluster is None else cluster.accuracy
     seconds = (predicted.get("step_seconds"), measured.get("median_step_seconds"))
-    table.add_row("step time (median)", *_cells(*seconds, show=format_seconds))
+    share = None if accuracy is None else accuracy.seconds.p90
+    table.add_row("step time (median)", *_cells(*seconds, show=format_seconds, share=share))
+    figure = None if accuracy is None else accuracy.bytes
+    share = None if figure is None else figure.p90
     for rank, peak in enumerate(measured.get("peak_bytes_per_rank", [])):
-        table.add_row(
-            f"peak memory, rank {rank}",
-            *_cells(predicted.get("peak_bytes"), peak, show=format_bytes),
-        )
+        cells = _cells(predicted.get("peak_bytes"), peak, show=format_bytes, share=share)
+        table.add_row(f"peak memory, rank {rank}", *cells)
     # metrics are not predicted
     for name, value in record["metrics"].items():
         table.add_row(name, "", f"{value:.4f}", "")
-
-    console = Console()
     console.print(table)
-    if record["plan"] and record["plan"]["reason"]:
-        console.print(record["plan"]["reason"], highlight=False)
-    console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
+    if predicted:
+        say(sentence_of(accuracy))
+    share = measured.get("core_wait_share")
+    if share is not None and share > _BUSY_SHARE:
+        say(
+            f"The machine was busy: in {100 * share:.0f} % of the measured time a rank waited "
+            "while other programs had its core. On a quiet machine steps take less.",
+            style="yellow",
+        )
+
+    # where it is
+    if page is not None:
+        say(f"Report, for a browser: {page}", soft_wrap=True)
+    say(f"run folder: {folder}", soft_wrap=True)
 
 
 def _cells(
-    predicted: float | None, measured: float | None, *, show: Callable[[float], str]
+    predicted: float | None,
+    measured: float | None,
+    *,
+    show: Callable[[float], str],
+    share: float | None = None,
 ) -> tuple[str, str, str]:
-    """Return what is predicted, what is measured, and the error of the prediction."""
+    """Return what is predicted, what is measured, and the error of the prediction.
+
+    Nine of ten earlier predictions were off by less than `share`.
+    """
     # relative to what is measured; + means predicted too large
     error = "" if not predicted or not measured else f"{100 * (predicted / measured - 1):+.1f} %"
     shown = ["-" if value is None else show(value) for value in (predicted, measured)]
+    if predicted is not None and share is not None:
+        shown[0] += f" \u00b1 {100 * share:.0f} %"
     return shown[0], shown[1], error

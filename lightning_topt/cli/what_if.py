@@ -28,6 +28,7 @@ from lightning_topt.basics.argument_checks import check_real, check_whole
 from lightning_topt.basics.units import parse_seconds
 from lightning_topt.cli.local_processes import most_processes, outcomes_of
 from lightning_topt.cli.plan_steps import PlanSetup, UnpricedSearch, report_plan
+from lightning_topt.cli.report import model_name
 from lightning_topt.cli.search_space import SearchedMeshes
 from lightning_topt.cli.several_clusters import read_clusters
 from lightning_topt.costs.cluster import Cluster
@@ -61,7 +62,8 @@ _CHOICES = ("clusters", "batch_size", "seq_len", "accumulate")
 
 def is_asked(config: DictConfig) -> bool:
     """Return whether a configuration of `topt plan` asks more than which plan is best here."""
-    given = [*(config[name] for name in _CHOICES), *config.work.values(), *config.limits.values()]
+    limits = (value for name, value in config.limits.items() if name != "currency")
+    given = [*(config[name] for name in _CHOICES), *config.work.values(), *limits]
     is_new = config.objective in SCENARIO_OBJECTIVES and config.objective not in OBJECTIVES
     return any(value is not None for value in given) or config.spot is not False or is_new
 
@@ -95,10 +97,12 @@ def run(config: DictConfig) -> None:
     # the choice; where none keeps the limits, the estimates are written all the same
     folder = Path(HydraConfig.get().runtime.output_dir)
     shown = [estimate for each in found for estimate in each.estimates]
+    given: dict[str, Any] = {"limits": asked.limits, "notes": notes}
+    given["model"] = model_name(searches[0][1].graph)
     try:
         chosen, reason = choose_estimate(estimates, objective=objective, limits=asked.limits)
     except NoPlanFitsError:
-        save_scenarios(folder, shown, estimates, None, limits=asked.limits, reason="", notes=notes)
+        save_scenarios(folder, shown, estimates, None, reason="", **given)
         raise
 
     # the plan of the chosen scenario, then the scenarios
@@ -108,19 +112,15 @@ def run(config: DictConfig) -> None:
     search = of_microbatches(search, chosen.accumulate)
     best.frontier.save(folder / "frontier.json")
     planning = Planning(best.frontier, chosen.point, search.graph)
-    report_plan(
-        planning, search, memory_limit=request.memory_limit, folder=folder, notes=notes, ends=False
-    )
+    parts = chosen.accumulate
+    report_plan(planning, search, request, folder=folder, notes=notes, accumulate=parts, ends=False)
     console = Console()
-    if chosen.accumulate > 1:
+    if parts > 1:
         console.print(
-            f"A step has {chosen.accumulate} micro-batches: "
-            f"trainer.accumulate_grad_batches={chosen.accumulate}.",
+            f"A step has {parts} micro-batches: trainer.accumulate_grad_batches={parts}.",
             highlight=False,
         )
-    save_scenarios(
-        folder, shown, estimates, chosen, limits=asked.limits, reason=reason, notes=notes
-    )
+    save_scenarios(folder, shown, estimates, chosen, reason=reason, **given)
     print_scenarios(estimates, chosen, limits=asked.limits, console=console)
     for line in (reason, *notes, f"run folder: {folder}"):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -175,7 +175,7 @@ class WhatIfOptions:
             )
             if work
             else None,
-            limits=Limits(**{name: _read_limit(name, value) for name, value in limits.items()}),
+            limits=Limits(**{k: _read_limit(k, v) for k, v in limits.items()}),  # type: ignore[arg-type]
             objective=config.objective,
         )
 
@@ -206,7 +206,9 @@ def _read_names(value: Any) -> tuple[str, ...] | None:
     return tuple(dict.fromkeys(several))
 
 
-def _read_limit(name: str, value: float | str) -> float:
+def _read_limit(name: str, value: float | str) -> float | str:
+    if name == "currency":
+        return str(value)
     if name in ("deadline", "step_seconds"):
         return parse_seconds(value, name=f"limits.{name}")
     return check_real(value, name=f"limits.{name}", positive=True)

@@ -27,7 +27,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -67,6 +66,7 @@ from lightning_topt.graph.module_copy import fake_copy
 from lightning_topt.graph.op_graph import Block, OpGraph
 from lightning_topt.graph.step_flow import assign_calls
 from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plan.report_page import block_ranges, ranges
 from lightning_topt.schedules.check import check_schedule
 from lightning_topt.schedules.schedules import Schedule, make_schedule
 from lightning_topt.techniques.plan_costs import PlanCosts
@@ -495,6 +495,7 @@ def print_verification(verification: Verification, *, console: Console) -> None:
 def _table(*columns: str, left: int, caption: str = "") -> Table:
     """Return a table with the first `left` columns flush left."""
     table = Table(*columns, caption=caption or None, caption_justify="left")
+    table.columns[0].overflow = "fold"
     for column in table.columns[left:]:
         column.justify, column.no_wrap = "right", True
     return table
@@ -527,9 +528,7 @@ def _blocks_table(verification: Verification) -> Table:
     columns = (kind.replace("_", " ") for kind in KINDS)
     table = _table("blocks", *columns, left=1, caption=caption)
     for sizes in order[:_ROWS]:
-        names = [name or '""' for name in alike[sizes]]
-        text = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)})"
-        table.add_row(escape(text), *map(format_bytes, sizes))
+        table.add_row(escape(block_ranges(alike[sizes])), *map(format_bytes, sizes))
     return table
 
 
@@ -551,14 +550,3 @@ def _messages_table(verification: Verification) -> Table:
             str(row.sender), str(row.receiver), row.what, str(row.count), format_bytes(row.nbytes)
         )
     return table
-
-
-def ranges(ranks: Sequence[int]) -> str:
-    """Return ranks in order as text, ``"0-62, 64"``."""
-    # Runs of consecutive ranks.
-    starts = [ranks[0], *(after for before, after in pairwise(ranks) if after != before + 1)]
-    ends = [*(before for before, after in pairwise(ranks) if after != before + 1), ranks[-1]]
-    parts = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
-    return (
-        ", ".join(parts) if len(parts) <= 4 else f"{', '.join(parts[:3])}, ... ({len(ranks)} ranks)"
-    )

@@ -344,8 +344,7 @@ def compute_seconds(each: Estimate) -> float:
     """Return the seconds of a step in which a device computes."""
     predicted = each.point.plan.predicted
     assert predicted is not None
-    # in a step of micro-batches each computes; rounding must not make it more than the step
-    return min(each.accumulate * predicted.compute_seconds, each.step_seconds)
+    return predicted.compute_seconds
 
 
 # ---- how gradients are exchanged

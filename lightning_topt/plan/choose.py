@@ -124,6 +124,7 @@ def choose(
                 objective=objective,
                 memory_limit=memory_limit,
                 error=alike_error if best in alike else error,
+                error_seconds=least,
             ),
             *_neighbours(
                 chosen, candidates, memory_limit=memory_limit, memory_margin=memory_margin
@@ -229,7 +230,13 @@ def _why_none_fits(points: Sequence[PlanPoint], memory_limit: float, memory_marg
 
 
 def _why(
-    chosen: PlanPoint, best: PlanPoint, *, objective: str, memory_limit: float | None, error: float
+    chosen: PlanPoint,
+    best: PlanPoint,
+    *,
+    objective: str,
+    memory_limit: float | None,
+    error: float,
+    error_seconds: float,
 ) -> str:
     """Return the first sentence: what the plan is the best of, and what it costs."""
     limit = (
@@ -255,7 +262,11 @@ def _why(
         "devices": f"The fewest devices with a plan{limit}, as fast as any of theirs",
     }
     # a simpler one was taken, so the reason says what the best would save
-    simplest = f", within the prediction's error of {100 * error:g} %, and the simplest of these"
+    within = f"{100 * error:g} %"
+    # of steps of a few milliseconds the seconds of the error are what counts
+    if objective != "memory" and chosen.step_seconds > best.step_seconds * (1 + error):
+        within += f" and {format_seconds(error_seconds)}"
+    simplest = f", within the prediction's error of {within}, and the simplest of these"
     if objective == "memory":
         saved = (
             f"the smallest ({best.plan.summary()}) saves "
@@ -264,6 +275,7 @@ def _why(
     else:
         saved = (
             f"the fastest ({best.plan.summary()}) saves "
+            f"{format_seconds(chosen.step_seconds - best.step_seconds)}, "
             f"{_percent(best.step_seconds, chosen.step_seconds)} of the time"
         )
     return f"{words[objective]}{simplest}{costs}; {saved}"

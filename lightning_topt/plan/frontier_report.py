@@ -2,10 +2,11 @@
 
     points = frontier.shown_with(chosen)
     print_table(points, chosen, console=Console())
-    save_png("frontier.png", points, chosen, memory_limit=2**30)
-    save_html("frontier.html", points, chosen, memory_limit=2**30)
+    limit = MemoryLimit(2**30)
+    save_png("frontier.png", points, chosen, memory_limit=limit)
+    save_html("frontier.html", points, chosen, memory_limit=limit)
 
-All three mark the chosen plan.
+All three mark the chosen plan, and show in grey what does not fit into the limit.
 """
 
 from __future__ import annotations
@@ -31,17 +32,30 @@ from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan
 from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.plan_report import schedule_svg
 from lightning_topt.plan.plan_values import describe_config
-from lightning_topt.plan.report_page import COLOURS, FAINT, INK, RED, STAR, save_page
+from lightning_topt.plan.report_page import (
+    BYTES,
+    COLOURS,
+    FAINT,
+    INK,
+    LINE,
+    MARKERS,
+    RED,
+    SECONDS,
+    STAR,
+    DrawnAxis,
+    block_ranges,
+    draw_axes,
+    drawn_axis,
+    save_page,
+)
 from lightning_topt.schedules.simulate import Simulation
 
 Points = Sequence[PlanPoint]
 _MANY = 150  # more points than this are drawn small
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # 7 markers and 6 colours: 42 different series
-_LINE = "#c3c8d0"
 _HEADING: dict[str, Any] = {"color": INK, "weight": "bold", "fontsize": 13, "parse_math": False}
 _LEGEND: dict[str, Any] = {"frameon": False, "labelcolor": INK, "handletextpad": 0.3}
 _EDGE: dict[str, Any] = {"linestyle": "none", "markeredgecolor": "white"}
-_BOX = {"boxstyle": "round,pad=0.5", "facecolor": "white", "edgecolor": _LINE, "alpha": 0.94}
+_BOX = {"boxstyle": "round,pad=0.5", "facecolor": "white", "edgecolor": LINE, "alpha": 0.94}
 _POINTER = {"arrowstyle": "-", "color": INK, "linewidth": 0.9, "shrinkB": 9}
 _NOTE: dict[str, Any] = {
     "textcoords": "offset pixels",
@@ -53,26 +67,40 @@ _NOTE: dict[str, Any] = {
     "va": "bottom",
     "arrowprops": _POINTER,
 }
+_KIND = ("runs", "parameters", "gradients", "optimizer_state")  # what a page says of a block
 _SCHEDULE = (
     '<section class="card schedule" aria-label="Schedule"><h3>Schedule of the chosen '
     "plan</h3>{}</section>"
 )
-Units = tuple[tuple[str, float, tuple[int, ...]], ...]  # name, factor, marks of a logarithmic axis
-_POWERS = tuple(2**k for k in range(10))
-_BYTES: Units = tuple(
-    (name, 1024.0**k, _POWERS) for k, name in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))
-)
-_ROUND = (1, 2, 5, 10, 20, 50, 100, 200, 500)
-_SECONDS: Units = (
-    ("us", 1e-6, _ROUND),
-    ("ms", 1e-3, _ROUND),
-    ("s", 1.0, (*_ROUND, 1000, 2000, 5000, 10000)),
-)
-# an axis becomes logarithmic when its largest value is this many times its smallest
-_LOG_FROM = 20.0
 
 
-def print_table(points: Points, chosen: PlanPoint, *, console: Console, limit: int = 20) -> None:
+class MemoryLimit(NamedTuple):
+    """Bytes that a device may hold.
+
+    A plan fits with `margin` of its predicted peak to spare. `name` says what the limit is.
+    """
+
+    bytes: float
+    margin: float = 0.05
+    name: str = "memory limit"
+
+    def __str__(self) -> str:
+        return f"{self.name} {format_bytes(self.bytes)}"
+
+    @property
+    def most_bytes(self) -> float:
+        """The largest predicted peak that fits."""
+        return self.bytes / (1 + self.margin)
+
+
+def print_table(
+    points: Points,
+    chosen: PlanPoint,
+    *,
+    console: Console,
+    memory_limit: MemoryLimit | None = None,
+    limit: int = 20,
+) -> None:
     """Print plans by devices and memory, the chosen one marked with a star.
 
     Of more than `limit` points it shows an evenly spread selection. The chosen plan is always
@@ -84,21 +112,27 @@ def print_table(points: Points, chosen: PlanPoint, *, console: Console, limit: i
     """
     ordered, index = _ordered(points, chosen)
     shown = _selection(ordered, index, limit=limit)
-    left_out = len(ordered) - len(shown)
-    caption = "* chosen" + (f"; {left_out} of {len(ordered)} plans left out" if left_out else "")
-    table = Table(
-        "", "devices", "step time", "peak memory", "plan", caption=caption, caption_justify="left"
-    )
-    for column in table.columns[1:4]:
+    most = math.inf if memory_limit is None else memory_limit.most_bytes
+    caption = "* chosen"
+    if any(ordered[i].peak_bytes > most for i in shown):
+        caption += f"; ! does not fit ({memory_limit})"
+    if left_out := len(ordered) - len(shown):
+        caption += f"; {left_out} of {len(ordered)} plans left out"
+    # the number of devices is a column where it says something
+    several = len({point.devices for point in ordered}) > 1
+    names = ["", *(["devices"] * several), "step time", "peak memory", "plan"]
+    table = Table(*names, caption=caption, caption_justify="left")
+    for column in table.columns[1:-1]:
         column.justify, column.no_wrap = "right", True
     for i in shown:
         point = ordered[i]
-        numbers = (
-            str(point.devices),
+        numbers = [
+            *([str(point.devices)] * several),
             format_seconds(point.step_seconds),
             format_bytes(point.peak_bytes),
-        )
-        mark, style = ("*", "bold green") if i == index else ("", None)
+        ]
+        fits = point.peak_bytes <= most
+        mark, style = ("*", "bold green") if i == index else ("", "") if fits else ("!", "dim")
         table.add_row(mark, *numbers, point.plan.summary(), style=style)
     console.print(table)
 
@@ -121,12 +155,12 @@ def save_png(
     points: Points,
     chosen: PlanPoint,
     *,
-    memory_limit: float | None = None,
+    memory_limit: MemoryLimit | None = None,
     title: str = "",
 ) -> None:
     """Draw the frontier: peak bytes to the right, seconds per step upwards.
 
-    There is one series per number of devices. `memory_limit` is in bytes per device.
+    There is one series per number of devices. What does not fit into `memory_limit` is grey.
 
     Raises:
         ValueError: `chosen` is not one of the points.
@@ -135,11 +169,11 @@ def save_png(
     figure = Figure(figsize=(9, 5.2), dpi=160, facecolor="white", layout="constrained")
     axes = figure.add_subplot(facecolor="white")
     x, y = drawn_axes(ordered, memory_limit)
-    _draw_axes(axes, x, y)
-    _draw_series(axes, ordered)
+    draw_axes(axes, x, y)
+    _draw_series(axes, ordered, memory_limit)
     if memory_limit is not None:
         _draw_limit(axes, x, memory_limit)
-    counts = len({point.devices for point in ordered})
+    counts = len(axes.get_legend_handles_labels()[1])
     columns = min(counts, 6)
     axes.legend(
         loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=columns, columnspacing=1.4, **_LEGEND
@@ -159,9 +193,10 @@ def save_html(
     points: Points,
     chosen: PlanPoint,
     *,
-    memory_limit: float | None = None,
+    memory_limit: MemoryLimit | None = None,
     title: str = "",
     exact: bool = True,
+    accumulate: int = 1,
     notes: Sequence[str] = (),
     step: Simulation | None = None,
 ) -> None:
@@ -171,9 +206,10 @@ def save_html(
         path: of the page.
         points: of the frontier.
         chosen: one of them.
-        memory_limit: bytes per device.
+        memory_limit: of a device.
         title: of the page.
         exact: whether the search proves that the frontier is complete.
+        accumulate: micro-batches of a step; times of `points` are those of a step.
         notes: lines on the chosen plan.
         step: of a chosen plan with stages, drawn as its schedule.
 
@@ -181,12 +217,17 @@ def save_html(
         ValueError: `chosen` is not one of the points.
     """
     ordered, index = _ordered(points, chosen)
-    blocks, entries = _embedded(ordered)
+    blocks, entries = _embedded(ordered, index, accumulate=accumulate)
     x, y = drawn_axes(ordered, memory_limit)
     limit = (
         None
         if memory_limit is None
-        else {"bytes": memory_limit, "text": format_bytes(memory_limit)}
+        else {
+            "bytes": memory_limit.bytes,
+            "most": memory_limit.most_bytes,
+            "margin": memory_limit.margin,
+            "text": str(memory_limit),
+        }
     )
     data = {
         "chosen": index,
@@ -225,21 +266,11 @@ def _devices(count: int) -> str:
     return "1 device" if count == 1 else f"{count} devices"
 
 
-# ---- axes: ranges, and round marks in units that people read
-
-
-class DrawnAxis(NamedTuple):
-    """The range of an axis in seconds or bytes, and where its marks are."""
-
-    title: str
-    low: float
-    high: float
-    log: bool
-    ticks: tuple[tuple[float, str], ...]
+# ---- the picture
 
 
 def drawn_axes(
-    points: Sequence[PlanPoint], memory_limit: float | None
+    points: Sequence[PlanPoint], memory_limit: MemoryLimit | None
 ) -> tuple[DrawnAxis, DrawnAxis]:
     """Return the axes of memory and of time that show all points.
 
@@ -249,67 +280,16 @@ def drawn_axes(
     # points at one place have half of it as their width
     reach = (max(sizes) - min(sizes)) or 0.5 * max(sizes)
     # farther, it would squeeze the points
-    if memory_limit is not None and memory_limit <= max(sizes) + reach:
-        sizes.append(memory_limit)
+    if memory_limit is not None and memory_limit.bytes <= max(sizes) + reach:
+        sizes.append(memory_limit.bytes)
     times = [point.step_seconds for point in points]
-    return _axis("Peak memory per device", sizes, units=_BYTES), _axis(
-        "Time per step", times, units=_SECONDS
+    return drawn_axis("Peak memory per device", sizes, units=BYTES), drawn_axis(
+        "Time per step", times, units=SECONDS
     )
 
 
-def _axis(title: str, values: Sequence[float], *, units: Units) -> DrawnAxis:
-    low, high = min(values), max(values)
-    # a logarithmic axis where the largest value is many times the least
-    log = 0 < _LOG_FROM * low < high
-    if log:
-        pad = (high / low) ** 0.06
-        # marks: round values in their units, at most about seven
-        low, high = low / pad, high * pad
-        ticks = [
-            (mark * factor, f"{mark} {name}") for name, factor, marks in units for mark in marks
-        ]
-        inside = [tick for tick in ticks if low <= tick[0] <= high]
-        ticks = inside[:: max(1, math.ceil(len(inside) / 7))]
-    else:
-        # a linear axis, from 0 where the margin would go below
-        margin = 0.08 * (high - low) or 0.25 * high or 1.0
-        low, high = max(0.0, low - margin), high + margin
-        # about five round values, in the largest unit that is not above `high`
-        name, factor, _ = next((unit for unit in reversed(units) if unit[1] <= high), units[0])
-        rough = (high - low) / factor / 5
-        exponent = math.floor(math.log10(rough))
-        # the least of 1, 2, 5 and 10 times a power of ten that makes five marks or fewer
-        step = (
-            next(m for m in (1, 2, 5, 10) if m * 10.0**exponent >= rough * 0.999) * 10.0**exponent
-        )
-        # as many decimals as the step needs; 1e-9 is for its rounding
-        decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-        first, last = math.ceil(low / factor / step - 1e-9), math.floor(high / factor / step + 1e-9)
-        ticks = [
-            (k * step * factor, f"{k * step:.{decimals}f} {name}") for k in range(first, last + 1)
-        ]
-    return DrawnAxis(title, low, high, log, tuple(ticks))
-
-
-# ---- the picture
-
-
-# both axes first: the marks are those of `DrawnAxis`, matplotlib adds none
-def _draw_axes(axes: Axes, x: DrawnAxis, y: DrawnAxis) -> None:
-    axes.set(xscale="log" if x.log else "linear", yscale="log" if y.log else "linear")
-    axes.set(xlim=(x.low, x.high), ylim=(y.low, y.high))
-    for axis, drawn in ((x, axes.xaxis), (y, axes.yaxis)):
-        drawn.set_ticks([value for value, _ in axis.ticks], labels=[text for _, text in axis.ticks])
-        drawn.set_ticks([], minor=True)
-        drawn.set_label_text(axis.title, color=INK, fontsize=11)
-    axes.grid(color="#e6e8ec", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=FAINT, labelsize=10, length=0, pad=6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(_LINE)
-
-
-def _draw_series(axes: Axes, points: Points) -> None:
+def _draw_series(axes: Axes, points: Points, memory_limit: MemoryLimit | None) -> None:
+    most = math.inf if memory_limit is None else memory_limit.most_bytes
     size, edge = (6.5, 0.7) if len(points) <= _MANY else (3.5, 0.0)
     # a series for each number of devices; points are in this order
     for number, (devices, group) in enumerate(
@@ -318,33 +298,37 @@ def _draw_series(axes: Axes, points: Points) -> None:
         x, y = zip(*((point.peak_bytes, point.step_seconds) for point in group), strict=True)
         # a chosen plan may be beaten
         best = [k for k in range(len(y)) if y[k] < min(y[:k], default=math.inf)]
-        colour, marker = COLOURS[number % len(COLOURS)], _MARKERS[number % len(_MARKERS)]
+        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
         # a step: with memory between two plans, the smaller one is what runs
         line: dict[str, Any] = {"alpha": 0.45, "linewidth": 1.6, "drawstyle": "steps-post"}
         axes.plot([x[k] for k in best], [y[k] for k in best], color=colour, **line)
-        axes.plot(
-            x,
-            y,
-            marker,
-            color=colour,
-            label=_devices(devices),
-            markersize=size,
-            markeredgewidth=edge,
-            **_EDGE,
-        )
+        # plans that do not fit are grey; the others are named in the legend
+        for fits, name in ((True, _devices(devices)), (False, None)):
+            at = [k for k in range(len(y)) if (x[k] <= most) == fits]
+            if not at and not fits:
+                continue
+            axes.plot(
+                [x[k] for k in at],
+                [y[k] for k in at],
+                marker,
+                color=colour if fits else LINE,
+                label=name,
+                markersize=size,
+                markeredgewidth=edge,
+                **_EDGE,
+            )
+    if any(point.peak_bytes > most for point in points):
+        axes.plot([], [], "o", color=LINE, label="does not fit", markersize=6.5, **_EDGE)
 
 
-def _draw_limit(axes: Axes, x: DrawnAxis, memory_limit: float) -> None:
-    text, place = (
-        f"memory limit {format_bytes(memory_limit)}",
-        min(max(memory_limit, x.low), x.high),
-    )
+def _draw_limit(axes: Axes, x: DrawnAxis, memory_limit: MemoryLimit) -> None:
+    text, place = str(memory_limit), min(max(memory_limit.bytes, x.low), x.high)
     # a limit outside of the axes is an arrow at their edge
-    if place == memory_limit:
-        axes.axvline(memory_limit, color=RED, linewidth=1.4, linestyle=(0, (5, 3)))
-        axes.axvspan(memory_limit, x.high, color=RED, alpha=0.06, linewidth=0)
+    if place == memory_limit.bytes:
+        axes.axvline(place, color=RED, linewidth=1.4, linestyle=(0, (5, 3)))
+        axes.axvspan(place, x.high, color=FAINT, alpha=0.09, linewidth=0)
     else:
-        text = f"{text} →" if memory_limit > x.high else f"← {text}"
+        text = f"{text} →" if memory_limit.bytes > x.high else f"← {text}"
     # the words on the side with more room
     side, shift = ("right", -5) if place > (x.low + x.high) / 2 else ("left", 5)
     where: dict[str, Any] = {
@@ -401,15 +385,18 @@ def _annotate(figure: Figure, axes: Axes, points: Points, chosen: PlanPoint) -> 
 # ---- the data of the page
 
 
-def _embedded(points: Points) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
+def _embedded(
+    points: Points, chosen: int, *, accumulate: int
+) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
     """Return the different blocks of all plans, each once, and the points with indices of these.
 
     The YAML of a plan is its `header` and the `yaml` of its blocks, one after the other, `stages`
-    of them in each stage.
+    of them in each stage. Its `rows` are neighbours that run alike: their names, the index of the
+    first, their number, and 1 where they are not as in the plan at `chosen`.
     """
     positions: dict[tuple[BlockPlan, tuple[str, ...]], int] = {}
     blocks: list[dict[str, object]] = []
-    entries: list[dict[str, object]] = []
+    entries: list[dict[str, Any]] = []
     # plans share most blocks: each is written once, and points refer to it
     for point in points:
         fields, mesh = point.plan.to_dict(), point.plan.mesh
@@ -434,17 +421,29 @@ def _embedded(points: Points) -> tuple[list[dict[str, object]], list[dict[str, o
                         "yaml": text,
                     }
                 )
-        entry: dict[str, object] = {
-            "x": point.peak_bytes,
-            "y": point.step_seconds,
-            "devices": point.devices,
-            "summary": point.plan.summary(),
-            "numbers": _numbers(point),
-            "header": dump_yaml(fields) + "stages:\n",
-            "blocks": [positions[block, mesh.names] for block in of_stages],
-            "stages": [len(stage.blocks) for stage in point.plan.stages],
-        }
-        entries.append(entry)
+        entries.append(
+            {
+                "x": point.peak_bytes,
+                "y": point.step_seconds,
+                "devices": point.devices,
+                "summary": point.plan.summary(),
+                "numbers": _numbers(point, accumulate),
+                "header": dump_yaml(fields) + "stages:\n",
+                "blocks": [positions[block, mesh.names] for block in of_stages],
+                "stages": [len(stage.blocks) for stage in point.plan.stages],
+            }
+        )
+    # neighbours that run alike, and as in the chosen plan or not
+    kinds = [tuple(each[name] for name in _KIND) for each in blocks]
+    of_chosen = {*entries[chosen]["blocks"]}
+    for entry in entries:
+        entry["rows"] = []
+        for (_, differs), group in itertools.groupby(
+            entry["blocks"], key=lambda at: (kinds[at], at not in of_chosen)
+        ):
+            members = list(group)
+            names = block_ranges([str(blocks[at]["block"]) for at in members])
+            entry["rows"].append([names, members[0], len(members), int(differs)])
     return blocks, entries
 
 
@@ -456,7 +455,7 @@ def _in_words(placed: str | dict[str, str]) -> str:
     )
 
 
-def _numbers(point: PlanPoint) -> dict[str, str]:
+def _numbers(point: PlanPoint, accumulate: int) -> dict[str, str]:
     plan = point.plan
     numbers = {
         "Time per step": format_seconds(point.step_seconds),
@@ -469,7 +468,8 @@ def _numbers(point: PlanPoint) -> dict[str, str]:
             plan.predicted.exposed_communication_seconds
         )
     if plan.batch_size is not None and point.step_seconds > 0:
-        numbers["Samples per second"] = (
-            f"{plan.batch_size * plan.data_parallel_size / point.step_seconds:,.1f}"
-        )
+        samples = accumulate * plan.batch_size * plan.data_parallel_size
+        numbers["Samples per second"] = f"{samples / point.step_seconds:,.1f}"
+    if accumulate > 1:
+        numbers["Micro-batches per step"] = str(accumulate)
     return numbers

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from lightning_topt.basics.units import format_bytes, format_seconds
 from lightning_topt.plan.explanation import PlanExplanation, StageExplanation
-from lightning_topt.plan.report_page import FAINT, INK
+from lightning_topt.plan.report_page import FAINT, INK, block_ranges
 from lightning_topt.schedules.schedules import Kind
 from lightning_topt.schedules.simulate import MemoryCurve, PassSpan, Simulation
 from lightning_topt.techniques.explain import BlockExplanation, TensorCollective
@@ -61,57 +61,63 @@ _LEFT, _RIGHT, _TOP, _ROW, _BAR = 70.0, 640.0, 8.0, 46.0, 20.0  # of the drawing
 # ---- costs, by block and by stage
 
 
-def print_explanation(explained: PlanExplanation, *, console: Console) -> None:
-    """Print what each kind of block takes, and what is not split."""
-    _blocks(explained, console)
+def print_explanation(explained: PlanExplanation, *, console: Console, accumulate: int = 1) -> None:
+    """Print what each kind of block takes in a step, and what is not split.
+
+    `explained` is of one of the `accumulate` micro-batches of a step.
+    """
+    _blocks(explained, console, accumulate)
     for line in whole_sentences(explained.whole):
         console.print(line, highlight=False, markup=False)
 
 
-def _blocks(explained: PlanExplanation, console: Console) -> None:
+def _blocks(explained: PlanExplanation, console: Console, accumulate: int) -> None:
     """Print a table of blocks, those that cost the same in one row, then what they exchange."""
+    keeps_whole = explained.plan.keeps_gradients_whole
+
+    def cells_of(block: BlockExplanation) -> tuple[str, ...]:
+        return _cells(block, accumulate, keeps_whole=keeps_whole)
+
     # rows: blocks of equal cells and exchanges, those that take most time in all first
     alike: dict[Hashable, list[str]] = {}
     for name, block in explained.blocks.items():
-        alike.setdefault((_cells(block), _exchanged(block.collectives)), []).append(name)
+        alike.setdefault((cells_of(block), _exchanged(block.collectives)), []).append(name)
     order = sorted(
         alike.values(),
         key=lambda names: -len(names) * sum(explained.blocks[names[0]].seconds.values()),
     )
     hidden = len(order) - _ROWS
-    caption = f"each block; {hidden} more kinds of blocks take less" if hidden > 0 else "each block"
+    caption = "each block, in a step"
+    caption += f"; {hidden} more kinds of blocks take less" if hidden > 0 else ""
     table = Table(*_COLUMNS, caption=caption, caption_justify="left")
+    table.columns[0].overflow = "fold"
     for column in table.columns[1:]:
         column.justify = "right"
-    titles = [
-        f"{_shown(names[0])} ... {_shown(names[-1])} ({len(names)})"
-        if names[1:]
-        else _shown(names[0])
-        for names in order
-    ]
+    titles = [block_ranges(names) for names in order]
     for title, names in zip(titles[:_ROWS], order, strict=False):
-        table.add_row(escape(title), *_cells(explained.blocks[names[0]]))
+        table.add_row(escape(title), *cells_of(explained.blocks[names[0]]))
     console.print(table)
     # below the table, what the kinds of blocks in it exchange along the tensor axis
     for title, names in zip(titles[:_ROWS], order, strict=False):
         if exchanged := _exchanged(explained.blocks[names[0]].collectives):
+            of = " of a micro-batch" if accumulate > 1 else ""
             console.print(
-                f"{title} along the tensor axis: {exchanged}", highlight=False, markup=False
+                f"{title} along the tensor axis{of}: {exchanged}", highlight=False, markup=False
             )
 
 
-def _shown(block: str) -> str:
-    return block or '""'
+def _cells(block: BlockExplanation, accumulate: int, *, keeps_whole: bool) -> tuple[str, ...]:
+    """Return the times of a step and the memory.
 
-
-def _cells(block: BlockExplanation) -> tuple[str, ...]:
-    seconds = block.seconds
+    The update comes once in a step, and so does the exchange of unsharded gradients.
+    """
+    seconds, exchanges = block.seconds, 1 if keeps_whole else accumulate
     # four columns of time: operators, of these the tensor axis, update, data axes
     numbers = (
-        sum(seconds[kind] for kind in ("forward", "backward", "recompute")),
-        sum(each.seconds for each in block.collectives),
+        accumulate * sum(seconds[kind] for kind in ("forward", "backward", "recompute")),
+        accumulate * sum(each.seconds for each in block.collectives),
         seconds["update"],
-        sum(seconds[kind] for kind in ("gather", "reduce", "broadcast")),
+        exchanges * sum(seconds[kind] for kind in ("gather", "reduce", "broadcast")),
     )
     return *map(format_seconds, numbers), format_bytes(sum(block.peak_parts.values()))
 
@@ -135,13 +141,15 @@ def print_stages(stages: Sequence[StageExplanation], *, console: Console) -> Non
         if is_stale
         else caption,
         caption_justify="left",
+        padding=(0, 0, 0, 1),
+        pad_edge=False,
     )
+    table.columns[2].overflow = "fold"
     for column in table.columns[3:]:
         column.justify = "right"
     # seconds of each kind, and the most that the rank holds for the stage
     for index, stage in enumerate(stages):
-        names = stage.blocks
-        shown = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)})"
+        shown = block_ranges(stage.blocks)
         seconds = (stage.seconds[kind] for kind in ("forward", "backward", "receive", "once"))
         parts = stage.peak_parts
         # activations are gone when the optimizer steps: the larger of both counts
@@ -217,7 +225,8 @@ def rank_rows(simulation: Simulation) -> list[RankRow]:
 
 def print_schedule(simulation: Simulation, *, console: Console) -> None:
     """Print a line per rank: what it runs, how long it waits, and its peak."""
-    table = Table(title=_title(simulation), title_justify="left")
+    console.print(_title(simulation), highlight=False, markup=False)
+    table = Table(padding=(0, 0, 0, 1), pad_edge=False)
     for column in (
         "rank",
         "stages",

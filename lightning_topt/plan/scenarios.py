@@ -7,7 +7,7 @@
 An `Estimate` is what a plan takes in a scenario: time, memory, money.
 
     equation                                      function             source
-    T_k = k T - (k - 1) (u + x)                   accumulated_seconds  x and u once per step
+    T_k = k T - (k - 1) (u + x)                   step_of_microbatches x and u once per step
     steps = tokens / (batch * tokens per sample)  Work.steps_of
     run = expected_seconds(steps * T_k)           estimate             costs/failures.py
     money = run / 3600 * devices * price          estimate
@@ -23,7 +23,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from lightning_topt.basics.units import format_bytes, format_duration, format_money, format_seconds
+from lightning_topt.basics.units import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_money,
+    format_seconds,
+)
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.failures import RunTime, run_time
 from lightning_topt.costs.optimizer import OptimizerProfile
@@ -37,7 +43,7 @@ from lightning_topt.plan.choose import (
     choose,
     fitting_points,
 )
-from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, StepEstimate
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
 
@@ -82,15 +88,8 @@ class Workload:
     def __str__(self) -> str:
         for name in ("tokens", "samples", "steps"):
             if (amount := getattr(self, name)) is not None:
-                return f"{_count(amount)} {name}"
+                return f"{format_count(amount)} {name}"
         raise AssertionError("one of them is given")
-
-
-def _count(amount: float) -> str:
-    for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
-        if amount >= factor:
-            return f"{amount / factor:g} {unit}"
-    return f"{amount:g}"
 
 
 @dataclass(frozen=True)
@@ -188,9 +187,8 @@ class Estimate:
 
     Args:
         scenario: the machines and the batch.
-        point: the plan of one micro-batch.
-        step_seconds: of a step of `accumulate` micro-batches.
-        accumulate: number of micro-batches.
+        point: the plan; its times are those of a step (`step_of_microbatches`).
+        accumulate: number of micro-batches of a step.
         run: the time of a run; None: no work was given.
         money: the price of a run; None: the cluster has no price.
         error: of the times.
@@ -198,11 +196,15 @@ class Estimate:
 
     scenario: Scenario
     point: PlanPoint
-    step_seconds: float
     accumulate: int = 1
     run: RunTime | None = None
     money: float | None = None
     error: TimeError = field(default_factory=TimeError)
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step."""
+        return self.point.step_seconds
 
     @property
     def samples_per_second(self) -> float:
@@ -241,19 +243,17 @@ def estimate(
 ) -> Estimate:
     """Return what the plan of `point` takes in `scenario`; with `work` of a whole run.
 
+    The times of `point` are those of a step, which may have several micro-batches.
+
     Raises:
         ValueError: as `Workload.steps_of`.
     """
-    # a step of the training: micro-batches and one update
-    # With one micro-batch the step of `point` is the step: its update need not be told apart.
-    update = facts.update_of(point.plan) if accumulate > 1 else 0.0
-    step = accumulated_seconds(point, accumulate=accumulate, update_seconds=update)
-    found = Estimate(scenario, point, step, accumulate, error=TimeError.of(scenario.cluster))
+    error = TimeError.of(scenario.cluster)
     if work is None:
-        return found
+        return Estimate(scenario, point, accumulate, error=error)
     # the whole run, with checkpoints and what failures cost
     run = run_time(
-        work.steps_of(scenario) * step,
+        work.steps_of(scenario) * point.step_seconds,
         failures=scenario.cluster.failures,
         devices=scenario.devices,
         checkpoint_bytes=facts.checkpoint_bytes,
@@ -261,17 +261,39 @@ def estimate(
     )
     price = scenario.price_per_hour
     money = None if price is None else run.seconds / 3600 * scenario.devices * price
-    return Estimate(scenario, point, step, accumulate, run, money, found.error)
+    return Estimate(scenario, point, accumulate, run, money, error)
 
 
-def accumulated_seconds(point: PlanPoint, *, accumulate: int, update_seconds: float) -> float:
-    """Return the seconds of a step of so many micro-batches like `point`, with one update."""
+def step_of_microbatches(point: PlanPoint, *, accumulate: int, facts: ModelFacts) -> PlanPoint:
+    """Return the point of a step of so many micro-batches like that of `point`, with one update."""
+    plan, predicted = point.plan, point.plan.predicted
+    # With one micro-batch the step of `point` is the step: its update need not be told apart.
+    if accumulate == 1 or predicted is None:
+        return point
     # what is done once: the update, and the exchange of unsharded gradients
-    plan, once = point.plan, update_seconds
-    if plan.keeps_gradients_whole and plan.schedule is None and plan.predicted is not None:
-        once += plan.predicted.exposed_communication_seconds
+    exposed, once = predicted.exposed_communication_seconds, facts.update_of(plan)
+    if plan.keeps_gradients_whole and plan.schedule is None:
+        once += exposed
+    else:
+        exposed *= accumulate
     # k steps less what k - 1 of them leave out, and never less than one step
-    return max(accumulate * point.step_seconds - (accumulate - 1) * once, point.step_seconds)
+    seconds = max(accumulate * point.step_seconds - (accumulate - 1) * once, point.step_seconds)
+    exposed = min(exposed, seconds)
+    of_step = StepEstimate(seconds, point.peak_bytes, seconds - exposed, exposed)
+    return replace(point, step_seconds=seconds, plan=replace(plan, predicted=of_step))
+
+
+def _of_steps(frontier: PlanFrontier, *, accumulate: int, facts: ModelFacts) -> PlanFrontier:
+    """Return a frontier of micro-batches as one of steps."""
+    if accumulate == 1:
+        return frontier
+    points, uniform = (
+        [step_of_microbatches(point, accumulate=accumulate, facts=facts) for point in several]
+        for several in (frontier.points, frontier.uniform)
+    )
+    # a plan that another one beats in a step is dropped
+    kept = PlanFrontier.of(points, uniform=uniform)
+    return replace(frontier, points=kept.points, uniform=kept.uniform)
 
 
 # ---- the search of one scenario
@@ -361,7 +383,7 @@ def search_scenario(
         if stopped and asked.split is None:
             continue
         try:
-            frontier = search_plans(asked)
+            frontier = _of_steps(search_plans(asked), accumulate=count, facts=facts)
         except (PlanError, ValueError):
             # Not every number can be searched: an error only where the first one cannot be.
             if best is None and unfit is None:
@@ -460,12 +482,14 @@ class Limits:
         budget: money of a run.
         step_seconds: of a step.
         samples_per_second: at least so many.
+        currency: of the budget and of prices, a word for people.
     """
 
     deadline: float | None = None
     budget: float | None = None
     step_seconds: float | None = None
     samples_per_second: float | None = None
+    currency: str = ""
 
     def excess(self, each: Estimate) -> float:
         """Return by how much the worst of the limits is missed.
@@ -493,7 +517,7 @@ class Limits:
         if self.deadline is not None:
             words.append(f"within {format_duration(self.deadline)}")
         if self.budget is not None:
-            words.append(f"for {format_money(self.budget)}")
+            words.append(f"for {format_money(self.budget, self.currency)}")
         if self.step_seconds is not None:
             words.append(f"with steps of {format_seconds(self.step_seconds)}")
         if self.samples_per_second is not None:
@@ -593,15 +617,15 @@ _SUPERLATIVES = {
 }
 
 
-def in_words(each: Estimate) -> str:
+def in_words(each: Estimate, currency: str) -> str:
     """Return an estimate in a few words: time, memory, money."""
     words = [f"{format_seconds(each.step_seconds)} per step", format_bytes(each.peak_bytes)]
     if each.run is not None:
         words.append(format_duration(each.run.seconds))
     if each.money is not None:
-        words.append(f"{format_money(each.money)} in all")
+        words.append(f"{format_money(each.money, currency)} in all")
     elif each.money_per_sample is not None:
-        words.append(f"{format_money(1000 * each.money_per_sample)} per 1000 samples")
+        words.append(f"{format_money(1000 * each.money_per_sample, currency)} per 1000 samples")
     return ", ".join(words)
 
 
@@ -632,12 +656,12 @@ def _why(
     # what comes next on other machines
     if others := [each for each in kept if str(each.scenario) != str(chosen.scenario)]:
         best = min(others, key=_cost(objective))
-        parts.append(f"next: {best.scenario}, {in_words(best)}")
+        parts.append(f"next: {best.scenario}, {in_words(best, limits.currency)}")
     # the cheapest is seldom the soonest: name both
     if objective == "money" and chosen.run is not None and len(kept) > 1:
         soonest = min(kept, key=_cost("duration"))
         if soonest.scenario != chosen.scenario:
-            parts.append(f"soonest: {soonest.scenario}, {in_words(soonest)}")
+            parts.append(f"soonest: {soonest.scenario}, {in_words(soonest, limits.currency)}")
     # what the estimate rests on: failures, and the error of predictions
     if chosen.run is not None and chosen.run.failures > 0:
         parts.append(_interruptions(chosen))
@@ -664,7 +688,8 @@ def _why_none(estimates: Sequence[Estimate], limits: Limits) -> str:
     verb = f"does not {what[:-2] if what == 'finishes' else 'run'}" if len(estimates) == 1 else what
     return (
         f"{count} {verb} {limits.in_words()}: the nearest is {nearest.scenario} with "
-        f"{in_words(nearest)}; allow more, or give other clusters, device_counts or batch sizes"
+        f"{in_words(nearest, limits.currency)}; allow more, or give other clusters, device_counts "
+        "or batch sizes"
     )
 
 

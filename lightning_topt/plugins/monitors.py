@@ -39,12 +39,15 @@ class StepMeasurement:
 
     `median_step_seconds` is that of the slowest rank; `peak_bytes_per_rank` (in rank order) are
     above the idle rank, with None where the platform cannot say. `steps` counts the optimizer steps
-    measured on this rank; with none, nothing is known.
+    measured on this rank; with none, nothing is known. `core_wait_share` is the part of these
+    steps in which the rank that waited longest was ready to run and had no core, since others ran
+    there; None where the platform cannot say.
     """
 
     steps: int
     median_step_seconds: float | None
     peak_bytes_per_rank: tuple[int | None, ...]
+    core_wait_share: float | None = None
 
 
 class StepMonitor(pl.Callback):
@@ -71,6 +74,8 @@ class StepMonitor(pl.Callback):
         self._peak_bytes: int | None = None
         self._steps_done, self._global_step = 0, global_step
         self._started, self._seconds = 0.0, 0.0
+        # seconds in which this thread was kept from running, in the step and in all steady steps
+        self._kept_from, self._kept, self._kept_in_steps = 0.0, 0.0, 0.0
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -93,6 +98,7 @@ class StepMonitor(pl.Callback):
         # Peak and time are of the step alone, with an idle device at both ends.
         self._meter.reset_peak()
         synchronize(trainer.strategy.root_device)
+        self._kept_from = _core_wait_seconds()
         self._started = time.perf_counter()
 
     @override
@@ -107,6 +113,7 @@ class StepMonitor(pl.Callback):
         assert self._meter is not None
         synchronize(trainer.strategy.root_device)
         self._seconds += time.perf_counter() - self._started
+        self._kept += _core_wait_seconds() - self._kept_from
         # A strategy whose plan has taken over in this step knows its idle rank better. The step's
         # peak is that of planning, and steps before it ran by another plan: this one is the last of
         # the warm-up.
@@ -114,6 +121,7 @@ class StepMonitor(pl.Callback):
         if meter is not None and meter is not self._meter:
             self._meter, self._peak_bytes = meter, None
             self._step_seconds.clear()
+            self._kept_in_steps = 0.0
             self._steps_done = min(self._steps_done, self.warmup_steps - 1)
         # The first steps build state and buckets.
         steady = self._steps_done >= self.warmup_steps
@@ -125,23 +133,36 @@ class StepMonitor(pl.Callback):
             self._steps_done += 1
             if steady:
                 self._step_seconds.append(self._seconds)
-            self._seconds = 0.0
+                self._kept_in_steps += self._kept
+            self._seconds = self._kept = 0.0
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Ranks exchange numbers; NaN stands for an unknown one.
         median = statistics.median(self._step_seconds) if self._step_seconds else float("nan")
         peak = float("nan") if self._peak_bytes is None else float(self._peak_bytes)
+        total = sum(self._step_seconds)
+        share = self._kept_in_steps / total if total else float("nan")
         mine = torch.tensor(
-            [median, peak], dtype=torch.float64, device=trainer.strategy.root_device
+            [median, peak, share], dtype=torch.float64, device=trainer.strategy.root_device
         )
         ranks = _of_all_ranks(mine).cpu()
-        slowest = ranks[:, 0].max().item()
+        slowest, longest = ranks[:, 0].max().item(), ranks[:, 2].max().item()
         self.measurement = StepMeasurement(
             steps=len(self._step_seconds),
             median_step_seconds=None if slowest != slowest else slowest,
             peak_bytes_per_rank=tuple(None if p != p else int(p) for p in ranks[:, 1].tolist()),
+            core_wait_share=None if longest != longest else longest,
         )
+
+
+def _core_wait_seconds() -> float:
+    """Return how long the main thread was ready to run and had no core; NaN where unknown."""
+    try:
+        with open("/proc/self/schedstat", encoding="ascii") as file:  # Linux: ran, waited, turns
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return float("nan")
 
 
 def _of_all_ranks(mine: Tensor) -> Tensor:  # (n,) -> (world_size, n)

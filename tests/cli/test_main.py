@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from lightning.pytorch import Callback
 
+from lightning_topt.cli.train import print_record
 from lightning_topt.communication import TopK
-from lightning_topt.costs.cluster import Cluster
+from lightning_topt.costs.cluster import Accuracy, Cluster, ErrorFigure
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.plan.choose import TIME_ERROR, TIME_ERROR_SECONDS
-from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plan.parallel_plan import ParallelPlan, uniform_plan
 from lightning_topt.plan.plan_frontier import PlanFrontier
 from tests.preloaded import preloaded_python
 
@@ -338,7 +339,7 @@ def test_calibrate_under_torchrun(tmp_path):
 
 def test_help_and_version(tmp_path):
     assert "topt train" in finished(topt("--help", folder=tmp_path))
-    assert "experiment: byte_lm, digits" in finished(topt("train", "--help", folder=tmp_path))
+    assert "experiment: byte_lm, demo, digits" in finished(topt("train", "--help", folder=tmp_path))
     assert "topt plan" in finished(topt(folder=tmp_path))
 
 
@@ -352,6 +353,66 @@ def test_experiment_digits_reaches_its_metric(tmp_path):
     finished(topt("train", *arguments, folder=tmp_path))
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["metrics"]["val_accuracy"] > 0.85
+
+
+def test_the_demo_ends_with_what_was_planned_predicted_and_measured(tmp_path):
+    few = ["trainer.limit_train_batches=8", "trainer.limit_val_batches=1"]
+    output = finished(
+        topt("train", "experiment=demo", *few, f"hydra.run.dir={tmp_path}/run", folder=tmp_path)
+    )
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["predicted"]["peak_bytes"] * 1.05 <= 96 * 2**20
+    assert 0 <= record["measured"]["core_wait_share"] <= 1
+    plan = ParallelPlan.load(tmp_path / "run" / "plan.yaml")
+    assert plan.to_dict() == record["plan"]
+    end = output[output.index("Plan, as numbers of blocks") :]
+    assert plan.summary().split(",")[0] in end and "Why: " in end and "predicted" in end
+    assert f"Report, for a browser: {tmp_path}/run/frontier.html" in end
+    page = (tmp_path / "run" / "frontier.html").read_text()
+    assert "<h1>gpt (1.9 M parameters) on " in page and "memory limit 96.00 MiB" in page
+    assert max(map(len, end.splitlines())) <= max(80, 40 + len(str(tmp_path)))
+
+
+def test_the_record_for_people(capsys, monkeypatch):
+    """In 80 columns: what a plan's words mean, the interval of predictions, a busy machine."""
+    monkeypatch.setenv("COLUMNS", "80")
+    plan = dataclasses.replace(
+        uniform_plan(2, data_parallel_size=2, blocks=["a", "b"], recompute=["a"]),
+        reason="It is the fastest. " * 9,
+    )
+    seconds, nbytes = ErrorFigure(0.04, 0.12, 20), ErrorFigure(0.01, 0.03, 20)
+    machines = dataclasses.replace(
+        Cluster.load(ROOT / "conf" / "cluster" / "local_cpu.yaml"),
+        accuracy=Accuracy(seconds, nbytes, "20 runs"),
+    )
+    record = {
+        "strategy": "AutoParallelStrategy",
+        "world_size": 2,
+        "device": "cpu",
+        "global_step": 60,
+        "plan": plan.to_dict(),
+        "predicted": {"step_seconds": 0.1, "peak_bytes": 2**26},
+        "measured": {
+            "median_step_seconds": 0.2,
+            "peak_bytes_per_rank": [2**26, 2**27],
+            "core_wait_share": 0.43,
+        },
+        "metrics": {"val_loss": 1.5},
+    }
+    print_record(record, Path("run"), page=Path("run/frontier.html"), cluster=machines)
+    text = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in text.splitlines())
+    said = " ".join(text.split())
+    assert "ZeRO-2: each rank keeps its part of the gradients and of the optimizer state" in said
+    assert "recompute: " in said and "ZeRO-3" not in said
+    assert "100 ms ± 12 %" in said and "64.00 MiB ± 3 %" in said and "-50.0 %" in said
+    assert "The machine was busy: in 43 % of the measured time" in said
+    assert "Report, for a browser: run/frontier.html run folder: run" in said
+    # a quiet machine, no plan, no prediction
+    quiet = {**record["measured"], "core_wait_share": 0.01}
+    print_record({**record, "plan": None, "predicted": None, "measured": quiet}, Path("run"))
+    text = capsys.readouterr().out
+    assert "busy" not in text and "Plan" not in text and "±" not in text and "200 ms" in text
 
 
 def test_a_step_that_depends_on_values_is_planned_for_its_own_batch(tmp_path):

@@ -11,6 +11,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 
 from hydra_plugins.lightning_topt_searchpath import conf_dir
+from lightning_topt.basics.units import format_seconds
 from lightning_topt.cli import advise, plan
 from lightning_topt.cli.several_clusters import as_hydra_reads
 from lightning_topt.plan.choose import NoPlanFitsError
@@ -104,6 +105,31 @@ def test_lengths_are_captured_one_by_one(tmp_path: Path) -> None:
         for each in (short, long)
     ]
     assert steps == pytest.approx([1e9 / 32 / 32, 1e9 / 32 / 64])
+
+
+def test_all_files_speak_of_steps_not_of_micro_batches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a terminal of 80 columns: model, cluster and devices, then one time of a step."""
+    monkeypatch.setenv("COLUMNS", "80")
+    command(
+        "plan", tmp_path, "cluster=a100_8x8", "device_counts=[8]", "batch_size=64", "accumulate=4"
+    )
+    (only,) = best(tmp_path)
+    predicted = ParallelPlan.load(tmp_path / "plan.yaml").predicted
+    assert predicted is not None and predicted.step_seconds == only["step_seconds"]
+    page = (tmp_path / "frontier.html").read_text()
+    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    shown = data["points"][data["chosen"]]
+    assert shown["y"] == only["step_seconds"] and shown["numbers"]["Micro-batches per step"] == "4"
+    assert data["limit"]["text"] == "memory of a device 74.51 GiB"
+    printed = capsys.readouterr().out
+    assert "gpt (42.9 k parameters) on a100_8x8, 8 devices\n" in printed
+    assert "<h1>gpt (42.9 k parameters) on a100_8x8, 8 devices</h1>" in page
+    step = format_seconds(only["step_seconds"])
+    assert f": {step} and" in " ".join(printed.split()) and f" {step}│" in printed
+    table = [line for line in printed.splitlines() if line[:1] in "┏┃┡│└"]
+    assert table and max(map(len, table)) <= 80
 
 
 def test_all_devices_of_a_cluster_where_only_a_batch_is_given(tmp_path: Path) -> None:

@@ -164,8 +164,8 @@ def test_reason_of_a_simple_plan_says_what_it_gives_up() -> None:
     assert choose([whole, sharded], memory_limit=1000 * MIB).plan.reason == (
         "As fast as any plan that fits into a limit of 1000.00 MiB per device, within the "
         "prediction's error of 15 %, and the simplest of these: 1.1 s and 900.00 MiB predicted on "
-        "2 device(s); the fastest (1 x ZeRO-3, 1 x ZeRO-2) saves 9.1 % of the time; the next "
-        "smaller plan (1 x ZeRO-3, 1 x ZeRO-2) saves 400.00 MiB and 9.1 % of the time."
+        "2 device(s); the fastest (1 x ZeRO-3, 1 x ZeRO-2) saves 100 ms, 9.1 % of the time; "
+        "the next smaller plan (1 x ZeRO-3, 1 x ZeRO-2) saves 400.00 MiB and 9.1 % of the time."
     )
     least = choose(
         [mixed(1.0, 100, (3, False), (2, True)), mixed(1.0, 100.5, (3, False))], objective="memory"
@@ -174,6 +174,14 @@ def test_reason_of_a_simple_plan_says_what_it_gives_up() -> None:
         "As small as any plan, within the prediction's error of 1 %, and the simplest of these: 1 "
         "s and"
     )
+
+
+def test_reason_of_a_short_step_names_the_error_in_seconds_too() -> None:
+    """15 % alone would contradict that the fastest saves more than that."""
+    whole, sharded = mixed(4e-3, 900, (0, False)), mixed(2.4e-3, 500, (3, False))
+    reason = choose([whole, sharded]).plan.reason
+    assert "within the prediction's error of 15 % and 2 ms, and the simplest" in reason
+    assert "saves 1.6 ms, 40.0 % of the time" in reason
 
 
 def test_a_choice_is_the_simplest_within_the_error_of_all_that_fit() -> None:

@@ -23,9 +23,10 @@ from lightning_topt.communication import TopK
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.choose import choose
-from lightning_topt.plan.frontier_report import print_table, save_html, save_png
+from lightning_topt.plan.frontier_report import MemoryLimit, print_table, save_html, save_png
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan, StepEstimate
 from lightning_topt.plan.plan_frontier import PlanPoint
+from lightning_topt.plan.report_page import block_ranges
 
 GIB = 2.0**30
 HOSTILE = "</script><b>&\u2028 'x' <!-- {{ data }}"
@@ -116,11 +117,15 @@ def table_rows(points, chosen, **kwargs):
 
 def test_table_marks_the_chosen_plan():
     points = frontier(5)
-    rows, caption = table_rows(points, choose(points, memory_limit=1.5 * GIB / 2))
+    chosen = choose(points, memory_limit=1.5 * GIB / 2)
+    rows, caption = table_rows(points, chosen)
     marked = [row for row in rows if row[0] == "*"]
     assert len(rows) == 5 and len(marked) == 1
-    assert marked[0] == ["*", "2", "800 ms", "716.80 MiB", "1 x DDP + recompute, 1 x DDP"]
+    assert marked[0] == ["*", "800 ms", "716.80 MiB", "1 x DDP + recompute, 1 x DDP"]
     assert caption == "* chosen"
+    rows, caption = table_rows(points, chosen, memory_limit=MemoryLimit(1.5 * GIB / 2))
+    assert [row[0] for row in rows] == ["", "", "*", "!", "!"]
+    assert caption == "* chosen; ! does not fit (memory limit 768.00 MiB)"
 
 
 def test_table_leaves_out_evenly_and_says_so():
@@ -147,7 +152,10 @@ def test_chosen_plan_must_be_one_of_the_points(tmp_path):
         print_table(points, other, console=Console(quiet=True))
 
 
-@pytest.mark.parametrize("memory_limit", [None, 0.8 * GIB, 500 * GIB])
+@pytest.mark.parametrize(
+    "memory_limit",
+    [None, MemoryLimit(0.8 * GIB), MemoryLimit(500 * GIB, name="memory of a device")],
+)
 @pytest.mark.parametrize(
     ("count", "devices"), [(1, (1,)), (9, (2,)), (2000, (1, 2, 4, 8, 16, 32, 64))]
 )
@@ -165,7 +173,12 @@ def test_png(tmp_path, count, devices, memory_limit):
 def test_png_shows_the_limit_and_the_choice(tmp_path):
     points = frontier(9)
     pictures = set()
-    for index, limit in ((0, None), (4, None), (4, 0.8 * GIB), (4, 0.7 * GIB)):
+    for index, limit in (
+        (0, None),
+        (4, None),
+        (4, MemoryLimit(0.8 * GIB)),
+        (4, MemoryLimit(0.7 * GIB)),
+    ):
         save_png(tmp_path / "x.png", points, points[index], memory_limit=limit)
         pictures.add((tmp_path / "x.png").read_bytes())
     assert len(pictures) == 4
@@ -196,7 +209,7 @@ def test_a_chosen_plan_that_is_beaten_stands_beside_the_line(tmp_path, monkeypat
 
 
 def test_page_loads_nothing(tmp_path):
-    text, parsed = page(tmp_path, frontier(9), frontier(9)[4], memory_limit=GIB)
+    text, parsed = page(tmp_path, frontier(9), frontier(9)[4], memory_limit=MemoryLimit(GIB))
     assert (
         "http:" not in text
         and "https:" not in text
@@ -233,6 +246,33 @@ def test_page_holds_every_plan(tmp_path, count, devices):
         )
 
 
+def test_page_groups_neighbours_that_run_alike(tmp_path):
+    def blocks(levels):
+        named = [BlockPlan(f"layers.{k}", OpConfig.zero(z)) for k, z in enumerate(levels)]
+        return [BlockPlan("embedding", OpConfig.zero(0)), *named, BlockPlan("", OpConfig.zero(0))]
+
+    points = [
+        dataclasses.replace(point(s, GIB / s), plan=ParallelPlan.of_blocks(blocks(z), mesh=2))
+        for s, z in ((1.0, (0, 0, 0, 0)), (2.0, (3, 3, 0, 0)))
+    ]
+    _, parsed = page(tmp_path, points, points[0])
+    small, chosen = (
+        [[names, count, differs] for names, _, count, differs in entry["rows"]]
+        for entry in parsed.data["points"]
+    )
+    assert chosen == [["embedding, layers.0-3, (everything else)", 6, 0]]
+    same = ["embedding", 1, 0], ["layers.2-3, (everything else)", 3, 0]
+    assert small == [same[0], ["layers.0-1", 2, 1], same[1]]
+
+
+def test_names_of_blocks_become_ranges():
+    layers = [f"model.layers.{k}" for k in range(80)]
+    assert block_ranges(layers) == "model.layers.0-79"
+    assert block_ranges([*layers[:3], "head", *layers[7:9]]) == "model.layers.0-2,7-8, head"
+    assert block_ranges(["a.0.x", "a.1.x", "a.1.y"]) == "a.0-1.x, a.1.y"
+    assert block_ranges([*"abcdef", ""], most=2) == "a, b and 5 more"
+
+
 def test_page_escapes_text(tmp_path):
     points = frontier(3, name=HOSTILE, model=HOSTILE)
     chosen = dataclasses.replace(
@@ -252,12 +292,17 @@ def test_page_numbers(tmp_path):
             point(0.25, 2 * GIB), plan=ParallelPlan.of_blocks(point(1, 1).plan.blocks, mesh=2)
         ),
     ]
-    _, parsed = page(tmp_path, points, points[0], memory_limit=80 * GIB)
+    _, parsed = page(tmp_path, points, points[0], memory_limit=MemoryLimit(80 * GIB))
     bare, full = (entry["numbers"] for entry in parsed.data["points"])
     assert bare == {"Time per step": "250 ms", "Peak memory per device": "2.00 GiB", "Devices": "2"}
     assert full["Computing"] == "375 ms" and full["Waiting for communication"] == "125 ms"
     assert full["Samples per second"] == "64.0"  # 8 samples on each of 4 ranks in half a second
-    assert parsed.data["limit"]["text"] == "80.00 GiB"
+    limit = parsed.data["limit"]
+    assert limit["text"] == "memory limit 80.00 GiB" and limit["most"] * 1.05 == limit["bytes"]
+    # of 4 micro-batches: as many samples more in a step
+    _, parsed = page(tmp_path, points, points[0], accumulate=4)
+    full = parsed.data["points"][1]["numbers"]
+    assert full["Samples per second"] == "256.0" and full["Micro-batches per step"] == "4"
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
+from rich.console import Console
 
+from lightning_topt.basics.units import format_seconds
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.failures import Failures
 from lightning_topt.costs.optimizer import read_optimizer
@@ -17,18 +23,20 @@ from lightning_topt.plan.choose import NoPlanFitsError
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StepEstimate
 from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest
+from lightning_topt.plan.report_page import LINE
+from lightning_topt.plan.scenario_report import print_scenarios, save_scenarios_png
 from lightning_topt.plan.scenarios import (
     Estimate,
     Limits,
     ModelFacts,
     Scenario,
     Workload,
-    accumulated_seconds,
     check_asked,
     choose_estimate,
     default_objective,
     estimate,
     search_scenario,
+    step_of_microbatches,
 )
 from tests.models import GPT
 
@@ -91,13 +99,20 @@ def test_failures_cost_time_and_money() -> None:
 
 def test_micro_batches_exchange_and_update_once_where_gradients_are_whole() -> None:
     whole, sharded = point(1.0), point(1.0, level=3)
-    assert accumulated_seconds(whole, accumulate=1, update_seconds=0.2) == 1.0
-    assert accumulated_seconds(whole, accumulate=4, update_seconds=0.2) == pytest.approx(
-        4 - 3 * (0.2 + 0.1)
+    assert step_of_microbatches(whole, accumulate=1, facts=FACTS) is whole
+    steps = [step_of_microbatches(each, accumulate=4, facts=FACTS) for each in (whole, sharded)]
+    assert [each.step_seconds for each in steps] == pytest.approx(
+        [4 - 3 * (0.2 + 0.1), 4 - 3 * 0.05]
     )
-    assert accumulated_seconds(sharded, accumulate=4, update_seconds=0.05) == pytest.approx(
-        4 - 3 * 0.05
-    )
+    # in a step an exchange waits once, or once for each micro-batch
+    waits = [each.plan.predicted.exposed_communication_seconds for each in steps]
+    assert waits == pytest.approx([0.1, 4 * 0.1])
+    for each in steps:
+        predicted = each.plan.predicted
+        assert predicted.step_seconds == each.step_seconds
+        assert predicted.compute_seconds == pytest.approx(
+            each.step_seconds - predicted.exposed_communication_seconds
+        )
     assert FACTS.update_of(whole.plan) == pytest.approx(0.2)
     assert FACTS.update_of(sharded.plan) == pytest.approx(0.2 / 4), (
         "each of 4 ranks updates its share"
@@ -190,6 +205,62 @@ def test_where_nothing_keeps_the_limits_the_nearest_is_named(limits: Limits, nea
     assert nearest in str(error.value) and "allow more, or give other clusters" in str(error.value)
 
 
+def many() -> list[Estimate]:
+    """256 and 512 devices of a cluster with a long name, some beyond the deadline of 10 h."""
+    machines = [cluster("a_cluster_with_a_long_name_128x8"), cluster("fast", price=9.0)]
+    return [
+        of(seconds, Scenario(each, devices, 1024, 8192), Workload(steps=36000), peak=7e10)
+        for each in machines
+        for devices, seconds in ((256, 2.0), (512, 0.9))
+    ]
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_the_table_fits_and_says_once_what_is_the_same(width: int) -> None:
+    limits = Limits(deadline=36000, currency="USD")
+    estimates = many()
+    console = Console(width=width, record=True, quiet=False, file=io.StringIO())
+    print_scenarios(estimates, estimates[1], limits=limits, console=console)
+    text = console.export_text()
+    lines = text.splitlines()
+    assert all(len(line) <= width for line in lines) and "…" not in text
+    assert lines[0].strip() == "Steps of 1024 samples, samples of 8192 tokens"
+    head = [name.strip() for name in lines[2].strip("┃").split("┃")]
+    assert head[:3] == ["", "cluster", "devices"] and "USD" in head
+    assert ("samples/s" in head) == (width >= 100) and ("plan" in head) == (width >= 130)
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+    assert [(row[0], row[2]) for row in rows if len(row) > 2 and row[2].isdigit()] == [
+        ("!", "256"),
+        ("*", "512"),
+        ("!", "256"),
+        ("", "512"),
+    ]
+    assert "! not within 10.0 h" in text
+
+
+def test_the_picture_names_limits_and_numbers_of_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    estimates, limits = many(), Limits(deadline=36000, budget=20000, currency="USD")
+    save_scenarios_png(tmp_path / "x", estimates, [], estimates[1], limits=limits, title="GPT")
+    memory, money = drawn[0].axes
+    names = [text.get_text() for text in memory.get_legend().get_texts()]
+    assert len(names) == 4 and "fast, 256 devices" in names and "fast, 512 devices" in names
+    assert [t.get_text() for t in memory.texts] == ["deadline 10.0 h"]
+    assert [t.get_text() for t in money.texts] == ["deadline 10.0 h", "budget 20,000 USD"]
+    assert money.get_xlabel() == "Money of the run, USD"
+    # plain numbers, not powers of ten
+    marks = [t.get_text() for axis in (money.xaxis, money.yaxis) for t in axis.get_ticklabels()]
+    assert len(marks) > 5 and all(float(mark.replace(",", "")) >= 0 for mark in marks)
+    # what is beyond a limit is grey
+    colours = {
+        tuple(each.get_facecolor()[0]) for each in money.collections if len(each.get_offsets())
+    }
+    assert to_rgba(LINE) in colours and len(colours) > 1
+
+
 def test_a_missing_price_is_one_sentence() -> None:
     work = Workload(steps=10)
     (unpriced,) = [of(1.0, Scenario(cluster("home", price=None), 4, 32), work)]
@@ -242,6 +313,11 @@ def test_more_micro_batches_where_memory_is_short() -> None:
     assert short.chosen.accumulate > 1 and short.chosen.peak_bytes * 1.05 <= 0.8 * least
     assert short.chosen.point.plan.batch_size * 2 * short.chosen.accumulate == 64
     assert short.chosen.step_seconds > free.chosen.step_seconds
+    # the frontier, the plan and its reason speak of steps, not of micro-batches
+    predicted = short.chosen.point.plan.predicted
+    assert predicted.step_seconds == short.chosen.step_seconds
+    assert min(p.step_seconds for p in short.frontier.points) > 0.9 * free.chosen.step_seconds
+    assert f": {format_seconds(predicted.step_seconds)} and" in short.chosen.point.plan.reason
     with pytest.raises(NoPlanFitsError):
         search_scenario(request, scenario, memory_limit=0.8 * least, accumulate=(1,))
     with pytest.raises(ValueError, match="cannot be cut into 3 equal micro-batches"):

@@ -25,7 +25,8 @@ COMMANDS = [block for block in ALL if block.language in SHELLS]
 LOOPS = [
     block
     for block in PYTHON
-    if ".backward()" in block.text and re.search(r"CompressedExchange|OuterSteps|install_parallel_step", block.text)
+    if ".backward()" in block.text
+    and re.search(r"CompressedExchange|OuterSteps|install_parallel_step", block.text)
 ]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
+import pkgutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import lightning_topt
 from tests.preloaded import load_for_forks, preloaded_python
 
 # Tests of ranks and programs, longest first, come before all others: none of them is left when the
@@ -42,8 +45,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """A million objects of libraries and tests live as long as the run; ranks are forked from
-    it.
+    it. What a fit imports when it needs it is imported here, once.
     """
+    for module in pkgutil.walk_packages(lightning_topt.__path__, "lightning_topt."):
+        importlib.import_module(module.name)
     load_for_forks()
 
 

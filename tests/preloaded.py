@@ -26,7 +26,6 @@ import json
 import multiprocessing.process
 import multiprocessing.spawn
 import os
-import pkgutil
 import random
 import runpy
 import select
@@ -203,9 +202,6 @@ def load_for_forks() -> None:
     """Load what each forked process would load for itself, and leave all there is out of its
     garbage collections.
     """
-    package = importlib.import_module("lightning_topt")
-    for module in pkgutil.walk_packages(package.__path__, "lightning_topt."):
-        importlib.import_module(module.name)
     target = importlib.import_module("numba.core.registry").cpu_target
     target.typing_context.refresh()  # as at the first call of a compiled function
     target.target_context.refresh()

@@ -84,7 +84,8 @@ def hydra_main(command: str, run: Callable[[DictConfig], None]) -> None:
         with _process_state([arguments[0], *words], "1"):
             hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)(task)()
     except (OSError, yaml.YAMLError) as error:
-        if has_begun:
+        # what Hydra does not find is an OSError too
+        if has_begun or isinstance(error, HydraException):
             raise
         why = f"a configuration is not YAML: {error}"
         if isinstance(error, OSError):

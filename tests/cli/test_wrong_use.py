@@ -24,6 +24,7 @@ WHOLE = "is at least 1, a whole number; got"
         ("plan seed=abc", "seed is at least 0, at most 4294967295, a whole number; got 'abc'"),
         ("stalls seed=-3", "seed is at least 0, at most 4294967295, a whole number; got -3"),
         ("plan hydra.run.dir=/dev/null/run", "cannot be made or written (Not a directory"),
+        ("plan cluster=mine", "Could not find 'cluster/mine'"),
         ("calibrate devices=0", f"devices {WHOLE} 0"),
         ("calibrate devices=nope", f"devices {WHOLE} 'nope'"),
         ("plan model.num_layers=-1", f"model: num_layers {WHOLE} -1"),

@@ -114,7 +114,7 @@ def peaks(plan: ParallelPlan) -> list[float]:
         taken[index].append(meter.peak_bytes() or 0.0)
         meter.reset_peak()
 
-    for _ in range(7):
+    for _ in range(5):
         meter.reset_peak()
         loss = model(batch)
         note(0)

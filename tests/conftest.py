@@ -72,6 +72,14 @@ def compiled_functions_are_forgotten() -> Iterator[None]:
         sys.modules["torch._dynamo.eval_frame"].always_optimize_code_objects.refs.clear()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def pools_of_ranks_end_with_their_module() -> Iterator[None]:
+    """See `tests.launch.run_on_pool`."""
+    yield
+    if "tests.launch" in sys.modules:
+        sys.modules["tests.launch"].end_pools()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def measurements_are_kept_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The tests of a session, in whatever process, share measurements of this machine, and leave

@@ -11,6 +11,7 @@ import multiprocessing as mp
 import os
 import pickle
 import random
+import secrets
 import socket
 import tempfile
 import time
@@ -20,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -89,21 +91,28 @@ def run_ranks(
         ]
         for process in ranks:
             process.start()
-        results: dict[int, Any] = {}
+        results: list[Any] = []
         try:
-            while len(results) < world_size:
-                _wait(queue, ranks, results, timeout_seconds)
-                rank, value, error = queue.get()
-                if error:
-                    raise RuntimeError(f"rank {rank} failed:\n{error}")
-                results[rank] = pickle.loads(value)
+            results = _collect(queue, ranks, timeout_seconds)
         finally:
             for process in ranks:
-                process.join(timeout=5 if len(results) == world_size else 0.1)
+                process.join(timeout=5 if results else 0.1)
                 if process.is_alive():
                     process.kill()
                     process.join()
-    return [results[rank] for rank in range(world_size)]
+    return results
+
+
+def _collect(queue: Any, ranks: Sequence[Any], timeout_seconds: float) -> list[Any]:
+    """The results of all ranks. Raises RuntimeError as `run_ranks` does."""
+    results: dict[int, Any] = {}
+    while len(results) < len(ranks):
+        _wait(queue, ranks, results, timeout_seconds)
+        rank, value, error = queue.get()
+        if error:
+            raise RuntimeError(f"rank {rank} failed:\n{error}")
+        results[rank] = pickle.loads(value)
+    return [results[rank] for rank in range(len(ranks))]
 
 
 def _wait(queue: Any, ranks: Sequence[Any], results: Mapping[int, Any], seconds: float) -> None:
@@ -147,3 +156,78 @@ def _rank(  # type: ignore[no-untyped-def]
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+# ---- ranks for many calls ------------------------------------------------------------------------
+
+
+def run_on_pool(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 90
+) -> list[Any]:
+    """As `run_ranks`, on ranks that are forked once for all calls of a test module.
+
+    Each call has process groups of its own, and random numbers that begin alike on all ranks. What
+    it changes in modules stays, and what the test changed since the first call is not there: such
+    calls are for `run_ranks`. `function` and `args` must pickle. A call that fails ends the ranks.
+    """
+    pool = _pools.pop(world_size, None) or _Pool(world_size)
+    try:
+        results = pool.run(function, args, timeout_seconds)
+    except BaseException:
+        pool.end()
+        raise
+    _pools[world_size] = pool
+    return results
+
+
+class _Pool:
+    """Ranks that wait for calls."""
+
+    def __init__(self, world_size: int) -> None:
+        load_kernels()
+        context: Any = mp.get_context("fork")
+        self.queue = context.SimpleQueue()
+        self.folder = tempfile.TemporaryDirectory()
+        connected = context.Barrier(world_size)
+        self.pipes, self.ranks = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            args = (rank, world_size, self.queue, connected, theirs)
+            self.pipes.append(ours)
+            self.ranks.append(context.Process(target=_serve, args=args, daemon=True))
+            self.ranks[-1].start()
+
+    def run(self, function: Callable[..., Any], args: Sequence[Any], seconds: float) -> list[Any]:
+        store = os.path.join(self.folder.name, secrets.token_hex(8))
+        call = pickle.dumps((function, store, seconds, args))
+        for pipe in self.pipes:
+            pipe.send_bytes(call)
+        return _collect(self.queue, self.ranks, seconds)
+
+    def end(self) -> None:
+        for process in self.ranks:
+            process.kill()
+        for process in self.ranks:
+            process.join()
+        self.folder.cleanup()
+
+
+_pools: dict[int, _Pool] = {}
+
+
+def end_pools() -> None:
+    """End the ranks of all pools, which hold whatever descriptors this process had."""
+    while _pools:
+        _pools.popitem()[1].end()
+
+
+def _serve(rank, world_size, queue, connected, pipe):  # type: ignore[no-untyped-def]
+    parent = os.getppid()
+    while os.getppid() == parent:  # which may be killed
+        if not pipe.poll(1.0):
+            continue
+        function, store, timeout_seconds, args = pickle.loads(pipe.recv_bytes())
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(0)
+        _rank(function, rank, world_size, store, queue, connected, timeout_seconds, args)
+        gc.collect()  # what this call left ends before the next one begins

@@ -24,7 +24,11 @@ def kernel(function: Function) -> Function:
 
 
 def compiled(function: Function, **options: Any) -> Function:
-    """Compile `function` for the CPU; `options` are those of `numba.njit`."""
+    """Compile `function` for the CPU; `options` are those of `numba.njit`.
+
+    Once for the types of its arguments: left alone, Numba compiles it again for each constant that
+    a compiled caller passes.
+    """
     made: Any
     try:
         made = numba.njit(nogil=True, cache=True, **options)(function)
@@ -32,7 +36,14 @@ def compiled(function: Function, **options: Any) -> Function:
         made = numba.njit(nogil=True, **options)(function)
     else:
         made._cache.save_overload = partial(_save, made._cache.save_overload)
+    made.get_call_template = partial(_call_template, made.get_call_template)
     return made  # type: ignore[no-any-return]
+
+
+def _call_template(of_types: Callable[..., Any], args: Any, kws: dict[str, Any]) -> Any:
+    """Choose the code for a call in compiled code by types alone, not by values of constants."""
+    type_of: Any = numba.types.unliteral
+    return of_types(tuple(map(type_of, args)), {name: type_of(kind) for name, kind in kws.items()})
 
 
 def _save(save: Callable[..., None], *compiled_code: object) -> None:

@@ -25,7 +25,7 @@ from tests.communication.buckets import (
 )
 from tests.communication.exchange_ranks import assert_equal_on_all_ranks, train, wrap
 from tests.communication.lossy_transport import LossyTransport
-from tests.launch import run_ranks
+from tests.launch import run_on_pool, run_ranks
 
 STEPS, EXEMPT = 6, ("bias", "embedding")
 LOSS = 0.4
@@ -89,7 +89,7 @@ def kept(
     ids=["flat", "by nodes", "flat, protected", "by nodes, protected"],
 )
 def test_what_came_and_what_is_held_back_is_all_there_was(world_size, nodes, options) -> None:
-    results = run_ranks(kept, world_size, world_size, nodes, options)
+    results = run_on_pool(kept, world_size, world_size, nodes, options)
     for means, worst, norm in results:
         assert worst < 3e-5 and norm > 1
         for ours, first in zip(means, results[0][0], strict=True):
@@ -108,7 +108,7 @@ def parts(rank: int, options: dict[str, Any]) -> tuple[dict[str, Tensor], dict[s
 
 def test_without_feedback_a_lost_gradient_counts_as_zero_or_is_rescaled() -> None:
     for options in ({}, {"rescale": True}):
-        (mean, first), (_, second) = run_ranks(parts, 2, options)
+        (mean, first), (_, second) = run_on_pool(parts, 2, options)
         whole = lost_one = 0
         for name in SHAPES:
             both = (first[name] + second[name]) / 2
@@ -143,7 +143,7 @@ def protected(rank: int) -> float:
 
 
 def test_protected_entries_are_never_lost() -> None:
-    assert run_ranks(protected, 2) == [0, 0]
+    assert run_on_pool(protected, 2) == [0, 0]
 
 
 def states(rank: int, world_size: int, nodes: int) -> tuple[bool, float]:
@@ -180,7 +180,7 @@ def all_lost_alike(exchange: Any, other: Any, step: int, rank: int) -> list[str]
 
 @pytest.mark.parametrize(("world_size", "nodes"), [(2, 1), (4, 2)], ids=["flat", "by nodes"])
 def test_state_continues_alike_and_skipped_steps_are_held_back(world_size: int, nodes: int) -> None:
-    for equal, worst in run_ranks(states, world_size, world_size, nodes):
+    for equal, worst in run_on_pool(states, world_size, world_size, nodes):
         assert equal and worst < 1e-4
 
 

@@ -15,7 +15,7 @@ from lightning_topt.communication.collectives import (
     reduce_scatter_into,
     travel_device,
 )
-from tests.launch import run_ranks
+from tests.launch import run_on_pool, run_ranks
 
 
 def compare(rank: int, n: int, dtype: torch.dtype, in_place: bool) -> None:
@@ -49,7 +49,7 @@ def compare(rank: int, n: int, dtype: torch.dtype, in_place: bool) -> None:
 @pytest.mark.parametrize("n", [1, 8, 21])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equal_to_torch(world_size: int, n: int, dtype: torch.dtype) -> None:
-    run_ranks(compare, world_size, n, dtype, n == 8)
+    run_on_pool(compare, world_size, n, dtype, n == 8)
 
 
 def compare_in_groups(rank: int) -> None:

@@ -15,7 +15,7 @@ from lightning_topt.communication.local_sgd import OuterGradient
 from lightning_topt.communication.methods import sparse_loco
 from lightning_topt.communication.topology import Topology
 from lightning_topt.communication.wire import GROUP, LevelFormat, LevelMessage
-from tests.launch import run_ranks
+from tests.launch import run_on_pool, run_ranks
 
 SHAPES = {"weight": (30, 9), "bias": (13,)}  # not a multiple of any chunk or group
 NUMEL, STEPS = 283, 7
@@ -141,7 +141,7 @@ def _twin(method, ranks, part=NUMEL):
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_equals_the_slow_twin(method):
-    results = run_ranks(_train, 3, method)
+    results = run_on_pool(_train, 3, method)
     theta, residuals = _twin(method, 3)
     for rank, (parameters, residual, statistics) in enumerate(results):
         assert torch.equal(parameters, results[0][0])
@@ -187,7 +187,7 @@ def _conserved(rank, method):
     ids=str,
 )
 def test_rounding_loses_nothing(method):
-    assert max(run_ranks(_conserved, 2, method)) < 5e-6
+    assert max(run_on_pool(_conserved, 2, method)) < 5e-6
 
 
 def _continued(rank, method):
@@ -214,7 +214,7 @@ def _continued(rank, method):
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_state_round_trip(method):
-    assert run_ranks(_continued, 2, method) == [True, True]
+    assert run_on_pool(_continued, 2, method) == [True, True]
 
 
 def _nodes(rank, method):
@@ -252,7 +252,7 @@ def _of_nodes(rank, method):
 def test_a_node_is_one_replica():
     """Dense, so that shards do not matter."""
     method = LocalSteps(every=2, hierarchical=True)
-    nodes, ranks = run_ranks(_nodes, 4, method), run_ranks(_of_nodes, 2, method)
+    nodes, ranks = run_on_pool(_nodes, 4, method), run_on_pool(_of_nodes, 2, method)
     for parameters, _, holders in nodes:
         assert torch.equal(parameters, nodes[0][0]) and holders == [0, 2]
         torch.testing.assert_close(parameters, ranks[0][0], rtol=0, atol=1e-5)
@@ -262,7 +262,7 @@ def test_a_node_is_one_replica():
     "method", [SparseLoCo(every=2, density=1.0, bits=8), QuantizedSteps(every=2, bits=8)], ids=str
 )
 def test_between_nodes_shards_travel(method):
-    nodes, ranks = run_ranks(_nodes, 4, method), run_ranks(_of_nodes, 2, method)
+    nodes, ranks = run_on_pool(_nodes, 4, method), run_on_pool(_of_nodes, 2, method)
     for rank, (parameters, state, _) in enumerate(nodes):
         assert torch.equal(parameters, nodes[0][0])
         torch.testing.assert_close(parameters, ranks[0][0], rtol=0, atol=0.01)
@@ -284,7 +284,7 @@ def _shards_resumed(rank):
 
 
 def test_shards_of_a_residual_are_found_again():
-    assert run_ranks(_shards_resumed, 4) == [True] * 4
+    assert run_on_pool(_shards_resumed, 4) == [True] * 4
 
 
 def test_ranks_of_a_node_join_where_there_are_several_nodes():

@@ -20,7 +20,7 @@ from tests.communication.buckets import (
     make_exchange,
 )
 from tests.communication.exchange_ranks import assert_equal_on_all_ranks, loss_of, train, wrap
-from tests.launch import run_ranks
+from tests.launch import run_on_pool
 
 METHOD = DeMo(density=0.1, chunk=8, decay=0.9, bits=16)
 STEPS = range(1, 6)
@@ -74,7 +74,7 @@ def _flat(rank):
 
 
 def test_flat_is_the_definition():
-    first, second = run_ranks(_flat, 2)
+    first, second = run_on_pool(_flat, 2)
     twin = Twin(METHOD, 2)
     for step, ours, theirs in zip(STEPS, first, second, strict=True):
         assert all(torch.equal(ours[name], theirs[name]) for name in SHAPES)
@@ -92,7 +92,7 @@ def _by_nodes(rank):
 
 
 def test_by_nodes_the_momentum_is_the_nodes():
-    results = run_ranks(_by_nodes, 4)
+    results = run_on_pool(_by_nodes, 4)
     twin = Twin(METHOD, 2)
     for index, step in enumerate(STEPS, start=1):
         found = [result[0][index] for result in results]
@@ -111,7 +111,7 @@ def _first(rank):
 
 
 def test_the_first_step_is_the_sign_of_the_mean_and_leaves_nothing():
-    for found, norm in run_ranks(_first, 2):
+    for found, norm in run_on_pool(_first, 2):
         for name in SHAPES:
             assert torch.equal(
                 found[name], (gradients_of(0, 0)[name] + gradients_of(1, 0)[name]).sign()
@@ -136,7 +136,7 @@ def _dense_after_sparse(rank):
 
 
 def test_a_dense_step_sends_what_is_left():
-    assert run_ranks(_dense_after_sparse, 2) == [0, 0]
+    assert run_on_pool(_dense_after_sparse, 2) == [0, 0]
 
 
 def _thrown_away(rank):
@@ -153,7 +153,7 @@ def _thrown_away(rank):
 
 
 def test_what_a_skipped_step_sent_is_in_the_momentum_again():
-    run_ranks(_thrown_away, 2)
+    run_on_pool(_thrown_away, 2)
 
 
 def _another_chunk(rank):
@@ -164,7 +164,7 @@ def _another_chunk(rank):
 
 
 def test_coefficients_of_other_tiles_are_refused():
-    run_ranks(_another_chunk, 1)
+    run_on_pool(_another_chunk, 1)
 
 
 def _trained(rank, world_size, nodes):
@@ -182,7 +182,7 @@ def _trained(rank, world_size, nodes):
 
 @pytest.mark.parametrize(("world_size", "nodes", "states"), [(3, 1, 3), (4, 2, 2)])
 def test_signs_train(world_size, nodes, states):
-    results = run_ranks(_trained, world_size, world_size, nodes)
+    results = run_on_pool(_trained, world_size, world_size, nodes)
     before, after, share, found = results[0]
     assert after < 0.6 * before and share < 0.3 and found == states
 
@@ -198,8 +198,8 @@ def _other_ranks(rank, state):
 
 
 def test_momentum_on_another_number_of_ranks_is_the_mean():
-    saved = run_ranks(_other_ranks, 2, None)[0]
-    found = run_ranks(_other_ranks, 3, saved)[0]
+    saved = run_on_pool(_other_ranks, 2, None)[0]
+    found = run_on_pool(_other_ranks, 3, saved)[0]
     assert len(saved["ranks"]) == 2 and len(found) == 3
     first, second = (rank["momentum_8"] for rank in saved["ranks"])
     assert any(value.abs().max() > 0 for value in first.values())

@@ -26,7 +26,7 @@ from tests.communication.exchange_ranks import (
     train,
     wrap,
 )
-from tests.launch import run_ranks
+from tests.launch import run_on_pool, run_ranks
 
 
 def against_simulation(
@@ -88,14 +88,16 @@ def against_simulation(
 @pytest.mark.parametrize("shape", [(2, 1), (2, 2)], ids=["flat", "hierarchical"])
 def test_equal_to_simulation(options, shape):
     world_size, hierarchical = shape[0] * shape[1], shape[1] > 1
-    buckets = run_ranks(against_simulation, world_size, TopK(**options), shape, hierarchical, False)
+    buckets = run_on_pool(
+        against_simulation, world_size, TopK(**options), shape, hierarchical, False
+    )
     assert buckets[0] >= 3
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (2, 2)], ids=["flat", "hierarchical"])
 def test_resumed_equals_simulation(shape):
     options = TopK(density=0.05, momentum=0.5, warmup_steps=4)
-    run_ranks(against_simulation, shape[0] * shape[1], options, shape, shape[1] > 1, True)
+    run_on_pool(against_simulation, shape[0] * shape[1], options, shape, shape[1] > 1, True)
 
 
 @pytest.mark.parametrize("hierarchical", [True, False])
@@ -103,7 +105,7 @@ def test_four_ranks_of_one_kind(hierarchical):
     """All on one node, and two nodes of two exchanged flat."""
     shape = (1, 4) if hierarchical else (2, 2)
     options = TopK(density=0.05, hierarchical=hierarchical)
-    run_ranks(against_simulation, 4, options, shape, hierarchical, False)
+    run_on_pool(against_simulation, 4, options, shape, hierarchical, False)
 
 
 def saved_after(rank: int, shape: tuple[int, int], steps: int) -> Any:
@@ -128,9 +130,9 @@ def saved_after_loading(rank: int, shape: tuple[int, int], state: Any) -> Any:
 @pytest.mark.parametrize("target", [(2, 1), (4, 1), (2, 2), (1, 1)])
 def test_state_on_other_ranks(target):
     """The pending mean gradient survives any change of the number of ranks and nodes."""
-    state = run_ranks(saved_after, 4, (2, 2), 3)[0]
+    state = run_on_pool(saved_after, 4, (2, 2), 3)[0]
     assert len(state["ranks"]) == 2 and state["step"] == 3
-    loaded = run_ranks(saved_after_loading, target[0] * target[1], target, state)
+    loaded = run_on_pool(saved_after_loading, target[0] * target[1], target, state)
     assert len(loaded[0]["ranks"]) == target[0] and all(not other["ranks"] for other in loaded[1:])
     for kind in ("residual", "velocity"):
         for name in state["ranks"][0][kind]:
@@ -144,7 +146,7 @@ def test_state_on_other_ranks(target):
 
 
 def test_state_of_another_model():
-    state = run_ranks(saved_after, 2, (2, 1), 2)[0]
+    state = run_on_pool(saved_after, 2, (2, 1), 2)[0]
     tensors = state["ranks"][0]["residual"]
     tensors["0.weight"] = tensors["0.weight"][1:]
     with pytest.raises(
@@ -223,8 +225,8 @@ class Branches(nn.Module):
 )
 @pytest.mark.parametrize("method", ["topk", "dense"])
 def test_ddp_options(ddp_options, accumulate, method):
-    run_ranks(lossless, 2, ddp_options, accumulate, torch.float32, method)
+    run_on_pool(lossless, 2, ddp_options, accumulate, torch.float32, method)
 
 
 def test_half_parameters():
-    run_ranks(lossless, 2, {"find_unused_parameters": True}, 1, torch.bfloat16, "topk")
+    run_on_pool(lossless, 2, {"find_unused_parameters": True}, 1, torch.bfloat16, "topk")

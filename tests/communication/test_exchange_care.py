@@ -39,7 +39,7 @@ from tests.communication.exchange_ranks import (
     train,
     wrap,
 )
-from tests.launch import _rank, load_kernels, run_ranks
+from tests.launch import _rank, load_kernels, run_on_pool, run_ranks
 
 SHAPES = [(2, 1), (2, 2)]
 
@@ -66,7 +66,7 @@ def overlapped(rank: int) -> bool:
 
 
 def test_exchange_during_backward():
-    assert run_ranks(overlapped, 2) == [True, True]
+    assert run_on_pool(overlapped, 2) == [True, True]
 
 
 def delayed(rank: int, shape: tuple[int, int], seconds: float) -> list[Tensor]:
@@ -82,7 +82,7 @@ def delayed(rank: int, shape: tuple[int, int], seconds: float) -> list[Tensor]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_straggler_changes_nothing(shape):
     punctual, late = (
-        run_ranks(delayed, shape[0] * shape[1], shape, seconds) for seconds in (0.0, 0.05)
+        run_on_pool(delayed, shape[0] * shape[1], shape, seconds) for seconds in (0.0, 0.05)
     )
     for rank in range(1, len(late)):
         assert all(torch.equal(a, b) for a, b in zip(late[0], late[rank], strict=True))
@@ -101,7 +101,7 @@ def first_buckets_that_stay(rank: int, method: GradientMethod) -> int:
 
 @pytest.mark.parametrize("method", [BF16(), TopK(density=0.05)], ids=lambda method: method.name)
 def test_no_bucket_outlives_its_step(method):
-    assert run_ranks(first_buckets_that_stay, 2, method) == [0, 0]
+    assert run_on_pool(first_buckets_that_stay, 2, method) == [0, 0]
 
 
 def thread_ends(rank: int) -> list[int]:
@@ -133,9 +133,9 @@ def test_dense_where_cheaper():
     make dense cheaper.
     """
     slow = LinkCosts(0.0, 1e6)
-    assert max(run_ranks(link_chosen, 2, (2, 1), slow)) < 0.2
+    assert max(run_on_pool(link_chosen, 2, (2, 1), slow)) < 0.2
     options = TopK(density=0.99, link=slow, exempt=())
-    ratios = run_ranks(dense_ratio, 2, options)
+    ratios = run_on_pool(dense_ratio, 2, options)
     assert ratios == [1.0, 1.0]
 
 
@@ -165,7 +165,7 @@ def test_dense_inside_nodes():
     """A sum inside each node before the network saves a third of the bytes of a ring over 2 x 2
     ranks.
     """
-    assert run_ranks(dense_in_nodes, 4) == pytest.approx([2 / 3] * 4, rel=1e-3)
+    assert run_on_pool(dense_in_nodes, 4) == pytest.approx([2 / 3] * 4, rel=1e-3)
 
 
 def bytes_of_a_step(rank: int, shape: tuple[int, int]) -> tuple[int, list[Any]]:
@@ -183,7 +183,7 @@ def bytes_of_a_step(rank: int, shape: tuple[int, int]) -> tuple[int, list[Any]]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bytes_of_a_step(shape):
     """Each rank's message to each other node (flat: around the ring)."""
-    for sent, numels in run_ranks(bytes_of_a_step, shape[0] * shape[1], shape):
+    for sent, numels in run_on_pool(bytes_of_a_step, shape[0] * shape[1], shape):
         shards = [
             n
             for numel in numels
@@ -207,7 +207,7 @@ def debugged(rank: int) -> str:
 
 
 def test_debug_names_the_parameter():
-    for message in run_ranks(debugged, 2):
+    for message in run_on_pool(debugged, 2):
         assert (
             "parameter 3.weight differs between rank 0 and rank 1 after 3 exchanged steps"
             in message
@@ -240,11 +240,11 @@ def bad_input(rank: int) -> None:
 
 
 def test_bad_input():
-    run_ranks(bad_input, 2)
+    run_on_pool(bad_input, 2)
 
 
 def dies(rank: int, method: GradientMethod, shape: tuple[int, int], dead: int, folder: str) -> None:
-    rank_watch.GRACE_SECONDS, rank_watch.POLL_SECONDS = 4.0, 0.1
+    rank_watch.GRACE_SECONDS, rank_watch.POLL_SECONDS = 2.0, 0.1
     ddp, exchange = wrap(method, topology=Topology(*shape, rank), settings={"timeout_seconds": 20})
     for step, _ in enumerate(train(ddp, rank=rank, steps=range(3))):
         if step == 1 and rank == dead:

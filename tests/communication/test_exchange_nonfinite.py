@@ -21,7 +21,7 @@ from tests.communication.exchange_ranks import (
     train,
     wrap,
 )
-from tests.launch import run_ranks
+from tests.launch import run_on_pool
 
 SHAPES = [(2, 1), (2, 2)]
 
@@ -49,7 +49,7 @@ def raises_for_all(rank: int, shape: tuple[int, int], step: int, value: float) -
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("step", "value"), [(0, torch.nan), (2, torch.nan), (2, torch.inf)])
 def test_nonfinite_raises_everywhere(shape, step, value):
-    for message in run_ranks(raises_for_all, shape[0] * shape[1], shape, step, value):
+    for message in run_on_pool(raises_for_all, shape[0] * shape[1], shape, step, value):
         assert message.startswith("the gradient on rank 1 has NaN or infinities in a bucket of")
         assert "6.bias" in message
 
@@ -91,7 +91,7 @@ def skips(rank: int, shape: tuple[int, int], momentum: float, exempt_is_bad: boo
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("momentum", "exempt_is_bad"), [(0.0, False), (0.0, True), (0.5, False)])
 def test_nonfinite_skips(shape, momentum, exempt_is_bad):
-    run_ranks(skips, shape[0] * shape[1], shape, momentum, exempt_is_bad)
+    run_on_pool(skips, shape[0] * shape[1], shape, momentum, exempt_is_bad)
 
 
 def put_back(rank: int, values: dict[str, Any]) -> None:
@@ -116,7 +116,7 @@ def put_back(rank: int, values: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("values", [{}, {"value_dtype": "float16"}, {"bits": 2}])
 def test_step_skipped_puts_back(values):
-    run_ranks(put_back, 2, values)
+    run_on_pool(put_back, 2, values)
 
 
 def nothing_lost(rank: int, values: dict[str, Any]) -> None:
@@ -154,7 +154,7 @@ def nothing_lost(rank: int, values: dict[str, Any]) -> None:
     [{}, {"value_dtype": "bfloat16"}, {"value_dtype": "float16"}, {"bits": 2}, {"bits": 1}],
 )
 def test_nothing_is_lost(values):
-    run_ranks(nothing_lost, 2, values)
+    run_on_pool(nothing_lost, 2, values)
 
 
 def scaled(rank: int, shape: tuple[int, int]) -> None:
@@ -174,4 +174,4 @@ def scaled(rank: int, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_loss_scale_changes_nothing(shape):
-    run_ranks(scaled, shape[0] * shape[1], shape)
+    run_on_pool(scaled, shape[0] * shape[1], shape)

@@ -8,7 +8,7 @@ import torch
 from lightning_topt.communication import FP16, read_method
 from lightning_topt.communication.bucket import NonFiniteGradient
 from tests.communication.buckets import SHAPES, exchange_step, gradients_of, make_exchange
-from tests.launch import run_ranks
+from tests.launch import run_on_pool
 
 WORLD_SIZE = 3
 
@@ -25,7 +25,7 @@ def _means(rank, method, dtype, scale):
 @pytest.mark.parametrize("method", ["bf16", "fp16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_mean_to_half_precision_equal_on_all_ranks(method, dtype):
-    results = run_ranks(_means, WORLD_SIZE, method, dtype, 1.0)
+    results = run_on_pool(_means, WORLD_SIZE, method, dtype, 1.0)
     all_gradients = [gradients_of(rank, 1, dtype=dtype) for rank in range(WORLD_SIZE)]
     numel = sum(torch.Size(shape).numel() for shape in SHAPES.values())
     for name in SHAPES:
@@ -46,7 +46,7 @@ def test_mean_to_half_precision_equal_on_all_ranks(method, dtype):
 
 def test_terms_may_exceed_float16_where_the_mean_does_not():
     assert max(g.abs().max() for g in gradients_of(0, 1).values()) * 3e4 > 65504
-    for means, _ in run_ranks(_means, WORLD_SIZE, "fp16", torch.float32, 3e4):
+    for means, _ in run_on_pool(_means, WORLD_SIZE, "fp16", torch.float32, 3e4):
         assert all(torch.isfinite(mean).all() for mean in means.values())
 
 
@@ -61,4 +61,4 @@ def _overflow(rank):
 
 
 def test_gradient_beyond_float16_is_found_on_all_ranks_and_named():
-    assert run_ranks(_overflow, 2) == [False, True]
+    assert run_on_pool(_overflow, 2) == [False, True]

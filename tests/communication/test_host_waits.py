@@ -31,7 +31,7 @@ from tests.communication.buckets import (
     run_stages,
 )
 from tests.host_waits import waits_of
-from tests.launch import run_ranks
+from tests.launch import run_on_pool, run_ranks
 
 FREE = [BF16(), FP16(), Sign(), Sign(error_feedback=False), Dense(hierarchical=False)]
 
@@ -142,7 +142,7 @@ def both_ways(rank: int, poison: Any, skip: bool) -> list[tuple[Any, Any]]:
 
 @pytest.mark.parametrize("poison", [None, (0, torch.nan), (2, torch.nan), (3, torch.inf)])
 def test_checks_at_the_end_change_no_gradient(poison: Any) -> None:
-    for found in run_ranks(both_ways, 2, poison, True):
+    for found in run_on_pool(both_ways, 2, poison, True):
         assert len(found) == len(FREE)
         for at_once, at_end in found:
             for step, (expected, actual) in enumerate(zip(at_once, at_end, strict=True)):
@@ -153,7 +153,7 @@ def test_checks_at_the_end_change_no_gradient(poison: Any) -> None:
 
 
 def test_checks_at_the_end_raise_the_same_error() -> None:
-    for found in run_ranks(both_ways, 2, (2, torch.nan), False):
+    for found in run_on_pool(both_ways, 2, (2, torch.nan), False):
         for at_once, at_end in found:
             assert at_once == at_end
             assert at_once.startswith("the gradient on rank 1 has NaN or infinities in a bucket of")

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_topt.communication import LocalSteps, OuterSteps, local_sgd
 from lightning_topt.communication.local_sgd import OuterGradient
 from lightning_topt.communication.rank_watch import PeerLostError
-from tests.launch import run_ranks
+from tests.launch import run_on_pool, run_ranks
 
 WORLD_SIZE, STEPS, EVERY = 3, 7, 3  # two outer steps and a rest
 SHAPES = {"weight": (6, 5), "bias": (11,)}
@@ -106,7 +106,7 @@ def _twin(*, every, outer_learning_rate=0.7, outer_momentum=0.9, density=None, r
     ],
 )
 def test_equals_the_slow_twin(options):
-    results = run_ranks(_train, WORLD_SIZE, options)
+    results = run_on_pool(_train, WORLD_SIZE, options)
     theta, residuals = _twin(**options)
     for rank, (parameters, _, state) in enumerate(results):
         for name in SHAPES:
@@ -118,7 +118,7 @@ def test_equals_the_slow_twin(options):
 
 
 def test_one_local_step_without_outer_optimizer_is_parameter_averaging():
-    results = run_ranks(
+    results = run_on_pool(
         _train, WORLD_SIZE, {"every": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
     )
     parameters = _initial(seed=0)
@@ -136,8 +136,8 @@ def test_one_local_step_without_outer_optimizer_is_parameter_averaging():
 
 
 def test_density_of_one_is_the_dense_form():
-    dense = run_ranks(_train, WORLD_SIZE, {"every": EVERY})
-    sparse = run_ranks(_train, WORLD_SIZE, {"every": EVERY, "density": 1.0})
+    dense = run_on_pool(_train, WORLD_SIZE, {"every": EVERY})
+    sparse = run_on_pool(_train, WORLD_SIZE, {"every": EVERY, "density": 1.0})
     for name in SHAPES:
         torch.testing.assert_close(sparse[0][0][name], dense[0][0][name], rtol=0, atol=1e-6)
     assert sparse[0][1].residual_norm == 0
@@ -147,8 +147,8 @@ def test_density_of_one_is_the_dense_form():
 @pytest.mark.parametrize("density", [None, 0.5])
 def test_values_of_16_bits(value_dtype, density):
     options = {"every": EVERY, "density": density}
-    whole = run_ranks(_train, WORLD_SIZE, options)
-    half = run_ranks(_train, WORLD_SIZE, options | {"value_dtype": value_dtype})
+    whole = run_on_pool(_train, WORLD_SIZE, options)
+    half = run_on_pool(_train, WORLD_SIZE, options | {"value_dtype": value_dtype})
     for name in SHAPES:
         assert all(torch.equal(parameters[name], half[0][0][name]) for parameters, *_ in half)
         if density is None:  # with a density, rounding may change what is selected
@@ -179,7 +179,7 @@ def _conserved(rank, value_dtype):
 
 @pytest.mark.parametrize("value_dtype", ["float32", "bfloat16", "float16"])
 def test_the_sparse_form_loses_nothing(value_dtype):
-    assert max(run_ranks(_conserved, 2, value_dtype)) < 2e-6
+    assert max(run_on_pool(_conserved, 2, value_dtype)) < 2e-6
 
 
 def test_statistics():
@@ -187,19 +187,19 @@ def test_statistics():
         sum(torch.Size(shape).numel() for shape in SHAPES.values()),
         2 * (WORLD_SIZE - 1) / WORLD_SIZE,
     )
-    _, statistics, _ = run_ranks(_train, WORLD_SIZE, {"every": EVERY})[0]
+    _, statistics, _ = run_on_pool(_train, WORLD_SIZE, {"every": EVERY})[0]
     assert (statistics.local_steps, statistics.outer_steps) == (STEPS, 3)
     flags = 4 * WORLD_SIZE
     assert statistics.bytes_sent == pytest.approx(3 * ring * (4 * numel + flags), abs=6)
     assert statistics.dense_bytes == pytest.approx(STEPS * ring * 4 * numel, abs=1)
     assert statistics.exchange_seconds > 0 and statistics.residual_norm == 0
-    _, sparse, _ = run_ranks(_train, WORLD_SIZE, {"every": EVERY, "density": 0.1})[0]
+    _, sparse, _ = run_on_pool(_train, WORLD_SIZE, {"every": EVERY, "density": 0.1})[0]
     assert sparse.bytes_sent < statistics.bytes_sent and sparse.residual_norm > 0
 
 
 def test_parameters_of_16_bits_keep_a_float32_anchor():
-    results = run_ranks(_train, WORLD_SIZE, {"every": EVERY}, STEPS, torch.bfloat16)
-    exact = run_ranks(_train, WORLD_SIZE, {"every": EVERY})
+    results = run_on_pool(_train, WORLD_SIZE, {"every": EVERY}, STEPS, torch.bfloat16)
+    exact = run_on_pool(_train, WORLD_SIZE, {"every": EVERY})
     for parameters, _, state in results:
         for name in SHAPES:
             assert parameters[name].dtype == torch.bfloat16
@@ -221,7 +221,7 @@ def _standing_still(rank):
 
 
 def test_rounding_of_parameters_is_no_step():
-    assert run_ranks(_standing_still, 2) == [True, True]
+    assert run_on_pool(_standing_still, 2) == [True, True]
 
 
 def _continued(rank, options):
@@ -248,7 +248,7 @@ def _continued(rank, options):
 
 @pytest.mark.parametrize("options", [{"every": 2}, {"every": 2, "density": 0.1}])
 def test_state_round_trip(options):
-    assert run_ranks(_continued, 2, options) == [(True, 4), (True, 4)]
+    assert run_on_pool(_continued, 2, options) == [(True, 4), (True, 4)]
 
 
 def _wrong_state(rank):
@@ -260,7 +260,7 @@ def _wrong_state(rank):
 
 
 def test_state_of_another_model():
-    run_ranks(_wrong_state, 1)
+    run_on_pool(_wrong_state, 1)
 
 
 def _buffers(rank):
@@ -277,7 +277,7 @@ def _buffers(rank):
 
 
 def test_running_statistics_become_their_mean():
-    results = run_ranks(_buffers, WORLD_SIZE)
+    results = run_on_pool(_buffers, WORLD_SIZE)
     for start, _, buffers in results:
         assert torch.equal(start, results[0][0])
         mean = torch.stack([before for _, before, _ in results]).mean(0)
@@ -302,11 +302,11 @@ def _not_finite(rank):
 
 
 def test_nan_is_named_on_all_ranks_and_nothing_changes():
-    assert run_ranks(_not_finite, 3) == [True] * 3
+    assert run_on_pool(_not_finite, 3) == [True] * 3
 
 
 def _leaves(rank):
-    local_sgd.GRACE_SECONDS = 4.0
+    local_sgd.GRACE_SECONDS = 2.0
     parameters = _initial(seed=0)
     local = OuterSteps(parameters.items(), LocalSteps(every=2), timeout_seconds=60)
     for step in range(2):
@@ -335,7 +335,7 @@ def _waits_too_long(rank):
         ):
             local.after_step()
     else:
-        time.sleep(3)
+        time.sleep(2)
 
 
 def test_timeout():
@@ -377,7 +377,7 @@ def _different(rank):
 
 
 def test_options_that_differ_between_ranks():
-    run_ranks(_different, 2)
+    run_on_pool(_different, 2)
 
 
 def _learn(rank):
@@ -401,5 +401,5 @@ def _learn(rank):
 
 
 def test_it_learns():
-    first, last = run_ranks(_learn, 2)[0]
+    first, last = run_on_pool(_learn, 2)[0]
     assert last < 0.5 * first

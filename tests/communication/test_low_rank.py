@@ -25,7 +25,7 @@ from tests.communication.buckets import (
     make_exchange,
     make_layout,
 )
-from tests.launch import run_ranks
+from tests.launch import run_on_pool, run_ranks
 
 WORLD_SIZE, STEPS = 3, 5
 FACTORED = ("first", "second", "conv")
@@ -110,7 +110,7 @@ def _twin(error_feedback, low_rank):
 @pytest.mark.parametrize("error_feedback", [True, False])
 @pytest.mark.parametrize("low_rank", [1, 3])
 def test_several_steps_equal_the_slow_twin(error_feedback, low_rank):
-    results = run_ranks(_run, WORLD_SIZE, error_feedback, low_rank)
+    results = run_on_pool(_run, WORLD_SIZE, error_feedback, low_rank)
     twin = list(_twin(error_feedback, low_rank))
     for step, (expected, _) in enumerate(twin):
         for means, *_ in results:
@@ -211,4 +211,4 @@ def _against_torch(rank, low_rank):
 
 @pytest.mark.parametrize("low_rank", [1, 2, 4])
 def test_equals_torchs_own_hook(low_rank):
-    assert max(run_ranks(_against_torch, 2, low_rank)) < 1e-4
+    assert max(run_on_pool(_against_torch, 2, low_rank)) < 1e-4

@@ -75,10 +75,11 @@ def _rank(function: Any, rank: int, world_size: int, port: int, queue: Any) -> N
 
 class Busy:
     def long_step(self) -> None:
-        time.sleep(2.5)
+        time.sleep(1.0)
 
 
 def loses_rank_1(rank: int) -> str:
+    rank_watch.POLL_SECONDS = 0.2
     watch = watch_ranks()
     assert watch is not None
     dist.barrier()
@@ -101,6 +102,7 @@ def test_a_rank_in_a_long_step_is_not_taken_for_the_lost_one() -> None:
 
 
 def alive_or_ended(rank: int) -> str:
+    rank_watch.POLL_SECONDS = 0.2
     first, second = watch_ranks(), watch_ranks()
     assert first is not None and second is not None
     dist.barrier()

@@ -24,7 +24,7 @@ from tests.communication.buckets import (
     gradients_of,
     make_exchange,
 )
-from tests.launch import run_ranks
+from tests.launch import run_on_pool
 
 WORLD_SIZE, STEPS = 3, 4
 
@@ -119,7 +119,7 @@ def _twin(error_feedback):
 
 @pytest.mark.parametrize("error_feedback", [True, False])
 def test_several_steps_equal_the_slow_twin(error_feedback):
-    results = run_ranks(_run, WORLD_SIZE, error_feedback)
+    results = run_on_pool(_run, WORLD_SIZE, error_feedback)
     twin = list(_twin(error_feedback))
     for step, (expected, _) in enumerate(twin):
         for means, *_ in results:
@@ -136,7 +136,7 @@ def test_several_steps_equal_the_slow_twin(error_feedback):
 
 
 def test_bytes_are_an_eighth_of_the_elements():
-    per_step = run_ranks(_run, WORLD_SIZE, True)[0][1] / (STEPS - 1)
+    per_step = run_on_pool(_run, WORLD_SIZE, True)[0][1] / (STEPS - 1)
     compressed = sum(
         torch.Size(SHAPES[name]).numel() for name in ("first", "second", "conv", "small")
     )

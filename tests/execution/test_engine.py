@@ -5,6 +5,7 @@ parameters, states.
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from lightning_topt.execution.engine import Engine
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, uniform_plan
-from tests.launch import run_ranks
+from tests.launch import run_on_pool
 
 WORLD, STEPS, BATCH = 2, 5, 8
 CPU = torch.device("cpu")
@@ -81,10 +82,11 @@ def data() -> Tensor:
     return torch.randint(0, 11, (STEPS, BATCH, 5), generator=torch.Generator().manual_seed(3))
 
 
-def one_process(make_optimizer: Any) -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
+@functools.cache
+def one_process(optimizer_name: str) -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
     torch.manual_seed(0)
     model = Net()
-    optimizer = make_optimizer(model.parameters())
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     losses = []
     for batch in data():
         loss = model(batch)
@@ -143,11 +145,16 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
         )
 
 
+@functools.cache
+def trained(name: str, optimizer_name: str) -> list[tuple[Any, ...]]:
+    return run_on_pool(train, WORLD, PLANS[name], optimizer_name)
+
+
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 @pytest.mark.parametrize("name", PLANS)
 def test_plan_equals_one_process(name: str, optimizer_name: str) -> None:
-    losses, state, optimizer_state = one_process(OPTIMIZERS[optimizer_name])
-    ranks = run_ranks(train, WORLD, PLANS[name], optimizer_name)
+    losses, state, optimizer_state = one_process(optimizer_name)
+    ranks = trained(name, optimizer_name)
     for rank_losses, _, _, released, _ in ranks:
         assert rank_losses == pytest.approx(losses, rel=1e-5)
         assert_close(released, state)
@@ -159,7 +166,7 @@ def test_plan_equals_one_process(name: str, optimizer_name: str) -> None:
 
 
 def test_optimizer_state_is_divided() -> None:
-    _, _, optimizer_state = one_process(OPTIMIZERS["adamw"])
+    _, _, optimizer_state = one_process("adamw")
     total = sum(
         t.numel()
         for values in optimizer_state["state"].values()
@@ -167,8 +174,7 @@ def test_optimizer_state_is_divided() -> None:
         if t.dim()
     )
     for stage in (1, 2, 3):
-        plan = PLANS[f"zero{stage}"]
-        held = [result[-1] for result in run_ranks(train, WORLD, plan, "adamw")]
+        held = [result[-1] for result in trained(f"zero{stage}", "adamw")]
         assert sum(held) == total
         assert max(held) <= 0.62 * total  # 7 rows on 2 ranks: 4 + 3
 
@@ -196,8 +202,8 @@ def resume(
 )
 @pytest.mark.parametrize("source", ["zero1", "zero3"])
 def test_state_of_one_plan_resumes_under_another(source: str, target: str) -> None:
-    _, module_state, optimizer_state, _, _ = run_ranks(train, WORLD, PLANS[source], "adamw")[0]
-    actual, actual_optimizer = run_ranks(
+    _, module_state, optimizer_state, _, _ = trained(source, "adamw")[0]
+    actual, actual_optimizer = run_on_pool(
         resume, WORLD, PLANS[target], module_state, optimizer_state
     )[0]
     torch.manual_seed(0)
@@ -236,7 +242,7 @@ def bad_plans(rank: int) -> list[str]:
 
 
 def test_plan_for_another_run_is_refused() -> None:
-    ranks, model, nested, rest, *containers = run_ranks(bad_plans, WORLD)[0]
+    ranks, model, nested, rest, *containers = run_on_pool(bad_plans, WORLD)[0]
     assert "3 ranks" in ranks and "this run has 2" in ranks
     assert "layers.0" in model
     assert "lies inside" in nested

@@ -13,15 +13,13 @@ BY_NAME = {plan.name: plan for plan in PLANS}
 FAST = {
     "T5": (
         "ZeRO-3 x tensor 2 + recomputation",
-        "two tensor axes, rows and columns",
         "tensor_2d 4 + recomputation",
     ),
     "ViT": (
         "context 4",
         "ZeRO-2 x tensor 2 + accumulation + clipping",
-        "float16 exchange x tensor 2",
     ),
-    "conv": ("ZeRO levels mixed x tensor 2", "tensor 4", "ZeRO-3 x tensor 2, bfloat16"),
+    "conv": ("ZeRO levels mixed x tensor 2", "ZeRO-3 x tensor 2, bfloat16"),
 }
 
 

@@ -40,7 +40,7 @@ from tests.execution.test_tensor_plans import (
     plan_of,
     shares,
 )
-from tests.launch import run_ranks
+from tests.launch import run_on_pool
 
 TOP_K = TopK(density=0.05, hierarchical=False, exempt=())
 NODES = {"one node": (1, 4), "two nodes": (2, 2)}
@@ -72,28 +72,28 @@ EQUAL = {
     "all entries, from nodes": TopK(density=1.0, hierarchical=True),
     "16 bits": FP16(),
 }
+CASES = [
+    *(("all entries", layout, "one node") for layout in ("beside DDP", "beside ZeRO-1")),
+    ("all entries, from nodes", "beside ZeRO-1", "two nodes"),
+    *((name, "all of them", "one node") for name in ("all entries", "16 bits")),
+]
 
 
 def train(rank: int) -> Any:
     found = {}
-    for name, exchange in EQUAL.items():
-        for layout in ("beside DDP", "beside ZeRO-1", "all of them"):
-            torch.manual_seed(rank)
-            engine = engine_of(
-                exchange,
-                layout,
-                "two nodes" if getattr(exchange, "hierarchical", False) else "one node",
-            )
-            losses = [step(engine, batch, rank) for batch in data()]
-            found[name, layout] = losses, engine.module_state()
-            engine.release()
-            engine.close()
+    for name, layout, nodes in CASES:
+        torch.manual_seed(rank)
+        engine = engine_of(EQUAL[name], layout, nodes)
+        losses = [step(engine, batch, rank) for batch in data()]
+        found[name, layout] = losses, engine.module_state()
+        engine.release()
+        engine.close()
     return found
 
 
 def test_an_exchange_of_slices_trains_as_one_process() -> None:
     record, state, _ = one_process()
-    for (name, _), (losses, found) in run_ranks(train, 4)[0].items():
+    for (name, _), (losses, found) in run_on_pool(train, 4)[0].items():
         rough = name == "16 bits"
         assert losses == pytest.approx([loss for loss, _ in record], rel=1e-3 if rough else 1e-5)
         for each, value in state.items():
@@ -156,7 +156,7 @@ def under_ddp(rank: int, state: Any) -> Any:
 
 
 def test_what_is_held_back_is_saved_of_whole_parameters(tmp_path: Path) -> None:
-    losses, again, saved = run_ranks(interrupted, 4, tmp_path)[0]
+    losses, again, saved = run_on_pool(interrupted, 4, tmp_path)[0]
     assert again[0] == losses[2] and again[:2] == again[2:4]
     assert again[5] != again[1], "what was held back changes the step"
     ranks = saved["exchange"]["ranks"]
@@ -167,7 +167,7 @@ def test_what_is_held_back_is_saved_of_whole_parameters(tmp_path: Path) -> None:
     assert all(
         value.numel() == sizes[name] for one in ranks for name, value in one["residual"].items()
     )
-    elsewhere = run_ranks(under_ddp, 2, saved)[0]
+    elsewhere = run_on_pool(under_ddp, 2, saved)[0]
     for own, other in zip(ranks, elsewhere["ranks"], strict=True):
         assert all(torch.equal(own["residual"][name], other["residual"][name]) for name in split)
 
@@ -181,7 +181,7 @@ def refused(rank: int) -> str:
 
 def test_without_a_data_axis_there_is_nothing_to_exchange() -> None:
     assert TENSOR.data_parallel_size == 1
-    assert "exchanges nothing" in run_ranks(refused, 4)[0]
+    assert "exchanges nothing" in run_on_pool(refused, 4)[0]
 
 
 def test_nodes_of_a_data_group() -> None:

@@ -199,18 +199,15 @@ MODELS = {"GPT": (gpt, BLOCKS), "ConvNet": (ConvNet, ["conv2", "hidden"]), "Wide
 
 
 def plans_on(ranks):
-    names = ["ddp", "zero1", "zero2", "zero3", *(["hybrid"] if ranks == 4 else [])]
-    plans = [("GPT", plan_of(name, ranks)) for name in names]
+    if ranks == 4:  # what two ranks cannot do, and shards of more than two
+        recomputed = plan_of("zero3", ranks, recompute=BLOCKS)
+        plans = [plan_of("zero1", ranks), plan_of("hybrid", ranks), mixed_plan(ranks), recomputed]
+        return [("GPT", plan) for plan in plans]
+    plans = [("GPT", plan_of(name, ranks)) for name in ("ddp", "zero1", "zero2", "zero3")]
     plans.append(("GPT", replace(plan_of("zero3", ranks), gather_dtype="bfloat16")))
     plans += [
         ("ConvNet", plan_of(name, ranks, blocks=MODELS["ConvNet"][1])) for name in ("ddp", "zero3")
     ]
-    if ranks == 4:
-        return [
-            *plans,
-            ("GPT", mixed_plan(ranks)),
-            ("GPT", plan_of("zero3", ranks, recompute=BLOCKS)),
-        ]
     return [*plans, ("Wide", plan_of("zero1", ranks))]
 
 

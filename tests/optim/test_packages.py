@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_topt.optim.parallel_step import install_parallel_step
 from lightning_topt.optim.pieces import Piece, num_rows
 from lightning_topt.optim.update_rule import UnsplittableOptimizer, update_rule
-from tests.launch import run_ranks
+from tests.launch import run_on_pool
 
 package: Any = pytest.importorskip("pytorch_optimizer")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -136,7 +136,7 @@ def test_same_as_on_one_process(name: str, world_size: int) -> None:
         for i, (p, b) in enumerate(zip(parameters, before, strict=True))
     )
     expected = optimizer.state_dict()
-    for rank, (values, whole, kept) in enumerate(run_ranks(split_run, world_size, name)):
+    for rank, (values, whole, kept) in enumerate(run_on_pool(split_run, world_size, name)):
         for index, (value, parameter) in enumerate(zip(values, parameters, strict=True)):
             assert torch.equal(value, parameter), f"parameter {index} on rank {rank}"
         assert all(index % world_size == rank for index in kept), "state of other ranks' parameters"
@@ -152,7 +152,7 @@ def test_random_starts_agree_to_rounding(name: str) -> None:
     parameters, optimizer = make(name)
     before = [p.detach().clone() for p in parameters]
     train(parameters, optimizer)
-    ranks = run_ranks(split_run, 2, name)
+    ranks = run_on_pool(split_run, 2, name)
     for value, other, parameter, start in zip(
         ranks[0][0], ranks[1][0], parameters, before, strict=True
     ):
@@ -173,11 +173,11 @@ def resumed_run(rank: int, name: str, state: dict[str, Any], start: list[Tensor]
 
 @pytest.mark.parametrize("name", ["Shampoo", "SOAP", "ScalableShampoo", "Lamb"])
 def test_goes_on_with_another_number_of_ranks(name: str) -> None:
-    values, state, _ = run_ranks(split_run, 2, name)[0]
+    values, state, _ = run_on_pool(split_run, 2, name)[0]
     parameters, optimizer = make(name)
     train(parameters, optimizer)
     train(parameters, optimizer, start=STEPS, steps=3)
-    for rank, resumed in enumerate(run_ranks(resumed_run, 3, name, state, values)):
+    for rank, resumed in enumerate(run_on_pool(resumed_run, 3, name, state, values)):
         for index, (value, parameter) in enumerate(zip(resumed, parameters, strict=True)):
             assert torch.equal(value, parameter), f"parameter {index} on rank {rank}"
 

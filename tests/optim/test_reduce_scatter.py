@@ -25,7 +25,7 @@ from lightning_topt.optim.reduce_scatter import (
     pieces_of_segment,
     segment_of,
 )
-from tests.launch import run_ranks
+from tests.launch import run_on_pool, run_ranks
 from tests.optim.fused_ranks import Fused, Net, backward, loss_of, make_optimizer, wrap
 
 STEPS = 55
@@ -75,7 +75,7 @@ def compare(rank: int, name: str, options: dict[str, Any], node: bool) -> dict[s
     ],
 )
 def test_parameters_are_those_of_plain_ddp(world_size, name, options, node):
-    for result in run_ranks(compare, world_size, name, options, node):
+    for result in run_on_pool(compare, world_size, name, options, node):
         # a sum of two terms has one order only
         assert result["worst"] <= (0.0 if world_size <= 2 else 2e-5)
         assert result["share"] == pytest.approx(1 / world_size, rel=0.05)
@@ -100,7 +100,7 @@ def buckets_rebuilt(rank: int) -> bool:
 
 
 def test_waits_until_ddp_has_rebuilt_its_buckets():
-    assert all(run_ranks(buckets_rebuilt, 2))
+    assert all(run_on_pool(buckets_rebuilt, 2))
 
 
 def ends(rank: int) -> bool:
@@ -119,7 +119,7 @@ def ends(rank: int) -> bool:
 
 
 def test_can_return_to_whole_gradients():
-    assert all(run_ranks(ends, 2))
+    assert all(run_on_pool(ends, 2))
 
 
 def uncut(rank: int) -> bool:
@@ -143,7 +143,7 @@ def uncut(rank: int) -> bool:
 
 
 def test_whole_parameters_have_one_owner():
-    assert all(run_ranks(uncut, 3))
+    assert all(run_on_pool(uncut, 3))
 
 
 def refuses(rank: int) -> bool:
@@ -171,12 +171,12 @@ def refuses(rank: int) -> bool:
 
 
 def test_bad_input_is_refused():
-    assert all(run_ranks(refuses, 2))
+    assert all(run_on_pool(refuses, 2))
 
 
 def lost(rank: int, seconds: float, node: bool) -> str:
     peers.GRACE_SECONDS = 0.5
-    fused = Fused(wrap(), node=node, timeout_seconds=3)
+    fused = Fused(wrap(), node=node, timeout_seconds=2)
     fused.optimizers = (make_optimizer("sgd", fused.ddp),)
     for step in range(3):
         backward(fused.ddp, rank=rank, step=step)
@@ -190,7 +190,7 @@ def lost(rank: int, seconds: float, node: bool) -> str:
 
 
 @pytest.mark.parametrize("node", [False, True])
-@pytest.mark.parametrize("seconds", [0.0, 6.0])
+@pytest.mark.parametrize("seconds", [0.0, 3.5])
 def test_a_rank_that_is_gone_or_late_is_named(seconds, node):
     assert run_ranks(lost, 2, seconds, node)[0] == "PeerLostError"
 

@@ -13,7 +13,7 @@ from lightning_topt.optim.lamb import LAMB
 from lightning_topt.optim.lars import LARS, share_trust_ratios, unshare_trust_ratios
 from lightning_topt.optim.parallel_step import install_parallel_step
 from lightning_topt.optim.pieces import Piece, num_rows
-from tests.launch import run_ranks
+from tests.launch import run_on_pool, run_ranks
 from tests.optim.test_lars import SHAPES, make_parameters, set_gradients
 
 
@@ -52,8 +52,8 @@ def train(rank, steps, share, dtype):
     ],
 )
 def test_bitwise_equal_to_the_unshared_step(ranks, dtype):
-    expected, state, _ = train(0, 200, False, dtype)
-    results = run_ranks(train, ranks, 200, True, dtype)
+    expected, state, _ = train(0, 80, False, dtype)
+    results = run_on_pool(train, ranks, 80, True, dtype)
     for parameters, own_state, _ in results:
         assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
         assert own_state["param_groups"] == state["param_groups"]
@@ -103,7 +103,7 @@ def test_groups_added_parameters_and_undo():
             parameters.append(added)
         set_gradients(parameters, step=step)
         optimizer.step()
-    _, first, _ = run_ranks(groups_and_undo, 3)
+    _, first, _ = run_on_pool(groups_and_undo, 3)
     assert all(torch.equal(a, b) for a, b in zip(parameters, first, strict=True))
 
 
@@ -119,7 +119,7 @@ def disagreeing(rank):
 
 
 def test_ranks_with_other_parameters():
-    for shapes, number in run_ranks(disagreeing, 2):
+    for shapes, number in run_on_pool(disagreeing, 2):
         assert (
             "parameter 2 of the optimizer is torch.float32 (33, 64)" in shapes
             and "on rank 1 and" in shapes
@@ -144,7 +144,7 @@ def missing_gradient(rank, everything):
 
 @pytest.mark.parametrize(("everything", "index"), [(False, 2), (True, 0)])
 def test_ranks_with_other_gradients(everything, index):
-    for message in run_ranks(missing_gradient, 3, everything):
+    for message in run_on_pool(missing_gradient, 3, everything):
         assert f"parameter {index} " in message and "on 2 of 3 ranks" in message
 
 
@@ -160,7 +160,7 @@ def split_twice(rank):
 
 
 def test_not_with_a_step_that_is_split_by_parameters():
-    run_ranks(split_twice, 2)
+    run_on_pool(split_twice, 2)
 
 
 def alone(rank, dies):

@@ -21,7 +21,7 @@ from benchmarks.pipelines.simulators import (
 from lightning_topt.schedules.schedules import continuous_schedule
 from lightning_topt.schedules.staleness import staleness
 
-MINIBATCHES = 50
+MINIBATCHES = 32
 RULES = {
     "SGD": ("none", "pipemare", "stash", "spectrain", "pipeoptim", "multistep"),
     "Adam": ("none", "pipemare", "stash", "spectrain", "pipeoptim", "multistep"),
@@ -122,10 +122,10 @@ def assert_equal_training(left, right):
     assert losses == pytest.approx(others, rel=1e-4)
 
 
-@pytest.mark.parametrize("num_stages", [2, 3, 4, 8])
+@pytest.mark.parametrize("num_stages", [2, 5])
 @pytest.mark.parametrize(("optimizer", "rule"), CASES)
 def test_rules_are_as_defined(optimizer, rule, num_stages):
-    """Every parameter after 50 updates, with a learning-rate schedule and clipping."""
+    """Every parameter after 32 updates, with a learning-rate schedule and clipping."""
     assert_equal_training(
         by_rules(optimizer, rule, num_stages), by_definition(optimizer, rule, num_stages)
     )
@@ -134,7 +134,7 @@ def test_rules_are_as_defined(optimizer, rule, num_stages):
 @pytest.mark.parametrize("rule", ["none", "stash", "spectrain", "multistep", "two_versions"])
 @pytest.mark.parametrize("sizes", [{"accumulate": 3}, {"accumulate": 6, "lag_per_hop": 2}], ids=str)
 def test_rules_are_as_defined_with_accumulation(rule, sizes):
-    """50 minibatches, so that the last update is of fewer."""
+    """32 minibatches, so that the last update is of fewer."""
     assert_equal_training(
         by_rules("AdamW", rule, 4, **sizes), by_definition("AdamW", rule, 4, **sizes)
     )
@@ -149,7 +149,7 @@ def test_rules_are_as_defined_with_longer_lags(rule):
 
 @pytest.mark.parametrize("rule", ["pipemare", "stash", "two_versions", "spectrain", "multistep"])
 def test_rules_are_as_defined_from_drain_to_drain(rule):
-    sizes = {"parts": (20, 3, 27), "accumulate": 2 if rule == "two_versions" else 1}
+    sizes = {"parts": (14, 3, 15), "accumulate": 2 if rule == "two_versions" else 1}
     assert_equal_training(
         by_rules("AdamW", rule, 3, **sizes), by_definition("AdamW", rule, 3, **sizes)
     )

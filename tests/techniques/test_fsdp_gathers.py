@@ -23,7 +23,7 @@ from lightning_topt.graph.mesh_axes import hybrid_mesh
 from lightning_topt.plan.parallel_plan import ParallelPlan, preset_plan, uniform_plan
 from lightning_topt.plan.plan_values import PRESETS
 from lightning_topt.techniques.fsdp_gathers import memory_format_of, narrow_of
-from tests.launch import run_ranks
+from tests.launch import run_on_pool, run_ranks
 from tests.models import GPT
 
 CPU, STEPS, BATCH = torch.device("cpu"), 4, 8
@@ -153,7 +153,7 @@ def test_weights_are_channels_last_where_they_are_used_and_afterwards(
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.05, momentum=0.9)
     called = rounded(twin) if name == "narrow" else twin
     expected = conv_losses(called, optimizer, images(is_last))
-    for losses, seen, after, values in run_ranks(formats_under, plan.mesh.size, plan, is_last):
+    for losses, seen, after, values in run_on_pool(formats_under, plan.mesh.size, plan, is_last):
         assert losses == pytest.approx(expected, rel=1e-4)
         names = {"stem", "deep", *(f"{b}.{n}" for b in CONV_BLOCKS for n in (0, 3))}
         assert set(seen) == names | {f"{name}, gradient" for name in names}
@@ -200,7 +200,7 @@ def test_states_of_fused_optimizers_follow_the_strides_of_their_parameters(
     twin, batches = conv(), images(is_last=True)
     optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True)
     expected = conv_losses(twin, optimizer, [*batches, batches[0]])
-    for losses, values in run_ranks(switch, 2, CONV_PLANS[one], CONV_PLANS[other]):
+    for losses, values in run_on_pool(switch, 2, CONV_PLANS[one], CONV_PLANS[other]):
         assert losses == pytest.approx(expected, rel=1e-4)
         for name, value in twin.named_parameters():
             torch.testing.assert_close(values[name], value.detach(), rtol=1e-3, atol=1e-4)
@@ -240,7 +240,7 @@ def buffered(rank: int) -> tuple[Any, ...]:
 
 def test_what_is_broadcast_keeps_its_strides_and_gets_the_values_of_rank_0() -> None:
     expected = Buffered(seed=0)(torch.ones(2, 3)).item()
-    for strides, loss in run_ranks(buffered, 2):
+    for strides, loss in run_on_pool(buffered, 2):
         assert strides == ((1, 3), (1, 3))
         assert loss == pytest.approx(expected)
 

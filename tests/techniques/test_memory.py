@@ -255,34 +255,33 @@ def explained(
     return result
 
 
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("seed", range(60))
-def test_replicated_peak_is_that_of_a_simulated_step(seed, views):
+@pytest.mark.parametrize("seed", range(50))
+def test_replicated_peak_is_that_of_a_simulated_step(seed):
     rng = random.Random(seed)
     graph, world_size = random_graph(seed, num_blocks=rng.randint(1, 4)), rng.randint(1, 4)
     profile = profile_of(graph, elementwise=seed % 2 == 0)
     configs = random_plan(graph, profile, (0, 1), world_size, rng)
-    peaks = [
-        simulate_replicated(graph, profile, configs, world_size, rank, views)
-        for rank in range(world_size)
-    ]
-    result = explained(graph, profile, configs, world_size, views=views)
-    assert result.peak_bytes == pytest.approx(max(peaks), abs=1e-6)
+    for views in (False, True):
+        peaks = [
+            simulate_replicated(graph, profile, configs, world_size, rank, views)
+            for rank in range(world_size)
+        ]
+        result = explained(graph, profile, configs, world_size, views=views)
+        assert result.peak_bytes == pytest.approx(max(peaks), abs=1e-6), views
 
 
-@pytest.mark.parametrize("is_narrow", [False, True])
-@pytest.mark.parametrize("seed", range(120))
-def test_sharded_peak_is_that_of_a_simulated_step(seed, is_narrow):
+@pytest.mark.parametrize("seed", range(80))
+def test_sharded_peak_is_that_of_a_simulated_step(seed):
     rng = random.Random(seed)
     graph, world_size = random_graph(seed, num_blocks=rng.randint(1, 4)), rng.randint(2, 4)
     backend, profile = rng.choice(["nccl", "gloo"]), profile_of(graph)
     configs = random_plan(graph, profile, (2, 3), world_size, rng)
-    narrow = narrow_parameters(graph) if is_narrow else frozenset()
-    simulated = Fsdp(graph, profile, configs, world_size, backend, narrow).run()
-    result = explained(graph, profile, configs, world_size, backend, narrow=narrow)
-    reserve = result.peak_parts.get("reserve", 0.0)
-    assert (reserve > 0) == (backend == "gloo")
-    assert result.peak_bytes - reserve == pytest.approx(simulated, abs=1e-6)
+    for narrow in (frozenset(), narrow_parameters(graph)):
+        simulated = Fsdp(graph, profile, configs, world_size, backend, narrow).run()
+        result = explained(graph, profile, configs, world_size, backend, narrow=narrow)
+        reserve = result.peak_parts.get("reserve", 0.0)
+        assert (reserve > 0) == (backend == "gloo"), narrow
+        assert result.peak_bytes - reserve == pytest.approx(simulated, abs=1e-6), narrow
 
 
 def test_hand_made_numbers():

@@ -41,52 +41,52 @@ def compressed(options: GradientMethod) -> ParallelPlan:
 LATE = {"schedule": "continuous_overlapped"}
 AS_ONE_PROCESS = {
     "spectrain, clipped": Case(
-        "chain", plan(2, "spectrain"), steps=30, optimizer=sgd, clip=0.3, schedule=warm_up
+        "chain", plan(2, "spectrain"), steps=16, optimizer=sgd, clip=0.3, schedule=warm_up
     ),
     "multistep late": Case(
-        "chain", plan(2, "multistep", **LATE), steps=30, clip=0.3, schedule=warm_up
+        "chain", plan(2, "multistep", **LATE), steps=16, clip=0.3, schedule=warm_up
     ),
     "stash, uneven": Case(
-        "chain", plan(2, "stash"), steps=30, sizes=(8, 8, 8, 3), clip=0.3, schedule=warm_up
+        "chain", plan(2, "stash"), steps=16, sizes=(8, 8, 8, 3), clip=0.3, schedule=warm_up
     ),
     "2 tied": Case(
-        "chain tied", plan(2, "spectrain"), steps=30, optimizer=sgd, clip=0.3, schedule=warm_up
+        "chain tied", plan(2, "spectrain"), steps=16, optimizer=sgd, clip=0.3, schedule=warm_up
     ),
     "3 tied, drained": Case(
-        "chain tied", plan(3, "multistep", **LATE), steps=30, drain_every=20, accumulate=2, clip=0.3
+        "chain tied", plan(3, "multistep", **LATE), steps=16, drain_every=10, accumulate=2, clip=0.3
     ),
     "4 tied": Case(
-        "chain tied", plan(4, "spectrain"), steps=30, optimizer=sgd, clip=0.3, schedule=warm_up
+        "chain tied", plan(4, "spectrain"), steps=16, optimizer=sgd, clip=0.3, schedule=warm_up
     ),
     "3 drained between updates": Case(
-        "chain", plan(3, "spectrain"), steps=30, accumulate=4, drain_every=6, optimizer=sgd
+        "chain", plan(3, "spectrain"), steps=16, accumulate=4, drain_every=6, optimizer=sgd
     ),
     "3 multistep, accumulated": Case(
-        "chain", plan(3, "multistep"), steps=30, accumulate=3, schedule=warm_up
+        "chain", plan(3, "multistep"), steps=16, accumulate=3, schedule=warm_up
     ),
     "3 pipeoptim, drained": Case(
-        "chain", plan(3, "pipeoptim"), steps=30, drain_every=9, clip=0.3, schedule=warm_up
+        "chain", plan(3, "pipeoptim"), steps=16, drain_every=9, clip=0.3, schedule=warm_up
     ),
     "4 multistep": Case(
-        "chain", plan(4, "multistep"), steps=30, clip=0.3, schedule=warm_up, sizes=(8, 5, 5)
+        "chain", plan(4, "multistep"), steps=16, clip=0.3, schedule=warm_up, sizes=(8, 5, 5)
     ),
-    "4 stash late": Case("chain", plan(4, "stash", **LATE), steps=30, clip=0.3, schedule=warm_up),
-    "4 recomputed": Case("chain", plan(4, "multistep", recompute=True), steps=30, schedule=warm_up),
+    "4 stash late": Case("chain", plan(4, "stash", **LATE), steps=16, clip=0.3, schedule=warm_up),
+    "4 recomputed": Case("chain", plan(4, "multistep", recompute=True), steps=16, schedule=warm_up),
 }
 NOT_IN_ORDER = {  # gradients are summed in another order
-    model: Case(model, plan(2, "multistep"), drain_every=1, schedule=warm_up)
+    model: Case(model, plan(2, "multistep"), steps=6, drain_every=1, schedule=warm_up)
     for model in ("plain", "tied", "skips", "spare", "normed", "dropout", "handed")
 }
 NOT_IN_ORDER["frozen"] = Case(
-    "plain", plan(2, "multistep"), drain_every=1, frozen=("embed", "positions", "blocks.1")
+    "plain", plan(2, "multistep"), steps=6, drain_every=1, frozen=("embed", "positions", "blocks.1")
 )
 NOT_IN_ORDER["first stage frozen"] = Case(
-    "chain", plan(3, "stash"), drain_every=1, frozen=("embed", "pos", "blocks.0")
+    "chain", plan(3, "stash"), steps=6, drain_every=1, frozen=("embed", "pos", "blocks.0")
 )
 REPLICAS = {
-    "2 replicas": Case("chain", plan(2, "multistep", data=2), steps=20, clip=0.3, schedule=warm_up),
+    "2 replicas": Case("chain", plan(2, "multistep", data=2), steps=12, clip=0.3, schedule=warm_up),
     "2 replicas of tied": Case(
-        "chain tied", plan(2, "spectrain", data=2, data_first=True), steps=20, accumulate=3
+        "chain tied", plan(2, "spectrain", data=2, data_first=True), steps=12, accumulate=3
     ),
 }
 SENT_WHOLE = TopK(density=1.0)
@@ -100,11 +100,11 @@ COMPRESSED = {
     ),
 }
 IN_SLICES = {
-    width: Case("plain", plan(2, "multistep", tensor=width), steps=20, clip=0.3, schedule=warm_up)
+    width: Case("plain", plan(2, "multistep", tensor=width), steps=10, clip=0.3, schedule=warm_up)
     for width in (1, 2)
 }
 ONE_IN_FLIGHT = {
-    f"{model} on {ranks}": Case(model, continuous_plan(ranks), drain_every=1)
+    f"{model} on {ranks}": Case(model, continuous_plan(ranks), steps=6, drain_every=1)
     for ranks in (2, 3)
     for model in ("chain", "chain dropout", "chain normed")
 }

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import Replicate, Shard
-from tests.launch import run_ranks
+from tests.launch import run_on_pool
 from tests.models import GPT
 from tests.techniques.tensor_parallel.on_ranks import check, compare
 
@@ -47,18 +47,18 @@ def gpt(**options: object) -> GPT:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_megatron_splits_on_one_axis(ranks: int) -> None:
     mesh = Mesh((Axis("tensor", ranks),))
-    check(run_ranks(compare, ranks, gpt, loss_of, MEGATRON, mesh))
+    check(run_on_pool(compare, ranks, gpt, loss_of, MEGATRON, mesh))
 
 
 def test_dropout_is_that_of_one_process() -> None:
     mesh = Mesh((Axis("tensor", 2),))
-    check(run_ranks(compare, 2, partial(gpt, dropout=0.2), loss_of, MEGATRON, mesh))
+    check(run_on_pool(compare, 2, partial(gpt, dropout=0.2), loss_of, MEGATRON, mesh))
 
 
 def test_tied_weights_stay_tied() -> None:
     splits = {name: placements for name, placements in MEGATRON.items() if name != "head.weight"}
     mesh = Mesh((Axis("tensor", 2),))
-    check(run_ranks(compare, 2, partial(gpt, tied=True), loss_of, splits, mesh))
+    check(run_on_pool(compare, 2, partial(gpt, tied=True), loss_of, splits, mesh))
 
 
 def test_two_axes_cut_outputs_and_inputs() -> None:
@@ -72,4 +72,4 @@ def test_two_axes_cut_outputs_and_inputs() -> None:
         "down.weight": (ROW, ROW),
     }
     mesh = Mesh((Axis("tensor_rows", 2), Axis("tensor_columns", 2)))
-    check(run_ranks(compare, 4, gpt, loss_of, splits, mesh))
+    check(run_on_pool(compare, 4, gpt, loss_of, splits, mesh))

@@ -25,7 +25,7 @@ from lightning_topt.techniques.tensor_parallel.layout import (
 )
 from lightning_topt.techniques.tensor_parallel.split_mode import SplitMode
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
-from tests.launch import run_ranks
+from tests.launch import run_on_pool
 from tests.techniques.tensor_parallel.on_ranks import check, compare
 
 OUT, IN = (Shard(0),), (Shard(1),)
@@ -128,7 +128,7 @@ def several(rank: int) -> dict[str, dict[str, float]]:
 
 
 def test_user_code_between_layers() -> None:
-    results = run_ranks(several, 2)
+    results = run_on_pool(several, 2)
     for name, (_, whole_calls) in BLOCKS.items():
         check([found[name] for found in results], whole_calls=whole_calls)
 
@@ -176,7 +176,7 @@ def recurrent(rank: int) -> list[dict[str, float]]:
 
 
 def test_recurrent_layers() -> None:
-    results = run_ranks(recurrent, 2)
+    results = run_on_pool(recurrent, 2)
     for index, whole_calls in enumerate((0, 1, 1)):
         check([found[index] for found in results], whole_calls=whole_calls)
 
@@ -216,7 +216,7 @@ def evaluation(rank: int) -> float:
 
 
 def test_layers_of_torch_in_eval_mode() -> None:
-    assert max(run_ranks(evaluation, 2)) < 1e-5
+    assert max(run_on_pool(evaluation, 2)) < 1e-5
 
 
 # ---- moves ---------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def moves_between_all(rank: int) -> None:
 
 
 def test_every_move() -> None:
-    run_ranks(moves_between_all, 4)
+    run_on_pool(moves_between_all, 4)
 
 
 # ---- the loss ------------------------------------------------------------------------------------
@@ -301,16 +301,16 @@ def low_precision(rank: int) -> list[float]:
 
 
 def test_cross_entropy_of_split_logits_in_low_precision() -> None:
-    for with_autocast, without in run_ranks(low_precision, 2):
+    for with_autocast, without in run_on_pool(low_precision, 2):
         assert with_autocast < 1e-5
         assert without < 1e-2
 
 
 def test_cross_entropy_of_split_logits() -> None:
     for placement in (Shard(0), Shard(1)):
-        run_ranks(losses, 2, MESH, (placement,))
+        run_on_pool(losses, 2, MESH, (placement,))
     both = Mesh((Axis("tensor_rows", 2), Axis("tensor_columns", 2)))
-    run_ranks(several_losses, 4, both)
+    run_on_pool(several_losses, 4, both)
 
 
 def norms(rank: int, mesh: Mesh, placements: tuple[Placement, ...]) -> None:
@@ -354,7 +354,7 @@ def several_norms(rank: int) -> None:
 
 
 def test_norms_of_split_features() -> None:
-    run_ranks(several_norms, 4)
+    run_on_pool(several_norms, 4)
 
 
 def several_losses(rank: int, mesh: Mesh) -> None:

@@ -167,7 +167,7 @@ def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
     for group in ended:
         group.abort()
     for backend in nccl[:1]:
-        backend._group_end()
+        backend._group_end()  # type: ignore[attr-defined]  # NCCL's
 
 
 def whole_run() -> dist.ProcessGroup:

@@ -289,16 +289,15 @@ def iterations(
         if stage:
             receive("activations", stage - 1, minibatch)
             found.append(Wait(("activations", stage - 1, stage, minibatch)))
-        if is_early:
+        if is_early and minibatch > 1:  # this one was begun ahead as well
             ahead(minibatch + 1)
         found.append(Compute(1.0))
         if not is_last:
             found.append(Send(("activations", stage, stage + 1, minibatch)))
         backward(behind, there)
+        ahead(minibatch + 1)
         if meets:
             begin_back(behind + lag_per_hop, there)
-        elif not is_early:
-            ahead(minibatch + 1)
         update(behind)
         found.append(Compute(0.0))  # user code
     for minibatch in range(max(0, minibatches - lag), minibatches):

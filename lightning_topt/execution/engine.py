@@ -228,7 +228,7 @@ class Engine:
 
     @property
     def stage_groups(self) -> PipelineGroups:
-        """The groups of a plan with stages, until `release`. To ask first is a collective call."""
+        """The groups of a plan with stages. To ask first is a collective call."""
         if self._groups is None:
             self._groups = PipelineGroups(self.plan.mesh)
         return self._groups
@@ -418,7 +418,6 @@ class Engine:
         # Techniques in the reverse order, stages last.
         self._applied.undo()
         self._model, self._stages, self._continuous = self.module, None, None
-        self._groups = None
 
     def return_optimizer_state(self, optimizer: Optimizer) -> None:
         """Give an optimizer that is used again after `release` its full state, on every rank.
@@ -437,7 +436,9 @@ class Engine:
             self._stages.abort()
 
     def close(self) -> None:
-        """End what outlives `release`: the thread and the memory of the gradient exchange."""
+        """End what outlives `release`: the gradient exchange, and the group of the data ranks."""
+        if self._groups is not None:
+            self._groups.close()
         if self.exchange is not None:
             self.exchange.close()
             self.exchange = None

@@ -211,6 +211,7 @@ def on_three_ranks(rank: int) -> Found:
     model.eval()
     evaluated = float(engine.evaluate(data[0], loss_of))
     engine.release()
+    engine.close()
     groups.append(len(_world.pg_map))
     trained = train_all(rank, list(WAITING.values()))
     groups.append(len(_world.pg_map))
@@ -230,6 +231,7 @@ def on_three_ranks(rank: int) -> Found:
         for _ in run.drain():
             wait_for_device()
         engine.release()
+        engine.close()
     groups.append(len(_world.pg_map))
     for hook in hooks:
         hook.remove()

@@ -80,8 +80,13 @@ class PipelineGroups:
         return group
 
     def destroy(self) -> None:
-        """Destroy all groups. Nothing may be under way on any rank."""
+        """Destroy all groups but that of the data ranks. Nothing may be under way on any rank."""
         dist.barrier()  # a rank that is done would end connections on which others receive
+        destroy_groups([group for group in self._made if group is not self.data_group])
+        self._made = [self.data_group]  # optimizers collect their states there, until `close`
+
+    def close(self) -> None:
+        """Destroy what is left, where nothing of the plan is asked for any more."""
         destroy_groups(self._made)
         self._made = []
         atexit.unregister(self.abort)
@@ -94,7 +99,7 @@ class PipelineGroups:
     @contextmanager
     def at_any_time(self) -> Generator[dist.ProcessGroup, None, None]:
         """Give the group of the pipeline, made anew for this where it has been destroyed."""
-        if self._made:
+        if self.pipeline_group in self._made:
             yield self.pipeline_group
             return
         group = own_group(self.mesh.groups_along(self.mesh.pipeline_axes))

@@ -82,8 +82,9 @@ class PipelineGroups:
     def destroy(self) -> None:
         """Destroy all groups but that of the data ranks. Nothing may be under way on any rank."""
         dist.barrier()  # a rank that is done would end connections on which others receive
-        destroy_groups([group for group in self._made if group is not self.data_group])
-        self._made = [self.data_group]  # optimizers collect their states there, until `close`
+        destroy_groups([group for group in self._made if group is not self.data])
+        # Optimizers collect their states there, until `close`.
+        self._made = [] if self.data is None else [self.data]
 
     def close(self) -> None:
         """Destroy what is left, where nothing of the plan is asked for any more."""

@@ -10,8 +10,8 @@ A plain object that knows torch, not Lightning; ten lines of plain PyTorch drive
         engine.run_step(batch.chunk(4), lambda model, microbatch: model(microbatch))
         optimizer.step(); optimizer.zero_grad()
     engine.release()                              # the module is unsharded again
-    engine.close()                                # of a plan with a gradient exchange: once
-                                                  # `exchange_state` is saved
+    engine.close()                                # of a plan with stages or a gradient exchange:
+                                                  # once states are saved
 
 How a block is run is the techniques' knowledge: the engine applies them in the order of the
 registry and undoes them in the reverse order. Stages come first: `PipelineRun` runs those of this

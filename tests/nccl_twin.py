@@ -7,12 +7,16 @@ sends and receives alike. A send ends once its receive has begun, as gloo's do. 
 together (`batch_isend_irecv`) is one work. A group is taken for another backend than gloo, so that
 the package does what it does on NCCL. Ranks that wait for one another in a circle get an error
 within the group's time limit.
+
+`wait_for_device` waits for all that this rank has begun, in all groups, as what waits for a whole
+GPU does: `torch.cuda.synchronize`, memory that is freed, a kernel that is loaded.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -60,6 +64,8 @@ class TwinWork(dist.Work):
 
     def end(self, error: Exception | None) -> None:
         """Let those go on who wait."""
+        if self._over.is_set():  # the group was aborted
+            return
         self.error = error
         self._over.set()
         if error is None:
@@ -88,18 +94,34 @@ class TwinWork(dist.Work):
         return self._future
 
 
+_groups: weakref.WeakSet[TwinGroup] = weakref.WeakSet()  # of this rank
+
+
+def wait_for_device() -> None:
+    """Block until all that this rank has begun to send, receive and reduce is over."""
+    for group in list(_groups):
+        group.wait_for_all()
+
+
+def is_under_way() -> bool:
+    """Whether something is that this rank has begun."""
+    return any(not work.is_completed() for group in _groups for work in group.begun)
+
+
 class TwinGroup(dist.ProcessGroup):
     """A group of ranks whose works run in the order in which they are begun."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        self._limit, self._name = timeout.total_seconds(), ""
+        self._limit, self._name, self._is_aborted = timeout.total_seconds(), "", False
         gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         self.inner = dist.ProcessGroup(store, rank, size)
         self.inner._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self.inner._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         self._queue: queue.SimpleQueue[TwinWork | None] = queue.SimpleQueue()
         self._broken: Exception | None = None
+        self.begun: list[TwinWork] = []  # not known to be over
+        _groups.add(self)
         self._thread = threading.Thread(target=self._work, name="nccl-twin", daemon=True)
         self._thread.start()
 
@@ -122,8 +144,15 @@ class TwinGroup(dist.ProcessGroup):
     def begin(self, run: Callable[[], Any], outputs: Any) -> TwinWork:
         """Put a work into the queue."""
         work = TwinWork(run, outputs, self._limit + 5)
+        self.begun = [*(each for each in self.begun if not each.is_completed()), work]
         self._queue.put(work)
         return work
+
+    def wait_for_all(self) -> None:
+        """Block until all that was begun is over."""
+        for work in self.begun:
+            work.wait()
+        self.begun = []
 
     def _work(self) -> None:
         while (work := self._queue.get()) is not None:
@@ -140,8 +169,16 @@ class TwinGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """End the thread, after what has begun."""
         self._queue.put(None)
-        self._thread.join(timeout=self._limit)
-        self.inner.shutdown()
+        if not self._is_aborted:
+            self._thread.join(timeout=self._limit)
+            self.inner.shutdown()
+
+    def abort(self) -> None:
+        """Let nobody wait any more for what has begun."""
+        self._is_aborted, self._broken = True, RuntimeError("the group was aborted")
+        for work in self.begun:
+            work.end(self._broken)
+        self.begun = []
 
 
 def _nothing() -> None:

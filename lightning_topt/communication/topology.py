@@ -148,6 +148,28 @@ def destroy_groups(groups: Sequence[dist.ProcessGroup]) -> None:
             dist.destroy_process_group(group)
 
 
+def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
+    """End all that is under way in `groups`, by one rank alone; they cannot be used any more.
+
+    Those on gloo are left as they are: the end of the process does not wait for them.
+    """
+    there = [g for g in groups if dist.is_initialized() and g in _world.pg_map]
+    ended = [group for group in there if dist.get_backend(group) != "gloo"]
+    # All together: to end a communicator of NCCL frees memory, which waits for the whole device.
+    nccl = [
+        backend
+        for group in ended
+        for device in group._device_types
+        if hasattr(backend := group._get_backend(device), "_group_start")
+    ]
+    for backend in nccl[:1]:
+        backend._group_start()
+    for group in ended:
+        group.abort()
+    for backend in nccl[:1]:
+        backend._group_end()  # type: ignore[attr-defined]  # NCCL's
+
+
 def whole_run() -> dist.ProcessGroup:
     """Return the run's own group."""
     group = dist.group.WORLD
@@ -166,9 +188,14 @@ def own_group(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
     return group
 
 
-def group_of(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-    """Do as `own_group` does where a rank may be in none of `parts`: None there."""
-    groups = [dist.new_group(list(part), timeout=time_limit()) for part in parts]
+def group_of(
+    parts: Sequence[Sequence[int]], *, backend: str | None = None
+) -> dist.ProcessGroup | None:
+    """Do as `own_group` does where a rank may be in none of `parts`: None there.
+
+    `backend`: of the group, if not that of the run.
+    """
+    groups = [dist.new_group(list(p), timeout=time_limit(), backend=backend) for p in parts]
     return next((g for part, g in zip(parts, groups, strict=True) if dist.get_rank() in part), None)
 
 

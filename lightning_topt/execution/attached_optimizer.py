@@ -429,25 +429,23 @@ class StageOptimizer:
     def full_state(self) -> State:
         """Return the ``state_dict`` of one process on rank 0, an empty one elsewhere."""
         own = self._attached.full_state()
-        if not self._groups.saves:
+        with self._groups.at_any_time() as group:
+            states = self._collected(own["state"], group) if self._groups.saves else {}
+        if not self._groups.saves or self._groups.rank != 0:
             return {}
-        # Rank after rank of the pipeline of rank 0 sends it the states that it owns.
+        return {"state": dict(sorted(states.items())), "param_groups": own["param_groups"]}
+
+    def _collected(self, own: Mapping[int, State], group: dist.ProcessGroup) -> dict[int, State]:
+        """Send the states that ranks of the pipeline own to its first, one rank after the other."""
         states: dict[int, State] = {}
         for place in range(len(self._groups.pipeline)):
             mine = place == self._groups.rank
-            sent = (
-                {i: values for i, values in own["state"].items() if self._owners[i] == place}
-                if mine
-                else None
-            )
+            sent = {i: v for i, v in own.items() if self._owners[i] == place} if mine else None
             if place == 0:
                 states |= sent or {}
             elif self._groups.rank in (0, place):
-                group, rank = self._groups.pipeline_group, self._groups.rank
-                states |= _sent_states(place, sent, group, rank, travel_device(group))
-        if self._groups.rank != 0:
-            return {}
-        return {"state": dict(sorted(states.items())), "param_groups": own["param_groups"]}
+                states |= _sent_states(place, sent, group, self._groups.rank, travel_device(group))
+        return states
 
     def own_state(self) -> State:
         """Return the ``state_dict`` of what this rank keeps."""

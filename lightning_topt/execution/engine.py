@@ -10,8 +10,8 @@ A plain object that knows torch, not Lightning; ten lines of plain PyTorch drive
         engine.run_step(batch.chunk(4), lambda model, microbatch: model(microbatch))
         optimizer.step(); optimizer.zero_grad()
     engine.release()                              # the module is unsharded again
-    engine.close()                                # of a plan with a gradient exchange: once
-                                                  # `exchange_state` is saved
+    engine.close()                                # of a plan with stages or a gradient exchange:
+                                                  # once states are saved
 
 How a block is run is the techniques' knowledge: the engine applies them in the order of the
 registry and undoes them in the reverse order. Stages come first: `PipelineRun` runs those of this
@@ -42,6 +42,7 @@ from lightning_topt.execution.attached_optimizer import AttachedOptimizer, Stage
 from lightning_topt.execution.gathered_state import load_module_state, module_state
 from lightning_topt.execution.pipeline.continuous_run import ContinuousRun, compress_gradients
 from lightning_topt.execution.pipeline.pipeline_run import Example, PipelineRun
+from lightning_topt.execution.pipeline.stage_layout import PipelineGroups
 from lightning_topt.execution.plan_problems import (
     check_world_size,
     checked_parameters,
@@ -82,7 +83,8 @@ class Engine:
         self._options = _with_views(options) if plan.gradient_views else options
         self._model: nn.Module = module
         self._optimizers: dict[Optimizer, AttachedOptimizer | StageOptimizer] = {}
-        self._stages: PipelineRun | None = None  # of a plan with stages, once applied
+        self._groups: PipelineGroups | None = None  # of a plan with stages, once asked for
+        self._stages: PipelineRun | None = None  # the same, once applied
         self._continuous: ContinuousRun | None = None  # where their schedule never flushes
         # that the batch is split among, once applied; None: all ranks
         self.data_group: dist.ProcessGroup | None = None
@@ -126,7 +128,11 @@ class Engine:
         # Stages: this rank keeps the parameters of its own.
         if self.plan.schedule is not None:
             self._stages = stages = PipelineRun.start(
-                self.plan, self.module, device=self.device, example=example
+                self.plan,
+                self.module,
+                groups=self.stage_groups,
+                device=self.device,
+                example=example,
             )
             self._applied.add(Applied(undo=stages.release, no_sync=stages.no_sync))
             parameters = stages.kept_of(parameters)
@@ -143,6 +149,7 @@ class Engine:
             num_microbatches=1 if self.plan.schedule is not None else self.plan.num_microbatches,
             joint=self.plan.joint,
             gather_dtype=None if (name := self.plan.gather_dtype) is None else getattr(torch, name),
+            stage_group=None if self._stages is None else self.stage_groups.data_group,
         )
         for technique in TECHNIQUES:
             if (applied := technique.apply(model)) is not None:
@@ -218,6 +225,13 @@ class Engine:
             factors,
             around=self._applied.around_microbatch,
         )
+
+    @property
+    def stage_groups(self) -> PipelineGroups:
+        """The groups of a plan with stages. To ask first is a collective call."""
+        if self._groups is None:
+            self._groups = PipelineGroups(self.plan.mesh)
+        return self._groups
 
     @property
     def stages(self) -> PipelineRun:
@@ -413,8 +427,18 @@ class Engine:
         if optimizer in self._optimizers:
             self._optimizers[optimizer].give_back()
 
+    def abort(self) -> None:
+        """End what is under way between stages, after an error, by this rank alone.
+
+        Their steps do so where they fail; else the process may wait for other ranks.
+        """
+        if self._stages is not None:
+            self._stages.abort()
+
     def close(self) -> None:
-        """End what outlives `release`: the thread and the memory of the gradient exchange."""
+        """End what outlives `release`: the gradient exchange, and the group of the data ranks."""
+        if self._groups is not None:
+            self._groups.close()
         if self.exchange is not None:
             self.exchange.close()
             self.exchange = None

@@ -415,9 +415,9 @@ def bytes_of_rank(blocks: StageBlocks, shape: PipelineShape) -> float:
     inputs = graph.input_bytes.at(shape.samples * shape.num_microbatches)
     held = graph.buffer_bytes + inputs + device.process_bytes
     # on CUDA a workspace, and communicators: two links of a rank at an end, four of others, the
-    # pipeline's and the step's, and one for each other axis
+    # pipeline's, and one for each other axis
     if device.caching_allocator:
-        groups = (2 if shape.pipeline == 2 else 4) + 2 + (shape.data > 1) + (shape.tensor > 1)
+        groups = (2 if shape.pipeline == 2 else 4) + 1 + (shape.data > 1) + (shape.tensor > 1)
         held += CUBLAS_BYTES + groups * COMMUNICATOR_BYTES
     return held
 

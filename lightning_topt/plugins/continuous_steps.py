@@ -111,6 +111,8 @@ class ContinuousRunner(StepRunner):
     def close(self, *, failed: bool) -> None:
         """Let the loop go on without the pipeline."""
         self._undo.close()
+        if failed:
+            self.engine.abort()
 
     # ---- training --------------------------------------------------------------------------------
 
@@ -159,6 +161,7 @@ class ContinuousRunner(StepRunner):
             remaining=end.batches,
             last_completes=end.updates,
             payload=payload,
+            meets=self._steps.batches.differ,
         )
         record = self._log_returned(self._returned)
         output = None if record is None else record.output

@@ -35,7 +35,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_choice
-from lightning_topt.communication.topology import own_group
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.structures import map_tensors
@@ -121,12 +120,12 @@ class StageSteps:
         self.engine, self.module = engine, module
         self.precision, self.device = precision, device
         # The ranks of this pipeline, and the one among them that sees losses.
-        mesh = engine.plan.mesh
-        self.group = own_group(mesh.groups_along(mesh.pipeline_axes))
+        mesh, groups = engine.plan.mesh, engine.stage_groups
+        self.group = groups.pipeline_group
         self.last_place = _place_of_last_stage(engine.plan)
         # Ranks of a tensor group run the same batch as well.
         alike = (
-            own_group(mesh.groups_along([*mesh.pipeline_axes, *mesh.tensor_axes]))
+            groups.own(mesh.groups_along([*mesh.pipeline_axes, *mesh.tensor_axes]))
             if mesh.tensor_axes
             else self.group
         )
@@ -218,6 +217,11 @@ class PipelineRunner(StepRunner):
     @override
     def begin(self, trainer: pl.Trainer) -> None:
         check_microbatches(self.engine)
+
+    @override
+    def close(self, *, failed: bool) -> None:
+        if failed:
+            self.engine.abort()
 
     @override
     def training_step(
@@ -582,7 +586,9 @@ class OwnBatchPipeline(StepRunner):
 
     @override
     def close(self, *, failed: bool) -> None:
-        if not failed:
+        if failed:
+            self.engine.abort()
+        else:
             self.end_evaluation()
 
     @override

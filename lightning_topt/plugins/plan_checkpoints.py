@@ -70,12 +70,17 @@ class PlanCheckpoints:
 
     def begin_fit(self, *, defers_states: bool) -> None:
         """Forget the last fit, and take over whether this one `defers_states`."""
+        for engine in (self.engine, self._fitted):
+            if engine is not None:
+                engine.close()
         self.defers_states = defers_states
         self.engine = self._fitted = self._resumed = None
         self._runner = PlainRunner()
 
     def begin_plan(self, engine: Engine) -> None:
         """Know the engine of the present plan."""
+        if self.engine is not None and self.engine is not self._fitted:  # of an evaluation
+            self.engine.close()
         self.engine = engine
 
     def end_plan(self) -> None:

@@ -60,6 +60,7 @@ class ParallelModel:
         joint: modules that run the batches of several ranks; the caller keeps their buffers
         gather_dtype: matrices that are sharded travel in it when they are gathered; None: their own
         gathers: the parameters that are gathered in another way than FSDP2's
+        stage_group: the ranks that split the batch with this one under a plan with stages
     """
 
     module: nn.Module
@@ -76,6 +77,7 @@ class ParallelModel:
     joint: Sequence[JointModule] = ()
     gather_dtype: torch.dtype | None = None
     gathers: Gathers = field(default_factory=Gathers)
+    stage_group: dist.ProcessGroup | None = None
 
     def blocks_of(self, technique: Technique) -> list[str]:
         """Return the names of the blocks that `technique` takes care of something of."""
@@ -96,6 +98,8 @@ class ParallelModel:
 
         The first access creates the group, which is a collective call.
         """
+        if self.stage_group is not None:
+            return self.stage_group
         if not self.mesh.tensor_axes and not self.mesh.pipeline_axes:
             return None
         return own_group(self.mesh.groups_along(self.mesh.data_axes))

@@ -4,24 +4,40 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _world
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from benchmarks.equality import Comparison, cell, compare
 from benchmarks.pipelines import equality as pipelines
 from benchmarks.tensor import equality as tensors
 from lightning_topt.communication import PowerSGD, TopK
+from lightning_topt.execution.engine import Engine
+from lightning_topt.execution.pipeline.pipeline_run import Example
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from tests.communication import exchange_ranks
 from tests.communication import test_local_steps as local
 from tests.execution import test_engine as engines
 from tests.execution.pipeline import test_continuous_run as continuous
-from tests.execution.pipeline.continuous_training import Outcome, train_all
+from tests.execution.pipeline.continuous_training import (
+    Case,
+    Outcome,
+    continuous_plan,
+    train_all,
+)
 from tests.execution.pipeline.one_process import Twin
+from tests.execution.pipeline.stage_models import Plain, loss_of, plan_of, tokens
 from tests.launch import run_ranks
-from tests.nccl_twin import TWIN
+from tests.nccl_twin import TWIN, is_under_way, wait_for_device
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SECONDS = 40  # of a wait; what hangs is an error then
@@ -142,3 +158,105 @@ def test_local_steps_are_one_process() -> None:
     for parameters, _, _ in ranks:
         for name, value in parameters.items():
             torch.testing.assert_close(value, theta[name].detach().float(), rtol=0.0, atol=2e-6)
+
+
+# ---- stages that wait for their devices, and fail ------------------------------------------------
+
+WAITING = {
+    "late, tied, other shapes": Case(
+        "chain tied", continuous_plan(3, schedule="continuous_overlapped"), sizes=(8, 5, 5, 5, 8)
+    ),
+    "late, skips": Case("skips", continuous_plan(3, schedule="continuous_overlapped")),
+    "skips": Case("skips", continuous_plan(3)),
+}
+
+
+class Shortcut(Plain):
+    """In evaluations the last stage needs what the first one makes."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        first = x = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x = block(x)
+        return x if self.training else x + first
+
+
+def shortcut() -> Shortcut:
+    torch.manual_seed(0)
+    return Shortcut()
+
+
+class Found(NamedTuple):
+    losses: list[float]
+    evaluated: float
+    trained: list[Outcome]
+    groups: tuple[int, ...]  # at first, and when plans are released
+    had_begun: bool
+    seconds: float  # that a rank then waits which has failed
+
+
+def on_three_ranks(rank: int) -> Found:
+    """Ranks wait for their devices in forward passes, before updates and between iterations."""
+    hooks = [
+        register_module_forward_hook(lambda *_: wait_for_device()),
+        register_optimizer_step_pre_hook(lambda *_: wait_for_device()),
+        register_optimizer_step_post_hook(lambda *_: wait_for_device()),
+    ]
+    groups, data = [len(_world.pg_map)], tokens(8, 8)
+    # With flush, and messages that no step of training had.
+    model = shortcut()
+    engine = Engine(plan_of(3, "1f1b", microbatches=4), model, device=torch.device("cpu"))
+    engine.apply(example=Example(loss_of, data[0][:2]))
+    losses = [float(engine.run_step(batch.chunk(4), loss_of).mean()) for batch in data[:2]]
+    model.eval()
+    evaluated = float(engine.evaluate(data[0], loss_of))
+    engine.release()
+    engine.close()
+    groups.append(len(_world.pg_map))
+    trained = train_all(rank, list(WAITING.values()))
+    groups.append(len(_world.pg_map))
+    # Stages meet between iterations.
+    model.train()
+    for schedule in CONTINUOUS_SCHEDULES:
+        engine = Engine(plan_of(3, schedule, microbatches=1), model, device=torch.device("cpu"))
+        engine.apply(example=Example(loss_of, data[0]))
+        engine.attach_optimizers([optimizer := torch.optim.SGD(model.parameters(), lr=0.01)])
+        run = engine.continuous
+        for batch in data:
+            dist.barrier()
+            if (result := run.advance(batch, loss_of, meets=True)).completes:
+                with run.update(result):
+                    optimizer.step()
+            wait_for_device()
+        for _ in run.drain():
+            wait_for_device()
+        engine.release()
+        engine.close()
+    groups.append(len(_world.pg_map))
+    for hook in hooks:
+        hook.remove()
+    # User code fails between two iterations.
+    engine = Engine(plan_of(3, "continuous", microbatches=1), model, device=torch.device("cpu"))
+    engine.apply(example=Example(loss_of, data[0]))
+    for batch in data[:5]:
+        engine.continuous.advance(batch, loss_of)
+    dist.barrier()
+    had_begun = is_under_way()
+    start = time.monotonic()
+    engine.abort()
+    wait_for_device()
+    return Found(losses, evaluated, trained, tuple(groups), had_begun, time.monotonic() - start)
+
+
+def test_stages_may_wait_for_their_devices_and_fail() -> None:
+    ranks = run_ranks(on_three_ranks, 3, timeout_seconds=SECONDS, backend=TWIN)
+    model, data = shortcut(), tokens(8, 8)
+    losses = [float(loss_of(model, batch)) for batch in data[:2]]
+    evaluated = float(loss_of(model.eval(), data[0]))
+    for found in ranks:
+        assert found.losses == pytest.approx(losses, rel=1e-5)
+        assert found.evaluated == pytest.approx(evaluated, rel=1e-5)
+        assert [len(each.losses) for each in found.trained] == [12] * len(WAITING)
+        assert len(set(found.groups)) == 1, "groups that are left after a plan"
+        assert found.seconds < 2
+    assert any(found.had_begun for found in ranks)

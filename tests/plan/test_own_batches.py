@@ -88,7 +88,7 @@ def test_stages_count_what_cuda_takes_beside_tensors(request_of_ranks: SearchReq
     assert shapes
     for size, plan in shapes.items():
         shape = shape_of_plan(plan)
-        communicators = {2: 2 + 2 + 1, 4: 4 + 2}[size]  # two of four ranks have a data axis too
+        communicators = {2: 2 + 1 + 1, 4: 4 + 1}[size]  # two of four ranks have a data axis too
         more = CUBLAS_BYTES + communicators * COMMUNICATOR_BYTES
         assert fixed_costs(after, shape)[1] - fixed_costs(before, shape)[1] == more
         assert evaluation_bytes(after, plan) - evaluation_bytes(before, plan) == more

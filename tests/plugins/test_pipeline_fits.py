@@ -13,6 +13,7 @@ import torch
 import torchmetrics
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
+from torch.distributed.distributed_c10d import _world
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_topt import AutoParallelStrategy, PipelineStrategy
@@ -250,14 +251,23 @@ def test_rows_of_pipelines_share_the_data_and_stop_together(tmp_path: Path) -> N
     saved = torch.load(tmp_path / "rows" / "best.ckpt", weights_only=False)
     restored = Counted()
     restored.load_state_dict(saved["state_dict"])  # in plain Lightning
-    for counted in on_ranks(evaluates_first):
+    for counted, groups in on_ranks(evaluates_first):
         assert counted == [16.0]
+        assert groups == [1, 1]
 
 
-def evaluates_first(rank: int) -> list[float]:
-    module = Counted()
+def evaluates_first(rank: int) -> tuple[list[float], list[int]]:
+    """What an evaluation counts, and how many process groups there are after each of two fits."""
+    module, groups = Counted(), []
     make_trainer(pipeline(2), devices=2).validate(module, loader(4, length=16), verbose=False)
-    return module.logged
+    logged = list(module.logged)
+    for schedule in ("1f1b", "zbv"):
+        trainer = make_trainer(
+            pipeline(2, schedule=schedule, microbatches=4), devices=2, max_epochs=1
+        )
+        trainer.fit(module, loader(8, length=16))
+        groups.append(len(_world.pg_map))
+    return logged, groups
 
 
 def strategies(file: Path) -> dict[str, Any]:

@@ -28,11 +28,15 @@ that they need: there is no collective call in an iteration but the average over
     update     `update`, by the caller          with the minibatch's hyperparameters (`of_update`)
 
 [Note: ahead of an iteration] Receives begin an iteration before the one that needs them. Over NCCL
-one that has begun keeps all from ending that waits for the whole device, user code may wait like
-that anywhere, and the rank sends nothing meanwhile. So a stage may have begun only what others send
-before they can wait for what it sends next. Where a hop takes two iterations that is so; where it
-takes one, activations begin at the end of an iteration, and gradients at the start of their own. In
-a run that is drained nothing has begun.
+all that waits for the whole device waits for what the rank has begun to receive and to send, and
+user code may wait like that anywhere, on all ranks. So a stage may have begun only what others send
+before they can wait for what it does next, and has to begin before that what they then wait for.
+Activations begin at the end of an iteration, gradients at the start of the one after that in which
+they are sent, and values before the backward pass of that. Where a hop takes two iterations, and
+nothing travels but between neighbours, activations begin a forward pass earlier, if those of that
+pass were begun ahead as well, and gradients with values. Where stages meet between iterations (each
+batch is sent by the first rank, say), all that was sent before has begun by then, and nothing else.
+In a run that is drained nothing has begun.
 
 In the order of this module: the run, the passes of its stage, parameters that stages share, and a
 compressed exchange between replicas.
@@ -53,7 +57,6 @@ from torch.optim import Optimizer
 
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.topology import Topology
-from lightning_topt.execution.pipeline.messages import pairs_of
 from lightning_topt.execution.pipeline.p2p import (
     UNKNOWN,
     SideValues,
@@ -116,7 +119,9 @@ class ContinuousRun:
         named = dict(staged.module.named_parameters())
         links = StageLinks(staged.links)
         # See [Note: ahead of an iteration].
-        self._begins_early = lag_per_hop > 1 or not staged.links.sends_wait
+        self._lag_per_hop, self._sends_wait = lag_per_hop, staged.links.sends_wait
+        is_chain = all(abs(one - other) == 1 for one, other in staged.links.pairs)
+        self._begins_early = not self._sends_wait or (lag_per_hop > 1 and is_chain)
         self._shared = SharedParameters(named, staged.layout, links)
         self._staged, self._links, staged.is_drained = staged, links, lambda: self.is_drained
         self.stage, self.num_stages = links.stage, links.num_stages
@@ -168,6 +173,7 @@ class ContinuousRun:
         last_completes: bool = True,
         payload: Callable[[], bytes] | None = None,
         kind: Hashable = None,
+        meets: bool = False,
     ) -> BackwardResult:
         """Run forward of a new minibatch, and backward of the one that has come back.
 
@@ -186,6 +192,8 @@ class ContinuousRun:
             payload: called on the last stage after its forward pass; what it returns travels back
                 to all others.
             kind: tells steps with the same code apart (see `StepFlows.of`).
+            meets: whether stages have a collective call between iterations; it changes only while
+                the run is drained.
 
         Raises:
             PeerLostError: where another rank is gone; and what `step` raises.
@@ -195,13 +203,15 @@ class ContinuousRun:
             # What is known of the updates to come decides the weights of this pass.
             index = self.minibatches
             self._weights.begin(index, accumulate=accumulate, is_drained=self.is_drained)
+            if self.is_drained:
+                self._passes.inputs.is_ahead = not (meets and self._sends_wait)
             self.is_drained = False
             self._pattern.begin(index, completes=completes, accumulate=accumulate)
             self._pattern.expect(
                 None if remaining is None else index + 1 + remaining, last_completes=last_completes
             )
             if not self._begins_early:
-                self._begin_gradients(index - self.lag)
+                self._begin_gradients(index - self.lag, since=1)
             self._passes.forward(
                 index,
                 batch,
@@ -211,12 +221,14 @@ class ContinuousRun:
                 weight=weight,
                 payload=payload,
                 kind=kind,
-                begins_next=self._begins_early,
+                begins_early=self._begins_early,
             )
             self.minibatches += 1
             result = self._backward(index - self.lag)
-            if not self._begins_early:
-                self._passes.begin_next(index + 1, self._powers)
+            self._passes.begin_next(index + 1, self._powers)
+            if not self._passes.inputs.is_ahead:
+                self._begin_gradients(index - self.lag, since=0)
+                self._begin_values(index - self.lag + self._lag_per_hop)
             return result
 
     def drain(self) -> Iterator[BackwardResult]:
@@ -329,10 +341,13 @@ class ContinuousRun:
         # Begin to receive what this iteration and the next need of the stages behind, in the order
         # in which they send it.
         self._begin_gradients(minibatch)
-        if minibatch >= self._returned:
-            self._values.begin(minibatch)
-        if self._begins_early:
+        self._begin_values(minibatch)
+        if self._sends_wait:
+            self._begin_gradients(minibatch, since=1)
+            self._begin_values(minibatch + self._lag_per_hop - 1)
+        else:
             self._begin_gradients(minibatch + 1)
+            self._begin_values(minibatch + 1)
         # Warm-up: nothing has come back.
         if minibatch < self._returned:
             self._latest = BackwardResult(None, False, None, is_open=False)
@@ -357,12 +372,25 @@ class ContinuousRun:
             self._send_values(self._latest)
         return self._latest
 
-    def _begin_gradients(self, minibatch: int) -> None:
-        """Begin to receive the gradients of a minibatch, if it is in flight."""
+    def _begin_gradients(self, minibatch: int, *, since: int | None = None) -> None:
+        """Begin to receive the gradients of a minibatch in flight.
+
+        With `since`, in the iteration of its backward pass: what stages behind have sent so many
+        iterations before, each of another minibatch.
+        """
+        for behind in range(self.stage + 1, self.num_stages):
+            of_stage = minibatch
+            if since is not None:
+                of_stage += self._lag_per_hop * (behind - self.stage) - since
+            if of_stage in self._passes:
+                self._passes.begin_backward(of_stage, behind)
+                if self._pattern.completes(of_stage):
+                    self._shared.begin_gradients(of_stage, behind)
+
+    def _begin_values(self, minibatch: int) -> None:
+        """Begin to receive the values of a minibatch, if it is in flight."""
         if minibatch in self._passes:
-            self._passes.begin_backward(minibatch)
-            if self._pattern.completes(minibatch):
-                self._shared.begin_gradients(minibatch)
+            self._values.begin(minibatch)
 
     def _send_values(self, result: BackwardResult) -> None:
         """Send the values of a result to the stage before, once."""
@@ -395,6 +423,7 @@ class ContinuousRun:
             yield
         except BaseException:
             self._failed = True
+            self._staged.abort()
             self._links.forget()
             self._passes.forget()
             raise
@@ -413,7 +442,7 @@ class MinibatchPasses:
         self, staged: PipelineRun, links: StageLinks, shared: SharedParameters, *, lag_per_hop: int
     ) -> None:
         self._staged, self._links, self._shared = staged, links, shared
-        self._inputs = StageInputs(links)
+        self.inputs = StageInputs(links)
         self._lags = [
             lag_of(stage, num_ranks=links.num_stages, lag_per_hop=lag_per_hop)
             for stage in range(links.num_stages)
@@ -434,27 +463,27 @@ class MinibatchPasses:
         weight: float,
         payload: Callable[[], bytes] | None,
         kind: Hashable,
-        begins_next: bool,
+        begins_early: bool,
     ) -> None:
         """Run forward of ``step(module, batch)`` with the `weights` for it.
 
         `powers` of norms, (stages,), take over those of the stages before, and travel with what is
-        sent. With `begins_next` receives of the next minibatch begin before it is computed. Other
+        sent. With `begins_early` receives of the next minibatch begin before it is computed. Other
         arguments are those of `ContinuousRun.advance`.
         """
         # What the step calls on this batch, and what this stage exchanges for it.
         (flow,) = self._staged.flows.of(step, [batch], kind=kind)
-        self._staged.links.check(pairs_of(range(self._links.num_stages), flow.crossings))
         self._staged.buffers.changed_by([flow])
         stage = self._links.stage
         flying = self._flying[minibatch] = _Flying(
             flow, StageTraffic.of_stage(stage, flow.crossings)
         )
+        self.inputs.come_in(flow.crossings)
         # Receives begin in the order in which the stages before send.
         self._shared.begin_weights(minibatch)
-        received = self._inputs.receive(minibatch, flying.traffic, powers)
+        received = self.inputs.receive(minibatch, flying.traffic, powers)
         self._shared.receive_weights(minibatch)
-        if begins_next:
+        if begins_early and (self.inputs.has_begun or not self._staged.links.sends_wait):
             self.begin_next(minibatch + 1, powers)
         # Stages before have done the iteration before this one, in which they used gradients.
         for earlier in range(stage):
@@ -466,9 +495,10 @@ class MinibatchPasses:
         # Compute with the weights of the rule, which stages that share parameters get too.
         run = partial(step, self._staged.module, batch)
         with weights.of_pass("forward", minibatch), self._staged.around():
-            self._shared.send_weights(minibatch)
             output = flow.passes.forward(stage, minibatch, run, received)
-        self._inputs.send(minibatch, flying.traffic, output.sent, powers)
+            # Not before: user code in the pass may wait for what was sent.
+            self._shared.send_weights(minibatch)
+        self.inputs.send(minibatch, flying.traffic, output.sent, powers)
         # The last stage keeps the loss for its backward, and begins what travels back.
         if stage == self._links.num_stages - 1:
             loss = loss_of_step(output.result)
@@ -479,37 +509,43 @@ class MinibatchPasses:
             )
 
     def begin_next(self, minibatch: int, powers: Tensor) -> None:
-        """Begin to receive what the forward pass of `minibatch`, the next one, needs."""
-        self._shared.begin_weights(minibatch)
-        self._inputs.begin_ahead(minibatch, powers)
+        """Begin to receive what the forward pass of `minibatch`, the next one, needs, once."""
+        if self.inputs.is_next_known:
+            self._shared.begin_weights(minibatch)
+        self.inputs.begin_ahead(minibatch, powers)
 
     def end_next(self, minibatch: int, powers: Tensor) -> None:
         """Send what others have begun to receive for `minibatch`, before which the run is drained.
 
         Nobody reads it.
         """
-        self._shared.send_weights(minibatch)
-        self._inputs.end_ahead(minibatch, powers)
+        if self.inputs.is_next_known:
+            self._shared.send_weights(minibatch)
+        self.inputs.end_ahead(minibatch, powers)
 
     def drop_next(self, minibatch: int) -> None:
         """Receive what the others have sent by `end_next`."""
-        self._shared.drop_weights(minibatch)
-        self._inputs.drop_ahead(minibatch)
+        if self.inputs.is_next_known:
+            self._shared.drop_weights(minibatch)
+        self.inputs.drop_ahead(minibatch)
 
-    def begin_backward(self, minibatch: int) -> None:
-        """Begin to receive the gradients for a minibatch in flight, if that is not done yet."""
-        self._inputs.begin_gradients(minibatch, self._flying[minibatch].traffic)
+    def begin_backward(self, minibatch: int, behind: int) -> None:
+        """Begin to receive the gradients for a minibatch in flight, if that is not done yet.
+
+        Those of a stage `behind`.
+        """
+        self.inputs.begin_gradients(minibatch, self._flying[minibatch].traffic, behind)
 
     def backward(self, minibatch: int, *, weights: StageWeights) -> SideValues | None:
         """Run backward of a minibatch in flight; return its values on the last stage."""
         flying = self._flying.pop(minibatch)
         # Wait, compute, and send without waiting.
-        gradients = self._inputs.receive_gradients(minibatch, flying.traffic)
+        gradients = self.inputs.receive_gradients(minibatch, flying.traffic)
         with weights.of_pass("backward", minibatch):
             found = flying.flow.passes.backward(
                 self._links.stage, minibatch, gradients, loss=flying.loss
             )
-        self._inputs.send_gradients(minibatch, flying.traffic, found)
+        self.inputs.send_gradients(minibatch, flying.traffic, found)
         return flying.values
 
     def forget(self) -> None:
@@ -556,7 +592,8 @@ class SharedParameters:
                 self._lent.setdefault(other, []).append(parameter)
             if links.stage in others:
                 self._followed.setdefault(first, []).append(parameter)
-        self._begun: set[tuple[str, int]] = set()
+        self._begun: set[int] = set()  # minibatches whose weights are being received
+        self._begun_gradients: set[tuple[int, int]] = set()  # minibatch and stage
 
     # ---- weights, from the first stage to the others ---------------------------------------------
 
@@ -575,18 +612,18 @@ class SharedParameters:
             given = self._links.receive("shared weights", first, minibatch)
             with unnoticed(parameters):
                 torch._foreach_copy_([p.detach() for p in parameters], given)
-        self._begun.discard(("weights", minibatch))
+        self._begun.discard(minibatch)
 
     def drop_weights(self, minibatch: int) -> None:
         """Leave out what the first stages have sent."""
         for first in sorted(self._followed):
             self._links.receive("shared weights", first, minibatch)
-        self._begun.discard(("weights", minibatch))
+        self._begun.discard(minibatch)
 
     def begin_weights(self, minibatch: int) -> None:
         """Begin to receive the weights of a forward pass, if that is not done yet."""
-        if ("weights", minibatch) not in self._begun:
-            self._begun.add(("weights", minibatch))
+        if minibatch not in self._begun:
+            self._begun.add(minibatch)
             for first, parameters in sorted(self._followed.items()):
                 self._links.begin(
                     "shared weights", first, minibatch, [_spec(p) for p in parameters]
@@ -609,21 +646,20 @@ class SharedParameters:
             for parameter in parameters:
                 parameter.grad = None
 
-    def begin_gradients(self, minibatch: int) -> None:
-        """Begin to receive the others' parts, if that is not done yet."""
-        if ("gradients", minibatch) not in self._begun:
-            self._begun.add(("gradients", minibatch))
-            for other, parameters in sorted(self._lent.items()):
-                there = LeafSpec((len(parameters),), (1,), torch.float32, requires_grad=False)
-                specs = [there, *map(_spec, parameters)]
-                self._links.begin("shared gradients", other, minibatch, specs)
+    def begin_gradients(self, minibatch: int, other: int) -> None:
+        """Begin to receive the part of the stage `other`, if that is not done yet."""
+        if other in self._lent and (minibatch, other) not in self._begun_gradients:
+            self._begun_gradients.add((minibatch, other))
+            parameters = self._lent[other]
+            there = LeafSpec((len(parameters),), (1,), torch.float32, requires_grad=False)
+            specs = [there, *map(_spec, parameters)]
+            self._links.begin("shared gradients", other, minibatch, specs)
 
     @torch.no_grad()
     def add_gradients(self, minibatch: int) -> None:
         """Add the others' parts to the gradients here."""
-        self.begin_gradients(minibatch)
-        self._begun.discard(("gradients", minibatch))
         for other, parameters in sorted(self._lent.items()):
+            self._begun_gradients.remove((minibatch, other))
             there, *parts = self._links.receive("shared gradients", other, minibatch)
             for parameter, part, is_there in zip(parameters, parts, there.tolist(), strict=True):
                 if is_there:
@@ -663,21 +699,16 @@ def compress_gradients(run: PipelineRun, options: RunOptions) -> CompressedExcha
 
     def merge(ranks: list[State]) -> list[State]:
         """Join the states of a pipeline's stages, for each data rank, on rank 0."""
-        if not groups.saves:
-            return []
         found: list[State] = [{} for _ in ranks]
-        for place in range(len(groups.pipeline)):
-            # Place after place of the pipeline gives the states of its data ranks.
-            states = share_value(
-                ranks if place == groups.rank else None,
-                group=groups.pipeline_group,
-                source=place,
-                device=run.device,
-            )
-            for into, state in zip(found, states, strict=True):
-                for kind, tensors in state.items():
-                    into.setdefault(kind, {}).update(tensors)
-        return found if groups.rank == 0 else []
+        with groups.at_any_time() as group:
+            for place in range(len(groups.pipeline)) if groups.saves else ():
+                # Place after place of the pipeline gives the states of its data ranks.
+                own = ranks if place == groups.rank else None
+                states = share_value(own, group=group, source=place, device=run.device)
+                for into, state in zip(found, states, strict=True):
+                    for kind, tensors in state.items():
+                        into.setdefault(kind, {}).update(tensors)
+        return found if groups.saves and groups.rank == 0 else []
 
     exchange = CompressedExchange(
         given,

@@ -14,23 +14,36 @@ them, and receives are begun in that order: no message needs a header or a tag.
 in its queue for messages made before it, and those for receives which are begun no later than its
 own, while a rank waits for nothing but what it needs. Queues that more than two ranks share can be
 in a circle, which is why `MessageExchange` has one for each sender and receiver.
+
+[Note: one order of passes] Over NCCL all that waits for the whole device waits for what the rank
+has begun to receive and to send, and user code may wait like that anywhere, on all ranks. So all
+ranks agree on one order of all passes, in which they can run one after the other. A rank begins to
+receive before its first pass that comes later in it than the pass which makes the message. Then no
+ranks wait in a circle. Of the passes that never end or are never waited for to the end take the
+first: what its rank has begun to receive is made by earlier passes, and what it has sent is begun
+to be received after earlier passes of the other rank.
 """
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from lightning_topt.graph.step_flow import LeafSpec, TensorRef
-from lightning_topt.schedules.schedules import Action, Schedule
+from lightning_topt.schedules.check import Edges, run_order
+from lightning_topt.schedules.schedules import Action, Kind, Schedule
 
 Pair = tuple[int, int]  # of ranks: sender, receiver
 
 # Receives are begun so many actions before they are needed: in 1F1B those of the next backward
-# and of the next forward. But none before what it follows from: over NCCL all that waits for the
-# whole device waits for receives, and the rank itself would not go on.
+# and of the next forward. Not where sends wait: see [Note: one order of passes].
 LOOKAHEAD = 2
+# By which passes are put in one order: as many forward passes a pass takes, and a message.
+_SECONDS: Mapping[Kind, float] = {"forward": 1.0, "backward": 2.0, "update": 0.0}
+_MESSAGE_SECONDS = 0.1
 
 
 class Message(NamedTuple):
@@ -38,8 +51,8 @@ class Message(NamedTuple):
 
     `is_gradient`: it is the gradient of the activation `ref`, on its way back. `sender` and
     `receiver` are ranks of the pipeline. The sender's action with the index `made` makes it, and
-    the receiver's with the index `used` needs it. It follows from no more than the first `after`
-    actions of the receiver.
+    the receiver's with the index `used` needs it. The first `after` actions of the receiver come
+    before it is made, in the order of all.
     """
 
     source: int
@@ -90,25 +103,19 @@ class ProgramStep:
     ends: tuple[int, ...] = ()
 
 
-def pairs_of(rank_of_stage: Sequence[int], crossings: Crossings) -> frozenset[Pair]:
-    """Return the ranks (sender, receiver) between which activations travel."""
-    pairs = {
-        (rank_of_stage[crossings.stage_of_call[ref.call]], rank_of_stage[target])
-        for ref, targets in crossings.targets.items()
-        for target in targets
-    }
-    return frozenset((sender, receiver) for sender, receiver in pairs if sender != receiver)
-
-
 def rank_program(
-    schedule: Schedule, crossings: Sequence[Crossings], *, rank: int
+    schedule: Schedule, crossings: Sequence[Crossings], *, rank: int, sends_wait: bool = False
 ) -> tuple[ProgramStep, ...]:
-    """Return the program of `rank`; `crossings` are those of each microbatch."""
-    return program_of(schedule, all_messages(schedule, crossings), rank=rank)
+    """Return the program of `rank`; `crossings` are those of each microbatch.
+
+    Where a send waits for its receive, as over NCCL, receives begin in the order of all passes.
+    """
+    messages = all_messages(schedule, crossings)
+    return program_of(schedule, messages, rank=rank, sends_wait=sends_wait)
 
 
 def program_of(
-    schedule: Schedule, messages: Sequence[Message], *, rank: int
+    schedule: Schedule, messages: Sequence[Message], *, rank: int, sends_wait: bool = False
 ) -> tuple[ProgramStep, ...]:
     """Return the program of `rank` with these `messages` of the step."""
     actions = schedule.actions[rank]
@@ -122,7 +129,7 @@ def program_of(
                 incoming.append(message)
         if message.sender == rank:
             sends[message.made].append(message)
-    begins = _begins(incoming, len(actions))
+    begins = _begins(incoming, len(actions), sends_wait=sends_wait)
     # A stage's gradients are complete after its last backward.
     last: dict[int, int] = {}
     for index, action in enumerate(actions):
@@ -145,7 +152,7 @@ def all_messages(schedule: Schedule, crossings: Sequence[Crossings]) -> list[Mes
         for index, action in enumerate(actions)
         if action.kind in kinds
     }
-    found = []
+    found, places = [], _places(schedule)
 
     def add(
         source: int,
@@ -157,6 +164,8 @@ def all_messages(schedule: Schedule, crossings: Sequence[Crossings]) -> list[Mes
         is_gradient: bool,
     ) -> None:
         kind = "backward" if is_gradient else "forward"
+        sender, receiver = schedule.rank_of_stage[source], schedule.rank_of_stage[target]
+        made, used = index_of[kind, source, microbatch], index_of[kind, target, microbatch]
         message = Message(
             source=source,
             target=target,
@@ -164,10 +173,11 @@ def all_messages(schedule: Schedule, crossings: Sequence[Crossings]) -> list[Mes
             ref=ref,
             spec=spec,
             is_gradient=is_gradient,
-            sender=schedule.rank_of_stage[source],
-            receiver=schedule.rank_of_stage[target],
-            made=index_of[kind, source, microbatch],
-            used=index_of[kind, target, microbatch],
+            sender=sender,
+            receiver=receiver,
+            made=made,
+            used=used,
+            after=min(used, bisect(places[receiver], places[sender][made])),
         )
         found.append(message)
 
@@ -178,48 +188,41 @@ def all_messages(schedule: Schedule, crossings: Sequence[Crossings]) -> list[Mes
                 add(source, target, microbatch, ref, spec, is_gradient=False)
                 if spec.requires_grad and ("backward", target, microbatch) in index_of:
                     add(target, source, microbatch, ref, spec, is_gradient=True)
-    return _with_after(sorted(found, key=lambda m: (m.sender, m.made, m.target, m.ref)), schedule)
+    return sorted(found, key=lambda m: (m.sender, m.made, m.target, m.ref))
 
 
-def _with_after(messages: Sequence[Message], schedule: Schedule) -> list[Message]:
-    """Return the messages, each with the number of its receiver's actions that it follows from.
+@lru_cache(maxsize=64)
+def _places(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+    """Return the place of each action (rank, action) in one order of the actions of all ranks.
 
-    Where a schedule hangs, what is never made has all up to its use.
+    That in which they would end were all stages equal, each in need of the one before. So a message
+    is made while the receiver runs what comes next in the order, if anything, and its receive has
+    begun. What a schedule that hangs never runs has the last place.
     """
-    needed: dict[tuple[int, int], set[tuple[int, int]]] = {}
-    for message in messages:
-        makers = needed.setdefault((message.receiver, message.used), set())
-        makers.add((message.sender, message.made))
-    # By action (rank, index): how many actions of each rank it follows from, itself among them.
-    known: dict[tuple[int, int], list[int]] = {}
-    last = [[0] * schedule.num_ranks for _ in schedule.actions]
-    places, ready = [0] * schedule.num_ranks, True
-    while ready:
-        ready = False
-        for rank, actions in enumerate(schedule.actions):
-            while places[rank] < len(actions):
-                makers = needed.get((rank, places[rank]), set())
-                if not all(maker in known for maker in makers):
-                    break
-                before = [last[rank], *(known[maker] for maker in makers)]
-                counts = [max(of_rank) for of_rank in zip(*before, strict=True)]
-                ready, places[rank] = True, places[rank] + 1
-                counts[rank] = places[rank]
-                known[rank, places[rank] - 1] = last[rank] = counts
-    found = []
-    for message in messages:
-        is_made = (message.sender, message.made) in known
-        found.append(
-            message._replace(
-                after=known[message.sender, message.made][message.receiver]
-                if is_made
-                else message.used
-            )
-        )
-    return found
+    edges, ends = Edges(schedule.num_stages, needs=None), dict[tuple[str, int, int], float]()
+    ranks = schedule.rank_of_stage
+    clocks = [0.0] * schedule.num_ranks
+    runs: list[tuple[float, int]] = []  # when an action ends, and its rank
+    for rank, action in run_order(schedule, edges)[0]:
+        stage, index = action.stage_index, action.microbatch_index
+        for kind, source in edges.inputs[action.kind, stage]:
+            travels = _MESSAGE_SECONDS if ranks[source] != rank else 0.0
+            clocks[rank] = max(clocks[rank], ends[kind, source, index] + travels)
+        clocks[rank] += _SECONDS.get(action.kind, 1.0)
+        runs.append((clocks[rank], rank))
+        if action.kind != "backward_weight":
+            ends["forward" if action.kind == "forward" else "backward", stage, index] = clocks[rank]
+    # Those of a rank stay in its own order.
+    places: list[list[int]] = [[] for _ in schedule.actions]
+    for place, (_, rank) in enumerate(sorted(runs)):
+        places[rank].append(place)
+    return tuple(
+        (*of_rank, *[len(runs)] * (len(actions) - len(of_rank)))
+        for of_rank, actions in zip(places, schedule.actions, strict=True)
+    )
 
 
-def _begins(incoming: Sequence[Message], count: int) -> list[list[Message]]:
+def _begins(incoming: Sequence[Message], count: int, *, sends_wait: bool) -> list[list[Message]]:
     """Return the receives to begin before each of `count` actions, in the order of each sender."""
     by_sender: dict[int, list[Message]] = {}
     for message in incoming:
@@ -228,7 +231,8 @@ def _begins(incoming: Sequence[Message], count: int) -> list[list[Message]]:
     for messages in by_sender.values():
         first = count
         for message in reversed(messages):  # not later than any that comes after it
-            first = min(first, max(message.used - LOOKAHEAD, message.after))
+            begin = message.after if sends_wait else max(message.used - LOOKAHEAD, 0)
+            first = min(first, begin)
             begins[first].append(message)
     # Lists are reversed sender by sender: each one's part is put in order again.
     return [sorted(reversed(of_action), key=lambda m: m.sender) for of_action in begins]

@@ -16,14 +16,14 @@ rank begins in one group in order, and a send waits there until the other rank r
 of more ranks, or of both directions, messages would wait for others that they have nothing to do
 with, and ranks for one another in a circle. Each group takes memory of the device, so there are
 links only where the plan's first step has messages. Those that other steps have besides (an
-evaluation that leaves out a stage, say) go through the group of the pipeline on gloo, and are
-errors on other backends.
+evaluation that leaves out a stage, gradients of what was frozen) go through a group of the pipeline
+on gloo, which is that of the pipeline where the run is on gloo.
 
 [Note: shapes ahead] An asynchronous stage begins to receive activations a minibatch ahead, before
-it knows their shapes. They are taken to be those of the last minibatch, where the last two had the
-same. Where they turn out to be others, the sender first sends something of the expected shapes,
-which is not used, and then the tensors themselves. So it does where no minibatch follows. Sender
-and receiver know the shapes of both, so they agree.
+it knows their shapes. They are taken to be those of the last minibatch, where in the last two the
+same crossed between all stages. Where they turn out to be others, the sender first sends something
+of the expected shapes, which is not used, and then the tensors themselves. So it does where no
+minibatch follows. Sender and receiver know the shapes of both, so they agree.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from torch import Tensor
 
 from lightning_topt.communication.collectives import backend_of
 from lightning_topt.communication.rank_watch import PeerLostError
-from lightning_topt.communication.topology import group_of
 from lightning_topt.execution.pipeline.messages import Crossings, Message, Pair
+from lightning_topt.execution.pipeline.stage_layout import PipelineGroups
 from lightning_topt.graph.step_flow import LeafSpec, TensorRef
 
 LinkChannel = Literal[
@@ -69,33 +69,36 @@ class RankLinks:
 
     def __init__(
         self,
-        pipelines: Sequence[Sequence[int]],
+        groups: PipelineGroups,
         pairs: Iterable[Pair],
         *,
-        rest: dist.ProcessGroup,
-        rank: int,
         device: torch.device,
         names_stages: bool,
     ) -> None:
         """Make the links, and connect. A collective call of all ranks.
 
         Args:
-            pipelines: the ranks of each pipeline.
+            groups: of the plan; what is made here lasts as long.
             pairs: the places (sender, receiver) in the pipeline that a link leads between; the
                 same on all ranks of the run.
-            rest: the group of this rank's pipeline, for what has no link.
-            rank: of this process in the run; one of the pipelines has it.
             device: of the tensors.
             names_stages: errors name stages beside ranks, since there is one on each.
         """
-        self.ranks = next(list(ranks) for ranks in pipelines if rank in ranks)
-        self.place, self._device, self._names_stages = self.ranks.index(rank), device, names_stages
-        self.pairs, self._rest = frozenset(pairs), rest
-        self.sends_wait = backend_of(device, rest) != "gloo"  # in line with other works
+        self.ranks, self.place = list(groups.pipeline), groups.rank
+        self.pairs = frozenset(pairs)
+        self._device, self._names_stages = device, names_stages
+        self.sends_wait = backend_of(device, groups.pipeline_group) != "gloo"  # in line
+        # For what has no link. On gloo it may take nothing but memory of the host.
+        pipelines = groups.mesh.groups_along(groups.mesh.pipeline_axes)
+        self._rest, self._rest_device = groups.pipeline_group, device
+        if self.sends_wait:
+            rest = groups.make(pipelines, backend="gloo")
+            assert rest is not None
+            self._rest, self._rest_device = rest, torch.device("cpu")
         # By pair: the group, and the other's rank in it. In an order that is the same on all ranks.
         self._ends: dict[Pair, tuple[dist.ProcessGroup, int]] = {}
         for pair in sorted(self.pairs):
-            group = group_of([[ranks[place] for place in pair] for ranks in pipelines])
+            group = groups.make([[ranks[place] for place in pair] for ranks in pipelines])
             if group is not None:
                 (other,) = set(pair) - {self.place}
                 self._ends[pair] = group, dist.get_group_rank(group, self.ranks[other])
@@ -114,7 +117,8 @@ class RankLinks:
     ) -> PendingTransfer:
         """Begin to receive a tensor as `spec` describes it; `apart`: not on the link."""
         # With the strides that the sender's tensor has: no copy on this side.
-        buffer = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=self._device)
+        device = self._device_of((source, self.place), apart=apart)
+        buffer = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
         return self._receive_into(buffer, source, what, apart=apart)
 
     def _receive_into(
@@ -132,32 +136,28 @@ class RankLinks:
     ) -> PendingTransfer:
         """Begin to send a dense tensor; `apart`: not on the link."""
         group, other = self._end((self.place, target), target, apart=apart)
+        sent = _memory(tensor).to(self._device_of((self.place, target), apart=apart))
         try:
-            work = group.send([_memory(tensor)], other, 0)
+            work = group.send([sent], other, 0)
         except RuntimeError as error:
             self._fail(target, what, error, is_receive=False)
-        return PendingTransfer(work, tensor, target, False, what)
-
-    def check(self, pairs: frozenset[Pair]) -> None:
-        """Raise ValueError, alike on all ranks, where messages between `pairs` might never come."""
-        if others := sorted(pairs - self.pairs) if self.sends_wait else []:
-            sender, receiver = others[0]
-            raise ValueError(
-                f"this step sends tensors from rank {sender} to rank {receiver} of the pipeline, "
-                "which the first one did not, and there is no link for them: stages must need "
-                "one another alike in all steps; give a plan without a pipeline otherwise"
-            )
+        return PendingTransfer(work, sent, target, False, what)
 
     def _end(self, pair: Pair, other: int, *, apart: bool) -> tuple[dist.ProcessGroup, int]:
         """Return a group with the `other` place of the pipeline, and its rank in the group."""
         return (self._rest, other) if apart or pair not in self._ends else self._ends[pair]
 
-    def wait(self, transfer: PendingTransfer) -> None:
-        """Block until the transfer is over."""
+    def _device_of(self, pair: Pair, *, apart: bool) -> torch.device:
+        """Return where the tensors are that travel between the two."""
+        return self._rest_device if apart or pair not in self._ends else self._device
+
+    def wait(self, transfer: PendingTransfer) -> Tensor:
+        """Return the tensor, on the device, once the transfer is over."""
         try:
             transfer.work.wait()
         except RuntimeError as error:
             self._fail(transfer.other, transfer.what, error, is_receive=transfer.is_receive)
+        return transfer.tensor.to(self._device) if transfer.is_receive else transfer.tensor
 
     def _fail(
         self, other_place: int, what: object, error: RuntimeError, *, is_receive: bool
@@ -199,8 +199,7 @@ class MessageExchange:
         """Return the tensor of `message`, once it is here."""
         if message.sender == message.receiver:
             return self._own.pop(id(message))
-        transfer = self._receives.pop(id(message))
-        self._links.wait(transfer)
+        received = self._links.wait(self._receives.pop(id(message)))
         # The sender had used what came before it made this message, so those sends are over. Gloo
         # tells nobody, and their memory would stay: wait for them, which takes no time.
         if sends := self._sends.get(message.sender):
@@ -211,7 +210,7 @@ class MessageExchange:
                 else:
                     kept.append(each)
             self._sends[message.sender] = kept
-        return transfer.tensor
+        return received
 
     def send(self, message: Message, tensor: Tensor) -> None:
         """Begin to send."""
@@ -278,9 +277,7 @@ class StageLinks:
         """Return the tensors of the parcel of `source` that was begun first, once they are here."""
         of_minibatch, transfers = self._receives[channel, source].popleft()
         assert of_minibatch == minibatch, (channel, source, of_minibatch, minibatch)
-        for transfer in transfers:
-            self._links.wait(transfer)
-        return [transfer.tensor for transfer in transfers]
+        return [self._links.wait(transfer) for transfer in transfers]
 
     def send(
         self,
@@ -359,17 +356,6 @@ class StageTraffic:
 
 
 @dataclass
-class _ShapeHistory:
-    """The shapes that travelled between two stages with the last two minibatches."""
-
-    last: Shapes | None = None
-    before: Shapes | None = None
-
-    def add(self, shapes: Shapes) -> None:
-        self.before, self.last = self.last, shapes
-
-
-@dataclass
 class StageInputs:
     """Activations and gradients between the stage of `links` and all others.
 
@@ -378,9 +364,22 @@ class StageInputs:
     """
 
     links: StageLinks
-    _from: dict[int, _ShapeHistory] = field(default_factory=dict)  # by stage
-    _to: dict[int, _ShapeHistory] = field(default_factory=dict)
-    _begun: set[int] = field(default_factory=set)  # minibatches whose gradients are being received
+    is_ahead: bool = True  # whether activations are received ahead at all; alike on all stages
+    has_begun: bool = False  # whether those of the minibatch that came in last were begun ahead
+    is_next_known: bool = False  # whether those of the next one are
+    _begun_ahead: int | None = None  # the newest minibatch of which they are
+    _crossings: tuple[Crossings, ...] = ()  # of the last two minibatches
+    _from: dict[int, Shapes] = field(default_factory=dict)  # with the last minibatch, by stage
+    _to: dict[int, Shapes] = field(default_factory=dict)
+    # minibatch and stage behind whose gradients are being received
+    _begun: set[tuple[int, int]] = field(default_factory=set)
+
+    def come_in(self, crossings: Crossings) -> None:
+        """Take over what crosses between all stages for a new minibatch."""
+        self.has_begun, self._crossings = self.is_next_known, (*self._crossings[-1:], crossings)
+        before, last = self._crossings[0], self._crossings[-1]
+        is_same = len(self._crossings) > 1 and (before is last or before == last)
+        self.is_next_known = self.is_ahead and is_same
 
     def receive(
         self, minibatch: int, traffic: StageTraffic, powers: Tensor
@@ -392,11 +391,10 @@ class StageInputs:
         found: dict[TensorRef, Tensor] = {}
         for source in range(self.links.stage):
             tensors = traffic.received.get(source, ())
-            history = self._from.setdefault(source, _ShapeHistory())
             shapes = tuple(spec for _, spec in tensors)
             norms = [_spec_of_norms(powers)] if source == self.links.stage - 1 else []
             # This minibatch: what was begun ahead, or all of it, or the right shapes after it.
-            expected = self._expected(history)
+            expected = self._from[source] if self.has_begun else None
             if expected is None:
                 self.links.begin("activations", source, minibatch, [*shapes, *norms])
             elif expected != shapes:
@@ -407,14 +405,15 @@ class StageInputs:
             if expected is not None and expected != shapes:
                 given = self.links.receive("activations", source, minibatch)
             found.update(zip((ref for ref, _ in tensors), given, strict=True))
-            history.add(shapes)
+            self._from[source] = shapes
         return found
 
     def begin_ahead(self, minibatch: int, powers: Tensor) -> None:
-        """Begin to receive for the next forward pass, that of `minibatch`."""
-        for source, history in self._from.items():
-            norms = [_spec_of_norms(powers)] if source == self.links.stage - 1 else []
-            if (expected := self._expected(history)) is not None:
+        """Begin to receive for the next forward pass, that of `minibatch`, once."""
+        if self.is_next_known and self._begun_ahead != minibatch:
+            self._begun_ahead = minibatch
+            for source, expected in self._from.items():
+                norms = [_spec_of_norms(powers)] if source == self.links.stage - 1 else []
                 self.links.begin("activations", source, minibatch, [*expected, *norms])
 
     def send(
@@ -428,11 +427,11 @@ class StageInputs:
         stage = self.links.stage
         for target in range(stage + 1, self.links.num_stages):
             tensors = traffic.sent.get(target, ())
-            history = self._to.setdefault(target, _ShapeHistory())
             shapes = tuple(spec for _, spec in tensors)
             norms = [powers.clone()] if target == stage + 1 else []
             specs = [_spec_of_norms(powers)] if norms else []
-            expected, given = self._expected(history), [made[ref] for ref, _ in tensors]
+            expected = self._to[target] if self.has_begun else None
+            given = [made[ref] for ref, _ in tensors]
             # In one parcel, unless the receiver waits for other shapes.
             if expected is None or expected == shapes:
                 self.links.send(
@@ -444,38 +443,34 @@ class StageInputs:
                     "activations", target, minibatch, [*unused, *norms], [*expected, *specs]
                 )
                 self.links.send("activations", target, minibatch, given, shapes)
-            history.add(shapes)
+            self._to[target] = shapes
 
     def end_ahead(self, minibatch: int, powers: Tensor) -> None:
         """Send what was begun ahead for `minibatch`, which does not come now; nobody reads it."""
-        for target, history in self._to.items():
-            if (expected := self._expected(history)) is not None:
-                norms = [_spec_of_norms(powers)] if target == self.links.stage + 1 else []
-                unused = _unused([*expected, *norms], powers.device)
-                self.links.send("activations", target, minibatch, unused)
-        self._to = {}
+        for target, expected in self._to.items() if self.is_next_known else ():
+            norms = [_spec_of_norms(powers)] if target == self.links.stage + 1 else []
+            unused = _unused([*expected, *norms], powers.device)
+            self.links.send("activations", target, minibatch, unused)
 
     def drop_ahead(self, minibatch: int) -> None:
         """Receive what others have sent by `end_ahead`."""
-        for source, history in self._from.items():
-            if self._expected(history) is not None:
-                self.links.receive("activations", source, minibatch)
-        self._from = {}
+        for source in self._from if self.is_next_known else ():
+            self.links.receive("activations", source, minibatch)
+        self._from, self._to, self._crossings, self.is_next_known = {}, {}, (), False
 
-    def begin_gradients(self, minibatch: int, traffic: StageTraffic) -> None:
-        """Begin to receive the gradients of a minibatch's activations, if that is not done yet."""
-        if minibatch not in self._begun:
-            self._begun.add(minibatch)
-            for target, tensors in sorted(traffic.sent.items()):
-                specs = [spec for _, spec in _with_gradients(tensors)]
-                self.links.begin("gradients", target, minibatch, specs)
+    def begin_gradients(self, minibatch: int, traffic: StageTraffic, target: int) -> None:
+        """Begin to receive the gradients of what `target` needed, if that is not done yet."""
+        if target in traffic.sent and (minibatch, target) not in self._begun:
+            self._begun.add((minibatch, target))
+            specs = [spec for _, spec in _with_gradients(traffic.sent[target])]
+            self.links.begin("gradients", target, minibatch, specs)
 
     def receive_gradients(self, minibatch: int, traffic: StageTraffic) -> dict[TensorRef, Tensor]:
         """Return the gradients of what was sent, summed over the stages that received it."""
-        self._begun.remove(minibatch)
         found: dict[TensorRef, Tensor] = {}
         # In the order of stages: sums are the same in every run.
         for target, tensors in sorted(traffic.sent.items()):
+            self._begun.remove((minibatch, target))
             given = self.links.receive("gradients", target, minibatch)
             for (ref, _), gradient in zip(_with_gradients(tensors), given, strict=True):
                 found[ref] = found[ref] + gradient if ref in found else gradient
@@ -489,10 +484,6 @@ class StageInputs:
             wanted = _with_gradients(tensors)
             gradients, specs = [made[ref] for ref, _ in wanted], [spec for _, spec in wanted]
             self.links.send("gradients", source, minibatch, gradients, specs)
-
-    def _expected(self, history: _ShapeHistory) -> Shapes | None:
-        """Return the shapes that the next minibatch is taken to have; None: nothing is begun."""
-        return history.last if history.last == history.before else None
 
 
 # ---- what travels back with a minibatch ----------------------------------------------------------
@@ -516,15 +507,17 @@ class ValueParcels:
     """Sends side values along `links` of `num_stages` stages, and receives them, on `device`.
 
     A parcel is bytes: the loss, the length of the payload (-1: none), the powers, all float64, and
-    the payload with the room that the largest one needed so far. What has no room follows.
+    the payload with the room that the largest one needed so far. What has no room follows. The
+    parcel after it has no more room yet: it may be begun before this one is here.
     """
 
     links: StageLinks
     num_stages: int
     device: torch.device
-    _room_sent: int = field(default=LEAST_BYTES, init=False)
-    _room_begun: int = field(default=LEAST_BYTES, init=False)
-    _begun: int | None = field(default=None, init=False)  # minibatch that is being received
+    # Room in the next two parcels.
+    _sent: deque[int] = field(default_factory=lambda: deque([LEAST_BYTES] * 2), init=False)
+    _received: deque[int] = field(default_factory=lambda: deque([LEAST_BYTES] * 2), init=False)
+    _begun: dict[int, int] = field(default_factory=dict, init=False)  # room, by minibatch
 
     def send(self, minibatch: int, values: SideValues) -> None:
         """Begin to send to the stage before; nothing on the first."""
@@ -536,49 +529,53 @@ class ValueParcels:
         # (2 + stages,): loss, length, powers.
         numbers = torch.empty(self.num_stages + 2, dtype=torch.float64, device=self.device)
         numbers[0], numbers[1], numbers[2:] = values.loss, length, values.powers
-        room, rest = self._room_sent, payload[self._room_sent :]
+        room = self._sent[0]
+        rest = payload[room:]
         text = _bytes_tensor(payload[:room].ljust(room, b"\0")).to(self.device)
         self.links.send(
             "values", stage - 1, minibatch, [torch.cat([numbers.view(torch.uint8), text])]
         )
         # What had no room follows, and later parcels get more.
+        _grow(self._sent, length)
         if rest:
-            more = _bytes_tensor(rest).to(self.device)
-            self.links.send("payloads", stage - 1, minibatch, [more])
-            self._room_sent = 1 << length.bit_length()
+            self.links.send("payloads", stage - 1, minibatch, [_bytes_tensor(rest)])
 
     def begin(self, minibatch: int) -> None:
-        """Begin to receive from the stage behind, if there is one and nothing is begun yet."""
-        if self._begun is None and self.links.stage + 1 < self.num_stages:
-            spec = _spec_of_bytes(self._head + self._room_begun)
+        """Begin to receive from the stage behind, if there is one and that is not done yet."""
+        if minibatch not in self._begun and self.links.stage + 1 < self.num_stages:
+            self._begun[minibatch] = room = self._received[len(self._begun)]
+            spec = _spec_of_bytes(self._head + room)
             self.links.begin("values", self.links.stage + 1, minibatch, [spec])
-            self._begun = minibatch
 
     def receive(self, minibatch: int) -> SideValues:
         """Return the values of a minibatch, once they are here."""
         self.begin(minibatch)
-        assert self._begun == minibatch, (self._begun, minibatch)
-        source, room = self.links.stage + 1, self._room_begun
+        source, room = self.links.stage + 1, self._begun.pop(minibatch)
         (parcel,) = self.links.receive("values", source, minibatch)
-        self._begun = None
         # The same layout as in `send`.
         numbers = parcel[: self._head].view(torch.float64)
         length, payload = int(numbers[1]), None
         if length >= 0:
             # On the host: what has room in the parcel.
             payload = parcel[self._head :].cpu().numpy().tobytes()[:length]
-        # The sender sent the rest after it, and gives the next parcel more room, as this side does.
+        # The sender sent the rest after it, and gives later parcels more room, as this side does.
+        _grow(self._received, length)
         if length > room:
             self.links.begin("payloads", source, minibatch, [_spec_of_bytes(length - room)])
             (rest,) = self.links.receive("payloads", source, minibatch)
             payload = (payload or b"") + rest.cpu().numpy().tobytes()
-            self._room_begun = 1 << length.bit_length()
         return SideValues(numbers[0].to(torch.get_default_dtype()), numbers[2:].clone(), payload)
 
     @property
     def _head(self) -> int:
         """Bytes in front of the payload."""
         return 8 * (self.num_stages + 2)
+
+
+def _grow(rooms: deque[int], length: int) -> None:
+    """Take off the room of a parcel with a payload of `length`, and add that of a later one."""
+    room = rooms.popleft()
+    rooms.append(max(rooms[-1], 1 << length.bit_length() if length > room else 0))
 
 
 # ---- tensors and their memory --------------------------------------------------------------------

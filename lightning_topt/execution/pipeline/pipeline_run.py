@@ -38,7 +38,6 @@ from lightning_topt.execution.pipeline.messages import (
     Message,
     Pair,
     ProgramStep,
-    pairs_of,
 )
 from lightning_topt.execution.pipeline.p2p import MessageExchange, RankLinks
 from lightning_topt.execution.pipeline.random_order import OneStageOrder, RandomOrder
@@ -70,10 +69,10 @@ class Example(NamedTuple):
 
 
 class PipelineRun:
-    """The stages of `plan` that this rank runs of `module`, on `device`.
+    """The stages of `plan` that this rank runs of `module`, on `device`, with its `groups`.
 
     All ranks get the parameters and buffers of rank 0; each keeps the parameters that its stages
-    need. Making it is a collective call, as all methods are.
+    need. Making it is a collective call, as all methods are but `abort`.
 
     Raises:
         ValueError: for a schedule that does not exist or take these sizes.
@@ -81,14 +80,19 @@ class PipelineRun:
     """
 
     def __init__(
-        self, plan: ParallelPlan, module: nn.Module, *, device: torch.device, example: Example
+        self,
+        plan: ParallelPlan,
+        module: nn.Module,
+        *,
+        groups: PipelineGroups,
+        device: torch.device,
+        example: Example,
     ) -> None:
-        self.plan, self.module, self.device = plan, module, device
+        self.plan, self.module, self.groups, self.device = plan, module, groups, device
         # None unless the schedule is asynchronous.
         self.lag_per_hop = CONTINUOUS_SCHEDULES.get(plan.schedule or "")
         self._programs = StepPrograms(plan)
         self.schedule = self._programs.schedule(plan.num_microbatches, backward=True)
-        self.groups = PipelineGroups.of_mesh(plan.mesh)
         if not plan.own_batches:
             draw_alike(self.groups.pipeline_group)  # functional operators draw on every rank
         # Trace the example: it says which parameters each stage needs.
@@ -103,15 +107,9 @@ class PipelineRun:
         )
         # Connect, and keep the parameters that the stages of this rank need.
         is_asynchronous = self.lag_per_hop is not None
+        pairs = linked_ranks(self.layout, first.crossings, is_asynchronous=is_asynchronous)
         self.links = RankLinks(
-            plan.mesh.groups_along(plan.mesh.pipeline_axes),
-            _of_every_rank(
-                linked_ranks(self.layout, first.crossings, is_asynchronous=is_asynchronous)
-            ),
-            rest=self.groups.pipeline_group,
-            rank=dist.get_rank(),
-            device=device,
-            names_stages=is_asynchronous,
+            groups, _of_every_rank(pairs), device=device, names_stages=is_asynchronous
         )
         self._peers = MessageExchange(self.links)
         self._originals = dict(module.named_parameters())
@@ -128,7 +126,13 @@ class PipelineRun:
 
     @classmethod
     def start(
-        cls, plan: ParallelPlan, module: nn.Module, *, device: torch.device, example: Example | None
+        cls,
+        plan: ParallelPlan,
+        module: nn.Module,
+        *,
+        groups: PipelineGroups,
+        device: torch.device,
+        example: Example | None,
     ) -> PipelineRun:
         """Return the run; raise PlanError for all that is wrong, and without an example."""
         if example is None:
@@ -137,7 +141,7 @@ class PipelineRun:
                 "microbatch))"
             )
         try:
-            return cls(plan, module, device=device, example=example)
+            return cls(plan, module, groups=groups, device=device, example=example)
         except ValueError as error:
             raise PlanError(str(error)) from error
 
@@ -296,9 +300,9 @@ class PipelineRun:
             )
         # the same on all ranks, so that each message that one sends another one awaits
         schedule = self._programs.schedule(len(microbatches), backward=factors is not None)
-        for flow in set(flows):
-            self.links.check(pairs_of(schedule.rank_of_stage, flow.crossings))
-        program = self._programs.program(schedule, flows, rank=self.groups.rank)
+        program = self._programs.program(
+            schedule, flows, rank=self.groups.rank, sends_wait=self.links.sends_wait
+        )
         passes = [flow.passes for flow in flows]
         try:
             return run_actions(
@@ -317,7 +321,7 @@ class PipelineRun:
             )
         except BaseException:
             # Other ranks are elsewhere in the program now: no further step can be run.
-            self._failed = True
+            self.abort()
             self._peers.forget()
             for of_microbatch in passes:
                 of_microbatch.forget()
@@ -414,20 +418,35 @@ class PipelineRun:
         self.non_local.restore()
         for each, group in self._averaged:
             each.process_group = group
+        self.groups.destroy()
+
+    def abort(self) -> None:
+        """End what is under way after an error, on this rank alone; no further step can be run."""
+        self._failed = True
+        self.groups.abort()
 
 
 def linked_ranks(
     layout: StageLayout, crossings: Crossings, *, is_asynchronous: bool
 ) -> frozenset[Pair]:
-    """Return the ranks of a pipeline (sender, receiver) that exchange something in steps."""
-    pairs = pairs_of(layout.rank_of_stage, crossings)
+    """Return the ranks of a pipeline (sender, receiver) that exchange something in steps.
+
+    Gradients come back of tensors that have some now. Where parameters are frozen now and trained
+    later on, they come without a link.
+    """
+    ranks = layout.rank_of_stage
+    pairs, both = set[Pair](), set[Pair]()
+    for ref, targets in crossings.targets.items():
+        found = {(ranks[crossings.stage_of_call[ref.call]], ranks[target]) for target in targets}
+        pairs |= found
+        both |= found if crossings.specs[ref].requires_grad else set()
     if is_asynchronous:  # stages pass on norms and values, and parameters that they share
-        pairs |= frozenset(pairwise(layout.rank_of_stage))
+        both |= set(pairwise(ranks))
         for name in frozenset[str]().union(*layout.parameters):
             first, *others = layout.holders(name)
-            pairs |= {(first, other) for other in others}
-    # gradients may come back, from later on where parameters are frozen now
-    return pairs | {(receiver, sender) for sender, receiver in pairs}
+            both |= {(first, other) for other in others}
+    pairs |= both | {(receiver, sender) for sender, receiver in both}
+    return frozenset((sender, receiver) for sender, receiver in pairs if sender != receiver)
 
 
 def _of_every_rank(pairs: frozenset[Pair]) -> frozenset[Pair]:

@@ -8,6 +8,7 @@ StageBuffers          all ranks keep buffers, and the stage that changes one has
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,8 +20,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_topt.communication.collectives import travel_device
-from lightning_topt.communication.rank_watch import time_limit
-from lightning_topt.communication.topology import own_group
+from lightning_topt.communication.topology import (
+    abort_groups,
+    destroy_groups,
+    group_of,
+    own_group,
+)
 from lightning_topt.execution.pipeline.step_flows import StageFlow
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.step_flow import StepFlow
@@ -29,46 +34,79 @@ AT_ONCE = 8  # parameters that travel at the same time
 _BROADCAST_BYTES = 250 << 20  # of buffers in one broadcast, as under DDP
 
 
-@dataclass(frozen=True)
 class PipelineGroups:
-    """This rank's place in the mesh, and the process groups that it is in.
+    """This rank's place in the mesh, and the process groups of a plan with stages.
+
+    Making it, and its methods, are collective calls of all ranks, but for `abort`.
 
     Attributes:
         mesh: the plan's.
         rank: the place along the pipeline.
         pipeline: the ranks of this pipeline.
         pipeline_group: their group.
-        data: the ranks that run the same stages on other parts of the batch; None: one part.
+        data_group: the ranks that run the same stages on other parts of the batch, or this alone.
+        data: the same; None: one part.
         data_rank: this rank's part.
         tensor: the ranks that hold slices of the same stages; None without tensor axes.
     """
 
-    mesh: Mesh
-    rank: int
-    pipeline: tuple[int, ...]
-    pipeline_group: dist.ProcessGroup
-    data: dist.ProcessGroup | None
-    data_rank: int
-    tensor: dist.ProcessGroup | None
-
-    @classmethod
-    def of_mesh(cls, mesh: Mesh) -> PipelineGroups:
-        """Return those of this rank. A collective call of all ranks."""
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh, rank = mesh, dist.get_rank()
+        self.rank, self.data_rank = mesh.pipeline_rank(rank), mesh.data_rank(rank)
+        self.pipeline = tuple(mesh.pipeline_of(rank))
+        self._made: list[dist.ProcessGroup] = []
+        atexit.register(self.abort)
         # Groups are made in the same order on all ranks.
-        rank, parts = dist.get_rank(), mesh.groups_along(mesh.data_axes)
-        pipeline_group = own_group(mesh.groups_along(mesh.pipeline_axes))
-        data = own_group(parts) if mesh.data_parallel_size > 1 else None
-        pipeline = tuple(mesh.pipeline_of(rank))
-        tensor = own_group(mesh.groups_along(mesh.tensor_axes)) if mesh.tensor_axes else None
-        return cls(
-            mesh,
-            mesh.pipeline_rank(rank),
-            pipeline,
-            pipeline_group,
-            data,
-            mesh.data_rank(rank),
-            tensor,
-        )
+        self.pipeline_group = self.own(mesh.groups_along(mesh.pipeline_axes))
+        self.data_group = self.own(mesh.groups_along(mesh.data_axes))
+        self.data = self.data_group if mesh.data_parallel_size > 1 else None
+        self.tensor = self.own(mesh.groups_along(mesh.tensor_axes)) if mesh.tensor_axes else None
+
+    def make(
+        self, parts: Sequence[Sequence[int]], *, backend: str | None = None
+    ) -> dist.ProcessGroup | None:
+        """Return the one of `parts` (ranks) that this rank is in as a group, if there is one.
+
+        It lasts as long as the others.
+        """
+        if (group := group_of(parts, backend=backend)) is not None:
+            self._made.append(group)
+        return group
+
+    def own(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        """Do as `make` does where each rank is in one of `parts`."""
+        group = self.make(parts)
+        assert group is not None
+        return group
+
+    def destroy(self) -> None:
+        """Destroy all groups but that of the data ranks. Nothing may be under way on any rank."""
+        dist.barrier()  # a rank that is done would end connections on which others receive
+        destroy_groups([group for group in self._made if group is not self.data])
+        # Optimizers collect their states there, until `close`.
+        self._made = [] if self.data is None else [self.data]
+
+    def close(self) -> None:
+        """Destroy what is left, where nothing of the plan is asked for any more."""
+        destroy_groups(self._made)
+        self._made = []
+        atexit.unregister(self.abort)
+
+    def abort(self) -> None:
+        """End what is under way, after an error: else the device, and so the process, waits."""
+        abort_groups(self._made)
+        self._made = []
+
+    @contextmanager
+    def at_any_time(self) -> Generator[dist.ProcessGroup, None, None]:
+        """Give the group of the pipeline, made anew for this where it has been destroyed."""
+        if self.pipeline_group in self._made:
+            yield self.pipeline_group
+            return
+        group = own_group(self.mesh.groups_along(self.mesh.pipeline_axes))
+        yield group
+        dist.barrier()
+        destroy_groups([group])
 
     @property
     def saves(self) -> bool:
@@ -86,8 +124,7 @@ class PipelineGroups:
             # All ranks make all groups, in the same order.
             for ranks in mesh.groups_along([*mesh.pipeline_axes, *mesh.data_axes]):
                 sharing = [rank for rank in ranks if mesh.pipeline_rank(rank) in places]
-                group = dist.new_group(sharing, timeout=time_limit())
-                if dist.get_rank() in sharing:
+                if (group := self.make([sharing])) is not None:
                     found[places] = group
         return found
 
@@ -369,8 +406,6 @@ def average_over_data_ranks(
         (each, each.process_group) for each in of_batches if each.process_group in (None, everyone)
     ]
     if found:
-        # without data ranks each rank is alone: a group of one, which all ranks must make
-        group = groups.data or own_group([[rank] for rank in range(dist.get_world_size())])
         for each, _ in found:
-            each.process_group = group
+            each.process_group = groups.data_group
     return found

@@ -197,13 +197,14 @@ class StepPrograms:
         return self._schedules[key]
 
     def program(
-        self, schedule: Schedule, flows: Sequence[StageFlow], *, rank: int
+        self, schedule: Schedule, flows: Sequence[StageFlow], *, rank: int, sends_wait: bool
     ) -> tuple[ProgramStep, ...]:
         """Return the program of `rank` of the pipeline; `flows` are those of the microbatches."""
         # Flows are compared by identity: those that are kept serve many steps.
         key = (schedule.name, tuple(flows))
         if (known := self._programs.get(key)) is None:
-            known = rank_program(schedule, [flow.crossings for flow in flows], rank=rank)
+            crossings = [flow.crossings for flow in flows]
+            known = rank_program(schedule, crossings, rank=rank, sends_wait=sends_wait)
             if all(flow.is_kept for flow in flows):
                 if len(self._programs) >= _KEPT:
                     del self._programs[next(iter(self._programs))]

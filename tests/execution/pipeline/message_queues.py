@@ -3,10 +3,10 @@
     programs = [[Compute(1.0), Send("x")], [Receive("x"), Wait("x"), Compute(1.0)]]
     seconds(programs, queue_of=lambda message: "all", transfer_of=lambda message: 0.5)    # 2.5
 
-A rank computes and waits for messages; `Send` and `Receive` only begin. With `queue_of` a rank has
-a queue for each value of it (a communicator): what it has begun there happens in order, and a
-transfer starts when it is in front at both ends. Without, links are free: a transfer starts as soon
-as the sender has sent what it had sent to this receiver before.
+A rank computes and waits for messages, at either end; `Send` and `Receive` only begin. With
+`queue_of` a rank has a queue for each value of it (a communicator): what it has begun there happens
+in order, and a transfer starts when it is in front at both ends. Without, links are free: a
+transfer starts as soon as the sender has sent what it had sent to this receiver before.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Receive(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """The rank waits until the message is here."""
+    """The rank, at either end, waits until the message is over."""
 
     message: Message
 
@@ -71,7 +71,7 @@ def seconds(
     sender_of, receiver_of = ends[Send], ends[Receive]
     queues: dict[Hashable, _Queue] = {}
     arrived: dict[Message, float] = {}
-    waiting: dict[Message, int] = {}
+    waiting: dict[Message, list[int]] = {}
     ready = list(range(len(programs)))
 
     def queue(rank: int, message: Message) -> _Queue:
@@ -93,8 +93,7 @@ def seconds(
                 continue
             start = max(max(one.begun[0][1], one.free) for one in both)
             arrived[each] = end = start + transfer_of(each)
-            if each in waiting:
-                ready.append(waiting.pop(each))
+            ready.extend(waiting.pop(each, ()))
             for one in both:
                 one.begun.popleft()
                 one.free = end
@@ -110,7 +109,7 @@ def seconds(
                 clocks[rank] += op.seconds
             elif isinstance(op, Wait):
                 if op.message not in arrived:
-                    waiting[op.message] = rank
+                    waiting.setdefault(op.message, []).append(rank)
                     break
                 clocks[rank] = max(clocks[rank], arrived[op.message])
             elif isinstance(op, Send) or queue_of is not None:

@@ -16,6 +16,8 @@ from lightning_topt.execution.pipeline.messages import (
     ProgramStep,
     rank_program,
 )
+from lightning_topt.execution.pipeline.pipeline_run import linked_ranks
+from lightning_topt.execution.pipeline.stage_layout import StageLayout
 from lightning_topt.graph.step_flow import LeafSpec, TensorRef
 from lightning_topt.schedules.schedules import SCHEDULES, Schedule, forward_schedule, make_schedule
 
@@ -51,9 +53,12 @@ def channel(message: Message) -> tuple[int, int, bool]:
     return message.sender, message.receiver, message.is_gradient
 
 
-def check(schedule: Schedule) -> None:
+def check(schedule: Schedule, *, sends_wait: bool) -> None:
     crossings = [crossings_of(schedule.num_stages)] * schedule.num_microbatches
-    ranks = [rank_program(schedule, crossings, rank=rank) for rank in range(schedule.num_ranks)]
+    ranks = [
+        rank_program(schedule, crossings, rank=rank, sends_wait=sends_wait)
+        for rank in range(schedule.num_ranks)
+    ]
     sent, begun = {}, {}
     for rank, steps in enumerate(ranks):
         assert tuple(step.action for step in steps) == schedule.actions[rank]
@@ -97,7 +102,8 @@ def test_channels_are_in_one_order_at_both_ends(name: str) -> None:
     of_name = [schedule for schedule in schedules() if schedule.name == name]
     assert of_name
     for schedule in of_name:
-        check(schedule)
+        check(schedule, sends_wait=False)
+        check(schedule, sends_wait=True)
 
 
 def test_receives_begin_shortly_before_they_are_needed() -> None:
@@ -120,3 +126,23 @@ def test_receives_begin_shortly_before_they_are_needed() -> None:
     assert waiting == 0 and max(open_at_once) <= 3, (
         "buffers for the next passes, not for all microbatches"
     )
+
+
+def test_links_lead_back_where_something_has_a_gradient() -> None:
+    """All stages need an index of the first, and the last one a parameter of it."""
+    specs = {TensorRef(s, 0): TRAINED for s in range(3)} | {TensorRef(0, 1): INDEX}
+    targets = {TensorRef(s, 0): (s + 1,) for s in range(3)} | {TensorRef(0, 1): (1, 2, 3)}
+    crossings = Crossings(targets, specs, (0, 1, 2, 3))
+    parameters = (frozenset({"a"}), frozenset[str](), frozenset[str](), frozenset({"a"}))
+    layout = StageLayout((0, 1, 2, 3), parameters, {})
+    neighbours = {(s, s + 1) for s in range(3)} | {(s + 1, s) for s in range(3)}
+    found = linked_ranks(layout, crossings, is_asynchronous=False)
+    assert found == neighbours | {(0, 2), (0, 3)}
+    found = linked_ranks(layout, crossings, is_asynchronous=True)
+    assert found == neighbours | {(0, 2), (0, 3), (3, 0)}
+    frozen = Crossings(targets, dict.fromkeys(specs, INDEX), (0, 1, 2, 3))
+    assert (1, 0) not in linked_ranks(layout, frozen, is_asynchronous=False)
+    # stages of one rank need none
+    looped = StageLayout((0, 1, 0, 1), parameters, {})
+    found = linked_ranks(looped, crossings, is_asynchronous=False)
+    assert found == {(0, 1), (1, 0)}

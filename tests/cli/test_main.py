@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch import Callback
 
+from lightning_topt.cli import main
 from lightning_topt.cli.train import print_record
 from lightning_topt.communication import TopK
 from lightning_topt.costs.cluster import Accuracy, Cluster, ErrorFigure
@@ -111,6 +112,22 @@ def test_the_same_seed_gives_the_same_metric(trained, tmp_path):
     [
         (["tarin"], "no command 'tarin'; choose one of plan, train, calibrate"),
         (["train", "trainer.max_epoch=1"], "Could not override 'trainer.max_epoch'"),
+        (["train", "strategy=ddp", "data.max_bytes=10"], "raise max_bytes"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_use_is_one_sentence_and_exit_code_2(arguments, words, tmp_path):
+    result = topt(*arguments, folder=tmp_path)
+    assert result.returncode == 2, result.stderr
+    # each rank may say it
+    (line,) = {line for line in result.stderr.splitlines() if line.startswith("topt: ")}
+    assert words in line
+    assert "Traceback" not in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
         (["train", "model=resnet"], "Could not find 'model/resnet'"),
         (["plan", "cluster=mine"], "Could not find 'cluster/mine'"),
         (["train", "+trainer.colour=red"], "colour"),
@@ -138,17 +155,21 @@ def test_the_same_seed_gives_the_same_metric(trained, tmp_path):
             "cut into 7 slices",
         ),
         (["calibrate", "accelerator=abacus"], "accelerator must be cpu or cuda"),
-        (["train", "strategy=ddp", "data.max_bytes=10"], "raise max_bytes"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_wrong_use_is_one_sentence_and_exit_code_2(arguments, words, tmp_path):
-    result = topt(*arguments, folder=tmp_path)
-    assert result.returncode == 2, result.stderr
-    # each rank may say it
-    (line,) = {line for line in result.stderr.splitlines() if line.startswith("topt: ")}
+def test_all_wrong_use_is_one_sentence(arguments, words, tmp_path, monkeypatch, capsys):
+    """In this process: the commands end it as the programs above do."""
+    monkeypatch.setattr(sys, "argv", ["topt", *arguments])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        main.run(arguments[0])
+    said = capsys.readouterr()
+    assert end.value.code == 2, said.err
+    (line,) = (line for line in said.err.splitlines() if line.startswith("topt: "))
     assert words in line
-    assert "Traceback" not in result.stdout + result.stderr
+    assert "Traceback" not in said.out + said.err
 
 
 def test_a_bug_in_user_code_keeps_its_traceback(tmp_path):
@@ -193,20 +214,12 @@ def test_plan_for_several_numbers_of_devices(tmp_path):
 
 
 def test_a_plan_made_by_topt_plan_runs_in_topt_train(tmp_path):
-    """The training in interpreters of its own, to which nothing was imported."""
-    limit = ["strategy.memory_limit=1GiB", "strategy.objective=memory"]
-    finished(
-        topt(
-            "plan",
-            *TINY,
-            *limit,
-            "cluster=local_cpu",
-            f"hydra.run.dir={tmp_path}/plan",
-            folder=tmp_path,
-        )
-    )
+    """The training in an interpreter of its own, to which nothing was imported."""
+    tiny, options = [*TINY, "trainer.devices=1"], ["cluster=local_cpu", "strategy.objective=memory"]
+    limit = [*options, "strategy.memory_limit=1GiB", f"hydra.run.dir={tmp_path}/plan"]
+    finished(topt("plan", *tiny, *limit, folder=tmp_path))
     plan = f"strategy.plan={tmp_path}/plan/plan.yaml"
-    arguments = [*TINY, plan, "trainer.limit_train_batches=8", f"hydra.run.dir={tmp_path}/train"]
+    arguments = [*tiny, plan, "trainer.limit_train_batches=8", f"hydra.run.dir={tmp_path}/train"]
     finished(topt("train", *arguments, folder=tmp_path, python=sys.executable))
     record = json.loads((tmp_path / "train" / "run.json").read_text())
     assert (
@@ -301,8 +314,11 @@ def test_calibrate_writes_a_cluster_and_keeps_it_for_later_runs(tmp_path, monkey
     (entry,) = json.loads(kept.read_text())["entries"].values()
     assert Cluster.from_dict(entry["value"]) == cluster
     assert "No calibration of these ranks was kept before" in " ".join(output.split())
+    # again, on ranks that torchrun starts
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     arguments = f"output={tmp_path}/again.yaml", f"hydra.run.dir={tmp_path}/run"
-    output = " ".join(finished(topt("calibrate", *arguments, folder=tmp_path)).split())
+    command = [*launcher, "-m", "lightning_topt.cli.main", "calibrate", *arguments]
+    output = " ".join(finished(run_python(*command, folder=tmp_path)).split())
     assert (
         "Half of the constants changed by at most" in output
         and "since the calibration before" in output
@@ -311,7 +327,7 @@ def test_calibrate_writes_a_cluster_and_keeps_it_for_later_runs(tmp_path, monkey
         Cluster.load(tmp_path / "again.yaml"),
         json.loads((tmp_path / "run/calibration.json").read_text()),
     )
-    assert record["seconds"] < 120
+    assert record["seconds"] < 120 and again.num_devices == 2
     changed = {each["constant"]: (each["before"], each["now"]) for each in record["changes"]}
     assert changed["memory bandwidth"] == (
         cluster.device.memory_bandwidth,
@@ -321,20 +337,6 @@ def test_calibrate_writes_a_cluster_and_keeps_it_for_later_runs(tmp_path, monkey
         each["constant"] for each in record["points"]
     }
     assert len(record["points"]) > 20
-
-
-def test_calibrate_under_torchrun(tmp_path):
-    command = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "lightning_topt.cli.main",
-    ]
-    finished(run_python(*command, "calibrate", f"output={tmp_path}/cluster.yaml", folder=tmp_path))
-    assert Cluster.load(tmp_path / "cluster.yaml").num_devices == 2
 
 
 def test_help_and_version(tmp_path):

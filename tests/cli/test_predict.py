@@ -95,7 +95,7 @@ def test_one_sentence_for_plans_that_cannot_be(topt, arguments, sentence):
 
 
 def test_a_plan_of_another_model(topt, tmp_path):
-    assert topt("plan", "cluster=local_cpu")[0] == 0
+    assert topt("plan", "cluster=local_cpu", "tensor=false", "pipeline=false")[0] == 0
     path = tmp_path / "plan" / "plan.yaml"
     code, output = topt("predict", f"plan={path}", "cluster=local_cpu", "model.hidden=64")
     assert code == 2 and "made for another model" in output

@@ -236,10 +236,17 @@ def runs_under_ddp(names: tuple[str, ...], limit_seconds: float) -> dict[str, li
 
 
 def compare_counts(
-    names: Sequence[str], strategy: MakeStrategy, *, limit_seconds: float = 60
+    names: Sequence[str],
+    strategy: MakeStrategy,
+    *,
+    among: Sequence[str] = (),
+    limit_seconds: float = 60,
 ) -> list[Outcome]:
-    """The outcomes of all programs on both of 2 ranks, under ddp and `strategy`."""
-    under_ddp = runs_under_ddp(tuple(names), limit_seconds)
+    """The outcomes of programs on both of 2 ranks, under ddp and `strategy`.
+
+    The programs `among` which they are run under ddp together, once for all strategies.
+    """
+    under_ddp = runs_under_ddp(tuple(among or names), limit_seconds)
     outcomes = []
     for name, told in run_programs(names, strategy, limit_seconds=limit_seconds).items():
         for rank, (run, evidence) in enumerate(told):

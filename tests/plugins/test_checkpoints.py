@@ -4,6 +4,7 @@ strategy with the same loss.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from tests.plugins.trainer_ranks import (
+    InTurn,
     OwnShare,
     RecordingGPT,
     loader,
@@ -100,13 +102,28 @@ def resume(rank: int, plan: str | None, path: str) -> Any:
     return module.losses, module.state_dict(), saved.batches, data.loads, rates, trainer.global_step
 
 
+def save_each(rank: int, folder: Path) -> None:
+    for plan in (*PLANS, "lightning"):
+        save(rank, plan, str(folder / f"{plan}.ckpt"))
+
+
+# Each file is resumed by two others, and each strategy resumes two others' files.
+FILES: list[str] = [*PLANS, "lightning", "one process"]
+RESUMED = [(one, FILES[(i + by) % len(FILES)]) for by in (1, 4) for i, one in enumerate(FILES)]
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("checkpoints")
-    for plan in (*PLANS, "lightning"):
-        on_ranks(save, plan, str(folder / f"{plan}.ckpt"))
+    on_ranks(save_each, folder)
     save(0, None, str(folder / "one process.ckpt"))
     return {path.stem: str(path) for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def resumptions(checkpoints: dict[str, str]) -> InTurn:
+    pairs = [(target, checkpoints[file]) for file, target in RESUMED if target != "one process"]
+    return InTurn(resume, pairs)
 
 
 @pytest.fixture(scope="module")
@@ -118,15 +135,18 @@ def uninterrupted() -> Any:
     return module.losses[4:], module.state_dict()
 
 
-@pytest.mark.parametrize("target", [*PLANS, "lightning", None])
-@pytest.mark.parametrize("source", [*PLANS, "lightning", "one process"])
+@pytest.mark.parametrize(("source", "target"), RESUMED)
 def test_resume_with_the_same_loss(
-    checkpoints: dict[str, str], uninterrupted: Any, source: str, target: str | None
+    checkpoints: dict[str, str],
+    resumptions: InTurn,
+    uninterrupted: Any,
+    source: str,
+    target: str,
 ) -> None:
     results = (
         [resume(0, None, checkpoints[source])]
-        if target is None
-        else on_ranks(resume, target, checkpoints[source])
+        if target == "one process"
+        else resumptions(target, checkpoints[source])
     )
     for losses, state, batches, loads, rates, steps in results:
         assert losses == pytest.approx(uninterrupted[0], rel=1e-5)
@@ -142,7 +162,10 @@ def test_file_is_plain_and_holds_the_plan(checkpoints: dict[str, str], plan: str
     theirs = torch.load(checkpoints["lightning"], weights_only=True)
     stored = ParallelPlan.from_dict(ours.pop("lightning_topt")["plan"])
     assert {block.config.storage.level for block in stored.blocks} == {PLANS.index(plan)}
-    assert ours.keys() == theirs.keys()
+    assert ours.keys() == theirs.keys() and [*ours["state_dict"]] == [*theirs["state_dict"]]
+    for name, value in theirs["state_dict"].items():
+        assert type(ours["state_dict"][name]) is Tensor
+        torch.testing.assert_close(ours["state_dict"][name], value, rtol=1e-4, atol=2e-6)
     state, expected = ours["optimizer_states"][0], theirs["optimizer_states"][0]
     assert state["param_groups"] == expected["param_groups"]
     assert state["state"].keys() == expected["state"].keys()
@@ -157,19 +180,18 @@ def test_file_is_plain_and_holds_the_plan(checkpoints: dict[str, str], plan: str
     assert restored.hparams == {"layers": 2}
 
 
-def other_size(rank: int, plan: str, path: str) -> Any:
-    return resume(rank, plan, path)
+def resume_each(rank: int, plans: Sequence[str], path: str) -> list[Any]:
+    return [resume(rank, plan, path) for plan in plans]
 
 
-@pytest.mark.parametrize("plan", ["zero1", "zero3"])
-def test_other_world_size(checkpoints: dict[str, str], uninterrupted: Any, plan: str) -> None:
-    for losses, state, *_ in on_ranks(
-        other_size, plan, checkpoints["zero3+recompute"], world_size=4
-    ):
-        assert losses == pytest.approx(uninterrupted[0], rel=1e-5)
-        torch.testing.assert_close(
-            state["head.weight"], uninterrupted[1]["head.weight"], rtol=1e-4, atol=2e-6
-        )
+def test_other_world_size(checkpoints: dict[str, str], uninterrupted: Any) -> None:
+    plans = ("zero1", "zero3")
+    for found in on_ranks(resume_each, plans, checkpoints["zero3+recompute"], world_size=4):
+        for plan, (losses, state, *_) in zip(plans, found, strict=True):
+            assert losses == pytest.approx(uninterrupted[0], rel=1e-5), plan
+            torch.testing.assert_close(
+                state["head.weight"], uninterrupted[1]["head.weight"], rtol=1e-4, atol=2e-6
+            )
 
 
 # ---- ModelCheckpoint -----------------------------------------------------------------------------
@@ -180,7 +202,7 @@ class Worsening(RecordingGPT):
         self.log("score", float(self.current_epoch), sync_dist=True)
 
 
-def model_checkpoint(rank: int, plan: str, folder: str) -> Any:
+def model_checkpoint(rank: int, plan: str, folder: Path) -> Any:
     torch.manual_seed(0)
     keep = ModelCheckpoint(
         folder, filename="{epoch}", monitor="score", mode="min", save_top_k=2, save_last=True
@@ -188,7 +210,7 @@ def model_checkpoint(rank: int, plan: str, folder: str) -> Any:
     trainer = topt_trainer(plan, callbacks=[keep], enable_checkpointing=True, max_epochs=4)
     module = Worsening()
     trainer.fit(module, loader(16), loader(16))
-    files = sorted(path.name for path in Path(folder).iterdir())
+    files = sorted(path.name for path in folder.iterdir())
     tested = trainer.test(module, loader(16), ckpt_path="best", verbose=False)[0]["test_loss"]
     new = topt_trainer(plan).test(
         RecordingGPT(), loader(16), ckpt_path=keep.best_model_path, verbose=False
@@ -196,12 +218,16 @@ def model_checkpoint(rank: int, plan: str, folder: str) -> Any:
     return files, Path(keep.best_model_path).name, tested, new[0]["test_loss"]
 
 
-@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero3"])
-def test_model_checkpoint_keeps_the_best_and_the_last(plan: str, tmp_path: Path) -> None:
-    for files, best, tested, new in on_ranks(model_checkpoint, plan, str(tmp_path)):
-        assert files == ["epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"]
-        assert best == "epoch=0.ckpt"
-        assert tested == pytest.approx(new, rel=1e-6)
+def model_checkpoints(rank: int, folder: Path) -> dict[str, Any]:
+    return {plan: model_checkpoint(rank, plan, folder / plan) for plan in ("ddp", "zero1", "zero3")}
+
+
+def test_model_checkpoint_keeps_the_best_and_the_last(tmp_path: Path) -> None:
+    for found in on_ranks(model_checkpoints, tmp_path):
+        for plan, (files, best, tested, new) in found.items():
+            assert files == ["epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"], plan
+            assert best == "epoch=0.ckpt", plan
+            assert tested == pytest.approx(new, rel=1e-6), plan
 
 
 class WithObject(RecordingGPT):

@@ -4,6 +4,7 @@ as far as that can be.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,14 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor
 
 from lightning_topt import CompressedDDPStrategy, LocalSteps, LocalStepsStrategy, TopK
-from tests.plugins.trainer_ranks import OwnShare, RecordingGPT, compressed, make_trainer, on_ranks
+from tests.plugins.trainer_ranks import (
+    InTurn,
+    OwnShare,
+    RecordingGPT,
+    compressed,
+    make_trainer,
+    on_ranks,
+)
 
 State = dict[str, Any]
 
@@ -70,9 +78,8 @@ def saved_state(path: Path) -> State:
 
 
 def resumed(
-    rank: int, folder: Path, options: dict[str, Any]
+    rank: int, path: Path, options: dict[str, Any]
 ) -> tuple[list[float], list[float], bool]:
-    path = folder / "one.ckpt"
     whole = fit(compressed(**options), epochs=3)
     first = fit(compressed(**options), epochs=1, save=path)
     second = fit(compressed(**options), epochs=3, resume=path)
@@ -82,36 +89,44 @@ def resumed(
     return whole.losses, first.losses + second.losses, equal
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"density": 0.1},
-        {"density": 0.1, "momentum": 0.9, "value_dtype": "bfloat16", "warmup_steps": 8},
-        {"density": 0.1, "hierarchical": True, "nodes": 2, "momentum": 0.5},
-        {"method": "powersgd"},
-        {"method": "sign"},
-        {"method": "demo", "chunk": 8},
-        {"method": "demo", "hierarchical": True, "nodes": 2},
-        {"method": "bf16"},
-        {"method": "bounded_loss", "tolerance": 0.0},
-    ],
-    ids=lambda options: "-".join(map(str, options.values())),
-)
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, options: dict[str, Any]) -> None:
-    for whole, parts, equal in on_ranks(resumed, tmp_path, options):
+EXACT: list[dict[str, Any]] = [
+    {"density": 0.1},
+    {"density": 0.1, "momentum": 0.9, "value_dtype": "bfloat16", "warmup_steps": 8},
+    {"density": 0.1, "hierarchical": True, "nodes": 2, "momentum": 0.5},
+    {"method": "powersgd"},
+    {"method": "sign"},
+    {"method": "demo", "chunk": 8},
+    {"method": "demo", "hierarchical": True, "nodes": 2},
+    {"method": "bf16"},
+    {"method": "bounded_loss", "tolerance": 0.0},
+]
+OF_SHARDS: list[dict[str, Any]] = [
+    {"density": 0.1, "hierarchical": True},
+    {"density": None, "bits": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], list[Any]]:
+    path = tmp_path_factory.mktemp("resumed") / "one.ckpt"
+    in_turn = InTurn(resumed, [(path, options) for options in (*EXACT, *OF_SHARDS)])
+    return lambda options: in_turn(path, options)
+
+
+@pytest.mark.parametrize("options", EXACT, ids=lambda options: "-".join(map(str, options.values())))
+def test_a_resumed_run_is_the_uninterrupted_one(runs: Any, options: dict[str, Any]) -> None:
+    for whole, parts, equal in runs(options):
         assert len(whole) == 12 and parts == whole and equal
 
 
-@pytest.mark.parametrize(
-    "options", [{"density": 0.1, "hierarchical": True}, {"density": None, "bits": 2}]
-)
+@pytest.mark.parametrize("options", OF_SHARDS)
 def test_a_resumed_run_of_several_shards_is_nearly_the_uninterrupted_one(
-    tmp_path: Path, options: dict[str, Any]
+    runs: Any, options: dict[str, Any]
 ) -> None:
     """DDP lays its buckets anew after its first step: that step chooses among other shards, and
     rounds in other groups.
     """
-    for whole, parts, _ in on_ranks(resumed, tmp_path, options):
+    for whole, parts, _ in runs(options):
         assert parts == pytest.approx(whole, rel=1e-3) and parts[:5] == whole[:5]
 
 
@@ -139,14 +154,18 @@ def test_checkpoints_without_residuals_start_at_zero(tmp_path: Path) -> None:
 # ---- other numbers of ranks ----------------------------------------------------------------------
 
 
-def first_part(rank: int, path: Path, options: dict[str, Any]) -> None:
-    fit(compressed(**options), epochs=1, save=path)
+def first_parts(rank: int, several: dict[Path, dict[str, Any]]) -> None:
+    for path, options in several.items():
+        fit(compressed(density=0.1, **options), epochs=1, save=path)
 
 
-def second_part(rank: int, path: Path, options: dict[str, Any]) -> State:
-    module = fit(compressed(**options), epochs=2, resume=path)
-    assert len(module.losses) > 0
-    return module.at_start
+def second_parts(rank: int, several: list[tuple[Path, dict[str, Any]]]) -> list[State]:
+    found = []
+    for path, options in several:
+        module = fit(compressed(density=0.1, **options), epochs=2, resume=path)
+        assert len(module.losses) > 0
+        found.append(module.at_start)
+    return found
 
 
 def mean(states: list[State], kind: str = "residual") -> dict[str, Tensor]:
@@ -156,29 +175,26 @@ def mean(states: list[State], kind: str = "residual") -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize(
-    ("ranks", "before", "after"),
-    [
-        ((2, 4), {}, {}),
-        ((4, 2), {}, {}),
-        ((4, 2), {"nodes": 2}, {}),  # of two nodes to two ranks
-        ((2, 4), {}, {"nodes": 2}),
-    ],
-)
-def test_other_world_size_keeps_the_mean_pending_gradient(
-    tmp_path: Path, ranks: tuple[int, int], before: dict[str, Any], after: dict[str, Any]
-) -> None:
-    path = tmp_path / "one.ckpt"
-    on_ranks(first_part, path, {"density": 0.1, **before}, world_size=ranks[0])
-    loaded = on_ranks(second_part, path, {"density": 0.1, **after}, world_size=ranks[1])[0]
+def assert_same_mean(path: Path, loaded: State, *, before: int, after: int) -> None:
     saved = saved_state(path)
-    assert len(saved["ranks"]) == before.get("nodes", ranks[0]) and len(
-        loaded["ranks"]
-    ) == after.get("nodes", ranks[1])
+    assert (len(saved["ranks"]), len(loaded["ranks"])) == (before, after), path
     expected, found = mean(saved["ranks"]), mean(loaded["ranks"])
-    assert any(value.abs().max() > 0 for value in expected.values())
+    assert any(value.abs().max() > 0 for value in expected.values()), path
     for name, value in expected.items():
         torch.testing.assert_close(found[name].view(-1), value.view(-1))
+
+
+def test_other_world_size_keeps_the_mean_pending_gradient(tmp_path: Path) -> None:
+    two, four, nodes = (tmp_path / f"{name}.ckpt" for name in ("two", "four", "nodes"))
+    of_two = {"nodes": 2}
+    on_ranks(first_parts, {four: {}, nodes: of_two}, world_size=4)
+    on_ranks(first_parts, {two: {}})
+    by_rank, by_node = on_ranks(second_parts, [(two, {}), (two, of_two)], world_size=4)[0]
+    assert_same_mean(two, by_rank, before=2, after=4)
+    assert_same_mean(two, by_node, before=2, after=2)
+    from_ranks, from_nodes = on_ranks(second_parts, [(four, {}), (nodes, {})])[0]
+    assert_same_mean(four, from_ranks, before=4, after=2)
+    assert_same_mean(nodes, from_nodes, before=2, after=2)
 
 
 # ---- other strategies ----------------------------------------------------------------------------

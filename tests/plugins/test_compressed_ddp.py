@@ -25,6 +25,7 @@ from lightning_topt.communication import LinkCosts, LocalSteps, PowerSGD, TopK
 from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy, make_topology
 from tests.models import GPT, Branching, batch_for
 from tests.plugins.trainer_ranks import (
+    InTurn,
     RecordingGPT,
     _as_torchrun,
     compressed,
@@ -91,6 +92,10 @@ def fits(rank: int, *runs: tuple[dict[str, Any] | None, dict[str, Any]]) -> list
     return [fit(options, **kwargs) for options, kwargs in runs]
 
 
+def fit_with(rank: int, options: dict[str, Any] | None) -> dict[str, Any]:
+    return fit(options)
+
+
 def largest_difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
     return max((first[name].double() - second[name].double()).abs().max().item() for name in first)
 
@@ -106,23 +111,34 @@ def assert_equal_ranks(results: list[list[dict[str, Any]]]) -> None:
 # ---- the same as ddp -----------------------------------------------------------------------------
 
 
+EVERYTHING: dict[int, list[dict[str, Any]]] = {
+    2: [
+        {"density": 1.0},
+        {"density": 1.0, "value_dtype": "float32", **NOTHING_EXEMPT},
+        {"density": 1.0, "nodes": 2, "hierarchical": True},
+        {"method": "dense"},
+        {"method": "bounded_loss", "tolerance": 0.0},
+    ],
+    4: [
+        {"density": 1.0, "nodes": 2},
+        {"method": "dense", "nodes": 2},
+        {"method": "bounded_loss", "tolerance": 0.0, "nodes": 2},
+    ],
+}
+SENT = {
+    ranks: InTurn(fit_with, [(options,) for options in (None, *several)], world_size=ranks)
+    for ranks, several in EVERYTHING.items()
+}
+
+
 @pytest.mark.parametrize(
     ("options", "ranks"),
-    [
-        ({"density": 1.0}, 2),
-        ({"density": 1.0, "value_dtype": "float32", **NOTHING_EXEMPT}, 2),
-        ({"density": 1.0, "nodes": 2, "hierarchical": True}, 2),
-        ({"density": 1.0, "nodes": 2}, 4),
-        ({"method": "dense"}, 2),
-        ({"method": "dense", "nodes": 2}, 4),
-        ({"method": "bounded_loss", "tolerance": 0.0}, 2),
-        ({"method": "bounded_loss", "tolerance": 0.0, "nodes": 2}, 4),
-    ],
+    [(options, ranks) for ranks, several in EVERYTHING.items() for options in several],
 )
 def test_everything_sent_equals_ddp(options: dict[str, Any], ranks: int) -> None:
-    results = on_ranks(fits, (None, {}), (options, {}), world_size=ranks)
-    assert_equal_ranks(results)
-    for dense, ours in results:
+    results = SENT[ranks](options)
+    assert_equal_ranks([[ours] for ours in results])
+    for dense, ours in zip(SENT[ranks](None), results, strict=True):
         assert ours["losses"] == pytest.approx(dense["losses"], rel=1e-5)
         assert largest_difference(ours["state"], dense["state"]) < 1e-5
 
@@ -142,31 +158,31 @@ class Easy(RecordingGPT):
 
 
 def learns(rank: int, options: dict[str, Any]) -> dict[str, Any]:
-    return fit(options, module=Easy(), max_steps=25, max_epochs=-1)
+    return fit({**options, "debug": True}, module=Easy(), max_steps=25, max_epochs=-1)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"density": 0.05},
-        {
-            "density": 0.05,
-            "value_dtype": "bfloat16",
-            "warmup_steps": 5,
-            "exempt": ("norm", "bias", "embedding"),
-        },
-        {"density": 0.05, "hierarchical": True, "nodes": 2},
-        {"density": None, "bits": 2},
-        {"method": "powersgd"},
-        {"method": "bf16"},
-        {"method": "fp16"},
-        {"method": "sign"},
-        {"method": "bounded_loss", "tolerance": 0.05},
-    ],
-    ids=lambda options: "-".join(map(str, options.values())),
-)
+LOSSY: list[dict[str, Any]] = [
+    {"density": 0.05},
+    {
+        "density": 0.05,
+        "value_dtype": "bfloat16",
+        "warmup_steps": 5,
+        "exempt": ("norm", "bias", "embedding"),
+    },
+    {"density": 0.05, "hierarchical": True, "nodes": 2},
+    {"density": None, "bits": 2},
+    {"method": "powersgd"},
+    {"method": "bf16"},
+    {"method": "fp16"},
+    {"method": "sign"},
+    {"method": "bounded_loss", "tolerance": 0.05},
+]
+LEARNS = InTurn(learns, [(options,) for options in LOSSY])
+
+
+@pytest.mark.parametrize("options", LOSSY, ids=lambda options: "-".join(map(str, options.values())))
 def test_it_learns_and_ranks_stay_equal(options: dict[str, Any]) -> None:
-    first, second = on_ranks(learns, {**options, "debug": True})
+    first, second = LEARNS(options)
     assert_equal_ranks([[first], [second]])
     assert first["losses"][-1] < 0.6 * first["losses"][0]
 
@@ -185,12 +201,17 @@ def test_gradients_are_compressed_on_the_cpu_too() -> None:
 # ---- precision, accumulation, clipping -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true"])
+def in_precision(rank: int, precision: str) -> list[dict[str, Any]]:
+    return [fit(options, precision=precision) for options in (None, {"density": 1.0})]
+
+
+PRECISIONS = ("bf16-mixed", "16-mixed", "bf16-true")
+IN_PRECISION = InTurn(in_precision, [(precision,) for precision in PRECISIONS])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_precisions_equal_ddp(precision: str) -> None:
-    ours: dict[str, Any] = {"density": 1.0}
-    for dense, result in on_ranks(
-        fits, (None, {"precision": precision}), (ours, {"precision": precision})
-    ):
+    for dense, result in IN_PRECISION(precision):
         assert result["losses"] == pytest.approx(dense["losses"], rel=2e-2)
         assert largest_difference(result["state"], dense["state"]) < 2e-2
         assert len(set(result["losses"])) > 2
@@ -221,16 +242,23 @@ class Overflow(SgdGPT):
 def overflows(rank: int, options: dict[str, Any] | None) -> dict[str, Any]:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    torch.manual_seed(0)
     return fit(options, module=Overflow(), plugins=[plugin])
 
 
-@pytest.mark.parametrize(
-    "options", [{"density": 0.1}, {"method": "powersgd"}, {"density": 1.0, "error_feedback": False}]
-)
+SKIPPING: list[dict[str, Any]] = [
+    {"density": 0.1},
+    {"method": "powersgd"},
+    {"density": 1.0, "error_feedback": False},
+]
+OVERFLOWS = InTurn(overflows, [(options,) for options in (None, *SKIPPING)])
+
+
+@pytest.mark.parametrize("options", SKIPPING)
 def test_overflow_skips_the_step_on_all_ranks_and_keeps_the_residual(
     options: dict[str, Any],
 ) -> None:
-    dense, ours = on_ranks(overflows, None)[0], on_ranks(overflows, options)
+    dense, ours = OVERFLOWS(None)[0], OVERFLOWS(options)
     assert_equal_ranks([[result] for result in ours])
     for rank, result in enumerate(ours):
         weights, norms, scales = zip(*result["records"], strict=True)
@@ -322,15 +350,22 @@ def of_module(
     return fit(options, module=kind(), ddp=ddp, max_steps=6)
 
 
-@pytest.mark.parametrize("kind", [Groups, Manual])
-@pytest.mark.parametrize(
-    "ddp", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str
+GRAPHS: list[dict[str, Any]] = [{}, {"static_graph": True}, {"find_unused_parameters": True}]
+OF_MODULES = InTurn(
+    of_module,
+    [
+        (kind, options, ddp)
+        for kind in (Groups, Manual)
+        for ddp in GRAPHS
+        for options in (None, {"density": 1.0})
+    ],
 )
+
+
+@pytest.mark.parametrize("kind", [Groups, Manual])
+@pytest.mark.parametrize("ddp", GRAPHS, ids=str)
 def test_modules_equal_ddp(kind: type[L.LightningModule], ddp: dict[str, Any]) -> None:
-    dense, ours = (
-        on_ranks(of_module, kind, None, ddp),
-        on_ranks(of_module, kind, {"density": 1.0}, ddp),
-    )
+    dense, ours = OF_MODULES(kind, None, ddp), OF_MODULES(kind, {"density": 1.0}, ddp)
     for first, second in zip(dense, ours, strict=True):
         assert second["losses"] == pytest.approx(first["losses"], rel=1e-5)
         assert largest_difference(first["state"], second["state"]) < 1e-5
@@ -350,43 +385,44 @@ class TwoOptimizers(Manual):
         return loss.detach()
 
 
-def two_optimizers(rank: int, options: dict[str, Any] | None) -> tuple[dict[str, Any], list[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        result = fit(options, module=TwoOptimizers())
-    return result, [
-        str(warning.message) for warning in caught if "several optimizers" in str(warning.message)
-    ]
+def two_optimizers(rank: int) -> list[tuple[dict[str, Any], list[str]]]:
+    found = []
+    for options in (None, {"density": 1.0}, {"method": "bf16"}):
+        torch.manual_seed(0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            result = fit(options, module=TwoOptimizers())
+        said = [str(warning.message) for warning in caught]
+        found.append((result, [text for text in said if "several optimizers" in text]))
+    return found
 
 
 def test_several_optimizers_are_warned_of_what_error_feedback_can_lose() -> None:
-    dense, _ = on_ranks(two_optimizers, None)[0]
-    ours, said = on_ranks(two_optimizers, {"density": 1.0})[0]
+    (dense, _), (ours, said), (_, nothing) = on_ranks(two_optimizers)[0]
     assert ours["losses"] == pytest.approx(dense["losses"], rel=1e-5) and len(said) == 1
-    assert on_ranks(two_optimizers, {"method": "bf16"})[0][1] == []
+    assert nothing == []
 
 
-def unused(rank: int, options: dict[str, Any] | None) -> dict[str, Any]:
-    torch.manual_seed(0)
-    module = Unused()
-    kwargs: dict[str, Any] = {"find_unused_parameters": True}
-    strategy = DDPStrategy(**kwargs) if options is None else compressed(**options, **kwargs)
-    trainer = make_trainer(strategy, devices=2, max_steps=6)
-    trainer.fit(module, module.train_dataloader())
-    return {"state": state(module)}
+def unused(rank: int) -> list[dict[str, Any]]:
+    found = []
+    for options in (None, {"density": 1.0}, {"density": 0.2}):
+        torch.manual_seed(0)
+        module = Unused()
+        kwargs: dict[str, Any] = {"find_unused_parameters": True}
+        strategy = DDPStrategy(**kwargs) if options is None else compressed(**options, **kwargs)
+        trainer = make_trainer(strategy, devices=2, max_steps=6)
+        trainer.fit(module, module.train_dataloader())
+        found.append({"state": state(module)})
+    return found
 
 
 def test_unused_parameters() -> None:
-    dense, ours, sparse = (
-        on_ranks(unused, None),
-        on_ranks(unused, {"density": 1.0}),
-        on_ranks(unused, {"density": 0.2}),
-    )
-    assert largest_difference(dense[0]["state"], ours[0]["state"]) < 1e-5
-    assert_equal_ranks([[result] for result in ours])
-    assert_equal_ranks([[result] for result in sparse])
+    results = on_ranks(unused)
+    dense, ours, sparse = results[0]
+    assert largest_difference(dense["state"], ours["state"]) < 1e-5
+    assert_equal_ranks([[ours, sparse] for _, ours, sparse in results])
     torch.manual_seed(0)
-    assert torch.equal(sparse[0]["state"]["unused.weight"], Unused().unused.weight.detach())
+    assert torch.equal(sparse["state"]["unused.weight"], Unused().unused.weight.detach())
 
 
 def other_loops(rank: int) -> dict[str, Any]:
@@ -537,28 +573,29 @@ def fit_error(rank: int, options: dict[str, Any], kind: type[L.LightningModule])
     return "", ""
 
 
-@pytest.mark.parametrize(
-    ("options", "kind", "name", "says"),
-    [
-        ({"momentum": 0.9}, Momentum, "ValueError", "SGD has its own (momentum=0.9)"),
-        ({"momentum": 0.9}, WarmAdam, "ValueError", "Adam has its own"),
-        ({"momentum": 0.9}, ColdAdam, "", ""),
-        ({"momentum": 0.9}, SgdGPT, "", ""),
-        ({}, Momentum, "", ""),
-        ({"method": "demo"}, WarmAdam, "ValueError", "Adam has its own"),
-        ({"method": "demo"}, Momentum, "ValueError", "SGD has its own (momentum=0.9)"),
-        ({"method": "demo"}, SgdGPT, "", ""),
-        ({"nonfinite": "skip"}, SgdGPT, "ValueError", "would train on NaN"),
-        ({}, NotANumber, "FloatingPointError", "rank 1 has NaN or infinities"),
-        ({"nodes": 3}, SgdGPT, "ValueError", "not nodes x ranks_per_node"),
-        ({}, Sharded, "ValueError", "head.weight is sharded"),
-        ({}, Double, "ValueError", "tokens.weight is torch.float64"),
-    ],
-)
+ERRORS: list[tuple[dict[str, Any], type[L.LightningModule], str, str]] = [
+    ({"momentum": 0.9}, Momentum, "ValueError", "SGD has its own (momentum=0.9)"),
+    ({"momentum": 0.9}, WarmAdam, "ValueError", "Adam has its own"),
+    ({"momentum": 0.9}, ColdAdam, "", ""),
+    ({"momentum": 0.9}, SgdGPT, "", ""),
+    ({}, Momentum, "", ""),
+    ({"method": "demo"}, WarmAdam, "ValueError", "Adam has its own"),
+    ({"method": "demo"}, Momentum, "ValueError", "SGD has its own (momentum=0.9)"),
+    ({"method": "demo"}, SgdGPT, "", ""),
+    ({"nonfinite": "skip"}, SgdGPT, "ValueError", "would train on NaN"),
+    ({}, NotANumber, "FloatingPointError", "rank 1 has NaN or infinities"),
+    ({"nodes": 3}, SgdGPT, "ValueError", "not nodes x ranks_per_node"),
+    ({}, Sharded, "ValueError", "head.weight is sharded"),
+    ({}, Double, "ValueError", "tokens.weight is torch.float64"),
+]
+FIT_ERRORS = InTurn(fit_error, [case[:2] for case in ERRORS])
+
+
+@pytest.mark.parametrize(("options", "kind", "name", "says"), ERRORS)
 def test_errors_of_a_fit(
     options: dict[str, Any], kind: type[L.LightningModule], name: str, says: str
 ) -> None:
-    for error, message in on_ranks(fit_error, options, kind):
+    for error, message in FIT_ERRORS(options, kind):
         assert error == name and says in message
 
 

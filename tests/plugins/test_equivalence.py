@@ -4,6 +4,7 @@ strategy.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -13,11 +14,11 @@ from torch import Tensor
 from tests.plugins.trainer_ranks import (
     PLANS,
     RECOMPUTE,
+    InTurn,
     OwnShare,
     RecordingGPT,
     loader,
     make_trainer,
-    on_ranks,
     topt_trainer,
 )
 
@@ -30,28 +31,30 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def one_process(options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+@functools.cache
+def one_process(option: str) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(0)
     module = RecordingGPT(layers=3)
-    make_trainer(**options).fit(module, loader(GLOBAL_BATCH))
+    make_trainer(**OPTIONS[option]).fit(module, loader(GLOBAL_BATCH))
     return module.losses, module.state_dict()
 
 
-def fit(rank: int, plan: str, options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+def fit(rank: int, plan: str, option: str) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(rank)
     module = RecordingGPT(layers=3)
-    topt_trainer(plan, **options).fit(module, OwnShare(GLOBAL_BATCH))
+    topt_trainer(plan, **OPTIONS[option]).fit(module, OwnShare(GLOBAL_BATCH))
     return module.losses, module.state_dict()
 
 
 # Recomputation meets neither clipping nor accumulation.
 CASES = [(p, o) for p in PLANS for o in OPTIONS if o == "plain" or not p.endswith(RECOMPUTE)]
+FITS = InTurn(fit, CASES)
 
 
 @pytest.mark.parametrize(("plan", "option"), CASES)
 def test_loss_curve_and_parameters(plan: str, option: str) -> None:
-    losses, state = one_process(OPTIONS[option])
-    for rank_losses, rank_state in on_ranks(fit, plan, OPTIONS[option]):
+    losses, state = one_process(option)
+    for rank_losses, rank_state in FITS(plan, option):
         assert rank_losses == pytest.approx(losses, rel=1e-5)
         assert rank_state.keys() == state.keys()
         for name, expected in state.items():

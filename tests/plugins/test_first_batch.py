@@ -23,7 +23,7 @@ from lightning_topt import AutoParallelStrategy
 from lightning_topt.plugins.plan_request import PlanRequest
 from tests.plugins.trainer_ranks import RecordingGPT, Tokens, loader, make_trainer, on_ranks
 
-PLANS = [None, "zero1", "zero3", "zero3+recompute"]
+PLANS = [None, "zero1", "zero3+recompute"]
 HOOKS = [name for name in dir(L.LightningModule) if name.startswith("on_") and name != "on_gpu"]
 HOOKS += [
     "configure_optimizers",

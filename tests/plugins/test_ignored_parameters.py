@@ -19,7 +19,7 @@ from lightning_topt import (
     ParallelOptimizerStep,
     TopK,
 )
-from tests.plugins.trainer_ranks import OwnShare, make_trainer, on_ranks
+from tests.plugins.trainer_ranks import InTurn, OwnShare, make_trainer
 
 
 class OwnParts(L.LightningModule):
@@ -62,34 +62,43 @@ CALLBACKS = {
 }
 
 
-def fits(rank: int, kinds: tuple[str, ...], ignored: tuple[str, ...]) -> list[dict[str, Tensor]]:
-    states = []
-    for kind in kinds:
-        torch.manual_seed(rank)
-        module = OwnParts(ignored)
-        callbacks = [CALLBACKS[kind]()] if kind in CALLBACKS else []
-        make_trainer(STRATEGIES[kind](), devices=2, callbacks=callbacks).fit(module, OwnShare(8))
-        states.append(module.state_dict())
-    return states
+def fit(rank: int, kind: str, ignored: tuple[str, ...]) -> dict[str, Tensor]:
+    torch.manual_seed(rank)
+    module = OwnParts(ignored)
+    callbacks = [CALLBACKS[kind]()] if kind in CALLBACKS else []
+    make_trainer(STRATEGIES[kind](), devices=2, callbacks=callbacks).fit(module, OwnShare(8))
+    return module.state_dict()
+
+
+OF_ROOT = ("zero1", "all entries sent", "step shared")
+NAMES = (("scale",), (".scale",))  # of the parameter of the module itself
+FITS = InTurn(
+    fit,
+    [
+        *((kind, IGNORED) for kind in STRATEGIES),
+        *((kind, names) for names in NAMES for kind in ("ddp", *OF_ROOT)),
+    ],
+)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in STRATEGIES if kind != "ddp"])
 def test_ranks_keep_their_own_as_under_ddp(kind: str) -> None:
-    both = on_ranks(fits, ("ddp", kind), IGNORED)
-    for expected, found in both:
+    first, second = FITS(kind, IGNORED)
+    for expected, found in zip(FITS("ddp", IGNORED), (first, second), strict=True):
         for name, value in expected.items():
             torch.testing.assert_close(
                 found[name], value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
             )
-    first, second = (found for _, found in both)
     for name, value in first.items():
         assert value.equal(second[name]) == (name not in OWN), name
 
 
-@pytest.mark.parametrize("root", ["scale", ".scale"])
-@pytest.mark.parametrize("kind", ["zero1", "all entries sent", "step shared"])
-def test_one_name_of_a_root_parameter_means_what_it_means_to_ddp(kind: str, root: str) -> None:
-    for expected, found in on_ranks(fits, ("ddp", kind), (root,)):
+@pytest.mark.parametrize("names", NAMES)
+@pytest.mark.parametrize("kind", OF_ROOT)
+def test_one_name_of_a_root_parameter_means_what_it_means_to_ddp(
+    kind: str, names: tuple[str, ...]
+) -> None:
+    for expected, found in zip(FITS("ddp", names), FITS(kind, names), strict=True):
         for name, value in expected.items():
             torch.testing.assert_close(
                 found[name], value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
@@ -103,7 +112,11 @@ def refused(rank: int, plan: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("plan", ["zero2", "zero3", "tensor", "pipeline"])
+APART = ("zero2", "zero3", "tensor", "pipeline")
+REFUSALS = InTurn(refused, [(plan,) for plan in APART])
+
+
+@pytest.mark.parametrize("plan", APART)
 def test_plans_that_cannot_keep_them_apart_say_so(plan: str) -> None:
-    for message in on_ranks(refused, plan):
+    for message in REFUSALS(plan):
         assert "_ddp_params_and_buffers_to_ignore" in message and "choose" in message

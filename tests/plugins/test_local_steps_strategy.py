@@ -15,7 +15,14 @@ from lightning_topt import LocalSteps, LocalStepsStrategy, QuantizedSteps, Spars
 from lightning_topt.communication import LocalMethod, OuterSteps
 from lightning_topt.communication.topology import Topology
 from tests.models import ConvNet, batch_for
-from tests.plugins.trainer_ranks import OwnShare, RecordingGPT, loader, make_trainer, on_ranks
+from tests.plugins.trainer_ranks import (
+    InTurn,
+    OwnShare,
+    RecordingGPT,
+    loader,
+    make_trainer,
+    on_ranks,
+)
 
 EVERY = 3
 
@@ -59,20 +66,29 @@ def looped(rank: int, method: LocalMethod, nodes: int) -> dict[str, Tensor]:
     return state(module)
 
 
-@pytest.mark.parametrize(
-    ("method", "nodes"),
-    [
-        (LocalSteps(every=EVERY), 1),
-        (LocalSteps(every=EVERY, density=0.1), 1),
-        (SparseLoCo(every=EVERY, density=0.1), 1),
-        (QuantizedSteps(every=EVERY), 1),
-        (SparseLoCo(every=EVERY, density=0.1), 2),
-        (QuantizedSteps(every=EVERY), 2),
-    ],
-    ids=str,
-)
+METHODS: list[tuple[LocalMethod, int]] = [
+    (LocalSteps(every=EVERY), 1),
+    (LocalSteps(every=EVERY, density=0.1), 1),
+    (SparseLoCo(every=EVERY, density=0.1), 1),
+    (QuantizedSteps(every=EVERY), 1),
+    (SparseLoCo(every=EVERY, density=0.1), 2),
+    (QuantizedSteps(every=EVERY), 2),
+]
+
+
+def both(rank: int, method: LocalMethod, nodes: int) -> list[dict[str, Tensor]]:
+    return [run(rank, method, nodes) for run in (looped, trained)]
+
+
+BOTH = {
+    nodes: InTurn(both, [case for case in METHODS if case[1] == nodes], world_size=2 * nodes)
+    for nodes in (1, 2)
+}
+
+
+@pytest.mark.parametrize(("method", "nodes"), METHODS, ids=str)
 def test_it_is_the_plain_loop(method: LocalMethod, nodes: int) -> None:
-    plain, ours = (on_ranks(run, method, nodes, world_size=2 * nodes) for run in (looped, trained))
+    plain, ours = zip(*BOTH[nodes](method, nodes), strict=True)
     for first, second in ((plain[0], ours[0]), (ours[0], ours[-1])):
         assert all(torch.equal(first[name], value) for name, value in second.items())
 
@@ -222,9 +238,13 @@ def buffers(rank: int, precision: str) -> dict[str, Tensor]:
     return state(module)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed", "bf16-true"])
+PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true")
+BUFFERS = InTurn(buffers, [(precision,) for precision in PRECISIONS])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_all_of_the_module_is_equal_at_the_end(precision: str) -> None:
-    first, second = on_ranks(buffers, precision)
+    first, second = BUFFERS(precision)
     assert all(torch.equal(first[name], value) for name, value in second.items())
     assert first["scale"] == 1 and first["norm1.running_mean"].abs().sum() > 0
 
@@ -294,14 +314,16 @@ def fit_error(rank: int, kind: type[SgdGPT]) -> tuple[str, str]:
     return "", ""
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "says"),
-    [
-        (Two, "ValueError", "local steps are steps of one optimizer"),
-        (Unfreezing, "ValueError", "head.weight was frozen"),
-        (NotANumber, "FloatingPointError", "rank 1"),
-    ],
-)
-def test_errors_of_a_fit(kind: type[SgdGPT], name: str, says: str) -> None:
-    for error, message in on_ranks(fit_error, kind):
+ERRORS = {
+    Two: ("ValueError", "local steps are steps of one optimizer"),
+    Unfreezing: ("ValueError", "head.weight was frozen"),
+    NotANumber: ("FloatingPointError", "rank 1"),
+}
+FIT_ERRORS = InTurn(fit_error, [(kind,) for kind in ERRORS])
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_errors_of_a_fit(kind: type[SgdGPT]) -> None:
+    name, says = ERRORS[kind]
+    for error, message in FIT_ERRORS(kind):
         assert error == name and says in message

@@ -14,6 +14,10 @@ from lightning_topt.plugins.plan_options import UniformPlan, read_plan_option
 from tests.plugins.trainer_ranks import OwnShare, RecordingGPT, make_trainer, on_ranks
 
 
+def fits(rank: int, *cases: tuple[Any, str]) -> list[tuple[list[float], str] | str]:
+    return [fit(rank, plan, precision) for plan, precision in cases]
+
+
 def fit(rank: int, plan: Any, precision: str) -> tuple[list[float], str] | str:
     torch.manual_seed(0)
     module, strategy = RecordingGPT(layers=2), AutoParallelStrategy(plan=plan)
@@ -30,18 +34,19 @@ def fit(rank: int, plan: Any, precision: str) -> tuple[list[float], str] | str:
 def test_losses_are_those_without_it_and_the_plan_says_so(tmp_path: Path) -> None:
     file = tmp_path / "plan.yaml"
     file.write_text(uniform_plan(3, data_parallel_size=2).to_yaml() + "gather_dtype: bfloat16\n")
-    plain = on_ranks(fit, "zero3", "bf16-mixed")[0]
-    for plan in ("zero3+bf16_gathers", "zero2+recompute+bf16_gathers", file):
-        for losses, summary in on_ranks(fit, plan, "bf16-mixed"):
+    plans = ("zero3", "zero3+bf16_gathers", "zero2+recompute+bf16_gathers", file)
+    for (plain, _), *others in on_ranks(fits, *[(plan, "bf16-mixed") for plan in plans]):
+        for (losses, summary), plan in zip(others, plans[1:], strict=True):
             assert summary.endswith("gathers in bfloat16")
             # nothing of this model is rounded that autocast does not round: positions are a table
-            assert losses == plain[0], plan
+            assert losses == plain, plan
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_another_precision_is_refused(precision: str) -> None:
-    for said in on_ranks(fit, "zero2+bf16_gathers", precision):
-        assert isinstance(said, str) and 'precision="bf16-mixed"' in said and precision in said
+def test_another_precision_is_refused() -> None:
+    precisions = ("32-true", "bf16-true")
+    for found in on_ranks(fits, *[("zero2+bf16_gathers", each) for each in precisions]):
+        for said, each in zip(found, precisions, strict=True):
+            assert isinstance(said, str) and 'precision="bf16-mixed"' in said and each in said
 
 
 def test_names_and_what_they_mean() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_topt import AutoParallelStrategy, ParallelOptimizerStep
 from lightning_topt.optim import UnsplittableOptimizer
-from tests.plugins.trainer_ranks import OwnShare, RecordingGPT, make_trainer, on_ranks
+from tests.plugins.trainer_ranks import InTurn, OwnShare, RecordingGPT, make_trainer
 
 
 class Plain(torch.optim.Optimizer):
@@ -113,21 +113,22 @@ def fit(rank: int, kind: str, plan: str | None) -> list[float]:
 
 
 def fits(rank: int, kind: str, plans: tuple[str | None, ...]) -> list[list[float]]:
-    return [fit(rank, kind, plan) for plan in plans]
+    return [fit(rank, kind, plan) for plan in ("ddp", *plans)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "plans"),
-    [
-        ("ByLoss", (None, "zero1", "zero3", "shared")),
-        ("Sharpness", (None, "zero2", "zero3")),
-        ("Normalised", (None, "zero2")),
-        ("Gathered", (None,)),
-        ("LBFGS", (None,)),
-    ],
-)
+EQUAL: list[tuple[str, tuple[str | None, ...]]] = [
+    ("ByLoss", (None, "zero1", "zero3", "shared")),
+    ("Sharpness", (None, "zero2", "zero3")),
+    ("Normalised", (None, "zero2")),
+    ("Gathered", (None,)),
+    ("LBFGS", (None,)),
+]
+FITS = InTurn(fits, EQUAL)
+
+
+@pytest.mark.parametrize(("kind", "plans"), EQUAL)
 def test_steps_that_are_those_of_ddp(kind: str, plans: tuple[str | None, ...]) -> None:
-    for expected, *found in on_ranks(fits, kind, ("ddp", *plans)):
+    for expected, *found in FITS(kind, plans):
         for losses in found:
             assert losses == pytest.approx(expected, rel=1e-5)
 
@@ -152,11 +153,12 @@ REFUSED = [
         for plan in ("zero1", "zero2", "zero3", "pipeline", "shared")
     ),
 ]
+REFUSALS = InTurn(refused, [case[:2] for case in REFUSED])
 
 
 @pytest.mark.parametrize(("kind", "plan", "says"), REFUSED)
 def test_steps_that_are_refused_by_name(kind: str, plan: str, says: str) -> None:
-    for is_unsplittable, message, steps in on_ranks(refused, kind, plan):
+    for is_unsplittable, message, steps in REFUSALS(kind, plan):
         assert is_unsplittable and kind in message and says in message
         assert "plan" in message or "Leave" in message
         assert steps == 0

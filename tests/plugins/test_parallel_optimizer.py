@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +37,7 @@ from lightning_topt.optim.lars import LARS
 from lightning_topt.optim.update_rule import UnsplittableOptimizer
 from lightning_topt.plugins.parallel_optimizer import check_strategy
 from tests.models import GPT
-from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks
+from tests.plugins.trainer_ranks import InTurn, RecordingGPT, loader, make_trainer, on_ranks
 
 FREE, DEAR = GatherCost(0.0, 0.0), GatherCost(10.0, 1.0)
 Result = dict[str, Any]
@@ -142,11 +143,17 @@ def forced(cost: GatherCost) -> None:
     adaptive_step.is_faster = lambda plain, shared: cost is FREE
 
 
+@functools.cache
+def plain(fits: tuple[tuple[str, Any], ...]) -> Result:
+    """The fit without the callback, once in a process: cases differ in more than these options."""
+    return fit(None, **dict(fits))
+
+
 def both(
     rank: int, options: dict[str, Any], fits: dict[str, Any], cost: GatherCost
 ) -> tuple[Result, Result]:
     forced(cost)
-    return fit(None, **fits), fit(ParallelOptimizerStep(**options), **fits)
+    return plain(tuple(fits.items())), fit(ParallelOptimizerStep(**options), **fits)
 
 
 def largest_difference(first: Any, second: Any) -> float:
@@ -179,40 +186,40 @@ def assert_equal_optimizer_states(whole: Any, state: Any, *, tolerance: float) -
 # ---- the same as ddp -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "fits", "cost"),
-    [
-        (
-            {},
-            {
-                "accumulate_grad_batches": 2,
-                "gradient_clip_val": 1e-3,
-                "gradient_clip_algorithm": "value",
-            },
-            FREE,
-        ),
-        ({}, {}, DEAR),
-        ({"always": True, "rule": "parameters"}, {"gradient_clip_val": 0.05}, DEAR),
-        ({"always": True}, {"kind": AdafactorGPT}, FREE),
-        ({}, {"kind": OwnGPT}, FREE),
-        ({}, {"kind": TwoOptimizers, "max_steps": 20}, FREE),
-        ({"always": True}, {"precision": "bf16-mixed", "gradient_clip_val": 0.05}, FREE),
-        ({"always": True}, {"precision": "bf16-true"}, FREE),
-        ({}, {"overflow": True, "max_steps": 20}, FREE),
-        ({"reduce_scatter": True}, {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}, FREE),
-        (
-            {"reduce_scatter": True},
-            {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
-            FREE,
-        ),
-        ({"reduce_scatter": True}, {"kind": AdafactorGPT}, FREE),
-        ({"reduce_scatter": True}, {"overflow": True, "max_steps": 20}, FREE),
-        ({"reduce_scatter": True}, {"kind": TwoOptimizers, "max_steps": 20}, FREE),
-    ],
-    ids=str,
-)
+EQUAL: list[tuple[dict[str, Any], dict[str, Any], GatherCost]] = [
+    (
+        {},
+        {
+            "accumulate_grad_batches": 2,
+            "gradient_clip_val": 1e-3,
+            "gradient_clip_algorithm": "value",
+        },
+        FREE,
+    ),
+    ({}, {}, DEAR),
+    ({"always": True, "rule": "parameters"}, {"gradient_clip_val": 0.05}, DEAR),
+    ({"always": True}, {"kind": AdafactorGPT}, FREE),
+    ({}, {"kind": OwnGPT}, FREE),
+    ({}, {"kind": TwoOptimizers, "max_steps": 20}, FREE),
+    ({"always": True}, {"precision": "bf16-mixed", "gradient_clip_val": 0.05}, FREE),
+    ({"always": True}, {"precision": "bf16-true"}, FREE),
+    ({}, {"overflow": True, "max_steps": 20}, FREE),
+    ({"reduce_scatter": True}, {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}, FREE),
+    (
+        {"reduce_scatter": True},
+        {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
+        FREE,
+    ),
+    ({"reduce_scatter": True}, {"kind": AdafactorGPT}, FREE),
+    ({"reduce_scatter": True}, {"overflow": True, "max_steps": 20}, FREE),
+    ({"reduce_scatter": True}, {"kind": TwoOptimizers, "max_steps": 20}, FREE),
+]
+BOTH = InTurn(both, EQUAL)
+
+
+@pytest.mark.parametrize(("options", "fits", "cost"), EQUAL, ids=str)
 def test_equals_ddp(options: dict[str, Any], fits: dict[str, Any], cost: GatherCost) -> None:
-    results = on_ranks(both, options, fits, cost)
+    results = BOTH(options, fits, cost)
     assert_equal(results, tolerance=1e-6 if "precision" not in fits else 1e-3)
     for plain, ours in results:
         assert ours["scale"] == plain["scale"] and (
@@ -237,12 +244,12 @@ def test_more_ranks(ranks: int) -> None:
 def lars(rank: int, pays: bool) -> tuple[tuple[Result, Result], bool]:
     forced(DEAR)
     adaptive_step.is_faster = lambda plain, shared: pays
-    callback = ParallelOptimizerStep()
+    callback, norms = ParallelOptimizerStep(), Norms()
     fits = (
-        fit(None, kind=LarsGPT, max_steps=13),
-        fit(callback, kind=LarsGPT, max_steps=13, callbacks=lambda: [Norms()]),
+        plain((("kind", LarsGPT), ("max_steps", 13))),
+        fit(callback, kind=LarsGPT, max_steps=13, callbacks=lambda: [norms]),
     )
-    return fits, Norms.shared
+    return fits, norms.shared
 
 
 class SaveInFit(L.Callback):
@@ -259,29 +266,32 @@ class SaveInFit(L.Callback):
             self.parameters = state_of(pl_module)
 
 
-def exact_values(rank: int, path: str, reduce_scatter: bool) -> tuple[bool, bool]:
-    saver = SaveInFit(path)
-    fit(
-        ParallelOptimizerStep(always=True, gather_dtype="bfloat16", reduce_scatter=reduce_scatter),
-        callbacks=lambda: [saver],
-    )
-    if rank:
-        return True, True
-    saved = torch.load(path, weights_only=False)["state_dict"]
-    known = {name: value for name, value in saver.parameters.items() if value.is_floating_point()}
-    same = all(torch.equal(saved[name].bfloat16().float(), value) for name, value in known.items())
-    return same, all(
-        not torch.equal(saved[name], value) for name, value in known.items() if value.dim() > 1
-    )
+def exact_values(rank: int, path: str) -> list[tuple[bool, bool]]:
+    found = []
+    for scattered in (False, True):
+        saver = SaveInFit(path)
+        fit(
+            ParallelOptimizerStep(always=True, gather_dtype="bfloat16", reduce_scatter=scattered),
+            max_steps=4,
+            callbacks=lambda saver=saver: [saver],
+        )
+        if rank:
+            found.append((True, True))
+            continue
+        saved = torch.load(path, weights_only=False)["state_dict"]
+        known = {name: one for name, one in saver.parameters.items() if one.is_floating_point()}
+        same = all(torch.equal(saved[name].bfloat16().float(), one) for name, one in known.items())
+        rounded = [
+            not torch.equal(saved[name], one) for name, one in known.items() if one.dim() > 1
+        ]
+        found.append((same, all(rounded)))
+    return found
 
 
-@pytest.mark.parametrize("reduce_scatter", [False, True])
-def test_checkpoints_have_the_values_behind_rounded_parameters(
-    tmp_path: Path, reduce_scatter: bool
-) -> None:
-    assert (
-        on_ranks(exact_values, str(tmp_path / "saved.ckpt"), reduce_scatter) == [(True, True)] * 2
-    )
+def test_checkpoints_have_the_values_behind_rounded_parameters(tmp_path: Path) -> None:
+    """With the gradients of all parameters on each rank, and with each rank's own alone."""
+    for found in on_ranks(exact_values, str(tmp_path / "saved.ckpt")):
+        assert found == [(True, True)] * 2
 
 
 class Norms(L.Callback):
@@ -290,12 +300,15 @@ class Norms(L.Callback):
     shared = False
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        Norms.shared = "layer_norms" in trainer.optimizers[0].__dict__
+        self.shared = "layer_norms" in trainer.optimizers[0].__dict__
+
+
+LARS_FITS = InTurn(lars, [(True,), (False,)])
 
 
 @pytest.mark.parametrize("pays", [True, False])
 def test_lars_shares_its_norms_where_parameters_are_not_worth_it(pays: bool) -> None:
-    results = on_ranks(lars, pays)
+    results = LARS_FITS(pays)
     assert_equal([fits for fits, _ in results], tolerance=0)
     for (_, ours), shared in results:
         assert shared == pays and not ours["decisions"][0][0].shared
@@ -369,21 +382,26 @@ def unfreezing() -> list[Any]:
 EPOCHS = {"max_steps": -1, "max_epochs": 4, "limit_train_batches": 3}
 
 
-@pytest.mark.parametrize(
-    ("others", "always"),
-    [
-        (averaging, True),
-        (stochastic, False),
-        (backbone, False),
-        (unfreezing, False),
-        (unfreezing, True),
-    ],
-)
-def test_other_callbacks(others: Callable[[], list[Any]], always: bool) -> None:
+OTHERS = [
+    (averaging, True),
+    (stochastic, False),
+    (backbone, False),
+    (unfreezing, False),
+    (unfreezing, True),
+]
+
+
+def beside(rank: int, others: Callable[[], list[Any]], always: bool) -> tuple[Result, Result]:
     kind = RecordingGPT if others in (averaging, stochastic) else WithBackbone
-    results = on_ranks(
-        both, {"always": always}, {"kind": kind, "callbacks": others, **EPOCHS}, FREE
-    )
+    return both(rank, {"always": always}, {"kind": kind, "callbacks": others, **EPOCHS}, FREE)
+
+
+BESIDE = InTurn(beside, OTHERS)
+
+
+@pytest.mark.parametrize(("others", "always"), OTHERS)
+def test_other_callbacks(others: Callable[[], list[Any]], always: bool) -> None:
+    results = BESIDE(others, always)
     if (
         others is not backbone
     ):  # what was frozen at first differs between ranks, as under ddp: its gradient is not averaged
@@ -399,15 +417,6 @@ def test_other_callbacks(others: Callable[[], list[Any]], always: bool) -> None:
 # ---- checkpoints ---------------------------------------------------------------------------------
 
 
-def saved(rank: int, path: str, callback: bool) -> None:
-    forced(FREE)
-    fit(
-        ParallelOptimizerStep(always=True) if callback else None,
-        max_steps=8,
-        callbacks=lambda: [Saver(path)],
-    )
-
-
 class Saver(L.Callback):
     """Saves in the middle of a fit, where state is spread over ranks."""
 
@@ -419,30 +428,42 @@ class Saver(L.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def resumed(rank: int, path: str, options: dict[str, Any] | None) -> Result:
+def resumed(rank: int, resumptions: list[tuple[str, dict[str, Any] | None]]) -> list[Result]:
     forced(FREE)
-    return fit(
-        None if options is None else ParallelOptimizerStep(**options), max_steps=15, resume=path
-    )
+    return [
+        fit(options and ParallelOptimizerStep(**options), max_steps=15, resume=path)
+        for path, options in resumptions
+    ]
+
+
+def saved_and_resumed(
+    rank: int, plain: str, ours: str, resumptions: list[tuple[str, dict[str, Any] | None]]
+) -> list[Result]:
+    forced(FREE)
+    for path, callback in ((plain, None), (ours, ParallelOptimizerStep(always=True))):
+        fit(callback, max_steps=8, callbacks=lambda path=path: [Saver(path)])
+    return resumed(rank, resumptions)
 
 
 def test_checkpoints_are_those_of_the_plain_step(tmp_path: Path) -> None:
+    """Resumed with the callback and without it, on as many ranks and on more."""
     plain, ours = str(tmp_path / "plain.ckpt"), str(tmp_path / "ours.ckpt")
-    on_ranks(saved, plain, False)
-    on_ranks(saved, ours, True)
+    always = {"always": True}
+    fits = [(plain, None), (ours, None), (plain, always), (ours, {"rule": None})]
+    results = on_ranks(saved_and_resumed, plain, ours, fits)
     first, second = torch.load(plain, weights_only=True), torch.load(ours, weights_only=True)
     assert second.keys() == first.keys()
     for whole, state in zip(first["optimizer_states"], second["optimizer_states"], strict=True):
         assert_equal_optimizer_states(whole, state, tolerance=1e-6)
-    expected = on_ranks(resumed, plain, None)
-    for path, options in ((ours, None), (plain, {"always": True}), (ours, {})):
-        assert_equal(
-            list(zip(expected, on_ranks(resumed, path, options), strict=True)), tolerance=2e-6
-        )
-
-    expected = on_ranks(resumed, plain, None, world_size=3)
-    results = on_ranks(resumed, ours, {"always": True}, world_size=3)
-    assert_equal(list(zip(expected, results, strict=True)), tolerance=2e-6)
+    for index in range(1, len(fits)):
+        assert_equal([(found[0], found[index]) for found in results], tolerance=2e-6)
+    assert_equal(
+        [
+            tuple(found)
+            for found in on_ranks(resumed, [(plain, None), (ours, always)], world_size=3)
+        ],
+        tolerance=2e-6,
+    )
 
 
 class StateBytes(L.Callback):

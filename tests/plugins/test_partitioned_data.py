@@ -5,6 +5,7 @@ training is the same.
 from __future__ import annotations
 
 import errno
+import functools
 import multiprocessing as mp
 import os
 import secrets
@@ -128,9 +129,14 @@ def test_after_the_first_epoch_the_source_is_not_read_and_the_network_as_often_a
         assert from_others > 3 and prefetched > 0
 
 
+@functools.cache
+def losses_without_a_cache(make, devices):
+    """Of each rank: nothing of them depends on a folder."""
+    return [result[0] for result in on_nodes(fit_without, None, make, devices=devices)]
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_losses_are_those_without_a_cache(tmp_path, devices):
-    plain = on_nodes(fit_without, tmp_path, in_batches, devices=devices)
     for options in (
         room(),
         room(partition=CachePartition(prefetch_batches=0)),
@@ -138,7 +144,7 @@ def test_losses_are_those_without_a_cache(tmp_path, devices):
     ):
         folder = tmp_path / secrets.token_hex(4)
         results = on_nodes(fit, folder, in_batches, options, devices=devices)
-        assert [result[0] for result in results] == [result[0] for result in plain]
+        assert [result[0] for result in results] == losses_without_a_cache(in_batches, devices)
         per_node = [
             sum(result[1][0].peer_hits for result in results[i::devices]) for i in range(devices)
         ]
@@ -164,8 +170,7 @@ def joined(data):
 @pytest.mark.parametrize("make", [with_workers, a_part, joined])
 def test_any_loader(tmp_path, make):
     results = on_nodes(fit, tmp_path, make, room())
-    plain = on_nodes(fit_without, tmp_path, make)
-    assert [result[0] for result in results] == [result[0] for result in plain]
+    assert [result[0] for result in results] == losses_without_a_cache(make, 1)
     assert all(sum(counts.peer_hits for counts in result[1]) > 3 for result in results)
     # The first epoch reads each sample once, on one of the nodes; the later ones read none.
     each = [sum(result[1][i].misses for result in results) for i in range(len(results[0][1]))]
@@ -219,8 +224,7 @@ def test_a_server_that_dies_or_hangs_costs_readings_of_the_source_and_nothing_el
         seed=1, timeout_seconds=2, retry_seconds=60, prefetch_batches=prefetch_batches
     )
     results = on_nodes(fit_while_a_server_ends, tmp_path, room(partition=partition), sign)
-    plain = on_nodes(fit_without, tmp_path, in_batches)
-    assert [result[0] for result in results] == [result[0] for result in plain]
+    assert [result[0] for result in results] == losses_without_a_cache(in_batches, 1)
     owner = owners(ITEMS, num_nodes=2, seed=1)
     first, *later = orders(2, 0)
     lost = sum(owner[item] == 1 for order in later for item in order)
@@ -330,8 +334,7 @@ def full(*_):
 def test_a_node_that_can_keep_nothing_takes_part(tmp_path):
     options = room(memory_bytes=0, disk_bytes=1 << 20)
     results = on_nodes(fit_where_one_node_can_open_nothing, tmp_path, options)
-    plain = on_nodes(fit_without, tmp_path, in_batches)
-    assert [result[0] for result in results] == [result[0] for result in plain]
+    assert [result[0] for result in results] == losses_without_a_cache(in_batches, 1)
     owner = owners(ITEMS, num_nodes=2, seed=1)
     for node, (_, [counts], _, _) in enumerate(results):
         first, *later = orders(2, node)

@@ -98,7 +98,7 @@ def results_of(
 ) -> dict[str, Any]:
     trainer.fit(module, train, loader(8, length=20), **fit)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    tested = trainer.test(module, loader(8), verbose=False)[0]["test_loss"]
+    tested = trainer.test(module, loader(8, length=16), verbose=False)[0]["test_loss"]
     trainer.save_checkpoint(file)  # also after an evaluation
     return {
         "losses": module.losses,
@@ -137,7 +137,7 @@ def one_process(folder: Path, **kwargs: Any) -> dict[str, Any]:
     module = Counted(dropout=0.1)
     module.parts = 4
     trainer = make_trainer(**{**COMMON, **kwargs})
-    return results_of(trainer, module, in_order(8, length=36), folder / "plain.ckpt")
+    return results_of(trainer, module, in_order(8, length=20), folder / "plain.ckpt")
 
 
 def fits(rank: int, folder: Path) -> dict[str, dict[str, Any]]:
@@ -148,7 +148,7 @@ def fits(rank: int, folder: Path) -> dict[str, dict[str, Any]]:
             pipeline(2, microbatches=4, **options), devices=2, **{**COMMON, **kwargs}
         )
         found[name] = results_of(
-            trainer, Counted(dropout=0.1), loader(8, length=36), folder / "topt.ckpt"
+            trainer, Counted(dropout=0.1), loader(8, length=20), folder / "topt.ckpt"
         )
     return found
 

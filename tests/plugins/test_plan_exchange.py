@@ -24,7 +24,7 @@ from lightning_topt.execution.engine import Engine
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError
-from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks
+from tests.plugins.trainer_ranks import InTurn, RecordingGPT, loader, make_trainer, on_ranks
 
 DEVICE = Device("one core", 2**33, {"float32": 5e10}, 1e10, 2e-6)
 SLOW = Cluster("0.1 Gb/s", DEVICE, 1, 2, Link(1e-4, 12.5e6), Link(1e-4, 12.5e6), backend="gloo")
@@ -97,16 +97,24 @@ def test_a_plan_that_sends_everything_equals_ddp(
         assert statistics.steps == len(ours) - 2 and statistics.bytes_sent > 0
 
 
-@pytest.mark.parametrize("method", ["topk", "bf16", "powersgd", "sign", "bounded_loss"])
+def learns(rank: int, method: str | None) -> Any:
+    plan = "ddp" if method is None else plan_with(read_gradient_method(method))
+    trainer, module = fit(plan, max_steps=8)
+    return module.losses, state(module), trainer.strategy.exchange_statistics()
+
+
+METHODS = ("topk", "bf16", "powersgd", "sign", "bounded_loss")
+LEARNS = InTurn(learns, [(method,) for method in (None, *METHODS)])
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_compressed_plans_learn_with_owned_steps_and_ranks_stay_equal(method: str) -> None:
-    results = on_ranks(losses, plan_with(read_gradient_method(method)), {"max_steps": 8})
-    for dense, ours, _, actual, statistics in results:
+    (dense, _, _), results = LEARNS(None)[0], LEARNS(method)
+    for ours, actual, statistics in results:
         assert ours[-1] < ours[0]
         if method != "bounded_loss":  # which may lose nothing here
-            assert (
-                ours[1:] != dense[1 : len(ours)] and statistics.bytes_sent < statistics.dense_bytes
-            )
-        assert all(torch.equal(value, results[0][3][name]) for name, value in actual.items())
+            assert ours[1:] != dense[1:] and statistics.bytes_sent < statistics.dense_bytes
+        assert all(torch.equal(value, results[0][1][name]) for name, value in actual.items())
 
 
 # ---- planning ------------------------------------------------------------------------------------
@@ -126,6 +134,10 @@ def planned(rank: int, allow: Any, cluster: Cluster) -> Any:
     return plan, plan.reason, searched, module.losses, monitored
 
 
+def planned_otherwise(rank: int) -> list[Any]:
+    return [planned(rank, allow, cluster) for allow, cluster in ((False, SLOW), (True, FAST))]
+
+
 def test_a_slow_network_is_answered_by_compression_where_allowed() -> None:
     (plan, reason, searched, losses, metrics), (other, *_) = on_ranks(planned, "topk", SLOW)
     assert plan.gradient_exchange == TopK(hierarchical=False) and other == plan, reason
@@ -138,8 +150,7 @@ def test_a_slow_network_is_answered_by_compression_where_allowed() -> None:
 
 
 def test_never_unasked_and_never_where_it_does_not_pay() -> None:
-    for allow, cluster in ((False, SLOW), (True, FAST)):
-        plan, reason, searched, _, metrics = on_ranks(planned, allow, cluster)[0]
+    for plan, reason, searched, _, metrics in on_ranks(planned_otherwise)[0]:
         assert (
             plan.gradient_exchange is None
             and "compressed" not in reason
@@ -201,23 +212,24 @@ def resume(rank: int, path: str, plan: ParallelPlan | str) -> Any:
     return module.losses, state(module), statistics
 
 
-def test_what_is_held_back_is_saved_and_resumed(tmp_path: Path) -> None:
+def save_and_resume(rank: int, path: str) -> Any:
+    return save(rank, path), [resume(rank, path, plan) for plan in (TOPK, "ddp")]
+
+
+def test_what_is_held_back_is_saved_and_resumed_also_whole_and_on_more_ranks(
+    tmp_path: Path,
+) -> None:
     path = str(tmp_path / "half.ckpt")
-    whole, final, half = on_ranks(save, path)[0]
+    results = on_ranks(save_and_resume, path)
+    whole, final, half = results[0][0]
     held = torch.load(path, weights_only=True)["lightning_topt"]
     assert ParallelPlan.from_dict(held["plan"]) == TOPK
     assert held["gradient_exchange"]["step"] == 4 and len(held["gradient_exchange"]["ranks"]) == 2
-    for losses, parameters, _ in on_ranks(resume, path, TOPK):
+    for _, ((losses, parameters, _), (losses_of_ddp, _, no_statistics)) in results:
         assert half + losses == pytest.approx(whole, rel=1e-4)
         for name, value in final.items():
             torch.testing.assert_close(parameters[name], value, rtol=1e-3, atol=1e-4)
-
-
-def test_it_resumes_whole_and_on_another_number_of_ranks(tmp_path: Path) -> None:
-    path = str(tmp_path / "half.ckpt")
-    on_ranks(save, path)
-    for losses, _, statistics in on_ranks(resume, path, "ddp"):
-        assert len(losses) == 4 and statistics is None
+        assert len(losses_of_ddp) == 4 and no_statistics is None
     for losses, _, statistics in on_ranks(
         resume, path, replace(TOPK, mesh=data_mesh(4)), world_size=4
     ):

@@ -20,6 +20,7 @@ from lightning_topt.plan.parallel_plan import PlanError
 from lightning_topt.plugins.plan_options import MeshPlan, read_plan_option
 from tests.plugins.split_plans import split_plan
 from tests.plugins.trainer_ranks import (
+    InTurn,
     RecordingGPT,
     Tokens,
     loader,
@@ -63,20 +64,20 @@ def plan(data: int, storage: str) -> dict[str, Any]:
     return split_plan(data, storage, recomputed={0})
 
 
-def fit(rank: int, data: int, storage: str, folder: Path, resume: Path | None = None) -> Any:
+def fit(rank: int, data: int, storage: str, folder: Path) -> Any:
     torch.manual_seed(rank)
     trainer, module = (
         topt_trainer(plan(data, storage), max_epochs=2, gradient_clip_val=0.5),
         Counted(),
     )
-    trainer.fit(module, loader(8 // data), loader(8 // data, length=16), ckpt_path=resume)
+    trainer.fit(module, loader(8 // data, length=32), loader(8 // data, length=16))
     trainer.save_checkpoint(folder / "topt.ckpt")
     losses, metrics = (
         module.losses,
         {name: float(value) for name, value in trainer.callback_metrics.items()},
     )
-    tested = trainer.test(module, loader(8 // data), verbose=False)[0]["test_loss"]
-    predicted = trainer.predict(module, loader(8 // data))
+    tested = trainer.test(module, loader(8 // data, length=32), verbose=False)[0]["test_loss"]
+    predicted = trainer.predict(module, loader(8 // data, length=32))
     assert predicted is not None
     return (
         losses,
@@ -92,37 +93,40 @@ def in_order() -> DataLoader[Any]:
     """The order of Lightning's distributed sampler for one rank, whose batches are those of several
     together.
     """
-    data = Tokens()
+    data = Tokens(32)
     return DataLoader(data, batch_size=8, sampler=DistributedSampler(data, num_replicas=1, rank=0))
 
 
-def one_process(folder: Path) -> Any:
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Two epochs: losses, metrics, counts, loss of the test, state, file."""
     torch.manual_seed(0)
     trainer, module = make_trainer(max_epochs=2, gradient_clip_val=0.5), Counted()
     trainer.fit(module, in_order(), loader(8, length=16))
-    trainer.save_checkpoint(folder / "plain.ckpt")
+    file = tmp_path_factory.mktemp("one_process") / "plain.ckpt"
+    trainer.save_checkpoint(file)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    tested = trainer.test(module, loader(8), verbose=False)[0]["test_loss"]
-    return module.losses, metrics, module.logged, tested, dict(module.state_dict())
+    del metrics["train_loss"]  # of the last batch of a rank, as under ddp
+    tested = trainer.test(module, loader(8, length=32), verbose=False)[0]["test_loss"]
+    return module.losses, metrics, module.logged, tested, dict(module.state_dict()), file
 
 
 @pytest.mark.parametrize(("data", "storage"), [(1, "ddp"), (2, "zero1"), (2, "zero3")])
-def test_a_fit_is_that_of_one_process(data: int, storage: str, tmp_path: Path) -> None:
-    losses, metrics, counted, tested, state = one_process(tmp_path)
-    del metrics["train_loss"]
+def test_a_fit_is_that_of_one_process(
+    data: int, storage: str, one_process: Any, tmp_path: Path
+) -> None:
+    losses, metrics, counted, tested, state, file = one_process
     results = on_ranks(fit, data, storage, tmp_path, world_size=2 * data)
     for own_losses, own_metrics, own_counted, own_tested, shapes, own_state in results:
         # Sums in another order, which 16 steps of Adam let grow.
         assert own_losses == pytest.approx(losses, rel=1e-3)
-        del own_metrics["train_loss"]  # of the last batch of a rank, as under ddp
+        del own_metrics["train_loss"]
         assert own_metrics == pytest.approx(metrics, rel=1e-3)
         assert own_counted == counted and own_tested == pytest.approx(tested, rel=1e-3)
         assert set(shapes) == {(8 // data, 8)}
         for name, value in state.items():
             torch.testing.assert_close(own_state[name], value, rtol=1e-3, atol=1e-4)
-    saved, plain = (
-        torch.load(tmp_path / name, weights_only=False) for name in ("topt.ckpt", "plain.ckpt")
-    )
+    saved, plain = (torch.load(path, weights_only=False) for path in (tmp_path / "topt.ckpt", file))
     assert list(saved["state_dict"]) == list(plain["state_dict"])
     for index, values in plain["optimizer_states"][0]["state"].items():
         for key, value in values.items():
@@ -131,20 +135,22 @@ def test_a_fit_is_that_of_one_process(data: int, storage: str, tmp_path: Path) -
             )
 
 
-def resumed(rank: int, folder: Path) -> Any:
+def resumed(rank: int, file: Path) -> Any:
     torch.manual_seed(rank)
     trainer, module = topt_trainer(plan(1, "ddp"), max_epochs=2, gradient_clip_val=0.5), Counted()
-    trainer.fit(module, loader(8), loader(8, length=16), ckpt_path=folder / "half.ckpt")
+    trainer.fit(module, loader(8, length=32), loader(8, length=16), ckpt_path=file)
     return module.losses
 
 
-def test_any_checkpoint_goes_on_under_a_plan_with_tensor_axes(tmp_path: Path) -> None:
+def test_any_checkpoint_goes_on_under_a_plan_with_tensor_axes(
+    one_process: Any, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     trainer, module = make_trainer(max_epochs=1, gradient_clip_val=0.5), Counted()
     trainer.fit(module, in_order(), loader(8, length=16))
     trainer.save_checkpoint(tmp_path / "half.ckpt")
-    losses = one_process(tmp_path)[0]
-    for own in on_ranks(resumed, tmp_path):
+    losses = one_process[0]
+    for own in on_ranks(resumed, tmp_path / "half.ckpt"):
         assert own == pytest.approx(losses[len(losses) // 2 :], rel=1e-4)
 
 
@@ -154,26 +160,28 @@ def found(rank: int, given: Any) -> Any:
     mesh = read_plan_option(given)
     assert isinstance(mesh, MeshPlan)
     parts = mesh.mesh(trainer.world_size, num_nodes=1).data_parallel_size
-    trainer.fit(module, loader(8 // parts), loader(8 // parts, length=16))
+    trainer.fit(module, loader(8 // parts, length=32), loader(8 // parts, length=16))
     return module.losses, trainer.strategy.parallel_plan.to_dict()
 
 
+MESHES: dict[int, list[Any]] = {
+    2: ["tensor+recompute", "tensor_sequence", "context+recompute", {"mesh": {"data": 2}}],
+    4: ["tensor_2d+recompute", {"mesh": {"data": 2, "tensor": 2}}],
+}
+FOUND = {
+    ranks: InTurn(found, [(given,) for given in several], world_size=ranks)
+    for ranks, several in MESHES.items()
+}
+
+
 @pytest.mark.parametrize(
-    ("given", "ranks"),
-    [
-        ("tensor+recompute", 2),
-        ("tensor_sequence", 2),
-        ("context+recompute", 2),
-        ("tensor_2d+recompute", 4),
-        ({"mesh": {"data": 2, "tensor": 2}}, 4),
-        ({"mesh": {"data": 2}}, 2),
-    ],
+    ("given", "ranks"), [(given, ranks) for ranks, several in MESHES.items() for given in several]
 )
 def test_splits_are_found_where_only_the_mesh_is_given(
-    given: Any, ranks: int, tmp_path: Path
+    given: Any, ranks: int, one_process: Any
 ) -> None:
-    losses = one_process(tmp_path)[0]
-    for own_losses, plan_of in on_ranks(found, given, world_size=ranks):
+    losses = one_process[0]
+    for own_losses, plan_of in FOUND[ranks](given):
         assert own_losses == pytest.approx(losses, rel=1e-3)
         blocks = {block["block"]: block for block in plan_of["stages"][0]["blocks"]}
         if given == "tensor+recompute":  # the preset splits all that it can
@@ -194,20 +202,24 @@ class Scores(Counted):
 
 def scores(rank: int, given: Any) -> Any:
     torch.manual_seed(0)
-    trainer, module = topt_trainer(given, max_epochs=1), Scores()
+    trainer, module = topt_trainer(given, max_steps=2), Scores()
     trainer.fit(module, loader(8))
-    predicted = trainer.predict(module, loader(8))
+    predicted = trainer.predict(module, loader(8, length=16))
     assert predicted is not None
     with torch.no_grad():
         return [
-            batch - module.cpu()(each[0]) for batch, each in zip(predicted, loader(8), strict=True)
+            batch - module.cpu()(each[0])
+            for batch, each in zip(predicted, loader(8, length=16), strict=True)
         ]
+
+
+WHOLE = InTurn(scores, [("tensor",), ("context",)])
 
 
 @pytest.mark.parametrize("given", ["tensor", "context"])
 def test_what_a_step_returns_is_whole(given: str) -> None:
     """Scores are split by vocabulary, or by step."""
-    for differences in on_ranks(scores, given):
+    for differences in WHOLE(given):
         assert max(float(each.abs().max()) for each in differences) < 1e-4
 
 
@@ -273,7 +285,8 @@ def link(rank: int, folder: Path, numbers: list[int]) -> Any:
         )
         parts = ranks if not isinstance(given, dict) else given["mesh"][0]["size"]
         before = str(folder / f"{number - 1}.ckpt") if number else None
-        trainer.fit(module, loader(8 // parts), loader(8 // parts, length=16), ckpt_path=before)
+        data = loader(8 // parts, length=32), loader(8 // parts, length=16)
+        trainer.fit(module, *data, ckpt_path=before)
         trainer.save_checkpoint(folder / f"{number}.ckpt")
         losses += module.losses
         found = {name: value.clone() for name, value in module.state_dict().items()}

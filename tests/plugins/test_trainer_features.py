@@ -7,8 +7,8 @@ can be worked out.
 
 from __future__ import annotations
 
-import functools
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -25,6 +25,7 @@ from lightning_topt import AutoParallelStrategy
 from lightning_topt.plugins.planning import RemotePlanningError
 from tests.models import GPT, ConvNet
 from tests.plugins.trainer_ranks import (
+    InTurn,
     RecordingGPT,
     loader,
     make_trainer,
@@ -34,6 +35,10 @@ from tests.plugins.trainer_ranks import (
 
 KINDS = ["ddp", "zero1", "zero3"]
 every_kind = pytest.mark.parametrize("plan", KINDS)
+
+
+def with_every_kind(function: Callable[..., Any]) -> InTurn:
+    return InTurn(function, [(plan,) for plan in KINDS])
 
 
 # ---- 1, 2: the four loops and their limits -------------------------------------------------------
@@ -61,9 +66,12 @@ def loops(rank: int, plan: str) -> dict[str, Any]:
     }
 
 
+LOOPS = with_every_kind(loops)
+
+
 @every_kind
 def test_fit_validate_test_predict(plan: str) -> None:
-    for result in on_ranks(loops, plan):
+    for result in LOOPS(plan):
         assert result["steps"] == 3 and result["fast"] == 2 and result["overfit"] == 2
         # The same weights on the same data: all 8 batches in test; validation was limited to 2 of
         # them.
@@ -101,9 +109,12 @@ def predict(rank: int, plan: str) -> Any:
     return sorted(index for indices, _ in writer.batches for index in indices)
 
 
+PREDICTIONS = with_every_kind(predict)
+
+
 @every_kind
 def test_prediction_writer_sees_every_sample_once(plan: str) -> None:
-    ranks = on_ranks(predict, plan)
+    ranks = PREDICTIONS(plan)
     assert sorted(ranks[0] + ranks[1]) == list(range(10))
 
 
@@ -147,9 +158,12 @@ def facts(rank: int, plan: str) -> Any:
     return injected.rank, injected.epoch
 
 
+FACTS = with_every_kind(facts)
+
+
 @every_kind
 def test_ranks_samplers_and_collectives(plan: str) -> None:
-    assert on_ranks(facts, plan) == [((0, 0, 0, 2, 2), 1), ((1, 1, 0, 2, 2), 1)]
+    assert FACTS(plan) == [((0, 0, 0, 2, 2), 1), ((1, 1, 0, 2, 2), 1)]
 
 
 # ---- 8, 9: clipping and accumulation beyond test_equivalence -------------------------------------
@@ -177,9 +191,12 @@ def own_clipping(rank: int, plan: str) -> Any:
     return module.norms, trainer.global_step
 
 
+CLIPPED = with_every_kind(own_clipping)
+
+
 @every_kind
 def test_own_clipping_and_scheduled_accumulation(plan: str) -> None:
-    for norms, steps in on_ranks(own_clipping, plan):
+    for norms, steps in CLIPPED(plan):
         assert steps == 8 + 2  # 8 batches a rank and epoch, then 4 to a step
         # gradients are far larger: all are clipped to 0.01
         assert norms == pytest.approx([0.01] * 10, rel=1e-3)
@@ -196,18 +213,19 @@ def with_precision(rank: int, strategy: Any, precision: str) -> Any:
     return module.losses, {str(p.dtype) for p in module.parameters()}
 
 
-@functools.cache
-def precision_of_ddp(precision: str) -> Any:
-    return on_ranks(with_precision, None, precision)[0]
+# bfloat16 keeps 8 bits: sums in another order differ by a few of its steps
+TOLERANCES = {"bf16-mixed": 2e-3, "bf16-true": 3e-2, "64-true": 1e-10}
+PRECISIONS = InTurn(
+    with_precision, [(p, precision) for precision in TOLERANCES for p in (None, *KINDS)]
+)
 
 
 @every_kind
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+@pytest.mark.parametrize("precision", TOLERANCES)
 def test_precision_as_under_ddp(plan: str, precision: str) -> None:
-    expected, dtypes = precision_of_ddp(precision)
-    # bfloat16 keeps 8 bits: sums in another order differ by a few of its steps
-    tolerance = {"bf16-mixed": 2e-3, "bf16-true": 3e-2, "64-true": 1e-10}[precision]
-    for losses, rank_dtypes in on_ranks(with_precision, plan, precision):
+    expected, dtypes = PRECISIONS(None, precision)[0]
+    tolerance = TOLERANCES[precision]
+    for losses, rank_dtypes in PRECISIONS(plan, precision):
         assert losses == pytest.approx(expected, rel=tolerance)
         assert rank_dtypes == dtypes
 
@@ -240,9 +258,12 @@ def logged(rank: int, plan: str) -> dict[str, float]:
     }
 
 
+LOGGED = with_every_kind(logged)
+
+
 @every_kind
 def test_logging_over_ranks(plan: str) -> None:
-    for rank, metrics in enumerate(on_ranks(logged, plan)):
+    for rank, metrics in enumerate(LOGGED(plan)):
         assert metrics == {"mean": 0.5, "sum": 4.0, "max": 1.0, "local": float(rank), "metric": 0.5}
 
 
@@ -272,19 +293,20 @@ class Manual(GPT):
         return [body, head]
 
 
-def manual(rank: int, ours: bool) -> dict[str, Tensor]:
-    torch.manual_seed(rank)
-    module = Manual()
-    # Toggling leaves parameters without gradients: ddp needs to look for them, and so does topt.
-    options = {"find_unused_parameters": True}
-    strategy = AutoParallelStrategy(**options) if ours else DDPStrategy(**options)
-    make_trainer(strategy, devices=2).fit(module, loader(4))
-    return module.state_dict()
+def manual(rank: int) -> list[dict[str, Tensor]]:
+    found = []
+    for kind in (DDPStrategy, AutoParallelStrategy):
+        torch.manual_seed(rank)
+        module = Manual()
+        # Toggling leaves parameters without gradients: ddp needs to look for them, and so does
+        # topt.
+        make_trainer(kind(find_unused_parameters=True), devices=2).fit(module, loader(4))
+        found.append(module.state_dict())
+    return found
 
 
 def test_manual_optimization_as_under_ddp() -> None:
-    expected = on_ranks(manual, False)[0]
-    for state in on_ranks(manual, True):
+    for expected, state in on_ranks(manual):
         for name, value in expected.items():
             assert torch.equal(state[name], value), name
 
@@ -308,20 +330,21 @@ class WithLBFGS(RecordingGPT):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
-def lbfgs(rank: int, ours: bool) -> Any:
-    torch.manual_seed(0)
-    module = WithLBFGS()
-    make_trainer(AutoParallelStrategy() if ours else DDPStrategy(), devices=2, max_steps=3).fit(
-        module, loader(4)
-    )
-    return module.losses
+def lbfgs(rank: int) -> list[list[float]]:
+    found = []
+    for kind in (DDPStrategy, AutoParallelStrategy):
+        torch.manual_seed(0)
+        module = WithLBFGS()
+        make_trainer(kind(), devices=2, max_steps=3).fit(module, loader(4))
+        found.append(module.losses)
+    return found
 
 
 def test_lbfgs_closure_runs_as_under_ddp() -> None:
     # The search may only offer what an optimizer that couples parameters can do: the step on every
     # rank.
-    expected = on_ranks(lbfgs, False)[0]
-    assert on_ranks(lbfgs, True)[0] == pytest.approx(expected, rel=1e-6)
+    for expected, losses in on_ranks(lbfgs):
+        assert losses == pytest.approx(expected, rel=1e-6)
 
 
 class Scheduled(RecordingGPT):
@@ -343,9 +366,12 @@ def scheduled(rank: int, plan: str) -> Any:
     return module.total_steps, module.rates
 
 
+SCHEDULED = with_every_kind(scheduled)
+
+
 @every_kind
 def test_schedules_per_step_and_their_length(plan: str) -> None:
-    for total, rates in on_ranks(scheduled, plan):
+    for total, rates in SCHEDULED(plan):
         assert total == 16
         assert rates == pytest.approx([1 - step / 16 for step in range(16)])
 
@@ -380,16 +406,14 @@ def hooks(rank: int, plan: str | None) -> list[str]:
     return calls.names
 
 
-@functools.cache
-def hooks_of_ddp() -> Any:
-    return on_ranks(hooks, None)
+ORDERS = InTurn(hooks, [(plan,) for plan in (None, *KINDS, "zero2+recompute")])
 
 
 @pytest.mark.parametrize("plan", [*KINDS, "zero2+recompute"])
 def test_hooks_come_in_ddps_order(plan: str) -> None:
-    expected = hooks_of_ddp()
+    expected = ORDERS(None)
     assert "on_before_optimizer_step" in expected[0]
-    assert on_ranks(hooks, plan) == expected
+    assert ORDERS(plan) == expected
 
 
 # ---- 23: layer sync ------------------------------------------------------------------------------
@@ -407,26 +431,37 @@ def batch_norm(rank: int, plan: str | None) -> None:
         make_trainer(strategy, devices=2, sync_batchnorm=True).fit(ConvNet(), Images())
 
 
+SYNCED = InTurn(batch_norm, [(plan,) for plan in (None, *KINDS)])
+
+
 @pytest.mark.parametrize("plan", [None, *KINDS])
 def test_sync_batchnorm_is_applied(plan: str | None) -> None:
     # torch's SyncBatchNorm runs on accelerators only: that it refuses the CPU shows that
     # Lightning's layer sync was applied.
-    on_ranks(batch_norm, plan)
+    SYNCED(plan)
 
 
-def buffers(rank: int, plan: str) -> dict[str, Tensor]:
-    torch.manual_seed(rank)
-    module = ConvNet()
-    topt_trainer(plan).fit(module, Images())
-    return {name: value.clone() for name, value in module.state_dict().items()}
+def buffers(rank: int) -> list[dict[str, Tensor]]:
+    found = []
+    for plan in KINDS:
+        torch.manual_seed(rank)
+        module = ConvNet()
+        topt_trainer(plan).fit(module, Images())
+        found.append({name: value.clone() for name, value in module.state_dict().items()})
+    return found
 
 
-@every_kind
-def test_buffers_follow_rank_0(plan: str) -> None:
-    states = on_ranks(buffers, plan)
-    expected = on_ranks(buffers, "ddp")[0]
-    for name, value in expected.items():
-        torch.testing.assert_close(states[0][name], value, rtol=1e-4, atol=1e-6)
+def test_buffers_follow_rank_0() -> None:
+    expected, *others = on_ranks(buffers)[0]
+    for plan, state in zip(KINDS[1:], others, strict=True):
+        for name, value in expected.items():
+            torch.testing.assert_close(
+                state[name],
+                value,
+                rtol=1e-4,
+                atol=1e-6,
+                msg=lambda m, n=name, p=plan: f"{p} {n}: {m}",
+            )
 
 
 # ---- 29: more than one fit, pickling -------------------------------------------------------------
@@ -445,9 +480,12 @@ def twice(rank: int, plan: str) -> Any:
     return first, len(module.losses), {name: p.clone() for name, p in module.state_dict().items()}
 
 
+TWICE = with_every_kind(twice)
+
+
 @every_kind
 def test_fit_again(plan: str) -> None:
-    ranks = on_ranks(twice, plan)
+    ranks = TWICE(plan)
     assert [result[:2] for result in ranks] == [(8, 24), (8, 24)]
     for name, value in ranks[0][2].items():
         assert torch.equal(value, ranks[1][2][name])

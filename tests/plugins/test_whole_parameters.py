@@ -116,10 +116,6 @@ def hold_other_module(module: Net) -> Any:
     return [other]
 
 
-def hold_global(module: Net) -> Any:
-    globals()["parameters_of_the_script"] = list(module.parameters())
-
-
 def hold_generator_in_use(module: Net) -> Any:
     generator = (p for p in list(module.parameters()) if p.dim())
     next(generator)
@@ -143,34 +139,36 @@ HOLDERS: dict[str, tuple[Callable[[Net], Any], str]] = {
         hold_other_module,
         "module Linear, which is not part of the LightningModule, holds parameter",
     ),
-    "global": (
-        hold_global,
-        "variable 'parameters_of_the_script' of module tests.plugins.test_whole_parameters holds",
-    ),
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def everything_is_seen() -> Iterator[None]:
-    """Also this module's variables, which the run has frozen before the first test."""
+    """Also what the run has frozen before the first test: a look at all of it takes a second."""
     gc.unfreeze()
     yield
-    gc.collect()
     gc.freeze()
 
 
-@pytest.mark.usefixtures("everything_is_seen")
 @pytest.mark.parametrize("name", HOLDERS)
 def test_holders_are_named(name: str) -> None:
     hold, expected = HOLDERS[name]
     module = Net()
     optimizer = module.configure_optimizers()
     kept = hold(module)
+    assert expected in (why_held(module, optimizers=[optimizer]) or "")
+    del kept
+
+
+@pytest.mark.usefixtures("everything_is_seen")
+def test_variables_of_modules_are_holders() -> None:
+    module = Net()
+    globals()["parameters_of_the_script"] = list(module.parameters())
     try:
-        assert expected in (why_held(module, optimizers=[optimizer]) or "")
+        said = why_held(module, optimizers=[module.configure_optimizers()])
     finally:
-        globals().pop("parameters_of_the_script", None)
-        del kept
+        del globals()["parameters_of_the_script"]
+    assert f"variable 'parameters_of_the_script' of module {__name__} holds" in (said or "")
 
 
 def tied() -> nn.Module:
@@ -203,19 +201,24 @@ def compiled() -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize("make", [Net, tied, normed, recurrent, listed, compiled, ConvNet, MLP])
-def test_modules_and_their_optimizers_may_hold_parameters(make: Callable[[], nn.Module]) -> None:
-    module = make()
-    optimizer = torch.optim.AdamW([{"params": [p]} for p in module.parameters()])
-    module.optimizer = optimizer  # type: ignore[assignment]
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3)
-    for parameter in module.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    scheduler.step()
+@pytest.mark.usefixtures("everything_is_seen")
+def test_modules_and_their_optimizers_may_hold_parameters() -> None:
+    """Of many kinds, in one module; nothing of the libraries counts that a run has in memory."""
+    kinds = (Net, tied, normed, recurrent, listed, compiled, ConvNet, MLP)
+    module = nn.ModuleDict({make.__name__: make() for make in kinds})
+    optimizers, schedulers = [], []
+    for part in module.values():
+        optimizer = torch.optim.AdamW([{"params": [p]} for p in part.parameters()])
+        part.optimizer = optimizer  # type: ignore[assignment]
+        schedulers.append(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3))
+        for parameter in part.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        schedulers[-1].step()
+        optimizers.append(optimizer)
     # What runs now may hold them as well.
     local, running = list(module.parameters()), hold_generator_in_use
-    assert why_held(module, optimizers=[optimizer]) is None
+    assert why_held(module, optimizers=optimizers) is None
     assert local and running
 
 

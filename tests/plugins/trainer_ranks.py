@@ -5,7 +5,8 @@ than once.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -145,6 +146,50 @@ def compressed(
 def on_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:
     """Run ``function(rank, *args)`` on ranks that Lightning takes for ranks of torchrun."""
     return run_ranks(_as_torchrun, world_size, function, world_size, args)
+
+
+class InTurn:
+    """Cases of a test that the same ranks run, one after the other.
+
+    A call has the results of one of them, ``function(rank, *case)`` in rank order, and fails where
+    that one failed. The first call starts the ranks.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], cases: Sequence[tuple[Any, ...]], *, world_size: int = 2
+    ) -> None:
+        self.function, self.cases, self.world_size = function, [*cases], world_size
+        self.results: list[Any] | RuntimeError | None = None
+
+    def __call__(self, *case: Any) -> list[Any]:
+        if self.results is None:
+            try:
+                self.results = run_ranks(
+                    _as_torchrun,
+                    self.world_size,
+                    *(_each, self.world_size, (self.function, self.cases)),
+                    timeout_seconds=min(90 + 10 * len(self.cases), 280),
+                )
+            except RuntimeError as error:
+                self.results = error
+        if isinstance(self.results, RuntimeError):
+            raise self.results
+        found = [results[self.cases.index(case)] for results in self.results]
+        for rank, (_, error) in enumerate(found):
+            assert not error, f"rank {rank} failed:\n{error}"
+        return [value for value, _ in found]
+
+
+def _each(
+    rank: int, function: Callable[..., Any], cases: Sequence[tuple[Any, ...]]
+) -> list[tuple[Any, str]]:
+    found: list[tuple[Any, str]] = []
+    for case in cases:
+        try:
+            found.append((function(rank, *case), ""))
+        except Exception:
+            found.append((None, traceback.format_exc()))
+    return found
 
 
 def _as_torchrun(

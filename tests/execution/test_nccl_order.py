@@ -137,7 +137,7 @@ def on_two_ranks(rank: int) -> tuple[Any, ...]:
 
 
 def test_sharded_plans_and_compression_with_its_thread() -> None:
-    losses, state, _ = engines.one_process(engines.OPTIMIZERS["adamw"])
+    losses, state, _ = engines.one_process("adamw")
     for plans, steps in run_ranks(on_two_ranks, 2, timeout_seconds=SECONDS, backend=TWIN):
         assert steps == 8
         for of_rank, _, _, released, _ in plans:

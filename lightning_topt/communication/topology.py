@@ -164,10 +164,12 @@ def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
     ]
     for backend in nccl[:1]:
         backend._group_start()
-    for group in ended:
-        group.abort()
-    for backend in nccl[:1]:
-        backend._group_end()  # type: ignore[attr-defined]  # NCCL's
+    try:
+        for group in ended:
+            group.abort()
+    finally:
+        for backend in nccl[:1]:
+            backend._group_end()  # type: ignore[attr-defined]  # NCCL's
 
 
 def whole_run() -> dist.ProcessGroup:

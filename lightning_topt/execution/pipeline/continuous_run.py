@@ -375,17 +375,19 @@ class ContinuousRun:
     def _begin_gradients(self, minibatch: int, *, since: int | None = None) -> None:
         """Begin to receive the gradients of a minibatch in flight.
 
-        With `since`, in the iteration of its backward pass: what stages behind have sent so many
-        iterations before, each of another minibatch.
+        With `since`, in the iteration of its backward pass: all that stages behind have sent until
+        so many iterations before. A drain in the warm-up leaves iterations out, so that it may be
+        of several minibatches.
         """
         for behind in range(self.stage + 1, self.num_stages):
-            of_stage = minibatch
+            last = minibatch
             if since is not None:
-                of_stage += self._lag_per_hop * (behind - self.stage) - since
-            if of_stage in self._passes:
-                self._passes.begin_backward(of_stage, behind)
-                if self._pattern.completes(of_stage):
-                    self._shared.begin_gradients(of_stage, behind)
+                last += self._lag_per_hop * (behind - self.stage) - since
+            for each in range(minibatch, last + 1):
+                if each in self._passes:
+                    self._passes.begin_backward(each, behind)
+                    if self._pattern.completes(each):
+                        self._shared.begin_gradients(each, behind)
 
     def _begin_values(self, minibatch: int) -> None:
         """Begin to receive the values of a minibatch, if it is in flight."""

@@ -17,7 +17,7 @@ import torch
 
 import topt_console
 from lightning_topt.cli import advise, calibrate, plan, predict, stalls, train, verify, what_if
-from tests.launch import free_port
+from tests.launch import free_port, torchrun_environment
 
 IMPORTED = (advise, calibrate, plan, predict, stalls, train, verify, what_if)
 
@@ -62,16 +62,7 @@ def forked_ranks(call: Callable[[], object], ranks: int, *, folder: Path) -> lis
     port = free_port()
 
     def start(rank: int) -> object:
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "GROUP_RANK": "0",
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_RUN_ID": "a test",
-        }
+        os.environ |= torchrun_environment(rank, ranks, port=port)
         return call()
 
     return forked(*(partial(start, rank) for rank in range(ranks)), folder=folder)

@@ -51,6 +51,23 @@ def free_port() -> int:
             return port
 
 
+def torchrun_environment(
+    rank: int, world_size: int, *, port: int, nodes: int = 1
+) -> dict[str, str]:
+    """Return the variables that torchrun gives a rank, with as many ranks on each node."""
+    node, local = divmod(rank, world_size // nodes)
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size // nodes),
+        "GROUP_RANK": str(node),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "test",
+    }
+
+
 def run_ranks(
     function: Callable[..., Any],
     world_size: int,

@@ -22,7 +22,7 @@ from lightning_topt.data.cache import sample_cache as cached_tiers
 from lightning_topt.data.peers.client import owners
 from lightning_topt.plugins import cached_data
 from lightning_topt.plugins.cached_data import CachedDataModule, CachePartition
-from tests.launch import run_ranks
+from tests.launch import run_ranks, torchrun_environment
 from tests.plugins.test_cached_data import ITEMS, Model, Module, Numbers, Plain
 from tests.plugins.trainer_ranks import make_trainer
 from tests.processes import halt
@@ -36,16 +36,8 @@ def on_nodes(function, *args, devices=1, nodes=2):
 
 
 def _on_node(rank, function, devices, nodes, args):
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank % devices),
-        GROUP_RANK=str(rank // devices),
-        WORLD_SIZE=str(nodes * devices),
-        LOCAL_WORLD_SIZE=str(devices),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="1",  # never used: the process group exists already
-        TORCHELASTIC_RUN_ID="test",
-    )
+    # the port is never used: the process group exists already
+    os.environ.update(torchrun_environment(rank, nodes * devices, port=1, nodes=nodes))
     mp.current_process()._config["daemon"] = False  # which may not have workers
     return function(rank // devices, devices, nodes, *args)
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_topt import AutoParallelStrategy, CompressedDDPStrategy
 from lightning_topt.communication import read_method
-from tests.launch import run_ranks
+from tests.launch import run_ranks, torchrun_environment
 from tests.models import GPT
 
 RECOMPUTE = "+recompute"
@@ -195,14 +195,6 @@ def _each(
 def _as_torchrun(
     rank: int, function: Callable[..., Any], world_size: int, args: tuple[Any, ...]
 ) -> Any:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="1",  # never used: the process group exists already
-        TORCHELASTIC_RUN_ID="test",
-    )
+    # the port is never used: the process group exists already
+    os.environ.update(torchrun_environment(rank, world_size, port=1))
     return function(rank, *args)

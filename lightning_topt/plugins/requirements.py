@@ -1,4 +1,4 @@
-"""What a fit has to be like for plans of some kinds, as one list of `Requirement`.
+"""The conditions under which a fit can run plans of each kind, as one list of `Requirement`.
 
 `why_not(fit, *kinds)` returns the first reason against plans of these kinds, as a clause that names
 what was found and, where there is one, the way out. The kinds:

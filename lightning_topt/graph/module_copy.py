@@ -65,8 +65,20 @@ def fake_copy(module: T, *, device: torch.device | str = "cpu") -> tuple[T, Fake
     Raises CaptureError, a ValueError, when `module` has lazy parameters that no forward has given a
     shape, or tensors that are not strided.
     """
+    _start_autograd()
     mode = ShapeMode(allow_non_fake_inputs=True)
     return copy_module(module, _Fakes(mode, torch.device(device)), fake=True), mode
+
+
+@functools.cache
+def _start_autograd() -> None:
+    """Let the engine of autograd count its devices before a mode of fake tensors is entered.
+
+    Under such a mode torch 2.14, built with CUDA, sees eight devices where it has none. A first
+    backward there would start a thread for each, and forks of this process could run no other.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.zeros((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
 
 
 def filled_copy(module: T) -> T:

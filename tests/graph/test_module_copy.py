@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import textwrap
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from lightning_topt.graph.capture import capture
 from lightning_topt.graph.module_copy import build_on_meta, fake_copy, is_on_meta
 from tests.graph.test_capture import MODEL_IDS, MODELS
 from tests.models import MLP, batch_for
+from tests.preloaded import preloaded_python
 
 
 class Wrapped:
@@ -94,6 +97,24 @@ def test_the_graph_is_that_of_a_real_model(module: Any) -> None:
     with FakeTensorMode():
         fake = type(module)()
     assert capture(fake, batch, batch_scaling=False) == expected
+
+
+def test_forks_of_a_process_that_captured_run_backward() -> None:
+    # torch 2.14 with CUDA and without a GPU starts threads in a first backward on fake tensors
+    program = """
+        from torch import ones
+        from torch.nn import Linear
+        from lightning_topt.basics.forked_call import ForkedCall
+        from lightning_topt.graph.module_copy import fake_copy
+        module = Linear(2, 2)
+        copied, mode = fake_copy(module)
+        with mode:
+            copied(ones(1, 2)).sum().backward()
+        print(ForkedCall(lambda: module(ones(1, 2)).sum().backward()).result())
+    """
+    command = [preloaded_python(), "-c", textwrap.dedent(program)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.stdout.strip() == "None", result.stderr
 
 
 def test_dtypes_are_those_of_a_converted_model() -> None:

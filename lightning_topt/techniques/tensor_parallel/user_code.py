@@ -389,7 +389,7 @@ def _watched_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         is_unknown = not module.startswith(_OWN) or module.startswith(_COLLECTIVES)
         if is_unknown and any(map(layout_of, tensors_in(args))):
             args = mode.whole(args)
-    return _apply.__func__(cls, *args, **kwargs)
+    return _apply.__get__(None, cls)(*args, **kwargs)  # a C function since torch 2.14
 
 
 def _watched_group(group: dist.ProcessGroup | None) -> Any:

@@ -8,17 +8,20 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Callback
 
 from lightning_topt.cli import main
-from lightning_topt.cli.train import print_record
+from lightning_topt.cli.train import build_record, print_record, report
 from lightning_topt.communication import TopK
 from lightning_topt.costs.cluster import Accuracy, Cluster, ErrorFigure
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.plan.choose import TIME_ERROR, TIME_ERROR_SECONDS
-from lightning_topt.plan.parallel_plan import ParallelPlan, uniform_plan
+from lightning_topt.plan.parallel_plan import ParallelPlan, StepEstimate, uniform_plan
 from lightning_topt.plan.plan_frontier import PlanFrontier
 from tests.preloaded import preloaded_python
 
@@ -136,7 +139,7 @@ def test_wrong_use_is_one_sentence_and_exit_code_2(arguments, words, tmp_path):
         (["plan", *TINY, "strategy.memory_limit=1KiB", "cluster=local_cpu"], "memory"),
         (["plan", "strategy=ddp"], "needs strategy=topt"),
         (
-            ["plan", *TINY, "device_counts=[3]", "pipeline=false", "cluster=local_cpu"],
+            ["plan", *TINY, "device_counts=[2,3]", "pipeline=false", "cluster=local_cpu"],
             "cannot be divided evenly over 3 devices",
         ),
         (
@@ -360,7 +363,14 @@ def test_experiment_digits_reaches_its_metric(tmp_path):
 def test_the_demo_ends_with_what_was_planned_predicted_and_measured(tmp_path):
     few = ["trainer.limit_train_batches=8", "trainer.limit_val_batches=1"]
     output = finished(
-        topt("train", "experiment=demo", *few, f"hydra.run.dir={tmp_path}/run", folder=tmp_path)
+        topt(
+            "train",
+            "experiment=demo",
+            "strategy.memory_limit=96MiB",
+            *few,
+            f"hydra.run.dir={tmp_path}/run",
+            folder=tmp_path,
+        )
     )
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["predicted"]["peak_bytes"] * 1.05 <= 96 * 2**20
@@ -382,6 +392,7 @@ def test_the_record_for_people(capsys, monkeypatch):
     plan = dataclasses.replace(
         uniform_plan(2, data_parallel_size=2, blocks=["a", "b"], recompute=["a"]),
         reason="It is the fastest. " * 9,
+        predicted=StepEstimate(0.1, 2**26, 0.1, 0.0),
     )
     seconds, nbytes = ErrorFigure(0.04, 0.12, 20), ErrorFigure(0.01, 0.03, 20)
     machines = dataclasses.replace(
@@ -394,6 +405,7 @@ def test_the_record_for_people(capsys, monkeypatch):
         "device": "cpu",
         "global_step": 60,
         "plan": plan.to_dict(),
+        "accumulate": 1,
         "predicted": {"step_seconds": 0.1, "peak_bytes": 2**26},
         "measured": {
             "median_step_seconds": 0.2,
@@ -411,6 +423,10 @@ def test_the_record_for_people(capsys, monkeypatch):
     assert "100 ms ± 12 %" in said and "64.00 MiB ± 3 %" in said and "-50.0 %" in said
     assert "The machine was busy: in 43 % of the measured time" in said
     assert "Report, for a browser: run/frontier.html run folder: run" in said
+    # the prediction of a step of another number of batches
+    print_record({**record, "predicted": None, "accumulate": 4}, Path("run"))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "is not compared: a step had 4 (trainer.accumulate_grad_batches)" in said
     # a quiet machine, no plan, no prediction
     quiet = {**record["measured"], "core_wait_share": 0.01}
     print_record({**record, "plan": None, "predicted": None, "measured": quiet}, Path("run"))
@@ -418,11 +434,45 @@ def test_the_record_for_people(capsys, monkeypatch):
     assert "busy" not in text and "Plan" not in text and "±" not in text and "200 ms" in text
 
 
+def finished_fit(plan: ParallelPlan, *, batches: int) -> Any:
+    """What `topt train` reads of a trainer whose steps had so many batches."""
+    strategy = SimpleNamespace(parallel_plan=plan, root_device=torch.device("cpu"))
+    return SimpleNamespace(
+        strategy=strategy,
+        accumulate_grad_batches=batches,
+        world_size=2,
+        precision="32-true",
+        global_step=8,
+    )
+
+
+def test_only_the_prediction_of_as_many_batches_is_one_of_the_measured_step():
+    predicted = StepEstimate(0.4, 2**26, 0.3, 0.1)
+    plan = dataclasses.replace(
+        uniform_plan(0, data_parallel_size=2), predicted=predicted, accumulate=4
+    )
+    records = [
+        build_record(finished_fit(plan, batches=count), measurement=None, metrics={})
+        for count in (4, 1)
+    ]
+    assert [record["accumulate"] for record in records] == [4, 1]
+    assert records[0]["predicted"] == dataclasses.asdict(predicted)
+    assert records[1]["predicted"] is None and records[1]["plan"]["predicted"] is not None
+
+
+def test_the_result_is_printed_where_the_plan_cannot_be_written(tmp_path, capsys):
+    (tmp_path / "plan.yaml").mkdir()
+    fit = finished_fit(uniform_plan(0, data_parallel_size=2), batches=1)
+    with pytest.raises(IsADirectoryError):
+        report(fit, tmp_path, measurement=None, metrics={"val_loss": 1.25})
+    assert "1.2500" in capsys.readouterr().out and (tmp_path / "run.json").exists()
+
+
 def test_a_step_that_depends_on_values_is_planned_for_its_own_batch(tmp_path):
     model = ["model._target_=tests.cli.reads_values.ReadsValues", "cluster=local_cpu"]
     finished(topt("plan", *TINY, *model, f"hydra.run.dir={tmp_path}/run", folder=tmp_path))
     assert ParallelPlan.load(tmp_path / "run" / "plan.yaml").model == "ReadsValues"
-    refused = topt("plan", *TINY, *model, "device_counts=[1]", folder=tmp_path)
+    refused = topt("plan", *TINY, *model, "device_counts=[1,2]", folder=tmp_path)
     assert refused.returncode == 2 and "batch" in refused.stderr
     refused = topt("plan", *TINY, *model, "tensor=true", folder=tmp_path)
     assert refused.returncode == 2 and "the step depends on values of tensors" in refused.stderr

@@ -28,7 +28,6 @@ from lightning_topt.communication.method_registry import (
     method_classes,
     read_gradient_method,
 )
-from lightning_topt.communication.methods.top_k import TopK
 from lightning_topt.communication.topology import Topology
 from lightning_topt.plugins.ddp_options import (
     checked_ddp_options,
@@ -270,11 +269,11 @@ def refuse_method_options(options: Mapping[str, Any]) -> None:
 
 def is_worse_under_adam(method: ExchangeMethod, topology: Topology) -> bool:
     """Return whether transformers under Adam are known to end worse: too little is sent in all."""
-    if not isinstance(method, TopK) or method.density is None:
+    if method.name != DEFAULT_METHOD:
         return False
-    enough = replace(method, density=None).on(topology).density
-    assert enough is not None
-    return method.density < enough
+    top_k: Any = method
+    sent, enough = (each.on(topology).density for each in (top_k, replace(top_k, density=None)))
+    return bool(sent < enough)
 
 
 def check_exchangeable(model: nn.Module) -> None:

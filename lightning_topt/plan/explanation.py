@@ -109,6 +109,8 @@ def price_plan(request: SearchRequest, plan: ParallelPlan) -> PricedPlan:
 
 def _with_micro_batches(request: SearchRequest, plan: ParallelPlan) -> ParallelPlan:
     """Return `plan`, priced for one micro-batch, with the prediction of a step of all of them."""
+    if plan.accumulate == 1:
+        return plan
     assert plan.predicted is not None
     facts = ModelFacts.of(request.graph, request.optimizer, request.cluster)
     predicted = plan.predicted

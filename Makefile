@@ -46,9 +46,9 @@ $(STAMP): $(READY)
 
 demo: $(READY) ## Plan and train a small GPT on 2 CPU ranks; ends with what was predicted and what was measured
 	@echo "Planning and training a small GPT on 2 CPU ranks, in about half a minute:"
-	@echo "  topt train experiment=demo"
+	@echo "  topt train experiment=demo strategy.memory_limit=96MiB"
 	@echo "Python, PyTorch and Lightning start first, which takes some seconds."
-	@PYTHONWARNINGS=ignore $(BIN)/topt train experiment=demo
+	@PYTHONWARNINGS=ignore $(BIN)/topt train experiment=demo strategy.memory_limit=96MiB
 
 test: export PYTHONDONTWRITEBYTECODE := # hundreds of processes would compile the package each for itself
 test: $(STAMP) ## Run the whole test suite, in as many processes as there are cores, at most 4

@@ -4,10 +4,12 @@ refused takes a third of a second there, four in a process of its own.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,15 +31,23 @@ class Ended(NamedTuple):
     output: str
 
 
-def forked_topt(*words: str, folder: Path, seconds: int = 120) -> Ended:
-    """Do what the console script does, in `folder`. One that takes too long has the status -14."""
+def forked_topt(*words: str, folder: Path, ranks: int = 1) -> Ended:
+    """Do what the console script does, in `folder`, on so many `ranks`; how rank 0 ended.
+
+    One that takes too long has the status -14.
+    """
 
     def main() -> None:
         sys.argv = ["topt", *words]
         topt_console.main()
 
-    (ended,) = forked(main, folder=folder, seconds=seconds)
-    return ended
+    return forked_ranks(main, ranks, folder=folder)[0]
+
+
+def finished(ended: Ended) -> str:
+    """Return the output of a program that ended well."""
+    assert ended.status == 0, ended.output
+    return ended.output
 
 
 def forked(*calls: Callable[[], object], folder: Path, seconds: int = 120) -> list[Ended]:
@@ -68,6 +78,18 @@ def forked_ranks(call: Callable[[], object], ranks: int, *, folder: Path) -> lis
     return forked(*(partial(start, rank) for rank in range(ranks)), folder=folder)
 
 
+def _speak_as_a_program() -> None:
+    """Write log lines and warnings to the streams of now, which pytest had replaced."""
+    for logger in logging.root.manager.loggerDict.values():
+        for handler in getattr(logger, "handlers", ()):
+            if type(handler) is logging.StreamHandler:
+                handler.setStream(sys.stderr)
+    warnings.resetwarnings()
+    warnings.showwarning = lambda message, category, file, line, *_: print(
+        warnings.formatwarning(message, category, file, line), file=sys.stderr
+    )
+
+
 def _run(call: Callable[[], object], folder: Path, output: Path, seconds: int) -> NoReturn:
     status = 70
     try:
@@ -79,6 +101,7 @@ def _run(call: Callable[[], object], folder: Path, output: Path, seconds: int) -
         os.dup2(file, 2)
         for name, number in (("stdout", 1), ("stderr", 2)):
             setattr(sys, name, open(number, "w", buffering=1, closefd=False))  # noqa: SIM115
+        _speak_as_a_program()
         os.environ.pop("HYDRA_FULL_ERROR", None)
         call()
         status = 0

@@ -13,6 +13,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.utils import instantiate
+from lightning.pytorch.strategies import DDPStrategy
 
 from hydra_plugins.lightning_topt_searchpath import conf_dir
 from hydra_plugins.lightning_topt_searchpath.strategies import STRATEGIES
@@ -52,6 +53,9 @@ def test_every_experiment_builds(experiment, tmp_path):
     assert isinstance(strategy, AutoParallelStrategy)
     trainer = instantiate(config.trainer, strategy=strategy, logger=False, _convert_="all")
     assert trainer.world_size == 2
+    # under a strategy without options of ours, too
+    plain = composed("train", f"experiment={experiment}", "strategy=ddp").strategy
+    assert isinstance(instantiate(plain, _convert_="all"), DDPStrategy)
 
 
 @pytest.mark.parametrize("experiment", choices("experiment"))
@@ -276,7 +280,7 @@ def test_a_name_that_no_strategy_takes_is_refused(app):
     "entry",
     [
         *("model: gpt", "data: digits", "experiment: digits", "trainer: default"),
-        *("topt/model: gpt", "strategy: ddp", "strategy: single", "cluster: measured"),
+        *("topt/model: gpt", "topt/strategy: ddp", "topt/cluster: measured"),
     ],
 )
 def test_another_app_gets_nothing_else_of_ours(entry, tmp_path):
@@ -304,6 +308,21 @@ def test_old_names_work_and_warn(choice, kind, app):
         config = app(f"+strategy={choice}", "+cluster=local_cpu")
     assert config.cluster.name == "local_cpu"
     assert choice == "topt_compressed" or config.strategy.cluster == config.cluster
+
+
+@pytest.mark.parametrize(
+    ("choice", "sentence"),
+    [
+        ("cluster=measured", "leave it out, and the cluster is measured"),
+        ("optimizer_step=plain", "leave it out, and every rank does the whole optimizer step"),
+        ("strategy=ddp", "say trainer.strategy=ddp"),
+        ("strategy=single", "say trainer.devices=1"),
+    ],
+)
+def test_old_choices_without_a_new_name_say_what_to_do(choice, sentence, app):
+    with pytest.warns(FutureWarning, match=sentence):
+        config = app(f"+{choice}")
+    assert choice.partition("=")[0] in config
 
 
 def test_the_command_itself_does_not_warn(recwarn):

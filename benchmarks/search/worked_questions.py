@@ -181,7 +181,7 @@ def baseline(
                 continue
             least = min(least, point.peak_bytes)
             step = step_of_microbatches(point, accumulate=count, facts=facts)
-            each = estimate(scenario, step, facts=facts, work=asked.work, accumulate=count)
+            each = estimate(scenario, step, facts=facts, work=asked.work)
             if fits(point, base) and (best is None or each.step_seconds < best.step_seconds):
                 best = each
     return (

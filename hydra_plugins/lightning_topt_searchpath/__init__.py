@@ -28,8 +28,13 @@ NAMESPACE = "topt"
 _GROUPS = ("cluster", "gradient_exchange", "optimizer_step")
 # without the namespace, until version 0.2
 _OLD_GROUPS = (*_GROUPS, "strategy", "schedule", "prediction")
-# choices of the command alone: they say that there is none, or set entries of its trainer
-_NOT_SHARED = ("cluster/measured", "optimizer_step/plain", "strategy/ddp", "strategy/single")
+# choices of the command alone, which have no new name: what other apps say instead
+_INSTEAD = {
+    "cluster/measured": "leave it out, and the cluster is measured",
+    "optimizer_step/plain": "leave it out, and every rank does the whole optimizer step",
+    "strategy/ddp": "say trainer.strategy=ddp",
+    "strategy/single": "say trainer.devices=1",
+}
 
 
 def conf_dir() -> Path:
@@ -77,7 +82,7 @@ class LightningToptConfigs(ConfigSource):
             raise ConfigLoadError(f"there is no configuration {config_path!r}")
         group = config_path.partition("/")[0]
         if group != NAMESPACE:
-            instead = (
+            instead = _INSTEAD.get(f"{group}/{file.stem}") or (
                 f"set the entry {group!r} of {NAMESPACE}/strategy=topt_pipeline"
                 if group in ("schedule", "prediction")
                 else f"its name is {NAMESPACE}/{group}"
@@ -118,7 +123,7 @@ class LightningToptConfigs(ConfigSource):
         group, _, name = config_path.removesuffix(".yaml").rpartition("/")
         inside = f"{group.removeprefix(f'{NAMESPACE}/')}/{name}"
         file = Path(self.path) / f"{inside}.yaml"
-        known = group in (*_OLD_GROUPS, *_namespaced()) and inside not in _NOT_SHARED
+        known = group in _OLD_GROUPS or (group in _namespaced() and inside not in _INSTEAD)
         return file if known and file.is_file() else None
 
 

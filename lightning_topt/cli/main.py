@@ -21,7 +21,7 @@ import hydra
 import yaml
 from hydra.errors import HydraException, InstantiationException
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 import topt_console
@@ -30,6 +30,14 @@ from lightning_topt.basics.argument_checks import check_whole
 from lightning_topt.cli.several_clusters import as_hydra_reads
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
+# whole numbers with the least and the most that they may be; Lightning itself looks at them late
+_WHOLE = {
+    "seed": (0, 2**32 - 1),
+    "trainer.max_epochs": (-1, None),
+    "trainer.max_steps": (-1, None),
+    "trainer.accumulate_grad_batches": (1, None),
+    "trainer.log_every_n_steps": (0, None),
+}
 # two words that a shell has made of one, such as mesh={data:2,tensor:4}
 _ENTRY = r"[\w.]+:[^\s\[\]{},:]+"
 _TAIL = r"(?P<tail>(?:[\]},]\S*)?)"
@@ -73,8 +81,9 @@ def hydra_main(command: str, run: Callable[[DictConfig], None]) -> None:
     def task(config: DictConfig) -> None:
         nonlocal has_begun
         has_begun = True
-        if config.get("seed") is not None:
-            check_whole(config.seed, name="seed", least=0, most=2**32 - 1)
+        for name, (least, most) in _WHOLE.items():
+            if (value := OmegaConf.select(config, name)) is not None:
+                check_whole(value, name=name, least=least, most=most)
         # the user's state again, inside of Hydra's
         with _process_state(arguments, full_error):
             run(config)
@@ -83,17 +92,27 @@ def hydra_main(command: str, run: Callable[[DictConfig], None]) -> None:
     try:
         with _process_state([arguments[0], *words], "1"):
             hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)(task)()
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         # what Hydra does not find is an OSError too
         if has_begun or isinstance(error, HydraException):
             raise
-        why = f"a configuration is not YAML: {error}"
-        if isinstance(error, OSError):
-            why = (
-                f"the run folder cannot be made or written ({error.strerror}: {error.filename!r}): "
-                "name another with hydra.run.dir=FOLDER"
-            )
-        raise ValueError(_one_line(why)) from error
+        raise ValueError(_one_line(_why_not_composed(error))) from error
+
+
+def _why_not_composed(error: OSError | yaml.YAMLError | UnicodeDecodeError) -> str:
+    """Return why Hydra did not come to run the command, as a sentence."""
+    if isinstance(error, yaml.YAMLError):
+        return f"a configuration is not YAML: {error}"
+    # Hydra's source of configurations has the path of the file that it reads
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    read = [frame.f_locals["full_path"] for frame in frames if "full_path" in frame.f_locals]
+    if read or isinstance(error, UnicodeDecodeError):
+        why = error.strerror if isinstance(error, OSError) else f"it is not UTF-8: {error}"
+        return f"a configuration cannot be read ({why}): {', '.join(map(str, read[-1:]))}"
+    return (
+        f"the run folder cannot be made or written ({error.strerror}: {error.filename!r}): name "
+        "another with hydra.run.dir=FOLDER"
+    )
 
 
 def _check_words(words: Sequence[str]) -> None:

@@ -30,6 +30,7 @@ from lightning_topt.cli.search_space import SearchedMeshes
 from lightning_topt.costs.cluster import sentence_of
 from lightning_topt.plan.choose import check_objective
 from lightning_topt.plan.plan_search import search_plans
+from lightning_topt.plan.scenarios import ModelFacts, of_steps
 from lightning_topt.plugins.planning import Planning
 from lightning_topt.plugins.searched_plan import choose_for
 
@@ -59,7 +60,7 @@ def run(config: DictConfig) -> None:
     # the step, its costs, and the search
     example, capture_seconds = setup.capture(splits=meshes.tensor)
     # data.batch_size is that of each rank: of those of the trainer, where several numbers are given
-    ranks = meshes.device_counts[0] if config.device_counts is None else trainer.world_size
+    ranks = trainer.world_size if len(meshes.device_counts) > 1 else meshes.device_counts[0]
     samples = meshes.global_batch_size(example.samples, world_size=ranks)
     unpriced = UnpricedSearch.of(
         setup, meshes, example, request, global_batch_size=samples, capture_seconds=capture_seconds
@@ -67,7 +68,10 @@ def run(config: DictConfig) -> None:
     search = setup.with_costs(unpriced.request, request)
     if search is None:  # another rank of torchrun goes on
         return
-    frontier = search_plans(search)
+    # of a step, which may have several batches
+    facts = ModelFacts.of(search.graph, search.optimizer, search.cluster)
+    parts = trainer.accumulate_grad_batches
+    frontier = of_steps(search_plans(search), accumulate=parts, facts=facts)
     folder = Path(HydraConfig.get().runtime.output_dir)
     frontier.save(folder / "frontier.json")  # worth having even when no plan fits
 

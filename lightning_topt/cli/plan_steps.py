@@ -255,7 +255,6 @@ def report_plan(
     *,
     folder: Path,
     notes: Sequence[str],
-    accumulate: int = 1,
     ends: bool = True,
 ) -> None:
     """Write the frontier and the chosen plan to `folder`, and print them.
@@ -267,7 +266,6 @@ def report_plan(
         folder: gets ``frontier.png``, ``frontier.html``, ``plan.yaml`` and, for a plan with
             stages, ``schedule.png``.
         notes: sentences for the page and, with `ends`, for the terminal.
-        accumulate: micro-batches of a step.
         ends: print the notes and the folder too.
     """
     plan, points = planning.chosen.plan, planning.frontier.shown_with(planning.chosen)
@@ -289,7 +287,6 @@ def report_plan(
         where=search.cluster.name,
         memory_limit=limit,
         notes=[*notes, *whole],
-        accumulate=accumulate,
         step=step,
     )
     save_png(folder / "frontier.png", points, planning.chosen, memory_limit=limit, title=title)
@@ -302,12 +299,18 @@ def report_plan(
     console.print(title, style="bold", highlight=False, markup=False)
     print_table(points, planning.chosen, console=console, memory_limit=limit)
     console.print(f"{plan.summary()}\n{plan.reason}", highlight=False)
+    if plan.accumulate > 1:
+        console.print(
+            f"A step has {plan.accumulate} micro-batches: trainer.accumulate_grad_batches="
+            f"{plan.accumulate}.",
+            highlight=False,
+        )
     # the loader's batch is that of a data rank, not of each rank
     if plan.mesh.size > plan.mesh.data_parallel_size:
         console.print(
             f"Ranks of its {'pipelines' if plan.schedule else 'tensor axis'} get the same samples: "
             f"with batches of {plan.batch_size} in the loader a step has "
-            f"{accumulate * search.global_batch_size}.",
+            f"{plan.accumulate * search.global_batch_size}.",
             highlight=False,
         )
     if step is not None:
@@ -316,7 +319,7 @@ def report_plan(
         for line in whole:
             console.print(line, highlight=False, markup=False)
     if explained is not None:
-        print_explanation(explained, console=console, accumulate=accumulate)
+        print_explanation(explained, console=console)
     if ends:
         for note in notes:
             console.print(note, highlight=False, markup=False)

@@ -163,7 +163,8 @@ def predict_plan(config: DictConfig, cluster: Cluster, *, console: Console) -> N
     # the step is captured as one that can be split where the plan splits it
     splits = isinstance(given, ParallelPlan) and bool(given.mesh.tensor_axes)
     example, profile = _captured(config, splits=splits)
-    plan = _complete_plan(given, config.ranks, example, cluster)
+    parts = config.trainer.get("accumulate_grad_batches") or 1
+    plan = _complete_plan(given, config.ranks, example, cluster, accumulate=parts)
     priced = price_plan(_request_of(plan, example, cluster, profile), plan)
     _print_priced(priced, cluster, console=console)
     if config.out is not None:
@@ -190,9 +191,17 @@ def _captured(config: DictConfig, *, splits: bool) -> tuple[ExampleStep, Optimiz
 
 
 def _complete_plan(
-    given: UniformPlan | ParallelPlan, ranks: int | None, example: ExampleStep, cluster: Cluster
+    given: UniformPlan | ParallelPlan,
+    ranks: int | None,
+    example: ExampleStep,
+    cluster: Cluster,
+    *,
+    accumulate: int,
 ) -> ParallelPlan:
-    """Return the plan with all that its file or name leaves open: ranks, nodes and the batch."""
+    """Return the plan with all that its file or name leaves open: ranks, nodes and the batch.
+
+    `accumulate` batches of a step are for a plan by name; a file says how many it has.
+    """
     # a file says everything but perhaps the batch
     if isinstance(given, ParallelPlan):
         if ranks not in (None, given.mesh.size):
@@ -209,7 +218,7 @@ def _complete_plan(
             f"{count} ranks cannot be divided over {nodes} nodes: choose numbers that divide"
         )
     plan = given.of(example.graph, given.mesh(count, num_nodes=nodes))
-    return replace(plan, batch_size=example.samples)
+    return replace(plan, batch_size=example.samples, accumulate=accumulate)
 
 
 def _request_of(
@@ -233,8 +242,10 @@ def _request_of(
 def _print_priced(priced: PricedPlan, cluster: Cluster, *, console: Console) -> None:
     """Print what a plan is predicted to cost, the kinds of work, and its blocks or stages."""
     predicted, plan = priced.predicted, priced.plan
+    several = f"{plan.accumulate} micro-" if plan.accumulate > 1 else ""
     console.print(
-        f"{plan.summary()}, batches of {plan.batch_size} on {cluster.name}", highlight=False
+        f"{plan.summary()}, {several}batches of {plan.batch_size} on {cluster.name}",
+        highlight=False,
     )
     console.print(
         f"step time {format_seconds(predicted.step_seconds)}, peak memory "

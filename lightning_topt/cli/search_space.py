@@ -19,8 +19,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from hydra_plugins.lightning_topt_searchpath import conf_dir
 from lightning_topt.basics.argument_checks import check_choice, check_whole
 from lightning_topt.cli.example_step import ExampleStep, plain_value
 from lightning_topt.costs.cluster import Cluster
@@ -255,7 +256,7 @@ class SearchedMeshes:
 
         # all meshes: a tensor axis lies inside a node, so its size divides both numbers of devices
         pipelines = SearchedPipelines.read(config, on=None, has_mesh=False)
-        counts = read_device_counts(config.device_counts, default=_ranks(cluster, trainer))
+        counts = read_device_counts(config.device_counts, default=_ranks(config, cluster, trainer))
         # some number of ranks has such an axis
         some = any(math.gcd(per_node, count) > 1 for count in counts)
         if config.tensor and not some:
@@ -373,14 +374,21 @@ class SearchedMeshes:
         ]
 
 
-def _ranks(cluster: Cluster | None, trainer: pl.Trainer) -> int:
+def _ranks(config: DictConfig, cluster: Cluster | None, trainer: pl.Trainer) -> int:
     """Return for how many ranks plans are searched where no number is given.
 
-    All devices of a cluster, unless the command line says how many of them the trainer has.
+    All devices of a cluster, unless the command line or a configuration says how many of them the
+    trainer has: other numbers than those of `conf/trainer/default.yaml`.
     """
+    if cluster is None:
+        return trainer.world_size
     words = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
-    given = any(re.match(r"\+*trainer\.(devices|num_nodes)=", word) for word in words)
-    return trainer.world_size if cluster is None or given else cluster.num_devices
+    usual: Any = OmegaConf.load(conf_dir() / "trainer" / "default.yaml")
+    names = ("devices", "num_nodes")
+    given = any(re.match(r"\+*trainer\.(devices|num_nodes)=", word) for word in words) or any(
+        config.trainer.get(name, usual[name]) != usual[name] for name in names
+    )
+    return trainer.world_size if given else cluster.num_devices
 
 
 def _given_mesh(config: DictConfig, request: PlanRequest) -> MeshPlan | PipelinePlan | None:

@@ -95,9 +95,24 @@ def run(config: DictConfig) -> None:
     ]
     # of several monitors the first one counts
     if trainer.is_global_zero:
-        record = build_record(trainer, measurement=next(iter(measurements), None), metrics=metrics)
-        (folder / "run.json").write_text(json.dumps(record, indent=2) + "\n")
-        print_record(record, folder, page=save_plan(trainer, folder), cluster=_cluster_of(trainer))
+        report(trainer, folder, measurement=next(iter(measurements), None), metrics=metrics)
+
+
+def report(
+    trainer: pl.Trainer,
+    folder: Path,
+    *,
+    measurement: StepMeasurement | None,
+    metrics: Mapping[str, float],
+) -> None:
+    """Write and print the record of a finished fit, and write its plan."""
+    record = build_record(trainer, measurement=measurement, metrics=metrics)
+    (folder / "run.json").write_text(json.dumps(record, indent=2) + "\n")
+    page = None
+    try:
+        page = save_plan(trainer, folder)
+    finally:  # what was trained and measured is said, whatever the plan's files come to
+        print_record(record, folder, page=page, cluster=_cluster_of(trainer))
 
 
 def save_plan(trainer: pl.Trainer, folder: Path) -> Path | None:
@@ -134,11 +149,15 @@ def build_record(
 ) -> dict[str, Any]:
     """Return the record of a finished fit.
 
-    `plan` and `predicted` are None under strategies that do not plan.
+    `plan` and `predicted` are None under strategies that do not plan. `predicted` is None too
+    where the plan's prediction is of a step with more or fewer batches (`accumulate_grad_batches`).
     """
     plan = getattr(trainer.strategy, "parallel_plan", None)  # of strategies that plan
-    predicted = None if plan is None else plan.to_dict()["predicted"]
-    measured = None
+    # a step of other micro-batches than the measured one is no prediction of it
+    parts = trainer.accumulate_grad_batches
+    predicted = measured = None
+    if plan is not None and plan.accumulate == parts:
+        predicted = plan.to_dict()["predicted"]
     # without a StepMonitor nothing is measured
     if measurement is not None:
         measured = {
@@ -154,6 +173,7 @@ def build_record(
         "world_size": trainer.world_size,
         "device": trainer.strategy.root_device.type,
         "precision": trainer.precision,
+        "accumulate": parts,
         "global_step": trainer.global_step,
         "plan": None if plan is None else plan.to_dict(),
         "predicted": predicted,
@@ -222,6 +242,12 @@ def print_record(
     console.print(table)
     if predicted:
         say(sentence_of(accuracy))
+    elif record["plan"] and record["plan"]["predicted"]:
+        say(
+            f"The plan's prediction is of a step with {record['plan'].get('accumulate', 1)} "
+            f"batch(es) and is not compared: a step had {record['accumulate']} "
+            "(trainer.accumulate_grad_batches)."
+        )
     share = measured.get("core_wait_share")
     if share is not None and share > _BUSY_SHARE:
         say(

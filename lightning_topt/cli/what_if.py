@@ -112,14 +112,8 @@ def run(config: DictConfig) -> None:
     search = of_microbatches(search, chosen.accumulate)
     best.frontier.save(folder / "frontier.json")
     planning = Planning(best.frontier, chosen.point, search.graph)
-    parts = chosen.accumulate
-    report_plan(planning, search, request, folder=folder, notes=notes, accumulate=parts, ends=False)
+    report_plan(planning, search, request, folder=folder, notes=notes, ends=False)
     console = Console()
-    if parts > 1:
-        console.print(
-            f"A step has {parts} micro-batches: trainer.accumulate_grad_batches={parts}.",
-            highlight=False,
-        )
     save_scenarios(folder, shown, estimates, chosen, reason=reason, **given)
     print_scenarios(estimates, chosen, limits=asked.limits, console=console)
     for line in (reason, *notes, f"run folder: {folder}"):

@@ -23,7 +23,9 @@ from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.frontier.stage_search import StagePoint
 from lightning_topt.graph.op_graph import Block
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, StepEstimate
+from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, stage_blocks, step_on
+from lightning_topt.plan.scenarios import ModelFacts, step_of_microbatches
 from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_simulation import (
     cut_of_plan,
@@ -57,7 +59,7 @@ class PricedPlan:
 
     Args:
         plan: with `predicted`.
-        predicted: its costs.
+        predicted: its costs, of a step with all its micro-batches.
         seconds: the work of a step by kind, on the rank that works longest, whether or not anything
             waits for it.
         blocks: of a plan without stages.
@@ -72,7 +74,9 @@ class PricedPlan:
 
 
 def price_plan(request: SearchRequest, plan: ParallelPlan) -> PricedPlan:
-    """Return what `plan` costs on the cluster of `request`, whose batch is that of the plan.
+    """Return what a step of `plan` costs on the cluster of `request`.
+
+    The batch of `request` is that of the plan: one of its micro-batches, where it has several.
 
     Raises:
         PlanError: the plan is of another model or other blocks.
@@ -92,7 +96,26 @@ def price_plan(request: SearchRequest, plan: ParallelPlan) -> PricedPlan:
         total.compute_seconds,
         total.exposed_communication_seconds,
     )
-    return PricedPlan(replace(plan, predicted=predicted), predicted, total.seconds, explained)
+    plan = _with_micro_batches(request, replace(plan, predicted=predicted))
+    assert plan.predicted is not None
+    # what comes once in a step, whatever its micro-batches
+    once = {"update", *(("gather", "reduce", "broadcast") if plan.keeps_gradients_whole else ())}
+    seconds = {
+        kind: value * (1 if kind in once else plan.accumulate)
+        for kind, value in total.seconds.items()
+    }
+    return PricedPlan(plan, plan.predicted, seconds, explained)
+
+
+def _with_micro_batches(request: SearchRequest, plan: ParallelPlan) -> ParallelPlan:
+    """Return `plan`, priced for one micro-batch, with the prediction of a step of all of them."""
+    if plan.accumulate == 1:
+        return plan
+    assert plan.predicted is not None
+    facts = ModelFacts.of(request.graph, request.optimizer, request.cluster)
+    predicted = plan.predicted
+    point = PlanPoint(predicted.step_seconds, predicted.peak_bytes, plan.mesh.size, plan)
+    return step_of_microbatches(point, accumulate=plan.accumulate, facts=facts).plan
 
 
 def _price_stages(request: SearchRequest, plan: ParallelPlan) -> PricedPlan:
@@ -104,9 +127,9 @@ def _price_stages(request: SearchRequest, plan: ParallelPlan) -> PricedPlan:
     peak = float(peak_bytes_of(blocks, shape, stage_bytes(blocks, shape, [point]))[0])
     point = replace(point, step_seconds=formula, peak_bytes=peak)
     (priced,) = staged_points(blocks, shape, [point], batch_size=plan.batch_size or 1)
-    assert priced.plan.predicted is not None
-    predicted = priced.plan.predicted
-    plan = replace(plan, predicted=predicted)
+    plan = _with_micro_batches(request, replace(plan, predicted=priced.plan.predicted))
+    predicted = plan.predicted
+    assert predicted is not None
     stages = explain_stages(request, plan)
     # the work of the rank that works longest
     of_rank: dict[int, dict[str, float]] = {}
@@ -263,7 +286,7 @@ class StageExplanation:
     Args:
         rank: of the pipeline.
         blocks: its blocks in the order of forward.
-        seconds: of a step, all microbatches: "forward", "backward" (with recomputation), "receive"
+        seconds: of a step, all micro-batches: "forward", "backward" (with recomputation), "receive"
             (activations from the stage before, and their gradients back), "once" (exchange of
             gradients and update).
         bubble: the share of the step in which its rank runs no pass and no exchange or update of
@@ -308,12 +331,12 @@ def explain_stages(request: SearchRequest, plan: ParallelPlan) -> tuple[StageExp
     missing = (
         shape.missing_updates if isinstance(shape, ContinuousShape) else (0,) * shape.num_stages
     )
-    found = []
+    found, passes = [], count * plan.accumulate
     for s, rank in enumerate(shape.ranks):
         times = {
-            "forward": count * float(seconds.forward[s, 0]),
-            "backward": count * float(seconds.backward[s, 0]),
-            "receive": count * float(seconds.transfers[:, s, 0].sum()) if s else 0.0,
+            "forward": passes * float(seconds.forward[s, 0]),
+            "backward": passes * float(seconds.backward[s, 0]),
+            "receive": passes * float(seconds.transfers[:, s, 0].sum()) if s else 0.0,
             "once": float(seconds.once[s, 0]),
         }
         held = {

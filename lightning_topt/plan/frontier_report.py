@@ -196,7 +196,6 @@ def save_html(
     memory_limit: MemoryLimit | None = None,
     title: str = "",
     exact: bool = True,
-    accumulate: int = 1,
     notes: Sequence[str] = (),
     step: Simulation | None = None,
 ) -> None:
@@ -209,7 +208,6 @@ def save_html(
         memory_limit: of a device.
         title: of the page.
         exact: whether the search proves that the frontier is complete.
-        accumulate: micro-batches of a step; times of `points` are those of a step.
         notes: lines on the chosen plan.
         step: of a chosen plan with stages, drawn as its schedule.
 
@@ -217,7 +215,7 @@ def save_html(
         ValueError: `chosen` is not one of the points.
     """
     ordered, index = _ordered(points, chosen)
-    blocks, entries = _embedded(ordered, index, accumulate=accumulate)
+    blocks, entries = _embedded(ordered, index)
     x, y = drawn_axes(ordered, memory_limit)
     limit = (
         None
@@ -386,7 +384,7 @@ def _annotate(figure: Figure, axes: Axes, points: Points, chosen: PlanPoint) -> 
 
 
 def _embedded(
-    points: Points, chosen: int, *, accumulate: int
+    points: Points, chosen: int
 ) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
     """Return the different blocks of all plans, each once, and the points with indices of these.
 
@@ -427,7 +425,7 @@ def _embedded(
                 "y": point.step_seconds,
                 "devices": point.devices,
                 "summary": point.plan.summary(),
-                "numbers": _numbers(point, accumulate),
+                "numbers": _numbers(point),
                 "header": dump_yaml(fields) + "stages:\n",
                 "blocks": [positions[block, mesh.names] for block in of_stages],
                 "stages": [len(stage.blocks) for stage in point.plan.stages],
@@ -455,8 +453,8 @@ def _in_words(placed: str | dict[str, str]) -> str:
     )
 
 
-def _numbers(point: PlanPoint, accumulate: int) -> dict[str, str]:
-    plan = point.plan
+def _numbers(point: PlanPoint) -> dict[str, str]:
+    plan, accumulate = point.plan, point.plan.accumulate
     numbers = {
         "Time per step": format_seconds(point.step_seconds),
         "Peak memory per device": format_bytes(point.peak_bytes),

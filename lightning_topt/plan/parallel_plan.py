@@ -89,7 +89,7 @@ class ParallelPlan:
         stages: what the stages of the pipeline run; one without a pipeline.
         model, fingerprint: the model that it was made for (`OpGraph.fingerprint`). None in a plan
             written by hand means "any model that has these modules".
-        batch_size: samples per rank.
+        batch_size: samples per rank, of one micro-batch where a step has several.
         cluster: name of the cluster that it was made for.
         predicted: expected costs, for people.
         reason: why it was chosen, for people.
@@ -110,6 +110,8 @@ class ParallelPlan:
         gather_dtype: sharded matrices are gathered in it, ``"bfloat16"``: half the traffic, for
             runs under autocast, which rounds them anyway (`techniques.fsdp_gathers`). None: in
             their own dtype.
+        accumulate: micro-batches of a step whose gradients are added up, of which the prediction is
+            (`accumulate_grad_batches` of the Trainer).
 
     Raises:
         PlanError: a placement does not have as many axes as the mesh; the block ``""`` is missing;
@@ -133,6 +135,7 @@ class ParallelPlan:
     prediction: WeightPrediction | str | Mapping[str, Any] | None = None  # kept as a rule
     gradient_views: bool = False
     gather_dtype: str | None = None
+    accumulate: int = 1
 
     def __post_init__(self) -> None:
         # a rule that is given by name becomes the rule, so that plans that mean the same are equal
@@ -287,6 +290,7 @@ class ParallelPlan:
         count = self.num_microbatches
         # what most plans do not have is left out
         rare = {
+            "accumulate": None if self.accumulate == 1 else self.accumulate,
             "gradient_exchange": None if exchange is None else exchange_to_dict(exchange),
             "schedule": self.schedule,
             "num_microbatches": None if count == 1 else count,
@@ -425,6 +429,7 @@ _READERS: dict[str, ValueReader[Any]] = {
     "model": text,
     "fingerprint": text,
     "batch_size": whole,
+    "accumulate": whole,
     "cluster": text,
     "predicted": read_estimate,
     "reason": text,

@@ -61,19 +61,19 @@ _LEFT, _RIGHT, _TOP, _ROW, _BAR = 70.0, 640.0, 8.0, 46.0, 20.0  # of the drawing
 # ---- costs, by block and by stage
 
 
-def print_explanation(explained: PlanExplanation, *, console: Console, accumulate: int = 1) -> None:
+def print_explanation(explained: PlanExplanation, *, console: Console) -> None:
     """Print what each kind of block takes in a step, and what is not split.
 
-    `explained` is of one of the `accumulate` micro-batches of a step.
+    `explained` is of one of the micro-batches of a step.
     """
-    _blocks(explained, console, accumulate)
+    _blocks(explained, console)
     for line in whole_sentences(explained.whole):
         console.print(line, highlight=False, markup=False)
 
 
-def _blocks(explained: PlanExplanation, console: Console, accumulate: int) -> None:
+def _blocks(explained: PlanExplanation, console: Console) -> None:
     """Print a table of blocks, those that cost the same in one row, then what they exchange."""
-    keeps_whole = explained.plan.keeps_gradients_whole
+    keeps_whole, accumulate = explained.plan.keeps_gradients_whole, explained.plan.accumulate
 
     def cells_of(block: BlockExplanation) -> tuple[str, ...]:
         return _cells(block, accumulate, keeps_whole=keeps_whole)

@@ -158,7 +158,8 @@ class ModelFacts:
             share = 1 / plan.mesh.ranks_along(axes) if axes else 1.0
             # along tensor axes every rank updates its slices
             total += share * self.update_seconds.get(block, 0.0)
-        return total / plan.mesh.ranks_along(plan.mesh.tensor_axes)
+        # a rank of a pipeline updates its stages, about as much as the others
+        return total / plan.mesh.ranks_along((*plan.mesh.tensor_axes, *plan.mesh.pipeline_axes))
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,6 @@ class Estimate:
     Args:
         scenario: the machines and the batch.
         point: the plan; its times are those of a step (`step_of_microbatches`).
-        accumulate: number of micro-batches of a step.
         run: the time of a run; None: no work was given.
         money: the price of a run; None: the cluster has no price.
         error: of the times.
@@ -196,10 +196,14 @@ class Estimate:
 
     scenario: Scenario
     point: PlanPoint
-    accumulate: int = 1
     run: RunTime | None = None
     money: float | None = None
     error: TimeError = field(default_factory=TimeError)
+
+    @property
+    def accumulate(self) -> int:
+        """Number of micro-batches of a step."""
+        return self.point.plan.accumulate
 
     @property
     def step_seconds(self) -> float:
@@ -239,7 +243,6 @@ def estimate(
     *,
     facts: ModelFacts,
     work: Workload | None = None,
-    accumulate: int = 1,
 ) -> Estimate:
     """Return what the plan of `point` takes in `scenario`; with `work` of a whole run.
 
@@ -250,7 +253,7 @@ def estimate(
     """
     error = TimeError.of(scenario.cluster)
     if work is None:
-        return Estimate(scenario, point, accumulate, error=error)
+        return Estimate(scenario, point, error=error)
     # the whole run, with checkpoints and what failures cost
     run = run_time(
         work.steps_of(scenario) * point.step_seconds,
@@ -261,7 +264,7 @@ def estimate(
     )
     price = scenario.price_per_hour
     money = None if price is None else run.seconds / 3600 * scenario.devices * price
-    return Estimate(scenario, point, accumulate, run, money, error)
+    return Estimate(scenario, point, run, money, error)
 
 
 def step_of_microbatches(point: PlanPoint, *, accumulate: int, facts: ModelFacts) -> PlanPoint:
@@ -280,11 +283,15 @@ def step_of_microbatches(point: PlanPoint, *, accumulate: int, facts: ModelFacts
     seconds = max(accumulate * point.step_seconds - (accumulate - 1) * once, point.step_seconds)
     exposed = min(exposed, seconds)
     of_step = StepEstimate(seconds, point.peak_bytes, seconds - exposed, exposed)
-    return replace(point, step_seconds=seconds, plan=replace(plan, predicted=of_step))
+    of_steps = replace(plan, predicted=of_step, accumulate=accumulate)
+    return replace(point, step_seconds=seconds, plan=of_steps)
 
 
-def _of_steps(frontier: PlanFrontier, *, accumulate: int, facts: ModelFacts) -> PlanFrontier:
-    """Return a frontier of micro-batches as one of steps."""
+def of_steps(frontier: PlanFrontier, *, accumulate: int, facts: ModelFacts) -> PlanFrontier:
+    """Return a frontier of micro-batches as one of steps of `accumulate` of them.
+
+    It is not exact: a plan that others beat in a micro-batch may do more of it only once in a step.
+    """
     if accumulate == 1:
         return frontier
     points, uniform = (
@@ -293,7 +300,11 @@ def _of_steps(frontier: PlanFrontier, *, accumulate: int, facts: ModelFacts) -> 
     )
     # a plan that another one beats in a step is dropped
     kept = PlanFrontier.of(points, uniform=uniform)
-    return replace(frontier, points=kept.points, uniform=kept.uniform)
+    # what is left out takes at least its micro-batch, a plan of the frontier k of its own
+    bound = accumulate * (1 + frontier.error_bound) - 1
+    return replace(
+        frontier, points=kept.points, uniform=kept.uniform, exact=False, error_bound=bound
+    )
 
 
 # ---- the search of one scenario
@@ -327,9 +338,7 @@ class ScenarioResult:
         scenario = replace(self.scenario, spot=True)
 
         def of(each: Estimate) -> Estimate:
-            return estimate(
-                scenario, each.point, facts=self.facts, work=work, accumulate=each.accumulate
-            )
+            return estimate(scenario, each.point, facts=self.facts, work=work)
 
         return replace(
             self,
@@ -374,6 +383,9 @@ def search_scenario(
     before = math.inf  # time of the number of micro-batches before this one
     stopped = False  # from here on more micro-batches take longer
 
+    def of(point: PlanPoint) -> Estimate:
+        return estimate(scenario, point, facts=facts, work=work)
+
     def by(each: Estimate) -> float:
         # On one number of devices throughput, money and duration follow the time of a step.
         return each.peak_bytes if objective == "memory" else each.step_seconds
@@ -383,15 +395,12 @@ def search_scenario(
         if stopped and asked.split is None:
             continue
         try:
-            frontier = _of_steps(search_plans(asked), accumulate=count, facts=facts)
+            frontier = of_steps(search_plans(asked), accumulate=count, facts=facts)
         except (PlanError, ValueError):
             # Not every number can be searched: an error only where the first one cannot be.
             if best is None and unfit is None:
                 raise
             continue
-
-        def of(point: PlanPoint, count: int = count) -> Estimate:
-            return estimate(scenario, point, facts=facts, work=work, accumulate=count)
 
         # the plans of the frontier that fit, and the best of them
         fits = fitting_points(frontier.points, memory_limit=limit, memory_margin=memory_margin)

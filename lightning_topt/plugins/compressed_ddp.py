@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -169,7 +169,11 @@ class CompressedDDPStrategy(DDPStrategy):
             refuse_momentum(self.optimizers)
         # The default, of which it is known that transformers under Adam end worse.
         adam = [each for each in self.optimizers if any("betas" in g for g in each.param_groups)]
-        if adam and self.method.name == DEFAULT_METHOD and self.method.steps_under_adam is None:
+        if (
+            adam
+            and self.exchange is not None
+            and is_worse_under_adam(self.method, self.exchange.topology)
+        ):
             rank_zero_warn(
                 f"{self.method.words} under {type(adam[0]).__name__} ends worse than whole "
                 "gradients do on transformers: set method=TopK(density=None, bits=2), on a command "
@@ -261,6 +265,15 @@ def refuse_method_options(options: Mapping[str, Any]) -> None:
                 f"{name} is an option of a method of exchange: give it to that, as in "
                 f"CompressedDDPStrategy({kind.__name__}({name}={options[name]!r}))"
             )
+
+
+def is_worse_under_adam(method: ExchangeMethod, topology: Topology) -> bool:
+    """Return whether transformers under Adam are known to end worse: too little is sent in all."""
+    if method.name != DEFAULT_METHOD:
+        return False
+    top_k: Any = method
+    sent, enough = (each.on(topology).density for each in (top_k, replace(top_k, density=None)))
+    return bool(sent < enough)
 
 
 def check_exchangeable(model: nn.Module) -> None:

@@ -46,6 +46,7 @@ from lightning_topt.plan.own_batches import least_own_batch_seconds, search_own_
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
+from lightning_topt.plan.scenarios import ModelFacts, of_steps
 from lightning_topt.plan.tensor_meshes import least_seconds, tensor_sizes
 from lightning_topt.plugins.pipeline_steps import takes_index
 from lightning_topt.plugins.plan_request import PlanRequest
@@ -166,8 +167,10 @@ def search_with_axes(
         "Activation checkpointing was left out": why_not_recomputed(search.graph),
     }
     left_out = {what: why for what, why in whys.items() if why is not None}
-    # One frontier, with times as the steps took them.
-    frontier = as_measured(together(found))
+    # One frontier, with times as the steps took them, of steps that may have several batches.
+    facts = ModelFacts.of(search.graph, search.optimizer, search.cluster)
+    parts = trainer.accumulate_grad_batches
+    frontier = of_steps(as_measured(together(found)), accumulate=parts, facts=facts)
     try:
         return Planning(
             frontier, choose_for(request, frontier, search.cluster), search.graph, left_out

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
 
 import pytest
 
-from tests.cli.test_main import finished, run_python, topt
+from lightning_topt.communication import BF16, TopK
+from lightning_topt.communication.topology import Topology
+from lightning_topt.plugins.compressed_ddp import is_worse_under_adam
+from tests.cli.test_main import run_python
+from tests.forked_command import finished, forked_topt
 
 SHORT = [
     "experiment=digits",
@@ -31,10 +34,9 @@ def test_train(exchange, strategy, least, tmp_path):
         *SHORT,
         f"hydra.run.dir={tmp_path}/run",
     ]
-    result = topt("train", *arguments, folder=tmp_path)
-    finished(result)
+    output = finished(forked_topt("train", *arguments, folder=tmp_path, ranks=2))
     # AdamW with what it ends worse with
-    assert result.stderr.count("gradient_exchange=topk_few_bits") == (exchange == "topk")
+    assert output.count("gradient_exchange=topk_few_bits") == (exchange == "topk")
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert (
         record["strategy"] == strategy and record["world_size"] == 2 and record["global_step"] == 12
@@ -49,15 +51,24 @@ def test_train(exchange, strategy, least, tmp_path):
     assert dense > least * sent
 
 
+def test_what_is_too_little_under_adam_counts_all_senders():
+    """16 % of all who send are enough (docs/concepts/compression_quality.md): ranks, or nodes."""
+    few, many, nodes = Topology(1, 2, 0), Topology(16, 1, 0), Topology(2, 8, 0)
+    one_percent = TopK(density=0.01)
+    assert [is_worse_under_adam(one_percent, each) for each in (few, many, nodes)] == [
+        True,
+        False,
+        True,
+    ]
+    assert not is_worse_under_adam(TopK(density=None, bits=2), few)
+    assert not is_worse_under_adam(BF16(), few)
+
+
 def test_a_wrong_value_is_one_sentence(tmp_path):
-    result = topt(
-        "train", "strategy=topt_compressed", "gradient_exchange.density=2", *SHORT, folder=tmp_path
-    )
-    assert result.returncode == 2
-    assert (
-        "topt: strategy: density is the fraction sent" in result.stderr
-        and "Traceback" not in result.stderr
-    )
+    wrong = ["strategy=topt_compressed", "gradient_exchange.density=2"]
+    status, output = forked_topt("train", *wrong, *SHORT, folder=tmp_path)
+    assert status == 2
+    assert "topt: strategy: density is the fraction sent" in output and "Traceback" not in output
 
 
 SCRIPT = """
@@ -80,7 +91,7 @@ if __name__ == "__main__":
 )
 def test_every_way_to_start_ranks(name, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT.format(name=name))
-    result: subprocess.CompletedProcess[str] = run_python("train.py", folder=tmp_path)
-    if "EADDRINUSE" in result.stderr:  # another test took the free port that Lightning had chosen
+    result = run_python("train.py", folder=tmp_path)
+    if "EADDRINUSE" in result.output:  # another test took the free port that Lightning had chosen
         result = run_python("train.py", folder=tmp_path)
     assert "MOVED True" in finished(result)

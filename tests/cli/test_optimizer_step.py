@@ -9,24 +9,24 @@ from hydra.utils import instantiate
 
 from hydra_plugins.lightning_topt_searchpath import conf_dir
 from lightning_topt import ParallelOptimizerStep
-from tests.cli.test_main import finished, topt
+from tests.forked_command import finished, forked_topt
 
 SHORT = ["experiment=digits", "trainer.max_epochs=1", "trainer.limit_train_batches=10"]
 
 
 def test_train(tmp_path):
     arguments = ["strategy=ddp", "optimizer_step=parallel", "optimizer_step.always=true", *SHORT]
-    result = topt("train", *arguments, f"hydra.run.dir={tmp_path}/run", folder=tmp_path)
-    finished(result)
+    arguments += [f"hydra.run.dir={tmp_path}/run"]
+    output = finished(forked_topt("train", *arguments, folder=tmp_path, ranks=2))
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["world_size"] == 2 and record["global_step"] == 10
-    assert "group 0: shared from the first step on, as told" in result.stdout + result.stderr
+    assert "group 0: shared from the first step on, as told" in output
 
 
 def test_a_wrong_value_is_refused_in_one_sentence(tmp_path):
     wrong = ["strategy=ddp", "optimizer_step=parallel", "optimizer_step.gather_dtype=int8"]
-    result = topt("train", *wrong, *SHORT, folder=tmp_path)
-    assert result.returncode == 2 and "topt: optimizer_step: gather_dtype is" in result.stderr
+    status, output = forked_topt("train", *wrong, *SHORT, folder=tmp_path)
+    assert status == 2 and "topt: optimizer_step: gather_dtype is" in output
 
 
 def composed(*overrides):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cli.test_main import finished, run_python
+from tests.cli.test_main import run_python
+from tests.forked_command import finished, forked_topt
 
 MINE = """
 import torch
@@ -29,21 +30,23 @@ class Rows(L.LightningDataModule):
     def train_dataloader(self):
         return torch.utils.data.DataLoader(torch.randn(64, self.width), batch_size=self.batch_size)
 """
+WHERE = "cluster=local_cpu", "hydra.run.dir=run"
 NET, ROWS = "model=own model._target_=mine.Net", "data=own data._target_=mine.Rows"
 
 
 def planned(arguments: str, folder):
-    """What the console script does: its first folder of modules is its own, not the current one."""
     (folder / "mine.py").write_text(MINE)
-    script = folder / "bin" / "topt"
-    script.parent.mkdir()
-    script.write_text("from topt_console import main\nmain()\n")
-    run = f"cluster=local_cpu hydra.run.dir={folder}/run"
-    return run_python(str(script), "plan", *arguments.split(), *run.split(), folder=folder)
+    return forked_topt("plan", *arguments.split(), *WHERE, folder=folder)
 
 
 def test_classes_of_the_current_folder_are_planned(tmp_path):
-    finished(planned(f"{NET} +model.width=16 {ROWS} +data.width=16", tmp_path))
+    """By the console script: its first folder of modules is its own, not the current one."""
+    (tmp_path / "mine.py").write_text(MINE)
+    script = tmp_path / "bin" / "topt"
+    script.parent.mkdir()
+    script.write_text("from topt_console import main\nmain()\n")
+    words = f"{NET} +model.width=16 {ROWS} +data.width=16".split()
+    finished(run_python(str(script), "plan", *words, *WHERE, folder=tmp_path))
     assert "blocks.2" in (tmp_path / "run" / "plan.yaml").read_text()
 
 
@@ -64,13 +67,13 @@ def test_classes_of_the_current_folder_are_planned(tmp_path):
     ],
 )
 def test_what_is_not_there_is_one_sentence(arguments, words, tmp_path):
-    result = planned(arguments, tmp_path)
-    assert result.returncode == 2, result.stderr
-    (line,) = (line for line in result.stderr.splitlines() if line.startswith("topt: "))
-    assert words in line and "Traceback" not in result.stderr
+    status, output = planned(arguments, tmp_path)
+    assert status == 2, output
+    (line,) = (line for line in output.splitlines() if line.startswith("topt: "))
+    assert words in line and "Traceback" not in output
 
 
 def test_a_file_that_does_not_import_keeps_its_traceback(tmp_path):
     (tmp_path / "broken.py").write_text("import mine\nmine.nothing\n")
     result = planned(f"model=own model._target_=broken.Net {ROWS}", tmp_path)
-    assert result.returncode == 1 and "broken.py" in result.stderr
+    assert result.status == 1 and "broken.py" in result.output

@@ -24,11 +24,26 @@ TINY = (
             "Planning for 4 of the 16 devices of h100_2x8.",
             4,
         ),
+        (
+            ["cluster=h100_2x8", "device_counts=[4]"],
+            "Planning for 4 of the 16 devices of h100_2x8.",
+            4,
+        ),
+        (
+            ["--config-dir", "mine", "cluster=h100_2x8", "experiment=four"],
+            "Planning for 4 of the 16 devices of h100_2x8.",
+            4,
+        ),
         (["cluster=local_cpu"], "Planning for all 2 devices of local_cpu.", 2),
     ],
-    ids=["all", "given", "local"],
+    ids=["all", "given", "counted", "in a file", "local"],
 )
 def test_devices(words: list[str], said: str, ranks: int, tmp_path: Path) -> None:
+    """The batch of each rank is that of the loader, whoever says how many ranks there are."""
+    (tmp_path / "mine" / "experiment").mkdir(parents=True)
+    (tmp_path / "mine" / "experiment" / "four.yaml").write_text(
+        "# @package _global_\ntrainer:\n  devices: 4\n"
+    )
     status, output = forked_topt("plan", *words, *TINY, folder=tmp_path)
     assert status == 0 and said in output.splitlines(), output
     plan = ParallelPlan.load(tmp_path / "run" / "plan.yaml")

@@ -15,7 +15,7 @@ from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.plan.parallel_plan import ParallelPlan
 
 TINY = [
-    "model.num_layers=4",
+    "model.num_layers=2",
     "model.hidden=32",
     "model.num_heads=2",
     "model.seq_len=32",
@@ -47,7 +47,7 @@ def topt(tmp_path, monkeypatch, capsys):
     ("cluster", "options"),
     [
         ("a100_8x8", ["device_counts=[8]", "tensor=false", "pipeline=false"]),
-        ("a100_8x8", ["mesh={data:2,tensor:2}"]),
+        ("a100_8x8", ["mesh={data:2,tensor:2}", "trainer.accumulate_grad_batches=4"]),
         ("a100_8x8", ["mesh={pipeline:2,data:2}", "data.batch_size=16"]),
         ("local_cpu", ["pipeline={stages:2,schedule:zero_bubble}"]),
     ],
@@ -60,6 +60,7 @@ def test_a_plan_is_priced_as_it_was_searched(topt, tmp_path, cluster, options):
     assert code == 0
     path, out = tmp_path / "plan" / "plan.yaml", tmp_path / "out.yaml"
     plan = ParallelPlan.load(path)
+    assert plan.accumulate == (4 if "trainer.accumulate_grad_batches=4" in options else 1)
     data = plan.to_dict() | {"predicted": None}
     ParallelPlan.from_dict(data).save(path)
     code, output = topt("predict", f"plan={path}", f"cluster={cluster}", f"out={out}")
@@ -184,7 +185,8 @@ def test_recorded_runs_are_compared_and_corrected(topt, runs, tmp_path):
         better.accuracy.bytes.median == pytest.approx(0.02, rel=0.05)
         and better.accuracy.bytes.runs == 6
     )
-    code, output = topt("plan", "data.batch_size=8", f"strategy.cluster={saved}")
+    alone = ["data.batch_size=8", "tensor=false", "pipeline=false"]
+    code, output = topt("plan", *alone, f"strategy.cluster={saved}")
     assert code == 0 and "half of 6 runs within" in output
 
 

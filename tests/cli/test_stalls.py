@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 
 from lightning_topt.cli.stalls import QUIET, measure, serving
 from lightning_topt.data.stalls.measurement import MeasurementOptions
-from tests.cli.test_main import finished, topt
+from tests.forked_command import finished
+from tests.forked_command import forked_topt as topt
 
 
 def test_digits(tmp_path):
@@ -44,8 +45,8 @@ def test_digits(tmp_path):
     ],
 )
 def test_wrong_use(arguments, words, tmp_path):
-    result = topt("stalls", *arguments, folder=tmp_path)
-    assert result.returncode == 2 and words in result.stderr and "Traceback" not in result.stderr
+    status, output = topt("stalls", *arguments, folder=tmp_path)
+    assert status == 2 and words in output and "Traceback" not in output
 
 
 class Rows(pl.LightningDataModule):

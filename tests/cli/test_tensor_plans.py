@@ -13,7 +13,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_topt.cli.tasks.byte_lm import ByteGPT, ByteSequences
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from tests.cli.test_main import TINY, finished, topt
+from tests.cli.test_main import TINY
+from tests.forked_command import finished
+from tests.forked_command import forked_topt as topt
 from tests.plugins.trainer_ranks import make_trainer, mean_over_ranks, on_ranks, topt_trainer
 
 CLUSTER = ["cluster=local_cpu", "data.batch_size=4"]

@@ -16,7 +16,9 @@ from lightning_topt.cli import advise, plan
 from lightning_topt.cli.several_clusters import as_hydra_reads
 from lightning_topt.plan.choose import NoPlanFitsError
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from tests.cli.test_main import TINY, finished, topt
+from tests.cli.test_main import TINY
+from tests.forked_command import finished
+from tests.forked_command import forked_topt as topt
 
 SMALL = [*TINY, "data.batch_size=4", "pipeline=false", "tensor=false"]
 
@@ -95,6 +97,7 @@ def test_lengths_are_captured_one_by_one(tmp_path: Path) -> None:
         "batch_size=32",
         "seq_len=[32,64]",
         "work.tokens=1e9",
+        "accumulate=1",
     )
     short, long = best(tmp_path)
     assert (short["seq_len"], long["seq_len"]) == (32, 64) and long["peak_bytes"] > short[
@@ -133,9 +136,8 @@ def test_all_files_speak_of_steps_not_of_micro_batches(
 
 
 def test_all_devices_of_a_cluster_where_only_a_batch_is_given(tmp_path: Path) -> None:
-    command(
-        "plan", tmp_path, "cluster=h100_2x8", "batch_size=32", "cluster.device.price_per_hour=5"
-    )
+    given = ["cluster=h100_2x8", "batch_size=32", "cluster.device.price_per_hour=5"]
+    command("plan", tmp_path, *given, "accumulate=1")
     (only,) = best(tmp_path)
     assert (
         only["devices"] == 16
@@ -190,7 +192,7 @@ def test_all_devices_of_a_cluster_where_only_a_batch_is_given(tmp_path: Path) ->
 def test_what_cannot_be_is_one_sentence(
     arguments: list[str], error: type[Exception], says: str, tmp_path: Path
 ) -> None:
-    base = ["cluster=a100_8x8"]
+    base = ["cluster=a100_8x8", "accumulate=1"]
     base += (
         [] if any(word.startswith("device_counts") for word in arguments) else ["device_counts=[8]"]
     )
@@ -232,20 +234,16 @@ def test_stages_and_tensor_axes_are_among_the_choices(tmp_path: Path) -> None:
 
 
 def test_the_command_line(tmp_path: Path) -> None:
-    """A process of its own: a list of clusters, a deadline that nothing keeps, an unknown
-    cluster.
-    """
+    """A list of clusters, one of them unknown."""
     folder = tmp_path / "run"
-    words = [*SMALL, "device_counts=[8]", "batch_size=32", f"hydra.run.dir={folder}"]
+    words = [*SMALL, "device_counts=[8]", "batch_size=32", "accumulate=1"]
+    words += [f"hydra.run.dir={folder}"]
     output = finished(topt("plan", *words, "cluster=[a100_8x8,h100_2x8]", folder=tmp_path))
     assert "h100_2x8" in output and len(best(folder)) == 2 and "run folder" in output
     wrong = topt("plan", *words, "cluster=[a100_8x8,nothing]", folder=tmp_path)
-    *_, last = wrong.stderr.strip().splitlines()
-    assert (
-        wrong.returncode == 2
-        and last.startswith("topt: ")
-        and "Could not find 'cluster/nothing'" in last
-    ), wrong.stderr
+    *_, last = wrong.output.strip().splitlines()
+    assert wrong.status == 2 and last.startswith("topt: "), wrong.output
+    assert "Could not find 'cluster/nothing'" in last
 
 
 def test_advice_has_every_topic_with_formula_and_source(tmp_path: Path) -> None:

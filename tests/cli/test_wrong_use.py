@@ -31,6 +31,13 @@ WHOLE = "is at least 1, a whole number; got"
         ("plan processes=-1", f"processes {WHOLE} -1"),
         ("plan --config-dir nowhere", "nowhere' not found"),
         ("plan --config-dir twice model=twice", "found duplicate key hidden"),
+        ("plan --config-dir twice model=latin", "a configuration cannot be read (it is not UTF-8"),
+        ("plan --config-dir twice model=broken", "a configuration cannot be read (Input/output"),
+        ("train trainer.max_epochs=x", "trainer.max_epochs is at least -1, a whole number; got"),
+        (
+            "plan trainer.accumulate_grad_batches=0",
+            f"trainer.accumulate_grad_batches {WHOLE} 0",
+        ),
         ("plan strategy.cluster=twice.yaml", "the key 'num_nodes' stands twice, again in line"),
         ("plan strategy.watch_steps=soon", "'soon' of type 'str' could not be converted"),
         ("plan strategy.memory_limt=2GiB", "does not take 'memory_limt'"),
@@ -49,6 +56,9 @@ def test_one_sentence_and_status_2(words: str, sentence: str, tmp_path: Path) ->
         text = (conf_dir() / f"{name}.yaml").read_text()
         line = next(line for line in text.splitlines() if line.strip() == key)
         (tmp_path / f"{to}.yaml").write_text(text.replace(line, f"{line}\n{line}"))
+    # and two that cannot be read: an e with an accent in one byte, a file whose reading fails
+    (tmp_path / "twice" / "model" / "latin.yaml").write_bytes(b"name: caf\xe9\n")
+    (tmp_path / "twice" / "model" / "broken.yaml").symlink_to("/proc/self/mem")
     status, output = forked_topt(*words.split(), folder=tmp_path)
     said = [line for line in output.splitlines() if line.startswith("topt: ")]
     assert len(said) == 1 and sentence in said[0], output

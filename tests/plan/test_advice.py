@@ -40,7 +40,12 @@ from lightning_topt.plan.advice_bottlenecks import (
 )
 from lightning_topt.plan.pipeline_search import PipelineRequest
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
-from lightning_topt.plan.scenarios import Scenario, ScenarioResult, search_scenario
+from lightning_topt.plan.scenarios import (
+    Scenario,
+    ScenarioResult,
+    of_microbatches,
+    search_scenario,
+)
 from tests.models import GPT
 from tests.plan.test_scenarios import cluster, of
 
@@ -159,7 +164,11 @@ def test_data_and_the_least_cache() -> None:
 
 
 def searched(
-    machines: Cluster, *, pipelines: PipelineRequest | None = None, count: int = 4
+    machines: Cluster,
+    *,
+    pipelines: PipelineRequest | None = None,
+    count: int = 4,
+    accumulate: int = 1,
 ) -> tuple[ScenarioResult, SearchRequest]:
     module, tokens = GPT(layers=4, width=64, context=32), torch.zeros(2, 32, dtype=torch.long)
     optimizer = read_optimizer(
@@ -168,8 +177,8 @@ def searched(
     graph = capture(module, (tokens, tokens))
     request = SearchRequest(graph, machines, optimizer, (count,), 16, pipelines=pipelines)
     return search_scenario(
-        request, Scenario(machines, count, 16), accumulate=(1,), memory_limit=1e12
-    ), request
+        request, Scenario(machines, count, 16), accumulate=(accumulate,), memory_limit=1e12
+    ), of_microbatches(request, accumulate)
 
 
 MACHINES = Cluster(
@@ -202,8 +211,10 @@ def test_the_slow_resource_is_the_bottleneck(resource: str) -> None:
     assert speed.table[0]["twice as fast"] == resource and memory.value == 0
 
 
-def test_gains_are_those_of_the_same_plan_on_faster_machines() -> None:
-    found, search = searched(SLOW["network between nodes"])
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_gains_are_those_of_a_step_of_the_same_plan_on_faster_machines(accumulate: int) -> None:
+    found, search = searched(SLOW["network between nodes"], accumulate=accumulate)
+    assert found.chosen.accumulate == accumulate
     plan, machines = found.chosen.point.plan, search.cluster
     faster = RESOURCES["network between nodes"](machines)
     assert faster.inter == Link(5e-7, 2e5)

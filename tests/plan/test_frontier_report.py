@@ -300,7 +300,10 @@ def test_page_numbers(tmp_path):
     limit = parsed.data["limit"]
     assert limit["text"] == "memory limit 80.00 GiB" and limit["most"] * 1.05 == limit["bytes"]
     # of 4 micro-batches: as many samples more in a step
-    _, parsed = page(tmp_path, points, points[0], accumulate=4)
+    points = [
+        dataclasses.replace(p, plan=dataclasses.replace(p.plan, accumulate=4)) for p in points
+    ]
+    _, parsed = page(tmp_path, points, points[0])
     full = parsed.data["points"][1]["numbers"]
     assert full["Samples per second"] == "256.0" and full["Micro-batches per step"] == "4"
 

@@ -21,7 +21,7 @@ from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.choose import NoPlanFitsError
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StepEstimate
-from lightning_topt.plan.plan_frontier import PlanPoint
+from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest
 from lightning_topt.plan.report_page import LINE
 from lightning_topt.plan.scenario_report import print_scenarios, save_scenarios_png
@@ -35,6 +35,7 @@ from lightning_topt.plan.scenarios import (
     choose_estimate,
     default_objective,
     estimate,
+    of_steps,
     search_scenario,
     step_of_microbatches,
 )
@@ -109,10 +110,16 @@ def test_micro_batches_exchange_and_update_once_where_gradients_are_whole() -> N
     assert waits == pytest.approx([0.1, 4 * 0.1])
     for each in steps:
         predicted = each.plan.predicted
+        assert ParallelPlan.from_yaml(each.plan.to_yaml()).accumulate == 4
         assert predicted.step_seconds == each.step_seconds
         assert predicted.compute_seconds == pytest.approx(
             each.step_seconds - predicted.exposed_communication_seconds
         )
+    # a plan that loses by a micro-batch may win by a step: what was left out was not looked at
+    exact = PlanFrontier.of([whole])
+    assert of_steps(exact, accumulate=1, facts=FACTS) is exact and exact.exact
+    several = of_steps(exact, accumulate=4, facts=FACTS)
+    assert not several.exact and several.error_bound == 3 and several.points == (steps[0],)
     assert FACTS.update_of(whole.plan) == pytest.approx(0.2)
     assert FACTS.update_of(sharded.plan) == pytest.approx(0.2 / 4), (
         "each of 4 ranks updates its share"

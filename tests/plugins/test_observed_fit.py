@@ -71,6 +71,7 @@ def run(strategy: Any, *, kind: type[Model] = Model, **options: Any) -> dict[str
         "calls": module.calls,
         "plans": plans.seen,
         "planned_by": getattr(strategy, "planned_by", None),
+        "accumulate": getattr(getattr(strategy, "parallel_plan", None), "accumulate", None),
     }
 
 
@@ -108,6 +109,7 @@ def test_a_plan_takes_over_between_two_steps(
         assert found["plans"][:first] == [None] * first and len(set(found["plans"][first:])) == 1
         assert "ZeRO" in found["plans"][-1] and found["planned_by"] == "search"
         assert found["calls"] == expected["calls"]
+        assert found["accumulate"] == trainer_options.get("accumulate_grad_batches", 1)
 
 
 def test_ddp_that_stays_is_ddp_to_the_last_bit() -> None:

@@ -39,7 +39,7 @@ $(MADE): pyproject.toml constraints.txt
 		{ echo "lightning_topt needs Python >= 3.10; set PYTHON=..., e.g. make test PYTHON=python3.11" >&2; exit 1; }
 	@echo "Making an environment in $(VENV)"
 	@$(PYTHON) -m venv --clear $(VENV)
-	-@$(BIN)/python -m pip install --quiet --no-compile --upgrade pip # that of Python 3.11 takes three times as long
+	-@$(BIN)/python -m pip install -qq --no-compile --upgrade pip # that of Python 3.11 takes three times as long
 	@sed '$(if $(TORCH),$(if $(filter newest,$(TORCH)),/^torch==/d,s/^torch==.*/torch==$(TORCH)/))' constraints.txt > $@
 
 $(READY): $(MADE)

@@ -177,11 +177,14 @@ def serve(address: str) -> list[str] | None:
         try:
             import_libraries(tuple(json.loads(sys.argv[3])))
             if ready[0] is with_topt and listener in listeners:
-                listeners = [listener]
                 if os.fork() == 0:
+                    listener.close()
                     listeners = [with_topt]
                     import_topt(tuple(json.loads(sys.argv[3])))
                     sys.argv[2] += WITH_TOPT
+                else:
+                    with_topt.close()  # it is the other's now, and ends with it
+                    listeners = [listener]
                 continue
         except Exception:
             # Nothing can run: this program fails, and later ones find no server.

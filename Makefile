@@ -5,10 +5,13 @@ PYTHON ?= python3
 TORCH :=
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
-# the package alone, for the demo; with its tools
+# an environment with nothing in it; with the package alone, for the demo; with its tools too
+MADE := $(VENV)/constraints.txt
 READY := $(VENV)/ready
 STAMP := $(VENV)/installed
-PIP := PYTHONUNBUFFERED=1 $(BIN)/python -m pip install -c $(VENV)/constraints.txt
+PIP := PYTHONUNBUFFERED=1 $(BIN)/python -m pip install --no-compile -c $(MADE)
+# What no test imports, or one alone, is compiled by the process that imports it.
+RARELY_IMPORTED := /(tests?|models|mypyc?|pip|setuptools|debugpy|IPython|jedi|fontTools)/
 # of what pip says: which package it is at, in lines that fit a terminal
 SHOWN := while read -r what name rest; do name=$${name\#\#*/}; case "$$what $$name" in \
 	Collecting*|Processing*) echo "  $${name%%-[cp][py][0-9]*}" ;; \
@@ -24,25 +27,30 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .PHONY: help install demo test lint format bench docs clean
 .DEFAULT_GOAL := help
+.NOTPARALLEL: # all install into one environment
 
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## Build .venv with the package and its tools
 
-$(READY): pyproject.toml constraints.txt
+$(MADE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "lightning_topt needs Python >= 3.10; set PYTHON=..., e.g. make test PYTHON=python3.11" >&2; exit 1; }
 	@echo "Making an environment in $(VENV)"
 	@$(PYTHON) -m venv --clear $(VENV)
-	@sed '$(if $(TORCH),$(if $(filter newest,$(TORCH)),/^torch==/d,s/^torch==.*/torch==$(TORCH)/))' constraints.txt > $(VENV)/constraints.txt
-	@echo "Installing what lightning_topt needs (PyTorch is the largest)"
-	@{ $(PIP) --no-compile -e . && touch $@; } | $(SHOWN); test -e $@
+	-@$(BIN)/python -m pip install -qq --no-compile --upgrade pip # that of Python 3.11 takes three times as long
+	@sed '$(if $(TORCH),$(if $(filter newest,$(TORCH)),/^torch==/d,s/^torch==.*/torch==$(TORCH)/))' constraints.txt > $@
 
-$(STAMP): $(READY)
-	@echo "Installing the tools for tests and checks"
-	@{ $(PIP) -e ".[dev]" && touch $@; } | $(SHOWN); test -e $@
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true # once, not in each process of the tests
+$(READY): $(MADE)
+	@echo "Installing what lightning_topt needs (PyTorch is the largest)"
+	@{ $(PIP) -e . && touch $@; } | $(SHOWN); test -e $@
+
+$(STAMP): $(MADE)
+	@echo "Installing what lightning_topt needs, and the tools for tests and checks (PyTorch is the largest)"
+	@{ $(PIP) -e ".[dev]" && touch $(READY) $@; } | $(SHOWN); test -e $@
+	@# once, on all cores, not in each process of the tests
+	@$(BIN)/python -m compileall -qq -j 0 -x '$(RARELY_IMPORTED)' $(VENV)/lib || true
 
 demo: $(READY) ## Plan and train a small GPT on 2 CPU ranks; ends with what was predicted and what was measured
 	@echo "Planning and training a small GPT on 2 CPU ranks, in about half a minute:"

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-import lightning_topt
+# The process that gives out the tests imports this too, and has no use for torch.
 from tests.preloaded import load_for_forks, preloaded_python
 
 # Tests of ranks and programs, longest first, come before all others: none of them is left when the
@@ -48,7 +47,8 @@ def pytest_collection_finish() -> None:
     """A million objects of libraries and tests live as long as the run; ranks are forked from
     it. What a fit imports when it needs it is imported here, once.
     """
-    for module in pkgutil.walk_packages(lightning_topt.__path__, "lightning_topt."):
+    package = importlib.import_module("lightning_topt")
+    for module in pkgutil.walk_packages(package.__path__, "lightning_topt."):
         importlib.import_module(module.name)
     # before fake tensors, beside which torch 2.14 with CUDA would start threads that forks lack
     torch.zeros((), requires_grad=True).backward()
@@ -108,6 +108,8 @@ def one_thread() -> Iterator[None]:
     """Let this process compute with one thread, as ranks do, for tests that compare bit for bit
     with it.
     """
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -5,6 +5,7 @@ back.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import gc
 import multiprocessing as mp
@@ -30,9 +31,22 @@ from lightning_topt.communication.selection import warm_up
 from lightning_topt.execution.observed_step import forget_meshes
 
 
-@functools.cache
 def load_kernels() -> None:
-    """Compile what ranks call, or read it from the disk: once, rather than in each rank."""
+    """Compile what ranks call, or read it from the disk: once, rather than in each rank.
+
+    While one process of a test run compiles, half a minute in a new checkout, the others go on
+    without, and read later what it has written.
+    """
+    with open(__file__) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        _load_kernels()
+
+
+@functools.cache
+def _load_kernels() -> None:
     warm_up()
     load_datagram_kernels()
 

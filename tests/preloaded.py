@@ -6,7 +6,8 @@ instead of five.
 open descriptors to a server that has imported torch, lightning and hydra, and ends as the program
 ended. The server forks a process for each program, which then is as new as any: nothing of this
 repository was imported, `__main__`, `sys.path` and the random states are its own. Programs that it
-starts by `sys.executable` are quick too.
+starts by `sys.executable` are quick too. `preloaded_topt()` is another such path, whose programs
+find all of `lightning_topt` imported, for tests of what programs do.
 
 Four things differ from a new interpreter: the hash seed is the server's, variables that libraries
 read while they are imported have no effect, a program cannot tell what it imports itself from what
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import functools
 import gc
@@ -26,6 +28,7 @@ import json
 import multiprocessing.process
 import multiprocessing.spawn
 import os
+import pkgutil
 import random
 import runpy
 import select
@@ -39,10 +42,14 @@ import time
 import traceback
 import types
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ADDRESS = "PRELOADED_PYTHON"
+ROOT = Path(__file__).parents[1]
+HUGE, MADV_COLLAPSE = 2 << 20, 25
+WITH_TOPT = "_topt"  # at the end of the path and of the address
 LIBRARIES = (
     *(
         "torch",
@@ -116,20 +123,22 @@ def preloaded_python() -> str:
     return os.environ[ADDRESS]
 
 
+def preloaded_topt() -> str:
+    """Return the path of the executable whose programs find `lightning_topt` imported."""
+    return preloaded_python() + WITH_TOPT
+
+
 def start_server() -> None:
     """Start a server, which imports when it is first asked and ends with this process, and note
     where it is.
     """
     folder = tempfile.TemporaryDirectory(prefix="preloaded")
     address, executable = Path(folder.name) / "server", Path(folder.name) / "python"
-    names = {
-        "python": sys.executable,
-        "address": str(address),
-        "high": HIGH,
-        "forwarded": [*map(int, FORWARDED)],
-    }
-    executable.write_text(CLIENT.format(**names))
-    executable.chmod(0o755)
+    names = {"python": sys.executable, "high": HIGH, "forwarded": [*map(int, FORWARDED)]}
+    for end in ("", WITH_TOPT):
+        client = Path(f"{executable}{end}")
+        client.write_text(CLIENT.format(**names, address=f"{address}{end}"))
+        client.chmod(0o755)
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     environment.pop("PYTHONPATH", None)  # a program has what its own environment says
     # Libraries may lie where only this process looks for them.
@@ -156,27 +165,46 @@ def _stop(server: subprocess.Popen[bytes], folder: Any, owner: int) -> None:
 def serve(address: str) -> list[str] | None:
     """Fork for each program that is asked for. Returns its arguments in the process that is to run
     it, None at the end.
+
+    The first that is to find `lightning_topt` imported gets a server of its own, forked from this
+    one.
     """
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address + ".new")
-    listener.listen(128)
-    os.rename(address + ".new", address)  # who sees it can connect
+    with_topt, listener = _listen(address + WITH_TOPT), _listen(address)
     search_path = list(sys.path[1:])
-    while 0 not in select.select([0, listener], [], [])[0]:
-        connection, _ = listener.accept()
+    listeners = [with_topt, listener]
+    while 0 not in (ready := select.select([0, *listeners], [], [])[0]):
         _reap()
         try:
             import_libraries(tuple(json.loads(sys.argv[3])))
+            if ready[0] is with_topt and listener in listeners:
+                if os.fork() == 0:
+                    listener.close()
+                    listeners = [with_topt]
+                    import_topt(tuple(json.loads(sys.argv[3])))
+                    sys.argv[2] += WITH_TOPT
+                else:
+                    with_topt.close()  # it is the other's now, and ends with it
+                    listeners = [listener]
+                continue
         except Exception:
             # Nothing can run: this program fails, and later ones find no server.
             traceback.print_exc()
             raise SystemExit("the server of preloaded interpreters failed") from None
+        connection, _ = ready[0].accept()
         if os.fork() == 0:
-            listener.close()
+            with_topt.close(), listener.close()
             return _attend(connection, search_path)
         connection.close()
     _reap()
     return None
+
+
+def _listen(address: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address + ".new")
+    listener.listen(128)
+    os.rename(address + ".new", address)  # who sees it can connect
+    return listener
 
 
 def _reap() -> None:
@@ -188,14 +216,29 @@ def _reap() -> None:
 @functools.cache
 def import_libraries(search_path: tuple[str, ...]) -> None:
     """Import all libraries, which may lie where `search_path` says."""
+    with _found_on(search_path):
+        for library in LIBRARIES:
+            importlib.import_module(library)
+    load_for_forks()
+
+
+def import_topt(search_path: tuple[str, ...]) -> None:
+    """Import all modules of `lightning_topt`, of this repository."""
+    with _found_on((str(ROOT), *search_path)):
+        package = importlib.import_module("lightning_topt")
+        for module in pkgutil.walk_packages(package.__path__, "lightning_topt."):
+            importlib.import_module(module.name)
+    load_for_forks()
+
+
+@contextlib.contextmanager
+def _found_on(search_path: tuple[str, ...]) -> Iterator[None]:
     before = list(sys.path)
     sys.path += [path for path in search_path if path not in before]
     try:
-        for library in LIBRARIES:
-            importlib.import_module(library)
+        yield
     finally:
         sys.path[:] = before
-    load_for_forks()
 
 
 def load_for_forks() -> None:
@@ -207,6 +250,23 @@ def load_for_forks() -> None:
     target.target_context.refresh()
     gc.collect()
     gc.freeze()  # forked processes need not copy the pages of these objects to count references
+    collapse_pages()
+
+
+def collapse_pages() -> None:
+    """Put what is in memory into pages of 2 MiB, where the kernel does so (Linux 6.1): a fork and
+    the end of its process then go through hundreds of pages, not a hundred thousand.
+
+    Memory that is taken later comes in small pages, as ever.
+    """
+    maps, madvise = Path("/proc/self/maps"), ctypes.CDLL(None).madvise
+    for line in maps.read_text().splitlines() if maps.exists() else []:
+        addresses, mode, *_, last = line.split()
+        if mode == "rw-p" and last in ("0", "[heap]"):  # 0 of no file
+            start, end = (int(address, 16) for address in addresses.split("-"))
+            start, end = -(-start // HUGE) * HUGE, end // HUGE * HUGE
+            if start < end:
+                madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_COLLAPSE)
 
 
 def _attend(connection: socket.socket, search_path: list[str]) -> list[str]:
@@ -273,6 +333,7 @@ def run_program(arguments: list[str]) -> None:
     )
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if kind == "-m":
+        sys.modules.pop(target, None)  # it runs as `__main__`
         runpy._run_module_as_main(target)  # type: ignore[attr-defined]
         return
     if not kind:

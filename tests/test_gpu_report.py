@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.gpu_report.__main__ import PARTS, Part, run
 from benchmarks.gpu_report.reporting import Report, device_seconds, read_lines, summarize
+from tests.preloaded import preloaded_python
 
 CPU = torch.device("cpu")
 
@@ -84,9 +85,11 @@ def test_a_part_that_does_not_end_is_ended_and_the_next_runs(
 
 
 def test_the_driver_writes_its_three_files(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu_report", f"--out={tmp_path}", "--device=cpu"]
+    command = [preloaded_python(), "-m", "benchmarks.gpu_report", f"--out={tmp_path}"]
     job = subprocess.run(
-        [*command, "--quick", "--only=0", "--seconds=0=100"], capture_output=True, timeout=200
+        [*command, "--device=cpu", "--quick", "--only=0", "--seconds=0=100"],
+        capture_output=True,
+        timeout=200,
     )
     assert job.returncode == 0, job.stderr.decode()[-2000:]
     lines = read_lines(tmp_path / "gpu_report.jsonl")

@@ -16,7 +16,7 @@ import time
 import pytest
 
 from tests import preloaded
-from tests.preloaded import preloaded_python
+from tests.preloaded import preloaded_python, preloaded_topt
 from tests.processes import wait_for_end
 
 TELL = """
@@ -73,6 +73,19 @@ def test_processes_that_it_spawns_are_quick_too_and_find_its_functions(tmp_path)
     (tmp_path / "square.py").write_text(SPAWN)
     result = run(preloaded_python(), "square.py", cwd=tmp_path)
     assert result.stdout == "[0, 1, 4, 9]\n", result.stderr
+
+
+def test_a_program_may_find_this_package_imported():
+    code = (
+        "import sys; print('lightning_topt.plugins.auto_parallel' in sys.modules, sys.executable)"
+    )
+    assert run(preloaded_topt(), "-c", code).stdout == f"True {preloaded_topt()}\n"
+    assert run(preloaded_python(), "-c", code).stdout == f"False {preloaded_python()}\n"
+    command = ["-m", "lightning_topt.cli.main", "nothing"]
+    result = run(preloaded_topt(), *command, env={**os.environ, "PYTHONPATH": str(preloaded.ROOT)})
+    assert result.returncode == 2 and result.stderr.startswith(
+        "topt: there is no command 'nothing'"
+    )
 
 
 def test_an_isolated_process_has_none_of_the_libraries():
@@ -151,10 +164,10 @@ def test_who_kills_the_process_kills_the_program(number):
     assert wait_for_end(program)
 
 
-def ask_a_server(tmp_path, options, search_path):
+def ask_a_server(tmp_path, search_path):
     """Start a server, connect, and return its process once it forked or ended."""
     address = tmp_path / "server"
-    command = [sys.executable, *options, preloaded.__file__, address, "unused"]
+    command = [sys.executable, "-S", preloaded.__file__, address, "unused"]  # no site-packages
     server = subprocess.Popen(
         [*command, json.dumps(search_path)],
         env={"PYTHONPATH": str(tmp_path), "HOME": str(tmp_path)},
@@ -174,14 +187,29 @@ def ask_a_server(tmp_path, options, search_path):
     return server
 
 
+def write_libraries(folder):
+    """Modules with the names of all libraries, which say that they were imported."""
+    target = "from unittest.mock import Mock\ncpu_target = Mock()"
+    for library in (*preloaded.LIBRARIES, "numba.core.registry"):
+        for end in range(1, library.count(".") + 2):
+            package = folder.joinpath(*library.split(".")[:end])
+            package.mkdir(exist_ok=True)
+            says = f"import sys\nprint('import', __name__, file=sys.stderr)\n{target}"
+            (package / "__init__.py").write_text(says)
+
+
 def test_libraries_may_lie_where_only_the_tests_look(tmp_path):
-    server = ask_a_server(tmp_path, ["-S"], sys.path)  # -S: without site-packages
-    assert server.communicate(timeout=30)[1].count("hydra") == 0
+    folder = tmp_path / "libraries"
+    folder.mkdir()
+    write_libraries(folder)
+    server = ask_a_server(tmp_path, [str(folder)])
+    said = server.communicate(timeout=30)[1].splitlines()
     assert server.returncode == 0
+    assert {f"import {library}" for library in preloaded.LIBRARIES} <= {*said}
 
 
 def test_a_library_that_is_missing_ends_the_server_with_its_error(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('no such thing here')")
-    server = ask_a_server(tmp_path, [], [])
+    server = ask_a_server(tmp_path, [])
     assert "no such thing here" in server.communicate(timeout=30)[1]
     assert server.returncode == 1

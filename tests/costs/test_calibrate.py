@@ -62,7 +62,7 @@ def graph():
 
 def on_rank(rank):
     before = dict(dist.distributed_c10d._world.pg_map)
-    cluster = calibrate(device="cpu", budget_seconds=1.0)
+    cluster = calibrate(device="cpu", budget_seconds=0.3)
     assert dict(dist.distributed_c10d._world.pg_map) == before
     return cluster.to_dict(), measure_kernels(graph(), budget_seconds=30.0)
 
@@ -105,7 +105,7 @@ def test_nodes_must_divide_ranks():
 
 def inter_on_rank(rank, collectives):
     before = dict(dist.distributed_c10d._world.pg_map)
-    cluster = calibrate(num_nodes=2, budget_seconds=0.3, collectives=collectives, datagrams=True)
+    cluster = calibrate(num_nodes=2, budget_seconds=0.1, collectives=collectives, datagrams=True)
     assert dict(dist.distributed_c10d._world.pg_map) == before
     return cluster
 

@@ -170,7 +170,7 @@ def test_optimizers_whose_code_is_in_no_file_are_measured_each_time(tmp_path, co
 def on_rank(rank, directory):
     lines = []
     measurements._CHANGED = 1e9  # whatever else runs on this machine
-    measurements.calibrate = partial(measurements.calibrate, budget_seconds=0.3)
+    measurements.calibrate = partial(measurements.calibrate, budget_seconds=0.1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         results = [everything(directory, lines=lines) for _ in range(2)]

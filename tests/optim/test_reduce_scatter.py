@@ -28,7 +28,7 @@ from lightning_topt.optim.reduce_scatter import (
 from tests.launch import run_on_pool, run_ranks
 from tests.optim.fused_ranks import Fused, Net, backward, loss_of, make_optimizer, wrap
 
-STEPS = 55
+STEPS = 25
 
 
 def compare(rank: int, name: str, options: dict[str, Any], node: bool) -> dict[str, Any]:

@@ -52,8 +52,8 @@ def train(rank, steps, share, dtype):
     ],
 )
 def test_bitwise_equal_to_the_unshared_step(ranks, dtype):
-    expected, state, _ = train(0, 80, False, dtype)
-    results = run_on_pool(train, ranks, 80, True, dtype)
+    expected, state, _ = train(0, 30, False, dtype)
+    results = run_on_pool(train, ranks, 30, True, dtype)
     for parameters, own_state, _ in results:
         assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
         assert own_state["param_groups"] == state["param_groups"]

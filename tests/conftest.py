@@ -51,7 +51,7 @@ def pytest_collection_finish() -> None:
     for module in pkgutil.walk_packages(package.__path__, "lightning_topt."):
         importlib.import_module(module.name)
     # before fake tensors, beside which torch 2.14 with CUDA would start threads that forks lack
-    torch.zeros((), requires_grad=True).backward()
+    importlib.import_module("torch").zeros((), requires_grad=True).backward()
     load_for_forks()
 
 

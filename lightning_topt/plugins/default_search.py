@@ -168,9 +168,10 @@ def search_with_axes(
     }
     left_out = {what: why for what, why in whys.items() if why is not None}
     # One frontier, with times as the steps took them, of steps that may have several batches.
-    facts = ModelFacts.of(search.graph, search.optimizer, search.cluster)
-    parts = trainer.accumulate_grad_batches
-    frontier = of_steps(as_measured(together(found)), accumulate=parts, facts=facts)
+    frontier = as_measured(together(found))
+    if (parts := trainer.accumulate_grad_batches) > 1:
+        facts = ModelFacts.of(search.graph, search.optimizer, search.cluster)
+        frontier = of_steps(frontier, accumulate=parts, facts=facts)
     try:
         return Planning(
             frontier, choose_for(request, frontier, search.cluster), search.graph, left_out

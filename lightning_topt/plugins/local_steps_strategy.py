@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,7 +21,6 @@ from lightning_topt.communication.exchange_method import ExchangeMethod
 from lightning_topt.communication.hook import ExchangeStatistics, equal_parameters
 from lightning_topt.communication.local_sgd import LocalMethod, OuterSteps
 from lightning_topt.communication.method_registry import DEFAULT_METHOD, read_method
-from lightning_topt.communication.rank_watch import is_of_collective
 from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy, make_topology
 from lightning_topt.plugins.ddp_options import checked_ddp_options
 from lightning_topt.plugins.exchange_guard import CHECKPOINT_KEY, EXCHANGE_KEY
@@ -131,6 +129,7 @@ class LocalStepsStrategy(DDPStrategy):
                 world_size=self.world_size,
             ),
             timeout_seconds=self.timeout_seconds,
+            watch=self.rank_watch.ranks,
         )
         self._fitting = True
 
@@ -160,9 +159,6 @@ class LocalStepsStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         # the other ranks may be anywhere: no collective calls any more
         self._fitting, self._failed = False, True
-        if self.outer is not None and is_of_collective(exception):
-            with suppress(RuntimeError):
-                self.outer.monitor.sign_in()  # others may wait in an outer step for this rank
         self.rank_watch.name(exception)
         super().on_exception(exception)
 

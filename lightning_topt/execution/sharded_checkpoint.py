@@ -162,7 +162,7 @@ def save_sharded(
     dist.broadcast_object_list(place)
     folder = target.with_name(place[0][0]) / place[0][1]
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    writer = _Writer(folder)
+    writer = _ShardWriter(folder)
     save(tensors, storage_writer=writer, planner=planner)
     written: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(writer.checksums, written if rank == 0 else None)
@@ -478,7 +478,7 @@ def _index_and_name(key: str) -> tuple[int, str]:
 
 def _tensors(folder: ShardFolder) -> dict[str, TensorStorageMetadata]:
     """Return what the folder says of its tensors, by key."""
-    known = _Reader(folder).read_metadata().state_dict_metadata
+    known = _ShardReader(folder).read_metadata().state_dict_metadata
     return {
         key: metadata
         for key, metadata in known.items()
@@ -531,7 +531,7 @@ def _read(folder: ShardFolder, targets: dict[str, Any]) -> None:
             "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
         )
         try:
-            load(targets, storage_reader=_Reader(folder), planner=planner, no_dist=True)
+            load(targets, storage_reader=_ShardReader(folder), planner=planner, no_dist=True)
         except CheckpointException as error:
             # what went wrong, rather than on which rank: there is one
             raise next(iter(error.failures.values()))[0] from None
@@ -602,7 +602,7 @@ def _of_whole_file(path: Path) -> Checksums:
     return {"0": (size, _file_digest(path, 0, size))}
 
 
-class _Writer(FileSystemWriter):
+class _ShardWriter(FileSystemWriter):
     """Writes this rank's files, and then knows the `checksums` of what it wrote, by file."""
 
     def __init__(self, folder: Path) -> None:
@@ -621,7 +621,7 @@ class _Writer(FileSystemWriter):
         return written
 
 
-class _Reader(FileSystemReader):
+class _ShardReader(FileSystemReader):
     """Reads nothing that is not what was saved, and runs no code of the files."""
 
     def __init__(self, folder: ShardFolder) -> None:

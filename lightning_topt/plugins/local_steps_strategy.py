@@ -296,8 +296,8 @@ class LocalStepsStrategy(DDPStrategy):
         holders = self.outer.holders
         position = self.global_rank * len(holders) // self.world_size
         (first, *rest), others = checkpoint["optimizer_states"] or [{}], state.get("optimizers", [])
-        if own := position % (1 + len(others)):
-            first = {**first, "state": others[own - 1]}
+        if source := position % (1 + len(others)):
+            first = {**first, "state": others[source - 1]}
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": [first, *rest]})
         if state["method"] != self.method.name:
             rank_zero_warn(

@@ -44,7 +44,7 @@ from lightning_topt.communication.bucket import OwnBuckets, finite_flag
 from lightning_topt.communication.collectives import Waitable, ring_all_gather
 from lightning_topt.communication.exchange_method import ExchangeMethod
 from lightning_topt.communication.node.node_exchange import shard_bounds
-from lightning_topt.communication.rank_watch import GRACE_SECONDS, PeerLostError, PeerMonitor
+from lightning_topt.communication.rank_watch import RankWatch
 from lightning_topt.communication.selection import Selection
 from lightning_topt.communication.topology import (
     Topology,
@@ -79,6 +79,7 @@ class OuterSteps:
             the optimizer's step. None: each rank is a node.
         process_group: the ranks; None: all.
         timeout_seconds: how long to wait for another rank.
+        watch: over all ranks, where there is one; None: one is made, until `close`.
 
     Raises:
         ValueError: for methods that differ between ranks, and without parameters.
@@ -93,6 +94,7 @@ class OuterSteps:
         topology: Topology | None = None,
         process_group: dist.ProcessGroup | None = None,
         timeout_seconds: float = 600.0,
+        watch: RankWatch | None = None,
     ) -> None:
         self.method, self.group = method, process_group
         self.timeout_seconds = check_real(timeout_seconds, name="timeout_seconds", positive=True)
@@ -107,9 +109,12 @@ class OuterSteps:
         # Ranks are numbered, and named in errors, as in the group.
         ranks = "-".join(map(str, dist.get_process_group_ranks(self.group or dist.group.WORLD)))
         prefix = f"lightning_topt/outer_steps/{next(_made)}/{ranks}"
-        store = PrefixStore(prefix, _get_default_store())
-        rank, world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.monitor = PeerMonitor(store, rank=rank, world_size=world_size)
+        self._own_watch = None
+        if watch is None:
+            rank, world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+            store = PrefixStore(prefix, _get_default_store().clone())  # type: ignore[attr-defined]  # missing in the stubs
+            watch = self._own_watch = RankWatch(store, rank=rank, world_size=world_size)
+        self.watch = watch
         # all start from rank 0's values
         for tensor in (*self.parameters.tensors.values(), *self.buffers.tensors.values()):
             take_from_first(tensor, group=process_group, wait=self._wait)
@@ -128,8 +133,7 @@ class OuterSteps:
         self._mean = method.make_mean(numel, device=self.anchor.device, group=group)
         self.pending_steps = 0  # local steps since the last outer step
         self.local_steps = self.outer_steps = self._other_bytes = 0
-        self._exchange_seconds = self._longest_step = 0.0
-        self._step_start = time.monotonic()
+        self._exchange_seconds = 0.0
 
     @property
     def residual(self) -> Tensor | None:
@@ -155,23 +159,20 @@ class OuterSteps:
         try:
             self.replicas.average_gradients(wait=self._wait)
         except (RuntimeError, TimeoutError) as error:
-            raise self._lost(error) from error
+            raise self.watch.diagnose(error) from error
 
     def after_step(self) -> bool:
         """Count a step of the rank's own optimizer; return whether an outer step was made.
 
         Call it after each such step. Raises what `synchronize` raises.
         """
-        # how long a survivor may take to sign in
-        self._longest_step = max(self._longest_step, time.monotonic() - self._step_start)
-        if self.monitor.others_failed():
-            raise self._lost(RuntimeError("another rank reported a failure"))
+        if self.watch.others_failed():
+            raise self.watch.diagnose(RuntimeError("another rank reported a failure"))
         self.pending_steps += 1
         self.local_steps += 1
         due = self.pending_steps >= self.method.every
         if due:
             self.synchronize()
-        self._step_start = time.monotonic()
         return due
 
     def synchronize(self) -> None:
@@ -193,7 +194,7 @@ class OuterSteps:
             mean = self._exchange()
             self._other_bytes += mean_of_buffers(self.buffers, group=self.group, wait=self._wait)
         except (RuntimeError, TimeoutError) as error:
-            raise self._lost(error) from error
+            raise self.watch.diagnose(error) from error
         # update: the outer optimizer steps, replicas start from theta again
         coefficient, rate = self.method.outer_momentum, self.method.outer_learning_rate
         outer_update(self.anchor, mean, momentum=self.momentum, coefficient=coefficient, rate=rate)
@@ -232,12 +233,16 @@ class OuterSteps:
             )
 
     def close(self) -> None:
-        """Destroy the process groups that were made; no outer step is possible any more.
+        """Destroy the process groups that were made, and end the watch that was.
+
+        No outer step is possible any more.
 
         To be called on all ranks alike, after a training that did not fail.
         """
         if self.replicas is not None:
             self.replicas.close()
+        if self._own_watch is not None:
+            self._own_watch.stop()
 
     def _wait(self, work: Waitable | None) -> None:
         """Let what follows come after `work`: on CUDA, where the host goes on, on the stream."""
@@ -252,7 +257,7 @@ class OuterSteps:
         assert work is not None
         deadline = time.monotonic() + self.timeout_seconds
         while not work.is_completed():
-            if self.monitor.others_failed():
+            if self.watch.others_failed():
                 raise RuntimeError("another rank reported a failure")
             if time.monotonic() > deadline:
                 raise TimeoutError(
@@ -260,10 +265,6 @@ class OuterSteps:
                 )
             time.sleep(PAUSE_SECONDS)
         work.wait()
-
-    def _lost(self, error: Exception) -> PeerLostError:
-        # Another survivor may be in a local step when the first one signs in.
-        return self.monitor.diagnose(error, grace_seconds=GRACE_SECONDS + 2 * self._longest_step)
 
     @property
     def statistics(self) -> OuterStatistics:

@@ -10,15 +10,20 @@ store, and those that do not are named in a `PeerLostError`. Two signers:
   whatever the main thread does; a process that is killed or stopped does not. On gloo no rank is
   asked before something fails. Calls of other backends may not raise: there each watch follows the
   beat of the next rank, and logs its silence.
-- `PeerMonitor`, for an exchange that polls anyway (`exchange_worker`, `local_sgd`,
-  `optim.reduce_scatter`): its own worker signs in, no thread.
+- `PeerMonitor`, for an exchange that polls anyway (`exchange_worker`, `optim.reduce_scatter`): its
+  own worker signs in, no thread.
 
     key             written by                            says
     failed          the first that sees a failure         sign in
     alive/RANK      each survivor                         where it is; "": it failed too
+    learned/RANK    each survivor                         it knows who is lost
+    asks/RANK       each survivor with a `PeerMonitor`    it will learn it
     ended/RANK      a rank that ends with an error        which error
     process/RANK    each watch, when it starts            which process it is
     beat/RANK       each watch, where calls never raise   how often it has run
+
+Rank 0 may host the store, and its error may end its process. So it first waits until the other
+survivors have learned who is lost.
 
 Where torchrun restarts the job, `init_attempt` gives each attempt its own part of torchrun's store.
 """
@@ -37,7 +42,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -148,18 +153,23 @@ class RankWatch:
     ) -> PeerLostError:
         """Say who is lost now that `error` has ended a collective call.
 
-        Waits at most a few seconds for answers.
+        Waits at most a few seconds for answers, whatever the ranks do meanwhile.
         """
         # the watch's thread asks; the main thread may be stuck in the store's own connection
         grace = GRACE_SECONDS if grace_seconds is None else grace_seconds
         cause = str(error)
-        found = self._ask(lambda: self._answering.find(grace), seconds=grace + STORE_SECONDS)
+        # as long again for the thread's own question, and for others to learn
+        found = self._ask(lambda: self._answering.find(grace), seconds=2 * grace + STORE_SECONDS)
         if found is None:
             lost = PeerLostError(f"{self._answering.host()}; seen by rank {self.rank}: {cause}")
         else:
             lost = PeerLostError(describe_lost(found, rank=self.rank, cause=cause))
         lost.diagnosed, lost.__cause__ = True, error
         return lost
+
+    def others_failed(self) -> bool:
+        """Return whether another rank reported a failure."""
+        return self._answering.found is not None
 
     def tell(self, error: BaseException) -> None:
         """Record that this rank ends with `error`, for ranks whose collective calls then fail."""
@@ -224,6 +234,7 @@ class _Answering:
     silence_seconds: float | None
     reachable: bool = True
     answered: bool = False  # somebody failed, and knows that this rank lives; or this rank has
+    found: Survivors | None = None  # once somebody failed
     introduced: bool = False
     host_identity: str = ""
     beats: int = 0
@@ -244,28 +255,46 @@ class _Answering:
         if not self.reachable:
             return
         try:
-            # who this rank is, and who hosts the store
-            if not self.introduced:
-                self.store.set(f"process/{self.rank}", own_identity())
-                self.introduced = True
-            if not self.host_identity and self.store.check(["process/0"]):
-                self.host_identity = self.store.get("process/0").decode()
-            # somebody failed: answer, once
+            self.introduce()
+            # somebody failed: answer, once, and learn who is lost while the store is there
             if not self.answered and self.store.check([FAILED]):
                 self.store.set(f"alive/{self.rank}", position_of_main_thread() or "-")
-                self.answered = True
+                self.learn(GRACE_SECONDS)
             if self.silence_seconds is not None:
                 self.listen(self.silence_seconds)
         except RuntimeError:
             self.reachable = False
 
+    def introduce(self) -> None:
+        """Say who this rank is, and learn who hosts the store."""
+        if not self.introduced:
+            self.store.set(f"process/{self.rank}", own_identity())
+            self.introduced = True
+        if not self.host_identity and self.store.check(["process/0"]):
+            self.host_identity = self.store.get("process/0").decode()
+
     def find(self, grace_seconds: float) -> Survivors:
-        """Ask all ranks, and wait for their answers. Raises RuntimeError without a store."""
-        self.check()
+        """Ask all ranks, and wait for their answers. Raises RuntimeError without a store.
+
+        Where this rank has learned it already the store may be gone.
+        """
+        if self.found is None:
+            self.introduce()
+            self.store.set(f"alive/{self.rank}", "")
+            self.store.set(FAILED, "1")
+            self.learn(grace_seconds)
+        assert self.found is not None
+        if self.rank == 0:
+            gone = {0, *self.found.missing, *self.found.ended}
+            wait_for_learners(self.store, set(range(self.world_size)) - gone)
+        return self.found
+
+    def learn(self, grace_seconds: float) -> None:
+        """Find out who is lost, and say that this rank knows it."""
         self.answered = True
-        self.store.set(f"alive/{self.rank}", "")
-        self.store.set(FAILED, "1")
-        return find_survivors(self.store, self.world_size, grace_seconds=grace_seconds)
+        self.found = find_survivors(self.store, self.world_size, grace_seconds=grace_seconds)
+        self.found.positions.pop(self.rank, None)
+        self.store.set(f"learned/{self.rank}", "1")
 
     def record_end(self, text: str) -> None:
         """Record the error that this rank ends with."""
@@ -365,6 +394,17 @@ def find_survivors(store: Store, world_size: int, *, grace_seconds: float) -> Su
     )
 
 
+def wait_for_learners(store: Store, ranks: Iterable[int]) -> None:
+    """Wait until these ranks have learned who is lost: the store goes with the rank that hosts it.
+
+    They ask every `POLL_SECONDS`, and wait for answers as long as this rank did.
+    """
+    keys, deadline = [f"learned/{rank}" for rank in ranks], time.monotonic() + GRACE_SECONDS
+    with contextlib.suppress(RuntimeError):  # torchrun, which hosted it, is gone
+        while keys and not store.check(keys) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
 @dataclass(frozen=True)
 class Survivors:
     """What the ranks answered when one asked.
@@ -457,8 +497,14 @@ class PeerMonitor:
 
     def _describe(self, error: BaseException, grace_seconds: float) -> str:
         try:
+            self.store.set(f"asks/{self.rank}", "1")
             self.sign_in()
             missing = self._missing(grace_seconds)
+            self.store.set(f"learned/{self.rank}", "1")
+            # one that only signed in does not ask
+            if self.rank == 0:
+                asking = [rank for rank in self.ranks if self.store.check([f"asks/{rank}"])]
+                wait_for_learners(self.store, asking)
         except Exception:
             return (
                 f"rank {self.rank} lost the job's store in an exchange of gradients: the rank that "

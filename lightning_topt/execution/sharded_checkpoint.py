@@ -1,14 +1,21 @@
 """Checkpoints as a folder: every rank writes what it keeps, and reads what it is to keep.
 
     save_sharded(path, module=..., optimizers=[...], rest=...)     # all ranks
-    checkpoint = open_sharded(path, rest)                           # lazy: read when asked for
+    checkpoint = open_sharded(path)                                 # lazy: read when asked for
     checkpoint = read_sharded_checkpoint(path)                      # as one process has it
 
     in the folder                                    what
-    ``module.<name>``                                tensors, in torch.distributed.checkpoint's
-    ``optimizers.<number>.<index>.<name>``           files; a rank writes the chunks of a tensor
-    ``exchange.<position>.<kind>.<name>``            that it keeps (`TensorChunks`)
-    `REST`                                           whatever is no tensor
+    `MANIFEST`                                       names the folder of the files, and has their
+                                                     checksums
+    ``shards.<random>/``                             the files of one save:
+        ``module.<name>``                            tensors, in torch.distributed.checkpoint's
+        ``optimizers.<number>.<index>.<name>``       files; a rank writes the chunks of a tensor
+        ``exchange.<position>.<kind>.<name>``        that it keeps (`TensorChunks`)
+        `REST`                                       whatever is no tensor
+
+A save writes a new folder of files, then replaces the manifest, then removes the files before: at
+every moment the manifest names a complete checkpoint. Folders of releases before have the files
+themselves, without a manifest; they are read without checksums.
 
 World size and plan may change between writing and reading. `StoredModule`, `StoredOptimizer` and
 `StoredExchange` are the states of an open folder: mappings that read an entry when it is asked for,
@@ -18,29 +25,48 @@ each rank what it is to keep.
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import pickle
+import secrets
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
 from lightning_topt.optim.pieces import num_rows
 from lightning_topt.techniques.tensor_parallel.layout import Span, narrowed
@@ -48,16 +74,41 @@ from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTens
 
 State = dict[str, Any]
 Spans = Sequence[Sequence[Span]]  # by dim
+# Of a file, by the first byte of an entry: how many bytes it has, and their XXH3.
+Checksums = Mapping[str, Sequence[Any]]
+MANIFEST = "checkpoint.json"
+_FILES_IN = "shards."  # how the name of a folder of files begins
 REST = "trainer_state.pt"
 _OTHERS = "sharded_checkpoint"  # key in REST of what is no tensor in the states
 # where checkpoints have the state of the gradient exchange
 EXCHANGE_AT = ("lightning_topt", "gradient_exchange")
 _METADATA = ".metadata"  # torch.distributed.checkpoint's
+_VERSION = 1  # of the manifest
+_BLOCK = 1 << 20  # bytes that are read at a time for a checksum
+# All that ``.metadata`` has beside numbers, texts and containers.
+_METADATA_NAMES = {
+    "torch": {"Size"}
+    | {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+}
 
 
 def holds_shards(path: str | os.PathLike[str]) -> bool:
     """Return whether `path` is a folder that `save_sharded` wrote."""
-    return (Path(path) / REST).is_file() and (Path(path) / _METADATA).is_file()
+    return (Path(path) / MANIFEST).is_file() or (
+        (Path(path) / REST).is_file() and (Path(path) / _METADATA).is_file()
+    )
 
 
 def save_sharded(
@@ -81,12 +132,7 @@ def save_sharded(
         rest: whatever else is to be saved.
         save_rest: writes it to a file.
     """
-    # Written beside the target, which it replaces at the end.
     rank, target = dist.get_rank(), Path(path)
-    unfinished = target.with_name(target.name + ".unfinished")
-    if rank == 0:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _remove(unfinished)
     # Tensors by their keys, everything else apart.
     tensors = {
         f"module.{name}": value for name, value in module.items() if isinstance(value, Tensor)
@@ -111,9 +157,15 @@ def save_sharded(
     # Some of it is with one rank only.
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(others, gathered if rank == 0 else None)
-    dist.barrier()  # the folder is empty
+    # Rank 0 makes the folder that all write to.
+    place: list[Any] = [_begin_folder(target) if rank == 0 else None]
+    dist.broadcast_object_list(place)
+    folder = target.with_name(place[0][0]) / place[0][1]
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    save(tensors, storage_writer=FileSystemWriter(unfinished), planner=planner)
+    writer = _ShardWriter(folder)
+    save(tensors, storage_writer=writer, planner=planner)
+    written: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(writer.checksums, written if rank == 0 else None)
     if rank == 0:
         joined = _joined(gathered)
         if exchange is not None:
@@ -122,15 +174,49 @@ def save_sharded(
                 "method": exchange["method"],
                 "ranks": exchange["holders"],
             }
-        save_rest({**rest, _OTHERS: joined}, unfinished / REST)
-        # At every moment there is a complete checkpoint at one of the names.
-        old = target.with_name(target.name + ".old")
-        _remove(old)
-        if target.exists() or target.is_symlink():
-            target.rename(old)
-        unfinished.rename(target)
-        _remove(old)
+        save_rest({**rest, _OTHERS: joined}, folder / REST)
+        _sync(folder / REST)
+        checksums = {name: of_file for of_rank in written for name, of_file in of_rank.items()}
+        checksums |= {name: _of_whole_file(folder / name) for name in (_METADATA, REST)}
+        _commit(folder, target, checksums)
     dist.barrier()
+
+
+def _begin_folder(target: Path) -> tuple[str, str]:
+    """Make an empty folder for the files of a save; return its parent's name and its own.
+
+    It is in the checkpoint folder that is to be replaced; where there is none, in one beside it.
+    """
+    home, beside = target, target.with_name(target.name + ".unfinished")
+    # A kill may have come before the very last step.
+    if holds_shards(beside) and not os.path.lexists(target):
+        beside.rename(target)
+    if target.is_symlink() or not holds_shards(target):
+        home = beside
+        _remove(home)
+    folder = home / f"{_FILES_IN}{secrets.token_hex(4)}"
+    folder.mkdir(parents=True)
+    return home.name, folder.name
+
+
+def _commit(folder: Path, target: Path, checksums: Mapping[str, Checksums]) -> None:
+    """Make the files in `folder` the checkpoint at `target`, and remove those that it had."""
+    home = folder.parent
+    content = {"version": _VERSION, "folder": folder.name, "checksums": checksums}
+    manifest, new = home / MANIFEST, home / f"{MANIFEST}.unfinished"
+    new.write_text(json.dumps({"content": content, "checksum": _digest(content)}))
+    _sync(new)
+    new.replace(manifest)
+    _sync(home)
+    # Nothing was there, or something else: no folder can replace that in one step.
+    if home != target:
+        _remove(target)
+        home.rename(target)
+        _sync(target.parent)
+    for path in target.iterdir():
+        of_a_save = path.suffix == ".distcp" or path.name in (_METADATA, REST)
+        if of_a_save or (path.name.startswith(_FILES_IN) and path.name != folder.name):
+            _remove(path)
 
 
 def _joined(gathered: Sequence[object]) -> State:
@@ -160,26 +246,45 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def open_sharded(path: str | os.PathLike[str], rest: Mapping[str, Any]) -> State:
+def _sync(path: Path) -> None:
+    """Let the system write a file, or the names in a folder, to its disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _load_plain(path: Path) -> State:
+    plain: State = torch.load(path, map_location="cpu", weights_only=True)
+    return plain
+
+
+def open_sharded(
+    path: str | os.PathLike[str], load_rest: Callable[[Path], State] = _load_plain
+) -> State:
     """Return a checkpoint in the plain form, whose states are read when they are asked for.
 
     ``["state_dict"]`` is a `StoredModule`, ``["optimizer_states"]`` a list of `StoredOptimizer`.
-    `rest` is what the file `REST` of the folder has.
+    `load_rest` reads the file `REST`. Raises ValueError where a file is damaged.
     """
-    # What is no tensor is there already; tensors stay in the folder.
+    # What is no tensor is read now; tensors stay in the folder.
+    folder = ShardFolder.at(Path(path))
+    folder.verify(REST)
+    rest = load_rest(folder.path / REST)
     others = rest[_OTHERS]
     checkpoint = {name: value for name, value in rest.items() if name != _OTHERS}
-    checkpoint["state_dict"] = StoredModule(Path(path), others["module"])
+    checkpoint["state_dict"] = StoredModule(folder, others["module"])
     if others["optimizers"]:
         checkpoint["optimizer_states"] = [
-            StoredOptimizer(Path(path), number, **of_optimizer)
+            StoredOptimizer(folder, number, **of_optimizer)
             for number, of_optimizer in enumerate(others["optimizers"])
         ]
     if "exchange" in others:
         section, key = EXCHANGE_AT
         state = {
             **others["exchange"],
-            "ranks": StoredExchange(Path(path), others["exchange"]["ranks"]),
+            "ranks": StoredExchange(folder, others["exchange"]["ranks"]),
         }
         checkpoint[section] = {**checkpoint.get(section, {}), key: state}
     return checkpoint
@@ -188,15 +293,17 @@ def open_sharded(path: str | os.PathLike[str], rest: Mapping[str, Any]) -> State
 def read_sharded_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = True) -> State:
     """Return the checkpoint in a folder as the plain file of one process, with CPU tensors.
 
-    ``torch.save`` of it can be loaded under any strategy. `weights_only` as in ``torch.load``.
-    Raises ValueError for a path without such a checkpoint.
+    ``torch.save`` of it can be loaded under any strategy. `weights_only` as in ``torch.load``: by
+    default no file of the folder can run code.
+
+    Raises:
+        ValueError: there is no such checkpoint at `path`, or a file of it is damaged.
     """
     if not holds_shards(path):
-        raise ValueError(
-            f"{str(path)!r} is not a checkpoint folder: it lacks {REST} or {_METADATA}"
-        )
-    rest = torch.load(Path(path) / REST, map_location="cpu", weights_only=weights_only)
-    checkpoint = open_sharded(path, rest)
+        raise ValueError(f"{str(path)!r} is not a checkpoint folder: it lacks {MANIFEST}")
+    checkpoint = open_sharded(
+        path, lambda file: torch.load(file, map_location="cpu", weights_only=weights_only)
+    )
     checkpoint["state_dict"] = checkpoint["state_dict"].read()
     if "optimizer_states" in checkpoint:
         checkpoint["optimizer_states"] = [
@@ -213,11 +320,11 @@ def read_sharded_checkpoint(path: str | os.PathLike[str], *, weights_only: bool 
 class StoredModule(Mapping[str, Any]):
     """A module's state in a checkpoint folder; entries are read, unsharded, when asked for."""
 
-    def __init__(self, path: Path, others: Mapping[str, object]) -> None:
-        self._path, self._others = path, others
+    def __init__(self, folder: ShardFolder, others: Mapping[str, object]) -> None:
+        self._folder, self._others = folder, others
         self._known = {
             key.removeprefix("module."): m
-            for key, m in _tensors(path).items()
+            for key, m in _tensors(folder).items()
             if key.startswith("module.")
         }
 
@@ -239,14 +346,14 @@ class StoredModule(Mapping[str, Any]):
         chunks = {
             f"module.{name}": chunks_of(target, split.get(name)) for name, target in targets.items()
         }
-        _read(self._path, chunks)
+        _read(self._folder, chunks)
         return targets | dict(self._others)
 
     def __getitem__(self, name: str) -> Any:
         if name in self._others:
             return self._others[name]
         targets = {f"module.{name}": _target(self._known[name], None)}
-        _read(self._path, targets)
+        _read(self._folder, targets)
         return targets[f"module.{name}"]
 
     def __iter__(self) -> Iterator[str]:
@@ -264,17 +371,17 @@ class StoredOptimizer(Mapping[str, Any]):
 
     def __init__(
         self,
-        path: Path,
+        folder: ShardFolder,
         number: int,
         *,
         values: Mapping[int, State],
         param_groups: list[dict[str, Any]],
     ) -> None:
-        self._path, self._values, self.param_groups = path, values, param_groups
+        self._folder, self._values, self.param_groups = folder, values, param_groups
         # keys as `save_sharded` writes them
         prefix = f"optimizers.{number}."
         self._known = {
-            key: metadata for key, metadata in _tensors(path).items() if key.startswith(prefix)
+            key: metadata for key, metadata in _tensors(folder).items() if key.startswith(prefix)
         }
 
     def whole(self) -> State:
@@ -311,7 +418,7 @@ class StoredOptimizer(Mapping[str, Any]):
                 )
                 targets[key] = target
                 chunks[key] = _chunks(target, metadata.size, cut.get(index), rows=wanted[index])
-        _read(self._path, chunks)
+        _read(self._folder, chunks)
         # values that are no tensors first, then the tensors that were read
         state = {index: dict(values) for index, values in self._values.items() if index in kept}
         for key, value in targets.items():
@@ -335,10 +442,12 @@ class StoredExchange(Sequence[dict[str, dict[str, Tensor]]]):
     An entry is read when it is asked for.
     """
 
-    def __init__(self, path: Path, ranks: int) -> None:
-        self._path, self._ranks = path, ranks
+    def __init__(self, folder: ShardFolder, ranks: int) -> None:
+        self._folder, self._ranks = folder, ranks
         self._known = {
-            key: metadata for key, metadata in _tensors(path).items() if key.startswith("exchange.")
+            key: metadata
+            for key, metadata in _tensors(folder).items()
+            if key.startswith("exchange.")
         }
 
     def __len__(self) -> int:
@@ -353,7 +462,7 @@ class StoredExchange(Sequence[dict[str, dict[str, Tensor]]]):
             for key, metadata in self._known.items()
             if key.startswith(prefix)
         }
-        _read(self._path, targets)
+        _read(self._folder, targets)
         state: dict[str, dict[str, Tensor]] = {}
         for key, value in targets.items():
             kind, name = key.removeprefix(prefix).split(".", 1)
@@ -367,9 +476,9 @@ def _index_and_name(key: str) -> tuple[int, str]:
     return int(index), name
 
 
-def _tensors(path: Path) -> dict[str, TensorStorageMetadata]:
+def _tensors(folder: ShardFolder) -> dict[str, TensorStorageMetadata]:
     """Return what the folder says of its tensors, by key."""
-    known = FileSystemReader(path).read_metadata().state_dict_metadata
+    known = _ShardReader(folder).read_metadata().state_dict_metadata
     return {
         key: metadata
         for key, metadata in known.items()
@@ -413,7 +522,7 @@ def _chunks(
     return rows_of_tensor(target, rows=rows, whole=whole, split=part)
 
 
-def _read(path: Path, targets: dict[str, Any]) -> None:
+def _read(folder: ShardFolder, targets: dict[str, Any]) -> None:
     """Fill `targets`, on this rank alone."""
     # Without communication: each rank reads the chunks that it needs.
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -421,7 +530,146 @@ def _read(path: Path, targets: dict[str, Any]) -> None:
         warnings.filterwarnings(
             "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
         )
-        load(targets, storage_reader=FileSystemReader(path), planner=planner, no_dist=True)
+        try:
+            load(targets, storage_reader=_ShardReader(folder), planner=planner, no_dist=True)
+        except CheckpointException as error:
+            # what went wrong, rather than on which rank: there is one
+            raise next(iter(error.failures.values()))[0] from None
+
+
+# ---- files, and their checksums ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ShardFolder:
+    """The files of a checkpoint; `checksums` by file, None where they were saved without."""
+
+    path: Path
+    checksums: Mapping[str, Checksums] | None
+
+    @staticmethod
+    def at(path: Path) -> ShardFolder:
+        """Return the files that the manifest in `path` names. Raises ValueError: it is damaged."""
+        if not (path / MANIFEST).is_file():
+            return ShardFolder(path, None)
+        try:
+            manifest = json.loads((path / MANIFEST).read_bytes())
+            content = manifest["content"]
+            undamaged = manifest["checksum"] == _digest(content)
+            version, name = content["version"], PurePath(content["folder"]).name
+        except (ValueError, LookupError, TypeError):
+            undamaged = False
+        if not undamaged or not name.startswith(_FILES_IN):
+            _refuse(path / MANIFEST, "is damaged: it is not what was saved")
+        if version > _VERSION:
+            _refuse(path / MANIFEST, "was written by a newer release of lightning_topt")
+        return ShardFolder(path / name, content["checksums"])
+
+    def verify(self, name: str, offset: int = 0) -> None:
+        """Raise ValueError where an entry of a file is not what was saved."""
+        file = self.path / name
+        if PurePath(name).name != name or not file.is_file():
+            _refuse(file, "is missing")
+        if self.checksums is None:
+            return
+        size, digest = self.checksums.get(name, {}).get(str(offset), (0, None))
+        if _file_digest(file, offset, size) != digest:
+            _refuse(file, "is damaged: it is not what was saved")
+
+
+def _refuse(file: Path, reason: str) -> NoReturn:
+    raise ValueError(f"{file.name} of the checkpoint in {str(file.parent)!r} {reason}")
+
+
+def _digest(content: object) -> str:
+    """Return the checksum of a manifest's content."""
+    return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
+
+
+def _file_digest(path: Path, offset: int, size: int) -> str:
+    """Return the checksum of `size` bytes of a file from `offset` on."""
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        file.seek(offset)
+        while block := file.read(min(_BLOCK, size)):
+            digest.update(block)
+            size -= len(block)
+    return digest.hexdigest()
+
+
+def _of_whole_file(path: Path) -> Checksums:
+    size = path.stat().st_size
+    return {"0": (size, _file_digest(path, 0, size))}
+
+
+class _ShardWriter(FileSystemWriter):
+    """Writes this rank's files, and then knows the `checksums` of what it wrote, by file."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._written_to = folder
+        self.checksums: dict[str, dict[str, tuple[int, str]]] = {}
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write, and read back what was written."""
+        written = super().write_data(plan, planner)
+        for result in written.wait():
+            at = result.storage_data
+            digest = _file_digest(self._written_to / at.relative_path, at.offset, at.length)
+            of_file = self.checksums.setdefault(at.relative_path, {})
+            of_file[str(at.offset)] = at.length, digest
+        return written
+
+
+class _ShardReader(FileSystemReader):
+    """Reads nothing that is not what was saved, and runs no code of the files."""
+
+    def __init__(self, folder: ShardFolder) -> None:
+        super().__init__(folder.path)
+        self._folder = folder
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Return what ``.metadata`` has. Raises ValueError where that is anything else."""
+        self._folder.verify(_METADATA)
+        file = self._folder.path / _METADATA
+        try:
+            with file.open("rb") as stream:
+                metadata = _MetadataUnpickler(stream).load()
+        # the bytes decide what is raised
+        except Exception as error:
+            _refuse(file, f"cannot be read: {error}")
+        if not isinstance(metadata, Metadata):
+            _refuse(file, f"cannot be read: it is a {type(metadata).__name__}")
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Verify each entry, then read it."""
+        for index in {item.storage_index for item in plan.items}:
+            at = self.storage_data[index]
+            self._folder.verify(at.relative_path, at.offset)
+        return super().read_data(plan, planner)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes the values that ``.metadata`` has, and no others: pickle would call anything."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class by its name. Raises UnpicklingError for another one."""
+        if name in _METADATA_NAMES.get(module, ()):
+            return super().find_class(module, name)
+        if module.partition(".")[0] == "pathlib":  # of the folder that was written to
+            return PurePath
+        # Python 3.11 makes the members of an enumeration so
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
+        raise pickle.UnpicklingError(f"it has {module}.{name}, which would run code")
+
+
+def _memory_format(_: object, name: str) -> Any:
+    return _MEM_FORMAT_ENCODING[name]
 
 
 # ---- parts of tensors ----------------------------------------------------------------------------

@@ -19,6 +19,7 @@ aliases of a text are bounded before that (`costs.plain_values`).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -301,14 +302,12 @@ read_estimate = record(
 def read_joint(value: Any, /, *, name: str) -> tuple[JointModule, ...]:
     """Read what `JointModule.to_dict` wrote of several."""
     found = _read_joint_modules(value, name=name)
-    # joint modules do not contain one another
-    for joint in found:
-        if inside := [
-            other.module for other in found if other is not joint and joint.holds(other.module)
-        ]:
+    # Joint modules do not contain one another: what is in a module comes right after it.
+    for joint, other in itertools.pairwise(sorted(found, key=lambda each: each.module.split("."))):
+        if joint.holds(other.module):
             raise ValueError(
-                f"{name}: module {inside[0]!r} is {joint.module!r}, or inside of it; name one of "
-                "them"
+                f"{name}: module {other.module!r} is {joint.module!r}, or inside of it; name one "
+                "of them"
             )
     return found
 

@@ -42,6 +42,7 @@ from lightning_topt.plugins.step_records import (
     apply_metric_changes,
     loss_in,
     loss_of,
+    recorded_calls,
     replay,
 )
 from lightning_topt.plugins.step_runner import Step, StepRunner
@@ -59,6 +60,7 @@ class ContinuousRunner(StepRunner):
         self.engine, self._steps, self._module = steps.engine, steps, steps.module
         self._batches_in_flight: dict[int, Any] = {}
         self._records_here: dict[int, StepRecord] = {}  # by minibatch, on the last stage
+        self._traced_calls: list[LoggedCall] = []  # of a step that was traced
         self._returned: BackwardResult | None = None  # of the minibatch whose update is to come
         self._updated = True
         self._modes: list[tuple[nn.Module, bool]] = []
@@ -81,7 +83,10 @@ class ContinuousRunner(StepRunner):
     @override
     def example(self, batch: Any) -> Example:
         """Return a training step on `batch`, for the engine to trace. A collective call."""
-        own = _MinibatchPasses(self._steps, None, 0 if takes_index(self._module) else None)
+        self._traced_calls.clear()
+        own = _MinibatchPasses(
+            self._steps, None, 0 if takes_index(self._module) else None, self._traced_calls
+        )
         return Example(own.loss, (self._steps.batches.agreed(batch),))
 
     # ---- the loop around it ----------------------------------------------------------------------
@@ -164,6 +169,8 @@ class ContinuousRunner(StepRunner):
             meets=self._steps.batches.differ,
         )
         record = self._log_returned(self._returned)
+        if record is None:
+            self._log_nothing_yet()
         output = None if record is None else record.output
         value = (
             torch.full((), torch.nan, device=self._steps.device)
@@ -260,6 +267,17 @@ class ContinuousRunner(StepRunner):
             replay(self._module, record.calls)
         return record
 
+    def _log_nothing_yet(self) -> None:
+        """Let callbacks find NaN under the names that steps log, until a batch has come back."""
+        known = self._module.trainer._logger_connector._callback_metrics
+        for call in self._traced_calls:
+            options = call.keywords
+            if call.method != "log" or options.get("on_step") is False:
+                continue
+            forked = (f"{call.name}_step",) if options.get("on_epoch") else ()
+            for name in (call.name, *forked):
+                known.setdefault(name, torch.full((), torch.nan, device=self._steps.device))
+
     @override
     def evaluate(self, name: str, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._steps.evaluate(name, (*args, *kwargs.values()))
@@ -346,6 +364,7 @@ class _MinibatchPasses:
     steps: StageSteps
     microbatch: Any
     batch_idx: int | None
+    traced_calls: list[LoggedCall] | None = None  # where the engine's copies log to
     found: tuple[Any, tuple[LoggedCall, ...]] = (None, ())
 
     def __post_init__(self) -> None:
@@ -354,7 +373,8 @@ class _MinibatchPasses:
     def loss(self, model: nn.Module, microbatch: Any) -> Tensor:
         """Return the loss of the minibatch; the engine also calls it with copies, to trace them."""
         if self.microbatch is None or microbatch is not self.microbatch:
-            return loss_in(self.steps.step("training_step", model, microbatch, self.batch_idx))
+            with recorded_calls(model, self.traced_calls):
+                return loss_in(self.steps.step("training_step", model, microbatch, self.batch_idx))
         output, calls = self.steps.recorded_step("training_step", microbatch, self.batch_idx)
         self.found = map_tensors(output, Tensor.detach), calls
         return loss_in(output)

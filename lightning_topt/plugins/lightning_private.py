@@ -129,6 +129,7 @@ PRIVATE_NAMES = (
     PrivateName(f"{_CHECKPOINT}._last_global_step_saved", "unless that is done"),
     PrivateName(f"{_TRAINER}._logger_connector", "what a step logs is logged later"),
     PrivateName(f"{_LOGGER}._current_fx", "as of `training_step`"),
+    PrivateName(f"{_LOGGER}._callback_metrics", "has NaN until a step has come back"),
     PrivateName(f"{_LOGGER}._first_loop_iter", "when nothing of the epoch is over"),
     PrivateName(f"{_MODULE}._current_fx_name", "as of `training_step`"),
     PrivateName(

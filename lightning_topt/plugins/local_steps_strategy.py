@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,7 +21,6 @@ from lightning_topt.communication.exchange_method import ExchangeMethod
 from lightning_topt.communication.hook import ExchangeStatistics, equal_parameters
 from lightning_topt.communication.local_sgd import LocalMethod, OuterSteps
 from lightning_topt.communication.method_registry import DEFAULT_METHOD, read_method
-from lightning_topt.communication.rank_watch import is_of_collective
 from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy, make_topology
 from lightning_topt.plugins.ddp_options import checked_ddp_options
 from lightning_topt.plugins.exchange_guard import CHECKPOINT_KEY, EXCHANGE_KEY
@@ -31,6 +29,7 @@ from lightning_topt.plugins.monitors import add_monitor
 from lightning_topt.techniques.ddp_wrapper import names_to_ignore
 
 State = dict[str, dict[str, torch.Tensor]]
+_OF_ALL_RANKS = ("method", "ranks", "optimizers")  # in checkpoints; the rest is `OuterSteps`'
 
 
 class LocalStepsStrategy(DDPStrategy):
@@ -43,7 +42,7 @@ class LocalStepsStrategy(DDPStrategy):
     Besides every so many steps there is an outer step before each validation, before a checkpoint
     is saved and at the end of the fit. So all ranks validate and save the same parameters. A
     checkpoint has the outer momentum, the residual of all ranks (redistributed on another number of
-    ranks), and the optimizer state of rank 0, from which all ranks go on.
+    ranks), and the optimizer states of all: Adam's are two copies of the parameters for each rank.
 
     Args:
         method: an object such as ``LocalSteps(every=50)``, a name for its defaults, or a mapping
@@ -131,6 +130,7 @@ class LocalStepsStrategy(DDPStrategy):
                 world_size=self.world_size,
             ),
             timeout_seconds=self.timeout_seconds,
+            watch=self.rank_watch.ranks,
         )
         self._fitting = True
 
@@ -160,9 +160,6 @@ class LocalStepsStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         # the other ranks may be anywhere: no collective calls any more
         self._fitting, self._failed = False, True
-        if self.outer is not None and is_of_collective(exception):
-            with suppress(RuntimeError):
-                self.outer.monitor.sign_in()  # others may wait in an outer step for this rank
         self.rank_watch.name(exception)
         super().on_exception(exception)
 
@@ -252,18 +249,56 @@ class LocalStepsStrategy(DDPStrategy):
         state = self.outer.state_dict()
         own = {"residual": state.pop("residual")} if "residual" in state else {}
         ranks = gather_state(own, senders=self.outer.holders, group=dist.group.WORLD)
+        state["optimizers"] = self._other_optimizers()
         if all(
             parameter.dtype == torch.float32 for parameter in self.outer.parameters.tensors.values()
         ):
             del state["anchor"]  # it is the parameters
         return {"method": self.method.name, "ranks": ranks, **state}
 
+    def _other_optimizers(self) -> list[dict[int, dict[str, Any]]]:
+        """Return the states of the optimizers of all replicas but the first, on rank 0.
+
+        A collective call.
+        """
+        assert self.outer is not None and dist.group.WORLD is not None
+        if not self.optimizers:
+            return []
+        # Tensors one at a time, then what is no tensor.
+        tensors: State = {}
+        plain: dict[int, dict[str, Any]] = {}
+        for index, values in self.optimizers[0].state_dict()["state"].items():
+            plain[index] = {}
+            for name, value in values.items():
+                if isinstance(value, torch.Tensor):
+                    tensors.setdefault(str(index), {})[name] = value
+                else:
+                    plain[index][name] = value
+        others = self.outer.holders[1:]
+        gathered = gather_state(tensors, senders=others, group=dist.group.WORLD)
+        plains: list[Any] = [None] * self.world_size
+        dist.gather_object(plain, plains if self.global_rank == 0 else None)
+        return [
+            {
+                index: {**values, **of_holder.get(str(index), {})}
+                for index, values in plains[holder].items()
+            }
+            for holder, of_holder in zip(others, gathered, strict=bool(gathered))
+        ]
+
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
         state = checkpoint.get(CHECKPOINT_KEY, {}).get(EXCHANGE_KEY)
         if state is None or self.outer is None:
+            super().load_optimizer_state_dict(checkpoint)
             return
+        # The optimizer of this rank, or of any where there were other ranks.
+        holders = self.outer.holders
+        position = self.global_rank * len(holders) // self.world_size
+        (first, *rest), others = checkpoint["optimizer_states"] or [{}], state.get("optimizers", [])
+        if source := position % (1 + len(others)):
+            first = {**first, "state": others[source - 1]}
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": [first, *rest]})
         if state["method"] != self.method.name:
             rank_zero_warn(
                 f"the checkpoint's gradients were exchanged by method={state['method']!r}; local "
@@ -273,15 +308,13 @@ class LocalStepsStrategy(DDPStrategy):
         # This rank's part of what all ranks had, however many they were.
         parameters = self.outer.parameters.tensors
         numels = {name: parameter.numel() for name, parameter in parameters.items()}
-        holders = self.outer.holders
-        position = self.global_rank * len(holders) // self.world_size
         own: State = own_state(
             state["ranks"], position=position, holders=len(holders), numels=numels
         )
         anchor = {name: parameter.detach() for name, parameter in parameters.items()}
         known = {
             "anchor": anchor,
-            **{name: value for name, value in state.items() if name not in ("method", "ranks")},
+            **{name: value for name, value in state.items() if name not in _OF_ALL_RANKS},
         }
         self.outer.load_state_dict({**known, **own})
 

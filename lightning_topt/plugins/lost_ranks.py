@@ -43,7 +43,9 @@ from lightning_topt.communication.rank_watch import (
 
 log = logging.getLogger(__name__)
 
-LAST_SECONDS = GRACE_SECONDS + STORE_SECONDS + 5  # for the main process to end with its own error
+LAST_SECONDS = (
+    2 * GRACE_SECONDS + STORE_SECONDS + 5
+)  # for the main process to end with its own error
 
 
 class LostRankWatch:

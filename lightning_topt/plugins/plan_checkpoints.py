@@ -10,7 +10,6 @@ engine that runs it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from torch.optim import Optimizer
 from lightning_topt.basics.argument_checks import check_choice
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.sharded_checkpoint import (
-    REST,
     StoredOptimizer,
     holds_shards,
     open_sharded,
@@ -213,7 +211,7 @@ class PlanCheckpoints:
         """
         if not holds_shards(path):
             return load(path, *args)
-        return open_sharded(path, load(Path(path) / REST, *args))
+        return open_sharded(path, lambda rest: load(rest, *args))
 
     def _save_folder(self, checkpoint: dict[str, Any], folder: Any, strategy: Strategy) -> None:
         """Let every rank write what it keeps of `checkpoint`."""

@@ -159,6 +159,10 @@ class PipelinePlan:
         for name in ("stages", "microbatches", "stages_per_rank"):
             if getattr(self, name) is not None:
                 check_whole(getattr(self, name), name=name)
+        # A schedule is searched on a given mesh only.
+        if self.schedule is not None or self.sizes is None:
+            allowed = (*SCHEDULES, *CONTINUOUS_SCHEDULES)
+            check_choice(self.schedule, name="schedule", allowed=allowed)
         # Stages must fill the ranks of the pipeline.
         ranks, per_rank = dict(self.sizes or ()).get("pipeline"), self.per_rank
         if self.stages is not None and ranks is not None and self.stages % ranks:
@@ -171,11 +175,9 @@ class PipelinePlan:
                 f"schedule {self.schedule!r} runs {per_rank} stages on each rank, so stages is a "
                 f"multiple of that; got {self.stages}"
             )
-        # A searched schedule has no rules of its own yet.
+        # One that is searched has no rules of its own yet.
         if self.schedule is None:
-            assert self.sizes is not None, "a schedule is searched on a given mesh"
             return
-        check_choice(self.schedule, name="schedule", allowed=(*SCHEDULES, *CONTINUOUS_SCHEDULES))
         if self.schedule in CONTINUOUS_SCHEDULES:
             self._check_continuous()
             return

@@ -101,6 +101,28 @@ def test_a_rank_in_a_long_step_is_not_taken_for_the_lost_one() -> None:
     )
 
 
+def loses_rank_1_and_the_store(rank: int) -> str:
+    watch = watch_ranks()
+    assert watch is not None
+    while not watch._answering.host_identity:
+        time.sleep(0.01)
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank > 1:  # what it waits for fails because rank 0 has left
+        while not fate_of(watch._answering.host_identity):
+            time.sleep(0.05)
+    message = str(watch.diagnose(ERROR))
+    if rank == 0:
+        os._exit(1)
+    return message
+
+
+def test_rank_0_does_not_take_the_store_along_before_all_know_who_is_lost() -> None:
+    for message in on_tcp(loses_rank_1_and_the_store, 4, reporters=[2, 3]).values():
+        assert message.startswith("rank 1 did not answer in a collective call (rank 1: process ")
+
+
 def alive_or_ended(rank: int) -> str:
     rank_watch.POLL_SECONDS = 0.2
     first, second = watch_ranks(), watch_ranks()

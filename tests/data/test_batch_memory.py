@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.data._utils import worker
 
-from lightning_topt.data.cache.cached_batches import LEAST_BYTES, BatchMemory
+from lightning_topt.data.cache.cached_batches import LEAST_BYTES, BatchMemory, _empty
+from lightning_topt.data.coordinated.preparation import Worker
 
 SHAPE = (4, LEAST_BYTES // 16)
 
@@ -22,6 +24,13 @@ def test_memory_of_a_batch_that_is_gone_is_used_again():
     del first
     assert address(memory.empty(SHAPE, torch.int32)) == where  # and of another type
     assert address(memory.empty((4, LEAST_BYTES // 8), torch.float32)) != where
+
+
+@pytest.mark.parametrize("kind", [worker.WorkerInfo, Worker])
+def test_only_workers_that_send_it_take_shared_memory(kind, monkeypatch):
+    info = kind(id=0, num_workers=1, seed=0, dataset=None)
+    monkeypatch.setattr(worker, "_worker_info", info)
+    assert _empty(2, LEAST_BYTES).is_shared() == (kind is worker.WorkerInfo)
 
 
 HOLDERS = {

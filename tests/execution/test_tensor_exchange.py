@@ -19,7 +19,6 @@ from lightning_topt.communication.topology import Topology
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.sharded_checkpoint import (
     EXCHANGE_AT,
-    REST,
     open_sharded,
     save_sharded,
 )
@@ -128,7 +127,7 @@ def interrupted(rank: int, folder: Path) -> Any:
     engine.close()
     dist.broadcast_object_list(saved)
     section, key = EXCHANGE_AT
-    stored = open_sharded(folder, torch.load(folder / REST, weights_only=True))
+    stored = open_sharded(folder)
     from_folder = {
         "module": stored["state_dict"],
         "optimizers": stored["optimizer_states"],

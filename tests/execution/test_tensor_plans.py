@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.sharded_checkpoint import (
-    REST,
     TensorChunks,
     open_sharded,
     read_sharded_checkpoint,
@@ -351,7 +350,7 @@ def write(engine: Engine, path: Path) -> None:
 
 
 def read(engine: Engine, path: Path) -> None:
-    stored = open_sharded(path, torch.load(path / REST, weights_only=True))
+    stored = open_sharded(path)
     engine.load({"module": stored["state_dict"], "optimizers": stored["optimizer_states"]})
 
 

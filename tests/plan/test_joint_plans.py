@@ -16,10 +16,20 @@ from lightning_topt.plan.choose import choose
 from lightning_topt.plan.explanation import explain_plan, step_of
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plan.plan_search import SearchRequest, search_plans, step_on
+from lightning_topt.plan.plan_values import read_joint
 from lightning_topt.plan.tensor_meshes import least_seconds
 from lightning_topt.techniques.data_parallel import unsharded_gradient_collectives
 from tests.plan.test_tensor_meshes import request_of_gpt  # noqa: F401  # a fixture
 from tests.plugins.test_joint_batches import joint_plan
+
+
+@pytest.mark.timeout(20)  # of two lists that long, every pair would be compared
+def test_a_long_list_is_read_once() -> None:
+    joint = [{"module": f"blocks.{i}", "inputs": [None], "outputs": [None]} for i in range(20_000)]
+    found = read_joint(joint, name="joint")
+    assert [each.module for each in found] == [each["module"] for each in joint]
+    with pytest.raises(ValueError, match=r"'blocks.7.a' is 'blocks.7', or inside of it"):
+        read_joint([*joint, {**joint[0], "module": "blocks.7.a"}], name="joint")
 
 
 def test_files_keep_what_is_joint() -> None:

@@ -83,6 +83,7 @@ class Net(L.LightningModule):
         self.make = make
         self.batches: list[Any] = []
         self.outputs: list[tuple[float, int]] = []
+        self.logged: list[tuple[float, float]] = []
         self.epochs: list[dict[str, float]] = []
         self.updates = 0
 
@@ -112,6 +113,8 @@ class Net(L.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.outputs.append((float(outputs["loss"]), outputs.get("index", -1)))
+        one, other = (self.trainer.callback_metrics[name] for name in ("loss", "loss_step"))
+        self.logged.append((float(one), float(other)))
 
     def on_train_epoch_end(self) -> None:
         names = ("loss_epoch", "right", "samples", "val_loss", "updated")
@@ -152,6 +155,7 @@ class Fit:
             "state": {name: value.clone() for name, value in module.state_dict().items()},
             "batches": module.batches,
             "outputs": module.outputs,
+            "logged": module.logged,
             "epochs": module.epochs,
             "updates": module.updates,
             "steps": trainer.global_step,
@@ -258,6 +262,11 @@ def assert_heard(
         back = i - lag
         assert math.isnan(loss) if back < start else loss == pytest.approx(losses[back], rel=1e-4)
         assert (index == -1) == (back < start)
+    # What a step logs is there from the first batch on, as under ddp: NaN until one has come back,
+    # by the first drain at the latest, which comes before hooks at the end of a batch.
+    first = min([lag, *(end - 1 for end in ends)])
+    for i, values in enumerate(found["logged"]):
+        assert [math.isnan(value) for value in values] == [i < first] * 2
 
 
 def assert_means(found: dict[str, Any], twin: Any) -> None:

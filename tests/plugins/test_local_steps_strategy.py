@@ -139,12 +139,17 @@ def test_ranks_differ_between_outer_steps_and_agree_in_validation() -> None:
         assert equal["validation"] == [True, True, True] and outer_steps == 4
 
 
+class AdamGPT(RecordingGPT):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
 def resumed(
-    rank: int, folder: Path, method: LocalMethod
+    rank: int, folder: Path, method: LocalMethod, kind: type[RecordingGPT]
 ) -> tuple[bool, dict[str, Tensor], dict[str, Tensor]]:
     def fit(epochs: int, path: Path | None = None, save: Path | None = None) -> dict[str, Tensor]:
         torch.manual_seed(0)
-        module = SgdGPT()
+        module = kind()
         ranks = dist.get_world_size()
         strategy = LocalStepsStrategy(method, nodes=ranks // 2)
         trainer = make_trainer(strategy, devices=ranks, max_epochs=epochs, limit_train_batches=4)
@@ -163,19 +168,19 @@ def resumed(
 
 
 @pytest.mark.parametrize(
-    ("method", "ranks"),
+    ("method", "ranks", "kind"),
     [
-        (LocalSteps(every=2), 2),
-        (LocalSteps(every=2, density=0.1, residual_decay=0.9), 2),
-        (QuantizedSteps(every=2, bits=2), 2),
-        (SparseLoCo(every=2, density=0.1), 4),
+        (LocalSteps(every=2), 2, AdamGPT),
+        (LocalSteps(every=2, density=0.1, residual_decay=0.9), 2, SgdGPT),
+        (QuantizedSteps(every=2, bits=2), 2, SgdGPT),
+        (SparseLoCo(every=2, density=0.1), 4, AdamGPT),
     ],
     ids=str,
 )
 def test_a_resumed_run_is_the_uninterrupted_one(
-    tmp_path: Path, method: LocalMethod, ranks: int
+    tmp_path: Path, method: LocalMethod, ranks: int, kind: type[RecordingGPT]
 ) -> None:
-    for saved, whole, parts in on_ranks(resumed, tmp_path, method, world_size=ranks):
+    for saved, whole, parts in on_ranks(resumed, tmp_path, method, kind, world_size=ranks):
         assert saved and all(torch.equal(whole[name], value) for name, value in parts.items())
 
 

@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from lightning_topt import AutoParallelStrategy
+from lightning_topt import AutoParallelStrategy, PipelineStrategy
 from tests.plugins.test_pipeline_fits import in_order, pipeline
 from tests.plugins.trainer_ranks import RecordingGPT, Tokens, loader, make_trainer, on_ranks
 
@@ -146,6 +146,11 @@ def refusals(rank: int) -> dict[str, str]:
         strategy = AutoParallelStrategy(plan={**plan, "schedule": "2f2b", "num_microbatches": 2})
         make_trainer(strategy, devices=2).fit(RecordingGPT(heads=2), loader(8))
     return found
+
+
+def test_a_schedule_is_searched_on_a_mesh_only() -> None:
+    with pytest.raises(ValueError, match=r"schedule is one of gpipe, .*; got None"):
+        PipelineStrategy(schedule=None)  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_a_pipeline_is_refused_on_every_rank() -> None:

@@ -9,6 +9,7 @@ lower ones. Both ends say hello: key, rank, size of datagrams, and how much thei
 from __future__ import annotations
 
 import fcntl
+import selectors
 import socket
 import struct
 import sys
@@ -31,7 +32,7 @@ _HEADERS = 28  # bytes of IPv4 and UDP
 # magic, key, rank, ranks, bytes of a datagram, bytes that may lie in the receive buffer
 _HELLO = struct.Struct("<8sqiiii")
 _MAGIC = b"topt-bl1"
-_HELLO_SECONDS = 2.0  # for one that connects to say who it is
+_MOST_WAITING = 256  # connections that have not said who they are: older ones are refused
 
 Address = tuple[str, int, int]  # host, port of datagrams, port of side channels
 
@@ -157,8 +158,9 @@ def connect_side_channels(
         for lower in range(rank):
             channels.sockets[lower] = _connect(lower, endpoint, addresses[lower], deadline)
             channels.sockets[lower].sendall(own)
-        while len(channels.sockets) < len(addresses) - 1:
-            _accept(rank, endpoint, channels, own=own, deadline=deadline, world_size=len(addresses))
+        _accept_higher(
+            rank, endpoint, channels, own=own, deadline=deadline, world_size=len(addresses)
+        )
         for lower in range(rank):
             found = _read_hello(channels.sockets[lower], own, deadline - time.monotonic())
             if found is None or found[0] != lower:
@@ -190,7 +192,7 @@ def _connect(peer: int, endpoint: Endpoint, address: Address, deadline: float) -
     return made
 
 
-def _accept(
+def _accept_higher(
     rank: int,
     endpoint: Endpoint,
     channels: SideChannels,
@@ -199,39 +201,94 @@ def _accept(
     deadline: float,
     world_size: int,
 ) -> None:
-    """Accept one connection, and refuse it if it is not of a higher rank of this run."""
-    endpoint.listener.settimeout(max(0.01, deadline - time.monotonic()))
+    """Accept connections until all higher ranks of this run are among them; refuse others.
+
+    All are listened to at once: one that says nothing keeps nobody waiting.
+    """
+    # what each has said so far, the oldest first
+    waiting: dict[socket.socket, bytes] = {}
+    endpoint.listener.setblocking(False)
+    with selectors.DefaultSelector() as selector:
+        selector.register(endpoint.listener, selectors.EVENT_READ)
+
+        def refuse(stranger: socket.socket) -> None:
+            channels.refused += 1
+            del waiting[stranger]
+            selector.unregister(stranger)
+            stranger.close()
+
+        try:
+            while missing := set(range(rank + 1, world_size)) - set(channels.sockets):
+                if time.monotonic() > deadline:
+                    names = ", ".join(map(str, sorted(missing)))
+                    raise ConnectionFailedError(
+                        f"rank {names} did not connect to rank {rank} in time"
+                    )
+                for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
+                    made = key.fileobj
+                    assert isinstance(made, socket.socket)
+                    if made is endpoint.listener:
+                        if (accepted := _accepted(made)) is not None:
+                            waiting[accepted] = b""
+                            selector.register(accepted, selectors.EVENT_READ)
+                            if len(waiting) > _MOST_WAITING:
+                                refuse(next(iter(waiting)))
+                        continue
+                    if made not in waiting:  # refused in this round
+                        continue
+                    more = _received(made, _HELLO.size - len(waiting[made]))
+                    waiting[made] += more
+                    if more and len(waiting[made]) < _HELLO.size:
+                        continue
+                    found = _other_end(waiting[made], own)
+                    if found is None or found[0] not in missing - set(channels.sockets):
+                        refuse(made)
+                        continue
+                    del waiting[made]
+                    selector.unregister(made)
+                    channels.sockets[found[0]], channels.budgets[found[0]] = made, found[1]
+                    made.setblocking(True)
+                    made.sendall(own)
+        finally:
+            for stranger in [*waiting]:
+                refuse(stranger)
+
+
+def _accepted(listener: socket.socket) -> socket.socket | None:
+    """Return a new connection, None where its other end is gone again."""
     try:
-        made, _ = endpoint.listener.accept()
+        made, _ = listener.accept()
     except OSError:
-        missing = [
-            str(peer) for peer in range(rank + 1, world_size) if peer not in channels.sockets
-        ]
-        raise ConnectionFailedError(
-            f"rank {', '.join(missing)} did not connect to rank {rank} in time"
-        ) from None
-    found = _read_hello(made, own, min(_HELLO_SECONDS, max(0.01, deadline - time.monotonic())))
-    if found is None or not rank < found[0] < world_size or found[0] in channels.sockets:
-        channels.refused += 1
-        made.close()
-        return
-    channels.sockets[found[0]], channels.budgets[found[0]] = made, found[1]
-    made.sendall(own)
+        return None
+    made.setblocking(False)
+    return made
+
+
+def _received(of: socket.socket, most: int) -> bytes:
+    """Return what a connection that can be read has; nothing where it has ended."""
+    try:
+        return of.recv(most)
+    except OSError:
+        return b""
 
 
 def _read_hello(of: socket.socket, own: bytes, seconds: float) -> tuple[int, int] | None:
     """Return rank and buffer of the other end; None for one with another key."""
     data, deadline = b"", time.monotonic() + seconds
-    try:
-        while len(data) < _HELLO.size:
-            of.settimeout(max(0.01, deadline - time.monotonic()))
-            more = of.recv(_HELLO.size - len(data))
-            if not more:
-                return None
-            data += more
-    except OSError:
+    while len(data) < _HELLO.size:
+        of.settimeout(max(0.01, deadline - time.monotonic()))
+        more = _received(of, _HELLO.size - len(data))
+        if not more:
+            return None
+        data += more
+    return _other_end(data, own)
+
+
+def _other_end(hello: bytes, own: bytes) -> tuple[int, int] | None:
+    """Return the rank and the buffer of a hello; None where it is not of this session."""
+    if len(hello) != _HELLO.size:
         return None
-    magic, key, rank, world_size, datagram, budget = _HELLO.unpack(data)
+    magic, key, rank, world_size, datagram, budget = _HELLO.unpack(hello)
     _, own_key, _, own_world, own_datagram, _ = _HELLO.unpack(own)
     if (magic, key, world_size, datagram) != (_MAGIC, own_key, own_world, own_datagram):
         return None

@@ -490,7 +490,8 @@ def _take_report(t: Root, peer: int, body: int, arrived: int, now: int) -> None:
     ):
         reject(t, WRONG_PLACE)
         return
-    if stamp:
+    # An old one, which the network held back or somebody sends again, would count the time between.
+    if stamp and highest > path.highest:
         measure_trip(path, link, (arrived - stamp - held) * 1e-9)
     row.reported_highest = max(row.reported_highest, highest)
     row.senders = min(max(load64(body + 56), 0), config_of(t).world_size)

@@ -1,10 +1,13 @@
 """An exchange between ranks that share a torch.distributed store; the only file here with torch.
 
-Addresses, the size of datagrams and the session's key go over the store.
+Addresses and the size of datagrams go over the store. So does what ranks agree on the session's key
+with, which says nothing of the key: torch's store answers everybody, on all interfaces, without a
+password. Who writes to it can still disturb the job, as any job of torch.distributed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
@@ -16,6 +19,17 @@ from torch.distributed.distributed_c10d import Store
 from lightning_topt.communication.bounded_loss.datagram import DEFAULT_DATAGRAM_BYTES
 from lightning_topt.communication.bounded_loss.endpoint import open_endpoint, own_host
 from lightning_topt.communication.bounded_loss.exchange import BoundedLossExchange, WireOptions
+
+# A prime of 2048 bits, of which 2 is a generator (RFC 3526, group 14).
+_PRIME = int(
+    "ffffffffffffffffc90fdaa22168c234c4c6628b80dc1cd129024e088a67cc74020bbea63b139b22514a08798e3404dd"
+    "ef9519b3cd3a431b302b0a6df25f14374fe1356d6d51c245e485b576625e7ec6f44c42e9a637ed6b0bff5cb6f406b7ed"
+    "ee386bfb5a899fa5ae9f24117c4b1fe649286651ece45b3dc2007cb8a163bf0598da48361c55d39a69163fa8fd24cf5f"
+    "83655d23dca3ad961c62f356208552bb9ed529077096966d670c354e4abc9804f1746c08ca18217c32905e462e36ce3b"
+    "e39e772c180e86039b2783a2ec07a28fb5c55df06f4c52c9de2bcbf6955817183995497cea956ae515d2261898fa0510"
+    "15728e5a8aacaa68ffffffffffffffff",
+    16,
+)
 
 
 def connect_over_store(
@@ -50,8 +64,6 @@ def connect_over_store(
     endpoint = open_endpoint(host or own_host(os.environ))
     limit = timedelta(seconds=timeout_seconds)
     try:
-        if rank == 0:
-            store.set("key", str(secrets.randbits(64) - (1 << 63)))
         addresses = _gathered(
             store, "address", list(endpoint.address), rank=rank, world_size=world_size, limit=limit
         )
@@ -64,14 +76,13 @@ def connect_over_store(
             world_size=world_size,
             limit=limit,
         )
-        store.wait(["key"], limit)
         options = WireOptions(
             datagram_bytes=min(DEFAULT_DATAGRAM_BYTES, *sizes), rate=rate, mark=mark, bits=bits
         )
         return BoundedLossExchange(
             rank,
             [tuple(each) for each in addresses],
-            int(store.get("key")),
+            _agreed_key(store, rank=rank, world_size=world_size, limit=limit),
             endpoint=endpoint,
             timeout_seconds=timeout_seconds,
             options=options,
@@ -79,6 +90,31 @@ def connect_over_store(
     except BaseException:
         endpoint.close()
         raise
+
+
+def _agreed_key(store: Store, *, rank: int, world_size: int, limit: timedelta) -> int:
+    """Return 64 random bits, the same on all ranks, that do not show in the store.
+
+    Rank 0 draws them, and hides them from all but one rank at a time by a number that only both
+    know (Diffie-Hellman).
+    """
+    secret = secrets.randbits(256)
+    public = _gathered(
+        store, "public", pow(2, secret, _PRIME), rank=rank, world_size=world_size, limit=limit
+    )
+
+    def hidden(bits: int, other: int) -> int:
+        shared = pow(public[other], secret, _PRIME).to_bytes(256, "big")
+        return bits ^ int.from_bytes(hashlib.blake2b(shared, digest_size=8).digest(), "big")
+
+    if rank == 0:
+        bits = secrets.randbits(64)
+        for other in range(1, world_size):
+            store.set(f"hidden/{other}", str(hidden(bits, other)))
+    else:
+        store.wait([f"hidden/{rank}"], limit)
+        bits = hidden(int(store.get(f"hidden/{rank}")), 0)
+    return bits - (1 << 63)
 
 
 def _gathered(

@@ -276,10 +276,11 @@ def _entry_start(layout: EntryLayout) -> bytes:
 def _empty(size: int, nbytes: int) -> Tensor:
     """Return rows of bytes, (size, nbytes).
 
-    In a worker they are in shared memory, as with `default_collate`: the training process gets them
-    without a copy.
+    In a DataLoader's worker they are in shared memory, as with `default_collate`: the training
+    process gets them without a copy. Workers of other loaders say ``own_memory``.
     """
-    if get_worker_info() is None:
+    worker = get_worker_info()
+    if worker is None or getattr(worker, "own_memory", False):
         return MEMORY.empty((size, nbytes), torch.uint8)
     storage = torch.UntypedStorage._new_shared(size * nbytes)  # type: ignore[no-untyped-call]
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (size, nbytes))  # type: ignore[call-overload, no-any-return]

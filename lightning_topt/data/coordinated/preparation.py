@@ -8,6 +8,7 @@ Workers         the processes of a job, which prepare what the coordinator assig
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import multiprocessing
 import os
@@ -228,6 +229,13 @@ class Workers:
             pipe.close()
 
 
+class Worker(_utils.worker.WorkerInfo):
+    """What ``get_worker_info()`` returns in these processes."""
+
+    __slots__ = ()
+    own_memory = True  # batches are not sent in shared memory (`cached_batches`)
+
+
 class WorkerPlace(NamedTuple):
     """A worker's place: its number of how many, the coordinator, and its job.
 
@@ -249,7 +257,7 @@ def _work(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     # get_worker_info() works as in a DataLoader's worker.
-    _utils.worker._worker_info = _utils.worker.WorkerInfo(
+    _utils.worker._worker_info = Worker(
         id=place.number,
         num_workers=place.workers,
         seed=preparation.seed,
@@ -257,6 +265,9 @@ def _work(
     )
     if init is not None:
         init(place.number)
+    # The batch is copied to a memory file, so collating need not fill /dev/shm, which is small in a
+    # container.
+    preparation.collate_fn = functools.partial(_collate, preparation.collate_fn)
     hello = {**place.hello, "role": "worker"}
     with contextlib.suppress(CoordinatorLost):  # its job sees that too, and continues alone
         connection, answer = join(
@@ -264,6 +275,15 @@ def _work(
         )
         if answer["type"] == "welcome":
             _serve(preparation, connection, errors, place.parent)
+
+
+def _collate(collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+    """Collate as in the main process: torch's own function takes shared memory in a worker."""
+    info, _utils.worker._worker_info = _utils.worker._worker_info, None
+    try:
+        return collate_fn(samples)
+    finally:
+        _utils.worker._worker_info = info
 
 
 def _lives(parent: int | None) -> bool:

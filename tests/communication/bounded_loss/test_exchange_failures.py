@@ -6,16 +6,19 @@ import fcntl
 import multiprocessing
 import os
 import random
+import re
 import signal
 import socket
 import struct
 import termios
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+from torch.distributed import HashStore
 
 from lightning_topt.communication.bounded_loss import (
     BoundedLossExchange,
@@ -23,7 +26,8 @@ from lightning_topt.communication.bounded_loss import (
     PeerSilentError,
     open_endpoint,
 )
-from lightning_topt.communication.bounded_loss.datagram import KINDS
+from lightning_topt.communication.bounded_loss.datagram import KINDS, REPORT
+from lightning_topt.communication.bounded_loss.over_store import connect_over_store
 from tests.communication.bounded_loss.datagram_proxy import Faults
 from tests.communication.bounded_loss.ranks_here import SECONDS, exchanges, step, whole_numbers
 
@@ -160,6 +164,77 @@ def test_who_does_not_know_the_key_is_refused():
     for exchange in made.values():
         exchange.close()
     foreign.close()
+
+
+def test_silent_strangers_keep_nobody_waiting():
+    endpoints = [open_endpoint("127.0.0.1") for _ in range(2)]
+    addresses = [endpoint.address for endpoint in endpoints]
+    strangers = [socket.create_connection((addresses[0][0], addresses[0][2])) for _ in range(3)]
+    begun = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        made = list(
+            pool.map(
+                lambda rank: BoundedLossExchange(
+                    rank, addresses, KEY, endpoint=endpoints[rank], timeout_seconds=20
+                ),
+                range(2),
+            )
+        )
+    assert time.monotonic() - begun < 1.5
+    assert made[0].statistics().refused_connections == 3
+    for each in (*made, *strangers):
+        each.close()
+
+
+class Recorded:
+    """A store in this process, and what was said in it."""
+
+    def __init__(self):
+        self.store, self.said = HashStore(), []
+
+    def set(self, key, value):
+        self.said.append(value)
+        self.store.set(key, value)
+
+    def get(self, key):
+        return self.store.get(key)
+
+    def wait(self, keys, timeout):
+        self.store.wait(keys, timeout)
+
+
+def test_the_key_is_not_in_the_store():
+    store = Recorded()
+    with ThreadPoolExecutor(3) as pool:
+        made = list(
+            pool.map(lambda rank: connect_over_store(store, rank=rank, world_size=3), range(3))
+        )
+    (key,) = {int(exchange._thread.t.config.key) for exchange in made}
+    numbers = {number for text in store.said for number in re.findall(r"-?\d+", text)}
+    assert numbers.isdisjoint({str(key), str(key + (1 << 63)), str(key % (1 << 64))})
+    sums, _ = step(made, [np.ones(10, np.float32)] * 3)
+    assert all(each.tolist() == [3.0] * 10 for each in sums)
+    for exchange in made:
+        exchange.close()
+
+
+def test_a_report_that_comes_again_measures_nothing():
+    """Not even the last one: it says that it has been under way until now."""
+    values = [whole_numbers(20_000, seed=rank) for rank in range(2)]
+    with exchanges(2) as ranks:
+        step(ranks, values)
+        t = ranks[0]._thread.t
+        before = ranks[0].statistics().round_trip_seconds
+        now = time.time_ns()
+        highest = int(t.paths[1].highest)
+        again = struct.pack("<8q", highest, 0, 0, now - 5_000_000_000, 0, 0, 0, 1)
+        with _own_socket(ranks[1]) as peers_own:
+            header = _header(int(t.config.key), kind=REPORT, size=len(again))
+            for _ in range(20):
+                peers_own.sendto(header + again, ("127.0.0.1", _port_of(ranks[0])))
+        _wait_until_read(ranks[0])
+        assert ranks[0].statistics().round_trip_seconds < before + 0.1
+        step(ranks, values)
 
 
 def _header(key, *, kind=1, rank=1, step=1, tensor=0, segment=0, size=40, sequence=0):

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.execution.sharded_checkpoint import (
-    REST,
     open_sharded,
     read_sharded_checkpoint,
     save_sharded,
@@ -107,7 +106,7 @@ def shared(value: Any) -> Any:
 
 
 def stored(path: Path) -> Any:
-    read = open_sharded(path, torch.load(path / REST, weights_only=True))
+    read = open_sharded(path)
     return {"module": read["state_dict"], "optimizers": read["optimizer_states"]}
 
 

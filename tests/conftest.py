@@ -72,12 +72,10 @@ def seeds_of_lightning_are_forgotten() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def compiled_functions_are_forgotten() -> Iterator[None]:
-    """Ranks are forked from a process in which other tests may have compiled: a fit that sees that
-    is not watched.
-    """
+    """Ranks are forked from a process in which other tests may have compiled."""
     yield
-    if "torch._dynamo.eval_frame" in sys.modules:
-        sys.modules["torch._dynamo.eval_frame"].always_optimize_code_objects.refs.clear()
+    if "tests.launch" in sys.modules:
+        sys.modules["tests.launch"].forget_compiled_functions()
 
 
 @pytest.fixture(autouse=True, scope="module")

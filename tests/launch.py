@@ -13,6 +13,7 @@ import pickle
 import random
 import secrets
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -175,6 +176,12 @@ def _rank(  # type: ignore[no-untyped-def]
             dist.destroy_process_group()
 
 
+def forget_compiled_functions() -> None:
+    """Let this process look as one in which nothing was compiled: else no fit is watched."""
+    if "torch._dynamo.eval_frame" in sys.modules:
+        sys.modules["torch._dynamo.eval_frame"].always_optimize_code_objects.refs.clear()
+
+
 # ---- ranks for many calls ------------------------------------------------------------------------
 
 
@@ -183,9 +190,10 @@ def run_on_pool(
 ) -> list[Any]:
     """As `run_ranks`, on ranks that are forked once for all calls of a test module.
 
-    Each call has process groups of its own, and random numbers that begin alike on all ranks. What
-    it changes in modules stays, and what the test changed since the first call is not there: such
-    calls are for `run_ranks`. `function` and `args` must pickle. A call that fails ends the ranks.
+    Each call has process groups and environment variables of its own, and random numbers that begin
+    alike on all ranks. What it changes in modules stays, and what the test changed since the first
+    call is not there: such calls are for `run_ranks`. `function` and `args` must pickle. A call
+    that fails ends the ranks.
     """
     pool = _pools.pop(world_size, None) or _Pool(world_size)
     try:
@@ -239,7 +247,7 @@ def end_pools() -> None:
 
 
 def _serve(rank, world_size, queue, connected, pipe):  # type: ignore[no-untyped-def]
-    parent = os.getppid()
+    parent, environment = os.getppid(), dict(os.environ)
     while os.getppid() == parent:  # which may be killed
         if not pipe.poll(1.0):
             continue
@@ -247,4 +255,8 @@ def _serve(rank, world_size, queue, connected, pipe):  # type: ignore[no-untyped
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(0)
         _rank(function, rank, world_size, store, queue, connected, timeout_seconds, args)
-        gc.collect()  # what this call left ends before the next one begins
+        # what this call left ends before the next one begins
+        os.environ.clear()
+        os.environ.update(environment)
+        forget_compiled_functions()
+        gc.collect()

@@ -4,7 +4,6 @@ as far as that can be.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from lightning_topt import CompressedDDPStrategy, LocalSteps, LocalStepsStrategy, TopK
 from tests.plugins.trainer_ranks import (
-    InTurn,
     OwnShare,
     RecordingGPT,
     compressed,
@@ -106,27 +104,20 @@ OF_SHARDS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], list[Any]]:
-    path = tmp_path_factory.mktemp("resumed") / "one.ckpt"
-    in_turn = InTurn(resumed, [(path, options) for options in (*EXACT, *OF_SHARDS)])
-    return lambda options: in_turn(path, options)
-
-
 @pytest.mark.parametrize("options", EXACT, ids=lambda options: "-".join(map(str, options.values())))
-def test_a_resumed_run_is_the_uninterrupted_one(runs: Any, options: dict[str, Any]) -> None:
-    for whole, parts, equal in runs(options):
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, options: dict[str, Any]) -> None:
+    for whole, parts, equal in on_ranks(resumed, tmp_path / "one.ckpt", options):
         assert len(whole) == 12 and parts == whole and equal
 
 
 @pytest.mark.parametrize("options", OF_SHARDS)
 def test_a_resumed_run_of_several_shards_is_nearly_the_uninterrupted_one(
-    runs: Any, options: dict[str, Any]
+    tmp_path: Path, options: dict[str, Any]
 ) -> None:
     """DDP lays its buckets anew after its first step: that step chooses among other shards, and
     rounds in other groups.
     """
-    for whole, parts, _ in runs(options):
+    for whole, parts, _ in on_ranks(resumed, tmp_path / "one.ckpt", options):
         assert parts == pytest.approx(whole, rel=1e-3) and parts[:5] == whole[:5]
 
 

@@ -80,7 +80,9 @@ def compiled_functions_are_forgotten() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def pools_of_ranks_end_with_their_module() -> Iterator[None]:
-    """See `tests.launch.run_on_pool`."""
+    """See `tests.launch.run_on_pool`; those of a folder whose modules share them end before it."""
+    if "tests.launch" in sys.modules:
+        sys.modules["tests.launch"].end_pools()
     yield
     if "tests.launch" in sys.modules:
         sys.modules["tests.launch"].end_pools()

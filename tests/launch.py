@@ -188,7 +188,8 @@ def forget_compiled_functions() -> None:
 def run_on_pool(
     function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 90
 ) -> list[Any]:
-    """As `run_ranks`, on ranks that are forked once for all calls of a test module.
+    """As `run_ranks`, on ranks that are forked once for all calls of a test module (in
+    `tests.plugins`, for those of all modules).
 
     Each call has process groups and environment variables of its own, and random numbers that begin
     alike on all ranks. What it changes in modules stays, and what the test changed since the first
@@ -240,10 +241,10 @@ class _Pool:
 _pools: dict[int, _Pool] = {}
 
 
-def end_pools() -> None:
-    """End the ranks of all pools, which hold whatever descriptors this process had."""
-    while _pools:
-        _pools.popitem()[1].end()
+def end_pools(*, above: int = 0) -> None:
+    """End pools of more than `above` ranks, which hold whatever descriptors this process had."""
+    for world_size in [size for size in _pools if size > above]:
+        _pools.pop(world_size).end()
 
 
 def _serve(rank, world_size, queue, connected, pipe):  # type: ignore[no-untyped-def]

@@ -141,7 +141,7 @@ def compressed(
 def on_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:
     """Run ``function(rank, *args)`` on ranks that Lightning takes for ranks of torchrun.
 
-    The calls of a test module share them, see `run_on_pool`.
+    Calls share them, see `run_on_pool`: what `function` changes in modules it must restore.
     """
     return run_on_pool(_as_torchrun, world_size, function, world_size, args)
 

@@ -148,7 +148,16 @@ def _wait(queue: Any, ranks: Sequence[Any], results: Mapping[int, Any], seconds:
 
 
 def _rank(  # type: ignore[no-untyped-def]
-    function, rank, world_size, store, queue, connected, timeout_seconds, args, backend="gloo"
+    function,
+    rank,
+    world_size,
+    store,
+    queue,
+    connected,
+    timeout_seconds,
+    args,
+    backend="gloo",
+    stays=False,
 ):
     torch.set_num_threads(1)
     # a test in this process may have had a mesh of a fake group: its rank would be taken for this
@@ -172,7 +181,7 @@ def _rank(  # type: ignore[no-untyped-def]
     except BaseException:
         queue.put((rank, None, traceback.format_exc()))
     finally:
-        if dist.is_initialized():
+        if dist.is_initialized() and not stays:
             dist.destroy_process_group()
 
 
@@ -253,9 +262,12 @@ def _serve(rank, world_size, queue, connected, pipe):  # type: ignore[no-untyped
         if not pipe.poll(1.0):
             continue
         function, store, timeout_seconds, args = pickle.loads(pipe.recv_bytes())
+        if dist.is_initialized():  # of the last call, which all ranks have ended by now
+            dist.destroy_process_group()
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(0)
-        _rank(function, rank, world_size, store, queue, connected, timeout_seconds, args)
+        common = store, queue, connected, timeout_seconds
+        _rank(function, rank, world_size, *common, args, stays=True)
         # what this call left ends before the next one begins
         os.environ.clear()
         os.environ.update(environment)

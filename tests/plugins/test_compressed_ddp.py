@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_topt.communication import LinkCosts, LocalSteps, PowerSGD, TopK
+from lightning_topt.communication import LinkCosts, LocalSteps, PowerSGD, TopK, rank_watch
 from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy, make_topology
 from tests.models import GPT, Branching, batch_for
 from tests.plugins.trainer_ranks import (
@@ -604,6 +604,7 @@ class KilledWhileLogging(Killed, RecordingGPT):
 
 
 def survivor(store: str, rank: int, queue: Any, kind: type[L.LightningModule]) -> None:
+    rank_watch.GRACE_SECONDS = 0.5  # nobody is left who could answer later
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",

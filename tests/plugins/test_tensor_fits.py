@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
@@ -19,6 +20,7 @@ from lightning_topt import AutoParallelStrategy
 from lightning_topt.plan.parallel_plan import PlanError
 from lightning_topt.plugins.plan_options import MeshPlan, read_plan_option
 from tests.plugins.split_plans import split_plan
+from tests.plugins.test_pipeline_fits import cluster
 from tests.plugins.trainer_ranks import (
     RecordingGPT,
     Tokens,
@@ -163,7 +165,10 @@ class Scores(Counted):
 def found(rank: int, given: Any) -> Any:
     """Losses of an epoch, the plan, and how far predictions are from those of the module alone."""
     torch.manual_seed(rank)
-    trainer, module = topt_trainer(given, max_epochs=1, gradient_clip_val=0.5), Scores()
+    # one of them measures the machine
+    options = {} if given == "tensor+recompute" else {"cluster": cluster(dist.get_world_size())}
+    trainer = topt_trainer(given, max_epochs=1, gradient_clip_val=0.5, options=options)
+    module = Scores()
     mesh = read_plan_option(given)
     assert isinstance(mesh, MeshPlan)
     parts = mesh.mesh(trainer.world_size, num_nodes=1).data_parallel_size

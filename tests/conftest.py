@@ -53,6 +53,12 @@ def pytest_collection_finish() -> None:
     load_for_forks()
 
 
+def pytest_sessionfinish() -> None:
+    """At its end this process would ask them to end, and Lightning's handlers do not."""
+    if "tests.launch" in sys.modules:
+        sys.modules["tests.launch"].end_pools()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def what_is_there_is_frozen() -> None:
     """What earlier tests have left in memory costs a collection nothing, and ranks no copies."""

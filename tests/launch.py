@@ -259,11 +259,14 @@ def end_pools(*, above: int = 0) -> None:
 def _serve(rank, world_size, queue, connected, pipe):  # type: ignore[no-untyped-def]
     parent, environment = os.getppid(), dict(os.environ)
     while os.getppid() == parent:  # which may be killed
-        if not pipe.poll(1.0):
+        is_called = pipe.poll(3.0)
+        # All ranks have ended the last call where another one comes. Where none does, one of them
+        # may wait for an answer of this one: it is told that there will be none.
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if not is_called:
             continue
         function, store, timeout_seconds, args = pickle.loads(pipe.recv_bytes())
-        if dist.is_initialized():  # of the last call, which all ranks have ended by now
-            dist.destroy_process_group()
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(0)
         common = store, queue, connected, timeout_seconds

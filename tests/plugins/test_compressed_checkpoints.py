@@ -78,9 +78,9 @@ def saved_state(path: Path) -> State:
 def resumed(
     rank: int, path: Path, options: dict[str, Any]
 ) -> tuple[list[float], list[float], bool]:
-    whole = fit(compressed(**options), epochs=3)
+    whole = fit(compressed(**options), epochs=2)
     first = fit(compressed(**options), epochs=1, save=path)
-    second = fit(compressed(**options), epochs=3, resume=path)
+    second = fit(compressed(**options), epochs=2, resume=path)
     equal = all(
         torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True)
     )
@@ -107,7 +107,7 @@ OF_SHARDS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", EXACT, ids=lambda options: "-".join(map(str, options.values())))
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, options: dict[str, Any]) -> None:
     for whole, parts, equal in on_ranks(resumed, tmp_path / "one.ckpt", options):
-        assert len(whole) == 12 and parts == whole and equal
+        assert len(whole) == 8 and parts == whole and equal
 
 
 @pytest.mark.parametrize("options", OF_SHARDS)
@@ -127,14 +127,14 @@ def forgetful(rank: int, folder: Path) -> bool:
     """
     path = folder / "one.ckpt"
     fit(CompressedDDPStrategy(TopK(density=0.1)), epochs=1, save=path)
-    with_residual = fit(CompressedDDPStrategy(TopK(density=0.1)), epochs=3, resume=path)
+    with_residual = fit(CompressedDDPStrategy(TopK(density=0.1)), epochs=2, resume=path)
     dist.barrier()
     if rank == 0:
         checkpoint = torch.load(path, weights_only=True)
         del checkpoint["lightning_topt"]
         torch.save(checkpoint, path)
     dist.barrier()
-    without = fit(CompressedDDPStrategy(TopK(density=0.1)), epochs=3, resume=path)
+    without = fit(CompressedDDPStrategy(TopK(density=0.1)), epochs=2, resume=path)
     return with_residual.losses == without.losses
 
 

@@ -32,7 +32,7 @@ from lightning_topt import (
     ParallelOptimizerStep,
     PipelineStrategy,
 )
-from lightning_topt.communication import LocalSteps, TopK, local_sgd, rank_watch
+from lightning_topt.communication import LocalSteps, TopK
 from lightning_topt.communication.rank_watch import process_state
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.plugins.lost_ranks import NamingLauncher, PatientLauncher
@@ -199,8 +199,6 @@ def fit(rank: int, case: str, folder: str) -> str:
 
 def run(rank: int, port: int, queue: Any, case: str, folder: str) -> None:
     torch.set_num_threads(1)
-    if CASES[case][2] != RAISE:  # the other rank will not answer later either
-        rank_watch.GRACE_SECONDS = local_sgd.GRACE_SECONDS = 0.5
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=LIMIT
     )

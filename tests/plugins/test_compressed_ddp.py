@@ -25,6 +25,7 @@ from lightning_topt.communication import LinkCosts, LocalSteps, PowerSGD, TopK, 
 from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy, make_topology
 from tests.models import GPT, Branching, batch_for
 from tests.plugins.trainer_ranks import (
+    LoggingGPT,
     RecordingGPT,
     _as_torchrun,
     compressed,
@@ -599,7 +600,7 @@ class Killed(GPT):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class KilledWhileLogging(Killed, RecordingGPT):
+class KilledWhileLogging(Killed, LoggingGPT):
     """The other rank notices in a collective call of Lightning's."""
 
 

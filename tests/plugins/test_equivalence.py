@@ -14,8 +14,8 @@ from torch import Tensor
 from tests.plugins.trainer_ranks import (
     PLANS,
     RECOMPUTE,
+    LoggingGPT,
     OwnShare,
-    RecordingGPT,
     loader,
     make_trainer,
     on_ranks,
@@ -31,26 +31,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-class Logs(RecordingGPT):
-    """Its step has a collective call of the logger."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.log("mean_loss", loss, sync_dist=True)
-        return loss
-
-
 @functools.cache
 def one_process(option: str) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(0)
-    module = Logs(layers=3)
+    module = LoggingGPT(layers=3)
     make_trainer(**OPTIONS[option]).fit(module, loader(GLOBAL_BATCH, length=LENGTH))
     return module.losses, module.state_dict()
 
 
 def fit(rank: int, plan: str, option: str) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(rank)
-    module, trainer = Logs(layers=3), topt_trainer(plan, **OPTIONS[option])
+    module, trainer = LoggingGPT(layers=3), topt_trainer(plan, **OPTIONS[option])
     trainer.fit(module, OwnShare(GLOBAL_BATCH, length=LENGTH))
     last = module.losses[-1] * trainer.accumulate_grad_batches  # by which Lightning divides it
     assert float(trainer.callback_metrics["mean_loss"]) == pytest.approx(last)

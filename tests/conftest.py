@@ -55,6 +55,12 @@ def pytest_collection_finish() -> None:
     load_for_forks()
 
 
+def pytest_sessionfinish() -> None:
+    """At its end this process would ask them to end, and Lightning's handlers do not."""
+    if "tests.launch" in sys.modules:
+        sys.modules["tests.launch"].end_pools()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def what_is_there_is_frozen() -> None:
     """What earlier tests have left in memory costs a collection nothing, and ranks no copies."""
@@ -74,17 +80,17 @@ def seeds_of_lightning_are_forgotten() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def compiled_functions_are_forgotten() -> Iterator[None]:
-    """Ranks are forked from a process in which other tests may have compiled: a fit that sees that
-    is not watched.
-    """
+    """Ranks are forked from a process in which other tests may have compiled."""
     yield
-    if "torch._dynamo.eval_frame" in sys.modules:
-        sys.modules["torch._dynamo.eval_frame"].always_optimize_code_objects.refs.clear()
+    if "tests.launch" in sys.modules:
+        sys.modules["tests.launch"].forget_compiled_functions()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def pools_of_ranks_end_with_their_module() -> Iterator[None]:
-    """See `tests.launch.run_on_pool`."""
+    """See `tests.launch.run_on_pool`; those of a folder whose modules share them end before it."""
+    if "tests.launch" in sys.modules:
+        sys.modules["tests.launch"].end_pools()
     yield
     if "tests.launch" in sys.modules:
         sys.modules["tests.launch"].end_pools()

@@ -14,6 +14,7 @@ import pickle
 import random
 import secrets
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -161,7 +162,16 @@ def _wait(queue: Any, ranks: Sequence[Any], results: Mapping[int, Any], seconds:
 
 
 def _rank(  # type: ignore[no-untyped-def]
-    function, rank, world_size, store, queue, connected, timeout_seconds, args, backend="gloo"
+    function,
+    rank,
+    world_size,
+    store,
+    queue,
+    connected,
+    timeout_seconds,
+    args,
+    backend="gloo",
+    stays=False,
 ):
     torch.set_num_threads(1)
     # a test in this process may have had a mesh of a fake group: its rank would be taken for this
@@ -185,8 +195,14 @@ def _rank(  # type: ignore[no-untyped-def]
     except BaseException:
         queue.put((rank, None, traceback.format_exc()))
     finally:
-        if dist.is_initialized():
+        if dist.is_initialized() and not stays:
             dist.destroy_process_group()
+
+
+def forget_compiled_functions() -> None:
+    """Let this process look as one in which nothing was compiled: else no fit is watched."""
+    if "torch._dynamo.eval_frame" in sys.modules:
+        sys.modules["torch._dynamo.eval_frame"].always_optimize_code_objects.refs.clear()
 
 
 # ---- ranks for many calls ------------------------------------------------------------------------
@@ -195,11 +211,13 @@ def _rank(  # type: ignore[no-untyped-def]
 def run_on_pool(
     function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 90
 ) -> list[Any]:
-    """As `run_ranks`, on ranks that are forked once for all calls of a test module.
+    """As `run_ranks`, on ranks that are forked once for all calls of a test module (in
+    `tests.plugins`, for those of all modules).
 
-    Each call has process groups of its own, and random numbers that begin alike on all ranks. What
-    it changes in modules stays, and what the test changed since the first call is not there: such
-    calls are for `run_ranks`. `function` and `args` must pickle. A call that fails ends the ranks.
+    Each call has process groups and environment variables of its own, and random numbers that begin
+    alike on all ranks. What it changes in modules stays, and what the test changed since the first
+    call is not there: such calls are for `run_ranks`. `function` and `args` must pickle. A call
+    that fails ends the ranks.
     """
     pool = _pools.pop(world_size, None) or _Pool(world_size)
     try:
@@ -246,19 +264,29 @@ class _Pool:
 _pools: dict[int, _Pool] = {}
 
 
-def end_pools() -> None:
-    """End the ranks of all pools, which hold whatever descriptors this process had."""
-    while _pools:
-        _pools.popitem()[1].end()
+def end_pools(*, above: int = 0) -> None:
+    """End pools of more than `above` ranks, which hold whatever descriptors this process had."""
+    for world_size in [size for size in _pools if size > above]:
+        _pools.pop(world_size).end()
 
 
 def _serve(rank, world_size, queue, connected, pipe):  # type: ignore[no-untyped-def]
-    parent = os.getppid()
+    parent, environment = os.getppid(), dict(os.environ)
     while os.getppid() == parent:  # which may be killed
-        if not pipe.poll(1.0):
+        is_called = pipe.poll(3.0)
+        # All ranks have ended the last call where another one comes. Where none does, one of them
+        # may wait for an answer of this one: it is told that there will be none.
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if not is_called:
             continue
         function, store, timeout_seconds, args = pickle.loads(pipe.recv_bytes())
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(0)
-        _rank(function, rank, world_size, store, queue, connected, timeout_seconds, args)
-        gc.collect()  # what this call left ends before the next one begins
+        common = store, queue, connected, timeout_seconds
+        _rank(function, rank, world_size, *common, args, stays=True)
+        # what this call left ends before the next one begins
+        os.environ.clear()
+        os.environ.update(environment)
+        forget_compiled_functions()
+        gc.collect()

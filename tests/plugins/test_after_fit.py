@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from tests.plugins.trainer_ranks import (
-    InTurn,
     RecordingGPT,
     loader,
     make_trainer,
     on_ranks,
+    once_on_ranks,
     topt_trainer,
 )
 
@@ -75,22 +75,19 @@ def fit(rank: int, plan: str, kind: type[RecordingGPT]) -> tuple[dict[str, Any],
     return {name: value for name, value in left_on(module).items() if name}, told
 
 
-FITS = InTurn(fit, [(plan, kind) for kind in (RecordingGPT, Held) for plan in ("ddp", *PLANS)])
-
-
 @pytest.mark.parametrize("plan", PLANS)
 def test_modules_are_left_as_under_ddp_and_optimizers_say_where_their_state_is(plan: str) -> None:
-    (expected, _), _ = FITS("ddp", RecordingGPT)
-    for found, told in FITS(plan, RecordingGPT):
+    (expected, _), _ = once_on_ranks(fit, "ddp", RecordingGPT)
+    for found, told in on_ranks(fit, plan, RecordingGPT):
         assert found == expected
         assert "trainer.save_checkpoint" in told
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_an_optimizer_of_the_module_has_its_whole_state(plan: str) -> None:
-    (_, expected), _ = FITS("ddp", Held)
+    (_, expected), _ = once_on_ranks(fit, "ddp", Held)
     assert len(expected) == len(list(RecordingGPT().parameters()))
-    assert [told for _, told in FITS(plan, Held)] == [expected] * 2
+    assert [told for _, told in on_ranks(fit, plan, Held)] == [expected] * 2
 
 
 def cut_into_rows(rank: int, plan: str) -> tuple[list[float], list[float]]:

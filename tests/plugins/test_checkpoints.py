@@ -19,7 +19,6 @@ from torch import Tensor
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from tests.plugins.trainer_ranks import (
-    InTurn,
     OwnShare,
     RecordingGPT,
     loader,
@@ -121,12 +120,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def resumptions(checkpoints: dict[str, str]) -> InTurn:
-    pairs = [(target, checkpoints[file]) for file, target in RESUMED if target != "one process"]
-    return InTurn(resume, pairs)
-
-
-@pytest.fixture(scope="module")
 def uninterrupted() -> Any:
     """Two epochs in one process: losses of the second, final parameters."""
     torch.manual_seed(0)
@@ -138,7 +131,6 @@ def uninterrupted() -> Any:
 @pytest.mark.parametrize(("source", "target"), RESUMED)
 def test_resume_with_the_same_loss(
     checkpoints: dict[str, str],
-    resumptions: InTurn,
     uninterrupted: Any,
     source: str,
     target: str,
@@ -146,7 +138,7 @@ def test_resume_with_the_same_loss(
     results = (
         [resume(0, None, checkpoints[source])]
         if target == "one process"
-        else resumptions(target, checkpoints[source])
+        else on_ranks(resume, target, checkpoints[source])
     )
     for losses, state, batches, loads, rates, steps in results:
         assert losses == pytest.approx(uninterrupted[0], rel=1e-5)

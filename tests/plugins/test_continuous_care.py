@@ -23,7 +23,7 @@ from lightning_topt.prediction import default_prediction
 from tests.plugins.continuous_twin import ChainTwin
 from tests.plugins.test_continuous_fits import Net, Points, adamw, factor, points, sgd
 from tests.plugins.test_pipeline_fits import cluster
-from tests.plugins.trainer_ranks import make_trainer, on_ranks
+from tests.plugins.trainer_ranks import make_trainer, on_new_ranks, on_ranks
 
 
 def never(ranks: int = 2, **options: Any) -> PipelineStrategy:
@@ -460,7 +460,8 @@ def goes_wrong(rank: int, folder: Path) -> list[str]:
 
 
 def test_what_goes_wrong_ends_the_fit_on_every_rank(tmp_path: Path) -> None:
-    first, last = on_ranks(goes_wrong, tmp_path)
+    # on ranks whose connections end with them: the first waits for the last one's error
+    first, last = on_new_ranks(goes_wrong, tmp_path)
     for found in (first, last):
         assert found[0].startswith("SystemExit") and found[1] == "ValueError: enough"
         assert (

@@ -21,7 +21,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.plugins.plan_request import PlanRequest
-from tests.plugins.trainer_ranks import RecordingGPT, Tokens, loader, make_trainer, on_ranks
+from tests.plugins.trainer_ranks import (
+    RecordingGPT,
+    Tokens,
+    loader,
+    make_trainer,
+    on_new_ranks,
+    on_ranks,
+)
 
 PLANS = [None, "zero1", "zero3+recompute"]
 HOOKS = [name for name in dir(L.LightningModule) if name.startswith("on_") and name != "on_gpu"]
@@ -370,7 +377,7 @@ def test_planning_before_the_module_is_on_its_device(monkeypatch: pytest.MonkeyP
     """As on a GPU that is too small: every kind of plan is applied once, and undone."""
     monkeypatch.setattr(PlanRequest, "must_shard_first", lambda *_: True)
     monkeypatch.setattr(PlanRequest, "may_shard_for_memory", lambda *_: True)
-    for (expected, _), *others in on_ranks(planned_before_setup):
+    for (expected, _), *others in on_new_ranks(planned_before_setup):
         for losses, recomputed in others:
             assert losses == pytest.approx(expected, rel=1e-5)
             assert not recomputed

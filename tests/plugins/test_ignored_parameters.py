@@ -19,7 +19,7 @@ from lightning_topt import (
     ParallelOptimizerStep,
     TopK,
 )
-from tests.plugins.trainer_ranks import InTurn, OwnShare, make_trainer
+from tests.plugins.trainer_ranks import OwnShare, make_trainer, on_ranks, once_on_ranks
 
 
 class OwnParts(L.LightningModule):
@@ -72,19 +72,12 @@ def fit(rank: int, kind: str, ignored: tuple[str, ...]) -> dict[str, Tensor]:
 
 OF_ROOT = ("zero1", "all entries sent", "step shared")
 NAMES = (("scale",), (".scale",))  # of the parameter of the module itself
-FITS = InTurn(
-    fit,
-    [
-        *((kind, IGNORED) for kind in STRATEGIES),
-        *((kind, names) for names in NAMES for kind in ("ddp", *OF_ROOT)),
-    ],
-)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in STRATEGIES if kind != "ddp"])
 def test_ranks_keep_their_own_as_under_ddp(kind: str) -> None:
-    first, second = FITS(kind, IGNORED)
-    for expected, found in zip(FITS("ddp", IGNORED), (first, second), strict=True):
+    first, second = on_ranks(fit, kind, IGNORED)
+    for expected, found in zip(once_on_ranks(fit, "ddp", IGNORED), (first, second), strict=True):
         for name, value in expected.items():
             torch.testing.assert_close(
                 found[name], value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
@@ -98,7 +91,8 @@ def test_ranks_keep_their_own_as_under_ddp(kind: str) -> None:
 def test_one_name_of_a_root_parameter_means_what_it_means_to_ddp(
     kind: str, names: tuple[str, ...]
 ) -> None:
-    for expected, found in zip(FITS("ddp", names), FITS(kind, names), strict=True):
+    expectations = once_on_ranks(fit, "ddp", names)
+    for expected, found in zip(expectations, on_ranks(fit, kind, names), strict=True):
         for name, value in expected.items():
             torch.testing.assert_close(
                 found[name], value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
@@ -113,10 +107,9 @@ def refused(rank: int, plan: Any) -> str:
 
 
 APART = ("zero2", "zero3", "tensor", "pipeline")
-REFUSALS = InTurn(refused, [(plan,) for plan in APART])
 
 
 @pytest.mark.parametrize("plan", APART)
 def test_plans_that_cannot_keep_them_apart_say_so(plan: str) -> None:
-    for message in REFUSALS(plan):
+    for message in on_ranks(refused, plan):
         assert "_ddp_params_and_buffers_to_ignore" in message and "choose" in message

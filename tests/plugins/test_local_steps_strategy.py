@@ -16,7 +16,6 @@ from lightning_topt.communication import LocalMethod, OuterSteps
 from lightning_topt.communication.topology import Topology
 from tests.models import ConvNet, batch_for
 from tests.plugins.trainer_ranks import (
-    InTurn,
     OwnShare,
     RecordingGPT,
     loader,
@@ -80,15 +79,9 @@ def both(rank: int, method: LocalMethod, nodes: int) -> list[dict[str, Tensor]]:
     return [run(rank, method, nodes) for run in (looped, trained)]
 
 
-BOTH = {
-    nodes: InTurn(both, [case for case in METHODS if case[1] == nodes], world_size=2 * nodes)
-    for nodes in (1, 2)
-}
-
-
 @pytest.mark.parametrize(("method", "nodes"), METHODS, ids=str)
 def test_it_is_the_plain_loop(method: LocalMethod, nodes: int) -> None:
-    plain, ours = zip(*BOTH[nodes](method, nodes), strict=True)
+    plain, ours = zip(*on_ranks(both, method, nodes, world_size=2 * nodes), strict=True)
     for first, second in ((plain[0], ours[0]), (ours[0], ours[-1])):
         assert all(torch.equal(first[name], value) for name, value in second.items())
 
@@ -244,12 +237,11 @@ def buffers(rank: int, precision: str) -> dict[str, Tensor]:
 
 
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true")
-BUFFERS = InTurn(buffers, [(precision,) for precision in PRECISIONS])
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_all_of_the_module_is_equal_at_the_end(precision: str) -> None:
-    first, second = BUFFERS(precision)
+    first, second = on_ranks(buffers, precision)
     assert all(torch.equal(first[name], value) for name, value in second.items())
     assert first["scale"] == 1 and first["norm1.running_mean"].abs().sum() > 0
 
@@ -324,11 +316,10 @@ ERRORS = {
     Unfreezing: ("ValueError", "head.weight was frozen"),
     NotANumber: ("FloatingPointError", "rank 1"),
 }
-FIT_ERRORS = InTurn(fit_error, [(kind,) for kind in ERRORS])
 
 
 @pytest.mark.parametrize("kind", ERRORS)
 def test_errors_of_a_fit(kind: type[SgdGPT]) -> None:
     name, says = ERRORS[kind]
-    for error, message in FIT_ERRORS(kind):
+    for error, message in on_ranks(fit_error, kind):
         assert error == name and says in message

@@ -37,7 +37,7 @@ from lightning_topt.communication.rank_watch import process_state
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.plugins.lost_ranks import NamingLauncher, PatientLauncher
 from tests.launch import free_port
-from tests.plugins.trainer_ranks import RecordingGPT, _as_torchrun, loader, make_trainer
+from tests.plugins.trainer_ranks import LoggingGPT, _as_torchrun, loader, make_trainer
 from tests.preloaded import preloaded_python
 from tests.processes import halt, wait_until
 
@@ -50,7 +50,7 @@ class MyError(Exception):
     pass
 
 
-class Loses(RecordingGPT):
+class Loses(LoggingGPT):
     """The victim gets a signal where it says, from the other rank, or raises an error (0)."""
 
     folder = ""

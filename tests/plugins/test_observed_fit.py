@@ -4,7 +4,7 @@ that of ddp throughout.
 
 from __future__ import annotations
 
-import time
+import functools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,13 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_topt import AutoParallelStrategy
+from lightning_topt.basics.forked_call import ForkedCall
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.graph.errors import CaptureError
 from lightning_topt.plan.choose import NoPlanFitsError
 from lightning_topt.plugins import watched_planning
-from tests.plugins.trainer_ranks import InTurn, RecordingGPT, loader, make_trainer, on_ranks
+from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks
+from tests.processes import wait_until
 
 # a search that measures nothing
 CLUSTER = Path(__file__).parents[2] / "conf" / "cluster" / "local_cpu.yaml"
@@ -75,29 +77,33 @@ def run(strategy: Any, *, kind: type[Model] = Model, **options: Any) -> dict[str
     }
 
 
+@functools.cache
+def under_ddp(trainer_options: tuple[tuple[str, Any], ...] = ()) -> dict[str, Any]:
+    """The fit that others are compared with, once on each rank."""
+    return run(DDPStrategy(), **dict(trainer_options))
+
+
 def compared(
     rank: int, options: dict[str, Any], trainer_options: dict[str, Any]
 ) -> tuple[Any, Any]:
     ours = AutoParallelStrategy(cluster=CLUSTER, **options)
-    return run(DDPStrategy(), **trainer_options), run(ours, **trainer_options)
+    return under_ddp((*trainer_options.items(),)), run(ours, **trainer_options)
 
 
 TAKING_OVER: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     ({"objective": "memory"}, {}, 3),
     ({"objective": "memory", "watch_steps": 1}, {}, 1),
-    ({"objective": "memory", "watch_steps": 5}, {}, 5),
     ({"objective": "memory", "watch_steps": 1}, {"accumulate_grad_batches": 3}, 3),
     ({"objective": "memory"}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, 4),
     ({"objective": "memory", "watch_steps": 2}, {"precision": "bf16-mixed"}, 2),
 ]
-COMPARED = InTurn(compared, [case[:2] for case in TAKING_OVER])
 
 
 @pytest.mark.parametrize(("options", "trainer_options", "first"), TAKING_OVER)
 def test_a_plan_takes_over_between_two_steps(
     options: dict[str, Any], trainer_options: dict[str, Any], first: int
 ) -> None:
-    for expected, found in COMPARED(options, trainer_options):
+    for expected, found in on_ranks(compared, options, trainer_options):
         assert len(expected["losses"]) == 12
         # bf16 rounds sums of gradients in another order: a unit in its last place is 4e-3.
         loose = trainer_options.get("precision") == "bf16-mixed"
@@ -156,17 +162,19 @@ def test_a_step_that_reads_values_under_a_memory_limit_is_watched() -> None:
 # ---- the search beside training ------------------------------------------------------------------
 
 
-class Patient(Callback):
-    """Waits after each batch, so that a search beside training has time."""
+class Unhurried(ForkedCall[Any]):
+    """Is not ready when it is asked for the first time, and is waited for the second time."""
 
-    def on_train_batch_end(self, *args: Any) -> None:
-        time.sleep(0.5)
+    asked = 0
+
+    def is_ready(self) -> bool:
+        self.asked += 1
+        if self.asked > 1:
+            wait_until(super().is_ready, seconds=60)
+        return self.asked > 1
 
 
-def searched_beside(rank: int, fails: bool) -> tuple[Any, Any, list[int]]:
-    torch.manual_seed(0)
-    watched_planning._why_ddp_stays = lambda *_: None  # type: ignore[assignment]
-    watched_planning._cluster_of = lambda *_: (Cluster.load(CLUSTER), None)  # type: ignore[assignment]
+def searched_beside(rank: int, fails: bool) -> tuple[Any, Any]:
     search = watched_planning._search
 
     def searched(*args: Any, **kwargs: Any) -> Any:
@@ -174,24 +182,23 @@ def searched_beside(rank: int, fails: bool) -> tuple[Any, Any, list[int]]:
             raise NoPlanFitsError("none fits")
         return search(*args, **kwargs)
 
-    watched_planning._search = searched  # type: ignore[assignment]
-    expected = run(DDPStrategy())
     strategy = AutoParallelStrategy(watch_steps=1)
-    torch.manual_seed(0)
-    module, plans = Model(**WIDE), Plans()
-    make_trainer(strategy, devices=2, callbacks=[plans, Patient()]).fit(
-        module, loader(2, length=48)
-    )
-    return (expected["losses"], module.losses), (strategy.planned_by, plans.seen), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watched_planning, "_why_ddp_stays", lambda *_: None)
+        patch.setattr(watched_planning, "_cluster_of", lambda *_: (Cluster.load(CLUSTER), None))
+        patch.setattr(watched_planning, "_search", searched)
+        patch.setattr(watched_planning, "ForkedCall", Unhurried)
+        found = run(strategy)
+    return (under_ddp()["losses"], found["losses"]), (strategy.planned_by, found["plans"])
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_search_runs_beside_training(fails: bool) -> None:
     ranks = on_ranks(searched_beside, fails)
-    for (expected, losses), (planned_by, seen), _ in ranks:
+    for (expected, losses), (planned_by, seen) in ranks:
         assert losses == pytest.approx(expected, rel=1e-5)
-        # the first step is watched, the second runs while the search does
-        assert seen[:2] == [None, None]
+        # the first step is watched, others run while the search does
+        assert seen[:3] == [None, None, None]
         # all ranks switch before the same batch
         assert seen[-1] is not None and seen == ranks[0][1][1]
         assert (

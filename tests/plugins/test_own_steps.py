@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_topt import AutoParallelStrategy, ParallelOptimizerStep
 from lightning_topt.optim import UnsplittableOptimizer
-from tests.plugins.trainer_ranks import InTurn, OwnShare, RecordingGPT, make_trainer
+from tests.plugins.trainer_ranks import OwnShare, RecordingGPT, make_trainer, on_ranks
 
 
 class Plain(torch.optim.Optimizer):
@@ -123,12 +123,11 @@ EQUAL: list[tuple[str, tuple[str | None, ...]]] = [
     ("Gathered", (None,)),
     ("LBFGS", (None,)),
 ]
-FITS = InTurn(fits, EQUAL)
 
 
 @pytest.mark.parametrize(("kind", "plans"), EQUAL)
 def test_steps_that_are_those_of_ddp(kind: str, plans: tuple[str | None, ...]) -> None:
-    for expected, *found in FITS(kind, plans):
+    for expected, *found in on_ranks(fits, kind, plans):
         for losses in found:
             assert losses == pytest.approx(expected, rel=1e-5)
 
@@ -153,12 +152,11 @@ REFUSED = [
         for plan in ("zero1", "zero2", "zero3", "pipeline", "shared")
     ),
 ]
-REFUSALS = InTurn(refused, [case[:2] for case in REFUSED])
 
 
 @pytest.mark.parametrize(("kind", "plan", "says"), REFUSED)
 def test_steps_that_are_refused_by_name(kind: str, plan: str, says: str) -> None:
-    for is_unsplittable, message, steps in REFUSALS(kind, plan):
+    for is_unsplittable, message, steps in on_ranks(refused, kind, plan):
         assert is_unsplittable and kind in message and says in message
         assert "plan" in message or "Leave" in message
         assert steps == 0

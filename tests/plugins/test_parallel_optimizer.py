@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,8 @@ from lightning_topt.optim.update_rule import UnsplittableOptimizer
 from lightning_topt.plugins import parallel_optimizer
 from lightning_topt.plugins.parallel_optimizer import check_strategy
 from tests.models import GPT
-from tests.plugins.trainer_ranks import InTurn, RecordingGPT, loader, make_trainer, on_ranks
+from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_new_ranks, on_ranks
+from tests.processes import wait_until
 
 FREE, DEAR = GatherCost(0.0, 0.0), GatherCost(10.0, 1.0)
 Result = dict[str, Any]
@@ -138,10 +139,14 @@ def fit(callback: ParallelOptimizerStep | None, **kwargs: Any) -> Result:
     }
 
 
-def forced(cost: GatherCost) -> None:
+@contextlib.contextmanager
+def forced(cost: GatherCost, *, pays: bool | None = None) -> Iterator[None]:
     """What sending costs is taken as `cost`: timings decide nothing."""
-    adaptive_step.measure_gather = lambda *args, **kwargs: cost
-    adaptive_step.is_faster = lambda plain, shared: cost is FREE
+    pays = cost == FREE if pays is None else pays
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adaptive_step, "measure_gather", lambda *args, **kwargs: cost)
+        patch.setattr(adaptive_step, "is_faster", lambda plain, shared: pays)
+        yield
 
 
 @functools.cache
@@ -153,8 +158,8 @@ def plain(fits: tuple[tuple[str, Any], ...]) -> Result:
 def both(
     rank: int, options: dict[str, Any], fits: dict[str, Any], cost: GatherCost
 ) -> tuple[Result, Result]:
-    forced(cost)
-    return plain(tuple(fits.items())), fit(ParallelOptimizerStep(**options), **fits)
+    with forced(cost):
+        return plain(tuple(fits.items())), fit(ParallelOptimizerStep(**options), **fits)
 
 
 def largest_difference(first: Any, second: Any) -> float:
@@ -204,7 +209,7 @@ EQUAL: list[tuple[dict[str, Any], dict[str, Any], GatherCost]] = [
     ({}, {"kind": TwoOptimizers, "max_steps": 20}, FREE),
     ({"always": True}, {"precision": "bf16-mixed", "gradient_clip_val": 0.05}, FREE),
     ({"always": True}, {"precision": "bf16-true"}, FREE),
-    ({}, {"overflow": True, "max_steps": 20}, FREE),
+    ({}, {"overflow": True, "max_steps": 12}, FREE),
     ({"reduce_scatter": True}, {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}, FREE),
     (
         {"reduce_scatter": True},
@@ -212,21 +217,20 @@ EQUAL: list[tuple[dict[str, Any], dict[str, Any], GatherCost]] = [
         FREE,
     ),
     ({"reduce_scatter": True}, {"kind": AdafactorGPT}, FREE),
-    ({"reduce_scatter": True}, {"overflow": True, "max_steps": 20}, FREE),
-    ({"reduce_scatter": True}, {"kind": TwoOptimizers, "max_steps": 20}, FREE),
+    ({"reduce_scatter": True}, {"overflow": True, "max_steps": 12}, FREE),
+    ({"reduce_scatter": True}, {"kind": TwoOptimizers, "max_steps": 12}, FREE),
 ]
-BOTH = InTurn(both, EQUAL)
 
 
 @pytest.mark.parametrize(("options", "fits", "cost"), EQUAL, ids=str)
 def test_equals_ddp(options: dict[str, Any], fits: dict[str, Any], cost: GatherCost) -> None:
-    results = BOTH(options, fits, cost)
+    results = on_ranks(both, options, fits, cost)
     assert_equal(results, tolerance=1e-6 if "precision" not in fits else 1e-3)
     for plain, ours in results:
         assert ours["scale"] == plain["scale"] and (
             ours["scale"] is None or ours["scale"] < 2.0**20
         )
-        shared = options.get("always") or cost is FREE
+        shared = options.get("always") or cost == FREE
         assert [[decision.shared for decision in groups] for groups in ours["decisions"]] == [
             [bool(shared)] * len(groups) for groups in ours["decisions"]
         ]
@@ -243,13 +247,12 @@ def test_more_ranks(ranks: int) -> None:
 
 
 def lars(rank: int, pays: bool) -> tuple[tuple[Result, Result], bool]:
-    forced(DEAR)
-    adaptive_step.is_faster = lambda plain, shared: pays
     callback, norms = ParallelOptimizerStep(), Norms()
-    fits = (
-        plain((("kind", LarsGPT), ("max_steps", 13))),
-        fit(callback, kind=LarsGPT, max_steps=13, callbacks=lambda: [norms]),
-    )
+    with forced(DEAR, pays=pays):
+        fits = (
+            plain((("kind", LarsGPT), ("max_steps", 13))),
+            fit(callback, kind=LarsGPT, max_steps=13, callbacks=lambda: [norms]),
+        )
     return fits, norms.shared
 
 
@@ -304,12 +307,9 @@ class Norms(L.Callback):
         self.shared = "layer_norms" in trainer.optimizers[0].__dict__
 
 
-LARS_FITS = InTurn(lars, [(True,), (False,)])
-
-
 @pytest.mark.parametrize("pays", [True, False])
 def test_lars_shares_its_norms_where_parameters_are_not_worth_it(pays: bool) -> None:
-    results = LARS_FITS(pays)
+    results = on_ranks(lars, pays)
     assert_equal([fits for fits, _ in results], tolerance=0)
     for (_, ours), shared in results:
         assert shared == pays and not ours["decisions"][0][0].shared
@@ -397,12 +397,9 @@ def beside(rank: int, others: Callable[[], list[Any]], always: bool) -> tuple[Re
     return both(rank, {"always": always}, {"kind": kind, "callbacks": others, **EPOCHS}, FREE)
 
 
-BESIDE = InTurn(beside, OTHERS)
-
-
 @pytest.mark.parametrize(("others", "always"), OTHERS)
 def test_other_callbacks(others: Callable[[], list[Any]], always: bool) -> None:
-    results = BESIDE(others, always)
+    results = on_ranks(beside, others, always)
     if (
         others is not backbone
     ):  # what was frozen at first differs between ranks, as under ddp: its gradient is not averaged
@@ -425,24 +422,24 @@ class Saver(L.Callback):
         self.path = path
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        if trainer.global_step == 8:
+        if trainer.global_step == 4:
             trainer.save_checkpoint(self.path)
 
 
+@forced(FREE)
 def resumed(rank: int, resumptions: list[tuple[str, dict[str, Any] | None]]) -> list[Result]:
-    forced(FREE)
     return [
-        fit(options and ParallelOptimizerStep(**options), max_steps=15, resume=path)
+        fit(options and ParallelOptimizerStep(**options), max_steps=8, resume=path)
         for path, options in resumptions
     ]
 
 
+@forced(FREE)
 def saved_and_resumed(
     rank: int, plain: str, ours: str, resumptions: list[tuple[str, dict[str, Any] | None]]
 ) -> list[Result]:
-    forced(FREE)
     for path, callback in ((plain, None), (ours, ParallelOptimizerStep(always=True))):
-        fit(callback, max_steps=8, callbacks=lambda path=path: [Saver(path)])
+        fit(callback, max_steps=4, callbacks=lambda path=path: [Saver(path)])
     return resumed(rank, resumptions)
 
 
@@ -483,8 +480,8 @@ class StateBytes(L.Callback):
         )
 
 
+@forced(FREE)
 def fits_twice(rank: int, ranks: int) -> tuple[float, list[Result]]:
-    forced(FREE)
     torch.manual_seed(0)
     module, observer, callback = RecordingGPT(), StateBytes(), ParallelOptimizerStep()
     trainer = make_trainer(
@@ -613,8 +610,8 @@ def test_strategies_without_a_common_step_are_refused(
         check_strategy(strategy())
 
 
+@forced(FREE)
 def compressed(rank: int) -> tuple[Result, Result]:
-    forced(FREE)
     return tuple(
         fit(c, strategy=CompressedDDPStrategy(TopK(density=0.1)))
         for c in (None, ParallelOptimizerStep())
@@ -651,23 +648,27 @@ def test_wrong_options(options: dict[str, Any], words: str) -> None:
 
 
 class Late(RecordingGPT):
-    """Rank 1 is far behind before the step that it should share."""
+    """Rank 1 comes to the step that it should share when rank 0 has given up."""
+
+    flag = Path()
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.global_rank == 1 and self.global_step == 2:
-            time.sleep(4)
+            wait_until(self.flag.exists)
 
 
-def waits(rank: int) -> str:
+def waits(rank: int, flag: Path) -> str:
+    Late.flag = flag
     try:
         fit(ParallelOptimizerStep(always=True, timeout_seconds=1.5), kind=Late)
     except PeerLostError as error:
+        flag.touch()
         return str(error)
     return ""
 
 
-def test_no_wait_is_longer_than_the_timeout() -> None:
-    first, _ = on_ranks(waits)
+def test_no_wait_is_longer_than_the_timeout(tmp_path: Path) -> None:
+    first, _ = on_new_ranks(waits, tmp_path / "noticed")
     assert "slower than the timeout" in first
 
 
@@ -679,21 +680,19 @@ class Fails(RecordingGPT):
             raise RuntimeError("a user's mistake")
 
 
-def one_fails(rank: int, flag: str) -> str:
+def one_fails(rank: int, flag: Path) -> str:
     """Rank 1 lives on until rank 0 has noticed."""
     try:
         fit(ParallelOptimizerStep(always=True, timeout_seconds=100), kind=Fails)
     except (PeerLostError, RuntimeError) as error:
         if rank == 0:
-            Path(flag).touch()
-        end = time.monotonic() + 60
-        while not Path(flag).exists() and time.monotonic() < end:
-            time.sleep(0.05)
-        return f"{type(error).__name__}: {error}, noticed: {Path(flag).exists()}"
+            flag.touch()
+        wait_until(flag.exists, seconds=60)
+        return f"{type(error).__name__}: {error}"
     return ""
 
 
 def test_ranks_do_not_wait_for_one_whose_fit_failed(tmp_path: Path) -> None:
-    first, second = on_ranks(one_fails, str(tmp_path / "noticed"))
-    assert second == "RuntimeError: a user's mistake, noticed: True"
+    first, second = on_new_ranks(one_fails, tmp_path / "noticed")
+    assert second == "RuntimeError: a user's mistake"
     assert first.startswith("PeerLostError"), first

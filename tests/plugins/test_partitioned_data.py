@@ -22,7 +22,7 @@ from lightning_topt.data.cache import sample_cache as cached_tiers
 from lightning_topt.data.peers.client import owners
 from lightning_topt.plugins import cached_data
 from lightning_topt.plugins.cached_data import CachedDataModule, CachePartition
-from tests.launch import run_ranks, torchrun_environment
+from tests.launch import run_on_pool, run_ranks, torchrun_environment
 from tests.plugins.test_cached_data import ITEMS, Model, Module, Numbers, Plain
 from tests.plugins.trainer_ranks import make_trainer
 from tests.processes import halt
@@ -31,8 +31,8 @@ EPOCHS, BATCH = 3, 2
 QUICK = CachePartition(timeout_seconds=5, seed=1)
 
 
-def on_nodes(function, *args, devices=1, nodes=2):
-    return run_ranks(_on_node, nodes * devices, function, devices, nodes, args)
+def on_nodes(function, *args, devices=1, nodes=2, run=run_on_pool):
+    return run(_on_node, nodes * devices, function, devices, nodes, args)
 
 
 def _on_node(rank, function, devices, nodes, args):
@@ -131,7 +131,7 @@ def losses_without_a_cache(make, devices):
 def test_losses_are_those_without_a_cache(tmp_path, devices):
     for options in (
         room(),
-        room(partition=CachePartition(prefetch_batches=0)),
+        *[room(partition=CachePartition(prefetch_batches=0))] * (devices == 1),
         room(memory_bytes=0, disk_bytes=1 << 20),
     ):
         folder = tmp_path / secrets.token_hex(4)
@@ -288,12 +288,12 @@ def finds_no_way(node, devices, nodes, folder):
         raise ValueError("no interface leads to node 1")
 
     if node == 0:
-        cached_data._reachable = nowhere  # in this rank's process
+        cached_data._reachable = nowhere  # in this rank's process, which ends
     return refused(node, devices, nodes, folder, in_batches, room())
 
 
 def test_a_node_that_finds_no_way_to_the_others_is_said_on_all(tmp_path):
-    for message in on_nodes(finds_no_way, tmp_path):
+    for message in on_nodes(finds_no_way, tmp_path, run=run_ranks):
         assert "node 0 no interface leads to node 1" in message
 
 
@@ -315,7 +315,7 @@ def test_options_that_mean_nothing(wrong):
 
 def fit_where_one_node_can_open_nothing(node, devices, nodes, folder, options):
     if node == 1:
-        cached_tiers._open_disk = full  # in this rank's process
+        cached_tiers._open_disk = full  # in this rank's process, which ends
     return fit(node, devices, nodes, folder, in_batches, options)
 
 
@@ -325,7 +325,7 @@ def full(*_):
 
 def test_a_node_that_can_keep_nothing_takes_part(tmp_path):
     options = room(memory_bytes=0, disk_bytes=1 << 20)
-    results = on_nodes(fit_where_one_node_can_open_nothing, tmp_path, options)
+    results = on_nodes(fit_where_one_node_can_open_nothing, tmp_path, options, run=run_ranks)
     assert [result[0] for result in results] == losses_without_a_cache(in_batches, 1)
     owner = owners(ITEMS, num_nodes=2, seed=1)
     for node, (_, [counts], _, _) in enumerate(results):

@@ -170,31 +170,28 @@ class Averaging(Unnumbered):
 
 def resumed(rank: int, folder: Path) -> Any:
     given = {"topt": staged_plan(1, schedule="gpipe"), "ddp": None}
+
+    def fit(name: str, epochs: int, path: Path | None = None, **options: Any) -> Unnumbered:
+        torch.manual_seed(0)
+        rest = {"max_epochs": epochs, "num_sanity_val_steps": 0, **options}
+        trainer = (
+            make_trainer("ddp", devices=2, **rest)
+            if given[name] is None
+            else topt_trainer(given[name], **rest)
+        )
+        module = Unnumbered()
+        trainer.fit(module, loader(4, length=24), loader(4, length=8), ckpt_path=path)
+        return module
+
+    halves = {}
+    for name in given:
+        # Before an evaluation is over: the parameters are whole.
+        saving = ModelCheckpoint(folder / name, filename="half", save_on_train_epoch_end=False)
+        halves[name] = fit(name, 1, callbacks=[saving], enable_checkpointing=True).losses
     found = {}
     for first, then in (("ddp", "ddp"), ("topt", "ddp"), ("ddp", "topt")):
-        torch.manual_seed(0)
-        own = folder / f"{first}_{then}"
-        # Before an evaluation is over: the parameters are whole.
-        saving = ModelCheckpoint(own, filename="half", save_on_train_epoch_end=False)
-        losses = []
-        for epochs, strategy in ((1, first), (2, then)):
-            rest = {
-                "max_epochs": epochs,
-                "num_sanity_val_steps": 0,
-                "callbacks": [saving] * (epochs == 1),
-            }
-            rest["enable_checkpointing"] = epochs == 1
-            staged = strategy == "topt"
-            trainer = (
-                topt_trainer(given["topt"], **rest)
-                if staged
-                else make_trainer("ddp", devices=2, **rest)
-            )
-            module = Unnumbered()
-            path = own / "half.ckpt" if epochs == 2 else None
-            trainer.fit(module, loader(4, length=24), loader(4, length=8), ckpt_path=path)
-            losses += module.losses
-        found[first, then] = losses, dict(module.state_dict())
+        module = fit(then, 2, folder / first / "half.ckpt")
+        found[first, then] = halves[first] + module.losses, dict(module.state_dict())
     with pytest.raises(PlanError, match="change the buffer 'mean'"):
         topt_trainer(given["topt"]).fit(Averaging(), loader(4))
     return found

@@ -24,7 +24,7 @@ from lightning_topt.execution.engine import Engine
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError
-from tests.plugins.trainer_ranks import InTurn, RecordingGPT, loader, make_trainer, on_ranks
+from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks, once_on_ranks
 
 DEVICE = Device("one core", 2**33, {"float32": 5e10}, 1e10, 2e-6)
 SLOW = Cluster("0.1 Gb/s", DEVICE, 1, 2, Link(1e-4, 12.5e6), Link(1e-4, 12.5e6), backend="gloo")
@@ -104,12 +104,11 @@ def learns(rank: int, method: str | None) -> Any:
 
 
 METHODS = ("topk", "bf16", "powersgd", "sign", "bounded_loss")
-LEARNS = InTurn(learns, [(method,) for method in (None, *METHODS)])
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_compressed_plans_learn_with_owned_steps_and_ranks_stay_equal(method: str) -> None:
-    (dense, _, _), results = LEARNS(None)[0], LEARNS(method)
+    (dense, _, _), results = once_on_ranks(learns, None)[0], on_ranks(learns, method)
     for ours, actual, statistics in results:
         assert ours[-1] < ours[0]
         if method != "bounded_loss":  # which may lose nothing here

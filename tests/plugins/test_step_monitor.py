@@ -22,7 +22,7 @@ from lightning_topt.plan.plan_values import PRESETS
 from lightning_topt.plugins import monitors
 from lightning_topt.plugins.monitors import StepMonitor
 from tests.clock import Clock
-from tests.plugins.trainer_ranks import make_trainer, on_ranks
+from tests.plugins.trainer_ranks import make_trainer, on_new_ranks
 
 MIB = 2**20
 linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
@@ -190,6 +190,6 @@ def base_beside_the_process(rank, views):
 def test_the_base_of_a_plan_that_is_given_is_the_process_without_the_training(views):
     # Peaks vary by half of DDP's buckets, which the C library keeps longer or not; bases do not.
     # Buckets that nothing has written to take no memory: none is subtracted.
-    for above, peak in on_ranks(base_beside_the_process, views):
+    for above, peak in on_new_ranks(base_beside_the_process, views):
         assert abs(above) < 64 * MIB
         assert peak > 2 * 128 * MIB  # parameters and gradients

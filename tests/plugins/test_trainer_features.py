@@ -8,7 +8,6 @@ can be worked out.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -25,20 +24,16 @@ from lightning_topt import AutoParallelStrategy
 from lightning_topt.plugins.planning import RemotePlanningError
 from tests.models import GPT, ConvNet
 from tests.plugins.trainer_ranks import (
-    InTurn,
     RecordingGPT,
     loader,
     make_trainer,
     on_ranks,
+    once_on_ranks,
     topt_trainer,
 )
 
 KINDS = ["ddp", "zero1", "zero3"]
 every_kind = pytest.mark.parametrize("plan", KINDS)
-
-
-def with_every_kind(function: Callable[..., Any]) -> InTurn:
-    return InTurn(function, [(plan,) for plan in KINDS])
 
 
 # ---- 1, 2: the four loops and their limits -------------------------------------------------------
@@ -66,12 +61,9 @@ def loops(rank: int, plan: str) -> dict[str, Any]:
     }
 
 
-LOOPS = with_every_kind(loops)
-
-
 @every_kind
 def test_fit_validate_test_predict(plan: str) -> None:
-    for result in LOOPS(plan):
+    for result in on_ranks(loops, plan):
         assert result["steps"] == 3 and result["fast"] == 2 and result["overfit"] == 2
         # The same weights on the same data: all 8 batches in test; validation was limited to 2 of
         # them.
@@ -109,12 +101,9 @@ def predict(rank: int, plan: str) -> Any:
     return sorted(index for indices, _ in writer.batches for index in indices)
 
 
-PREDICTIONS = with_every_kind(predict)
-
-
 @every_kind
 def test_prediction_writer_sees_every_sample_once(plan: str) -> None:
-    ranks = PREDICTIONS(plan)
+    ranks = on_ranks(predict, plan)
     assert sorted(ranks[0] + ranks[1]) == list(range(10))
 
 
@@ -147,10 +136,9 @@ class Facts(L.Callback):
 
 def facts(rank: int, plan: str) -> Any:
     injected, plain = Facts(), Facts()
-    topt_trainer(plan, callbacks=[injected], max_epochs=2).fit(RecordingGPT(), loader(4))
-    topt_trainer(plan, callbacks=[plain], use_distributed_sampler=False).fit(
-        RecordingGPT(), loader(4)
-    )
+    data = loader(4, length=16)
+    topt_trainer(plan, callbacks=[injected], max_epochs=2).fit(RecordingGPT(), data)
+    topt_trainer(plan, callbacks=[plain], use_distributed_sampler=False).fit(RecordingGPT(), data)
     assert isinstance(injected.sampler, DistributedSampler) and isinstance(
         plain.sampler, SequentialSampler
     )
@@ -158,12 +146,9 @@ def facts(rank: int, plan: str) -> Any:
     return injected.rank, injected.epoch
 
 
-FACTS = with_every_kind(facts)
-
-
 @every_kind
 def test_ranks_samplers_and_collectives(plan: str) -> None:
-    assert FACTS(plan) == [((0, 0, 0, 2, 2), 1), ((1, 1, 0, 2, 2), 1)]
+    assert on_ranks(facts, plan) == [((0, 0, 0, 2, 2), 1), ((1, 1, 0, 2, 2), 1)]
 
 
 # ---- 8, 9: clipping and accumulation beyond test_equivalence -------------------------------------
@@ -187,19 +172,16 @@ def own_clipping(rank: int, plan: str) -> Any:
     module = OwnClipping()
     schedule = GradientAccumulationScheduler(scheduling={0: 1, 1: 4})
     trainer = topt_trainer(plan, callbacks=[schedule], max_epochs=2)
-    trainer.fit(module, loader(4))
+    trainer.fit(module, loader(4, length=32))
     return module.norms, trainer.global_step
-
-
-CLIPPED = with_every_kind(own_clipping)
 
 
 @every_kind
 def test_own_clipping_and_scheduled_accumulation(plan: str) -> None:
-    for norms, steps in CLIPPED(plan):
-        assert steps == 8 + 2  # 8 batches a rank and epoch, then 4 to a step
+    for norms, steps in on_ranks(own_clipping, plan):
+        assert steps == 4 + 1  # 4 batches a rank and epoch, then 4 to a step
         # gradients are far larger: all are clipped to 0.01
-        assert norms == pytest.approx([0.01] * 10, rel=1e-3)
+        assert norms == pytest.approx([0.01] * 5, rel=1e-3)
 
 
 # ---- 10: precision -------------------------------------------------------------------------------
@@ -209,23 +191,20 @@ def with_precision(rank: int, strategy: Any, precision: str) -> Any:
     torch.manual_seed(0)
     module = RecordingGPT()
     strategy = DDPStrategy() if strategy is None else AutoParallelStrategy(plan=strategy)
-    make_trainer(strategy, devices=2, precision=precision, max_epochs=2).fit(module, loader(4))
+    make_trainer(strategy, devices=2, precision=precision).fit(module, loader(4))
     return module.losses, {str(p.dtype) for p in module.parameters()}
 
 
 # bfloat16 keeps 8 bits: sums in another order differ by a few of its steps
 TOLERANCES = {"bf16-mixed": 2e-3, "bf16-true": 3e-2, "64-true": 1e-10}
-PRECISIONS = InTurn(
-    with_precision, [(p, precision) for precision in TOLERANCES for p in (None, *KINDS)]
-)
 
 
 @every_kind
 @pytest.mark.parametrize("precision", TOLERANCES)
 def test_precision_as_under_ddp(plan: str, precision: str) -> None:
-    expected, dtypes = PRECISIONS(None, precision)[0]
+    expected, dtypes = once_on_ranks(with_precision, None, precision)[0]
     tolerance = TOLERANCES[precision]
-    for losses, rank_dtypes in PRECISIONS(plan, precision):
+    for losses, rank_dtypes in on_ranks(with_precision, plan, precision):
         assert losses == pytest.approx(expected, rel=tolerance)
         assert rank_dtypes == dtypes
 
@@ -258,12 +237,9 @@ def logged(rank: int, plan: str) -> dict[str, float]:
     }
 
 
-LOGGED = with_every_kind(logged)
-
-
 @every_kind
 def test_logging_over_ranks(plan: str) -> None:
-    for rank, metrics in enumerate(LOGGED(plan)):
+    for rank, metrics in enumerate(on_ranks(logged, plan)):
         assert metrics == {"mean": 0.5, "sum": 4.0, "max": 1.0, "local": float(rank), "metric": 0.5}
 
 
@@ -362,18 +338,15 @@ class Scheduled(RecordingGPT):
 
 def scheduled(rank: int, plan: str) -> Any:
     module = Scheduled()
-    topt_trainer(plan, max_epochs=2).fit(module, loader(4))
+    topt_trainer(plan, max_epochs=2).fit(module, loader(4, length=32))
     return module.total_steps, module.rates
-
-
-SCHEDULED = with_every_kind(scheduled)
 
 
 @every_kind
 def test_schedules_per_step_and_their_length(plan: str) -> None:
-    for total, rates in SCHEDULED(plan):
-        assert total == 16
-        assert rates == pytest.approx([1 - step / 16 for step in range(16)])
+    for total, rates in on_ranks(scheduled, plan):
+        assert total == 8
+        assert rates == pytest.approx([1 - step / 8 for step in range(8)])
 
 
 # ---- 16: hooks -----------------------------------------------------------------------------------
@@ -406,14 +379,11 @@ def hooks(rank: int, plan: str | None) -> list[str]:
     return calls.names
 
 
-ORDERS = InTurn(hooks, [(plan,) for plan in (None, *KINDS, "zero2+recompute")])
-
-
 @pytest.mark.parametrize("plan", [*KINDS, "zero2+recompute"])
 def test_hooks_come_in_ddps_order(plan: str) -> None:
-    expected = ORDERS(None)
+    expected = once_on_ranks(hooks, None)
     assert "on_before_optimizer_step" in expected[0]
-    assert ORDERS(plan) == expected
+    assert on_ranks(hooks, plan) == expected
 
 
 # ---- 23: layer sync ------------------------------------------------------------------------------
@@ -431,14 +401,11 @@ def batch_norm(rank: int, plan: str | None) -> None:
         make_trainer(strategy, devices=2, sync_batchnorm=True).fit(ConvNet(), Images())
 
 
-SYNCED = InTurn(batch_norm, [(plan,) for plan in (None, *KINDS)])
-
-
 @pytest.mark.parametrize("plan", [None, *KINDS])
 def test_sync_batchnorm_is_applied(plan: str | None) -> None:
     # torch's SyncBatchNorm runs on accelerators only: that it refuses the CPU shows that
     # Lightning's layer sync was applied.
-    SYNCED(plan)
+    on_ranks(batch_norm, plan)
 
 
 def buffers(rank: int) -> list[dict[str, Tensor]]:
@@ -469,24 +436,21 @@ def test_buffers_follow_rank_0() -> None:
 
 def twice(rank: int, plan: str) -> Any:
     torch.manual_seed(0)
-    module = RecordingGPT()
+    module, data = RecordingGPT(), loader(4, length=32)
     trainer = topt_trainer(plan, max_epochs=1)
-    trainer.fit(module, loader(4))
+    trainer.fit(module, data)
     first = len(module.losses)
     trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, loader(4))
+    trainer.fit(module, data)
     second = topt_trainer(plan, max_epochs=1)
-    second.fit(module, loader(4))
+    second.fit(module, data)
     return first, len(module.losses), {name: p.clone() for name, p in module.state_dict().items()}
-
-
-TWICE = with_every_kind(twice)
 
 
 @every_kind
 def test_fit_again(plan: str) -> None:
-    ranks = TWICE(plan)
-    assert [result[:2] for result in ranks] == [(8, 24), (8, 24)]
+    ranks = on_ranks(twice, plan)
+    assert [result[:2] for result in ranks] == [(4, 12), (4, 12)]
     for name, value in ranks[0][2].items():
         assert torch.equal(value, ranks[1][2][name])
 

@@ -19,7 +19,7 @@ from lightning_topt.plugins.cached_data import CachedDataModule
 from lightning_topt.plugins.coordinated_data import CoordinatedDataModule
 from lightning_topt.plugins.tuned_data import TunedDataModule
 from tests.plugins.test_cached_data import Endless, Module, Plain, fit
-from tests.plugins.trainer_ranks import on_ranks
+from tests.plugins.trainer_ranks import on_new_ranks
 
 
 class MadeUp:
@@ -277,7 +277,7 @@ def _fit_plain(rank):
 
 
 def test_ranks_do_as_rank_0_chooses():
-    results, wanted = on_ranks(_fit_two_ranks, False), on_ranks(_fit_plain)
+    results, wanted = on_new_ranks(_fit_two_ranks, False), on_new_ranks(_fit_plain)
     for (losses, loader, _), plain in zip(results, wanted, strict=True):
         assert losses == plain and loader == (1, 2, "DistributedSampler")
     assert [len(asked) for _, _, asked in results] == [1, 0]
@@ -285,7 +285,7 @@ def test_ranks_do_as_rank_0_chooses():
 
 
 def test_an_error_of_rank_0_is_one_of_all():
-    first, second = on_ranks(_fit_two_ranks, True)
+    first, second = on_new_ranks(_fit_two_ranks, True)
     assert first == ("OSError", "no such file", 1)
     assert second[0] == "RuntimeError" and "no such file" in second[1] and second[2] == 0
 

@@ -233,11 +233,6 @@ def cluster(per_node: int, nodes: int, link: Link) -> Cluster:
     ("case", "summary", "reason"),
     [
         (
-            Case(2, options={"cluster": cluster(2, 1, FAST), "memory_limit": "400KiB"}, width=32),
-            "split on data 1 x tensor 2, 2 microbatches",
-            "without which no plan fits",
-        ),
-        (
             Case(
                 4,
                 None,
@@ -305,23 +300,23 @@ def resumed(rank: int, folder: Path) -> Any:
             options={"cluster": cluster(2, 1, FAST), "memory_limit": "400KiB"}, **rest
         ),
     }
+    rest = {"num_sanity_val_steps": 0, "enable_checkpointing": True}
+    for first in ("ddp", "topt"):
+        torch.manual_seed(rank)
+        # Before an evaluation is over: the parameters are whole.
+        saving = ModelCheckpoint(folder / first, filename="half", save_on_train_epoch_end=False)
+        trainers[first](max_epochs=1, callbacks=[saving], **rest).fit(
+            Rich(32, dropout=0.0), OwnBatches(4), OwnBatches(1)
+        )
     found = {}
     for first, then in (("ddp", "ddp"), ("topt", "ddp"), ("ddp", "topt"), ("ddp", "search")):
-        torch.manual_seed(rank)
-        own = folder / f"{first}_{then}"
-        # Before an evaluation is over: the parameters are whole.
-        saving = ModelCheckpoint(own, filename="half", save_on_train_epoch_end=False)
-        rest = {"num_sanity_val_steps": 0, "enable_checkpointing": True}
-        half = Rich(32, dropout=0.0)
-        trainers[first](max_epochs=1, callbacks=[saving], **rest).fit(
-            half, OwnBatches(4), OwnBatches(1)
-        )
         module = Rich(32, dropout=0.0)
-        trainer = trainers[then](max_epochs=2, **{**rest, "enable_checkpointing": False})
-        trainer.fit(module, OwnBatches(4), OwnBatches(1), ckpt_path=own / "half.ckpt")
+        trainer = trainers[then](max_epochs=2, num_sanity_val_steps=0)
+        trainer.fit(module, OwnBatches(4), OwnBatches(1), ckpt_path=folder / first / "half.ckpt")
         found[first, then] = [output[0] for output in module.outputs], dict(module.state_dict())
-        if then == "search":
-            assert trainer.strategy.parallel_plan.num_microbatches == 2
+    searched = trainer.strategy.parallel_plan
+    assert "split on data 1 x tensor 2, 2 microbatches" in searched.summary()
+    assert "without which no plan fits" in searched.reason
     return found
 
 

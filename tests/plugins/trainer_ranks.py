@@ -4,9 +4,9 @@ than once.
 
 from __future__ import annotations
 
+import functools
 import os
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_topt import AutoParallelStrategy, CompressedDDPStrategy
 from lightning_topt.communication import read_method
-from tests.launch import run_ranks, torchrun_environment
+from tests.launch import run_on_pool, run_ranks, torchrun_environment
 from tests.models import GPT
 
 RECOMPUTE = "+recompute"
@@ -51,11 +51,6 @@ class RecordingGPT(GPT):
         super().__init__(**kwargs)
         self.losses: list[float] = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.log("mean_loss", loss, sync_dist=True)
-        return loss
-
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(mean_over_ranks(outputs["loss"]))
 
@@ -79,6 +74,15 @@ class RecordingGPT(GPT):
             "optimizer": optimizer,
             "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
         }
+
+
+class LoggingGPT(RecordingGPT):
+    """Logs the mean of each loss in its step, by a collective call of Lightning's."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("mean_loss", loss, sync_dist=True)
+        return loss
 
 
 def mean_over_ranks(value: Tensor) -> float:
@@ -144,52 +148,22 @@ def compressed(
 
 
 def on_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:
-    """Run ``function(rank, *args)`` on ranks that Lightning takes for ranks of torchrun."""
-    return run_ranks(_as_torchrun, world_size, function, world_size, args)
+    """Run ``function(rank, *args)`` on ranks that Lightning takes for ranks of torchrun.
 
-
-class InTurn:
-    """Cases of a test that the same ranks run, one after the other.
-
-    A call has the results of one of them, ``function(rank, *case)`` in rank order, and fails where
-    that one failed. The first call starts the ranks.
+    Calls share them, see `run_on_pool`: what `function` changes in modules it must restore.
     """
-
-    def __init__(
-        self, function: Callable[..., Any], cases: Sequence[tuple[Any, ...]], *, world_size: int = 2
-    ) -> None:
-        self.function, self.cases, self.world_size = function, [*cases], world_size
-        self.results: list[Any] | RuntimeError | None = None
-
-    def __call__(self, *case: Any) -> list[Any]:
-        if self.results is None:
-            try:
-                self.results = run_ranks(
-                    _as_torchrun,
-                    self.world_size,
-                    *(_each, self.world_size, (self.function, self.cases)),
-                    timeout_seconds=min(90 + 10 * len(self.cases), 280),
-                )
-            except RuntimeError as error:
-                self.results = error
-        if isinstance(self.results, RuntimeError):
-            raise self.results
-        found = [results[self.cases.index(case)] for results in self.results]
-        for rank, (_, error) in enumerate(found):
-            assert not error, f"rank {rank} failed:\n{error}"
-        return [value for value, _ in found]
+    return run_on_pool(_as_torchrun, world_size, function, world_size, args)
 
 
-def _each(
-    rank: int, function: Callable[..., Any], cases: Sequence[tuple[Any, ...]]
-) -> list[tuple[Any, str]]:
-    found: list[tuple[Any, str]] = []
-    for case in cases:
-        try:
-            found.append((function(rank, *case), ""))
-        except Exception:
-            found.append((None, traceback.format_exc()))
-    return found
+@functools.cache
+def once_on_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:
+    """As `on_ranks`, for what several tests are compared with: the same arguments run once."""
+    return on_ranks(function, *args, world_size=world_size)
+
+
+def on_new_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:
+    """As `on_ranks`, on ranks that are forked now and end: they see what the test has changed."""
+    return run_ranks(_as_torchrun, world_size, function, world_size, args)
 
 
 def _as_torchrun(

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _world
 from torch.distributed.tensor import DTensor
 
 from lightning_topt.execution.engine import Engine
@@ -167,7 +168,7 @@ def one_process() -> Any:
 def train(rank: int, layout: str) -> Any:
     torch.manual_seed(rank)  # rank 0's weights must win, as under DDP
     module = Net()
-    originals = dict(module.named_parameters())
+    originals, groups = dict(module.named_parameters()), len(_world.pg_map)
     plan = ParallelPlan.from_yaml(plan_of(layout).to_yaml())
     engine = Engine(plan, module, device=CPU)
     engine.apply()
@@ -192,13 +193,14 @@ def train(rank: int, layout: str) -> Any:
         with torch.no_grad():
             outside = module(data()[0]).item()
     engine.release()
-    engine.close()
     assert all(p is originals[n] and layout_of(p) is None for n, p in module.named_parameters())
     assert not any(m._forward_pre_hooks or "forward" in vars(m) for m in module.modules())
     loss = module(data()[0])  # a plain module again: runs without any peer
     loss.backward()
     assert outside is None or outside == pytest.approx(loss.item(), rel=1e-5)
     after = engine.optimizer_state(optimizer)
+    engine.close()
+    assert len(_world.pg_map) == groups, "groups that are left"
     return (
         record,
         state,
@@ -221,6 +223,7 @@ def resumed(plan: ParallelPlan, state: Any) -> Any:
     engine.load(states[0])
     found = engine.state_dict()
     engine.release()
+    engine.close()
     return found
 
 

@@ -5,15 +5,18 @@ process.
 from __future__ import annotations
 
 import copy
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _world
 
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
+from lightning_topt.execution.pipeline.stage_layout import PipelineGroups
 from lightning_topt.execution.sharded_checkpoint import (
     REST,
     open_sharded,
@@ -186,14 +189,32 @@ def mistakes(rank: int) -> list[str]:
     )
     assert results["logits"].shape == (8, 5, 11) and results["name"] == ["x", 3]
     assert not results["logits"].requires_grad
+    groups = len(_world.pg_map)
     for bad in (plan_of(2, "2f2b"), plan_of(2, "1f1b", stages=4), renamed(plan_of(2, "1f1b"))):
-        with pytest.raises(PlanError) as refused:
-            Engine(bad, make("tied"), device=CPU).apply(example=Example(loss_of, tokens(1)[0][:2]))
+        with ExitStack() as stack, pytest.raises(PlanError) as refused:
+            engine = Engine(bad, make("tied"), device=CPU)
+            stack.callback(engine.close)
+            engine.apply(example=Example(loss_of, tokens(1)[0][:2]))
         said.append(str(refused.value))
+    check_groups(rank)
+    assert len(_world.pg_map) == groups, "groups that are left"
     check_statistics()
     with pytest.raises(PlanError, match="needs an example"):
         Engine(plan_of(2, "1f1b"), make("tied"), device=CPU).apply()
     return said
+
+
+def check_groups(rank: int) -> None:
+    """Groups are the same on all ranks where one has failed, and end where states were not got."""
+    groups = PipelineGroups(plan_of(2, "1f1b").mesh)
+    if rank == 0:
+        groups.abort()
+    with groups.at_any_time() as group:
+        assert group is groups.pipeline_group
+    groups.destroy()
+    with suppress(KeyError), groups.at_any_time():
+        raise KeyError("no such state")
+    groups.close()
 
 
 def check_statistics() -> None:
@@ -206,6 +227,7 @@ def check_statistics() -> None:
     (synchronized,) = (module for module in model.modules() if isinstance(module, nn.SyncBatchNorm))
     assert torch.distributed.get_world_size(synchronized.process_group) == 1
     engine.release()
+    engine.close()
     assert synchronized.process_group is None
 
 

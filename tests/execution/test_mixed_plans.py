@@ -41,11 +41,10 @@ OPTIMIZERS: dict[str, Any] = {
         torch.optim.RMSprop(p[1::2], lr=1e-2, foreach=True),
     ],
 }
-# Several optimizers, and states on the host: with blocks on both axes, on one axis, and beside a
-# hook.
+# Several optimizers, and states on the host: with blocks on both axes, and beside a hook.
 CASES = [(layout, "fused AdamW") for layout in LAYOUTS] + [
     (layout, "foreach SGD and RMSprop")
-    for layout in ("all of them", "one axis", "gradients exchanged by a hook")
+    for layout in ("all of them", "gradients exchanged by a hook")
 ]
 
 

@@ -33,7 +33,6 @@ PLANS: dict[str, ParallelPlan] = {
     "zbv, data 2": plan_of(2, "zbv", stages=4, data=2, data_first=True),
     "1f1b, data 2, zero1": plan_of(2, "1f1b", data=2, storage="zero1"),
     "1f1b, tensor 2": plan_of(2, "1f1b", tensor=2),
-    "zero1": uniform_plan(1, data_parallel_size=4, blocks=["blocks.0"]),
     "zero3": uniform_plan(3, data_parallel_size=4, blocks=["blocks.0", "blocks.1"]),
 }
 
@@ -89,17 +88,17 @@ def save_each(rank: int, folder: Path) -> Any:
     (whole,) = [saved["1f1b"]] if rank == 0 else [None]
     whole = shared(whole)
     for name, plan in PLANS.items():
+        engine, _, optimizers = started(plan)
         for found, state in (
             (resumed, whole),
             (from_folder, stored(folder / "1f1b, data 2, zero1")),
         ):
             if found is from_folder and name not in FROM_FOLDER:
                 continue
-            engine, _, optimizers = started(plan)
             engine.load(copy.deepcopy(state) if found is resumed else state)
             step(engine, optimizers, tokens(2)[1], rank)
             found[name] = copy.deepcopy(engine.state_dict())
-            engine.release()
+        engine.release()
     return saved, resumed, from_folder
 
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from lightning_topt.communication.bounded_loss.exchange import load_kernels as load_datagram_kernels
 from lightning_topt.communication.selection import warm_up
-from lightning_topt.execution.observed_step import forget_meshes
+from lightning_topt.techniques.technique import forget_meshes
 
 
 def load_kernels() -> None:

@@ -50,7 +50,6 @@ from lightning_topt.execution.memory import MemoryMeter
 from lightning_topt.execution.observed_step import (
     _forward_is_training_step,
     _own_objects,
-    forget_meshes,
 )
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.capture import call_training_step, capture, loss_of
@@ -63,6 +62,7 @@ from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_
 from lightning_topt.plan.plan_values import PRESETS
 from lightning_topt.techniques.plan_costs import PlanCosts
 from lightning_topt.techniques.run_options import RunOptions
+from lightning_topt.techniques.technique import forget_meshes
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Thread
+from time import monotonic
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from lightning_topt.communication.rank_watch import time_limit
+
+_ABORT_SECONDS = 10.0  # that an error waits for groups to end
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -141,35 +147,57 @@ class Groups:
         destroy_groups(self.made)
 
 
-def destroy_groups(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Destroy `groups`; those that are gone already are left out. Alike on all ranks."""
-    for group in groups:
-        if dist.is_initialized() and group in _world.pg_map:
-            dist.destroy_process_group(group)
+def destroy_groups(groups: Sequence[dist.ProcessGroup], *, meets: bool = False) -> None:
+    """Destroy `groups`; those that are gone already are left out. Alike on all ranks.
 
-
-def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
-    """End all that is under way in `groups`, by one rank alone; they cannot be used any more.
-
-    Those on gloo are left as they are: the end of the process does not wait for them.
+    With `meets` all ranks of the run wait for each other first, if any is left: a rank that is done
+    would end connections on which others still receive.
     """
-    there = [g for g in groups if dist.is_initialized() and g in _world.pg_map]
-    ended = [group for group in there if dist.get_backend(group) != "gloo"]
-    # All together: to end a communicator of NCCL frees memory, which waits for the whole device.
-    nccl = [
-        backend
-        for group in ended
-        for device in group._device_types
-        if hasattr(backend := group._get_backend(device), "_group_start")
+    there = _existing(groups)
+    if there and meets:
+        dist.barrier()
+    for group in there:
+        dist.destroy_process_group(group)
+
+
+def abort_groups(groups: Sequence[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
+    """End all that is under way in `groups`, by one rank alone; return those that stay usable.
+
+    These are on gloo: the end of the process does not wait for them. To be called after an error,
+    in whose place it raises none; what does not end soon is left to end by itself.
+    """
+    there = _existing(groups)
+    left = [group for group in there if dist.get_backend(group) == "gloo"]
+    # All at once: to end a communicator of NCCL frees memory, which waits for the whole device, and
+    # so for what is under way in the others.
+    threads = [
+        Thread(target=_abort, args=(group,), daemon=True) for group in there if group not in left
     ]
-    for backend in nccl[:1]:
-        backend._group_start()
+    for thread in threads:
+        try:
+            thread.start()
+        except RuntimeError:  # from Python 3.12 on none begins while the interpreter ends
+            thread.run()
+    deadline = monotonic() + _ABORT_SECONDS
+    for thread in threads:
+        if thread.ident is not None:
+            thread.join(max(0.0, deadline - monotonic()))
+    if late := sum(thread.is_alive() for thread in threads):
+        log.warning(
+            "%d process groups have not ended within %g s of an error", late, _ABORT_SECONDS
+        )
+    return left
+
+
+def _abort(group: dist.ProcessGroup) -> None:
     try:
-        for group in ended:
-            group.abort()
-    finally:
-        for backend in nccl[:1]:
-            backend._group_end()  # type: ignore[attr-defined]  # NCCL's
+        group.abort()
+    except Exception:
+        log.warning("a process group could not be ended after an error", exc_info=True)
+
+
+def _existing(groups: Sequence[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
+    return [group for group in groups if dist.is_initialized() and group in _world.pg_map]
 
 
 def whole_run() -> dist.ProcessGroup:

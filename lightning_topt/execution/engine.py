@@ -10,8 +10,7 @@ A plain object that knows torch, not Lightning; ten lines of plain PyTorch drive
         engine.run_step(batch.chunk(4), lambda model, microbatch: model(microbatch))
         optimizer.step(); optimizer.zero_grad()
     engine.release()                              # the module is unsharded again
-    engine.close()                                # of a plan with stages or a gradient exchange:
-                                                  # once states are saved
+    engine.close()                                # its process groups, once states are saved
 
 How a block is run is the techniques' knowledge: the engine applies them in the order of the
 registry and undoes them in the reverse order. Stages come first: `PipelineRun` runs those of this
@@ -37,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_topt.communication.hook import CompressedExchange
+from lightning_topt.communication.topology import abort_groups, destroy_groups
 from lightning_topt.execution.applied_techniques import AppliedTechniques
 from lightning_topt.execution.attached_optimizer import AttachedOptimizer, StageOptimizer
 from lightning_topt.execution.gathered_state import load_module_state, module_state
@@ -54,7 +54,7 @@ from lightning_topt.schedules.schedules import Schedule, single_stage_schedule
 from lightning_topt.techniques.recomputation import apply_recomputation, remove_recomputation
 from lightning_topt.techniques.registry import TECHNIQUES
 from lightning_topt.techniques.run_options import RunOptions
-from lightning_topt.techniques.technique import Applied, ParallelModel
+from lightning_topt.techniques.technique import Applied, ParallelModel, forget_meshes
 
 State = dict[str, Any]
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -83,7 +83,8 @@ class Engine:
         self._options = _with_views(options) if plan.gradient_views else options
         self._model: nn.Module = module
         self._optimizers: dict[Optimizer, AttachedOptimizer | StageOptimizer] = {}
-        self._groups: PipelineGroups | None = None  # of a plan with stages, once asked for
+        self._groups: PipelineGroups | None = None  # of a plan with stages, once made
+        self._made_groups: list[dist.ProcessGroup] = []  # that techniques made
         self._stages: PipelineRun | None = None  # the same, once applied
         self._continuous: ContinuousRun | None = None  # where their schedule never flushes
         # that the batch is split among, once applied; None: all ranks
@@ -110,6 +111,8 @@ class Engine:
     ) -> nn.Module:
         """Apply the plan to the module in place. A collective call.
 
+        After an error it cannot be called again.
+
         Args:
             wrapped: the module in a DistributedDataParallel that exists. It is used where all
                 gradients are unsharded, and must not be there otherwise.
@@ -119,6 +122,13 @@ class Engine:
         Returns:
             What forward must be called through.
         """
+        try:
+            return self._apply(wrapped, example)
+        except BaseException:
+            self.abort()
+            raise
+
+    def _apply(self, wrapped: DistributedDataParallel | None, example: Example | None) -> nn.Module:
         assert wrapped is None or self.plan.keeps_gradients_whole, (
             "DDP would average gradients that are to be sharded"
         )
@@ -130,7 +140,7 @@ class Engine:
             self._stages = stages = PipelineRun.start(
                 self.plan,
                 self.module,
-                groups=self.stage_groups,
+                groups=self.make_stage_groups(),
                 device=self.device,
                 example=example,
             )
@@ -149,7 +159,8 @@ class Engine:
             num_microbatches=1 if self.plan.schedule is not None else self.plan.num_microbatches,
             joint=self.plan.joint,
             gather_dtype=None if (name := self.plan.gather_dtype) is None else getattr(torch, name),
-            stage_group=None if self._stages is None else self.stage_groups.data_group,
+            stage_group=None if self._stages is None else self._stages.groups.data_group,
+            made_groups=self._made_groups,
         )
         for technique in TECHNIQUES:
             if (applied := technique.apply(model)) is not None:
@@ -226,9 +237,8 @@ class Engine:
             around=self._applied.around_microbatch,
         )
 
-    @property
-    def stage_groups(self) -> PipelineGroups:
-        """The groups of a plan with stages. To ask first is a collective call."""
+    def make_stage_groups(self) -> PipelineGroups:
+        """Return the groups of a plan with stages, made at the first call, which is collective."""
         if self._groups is None:
             self._groups = PipelineGroups(self.plan.mesh)
         return self._groups
@@ -428,17 +438,27 @@ class Engine:
             self._optimizers[optimizer].give_back()
 
     def abort(self) -> None:
-        """End what is under way between stages, after an error, by this rank alone.
+        """End what is under way in the plan's groups, after an error, by this rank alone.
 
-        Their steps do so where they fail; else the process may wait for other ranks.
+        `apply` and steps of stages do so where they fail; else the process may wait for others.
         """
         if self._stages is not None:
             self._stages.abort()
+        elif self._groups is not None:
+            self._groups.abort()
+        self._made_groups[:] = abort_groups(self._made_groups)
 
     def close(self) -> None:
-        """End what outlives `release`: the gradient exchange, and the group of the data ranks."""
+        """End what outlives `release`: the gradient exchange, and process groups.
+
+        A collective call.
+        """
         if self._groups is not None:
             self._groups.close()
+        if self._made_groups:
+            destroy_groups(self._made_groups, meets=True)
+            forget_meshes()
+            self._made_groups.clear()
         if self.exchange is not None:
             self.exchange.close()
             self.exchange = None

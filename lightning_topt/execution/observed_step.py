@@ -29,8 +29,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import debug as tensor_debug
-from torch.distributed.tensor._redistribute import _gen_transform_infos
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -60,7 +58,7 @@ from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.registry import parameters_by_block
 from lightning_topt.techniques.run_options import RunOptions
-from lightning_topt.techniques.technique import has_unsharded_gradients
+from lightning_topt.techniques.technique import forget_meshes, has_unsharded_gradients
 from lightning_topt.techniques.tensor_parallel import moves
 
 _STEPS = 3  # DDP packs its buckets anew before the second forward, and sends how
@@ -456,21 +454,6 @@ def rehearse_rank(
     finally:
         dist.destroy_process_group()
         forget_meshes()
-
-
-def forget_meshes() -> None:
-    """Empty DTensor's caches.
-
-    A later mesh of the same shape, of another rank, would be taken for that of the rehearsal.
-    """
-    for name in (
-        "_clear_sharding_prop_cache",
-        "_clear_python_sharding_prop_cache",
-        "_clear_fast_path_sharding_prop_cache",
-    ):
-        if (clear := getattr(tensor_debug, name, None)) is not None:
-            clear()
-    _gen_transform_infos.cache_clear()
 
 
 @contextmanager

@@ -120,7 +120,7 @@ class StageSteps:
         self.engine, self.module = engine, module
         self.precision, self.device = precision, device
         # The ranks of this pipeline, and the one among them that sees losses.
-        mesh, groups = engine.plan.mesh, engine.stage_groups
+        mesh, groups = engine.plan.mesh, engine.make_stage_groups()
         self.group = groups.pipeline_group
         self.last_place = _place_of_last_stage(engine.plan)
         # Ranks of a tensor group run the same batch as well.

@@ -130,6 +130,7 @@ class PlanRun:
             engine.release()
             for optimizer in self._strategy.optimizers:
                 engine.return_optimizer_state(optimizer)
+            engine.close()
             self._strategy.model, self.runner = self._strategy.lightning_module, PlainRunner()
         self._take_over(plan, trainer, batch)
 

@@ -254,9 +254,10 @@ class AgreedBatches:
         if not self._differ:
             # One number per rank.
             own = torch.tensor([checksum(batch)], device=self._device)
-            everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
-            dist.all_gather(everyone, own, group=self._group)
-            self._differ = not all(torch.equal(other, own) for other in everyone)
+            everyone = own.new_empty(dist.get_world_size(self._group))
+            of_ranks = list(everyone.split(1))  # type: ignore[no-untyped-call]  # views
+            dist.all_gather(of_ranks, own, group=self._group)
+            self._differ = bool((everyone != own).any())
             if self._differ:
                 rank_zero_warn(
                     "topt: the ranks of a pipeline got different batches, so each of these is sent "

@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import debug as tensor_debug
+from torch.distributed.tensor._redistribute import _gen_transform_infos
 from torch.optim import Optimizer
 
 from lightning_topt.communication.exchange_method import GradientMethod
@@ -61,6 +63,7 @@ class ParallelModel:
         gather_dtype: matrices that are sharded travel in it when they are gathered; None: their own
         gathers: the parameters that are gathered in another way than FSDP2's
         stage_group: the ranks that split the batch with this one under a plan with stages
+        made_groups: process groups that `own_group` made; the engine destroys them
     """
 
     module: nn.Module
@@ -78,6 +81,7 @@ class ParallelModel:
     gather_dtype: torch.dtype | None = None
     gathers: Gathers = field(default_factory=Gathers)
     stage_group: dist.ProcessGroup | None = None
+    made_groups: list[dist.ProcessGroup] = field(default_factory=list)
 
     def blocks_of(self, technique: Technique) -> list[str]:
         """Return the names of the blocks that `technique` takes care of something of."""
@@ -102,7 +106,15 @@ class ParallelModel:
             return self.stage_group
         if not self.mesh.tensor_axes and not self.mesh.pipeline_axes:
             return None
-        return own_group(self.mesh.groups_along(self.mesh.data_axes))
+        return self.own_group(self.mesh.groups_along(self.mesh.data_axes))
+
+    def own_group(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        """Return the one of `parts` (ranks) that this rank is in, as a group of the plan.
+
+        It lasts until the engine is closed. A collective call.
+        """
+        self.made_groups.append(group := own_group(parts))
+        return group
 
     def device_mesh(self, *, inner: int) -> DeviceMesh:
         """Return the ranks that split the batch as a mesh of rows of `inner` neighbours.
@@ -114,14 +126,15 @@ class ParallelModel:
         # one row: all data ranks share one tensor
         if inner == self.mesh.data_parallel_size:
             beside_ddp = any(has_unsharded_gradients(config) for config in self.configs.values())
-            group = own_group(parts) if beside_ddp or self.mesh.tensor_axes else dist.group.WORLD
+            needs_own = beside_ddp or self.mesh.tensor_axes
+            group = self.own_group(parts) if needs_own else dist.group.WORLD
             assert group is not None
             return DeviceMesh.from_group(group, kind, mesh_dim_names=("data",))
         # several rows (row, rank): shards along a row, replicas down a column
         rows = [torch.tensor(part).view(-1, inner) for part in parts]
         groups = [
-            own_group([ranks for of_part in rows for ranks in of_part.T.tolist()]),
-            own_group([ranks for of_part in rows for ranks in of_part.tolist()]),
+            self.own_group([ranks for of_part in rows for ranks in of_part.T.tolist()]),
+            self.own_group([ranks for of_part in rows for ranks in of_part.tolist()]),
         ]
         own = next(of_part for of_part in rows if dist.get_rank() in of_part)
         return DeviceMesh.from_group(
@@ -148,6 +161,22 @@ class ParallelModel:
             for tensor, values in sent:
                 if not tensor.is_contiguous():
                     tensor.data.copy_(values)
+
+
+def forget_meshes() -> None:
+    """Empty DTensor's caches.
+
+    DTensor takes meshes of the same ranks for equal, and gives a later one's tensors the mesh that
+    it has seen first: with groups that may be gone, or as another rank in a rehearsal.
+    """
+    for name in (
+        "_clear_sharding_prop_cache",
+        "_clear_python_sharding_prop_cache",
+        "_clear_fast_path_sharding_prop_cache",
+    ):
+        if (clear := getattr(tensor_debug, name, None)) is not None:
+            clear()
+    _gen_transform_infos.cache_clear()
 
 
 def _leave_alone(_: Optimizer) -> ParallelStep | None:

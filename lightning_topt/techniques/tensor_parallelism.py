@@ -27,7 +27,6 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_topt.communication.exchange_method import GradientMethod
-from lightning_topt.communication.topology import own_group
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import JointModule, OpConfig, Partial, Placements, Replicate
 from lightning_topt.techniques.technique import Applied, ParallelModel, Technique
@@ -100,11 +99,13 @@ class TensorParallelism(Technique):
         if not model.mesh.tensor_axes:
             return None
         # equal values on all ranks; in a pipeline they are already, and most are not here
-        axes = TensorAxes.with_groups(model.mesh)
+        axes = TensorAxes.with_groups(model.mesh, make=model.own_group)
         if not model.mesh.pipeline_axes:
             _take_over(model.module, model.device)
         if model.num_microbatches == 1 and not model.joint:
-            draw_alike(own_group(model.mesh.groups_along(model.mesh.tensor_axes)))
+            # along one axis they have a group already
+            alike = axes.groups[0] if len(axes.groups) == 1 else None
+            draw_alike(alike or model.own_group(model.mesh.groups_along(model.mesh.tensor_axes)))
         # slices take the place of parameters, of those that this rank keeps
         placements = split_placements(model.configs, model.mesh)
         local_shapes = _local_shapes(model.module, placements, axes)

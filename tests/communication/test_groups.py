@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -10,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _world
 
-from lightning_topt.communication import GradientMethod, LocalMethod, OuterSteps
+from lightning_topt.communication import GradientMethod, LocalMethod, OuterSteps, topology
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.method_registry import method_classes
-from lightning_topt.communication.topology import Topology, make_groups
+from lightning_topt.communication.topology import Topology, abort_groups, make_groups
 from tests.launch import run_ranks
 
 GRADIENT_METHODS = {n: k for n, k in method_classes().items() if issubclass(k, GradientMethod)}
@@ -159,3 +161,38 @@ def test_parts_of_a_run_have_groups_of_their_own() -> None:
     found = run_ranks(parts_share, 4)
     assert [members for _, _, members in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert all(right and made == 4 for made, right, _ in found)
+
+
+# ---- groups that end after an error --------------------------------------------------------------
+
+
+class Ending:
+    """A group on `backend` that ends once all of `others` have begun to end, or raises."""
+
+    def __init__(self, backend: str, *others: Ending, error: str = "") -> None:
+        self.backend, self.others, self.error = backend, others, error
+        self.begun = threading.Event()
+
+    def abort(self) -> None:
+        self.begun.set()
+        if self.error:
+            raise RuntimeError(self.error)
+        assert all(other.begun.wait(10) for other in self.others)
+
+
+def test_groups_end_together_and_in_no_place_of_the_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(topology, "_existing", list)
+    monkeypatch.setattr(topology, "_ABORT_SECONDS", 0.5)
+    monkeypatch.setattr(dist, "get_backend", lambda group: group.backend)
+    last, gloo = Ending("nccl"), Ending("gloo")
+    first, failing = Ending("nccl", last), Ending("nccl", error="no such communicator")
+    late = Ending("nccl", Ending("nccl"))
+    groups: Any = [first, failing, gloo, last, late]
+    start = time.monotonic()
+    assert abort_groups(groups) == [gloo]
+    assert time.monotonic() - start < 5
+    assert last.begun.is_set() and late.begun.is_set() and not gloo.begun.is_set()
+    assert "no such communicator" in caplog.text and "1 process groups" in caplog.text
+    late.others[0].begun.set()

@@ -198,9 +198,12 @@ def resume(
 
 
 @pytest.mark.parametrize(
-    "target", ["zero0", "zero1", "zero2", "zero3-recompute", "mixed-replicated"]
+    ("source", "target"),
+    [
+        *(("zero1", "zero0"), ("zero3", "zero1"), ("zero1", "zero2")),
+        *(("zero1", "zero3-recompute"), ("zero3", "mixed-replicated")),
+    ],
 )
-@pytest.mark.parametrize("source", ["zero1", "zero3"])
 def test_state_of_one_plan_resumes_under_another(source: str, target: str) -> None:
     _, module_state, optimizer_state, _, _ = trained(source, "adamw")[0]
     actual, actual_optimizer = run_on_pool(

@@ -72,7 +72,6 @@ EQUAL = {
     "16 bits": FP16(),
 }
 CASES = [
-    *(("all entries", layout, "one node") for layout in ("beside DDP", "beside ZeRO-1")),
     ("all entries, from nodes", "beside ZeRO-1", "two nodes"),
     *((name, "all of them", "one node") for name in ("all entries", "16 bits")),
 ]

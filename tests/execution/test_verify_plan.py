@@ -109,7 +109,7 @@ def cut_bytes(module, plan, rank):
     return total
 
 
-@pytest.mark.parametrize("ranks", [4, 64, 512])
+@pytest.mark.parametrize("ranks", [4, 512])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_at_any_size(preset, ranks):
     module, plan = on_meta(), plan_of(preset, ranks)
@@ -203,11 +203,9 @@ def plans_on(ranks):
         recomputed = plan_of("zero3", ranks, recompute=BLOCKS)
         plans = [plan_of("zero1", ranks), plan_of("hybrid", ranks), mixed_plan(ranks), recomputed]
         return [("GPT", plan) for plan in plans]
-    plans = [("GPT", plan_of(name, ranks)) for name in ("ddp", "zero1", "zero2", "zero3")]
+    plans = [("GPT", plan_of(name, ranks)) for name in ("ddp", "zero2")]
     plans.append(("GPT", replace(plan_of("zero3", ranks), gather_dtype="bfloat16")))
-    plans += [
-        ("ConvNet", plan_of(name, ranks, blocks=MODELS["ConvNet"][1])) for name in ("ddp", "zero3")
-    ]
+    plans.append(("ConvNet", plan_of("zero3", ranks, blocks=MODELS["ConvNet"][1])))
     return [*plans, ("Wide", plan_of("zero1", ranks))]
 
 

@@ -192,8 +192,9 @@ class ContinuousRun:
             payload: called on the last stage after its forward pass; what it returns travels back
                 to all others.
             kind: tells steps with the same code apart (see `StepFlows.of`).
-            meets: whether stages have a collective call between iterations; it changes only while
-                the run is drained.
+            meets: whether all stages make a collective call of their own between iterations, as
+                where each batch is sent by the first rank. Everything that was sent has begun to be
+                received by then. It takes effect in the first iteration of a drained run.
 
         Raises:
             PeerLostError: where another rank is gone; and what `step` raises.
@@ -497,9 +498,14 @@ class MinibatchPasses:
         # Compute with the weights of the rule, which stages that share parameters get too.
         run = partial(step, self._staged.module, batch)
         with weights.of_pass("forward", minibatch), self._staged.around():
+            # Before, so that the others get them early; but where sends wait, user code in the pass
+            # may wait for what was sent.
+            sends_wait = self._staged.links.sends_wait
+            if not sends_wait:
+                self._shared.send_weights(minibatch)
             output = flow.passes.forward(stage, minibatch, run, received)
-            # Not before: user code in the pass may wait for what was sent.
-            self._shared.send_weights(minibatch)
+            if sends_wait:
+                self._shared.send_weights(minibatch)
         self.inputs.send(minibatch, flying.traffic, output.sent, powers)
         # The last stage keeps the loss for its backward, and begins what travels back.
         if stage == self._links.num_stages - 1:

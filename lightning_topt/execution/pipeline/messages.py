@@ -11,17 +11,18 @@ compute the same. From one rank to another messages travel in the order in which
 them, and receives are begun in that order: no message needs a header or a tag.
 
 [Note: a queue for each pair] A pipeline that runs without such queues runs with them. A send waits
-in its queue for messages made before it, and those for receives which are begun no later than its
-own, while a rank waits for nothing but what it needs. Queues that more than two ranks share can be
-in a circle, which is why `MessageExchange` has one for each sender and receiver.
+in its queue only for messages that were made before it. Their receives begin no later than its own,
+and a rank waits for nothing but what it needs. Where more than two ranks share a queue, they may
+wait for one another in a circle: so `MessageExchange` has one for each sender and receiver.
 
-[Note: one order of passes] Over NCCL all that waits for the whole device waits for what the rank
-has begun to receive and to send, and user code may wait like that anywhere, on all ranks. So all
-ranks agree on one order of all passes, in which they can run one after the other. A rank begins to
-receive before its first pass that comes later in it than the pass which makes the message. Then no
-ranks wait in a circle. Of the passes that never end or are never waited for to the end take the
-first: what its rank has begun to receive is made by earlier passes, and what it has sent is begun
-to be received after earlier passes of the other rank.
+[Note: one order of passes] Over NCCL, code that waits for the whole device waits for all that the
+rank has begun to receive and to send. User code may wait like that anywhere, on all ranks. So all
+ranks agree on one order of the passes of all of them, in which these can run one after the other. A
+rank begins a receive before the first of its passes that comes, in this order, after the pass which
+makes the message. Then no ranks wait in a circle. Proof: suppose that some passes do not end, or
+that a wait for the device after them does not. Take the first of these in the order. What its rank
+has begun to receive is made by earlier passes, which end. What it has sent begins to be received
+after earlier passes of the other rank, which end too. So it ends.
 """
 
 from __future__ import annotations

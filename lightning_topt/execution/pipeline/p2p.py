@@ -92,9 +92,7 @@ class RankLinks:
         pipelines = groups.mesh.groups_along(groups.mesh.pipeline_axes)
         self._rest, self._rest_device = groups.pipeline_group, device
         if self.sends_wait:
-            rest = groups.make(pipelines, backend="gloo")
-            assert rest is not None
-            self._rest, self._rest_device = rest, torch.device("cpu")
+            self._rest, self._rest_device = _group_on_gloo(groups, pipelines), torch.device("cpu")
         # By pair: the group, and the other's rank in it. In an order that is the same on all ranks.
         self._ends: dict[Pair, tuple[dist.ProcessGroup, int]] = {}
         for pair in sorted(self.pairs):
@@ -175,6 +173,20 @@ class RankLinks:
             lost = "it" if self._names_stages else other
             text = f"{me} could not send {what} to {other}: {lost} is gone, stopped or late"
         raise PeerLostError(f"{text} ({error})") from error
+
+
+def _group_on_gloo(groups: PipelineGroups, pipelines: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """Return a group of the pipeline for messages through memory of the host. Collective."""
+    try:
+        group = groups.make(pipelines, backend="gloo")
+    except RuntimeError as error:
+        raise RuntimeError(
+            "a pipeline needs a process group on gloo beside NCCL's, and it could not be made: set "
+            "GLOO_SOCKET_IFNAME to the network interface by which the machines reach each other, "
+            f"such as eth0, on all of them ({error})"
+        ) from error
+    assert group is not None
+    return group
 
 
 # ---- pipelines with a flush ----------------------------------------------------------------------

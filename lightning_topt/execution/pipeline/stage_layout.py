@@ -24,7 +24,6 @@ from lightning_topt.communication.topology import (
     abort_groups,
     destroy_groups,
     group_of,
-    own_group,
 )
 from lightning_topt.execution.pipeline.step_flows import StageFlow
 from lightning_topt.graph.mesh_axes import Mesh
@@ -81,32 +80,33 @@ class PipelineGroups:
 
     def destroy(self) -> None:
         """Destroy all groups but that of the data ranks. Nothing may be under way on any rank."""
-        dist.barrier()  # a rank that is done would end connections on which others receive
-        destroy_groups([group for group in self._made if group is not self.data])
+        destroy_groups([group for group in self._made if group is not self.data], meets=True)
         # Optimizers collect their states there, until `close`.
         self._made = [] if self.data is None else [self.data]
 
     def close(self) -> None:
         """Destroy what is left, where nothing of the plan is asked for any more."""
-        destroy_groups(self._made)
+        destroy_groups(self._made, meets=True)
         self._made = []
         atexit.unregister(self.abort)
 
     def abort(self) -> None:
         """End what is under way, after an error: else the device, and so the process, waits."""
-        abort_groups(self._made)
-        self._made = []
+        self._made = abort_groups(self._made)
 
     @contextmanager
     def at_any_time(self) -> Generator[dist.ProcessGroup, None, None]:
-        """Give the group of the pipeline, made anew for this where it has been destroyed."""
+        """Give the group of the pipeline, made anew for this where it has been destroyed.
+
+        After an error within, it lasts until `abort` or `close`.
+        """
         if self.pipeline_group in self._made:
             yield self.pipeline_group
             return
-        group = own_group(self.mesh.groups_along(self.mesh.pipeline_axes))
+        group = self.own(self.mesh.groups_along(self.mesh.pipeline_axes))
         yield group
-        dist.barrier()
-        destroy_groups([group])
+        self._made.remove(group)
+        destroy_groups([group], meets=True)
 
     @property
     def saves(self) -> bool:

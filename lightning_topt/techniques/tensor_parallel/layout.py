@@ -8,7 +8,7 @@ indices.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -81,14 +81,19 @@ class TensorAxes:
         )
 
     @classmethod
-    def with_groups(cls, mesh: Mesh) -> TensorAxes:
-        """Return the axes as this rank sees them.
+    def with_groups(
+        cls,
+        mesh: Mesh,
+        *,
+        make: Callable[[Sequence[Sequence[int]]], dist.ProcessGroup] = own_group,
+    ) -> TensorAxes:
+        """Return the axes as this rank sees them, with groups that `make` makes of sets of ranks.
 
         A collective call: groups are made in the same order on all ranks.
         """
         # one group per axis: the ranks that differ in this coordinate only
         alone = cls.of_mesh(mesh, rank=dist.get_rank())
-        groups = tuple(own_group(mesh.groups_along([axis])) for axis in mesh.tensor_axes)
+        groups = tuple(make(mesh.groups_along([axis])) for axis in mesh.tensor_axes)
         return cls(alone.names, alone.sizes, alone.coordinates, groups)
 
 

@@ -88,6 +88,8 @@ class Outcome:
     random: Tensor | None = None
     # parameters of which the compressed exchange of some rank holds gradients back
     residuals: int = 0
+    # parcels of shared weights under way when each forward pass of the first block begins
+    weights_sent: list[int] = field(default_factory=list)
 
 
 def alone(case: Case) -> Outcome:
@@ -121,6 +123,11 @@ def train(rank: int, case: Case) -> Outcome:
     optimizer = case.optimizer(model.parameters())
     engine.attach_optimizers([optimizer])
     scheduler, run = case.scheduler(optimizer), engine.continuous
+    model.embed.register_forward_pre_hook(
+        lambda *_: found.weights_sent.append(
+            sum(len(sent) for (kind, _), sent in run._links._sends.items() if "weights" in kind)
+        )
+    )
     for step in range(case.steps):
         result = run.advance(
             case.batch(step, data_rank),

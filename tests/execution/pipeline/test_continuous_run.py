@@ -40,41 +40,33 @@ def compressed(options: GradientMethod) -> ParallelPlan:
 
 LATE = {"schedule": "continuous_overlapped"}
 AS_ONE_PROCESS = {
-    "spectrain, clipped": Case(
-        "chain", plan(2, "spectrain"), steps=16, optimizer=sgd, clip=0.3, schedule=warm_up
-    ),
-    "multistep late": Case(
-        "chain", plan(2, "multistep", **LATE), steps=16, clip=0.3, schedule=warm_up
-    ),
+    "multistep late": Case("chain", plan(2, "multistep", **LATE), clip=0.3, schedule=warm_up),
     "stash, uneven": Case(
-        "chain", plan(2, "stash"), steps=16, sizes=(8, 8, 8, 3), clip=0.3, schedule=warm_up
+        "chain", plan(2, "stash"), sizes=(8, 8, 8, 3), clip=0.3, schedule=warm_up
     ),
-    "2 tied": Case(
-        "chain tied", plan(2, "spectrain"), steps=16, optimizer=sgd, clip=0.3, schedule=warm_up
-    ),
+    "2 tied": Case("chain tied", plan(2, "spectrain"), optimizer=sgd, clip=0.3, schedule=warm_up),
     "3 tied, drained": Case(
         "chain tied", plan(3, "multistep", **LATE), steps=16, drain_every=10, accumulate=2, clip=0.3
     ),
-    "4 tied": Case(
-        "chain tied", plan(4, "spectrain"), steps=16, optimizer=sgd, clip=0.3, schedule=warm_up
-    ),
+    "4 tied": Case("chain tied", plan(4, "spectrain"), optimizer=sgd, clip=0.3, schedule=warm_up),
     "3 drained between updates": Case(
-        "chain", plan(3, "spectrain"), steps=16, accumulate=4, drain_every=6, optimizer=sgd
+        "chain", plan(3, "spectrain"), accumulate=4, drain_every=6, optimizer=sgd
     ),
-    "3 multistep, accumulated": Case(
-        "chain", plan(3, "multistep"), steps=16, accumulate=3, schedule=warm_up
-    ),
+    "3 multistep, accumulated": Case("chain", plan(3, "multistep"), accumulate=3, schedule=warm_up),
     "3 pipeoptim, drained": Case(
-        "chain", plan(3, "pipeoptim"), steps=16, drain_every=9, clip=0.3, schedule=warm_up
+        "chain", plan(3, "pipeoptim"), drain_every=8, clip=0.3, schedule=warm_up
     ),
     "4 multistep": Case(
-        "chain", plan(4, "multistep"), steps=16, clip=0.3, schedule=warm_up, sizes=(8, 5, 5)
+        "chain",
+        plan(4, "multistep", recompute=True),
+        clip=0.3,
+        schedule=warm_up,
+        sizes=(8, 5, 5),
     ),
     "4 stash late": Case("chain", plan(4, "stash", **LATE), steps=16, clip=0.3, schedule=warm_up),
-    "4 recomputed": Case("chain", plan(4, "multistep", recompute=True), steps=16, schedule=warm_up),
 }
 NOT_IN_ORDER = {  # gradients are summed in another order
-    model: Case(model, plan(2, "multistep"), steps=6, drain_every=1, schedule=warm_up)
+    model: Case(model, plan(2, "multistep"), steps=4, drain_every=1, schedule=warm_up)
     for model in ("plain", "tied", "skips", "spare", "normed", "dropout", "handed")
 }
 NOT_IN_ORDER["frozen"] = Case(
@@ -104,8 +96,7 @@ IN_SLICES = {
     for width in (1, 2)
 }
 ONE_IN_FLIGHT = {
-    f"{model} on {ranks}": Case(model, continuous_plan(ranks), steps=6, drain_every=1)
-    for ranks in (2, 3)
+    model: Case(model, continuous_plan(3), steps=6, drain_every=1)
     for model in ("chain", "chain dropout", "chain normed")
 }
 
@@ -148,6 +139,8 @@ def test_ranks_compute_as_one_process_that_walks_the_schedule(
             torch.testing.assert_close(
                 outcome.losses[step], loss, rtol=1e-5, atol=1e-6, msg=lambda m, s=step: f"{s}: {m}"
             )
+    if "tied" in name:
+        assert min(trained[name][0].weights_sent) > 0, "weights are sent before the pass"
     state = trained[name][0].state
     for parameter, value in expected.state.items():
         torch.testing.assert_close(

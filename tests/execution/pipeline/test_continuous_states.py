@@ -150,8 +150,8 @@ def _held() -> tuple[list[int], list[tuple[int, int]], list[int], int]:
     job.train(0, 20, step=step)
     job.train(0, 20, drain=False)
     held, objects = [], []
-    for _ in range(4):
-        job.train(0, 40, drain=False)
+    for _ in range(3):
+        job.train(0, 20, drain=False)
         held.append(job.run.held_bytes)
         gc.collect()
         objects.append(len(gc.get_objects()))

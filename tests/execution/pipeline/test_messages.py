@@ -5,6 +5,7 @@ comes late.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from lightning_topt.execution.pipeline.messages import (
     ProgramStep,
     rank_program,
 )
+from lightning_topt.execution.pipeline.p2p import _group_on_gloo
 from lightning_topt.execution.pipeline.pipeline_run import linked_ranks
 from lightning_topt.execution.pipeline.stage_layout import StageLayout
 from lightning_topt.graph.step_flow import LeafSpec, TensorRef
@@ -146,3 +148,13 @@ def test_links_lead_back_where_something_has_a_gradient() -> None:
     looped = StageLayout((0, 1, 0, 1), parameters, {})
     found = linked_ranks(looped, crossings, is_asynchronous=False)
     assert found == {(0, 1), (1, 0)}
+
+
+def test_a_pipeline_over_nccl_says_what_helps_where_gloo_does_not_connect() -> None:
+    class Unconnected:
+        def make(self, parts: Any, *, backend: str) -> Any:
+            raise RuntimeError("makeDeviceForHostname(): unsupported gloo device")
+
+    groups: Any = Unconnected()
+    with pytest.raises(RuntimeError, match=r"GLOO_SOCKET_IFNAME .*unsupported gloo device"):
+        _group_on_gloo(groups, [[0, 1]])

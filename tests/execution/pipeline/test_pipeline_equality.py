@@ -14,12 +14,8 @@ from lightning_topt.schedules.schedules import SCHEDULES
 from tests.launch import run_ranks
 
 BY_NAME = {plan.name: plan for plan in PLANS}
-FAST = {
-    "U-Net": "zbv 4",
-    "GPT, dropout": "interleaved_zero_bubble 4",
-    "ResNet": "1f1b 2 x data 2",
-    "T5": "gpipe 4",
-}
+# tests/execution/test_nccl_order.py has others, where works wait as over NCCL
+FAST = {"U-Net": "zbv 4", "T5": "gpipe 4"}
 
 
 def parts(rank: int) -> Any:

@@ -77,15 +77,18 @@ def run(rank: int, schedule: str, what: str, where: str, port: int, queue: Any) 
         queue.put((rank, type(error), first, ""))
 
 
+RAISES = ("raises", "blocks.3", 1, "rank 1 ended with ValueError: a label is out of range")
+
+
 @pytest.mark.parametrize(
-    ("what", "where", "lost", "says"),
+    ("schedule", "what", "where", "lost", "says"),
     [
-        ("raises", "blocks.3", 1, "rank 1 ended with ValueError: a label is out of range"),
-        ("SIGKILL", "blocks.3", 1, "rank 1 did not answer .*has ended"),
-        ("SIGSTOP", "blocks.5", 2, "rank 2 did not answer .*is stopped"),
+        ("1f1b", *RAISES),
+        ("continuous", *RAISES),
+        ("continuous", "SIGKILL", "blocks.3", 1, "rank 1 did not answer .*has ended"),
+        ("1f1b", "SIGSTOP", "blocks.5", 2, "rank 2 did not answer .*is stopped"),
     ],
 )
-@pytest.mark.parametrize("schedule", ["1f1b", "continuous"])
 def test_the_rank_that_fails_is_named_by_all_others(
     schedule: str, what: str, where: str, lost: int, says: str
 ) -> None:

@@ -5,15 +5,18 @@ process.
 from __future__ import annotations
 
 import copy
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _world
 
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
+from lightning_topt.execution.pipeline.stage_layout import PipelineGroups
 from lightning_topt.execution.sharded_checkpoint import (
     open_sharded,
     read_sharded_checkpoint,
@@ -29,7 +32,6 @@ PLANS: dict[str, ParallelPlan] = {
     "zbv, data 2": plan_of(2, "zbv", stages=4, data=2, data_first=True),
     "1f1b, data 2, zero1": plan_of(2, "1f1b", data=2, storage="zero1"),
     "1f1b, tensor 2": plan_of(2, "1f1b", tensor=2),
-    "zero1": uniform_plan(1, data_parallel_size=4, blocks=["blocks.0"]),
     "zero3": uniform_plan(3, data_parallel_size=4, blocks=["blocks.0", "blocks.1"]),
 }
 
@@ -85,17 +87,17 @@ def save_each(rank: int, folder: Path) -> Any:
     (whole,) = [saved["1f1b"]] if rank == 0 else [None]
     whole = shared(whole)
     for name, plan in PLANS.items():
+        engine, _, optimizers = started(plan)
         for found, state in (
             (resumed, whole),
             (from_folder, stored(folder / "1f1b, data 2, zero1")),
         ):
             if found is from_folder and name not in FROM_FOLDER:
                 continue
-            engine, _, optimizers = started(plan)
             engine.load(copy.deepcopy(state) if found is resumed else state)
             step(engine, optimizers, tokens(2)[1], rank)
             found[name] = copy.deepcopy(engine.state_dict())
-            engine.release()
+        engine.release()
     return saved, resumed, from_folder
 
 
@@ -185,14 +187,32 @@ def mistakes(rank: int) -> list[str]:
     )
     assert results["logits"].shape == (8, 5, 11) and results["name"] == ["x", 3]
     assert not results["logits"].requires_grad
+    groups = len(_world.pg_map)
     for bad in (plan_of(2, "2f2b"), plan_of(2, "1f1b", stages=4), renamed(plan_of(2, "1f1b"))):
-        with pytest.raises(PlanError) as refused:
-            Engine(bad, make("tied"), device=CPU).apply(example=Example(loss_of, tokens(1)[0][:2]))
+        with ExitStack() as stack, pytest.raises(PlanError) as refused:
+            engine = Engine(bad, make("tied"), device=CPU)
+            stack.callback(engine.close)
+            engine.apply(example=Example(loss_of, tokens(1)[0][:2]))
         said.append(str(refused.value))
+    check_groups(rank)
+    assert len(_world.pg_map) == groups, "groups that are left"
     check_statistics()
     with pytest.raises(PlanError, match="needs an example"):
         Engine(plan_of(2, "1f1b"), make("tied"), device=CPU).apply()
     return said
+
+
+def check_groups(rank: int) -> None:
+    """Groups are the same on all ranks where one has failed, and end where states were not got."""
+    groups = PipelineGroups(plan_of(2, "1f1b").mesh)
+    if rank == 0:
+        groups.abort()
+    with groups.at_any_time() as group:
+        assert group is groups.pipeline_group
+    groups.destroy()
+    with suppress(KeyError), groups.at_any_time():
+        raise KeyError("no such state")
+    groups.close()
 
 
 def check_statistics() -> None:
@@ -205,6 +225,7 @@ def check_statistics() -> None:
     (synchronized,) = (module for module in model.modules() if isinstance(module, nn.SyncBatchNorm))
     assert torch.distributed.get_world_size(synchronized.process_group) == 1
     engine.release()
+    engine.close()
     assert synchronized.process_group is None
 
 

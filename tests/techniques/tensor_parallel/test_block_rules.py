@@ -83,8 +83,10 @@ def all_of(rank: int, cases: Mapping[str, Case]) -> dict[str, Any]:
 def test_steps_are_split() -> None:
     cases = {f"sequence, {model}": of_sequence(model) for model in MODELS if MODELS[model][2]}
     cases |= {f"context, {model}": of_context(model) for model in MODELS}
-    cases |= {f"context in two runs, {model}": of_context(model, 2, 2) for model in MODELS}
-    cases |= {f"both, {model}": of_both(model) for model in MODELS if MODELS[model][2]}
+    cases |= {
+        f"context in two runs, {model}": of_context(model, 2, 2) for model in ("gpt", "llama")
+    }
+    cases |= {f"both, {model}": of_both(model) for model in ("gpt", "gpt2")}
     results = run_ranks(all_of, 4, cases)
     for name in cases:
         check([found[name] for found in results])
@@ -160,7 +162,6 @@ def on_three_axes(depth: int, rows: int, columns: int) -> Case:
 def test_two_and_three_axes() -> None:
     cases = {
         "2 x 2": on_two_axes(2, 2, data=2),
-        "2 x 4": on_two_axes(2, 4),
         "4 x 2": on_two_axes(4, 2),
         "2 x 2, by step": on_two_axes(2, 2, dim=1, data=2),
         "2 x 2 x 2": on_three_axes(2, 2, 2),

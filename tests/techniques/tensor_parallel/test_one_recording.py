@@ -23,7 +23,7 @@ from lightning_topt.graph.recording import (
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 from tests.models import GPT, Mixture
-from tests.techniques.tensor_parallel.test_split_models import gpt2, llama, t5
+from tests.techniques.tensor_parallel.test_split_models import llama, t5
 from tests.techniques.tensor_parallel.traced import Step, prices
 
 WIDTH = 32
@@ -96,7 +96,6 @@ def ids(samples: int) -> Tensor:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "gpt": (gpt, lambda n: (ids(n), ids(n))),
     "llama": (lambda: Language(llama()), ids),
-    "gpt2": (lambda: Language(gpt2()), ids),
     "t5": (lambda: Language(t5()), ids),
     "vit": (Vision, lambda n: (torch.zeros(n, 3, 16, 16), torch.zeros(n, dtype=torch.long))),
     "mixture": (lambda: Step(Mixture("einsum", width=WIDTH)), lambda n: torch.zeros(n, 8, WIDTH)),
@@ -119,17 +118,18 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def graphs(model: SplitModel, ranks: int) -> list[Any]:
-    """Steps of a rank, each part of them captured."""
+def graphs(model: SplitModel, ranks: int, *, all_splits: bool = True) -> list[Any]:
+    """Steps of a rank, each part of them captured: of all splits, or of that which splits most."""
     costs, found = prices(model.module, ranks), []
-    for split in model.candidates(costs):
+    candidates = model.candidates(costs)
+    for split in candidates if all_splits else candidates[-1:]:
         found.append(model.local_graph(split, ranks))
         if (joint := model.joint_layout(split, costs)) is not None:
             found.append(model.local_graph_of(joint, (Axis("tensor", ranks),)))
     return found
 
 
-@pytest.mark.parametrize(("name", "samples"), [*((name, 4) for name in MODELS), ("gpt", 1)])
+@pytest.mark.parametrize(("name", "samples"), [*((name, 4) for name in MODELS), ("vit", 1)])
 def test_one_recording_tells_what_two_do(
     name: str, samples: int, recorded: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,7 +138,8 @@ def test_one_recording_tells_what_two_do(
     whole = capturing.capture(module, batch, adapt=trace.of)
     recorded.clear()
     model = SplitModel(module, batch, whole, trace)
-    found, steps = graphs(model, 2), model.captured.graphs.values()
+    all_splits = name not in ("llama", "t5", "vit")  # other models, not other splits
+    found, steps = graphs(model, 2, all_splits=all_splits), model.captured.graphs.values()
     of_one = [count for count in recorded if count % PRIME == 0]
     if name == "mixture":  # einsum chooses other operators for a large batch
         assert len(of_one) == 1
@@ -148,7 +149,7 @@ def test_one_recording_tells_what_two_do(
         refused = sum(graph is None for graph in steps)
         assert len(recorded) == len(of_one) + refused
     monkeypatch.setattr(capturing, "_from_one_recording", lambda *_: None)
-    of_two = graphs(SplitModel(module, batch, whole, trace), 2)
+    of_two = graphs(SplitModel(module, batch, whole, trace), 2, all_splits=all_splits)
     assert any(graph is not None for graph in found)
     assert len(found) == len(of_two)
     # Two small batches may run different operators, where one has as many samples as there are

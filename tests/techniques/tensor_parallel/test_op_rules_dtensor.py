@@ -20,8 +20,8 @@ from torch.distributed.tensor.placement_types import Shard as DShard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_topt.execution.observed_step import forget_meshes
 from lightning_topt.graph.op_config import Partial, Placement, Shard
+from lightning_topt.techniques.technique import forget_meshes
 from lightning_topt.techniques.tensor_parallel.op_rules.rules import Row, tensors_in
 from tests.techniques.tensor_parallel.samples import SAMPLES
 from tests.techniques.tensor_parallel.simulated import Sample, copies

@@ -77,7 +77,6 @@ def library(name: str) -> tuple[nn.Module, Any]:
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
-    "gpt": lambda: (GPT(3, 64, 8, vocab=64, context=32), tokens()),
     "gpt, dropout, tied": lambda: (
         GPT(3, 64, 8, vocab=64, context=32, dropout=0.1, tied=True),
         tokens(),

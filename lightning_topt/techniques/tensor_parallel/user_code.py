@@ -308,7 +308,15 @@ def refuse_copies(func: Callable[..., Any], tensor: Tensor) -> None:
 _OWN = ("torch.", "lightning_topt.")
 _COLLECTIVES = "torch.distributed.nn."
 _apply: Any = torch.autograd.Function.__dict__["apply"]
-_GENERATOR = "_checkpoint_without_reentrant_generator"
+# what all checkpoints without reentrant autograd run: the second name in torch 2.13 and before
+_GENERATOR = next(
+    name
+    for name in (
+        "_checkpoint_without_reentrant_generator_impl",
+        "_checkpoint_without_reentrant_generator",
+    )
+    if hasattr(checkpoint, name)
+)
 _generator: Any = getattr(checkpoint, _GENERATOR)
 _make_subclass: Any = torch.Tensor._make_subclass
 _NOT_IN_GROUP = "_rank_not_in_group"  # all functions of torch.distributed call it first
@@ -437,23 +445,26 @@ def _again_under(
     return run
 
 
-def _watched_generator(
-    function: object,
-    preserve: bool = True,
-    context_fn: Any = checkpoint.noop_context_fn,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def _watched_generator(function: object, *args: Any, **options: Any) -> Any:
     """Let a checkpoint recompute in the mode."""
     if (mode := _current()) is None:
-        return _generator(function, preserve, context_fn, *args, **kwargs)
+        return _generator(function, *args, **options)
     as_now = mode.as_now()
 
-    def contexts() -> tuple[Any, Any]:
-        forward, recompute = context_fn()
-        return forward, _Under(mode, recompute, as_now)
+    def under(context_fn: Callable[[], tuple[Any, Any]]) -> Callable[[], tuple[Any, Any]]:
+        def contexts() -> tuple[Any, Any]:
+            forward, recompute = context_fn()
+            return forward, _Under(mode, recompute, as_now)
 
-    return _generator(function, preserve, contexts, *args, **kwargs)
+        return contexts
+
+    # the first takes it by name; the second as the third argument, before those of the function
+    if _GENERATOR.endswith("_impl"):
+        options["context_fn"] = under(options.get("context_fn", checkpoint.noop_context_fn))
+    else:
+        preserve, context_fn, *rest = args
+        args = preserve, under(context_fn), *rest
+    return _generator(function, *args, **options)
 
 
 class _Under(AbstractContextManager[None]):

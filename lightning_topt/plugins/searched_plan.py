@@ -34,7 +34,7 @@ from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.graph.blocks import why_not_recomputed
 from lightning_topt.graph.capture import capture
-from lightning_topt.graph.errors import may_need_values
+from lightning_topt.graph.errors import CaptureError, may_need_values
 from lightning_topt.graph.op_config import Shard
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.step_observer import observe_step
@@ -86,9 +86,11 @@ def capture_on_ranks(
                 or not hasattr(os, "fork")
             ):
                 raise
-            with contextlib.suppress(Exception):
+            try:
                 return ForkedCall(run, isolated=True).result(timeout_seconds=_STEP_SECONDS)
-            raise
+            except Exception as failure:
+                why = f"{error}\nNor did it run on real tensors: {failure}"
+                raise CaptureError(why, needs_values=True) from failure
 
     def run() -> OpGraph:
         torch.set_num_threads(1)  # threads of the pool are not copied with the process

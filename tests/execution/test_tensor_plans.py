@@ -421,5 +421,5 @@ def test_folders_of_shards_go_from_plan_to_plan(tmp_path: Path) -> None:
             )
     there = run_on_pool(on_two_ranks, 2, tmp_path)[0]
     same_states(there["optimizers"][0], saved[MIXED]["optimizers"][0], exactly=True)
-    sizes = [path.stat().st_size for path in (tmp_path / "tensor axis alone").glob("*.distcp")]
+    sizes = [path.stat().st_size for path in (tmp_path / "tensor axis alone").rglob("*.distcp")]
     assert len(sizes) == 4 and max(sizes) < 0.5 * sum(sizes)

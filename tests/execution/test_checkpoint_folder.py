@@ -217,9 +217,14 @@ class Killed(BaseException):
 
 
 def found_at(target: Path) -> int:
-    """Return the step of the checkpoint at `target`, 0 where there is none. A file is of step 7."""
+    """Return the step of the checkpoint at `target`, 0 where there is none.
+
+    A file has its step, a folder of files is of step 7.
+    """
     if target.is_file():
         return int(target.read_text())
+    if any((target / name).exists() for name in "ab"):
+        return 7 * all((target / name).exists() for name in "ab")
     return step_of(target) if holds_shards(target) else 0
 
 
@@ -253,6 +258,7 @@ def killed_at_every_operation(rank: int, folder: Path, saved: Path) -> dict[str,
         "nothing": None,
         "a file": None,
         "a link to a file": None,
+        "a folder of files": None,
     }
     for name, form in forms.items():
         target = folder / name / "last.ckpt"
@@ -267,6 +273,10 @@ def killed_at_every_operation(rank: int, folder: Path, saved: Path) -> dict[str,
             elif name == "a link to a file":
                 (target.parent / "other").write_text("7")
                 target.symlink_to("other")
+            elif name == "a folder of files":
+                target.mkdir()
+                for file in "ab":
+                    (target / file).touch()
             if "left" in name:
                 (target / "shards.left").mkdir()
                 (target / "shards.left" / REST).touch()
@@ -295,7 +305,7 @@ def test_a_kill_at_any_moment_of_a_save_loses_nothing(saved: Path, tmp_path: Pat
         before = 0 if name == "nothing" else 7
         kept = steps.index(8)
         assert kept > 5, "no operation was seen"
-        # Where a folder replaces a file, nothing has its name for a moment.
+        # Where a checkpoint replaces something else, nothing has its name for a moment.
         between = [0] if "file" in name else []
         assert steps == [before] * (kept - len(between)) + between + [8] * (len(steps) - kept)
         assert len(steps) - kept > (4 if name.startswith("th") else 0)  # kills while tidying up

@@ -79,7 +79,8 @@ class OuterSteps:
             the optimizer's step. None: each rank is a node.
         process_group: the ranks; None: all.
         timeout_seconds: how long to wait for another rank.
-        watch: over all ranks, where there is one; None: one is made, until `close`.
+        watch: over all ranks, where there is one; None: one is made, until `close`, unless there is
+            one rank only.
 
     Raises:
         ValueError: for methods that differ between ranks, and without parameters.
@@ -110,8 +111,8 @@ class OuterSteps:
         ranks = "-".join(map(str, dist.get_process_group_ranks(self.group or dist.group.WORLD)))
         prefix = f"lightning_topt/outer_steps/{next(_made)}/{ranks}"
         self._own_watch = None
-        if watch is None:
-            rank, world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        rank, world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        if watch is None and world_size > 1:
             store = PrefixStore(prefix, _get_default_store().clone())  # type: ignore[attr-defined]  # missing in the stubs
             watch = self._own_watch = RankWatch(store, rank=rank, world_size=world_size)
         self.watch = watch
@@ -159,6 +160,8 @@ class OuterSteps:
         try:
             self.replicas.average_gradients(wait=self._wait)
         except (RuntimeError, TimeoutError) as error:
+            if self.watch is None:
+                raise
             raise self.watch.diagnose(error) from error
 
     def after_step(self) -> bool:
@@ -166,7 +169,7 @@ class OuterSteps:
 
         Call it after each such step. Raises what `synchronize` raises.
         """
-        if self.watch.others_failed():
+        if self.watch is not None and self.watch.others_failed():
             raise self.watch.diagnose(RuntimeError("another rank reported a failure"))
         self.pending_steps += 1
         self.local_steps += 1
@@ -194,6 +197,8 @@ class OuterSteps:
             mean = self._exchange()
             self._other_bytes += mean_of_buffers(self.buffers, group=self.group, wait=self._wait)
         except (RuntimeError, TimeoutError) as error:
+            if self.watch is None:
+                raise
             raise self.watch.diagnose(error) from error
         # update: the outer optimizer steps, replicas start from theta again
         coefficient, rate = self.method.outer_momentum, self.method.outer_learning_rate
@@ -257,7 +262,7 @@ class OuterSteps:
         assert work is not None
         deadline = time.monotonic() + self.timeout_seconds
         while not work.is_completed():
-            if self.watch.others_failed():
+            if self.watch is not None and self.watch.others_failed():
                 raise RuntimeError("another rank reported a failure")
             if time.monotonic() > deadline:
                 raise TimeoutError(

@@ -15,7 +15,8 @@
 
 A save writes a new folder of files, then replaces the manifest, then removes the files before: at
 every moment the manifest names a complete checkpoint. Folders of releases before have the files
-themselves, without a manifest; they are read without checksums.
+themselves, without a manifest; they are read without checksums. What is no such folder is moved
+aside (`_beside`) before a new one takes its name.
 
 World size and plan may change between writing and reading. `StoredModule`, `StoredOptimizer` and
 `StoredExchange` are the states of an open folder: mappings that read an entry when it is asked for,
@@ -24,6 +25,8 @@ each rank what it is to keep.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import json
 import os
@@ -31,10 +34,10 @@ import pickle
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -43,7 +46,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageInfo,
+)
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
@@ -85,30 +92,24 @@ EXCHANGE_AT = ("lightning_topt", "gradient_exchange")
 _METADATA = ".metadata"  # torch.distributed.checkpoint's
 _VERSION = 1  # of the manifest
 _BLOCK = 1 << 20  # bytes that are read at a time for a checksum
-# All that ``.metadata`` has beside numbers, texts and containers.
-_METADATA_NAMES = {
-    "torch": {"Size"}
-    | {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-}
+# The classes whose instances ``.metadata`` has, beside numbers, texts, containers and `_VALUES`.
+_FILLED = (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+    _StorageInfo,
+)
 
 
 def holds_shards(path: str | os.PathLike[str]) -> bool:
     """Return whether `path` is a folder that `save_sharded` wrote."""
-    return (Path(path) / MANIFEST).is_file() or (
-        (Path(path) / REST).is_file() and (Path(path) / _METADATA).is_file()
-    )
+    folder = Path(path)
+    if (folder / MANIFEST).is_file():  # as files of others may be called
+        return any(folder.glob(f"{_FILES_IN}*"))
+    return (folder / REST).is_file() and (folder / _METADATA).is_file()
 
 
 def save_sharded(
@@ -158,15 +159,15 @@ def save_sharded(
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(others, gathered if rank == 0 else None)
     # Rank 0 makes the folder that all write to.
-    place: list[Any] = [_begin_folder(target) if rank == 0 else None]
-    dist.broadcast_object_list(place)
-    folder = target.with_name(place[0][0]) / place[0][1]
+    home, name = _on_first(lambda: _begin_folder(target))
+    folder = target.with_name(home) / name
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     writer = _ShardWriter(folder)
     save(tensors, storage_writer=writer, planner=planner)
     written: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(writer.checksums, written if rank == 0 else None)
-    if rank == 0:
+
+    def finish() -> None:
         joined = _joined(gathered)
         if exchange is not None:
             joined["exchange"] = {
@@ -179,7 +180,29 @@ def save_sharded(
         checksums = {name: of_file for of_rank in written for name, of_file in of_rank.items()}
         checksums |= {name: _of_whole_file(folder / name) for name in (_METADATA, REST)}
         _commit(folder, target, checksums)
-    dist.barrier()
+
+    _on_first(finish)
+
+
+def _on_first(action: Callable[[], Any]) -> Any:
+    """Return what `action` returns on rank 0, on all ranks. A collective call.
+
+    An error of it is raised on all ranks.
+    """
+    found, said, error = None, "", None
+    if dist.get_rank() == 0:
+        try:
+            found = action()
+        except Exception as raised:
+            error, said = raised, f"{type(raised).__name__}: {raised}"
+    of_first: list[Any] = [found, said]
+    dist.broadcast_object_list(of_first)
+    if error is not None:
+        raise error
+    found, said = of_first
+    if said:
+        raise RuntimeError(f"rank 0 could not save the checkpoint: {said}")
+    return found
 
 
 def _begin_folder(target: Path) -> tuple[str, str]:
@@ -187,36 +210,56 @@ def _begin_folder(target: Path) -> tuple[str, str]:
 
     It is in the checkpoint folder that is to be replaced; where there is none, in one beside it.
     """
-    home, beside = target, target.with_name(target.name + ".unfinished")
+    home, (unfinished, _) = target, _beside(target)
     # A kill may have come before the very last step.
-    if holds_shards(beside) and not os.path.lexists(target):
-        beside.rename(target)
+    if holds_shards(unfinished) and not os.path.lexists(target):
+        unfinished.rename(target)
     if target.is_symlink() or not holds_shards(target):
-        home = beside
+        home = unfinished
         _remove(home)
+    else:
+        # what a save left that was cut off; of a damaged manifest it is not known
+        with contextlib.suppress(ValueError):
+            _tidy(home.glob(f"{_FILES_IN}*"), but=ShardFolder.at(home).path)
     folder = home / f"{_FILES_IN}{secrets.token_hex(4)}"
     folder.mkdir(parents=True)
     return home.name, folder.name
 
 
+def _beside(target: Path) -> tuple[Path, Path]:
+    """Return the folder that is to be `target`, and what was there, while one replaces the other.
+
+    Lightning takes what has a checkpoint's name in its own for a checkpoint.
+    """
+    name = xxhash.xxh3_64_hexdigest(os.fsencode(target.name))
+    return target.with_name(f"{name}.unfinished"), target.with_name(f"{name}.old")
+
+
 def _commit(folder: Path, target: Path, checksums: Mapping[str, Checksums]) -> None:
     """Make the files in `folder` the checkpoint at `target`, and remove those that it had."""
-    home = folder.parent
+    home, (unfinished, old) = folder.parent, _beside(target)
+    for name in checksums:
+        if not (folder / name).is_file():
+            raise FileNotFoundError(
+                f"{name} was written to {str(folder)!r}, and rank 0 does not find it there: all "
+                "ranks must see one file system"
+            )
     content = {"version": _VERSION, "folder": folder.name, "checksums": checksums}
     manifest, new = home / MANIFEST, home / f"{MANIFEST}.unfinished"
     new.write_text(json.dumps({"content": content, "checksum": _digest(content)}))
     _sync(new)
+    _sync(folder)
     new.replace(manifest)
     _sync(home)
     # Nothing was there, or something else: no folder can replace that in one step.
     if home != target:
-        _remove(target)
+        if os.path.lexists(target):
+            _remove(old)
+            target.rename(old)
         home.rename(target)
         _sync(target.parent)
-    for path in target.iterdir():
-        of_a_save = path.suffix == ".distcp" or path.name in (_METADATA, REST)
-        if of_a_save or (path.name.startswith(_FILES_IN) and path.name != folder.name):
-            _remove(path)
+    before = [*target.glob("*.distcp"), target / _METADATA, target / REST]
+    _tidy([*target.glob(f"{_FILES_IN}*"), *before, unfinished, old], but=target / folder.name)
 
 
 def _joined(gathered: Sequence[object]) -> State:
@@ -239,6 +282,14 @@ def _joined(gathered: Sequence[object]) -> State:
     }
 
 
+def _tidy(paths: Iterable[Path], *, but: Path) -> None:
+    """Remove `paths`, but one. What cannot be removed stays until the next save."""
+    for path in [*paths]:
+        if path != but:
+            with contextlib.suppress(OSError):
+                _remove(path)
+
+
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -248,11 +299,15 @@ def _remove(path: Path) -> None:
 
 def _sync(path: Path) -> None:
     """Let the system write a file, or the names in a folder, to its disk."""
-    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        if not path.is_dir():  # which not every file system can write by itself
+            raise
 
 
 def _load_plain(path: Path) -> State:
@@ -300,7 +355,9 @@ def read_sharded_checkpoint(path: str | os.PathLike[str], *, weights_only: bool 
         ValueError: there is no such checkpoint at `path`, or a file of it is damaged.
     """
     if not holds_shards(path):
-        raise ValueError(f"{str(path)!r} is not a checkpoint folder: it lacks {MANIFEST}")
+        raise ValueError(
+            f"{str(path)!r} is not a checkpoint folder: it lacks {MANIFEST} or {_FILES_IN}*"
+        )
     checkpoint = open_sharded(
         path, lambda file: torch.load(file, map_location="cpu", weights_only=weights_only)
     )
@@ -478,10 +535,9 @@ def _index_and_name(key: str) -> tuple[int, str]:
 
 def _tensors(folder: ShardFolder) -> dict[str, TensorStorageMetadata]:
     """Return what the folder says of its tensors, by key."""
-    known = _ShardReader(folder).read_metadata().state_dict_metadata
     return {
         key: metadata
-        for key, metadata in known.items()
+        for key, metadata in folder.metadata.state_dict_metadata.items()
         if isinstance(metadata, TensorStorageMetadata)
     }
 
@@ -565,6 +621,21 @@ class ShardFolder:
             _refuse(path / MANIFEST, "was written by a newer release of lightning_topt")
         return ShardFolder(path / name, content["checksums"])
 
+    @functools.cached_property
+    def metadata(self) -> Metadata:
+        """What ``.metadata`` has, read once. Raises ValueError where that is anything else."""
+        self.verify(_METADATA)
+        file = self.path / _METADATA
+        try:
+            with file.open("rb") as stream:
+                metadata = _MetadataUnpickler(stream).load()
+        # the bytes decide what is raised
+        except Exception as error:
+            _refuse(file, f"cannot be read: {error}")
+        if not isinstance(metadata, Metadata):
+            _refuse(file, f"cannot be read: it is a {type(metadata).__name__}")
+        return metadata
+
     def verify(self, name: str, offset: int = 0) -> None:
         """Raise ValueError where an entry of a file is not what was saved."""
         file = self.path / name
@@ -629,21 +700,8 @@ class _ShardReader(FileSystemReader):
         self._folder = folder
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Return what ``.metadata`` has. Raises ValueError where that is anything else."""
-        self._folder.verify(_METADATA)
-        file = self._folder.path / _METADATA
-        try:
-            with file.open("rb") as stream:
-                metadata = _MetadataUnpickler(stream).load()
-        # the bytes decide what is raised
-        except Exception as error:
-            _refuse(file, f"cannot be read: {error}")
-        if not isinstance(metadata, Metadata):
-            _refuse(file, f"cannot be read: it is a {type(metadata).__name__}")
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        """Return what ``.metadata`` has."""
+        return self._folder.metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Verify each entry, then read it."""
@@ -653,23 +711,64 @@ class _ShardReader(FileSystemReader):
         return super().read_data(plan, planner)
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Makes the values that ``.metadata`` has, and no others: pickle would call anything."""
+def _layout(name: str) -> torch.layout:
+    return _LAYOUTS[name]
+
+
+def _memory_format(*of: Any) -> _MEM_FORMAT_ENCODING:
+    # Python 3.11 makes members of an enumeration of the class and a name, later ones of a value
+    return _MEM_FORMAT_ENCODING[of[1]] if len(of) == 2 else _MEM_FORMAT_ENCODING(*of)
+
+
+_LAYOUTS = {str(of): of for of in vars(torch).values() if isinstance(of, torch.layout)}
+# What ``.metadata`` has, by module and name, beside `_FILLED`. Functions are of this module, so
+# that they do no more than is written here.
+_VALUES: dict[tuple[str, str], Any] = {
+    **{("torch", name): of for name, of in vars(torch).items() if isinstance(of, torch.dtype)},
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _layout,
+    (_MEM_FORMAT_ENCODING.__module__, _MEM_FORMAT_ENCODING.__name__): _memory_format,
+    ("builtins", "getattr"): _memory_format,
+    **{(of.__module__, of.__name__): of for of in _FILLED},
+}
+
+
+class _MetadataUnpickler(pickle._Unpickler):
+    """Makes the values that ``.metadata`` has, and no others.
+
+    pickle itself would call anything, and set attributes of anything: of classes and functions,
+    too. Its form in C cannot be kept from that.
+    """
+
+    stack: list[Any]  # pickle's
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class by its name. Raises UnpicklingError for another one."""
-        if name in _METADATA_NAMES.get(module, ()):
-            return super().find_class(module, name)
+        """Return a class or function by its name. Raises UnpicklingError for another one."""
         if module.partition(".")[0] == "pathlib":  # of the folder that was written to
             return PurePath
-        # Python 3.11 makes the members of an enumeration so
-        if (module, name) == ("builtins", "getattr"):
-            return _memory_format
-        raise pickle.UnpicklingError(f"it has {module}.{name}, which would run code")
+        if (module, name) not in _VALUES:
+            raise pickle.UnpicklingError(f"it has {module}.{name}, which would run code")
+        return _VALUES[module, name]
 
+    def load_build(self) -> None:
+        """Set the attributes of an instance that was just made, and of nothing else."""
+        state, made = self.stack.pop(), self.stack[-1]
+        if type(made) not in _FILLED:
+            raise pickle.UnpicklingError(f"it sets attributes of {made!r}")
+        if isinstance(made, TensorProperties):
+            TensorProperties.__setstate__(made, state)  # type: ignore[no-untyped-call]  # as torch has it
+        else:
+            made.__dict__.update(state)
 
-def _memory_format(_: object, name: str) -> Any:
-    return _MEM_FORMAT_ENCODING[name]
+    # without what other programs have registered with copyreg
+    dispatch: ClassVar[dict[int, Any]] = {
+        **{
+            code: of
+            for code, of in pickle._Unpickler.dispatch.items()
+            if code not in pickle.EXT1 + pickle.EXT2 + pickle.EXT4
+        },
+        pickle.BUILD[0]: load_build,
+    }
 
 
 # ---- parts of tensors ----------------------------------------------------------------------------

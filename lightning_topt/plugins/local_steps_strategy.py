@@ -30,6 +30,8 @@ from lightning_topt.techniques.ddp_wrapper import names_to_ignore
 
 State = dict[str, dict[str, torch.Tensor]]
 _OF_ALL_RANKS = ("method", "ranks", "optimizers")  # in checkpoints; the rest is `OuterSteps`'
+# Rank 0 holds the optimizer states of all replicas while it saves: no more bytes of them than this.
+_MOST_STATE_BYTES = 1 << 30
 
 
 class LocalStepsStrategy(DDPStrategy):
@@ -41,8 +43,9 @@ class LocalStepsStrategy(DDPStrategy):
 
     Besides every so many steps there is an outer step before each validation, before a checkpoint
     is saved and at the end of the fit. So all ranks validate and save the same parameters. A
-    checkpoint has the outer momentum, the residual of all ranks (redistributed on another number of
-    ranks), and the optimizer states of all: Adam's are two copies of the parameters for each rank.
+    checkpoint has the outer momentum and the residual of all ranks (redistributed on another number
+    of ranks). It has the optimizer states of all replicas where they take at most 1 GiB together,
+    else that of rank 0. Adam's is two copies of the parameters.
 
     Args:
         method: an object such as ``LocalSteps(every=50)``, a name for its defaults, or a mapping
@@ -259,7 +262,7 @@ class LocalStepsStrategy(DDPStrategy):
     def _other_optimizers(self) -> list[dict[int, dict[str, Any]]]:
         """Return the states of the optimizers of all replicas but the first, on rank 0.
 
-        A collective call.
+        None of them where they are too large together. A collective call.
         """
         assert self.outer is not None and dist.group.WORLD is not None
         if not self.optimizers:
@@ -267,7 +270,7 @@ class LocalStepsStrategy(DDPStrategy):
         # Tensors one at a time, then what is no tensor.
         tensors: State = {}
         plain: dict[int, dict[str, Any]] = {}
-        for index, values in self.optimizers[0].state_dict()["state"].items():
+        for index, values in self.optimizers[0].state_dict().get("state", {}).items():
             plain[index] = {}
             for name, value in values.items():
                 if isinstance(value, torch.Tensor):
@@ -275,6 +278,11 @@ class LocalStepsStrategy(DDPStrategy):
                 else:
                     plain[index][name] = value
         others = self.outer.holders[1:]
+        sizes: list[Any] = [None] * self.world_size
+        own = sum(value.nbytes for values in tensors.values() for value in values.values())
+        dist.all_gather_object(sizes, own)
+        if sum(sizes[holder] for holder in self.outer.holders) > _MOST_STATE_BYTES:
+            return []
         gathered = gather_state(tensors, senders=others, group=dist.group.WORLD)
         plains: list[Any] = [None] * self.world_size
         dist.gather_object(plain, plains if self.global_rank == 0 else None)
@@ -295,10 +303,16 @@ class LocalStepsStrategy(DDPStrategy):
         # The optimizer of this rank, or of any where there were other ranks.
         holders = self.outer.holders
         position = self.global_rank * len(holders) // self.world_size
-        (first, *rest), others = checkpoint["optimizer_states"] or [{}], state.get("optimizers", [])
-        if source := position % (1 + len(others)):
-            first = {**first, "state": others[source - 1]}
-        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": [first, *rest]})
+        states, others = [*checkpoint["optimizer_states"]], state.get("optimizers", [])
+        missing = len(holders) - 1 - len(others)
+        if missing > 0 and states and states[0].get("state"):
+            rank_zero_warn(
+                f"the optimizers of {missing} of {len(holders)} replicas go on with the state of "
+                f"another replica: the checkpoint has {1 + len(others)}"
+            )
+        if states and (source := position % (1 + len(others))):
+            states[0] = {**states[0], "state": others[source - 1]}
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
         if state["method"] != self.method.name:
             rank_zero_warn(
                 f"the checkpoint's gradients were exchanged by method={state['method']!r}; local "

@@ -10,15 +10,28 @@ import pickle
 import random
 import shutil
 import sys
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
+from lightning_topt.execution import sharded_checkpoint
 from lightning_topt.execution.sharded_checkpoint import (
+    _VALUES,
     MANIFEST,
     REST,
+    ShardFolder,
+    _beside,
     _digest,
     holds_shards,
     open_sharded,
@@ -104,8 +117,64 @@ def test_metadata_runs_no_code(without_manifest: Path, tmp_path: Path) -> None:
             assert not victim.exists()
 
 
+def text(value: str) -> bytes:
+    """Return a pickle's opcodes for a text."""
+    return pickle.BINUNICODE + len(value).to_bytes(4, "little") + value.encode()
+
+
+def test_metadata_has_no_tensor_turn_into_bytes(tmp_path: Path) -> None:
+    # torch unpickles what is no tensor. This makes `module.weight` one when it is read again: it
+    # puts that name into the cache of a function, from which a key is taken.
+    folder, victim = tmp_path / "hostile.ckpt", tmp_path / "victim"
+    folder.mkdir()
+    torch.save({"sharded_checkpoint": {"module": {}, "optimizers": []}}, folder / REST)
+    torch.save(RunsCode(victim), folder / "__0_0.distcp")
+    size = (folder / "__0_0.distcp").stat().st_size
+    shape = torch.Size([2])
+    tensor = TensorStorageMetadata(
+        TensorProperties(dtype=torch.float32), shape, [ChunkStorageMetadata(torch.Size([0]), shape)]
+    )
+    metadata = Metadata(
+        {"module.weight": tensor, torch.strided: BytesStorageMetadata()},  # type: ignore[dict-item]
+        storage_data={MetadataIndex("module.weight"): _StorageInfo("__0_0.distcp", 0, size)},
+    )
+    puts = b"N}" + text("cache") + b"}" + text("torch.strided") + text("module.weight") + b"ss\x86b"
+    whole = pickle.dumps(metadata, 2)
+    hostile = whole[:-1] + b"ctorch.serialization\n_get_layout\n" + puts + b"0."
+    before = dict(torch.serialization._get_layout.cache)  # type: ignore[attr-defined]
+    for content in (hostile, whole):
+        (folder / ".metadata").write_bytes(content)
+        with pytest.raises(ValueError, match=r"^\.metadata of the checkpoint .* cannot be read"):
+            read_sharded_checkpoint(folder)
+        assert not victim.exists()
+    assert torch.serialization._get_layout.cache == before  # type: ignore[attr-defined]
+
+
+def test_metadata_sets_no_attributes(without_manifest: Path) -> None:
+    file = without_manifest / ".metadata"
+    whole = pickle.dumps(ShardFolder(without_manifest, None).metadata)
+    sets = text("name") + text("same.distcp")
+    for module, name in [*_VALUES, ("pathlib", "PurePath"), ("pathlib", "PurePosixPath")]:
+        named = f"c{module}\n{name}\n".encode()
+        for state in (b"}" + sets + b"s", b"N}" + sets + b"s\x86"):
+            file.write_bytes(b"\x80\x03" + named + state + b"b0" + whole[2:])
+            with pytest.raises(ValueError, match="cannot be read: it sets attributes of"):
+                _ = ShardFolder(without_manifest, None).metadata
+    assert PurePath("../other").name == "other"
+    file.write_bytes(whole)
+    assert step_of(without_manifest) == 7
+
+
+def test_metadata_is_read_once(without_manifest: Path) -> None:
+    checkpoint = open_sharded(without_manifest)
+    (without_manifest / ".metadata").unlink()
+    assert (checkpoint["state_dict"]["weight"] == 7).all()
+
+
 def test_a_manifest_names_no_folder_elsewhere(copied: Path, tmp_path: Path) -> None:
     files_of(copied).rename(tmp_path / files_of(copied).name)
+    assert not holds_shards(copied)  # a file of this name alone may be anybody's
+    (copied / "shards.other").mkdir()
     content = json.loads((copied / MANIFEST).read_text())["content"]
     for elsewhere, says in ((f"../{content['folder']}", "is missing"), ("..", "is damaged")):
         content["folder"] = elsewhere
@@ -147,17 +216,34 @@ class Killed(BaseException):
     pass
 
 
+def found_at(target: Path) -> int:
+    """Return the step of the checkpoint at `target`, 0 where there is none.
+
+    A file has its step, a folder of files is of step 7.
+    """
+    if target.is_file():
+        return int(target.read_text())
+    if any((target / name).exists() for name in "ab"):
+        return 7 * all((target / name).exists() for name in "ab")
+    return step_of(target) if holds_shards(target) else 0
+
+
 def killed_at_every_operation(rank: int, folder: Path, saved: Path) -> dict[str, list[int]]:
     """Save over each kind of thing, killed at the first, second, ... operation on a file.
 
-    Returns the steps that were read after each kill; 0 where there is nothing to be read.
+    Returns the steps that were read after each kill.
     """
     left = -1
 
     def count(event: str, args: tuple[Any, ...]) -> None:
         nonlocal left
-        changes = event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.open", "open")
-        if left < 0 or not changes or not str(args[0]).startswith(str(folder)):
+        in_folders = event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir")
+        if left < 0 or not (in_folders or event == "open"):
+            return
+        place = str(args[0])
+        if in_folders and args[-1] >= 0:  # in `shutil.rmtree`: of an open folder
+            place = os.path.join(os.readlink(f"/proc/self/fd/{args[-1]}"), place)
+        if not place.startswith(str(folder)):
             return
         left -= 1
         if left < 0:
@@ -165,8 +251,16 @@ def killed_at_every_operation(rank: int, folder: Path, saved: Path) -> dict[str,
 
     sys.addaudithook(count)
     found: dict[str, list[int]] = {}
-    before = {"this form": saved, "the form before": files_of(saved), "nothing": None}
-    for name, form in before.items():
+    forms = {
+        "this form": saved,
+        "this form, with what killed saves left": saved,
+        "the form before": files_of(saved),
+        "nothing": None,
+        "a file": None,
+        "a link to a file": None,
+        "a folder of files": None,
+    }
+    for name, form in forms.items():
         target = folder / name / "last.ckpt"
         found[name] = []
         for operation in range(1000):
@@ -174,6 +268,20 @@ def killed_at_every_operation(rank: int, folder: Path, saved: Path) -> dict[str,
             target.parent.mkdir()
             if form is not None:
                 shutil.copytree(form, target)
+            elif name == "a file":
+                target.write_text("7")
+            elif name == "a link to a file":
+                (target.parent / "other").write_text("7")
+                target.symlink_to("other")
+            elif name == "a folder of files":
+                target.mkdir()
+                for file in "ab":
+                    (target / file).touch()
+            if "left" in name:
+                (target / "shards.left").mkdir()
+                (target / "shards.left" / REST).touch()
+                for beside in _beside(target):
+                    shutil.copytree(form or target, beside)
             left = operation
             try:
                 save(target, 8)
@@ -181,10 +289,10 @@ def killed_at_every_operation(rank: int, folder: Path, saved: Path) -> dict[str,
             except BaseException:
                 assert left < 0
             finished, left = left >= 0, -1
-            found[name].append(step_of(target) if holds_shards(target) else 0)
+            found[name].append(found_at(target))
             save(target, 9)
             assert step_of(target) == 9
-            assert [path.name for path in target.parent.iterdir()] == ["last.ckpt"]
+            assert {path.name for path in target.parent.iterdir()} <= {"last.ckpt", "other"}
             assert len([*target.iterdir()]) == 2
             if finished:
                 break
@@ -197,4 +305,53 @@ def test_a_kill_at_any_moment_of_a_save_loses_nothing(saved: Path, tmp_path: Pat
         before = 0 if name == "nothing" else 7
         kept = steps.index(8)
         assert kept > 5, "no operation was seen"
-        assert steps == [before] * kept + [8] * (len(steps) - kept)
+        # Where a checkpoint replaces something else, nothing has its name for a moment.
+        between = [0] if "file" in name else []
+        assert steps == [before] * (kept - len(between)) + between + [8] * (len(steps) - kept)
+        assert len(steps) - kept > (4 if name.startswith("th") else 0)  # kills while tidying up
+
+
+def fails_on_rank_0(rank: int, path: Path) -> list[str]:
+    """What a rank is told of saves that fail on rank 0, or that it writes elsewhere."""
+    target, said = path / "last.ckpt", []
+    save(target, 7)
+
+    def full(content: Any, file: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    def broken(file: Path) -> None:
+        raise PermissionError(file)
+
+    tensors = {"weight": torch.ones(2) * rank}
+    apart = {
+        "path": path / f"of rank {rank}" / "last.ckpt",
+        "module": {f"of {rank}": torch.ones(2)},
+    }
+    for options in (
+        {"path": target, "module": tensors, "save_rest": full},
+        {"path": path / "last.ckpt" / MANIFEST / "last.ckpt", "module": tensors},
+        apart,
+    ):
+        with pytest.raises((OSError, RuntimeError)) as error:
+            save_sharded(**{"optimizers": [], "rest": {}, **options})  # type: ignore[arg-type]
+        said.append(str(error.value))
+        assert step_of(target) == 7
+    # What cannot be tidied up stays.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_checkpoint, "_remove", broken)
+        save(target, 8)
+    return [*said, str(step_of(target))]
+
+
+def test_errors_of_rank_0_are_raised_on_all_ranks(tmp_path: Path) -> None:
+    for found in run_ranks(fails_on_rank_0, 2, tmp_path):
+        full, no_folder, apart, step = found
+        assert "No space left on device" in full and "Not a directory" in no_folder
+        assert "all ranks must see one file system" in apart and step == "8"
+
+
+def test_names_beside_a_checkpoint_are_none_of_checkpoints() -> None:
+    target = Path("somewhere") / "hpc_ckpt_3.ckpt"
+    for path in _beside(target):
+        assert path.parent == target.parent and "ckpt" not in path.name
+    assert _beside(target) != _beside(target.with_name("hpc_ckpt_4.ckpt"))

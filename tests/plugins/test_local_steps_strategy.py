@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from lightning_topt import LocalSteps, LocalStepsStrategy, QuantizedSteps, SparseLoCo
 from lightning_topt.communication import LocalMethod, OuterSteps
 from lightning_topt.communication.topology import Topology
+from lightning_topt.plugins import local_steps_strategy
 from tests.models import ConvNet, batch_for
 from tests.plugins.trainer_ranks import (
     OwnShare,
@@ -175,6 +177,54 @@ def test_a_resumed_run_is_the_uninterrupted_one(
 ) -> None:
     for saved, whole, parts in on_ranks(resumed, tmp_path, method, kind, world_size=ranks):
         assert saved and all(torch.equal(whole[name], value) for name, value in parts.items())
+
+
+class ManualGPT(SgdGPT):
+    """Without any optimizer."""
+
+    automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return []
+
+
+class UntrainedGPT(SgdGPT):
+    """Lightning takes an optimizer without a state."""
+
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+def of_first_only(rank: int, path: Path) -> list[tuple[int, list[str]]]:
+    """How many states a checkpoint has beside rank 0's, and the warnings of reading it."""
+    found = []
+    kinds = ((AdamGPT, 0), (AdamGPT, 1 << 30), (ManualGPT, 1 << 30), (UntrainedGPT, 1 << 30))
+    for kind, most in kinds:
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            patch.setattr(local_steps_strategy, "_MOST_STATE_BYTES", most)
+            for epochs in (1, 2):
+                strategy = LocalStepsStrategy(LocalSteps(every=2))
+                trainer = make_trainer(
+                    strategy, devices=2, max_epochs=epochs, limit_train_batches=1
+                )
+                # with an optimizer, though the checkpoint may have no state of one
+                module = kind() if epochs == 1 or kind is UntrainedGPT else AdamGPT()
+                trainer.fit(module, OwnShare(8), ckpt_path=path if epochs == 2 else None)
+                if epochs == 1:
+                    trainer.save_checkpoint(path)
+        saved = torch.load(path, weights_only=True)["lightning_topt"]["gradient_exchange"]
+        texts = [str(each.message) for each in said if "of another replica" in str(each.message)]
+        found.append((len(saved["optimizers"]), texts))
+        dist.barrier()
+    return found
+
+
+def test_states_that_are_too_large_together_are_those_of_rank_0(tmp_path: Path) -> None:
+    first, second = on_ranks(of_first_only, tmp_path / "one.ckpt")
+    (others, (warning,)), *rest = first
+    assert others == 0 and warning.startswith("the optimizers of 1 of 2 replicas go on with")
+    assert rest == [(1, []), (0, []), (1, [])] and second == [(0, []), *rest]
 
 
 def other_size(rank: int, path: Path, resume: bool, nodes: int = 1) -> Any:

@@ -32,6 +32,7 @@ _HEADERS = 28  # bytes of IPv4 and UDP
 # magic, key, rank, ranks, bytes of a datagram, bytes that may lie in the receive buffer
 _HELLO = struct.Struct("<8sqiiii")
 _MAGIC = b"topt-bl1"
+_ACCEPT_PAUSE_SECONDS = 0.01  # where a connection cannot be accepted now
 _MOST_WAITING = 256  # connections that have not said who they are: older ones are refused
 
 Address = tuple[str, int, int]  # host, port of datagrams, port of side channels
@@ -228,11 +229,13 @@ def _accept_higher(
                     made = key.fileobj
                     assert isinstance(made, socket.socket)
                     if made is endpoint.listener:
-                        if (accepted := _accepted(made)) is not None:
-                            waiting[accepted] = b""
-                            selector.register(accepted, selectors.EVENT_READ)
-                            if len(waiting) > _MOST_WAITING:
-                                refuse(next(iter(waiting)))
+                        if (accepted := _accepted(made)) is None:
+                            time.sleep(_ACCEPT_PAUSE_SECONDS)
+                            continue
+                        waiting[accepted] = b""
+                        selector.register(accepted, selectors.EVENT_READ)
+                        if len(waiting) > _MOST_WAITING:
+                            refuse(next(iter(waiting)))
                         continue
                     if made not in waiting:  # refused in this round
                         continue
@@ -255,7 +258,10 @@ def _accept_higher(
 
 
 def _accepted(listener: socket.socket) -> socket.socket | None:
-    """Return a new connection, None where its other end is gone again."""
+    """Return a new connection.
+
+    None where its other end is gone again, or the process has as many open files as it may.
+    """
     try:
         made, _ = listener.accept()
     except OSError:

@@ -26,6 +26,7 @@ from lightning_topt.communication.bounded_loss import (
     PeerSilentError,
     open_endpoint,
 )
+from lightning_topt.communication.bounded_loss import endpoint as endpoint_module
 from lightning_topt.communication.bounded_loss.datagram import KINDS, REPORT
 from lightning_topt.communication.bounded_loss.over_store import connect_over_store
 from tests.communication.bounded_loss.datagram_proxy import Faults
@@ -184,6 +185,22 @@ def test_silent_strangers_keep_nobody_waiting():
     assert made[0].statistics().refused_connections == 3
     for each in (*made, *strangers):
         each.close()
+
+
+def test_no_connection_can_be_accepted(monkeypatch):
+    first, second = (open_endpoint("127.0.0.1") for _ in range(2))
+    tries = []
+    monkeypatch.setattr(endpoint_module, "_accepted", tries.append)  # as with too many open files
+    with (
+        socket.create_connection((first.address[0], first.address[2])),
+        pytest.raises(ConnectionFailedError, match="rank 1 did not connect"),
+    ):
+        BoundedLossExchange(
+            0, [first.address, second.address], KEY, endpoint=first, timeout_seconds=0.3
+        )
+    assert 0 < len(tries) < 40  # not as often as a processor can
+    first.close()
+    second.close()
 
 
 class Recorded:

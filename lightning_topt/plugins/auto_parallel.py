@@ -216,7 +216,7 @@ class AutoParallelStrategy(DDPStrategy):
         self._guard.open(None)
         # Unsharded gradients and optimizer states may take too much memory.
         may_shard = request.may_shard_for_memory(module, device)
-        self._checkpoints.begin_fit(defers_states=may_shard)
+        self._checkpoints.begin_fit(module, defers_states=may_shard)
         if may_shard and request.must_shard_first(module, device):
             # Not even the parameters fit: shard them before they get to the device.
             self._run.set_up_fit(self._controller, trainer)

@@ -9,15 +9,18 @@ engine that runs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import Strategy
-from torch import nn
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_topt.basics.argument_checks import check_choice
@@ -28,6 +31,7 @@ from lightning_topt.execution.sharded_checkpoint import (
     open_sharded,
     save_sharded,
 )
+from lightning_topt.graph.module_copy import is_on_meta
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.exchange_guard import CHECKPOINT_KEY, ExchangeGuard
 from lightning_topt.plugins.step_runner import PlainRunner, StepRunner
@@ -54,6 +58,7 @@ class PlanCheckpoints:
         # the device may not have room for unsharded ones.
         self.defers_states = False
         self.guard = guard
+        self._arguments = _ModuleArguments()
         self._runner: StepRunner = PlainRunner()
         # That of the last fit, which knows its optimizers: an evaluation may have one of its own.
         self._fitted: Engine | None = None
@@ -66,8 +71,9 @@ class PlanCheckpoints:
 
     # ---- a fit, and its plan ---------------------------------------------------------------------
 
-    def begin_fit(self, *, defers_states: bool) -> None:
-        """Forget the last fit, and take over whether this one `defers_states`."""
+    def begin_fit(self, module: pl.LightningModule, *, defers_states: bool) -> None:
+        """Forget the last fit, and take over whether this one, of `module`, `defers_states`."""
+        self._arguments = _ModuleArguments(module)
         for engine in (self.engine, self._fitted):
             if engine is not None:
                 engine.close()
@@ -192,6 +198,8 @@ class PlanCheckpoints:
             checkpoint = {**checkpoint, CHECKPOINT_KEY: own}
             if self.are_full:
                 self.guard.add_state(checkpoint, module)
+        if not is_bare and strategy.is_global_zero:  # which saves them
+            checkpoint = self._arguments.replaced(checkpoint, fill=self.are_full)
         if is_bare or self.are_full:
             as_file(checkpoint, path, storage_options=storage_options)
         elif storage_options is not None or type(strategy.checkpoint_io) is not TorchCheckpointIO:
@@ -237,6 +245,92 @@ class PlanCheckpoints:
             rest=rest,
             save_rest=strategy.checkpoint_io.save_checkpoint,
         )
+
+
+class _ModuleArguments:
+    """Hyper parameters that hold modules of the model which a fit runs, as the fit found them.
+
+    A plan changes those modules in place, for instance their classes. ddp saves them whole, and so
+    does a full checkpoint: copies without memory, made here, get the tensors of its state.
+
+    Args:
+        module: whose they are; None where there is no fit.
+    """
+
+    def __init__(self, module: pl.LightningModule | None = None) -> None:
+        # by name: the value, and its copy, or None where it cannot be copied
+        self._found: dict[str, tuple[object, Any]] = {}
+        self._stand_ins: dict[str, Tensor] = {}  # of parameters and buffers, by their names
+        hparams = {} if module is None else module.hparams
+        if module is None or not isinstance(hparams, dict):  # OmegaConf's hold no modules
+            return
+        running = set(module.modules()) - {module}
+        held = {name: value for name, value in hparams.items() if running & {*_modules_of(value)}}
+        if not held:
+            return
+        memo: dict[int, Any] = {}
+        for prefix, part in module.named_modules():
+            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+                is_saved = tensor is not None and name not in part._non_persistent_buffers_set
+                if is_saved and id(tensor) not in memo:
+                    stand_in = torch.empty(0, device="meta")
+                    if isinstance(tensor, nn.Parameter):
+                        stand_in = nn.Parameter(stand_in, requires_grad=tensor.requires_grad)
+                    memo[id(tensor)] = stand_in
+                    self._stand_ins[f"{prefix}.{name}" if prefix else name] = stand_in
+        for name, value in held.items():
+            self._found[name] = value, _copied(value, memo)
+
+    def replaced(self, checkpoint: dict[str, Any], *, fill: bool) -> dict[str, Any]:
+        """Return `checkpoint` with copies in the place of modules, which get its state.
+
+        Without `fill`, and where there is no copy or not all of the state, they are left out.
+        """
+        key = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
+        # what hooks of the user have left in the checkpoint
+        stored = dict(checkpoint.get(key) or {})
+        names = [name for name, (value, _) in self._found.items() if stored.get(name) is value]
+        if not names:
+            return checkpoint
+        memo: dict[int, Any] = {}
+        for name, stand_in in self._stand_ins.items():
+            if fill and isinstance(tensor := checkpoint["state_dict"].get(name), Tensor):
+                is_parameter = isinstance(stand_in, nn.Parameter)
+                memo[id(stand_in)] = (
+                    nn.Parameter(tensor, stand_in.requires_grad) if is_parameter else tensor
+                )
+        missing = []
+        for name in names:
+            # one memo: what the values share is shared by their copies
+            stored[name] = copied = _copied(self._found[name][1], memo)
+            if copied is None or any(is_on_meta(part) for part in _modules_of(copied)):
+                del stored[name]
+                missing.append(name)
+        if missing:
+            given = ", ".join(f"{name}=..." for name in missing)
+            rank_zero_warn(
+                f"checkpoints leave out the hyper parameters {missing}, which hold modules of the "
+                f"model: load them by load_from_checkpoint(path, {given}). "
+                f"self.save_hyperparameters(ignore={missing}) leaves them out without this warning"
+            )
+        return {**checkpoint, key: stored}
+
+
+def _modules_of(value: object) -> Iterator[nn.Module]:
+    """Yield the modules that `value` is, or has in it as a container, and theirs."""
+    if isinstance(value, nn.Module):
+        yield from value.modules()
+    elif isinstance(value, (Mapping, list, tuple, set)):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _modules_of(part)
+
+
+def _copied(value: object, memo: dict[int, Any]) -> Any:
+    """Return a deep copy of `value`, in which `memo` replaces objects; None where it has none."""
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # whatever code of a user's class raises
+        return None
 
 
 def release_engine(

@@ -4,7 +4,9 @@ strategy with the same loss.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_topt import AutoParallelStrategy
+from lightning_topt import AutoParallelStrategy, read_sharded_checkpoint
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from tests.plugins.trainer_ranks import (
     OwnShare,
@@ -248,3 +250,89 @@ def full_pickle(rank: int, path: str) -> None:
 
 def test_weights_only_reaches_the_load(tmp_path: Path) -> None:
     on_ranks(full_pickle, str(tmp_path / "full.ckpt"))
+
+
+# ---- hyper parameters that hold modules ----------------------------------------------------------
+
+
+class Composed(L.LightningModule):
+    """As in lightning-hydra-template: its arguments, modules among them, are hyper parameters."""
+
+    def __init__(self, net: nn.Module, heads: list[nn.Module], optimizer: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters(logger=False)
+        self.net, self.head = net, heads[0]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.head(self.net(batch[0].float())).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return self.hparams["optimizer"](self.parameters())
+
+
+def parts() -> dict[str, Any]:
+    """New arguments of `Composed`; weights of a layer and of the head are one."""
+    net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8), nn.BatchNorm1d(8))
+    head = nn.Linear(64, 8)
+    net[2].weight = head.weight
+    return {"net": net, "heads": [nn.Sequential(nn.Linear(8, 64), head)]}
+
+
+def save_composed(rank: int, plan: str, folder: Path, form: str) -> list[str]:
+    keep = ModelCheckpoint(folder, filename="middle", every_n_train_steps=2)
+    trainer = topt_trainer(
+        plan,
+        options={"checkpoint": form},
+        callbacks=[keep],
+        enable_checkpointing=True,
+        max_steps=3,
+    )
+    torch.manual_seed(0)
+    module = Composed(**parts(), optimizer=partial(torch.optim.AdamW, lr=1e-2))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("default")
+        trainer.fit(module, loader(8))
+    trainer.save_checkpoint(folder / "after.ckpt")
+    return [str(one.message) for one in warned if "hyper parameters" in str(one.message)]
+
+
+def save_all_composed(rank: int, folder: Path) -> Any:
+    return {
+        (plan, form): save_composed(rank, plan, folder / plan / form, form)
+        for plan, form in (("zero3+recompute", "full"), ("tensor", "full"), ("zero3", "sharded"))
+    }
+
+
+def test_modules_among_hyper_parameters_are_saved_unsharded(tmp_path: Path) -> None:
+    warned = on_ranks(save_all_composed, tmp_path)[0]
+    expected = parts()
+    for plan in ("zero3+recompute", "tensor"):
+        assert not warned[plan, "full"]
+        for name in ("middle", "after"):
+            path = tmp_path / plan / "full" / f"{name}.ckpt"
+            saved = torch.load(path, weights_only=False)
+            net, heads = saved["hyper_parameters"]["net"], saved["hyper_parameters"]["heads"]
+            for copied, plain in ((net, expected["net"]), (heads[0], expected["heads"][0])):
+                for one, other in zip(copied.modules(), plain.modules(), strict=True):
+                    assert type(one) is type(other) and vars(one).keys() == vars(other).keys()
+                    assert not one._forward_pre_hooks and not one._forward_hooks
+            assert net[2].weight is heads[0][1].weight
+            # no memory of its own, and as in the middle of the fit
+            weight = saved["state_dict"]["net.0.weight"]
+            assert net[0].weight.data_ptr() == weight.data_ptr() and weight.abs().sum() > 0
+            assert int(net[3].num_batches_tracked) == saved["global_step"]
+            loaded = Composed.load_from_checkpoint(path, weights_only=False)
+            for key, value in saved["state_dict"].items():
+                assert torch.equal(loaded.state_dict()[key], value)
+    # A folder holds no second copy: its reader gives the modules.
+    (warning,) = warned["zero3", "sharded"]
+    assert (
+        "['net', 'heads']" in warning
+        and "load_from_checkpoint(path, net=..., heads=...)" in warning
+    )
+    folder = tmp_path / "zero3" / "sharded" / "middle.ckpt"
+    saved = read_sharded_checkpoint(folder, weights_only=False)
+    assert [*saved["hyper_parameters"]] == ["optimizer"]
+    torch.save(saved, tmp_path / "whole.ckpt")
+    loaded = Composed.load_from_checkpoint(tmp_path / "whole.ckpt", weights_only=False, **parts())
+    assert torch.equal(loaded.net[0].weight, saved["state_dict"]["net.0.weight"])

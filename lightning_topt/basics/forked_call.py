@@ -66,7 +66,7 @@ class ForkedCall(Generic[T]):
 
     def is_ready(self) -> bool:
         """Return whether the function has ended, without waiting."""
-        while not self._is_over and select.select([self._read], [], [], 0)[0]:
+        while not self._is_over and self._has_data(0.0):
             # an empty part is the end of the pipe: the copy has ended
             part = os.read(self._read, 1 << 20)
             self._data += part
@@ -83,7 +83,7 @@ class ForkedCall(Generic[T]):
         """
         while not self.is_ready():
             # the limit is on silence, counted anew after each part
-            if not select.select([self._read], [], [], timeout_seconds)[0]:
+            if not self._has_data(timeout_seconds):
                 self.kill()
                 raise TimeoutError(
                     f"a search beside training has not ended within {timeout_seconds:.0f} s"
@@ -98,6 +98,12 @@ class ForkedCall(Generic[T]):
             found: T = value
             return found
         raise value
+
+    def _has_data(self, timeout_seconds: float) -> bool:
+        """Wait for a part, or the end, of what the function returned."""
+        poll = select.poll()  # select() knows only the first 1,024 descriptors of a process
+        poll.register(self._read, select.POLLIN)
+        return bool(poll.poll(1000 * timeout_seconds))
 
     def kill(self) -> None:
         """End the process, if it has not ended."""

@@ -196,5 +196,5 @@ def test_groups_end_together_and_in_no_place_of_the_error(monkeypatch: pytest.Mo
     assert abort_groups(groups) == [gloo]
     assert time.monotonic() - start < 5
     assert last.begun.is_set() and late.begun.is_set() and not gloo.begun.is_set()
-    assert sorted(text[:18] for text in logged) == ["%d process groups ", "a process group co"]
+    assert sorted(text[:18] for text in logged) == ["1 process groups h", "a process group co"]
     late.others[0].begun.set()

@@ -318,7 +318,7 @@ def _leaves(rank):
     if rank == 2:
         return None  # its process ends
     time.sleep(0.7 * rank)  # rank 1 is still in a local step when rank 0 finds out
-    with pytest.raises(PeerLostError, match=r"^rank 2 did not answer"):
+    with pytest.raises(PeerLostError, match=r"rank 2"):  # it may be seen while it ends
         for step in range(2, 4):
             _local_step(parameters, rank, step)
             local.after_step()

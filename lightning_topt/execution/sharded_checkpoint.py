@@ -15,8 +15,8 @@
 
 A save writes a new folder of files, then replaces the manifest, then removes the files before: at
 every moment the manifest names a complete checkpoint. Folders of releases before have the files
-themselves, without a manifest; they are read without checksums. What is no such folder is moved
-aside (`_beside`) before a new one takes its name.
+themselves, without a manifest; they are read without checksums. What is no such folder is
+renamed (`_beside`) before a new one takes its name.
 
 World size and plan may change between writing and reading. `StoredModule`, `StoredOptimizer` and
 `StoredExchange` are the states of an open folder: mappings that read an entry when it is asked for,

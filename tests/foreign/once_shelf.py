@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from tests.foreign.shelf import Samples, label, row_and_label
 
-STEPS = 10
+STEPS = 12
 COUNT = 2 * 4 * STEPS  # samples: batches of 4 on 2 ranks
 
 

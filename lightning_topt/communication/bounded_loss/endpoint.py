@@ -291,7 +291,7 @@ def _read_hello(of: socket.socket, own: bytes, seconds: float) -> tuple[int, int
 
 
 def _other_end(hello: bytes, own: bytes) -> tuple[int, int] | None:
-    """Return the rank and the buffer of a hello; None where it is not of this session."""
+    """Return the rank and the buffer of a hello; None where it is not of this run."""
     if len(hello) != _HELLO.size:
         return None
     magic, key, rank, world_size, datagram, budget = _HELLO.unpack(hello)

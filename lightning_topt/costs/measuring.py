@@ -109,6 +109,17 @@ def time_kernel(
     return statistics.median(milliseconds) / 1e3
 
 
+def time_issue(call: Callable[[], Any], *, device: torch.device) -> float:
+    """Return the least of three times that the host takes to issue a call to an idle device."""
+    times = []
+    for _ in range(3):
+        synchronize(device)
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
 # ---- Numbers and texts that all ranks of the default process group agree on
 
 

@@ -148,9 +148,10 @@ def usable_memory_bytes(device: torch.device) -> int:
     Of devices the least that is free or that torch keeps already: not what CUDA, NCCL and other
     programs hold.
     """
-    own = device_memory_bytes(device)
     if device.type == "cuda":
         own = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    else:
+        own = device_memory_bytes(device)
     return min(gather(own))
 
 

@@ -106,7 +106,10 @@ class Preemption:
         ]
 
         def handler(received: int, frame: Any) -> None:
-            if self._trainer is not trainer or os.getpid() != self._process:
+            if os.getpid() != self._process:  # a worker, before it has handlers of its own
+                signal.signal(received, signal.SIG_DFL)
+                os.kill(os.getpid(), received)
+            if self._trainer is not trainer:
                 if callable(before):
                     before(received, frame)
                 return

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
+from weakref import WeakSet
 
 import lightning.pytorch as pl
 import torch
@@ -64,6 +65,7 @@ class TrainingData:
         # what Lightning saves of loaders, before the batch that it has fetched ahead
         self._states_before: list[dict[str, Any]] = []
         self._undo = ExitStack()
+        self._tracked = WeakSet[TrackedLoader]()
         self._has_warned = False
         self._preemption = preemption
 
@@ -86,7 +88,8 @@ class TrainingData:
         if trainer is None or trainer.state.fn != TrainerFn.FITTING or not trainer.training:
             return
         if make_tracked(loader, self):
-            self._undo.callback(setattr, loader, "tracking", None)
+            assert isinstance(loader, TrackedLoader)
+            self._tracked.add(loader)
 
     def behind(self) -> int:
         """Return how many of the batches that were handed out are not trained on."""
@@ -240,6 +243,8 @@ class TrainingData:
         """Forget the fit."""
         self._preemption.end()
         self._undo.close()
+        for loader in self._tracked:
+            loader.tracking = None
         self._loaded = self._epoch = self._window = self._reached = self.waiting = None
 
     # ---- steps of it -----------------------------------------------------------------------------

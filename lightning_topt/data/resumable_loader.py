@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -43,9 +43,6 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-
-if TYPE_CHECKING:
-    from lightning_topt.data.lookahead import Lookahead
 
 _POSITION = "_topt_position"
 # Their order is that of one process; a recipe of the last two is drawn by the same sampler only.
@@ -78,6 +75,18 @@ class Tracking(Protocol):
         ...
 
 
+class LooksAhead(Protocol):
+    """Learns of batches before they are read (`lightning_topt.data.lookahead`)."""
+
+    def over(self, chosen: Iterator[object]) -> Iterator[object]:
+        """Yield the same batches of indices, later than they are drawn."""
+        ...
+
+    def finish(self) -> None:
+        """End the epoch, whose last batch has been read."""
+        ...
+
+
 class TrackedLoader(DataLoader[Any]):
     """A DataLoader, for map-style data sets, that knows its position in the epoch.
 
@@ -95,7 +104,7 @@ class TrackedLoader(DataLoader[Any]):
     """
 
     tracking: Tracking | None = None
-    lookahead: Lookahead | None = None
+    lookahead: LooksAhead | None = None
 
     @property
     def _index_sampler(self) -> Any:
@@ -176,7 +185,7 @@ class ResumableLoader(TrackedLoader):
         self,
         *args: Any,
         is_epoch_over: Callable[[], bool] | None = None,
-        lookahead: Lookahead | None = None,
+        lookahead: LooksAhead | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -199,7 +208,7 @@ def make_resumable(
     loader: DataLoader[Any],
     *,
     is_epoch_over: Callable[[], bool] | None = None,
-    lookahead: Lookahead | None = None,
+    lookahead: LooksAhead | None = None,
 ) -> bool:
     """Turn a plain DataLoader into a ResumableLoader in place; returns whether that was possible.
 
@@ -261,7 +270,7 @@ class _Position:
     def __iter__(self) -> Iterator[object]:
         return iter(self.sampler) if self.epoch is None else self.epoch.indices()
 
-    def begin(self, lookahead: Lookahead | None) -> _Epoch:
+    def begin(self, lookahead: LooksAhead | None) -> _Epoch:
         """Start a new epoch, or the rest of the one that was loaded."""
         self.epoch, self.to_resume = _Epoch(self, self.to_resume, lookahead), None
         # where the last epoch ended this one begins
@@ -335,7 +344,7 @@ class _Epoch:
     """One pass over the sampler: its initial state, and how much was handed out."""
 
     def __init__(
-        self, position: _Position, resumed: dict[str, Any] | None, lookahead: Lookahead | None
+        self, position: _Position, resumed: dict[str, Any] | None, lookahead: LooksAhead | None
     ) -> None:
         self.position, self.resumed, self.lookahead = position, resumed, lookahead
         self.origin: dict[str, Any] = {} if resumed is None else resumed

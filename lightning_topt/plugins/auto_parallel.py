@@ -31,7 +31,9 @@ from lightning_topt.plugins.plan_options import PipelinePlan
 from lightning_topt.plugins.plan_request import Allow, AllowStaleness, read_request
 from lightning_topt.plugins.plan_run import PlanRun, run_options
 from lightning_topt.plugins.planning import Planning, check_agreement
+from lightning_topt.plugins.preemption import Preemption
 from lightning_topt.plugins.register import register_names
+from lightning_topt.plugins.training_data import TrainingData
 from lightning_topt.plugins.watched_steps import WATCHED_STEPS, WatchingRedirection
 from lightning_topt.techniques.ddp_wrapper import register_hook, wrap_in_ddp
 from lightning_topt.techniques.tensor_parallel.user_code import among_all_ranks
@@ -139,6 +141,7 @@ class AutoParallelStrategy(DDPStrategy):
         self._guard = ExchangeGuard(self.rank_watch)
         self._checkpoints = PlanCheckpoints(checkpoint, self._guard)
         self._run = PlanRun(self, self._checkpoints)
+        self._training_data = TrainingData(self, Preemption())
         self._accumulates = self._failed = False
 
     # ---- what was decided ------------------------------------------------------------------------
@@ -213,6 +216,7 @@ class AutoParallelStrategy(DDPStrategy):
         module, device, request = self.lightning_module, self.root_device, self.request
         self._failed = False
         check_agreement(request, module)
+        self._training_data.check_checkpoint(trainer)
         self._controller.begin_fit()
         self._guard.open(None)
         # Unsharded gradients and optimizer states may take too much memory.
@@ -267,6 +271,7 @@ class AutoParallelStrategy(DDPStrategy):
     def teardown(self) -> None:
         self._controller.end_fit(failed=self._failed, world_size=self.world_size)
         self._run.end(failed=self._failed)
+        self._training_data.end()
         if self._start_method != "popen":  # such ranks end without running what `atexit` holds
             self._guard.close()
         with self.rank_watch.last():
@@ -340,6 +345,18 @@ class AutoParallelStrategy(DDPStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._run.runner.evaluate("predict_step", super().predict_step, args, kwargs)
 
+    # ---- training data ---------------------------------------------------------------------------
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        self._training_data.track(dataloader)
+        return super().process_dataloader(dataloader)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._training_data.begin()
+
     # ---- data ranks ------------------------------------------------------------------------------
 
     @property
@@ -396,6 +413,7 @@ class AutoParallelStrategy(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
         plan, runner, as_file = self.parallel_plan, self._run.runner, super().save_checkpoint
+        checkpoint = self._training_data.with_state(checkpoint)
         self._checkpoints.save(
             checkpoint, filepath, storage_options, self, plan=plan, runner=runner, as_file=as_file
         )
@@ -403,7 +421,9 @@ class AutoParallelStrategy(DDPStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         load = partial(super().load_checkpoint, **kwargs)
-        return self._checkpoints.load(checkpoint_path, load, *args)
+        checkpoint = self._checkpoints.load(checkpoint_path, load, *args)
+        self._training_data.take(checkpoint)
+        return checkpoint
 
     # ---- registration ----------------------------------------------------------------------------
 

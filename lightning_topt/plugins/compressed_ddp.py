@@ -38,7 +38,9 @@ from lightning_topt.plugins.ddp_options import (
 from lightning_topt.plugins.exchange_guard import ExchangeGuard, scaler_of
 from lightning_topt.plugins.lost_ranks import LostRankWatch
 from lightning_topt.plugins.monitors import add_monitor
+from lightning_topt.plugins.preemption import Preemption
 from lightning_topt.plugins.register import register_names
+from lightning_topt.plugins.training_data import TrainingData
 
 
 class CompressedDDPStrategy(DDPStrategy):
@@ -90,6 +92,7 @@ class CompressedDDPStrategy(DDPStrategy):
         self._nonfinite, self._nodes, self._ranks_per_node = nonfinite, nodes, ranks_per_node
         self.rank_watch = LostRankWatch()
         self._guard = ExchangeGuard(self.rank_watch)
+        self._training_data = TrainingData(self, Preemption())
 
     @property
     def exchange(self) -> CompressedExchange | None:
@@ -120,6 +123,7 @@ class CompressedDDPStrategy(DDPStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        self._training_data.check_checkpoint(trainer)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             add_monitor(trainer)
@@ -197,6 +201,7 @@ class CompressedDDPStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
+        self._training_data.end()
         if self._start_method != "popen":  # such ranks end without running what `atexit` holds
             self._guard.close()
         with self.rank_watch.last():
@@ -228,15 +233,33 @@ class CompressedDDPStrategy(DDPStrategy):
         step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
         return self._guard.step(step, self.precision_plugin)
 
+    # ---- training data ---------------------------------------------------------------------------
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        self._training_data.track(dataloader)
+        return super().process_dataloader(dataloader)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._training_data.begin()
+
     # ---- checkpoints -----------------------------------------------------------------------------
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
-        checkpoint = dict(checkpoint)  # hooks may keep theirs
+        checkpoint = dict(self._training_data.with_state(checkpoint))  # hooks may keep theirs
         self._guard.add_state(checkpoint, self.lightning_module)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._training_data.take(checkpoint)
+        return checkpoint
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -115,9 +115,11 @@ PRIVATE_NAMES = (
     # ---- the loop around an asynchronous pipeline ------------------------------------------------
     PrivateName(
         f"{_EPOCH_LOOP}._broadcast_sigterm_tensor",
-        "in each iteration ranks would wait for one another",
+        "in each iteration ranks would wait for one another; here they agree to end",
         ("self",),
     ),
+    PrivateName(f"{_TRAINER}._signal_connector", "its handlers, and not the user's, are replaced"),
+    PrivateName(f"{_TRAINER}._checkpoint_connector", "names the file that SLURM's jobs go on from"),
     PrivateName(f"{_EPOCH_LOOP}._is_training_done", "the pipeline is drained then"),
     PrivateName(
         f"{_EPOCH_LOOP}._should_check_val_fx", "and before validation", ("self", "data_fetcher")
@@ -143,6 +145,15 @@ PRIVATE_NAMES = (
     ),
     # ---- data ------------------------------------------------------------------------------------
     PrivateName(f"{_FIT_LOOP}._combined_loader", "a batch is read before the fit reads one"),
+    PrivateName(
+        f"{_FIT_LOOP}._combined_loader_states_to_load",
+        "states that came after the loaders were built would be left there",
+    ),
+    PrivateName(f"{_FIT_LOOP}._load_combined_loader_states", "loads them", ("self",)),
+    PrivateName(f"{_FABRIC}.utilities.types:_Stateful", "what Lightning takes for resumable"),
+    PrivateName(
+        f"{_COMBINED}._state_dicts", "of loaders of others, before a batch is fetched", ("self",)
+    ),
     PrivateName(f"{_COMBINED}._spec", "how the loaders' batches are put together"),
     PrivateName(f"{_COMBINED}._mode", "of loaders that are wrapped"),
     PrivateName(

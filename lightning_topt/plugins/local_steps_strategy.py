@@ -26,6 +26,8 @@ from lightning_topt.plugins.ddp_options import check_devices, checked_ddp_option
 from lightning_topt.plugins.exchange_guard import CHECKPOINT_KEY, EXCHANGE_KEY
 from lightning_topt.plugins.lost_ranks import LostRankWatch
 from lightning_topt.plugins.monitors import add_monitor
+from lightning_topt.plugins.preemption import Preemption
+from lightning_topt.plugins.training_data import TrainingData
 from lightning_topt.techniques.ddp_wrapper import names_to_ignore
 
 State = dict[str, dict[str, torch.Tensor]]
@@ -82,6 +84,7 @@ class LocalStepsStrategy(DDPStrategy):
         self._failed = False  # the last fit
         self._fitting = False  # parameters may differ between ranks
         self.rank_watch = LostRankWatch()
+        self._training_data = TrainingData(self, Preemption())
 
     # ---- life cycle ------------------------------------------------------------------------------
 
@@ -103,6 +106,7 @@ class LocalStepsStrategy(DDPStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        self._training_data.check_checkpoint(trainer)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             add_monitor(trainer)
@@ -170,6 +174,7 @@ class LocalStepsStrategy(DDPStrategy):
     @override
     def teardown(self) -> None:
         self._fitting = False
+        self._training_data.end()
         with self.rank_watch.last():
             super().teardown()
 
@@ -226,6 +231,18 @@ class LocalStepsStrategy(DDPStrategy):
             density=self.method.sent_share,
         )
 
+    # ---- training data ---------------------------------------------------------------------------
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        self._training_data.track(dataloader)
+        return super().process_dataloader(dataloader)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._training_data.begin()
+
     # ---- checkpoints -----------------------------------------------------------------------------
 
     @override
@@ -238,10 +255,12 @@ class LocalStepsStrategy(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
         assert self.lightning_module is not None
+        checkpoint = self._training_data.with_state(checkpoint)
         whole = self.outer is not None and "optimizer_states" in checkpoint
         if whole and not self.lightning_module.trainer.interrupted:
             # hooks may keep theirs
-            checkpoint = {**checkpoint, CHECKPOINT_KEY: {EXCHANGE_KEY: self._outer_state()}}
+            own = {**checkpoint.get(CHECKPOINT_KEY, {}), EXCHANGE_KEY: self._outer_state()}
+            checkpoint = {**checkpoint, CHECKPOINT_KEY: own}
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def _outer_state(self) -> dict[str, Any]:
@@ -294,6 +313,12 @@ class LocalStepsStrategy(DDPStrategy):
             }
             for holder, of_holder in zip(others, gathered, strict=bool(gathered))
         ]
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._training_data.take(checkpoint)
+        return checkpoint
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
@@ -37,7 +38,9 @@ from lightning_topt.plugins.ddp_options import (
 from lightning_topt.plugins.exchange_guard import ExchangeGuard, scaler_of
 from lightning_topt.plugins.lost_ranks import LostRankWatch
 from lightning_topt.plugins.monitors import add_monitor
+from lightning_topt.plugins.rank_batches import RankBatches
 from lightning_topt.plugins.register import register_names
+from lightning_topt.plugins.step_runner import PlainRunner
 
 
 class CompressedDDPStrategy(DDPStrategy):
@@ -57,6 +60,8 @@ class CompressedDDPStrategy(DDPStrategy):
             GradScaler (precision ``16-mixed``), "error" otherwise.
         nodes, ranks_per_node: who shares a node, where it is not what the Trainer has as
             `num_nodes` and `devices`.
+        uneven, pad_evaluation: as in `AutoParallelStrategy`: what ranks with fewer batches do, and
+            whether evaluation repeats samples.
         ddp_options: arguments of Lightning's `DDPStrategy` and torch's `DistributedDataParallel`,
             but for communication hooks.
 
@@ -74,6 +79,8 @@ class CompressedDDPStrategy(DDPStrategy):
         debug: bool = ExchangeSettings.debug,
         nodes: int | None = None,
         ranks_per_node: int | None = None,
+        uneven: str = "join",
+        pad_evaluation: bool = False,
         **ddp_options: Any,
     ) -> None:
         refuse_method_options(ddp_options)
@@ -89,6 +96,8 @@ class CompressedDDPStrategy(DDPStrategy):
         self._nonfinite, self._nodes, self._ranks_per_node = nonfinite, nodes, ranks_per_node
         self.rank_watch = LostRankWatch()
         self._guard = ExchangeGuard(self.rank_watch)
+        self._batches = RankBatches(uneven, pad_evaluation, join=self._join_step)
+        self._failed = False
 
     @property
     def exchange(self) -> CompressedExchange | None:
@@ -118,6 +127,8 @@ class CompressedDDPStrategy(DDPStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        self._failed = False
+        self._batches.begin(trainer)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             add_monitor(trainer)
@@ -188,6 +199,7 @@ class CompressedDDPStrategy(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
         self._guard.give_up(exception)
         self.rank_watch.name(exception)
         super().on_exception(exception)
@@ -195,6 +207,7 @@ class CompressedDDPStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
+        self._batches.end(failed=self._failed)
         if self._start_method != "popen":  # such ranks end without running what `atexit` holds
             self._guard.close()
         with self.rank_watch.last():
@@ -212,8 +225,16 @@ class CompressedDDPStrategy(DDPStrategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         self._guard.begin_backward(self.precision_plugin)
+        self._batches.weighted(closure_loss)
         with self._guard.errors():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def _join_step(self, zero_gradients: Callable[[], None]) -> None:
+        """Take part in a training step without a batch."""
+        assert self.model is not None and self.lightning_module is not None
+        self._guard.begin_backward(self.precision_plugin)
+        with self._guard.errors():
+            PlainRunner().step_without_batch(self.model, self.lightning_module, zero_gradients)
 
     @override
     def optimizer_step(
@@ -225,6 +246,28 @@ class CompressedDDPStrategy(DDPStrategy):
     ) -> Any:
         step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
         return self._guard.step(step, self.precision_plugin)
+
+    # ---- ranks with a batch ----------------------------------------------------------------------
+
+    @override
+    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+        if self._batches.replaces(group):
+            return self._batches.reduce(tensor, reduce_op, super().reduce)
+        return super().reduce(tensor, group, reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        # All ranks decide, also those without a batch.
+        votes = super().reduce(
+            torch.tensor(int(decision), device=self.root_device), reduce_op="sum"
+        )
+        return int(votes) == self.world_size if all else bool(votes)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if self._batches.replaces(group):
+            return self._batches.all_gather(tensor, sync_grads, super().all_gather)
+        return super().all_gather(tensor, group, sync_grads)
 
     # ---- checkpoints -----------------------------------------------------------------------------
 

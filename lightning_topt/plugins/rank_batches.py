@@ -1,0 +1,107 @@
+"""Ranks with different numbers of batches, in training and evaluation: what a strategy has of it.
+
+A strategy has a `RankBatches`, to which its hooks delegate:
+
+    setup, teardown      `begin`, `end`: the Trainer's loops are taken in hand, and given back
+    backward             `weighted`: gradients are the mean over the ranks that have a batch
+    reduce, all_gather   `replaces`: among these ranks alone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from lightning_topt.basics.argument_checks import check_choice, check_flag
+from lightning_topt.plugins.exact_evaluation import ExactEvaluation
+from lightning_topt.plugins.presence import Presence
+from lightning_topt.plugins.uneven_ranks import UnevenRanks
+
+UNEVEN = ("join", "stop", "error")
+
+
+def _never() -> bool:
+    return False
+
+
+def _nothing(step: str) -> None:
+    """Take part in nothing."""
+
+
+class RankBatches:
+    """What ranks do where they have different numbers of batches.
+
+    Args:
+        uneven: ``"join"``, ``"stop"`` or ``"error"``, for training.
+        pad_evaluation: whether samplers repeat samples until all ranks have equally many.
+        join: takes part in a training step of others, see `UnevenRanks`.
+        why_not: why this rank cannot do so, as a clause; None if it can.
+        sharing: the ranks among which this one's samples are split; None: all.
+        gathers: whether an evaluation step is a collective call of all ranks.
+        evaluate: takes part in such a step of others.
+        known: what `uneven` may be.
+
+    Raises ValueError for wrong options.
+    """
+
+    def __init__(
+        self,
+        uneven: str,
+        pad_evaluation: bool,
+        *,
+        join: Callable[[Callable[[], None]], None],
+        why_not: Callable[[], str | None] = lambda: None,
+        sharing: Callable[[], dist.ProcessGroup | None] = lambda: None,
+        gathers: Callable[[], bool] = _never,
+        evaluate: Callable[[str], None] = _nothing,
+        known: Sequence[str] = UNEVEN,
+    ) -> None:
+        check_choice(uneven, name="uneven", allowed=known)
+        check_flag(pad_evaluation, name="pad_evaluation")
+        self.presence = Presence(sharing)
+        self._training = UnevenRanks(uneven, self.presence, join=join, why_not=why_not)
+        self._evaluation = ExactEvaluation(
+            self.presence, gathers=gathers, join=evaluate, pads=pad_evaluation
+        )
+
+    def begin(self, trainer: pl.Trainer) -> None:
+        """Take the loops of `trainer` in hand, before data are set up."""
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self._evaluation.begin(trainer)
+            if trainer.state.fn == TrainerFn.FITTING:
+                self._training.begin_fit(trainer)
+
+    def end(self, *, failed: bool) -> None:
+        """Give the loops back. A collective call, unless the run has `failed`."""
+        self._training.end_fit()
+        self._evaluation.end()
+        if not failed and dist.is_initialized():
+            self._training.close()
+            self.presence.close()
+
+    def weighted(self, loss: Tensor) -> None:
+        """Let the gradients of `loss` count among those of the ranks that have a batch."""
+        self._training.weighted(loss)
+
+    def replaces(self, group: Any) -> bool:
+        """Return whether `group` means all ranks, and only some of them take part now."""
+        return self.presence.replaces(group)
+
+    def reduce(
+        self, tensor: Tensor, reduce_op: Any, among: Callable[[Tensor, Any, Any], Tensor]
+    ) -> Tensor:
+        """Return `tensor` reduced ``among(tensor, group, reduce_op)`` the ranks with a batch."""
+        group = self.presence.group
+        return tensor if group is None else among(tensor, group, reduce_op)
+
+    def all_gather(
+        self, tensor: Tensor, sync_grads: bool, among: Callable[[Tensor, Any, bool], Tensor]
+    ) -> Tensor:
+        """Return the tensors of the ranks with a batch, stacked: (ranks, *shape)."""
+        group = self.presence.group
+        return tensor.unsqueeze(0) if group is None else among(tensor, group, sync_grads)

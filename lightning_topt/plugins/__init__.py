@@ -21,6 +21,12 @@ A fit under ``"topt"``, from Lightning's hooks down:
       data_group           which ranks share samples
     plan_checkpoints       full and sharded checkpoints, whatever the plan
     exchange_guard         the gradient exchange of a plan
+    rank_batches           ranks with different numbers of batches
+      uneven_ranks         ... in training: those without one join, or all stop
+        step_without_batch the collective calls of a step, and nothing else
+      exact_evaluation     ... in evaluation, where every sample counts once
+        logged_results     what was logged, on ranks that had no batch
+      presence             which ranks have a batch, and who counts
     lost_ranks             names the rank that is lost
 
 What these use:
@@ -28,7 +34,7 @@ What these use:
     why a plan cannot run  requirements, with code_names, code_paths and held_parameters
     a step's result        step_records, microbatches, loss_kinds, stashed_gradients
     between ranks          value_exchange, clipping
-    Lightning              ddp_options, register, lightning_private
+    Lightning              ddp_options, register, lent_methods, lightning_private
 
 Other plugins:
 

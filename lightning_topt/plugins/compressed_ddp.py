@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
@@ -257,11 +256,7 @@ class CompressedDDPStrategy(DDPStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        # All ranks decide, also those without a batch.
-        votes = super().reduce(
-            torch.tensor(int(decision), device=self.root_device), reduce_op="sum"
-        )
-        return int(votes) == self.world_size if all else bool(votes)
+        return self._batches.decide(decision, unanimous=all, device=self.root_device)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:

@@ -26,6 +26,7 @@ from lightning_topt.plugins.ddp_options import checked_ddp_options
 from lightning_topt.plugins.exchange_guard import CHECKPOINT_KEY, EXCHANGE_KEY
 from lightning_topt.plugins.lost_ranks import LostRankWatch
 from lightning_topt.plugins.monitors import add_monitor
+from lightning_topt.plugins.rank_batches import RankBatches
 from lightning_topt.techniques.ddp_wrapper import names_to_ignore
 
 State = dict[str, dict[str, torch.Tensor]]
@@ -53,6 +54,8 @@ class LocalStepsStrategy(DDPStrategy):
         timeout_seconds: for every wait on another rank.
         nodes, ranks_per_node: who shares a node (for a hierarchical method), where it is not what
             the Trainer has.
+        uneven, pad_evaluation: as in `AutoParallelStrategy`. Under ``"join"`` a rank without a
+            batch makes no step of its own, and takes part in the outer steps.
         ddp_options: arguments of Lightning's `DDPStrategy`; those of `DistributedDataParallel` mean
             nothing here.
 
@@ -67,6 +70,8 @@ class LocalStepsStrategy(DDPStrategy):
         timeout_seconds: float = 600.0,
         nodes: int | None = None,
         ranks_per_node: int | None = None,
+        uneven: str = "join",
+        pad_evaluation: bool = False,
         **ddp_options: Any,
     ) -> None:
         super().__init__(
@@ -82,6 +87,13 @@ class LocalStepsStrategy(DDPStrategy):
         self._failed = False  # the last fit
         self._fitting = False  # parameters may differ between ranks
         self.rank_watch = LostRankWatch()
+        # A step without a batch is none, but for its count.
+        self._batches = RankBatches(
+            uneven,
+            pad_evaluation,
+            join=lambda zero_gradients: zero_gradients(),
+            why_not=self._why_no_step_without_batch,
+        )
 
     # ---- life cycle ------------------------------------------------------------------------------
 
@@ -102,6 +114,7 @@ class LocalStepsStrategy(DDPStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        self._batches.begin(trainer)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             add_monitor(trainer)
@@ -168,6 +181,7 @@ class LocalStepsStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
+        self._batches.end(failed=self._failed)
         self._fitting = False
         with self.rank_watch.last():
             super().teardown()
@@ -194,8 +208,12 @@ class LocalStepsStrategy(DDPStrategy):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self.outer is not None and self.lightning_module is not None
+        if not self._batches.presence.has_batch:
+            output = closure()
+            self.outer.after_step()
+            return output
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
         # A parameter that is unfrozen later would differ between ranks.
         known, module = self.outer.parameters.tensors, self.lightning_module
         for name in equal_parameters(module, names_to_ignore(module)):
@@ -206,6 +224,31 @@ class LocalStepsStrategy(DDPStrategy):
                 )
         self.outer.after_step()
         return output
+
+    def _why_no_step_without_batch(self) -> str | None:
+        if self.outer is not None and self.outer.replicas is not None:
+            return "the ranks of a node average their gradients in every step of this method"
+        return None
+
+    @override
+    def reduce(
+        self, tensor: torch.Tensor, group: Any = None, reduce_op: Any = "mean"
+    ) -> torch.Tensor:
+        if self._batches.replaces(group):
+            return self._batches.reduce(tensor, reduce_op, super().reduce)
+        return super().reduce(tensor, group, reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return self._batches.decide(decision, unanimous=all, device=self.root_device)
+
+    @override
+    def all_gather(
+        self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False
+    ) -> torch.Tensor:
+        if self._batches.replaces(group):
+            return self._batches.all_gather(tensor, sync_grads, super().all_gather)
+        return super().all_gather(tensor, group, sync_grads)
 
     def exchange_statistics(self) -> ExchangeStatistics | None:
         """Return what was exchanged since the fit began, None outside of a fit.

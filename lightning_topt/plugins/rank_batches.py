@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -105,3 +106,9 @@ class RankBatches:
         """Return the tensors of the ranks with a batch, stacked: (ranks, *shape)."""
         group = self.presence.group
         return tensor.unsqueeze(0) if group is None else among(tensor, group, sync_grads)
+
+    def decide(self, decision: bool, *, unanimous: bool, device: torch.device) -> bool:
+        """Return what all ranks of the run decide, also those without a batch."""
+        votes = torch.tensor(int(decision), device=device)
+        dist.all_reduce(votes)
+        return int(votes) == dist.get_world_size() if unanimous else bool(votes)

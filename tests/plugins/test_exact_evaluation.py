@@ -198,7 +198,7 @@ def test_samplers_share_every_sample_out_once(length: int, shuffle: bool) -> Non
             sampler.set_epoch(epoch)
         parts = [list(sampler) for sampler in samplers]
         assert [len(part) for part in parts] == [len(sampler) for sampler in samplers]
-        assert sorted(sum(parts, [])) == list(range(length))
+        assert sorted(index for part in parts for index in part) == list(range(length))
 
 
 def test_what_another_sampler_yields_is_shared_out() -> None:

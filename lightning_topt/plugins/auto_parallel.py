@@ -151,7 +151,7 @@ class AutoParallelStrategy(DDPStrategy):
             uneven,
             pad_evaluation,
             join=self._join_step,
-            why_not=lambda: self._run.runner.why_no_step_without_batch(),
+            why_not=lambda is_now: self._run.runner.why_no_step_without_batch(is_now=is_now),
             sharing=lambda: self._run.data.group,
             gathers=lambda: self._run.runner.gathers_in_evaluation,
             evaluate=self._join_evaluation,
@@ -392,6 +392,7 @@ class AutoParallelStrategy(DDPStrategy):
 
     @override
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+        tensor = self._batches.averaged(tensor, reduce_op)
         if self._batches.replaces(group):
             return self._batches.reduce(tensor, reduce_op, super().reduce)
         return super().reduce(tensor, self._run.data.group if group is None else group, reduce_op)

@@ -250,6 +250,7 @@ class CompressedDDPStrategy(DDPStrategy):
 
     @override
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+        tensor = self._batches.averaged(tensor, reduce_op)
         if self._batches.replaces(group):
             return self._batches.reduce(tensor, reduce_op, super().reduce)
         return super().reduce(tensor, group, reduce_op)

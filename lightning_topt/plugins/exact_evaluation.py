@@ -125,13 +125,13 @@ class ExactEvaluation:
 
     def _set_up_data(self, own: Callable[[], None], loop: Any) -> None:
         """Set the data up; a rank without any runs the loop like the others."""
-        before = loop._combined_loader
+        name = "max_batches" if "max_batches" in vars(loop) else "_max_batches"
+        before = getattr(loop, name)
         with zero_length_allowed(loop.trainer.lightning_module):
             own()
-        if loop._combined_loader is None or loop._combined_loader is before:
-            return
-        name = "max_batches" if "max_batches" in vars(loop) else "_max_batches"
         batches = getattr(loop, name)
+        if batches is before:
+            return
         gathered = gather_counts(batches, device=loop.trainer.strategy.root_device)
         if sum(batches) == 0:
             longest = [max(column) for column in zip(*gathered, strict=True)]

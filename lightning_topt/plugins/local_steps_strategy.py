@@ -225,7 +225,7 @@ class LocalStepsStrategy(DDPStrategy):
         self.outer.after_step()
         return output
 
-    def _why_no_step_without_batch(self) -> str | None:
+    def _why_no_step_without_batch(self, is_now: bool) -> str | None:
         if self.outer is not None and self.outer.replicas is not None:
             return "the ranks of a node average their gradients in every step of this method"
         return None
@@ -234,6 +234,7 @@ class LocalStepsStrategy(DDPStrategy):
     def reduce(
         self, tensor: torch.Tensor, group: Any = None, reduce_op: Any = "mean"
     ) -> torch.Tensor:
+        tensor = self._batches.averaged(tensor, reduce_op)
         if self._batches.replaces(group):
             return self._batches.reduce(tensor, reduce_op, super().reduce)
         return super().reduce(tensor, group, reduce_op)

@@ -41,7 +41,7 @@ class RankBatches:
         uneven: ``"join"``, ``"stop"`` or ``"error"``, for training.
         pad_evaluation: whether samplers repeat samples until all ranks have equally many.
         join: takes part in a training step of others, see `UnevenRanks`.
-        why_not: why this rank cannot do so, as a clause; None if it can.
+        why_not: why that cannot be, see there.
         sharing: the ranks among which this one's samples are split; None: all.
         gathers: whether an evaluation step is a collective call of all ranks.
         evaluate: takes part in such a step of others.
@@ -56,7 +56,7 @@ class RankBatches:
         pad_evaluation: bool,
         *,
         join: Callable[[Callable[[], None]], None],
-        why_not: Callable[[], str | None] = lambda: None,
+        why_not: Callable[[bool], str | None] = lambda is_now: None,
         sharing: Callable[[], dist.ProcessGroup | None] = lambda: None,
         gathers: Callable[[], bool] = _never,
         evaluate: Callable[[str], None] = _nothing,
@@ -88,6 +88,15 @@ class RankBatches:
     def weighted(self, loss: Tensor) -> None:
         """Let the gradients of `loss` count among those of the ranks that have a batch."""
         self._training.weighted(loss)
+
+    def averaged(self, tensor: Tensor, reduce_op: Any) -> Tensor:
+        """Return `tensor` in a form whose mean over ranks is one.
+
+        Lightning cuts means of whole numbers off: of batch sizes, where ranks differ in them.
+        """
+        if tensor.is_floating_point() or tensor.is_complex() or reduce_op not in ("mean", "avg"):
+            return tensor
+        return tensor.to(torch.get_default_dtype())
 
     def replaces(self, group: Any) -> bool:
         """Return whether `group` means all ranks, and only some of them take part now."""

@@ -27,7 +27,7 @@ from typing_extensions import override
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.plugins.clipping import Clips
-from lightning_topt.plugins.step_without_batch import BlockOrder, zero_loss
+from lightning_topt.plugins.step_without_batch import BlockCall, BlockOrder, zero_loss
 
 Step = Callable[..., Any]
 Output = TypeVar("Output")
@@ -105,8 +105,11 @@ class StepRunner(ABC):
     def drain(self) -> None:  # noqa: B027
         """Wait for all that is in flight, before anybody looks at parameters."""
 
-    def why_no_step_without_batch(self) -> str | None:
-        """Return why a rank without a batch cannot take part in a step, as a clause."""
+    def why_no_step_without_batch(self, *, is_now: bool) -> str | None:
+        """Return why a rank without a batch cannot take part in a step, as a clause.
+
+        Alike on all ranks. The step comes later in the epoch, or `is_now`.
+        """
         return "under this plan ranks run the batches of one another"
 
     def step_without_batch(
@@ -119,7 +122,7 @@ class StepRunner(ABC):
             module: in it.
             zero_gradients: is called between forward and backward.
         """
-        raise NotImplementedError(self.why_no_step_without_batch())
+        raise NotImplementedError(self.why_no_step_without_batch(is_now=True))
 
     # ---- evaluation ------------------------------------------------------------------------------
 
@@ -203,7 +206,12 @@ class PlainRunner(StepRunner):
     # ---- without a batch -------------------------------------------------------------------------
 
     @override
-    def why_no_step_without_batch(self) -> str | None:
+    def why_no_step_without_batch(self, *, is_now: bool) -> str | None:
+        if is_now and self._order is not None and not self._order.has_seen_training:
+            return (
+                "the first step of a plan that gathers parameters shows in which order, so that "
+                "every rank needs a batch in it"
+            )
         return None
 
     @override
@@ -211,7 +219,7 @@ class PlainRunner(StepRunner):
         self, model: nn.Module, module: nn.Module, zero_gradients: Callable[[], None]
     ) -> None:
         with nullcontext() if self.engine is None else self.engine.around_step():
-            loss = zero_loss(model, module, self._blocks("training_step"))
+            loss = zero_loss(model, module, self._calls("training_step"))
         zero_gradients()
         loss.backward()  # type: ignore[no-untyped-call]
 
@@ -224,13 +232,13 @@ class PlainRunner(StepRunner):
     def evaluate_without_batch(self, name: str, model: nn.Module, module: nn.Module) -> None:
         assert self.engine is not None
         with evaluating(self.engine):
-            zero_loss(model, module, self._blocks(name))
+            zero_loss(model, module, self._calls(name))
 
     def _recorded(self, name: str) -> AbstractContextManager[None]:
         return nullcontext() if self._order is None else self._order.recorded(name)
 
-    def _blocks(self, name: str) -> Sequence[nn.Module]:
-        return () if self._order is None else self._order.blocks(name)
+    def _calls(self, name: str) -> Sequence[BlockCall]:
+        return () if self._order is None else self._order.calls(name)
 
 
 def run_own_step(engine: Engine, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

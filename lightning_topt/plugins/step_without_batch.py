@@ -10,19 +10,30 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def zero_loss(model: nn.Module, module: nn.Module, blocks: Sequence[nn.Module] = ()) -> Tensor:
+class BlockCall(NamedTuple):
+    """A call of a block under FSDP2, and whether what it was given has gradients.
+
+    FSDP2 scatters the gradients of those without at the end of backward.
+    """
+
+    block: nn.Module
+    takes_gradients: bool = True
+
+
+def zero_loss(model: nn.Module, module: nn.Module, calls: Sequence[BlockCall] = ()) -> Tensor:
     """Return a loss of zero that depends on all trained parameters, by gradients of zero.
 
     A collective call, as forward of a step is; so is its backward.
@@ -30,20 +41,21 @@ def zero_loss(model: nn.Module, module: nn.Module, blocks: Sequence[nn.Module] =
     Args:
         model: what forward is called through.
         module: the LightningModule in it.
-        blocks: those under FSDP2, in the order of their calls.
+        calls: of blocks under FSDP2, in their order.
     """
     finds_unused = isinstance(model, DistributedDataParallel) and model.find_unused_parameters
 
     def forward() -> Tensor:
-        value = torch.zeros((), device=next(iter(module.parameters())).device)
-        value.requires_grad_(torch.is_grad_enabled())
-        read: set[Tensor] = set()
-        for block in blocks:
+        zero = torch.zeros((), device=next(iter(module.parameters())).device)
+        value, read = zero.clone().requires_grad_(torch.is_grad_enabled()), set[Tensor]()
+        for block, takes_gradients in calls:
+            given = value if takes_gradients else zero
             # As FSDP2's own hooks do, without those of the user.
             state = cast(Any, block)._get_fsdp_state()
-            (value,), _ = state._pre_forward(block, (value,), {})
-            value = _read(value, _trained(block), read)
-            value = state._post_forward(block, (value,), value)
+            (given,), _ = state._pre_forward(block, (given,), {})
+            output = _read(given, _trained(block), read)
+            output = state._post_forward(block, (given,), output)
+            value = output if takes_gradients else value + output
         rest = _trained(module)
         if finds_unused:
             # DDP leaves parameters alone that no rank has used: one stands for all.
@@ -100,20 +112,27 @@ def _in_place_of_forward(module: nn.Module, forward: Any) -> Generator[None, Non
 class BlockOrder:
     """In which order the blocks under FSDP2 are called, as the last step of each kind has shown.
 
-    `blocks` are in the plan's order, for a rank that has had no step.
+    `blocks` are in the plan's order, which an evaluation takes that nothing has shown.
     """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self._blocks = [block for block in blocks if isinstance(block, FSDPModule)]
-        self._seen: dict[str, list[nn.Module]] = {}
-        self._now: list[nn.Module] | None = None
+        self._seen: dict[str, list[BlockCall]] = {}
+        self._now: list[BlockCall] | None = None
         self._hooks: list[RemovableHandle] = [
-            block.register_forward_pre_hook(self._called, prepend=True) for block in self._blocks
+            block.register_forward_pre_hook(self._called, prepend=True, with_kwargs=True)
+            for block in self._blocks
         ]
 
-    def blocks(self, step: str) -> Sequence[nn.Module]:
-        """Return the blocks in the order of the named step, or of training."""
-        return self._seen.get(step) or self._seen.get("training_step") or self._blocks
+    @property
+    def has_seen_training(self) -> bool:
+        """Whether a training step has shown the order."""
+        return "training_step" in self._seen
+
+    def calls(self, step: str) -> Sequence[BlockCall]:
+        """Return the calls of the named step, or else of training."""
+        seen = self._seen.get(step) or self._seen.get("training_step")
+        return seen or [BlockCall(block) for block in self._blocks]
 
     @contextmanager
     def recorded(self, step: str) -> Generator[None, None, None]:
@@ -129,6 +148,14 @@ class BlockOrder:
         for hook in self._hooks:
             hook.remove()
 
-    def _called(self, block: nn.Module, args: Any) -> None:
+    def _called(self, block: nn.Module, args: Any, kwargs: Any) -> None:
         if self._now is not None:
-            self._now.append(block)
+            self._now.append(BlockCall(block, any(map(_has_gradients, (*args, *kwargs.values())))))
+
+
+def _has_gradients(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    if isinstance(value, list | tuple | dict):
+        return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(value))
+    return False

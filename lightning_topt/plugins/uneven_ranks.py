@@ -42,7 +42,8 @@ class UnevenRanks:
         uneven: ``"join"``, ``"stop"`` or ``"error"``.
         presence: of the ranks, which averages of user code ask.
         join: takes part in the step of others: forward, then what it is given, then backward.
-        why_not: why this rank cannot do so under the present plan, as a clause; None if it can.
+        why_not: why that cannot be under the present plan, as a clause; None if it can. It is asked
+            whether the step is the present one.
     """
 
     def __init__(
@@ -51,14 +52,13 @@ class UnevenRanks:
         presence: Presence,
         *,
         join: Callable[[Callable[[], None]], None],
-        why_not: Callable[[], str | None],
+        why_not: Callable[[bool], str | None],
     ) -> None:
         self.uneven, self.presence = uneven, presence
         self._join, self._why_not = join, why_not
         self._lent = LentMethods()
         self._trainer: Any = None
         self._votes: Votes | None = None
-        self._fetcher: SharedFetcher | None = None
 
     # ---- a fit begins and ends -------------------------------------------------------------------
 
@@ -75,7 +75,7 @@ class UnevenRanks:
     def end_fit(self) -> None:
         """Give the loop back."""
         self._lent.give_back()
-        self._trainer = self._fetcher = None
+        self._trainer = None
 
     def close(self) -> None:
         """End the group of the votes. A collective call."""
@@ -95,7 +95,7 @@ class UnevenRanks:
     def _set_up_data(self, own: Callable[[], None]) -> None:
         """Set the training data up: all ranks have as many batches as the epoch has steps."""
         trainer, loop = self._trainer, self._trainer.fit_loop
-        before, interval = loop._combined_loader, trainer.val_check_interval
+        before, interval = loop._data_fetcher, trainer.val_check_interval
         # Lightning compares it with the batches of this rank alone.
         if isinstance(interval, int):
             trainer.val_check_interval = 1.0
@@ -104,7 +104,7 @@ class UnevenRanks:
                 own()
         finally:
             trainer.val_check_interval = interval
-        if loop._combined_loader is None or loop._combined_loader is before:
+        if loop._data_fetcher is before:
             return
         counts = [row[0] for row in gather_counts([loop.max_batches], device=self._device)]
         if self.uneven == "error" and len(set(counts)) > 1 and _NEVER not in counts:
@@ -143,11 +143,8 @@ class UnevenRanks:
         if isinstance(fetcher, _DataLoaderIterDataFetcher):
             own(fetcher)  # the user's step takes batches by itself
             return
-        self._fetcher = shared = SharedFetcher(fetcher, self.uneven)
-        try:
-            own(shared)
-        finally:
-            self._fetcher = None
+        shared = SharedFetcher(fetcher, self.uneven)
+        own(shared)
         # What was logged by others only is reduced together, too.
         without = shared.ranks_without_any
         if without and len(without) < dist.get_world_size():
@@ -168,7 +165,7 @@ class UnevenRanks:
                 self._votes = Votes(timeout=self._trainer.strategy._timeout)
             fetcher.vote(self._votes)
         if fetcher.is_known_uneven:
-            self._check_join()
+            self._check_join(is_now=False)
 
     def _advance(self, own: Callable[[Any], None], fetcher: Any) -> None:
         """Run a step: the user's, or that of a rank without a batch."""
@@ -176,7 +173,7 @@ class UnevenRanks:
         if ranks is None or not ranks:
             own(fetcher)
             return
-        self._check_join()
+        self._check_join(is_now=True)
         module = self._trainer.lightning_module
         with self.presence.among(ranks, module, timeout=self._trainer.strategy._timeout):
             try:
@@ -185,10 +182,10 @@ class UnevenRanks:
                 self._step_without_batch(fetcher)
         self._agree_to_stop()
 
-    def _check_join(self) -> None:
+    def _check_join(self, *, is_now: bool) -> None:
         """Raise ValueError where ranks cannot take part in steps without a batch."""
         module = self._trainer.lightning_module
-        why = self._why_not()
+        why = self._why_not(is_now)
         if not module.automatic_optimization:
             why = "a step under manual optimization calls what the user's code says"
         if why is not None:
@@ -269,6 +266,7 @@ class SharedFetcher:
         self.present: Ranks | None = None
         self._position = 0
         self._counts: list[float] = []
+        self._shortest = 0.0
         # Where somebody does not know: votes, and the next batch, which is at hand.
         self._votes: Votes | None = None
         self._held: list[Any] = []
@@ -278,6 +276,7 @@ class SharedFetcher:
         self._counts = [min(counts)] * self._size if self._uneven == "stop" else counts
         if self._uneven == "error" and len(set(counts)) > 1:
             raise ValueError(_uneven_counts(counts))
+        self._shortest = min(self._counts)
         self.is_known_uneven = len(set(self._counts)) > 1
         self.ranks_without_any = tuple(rank for rank in self._all if not self._counts[rank])
         self._show(self._agreed([count > 0 for count in self._counts]))
@@ -334,7 +333,9 @@ class SharedFetcher:
         self._position += 1
         if self._votes is None:
             batch = self._take() if has_batch else None
-            self._show(self._agreed([count > self._position for count in self._counts]))
+            # Nothing changes before the shortest rank's end.
+            if self._position >= self._shortest:
+                self._show(self._agreed([count > self._position for count in self._counts]))
         else:
             batch = self._held.pop() if has_batch else None
             self._move_on(self._votes)

@@ -60,7 +60,7 @@ class Judged(L.LightningModule):
         return self.blocks(batch).square().mean()
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
+        return torch.optim.SGD(self.parameters(), lr=0.0)  # evaluations are compared
 
     def _evaluate(self, batch: Tensor) -> None:
         values = self.blocks(batch).square().squeeze(1)
@@ -99,7 +99,7 @@ def strategy_of(plan: Any) -> Any:
     return compressed() if plan == "compressed" else AutoParallelStrategy(plan=plan)
 
 
-def tested(rank: int, size: int, length: int, plan: Any) -> Any:
+def evaluated(rank: int, size: int, length: int, plan: Any) -> Any:
     torch.manual_seed(0)
     trainer = make_trainer(strategy_of(plan) if size > 1 else "auto", devices=size)
     module = Judged()
@@ -112,15 +112,16 @@ def tested(rank: int, size: int, length: int, plan: Any) -> Any:
 
 def assert_equal_metrics(found: dict[str, float], expected: dict[str, float]) -> None:
     for name, value in expected.items():
-        if name != "own":
+        # Values of one step, or of one rank, are others.
+        if name not in ("own", "loss", "loss_step"):
             assert found[name] == pytest.approx(value, rel=1e-5, nan_ok=True), name
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("plan", [None, "compressed"])
 def test_a_test_counts_every_sample_once(plan: Any, length: int) -> None:
-    expected = tested(0, 1, length, None)
-    results = on_ranks(tested, 2, length, plan)
+    expected = evaluated(0, 1, length, None)
+    results = on_ranks(evaluated, 2, length, plan)
     assert sorted(results[0][0] + results[1][0]) == list(range(length))
     for _, found, words in results:
         assert_equal_metrics(found, expected[1])
@@ -136,7 +137,7 @@ def validated(rank: int, size: int, plan: Any, loaders: str) -> Any:
         num_sanity_val_steps=1,
     )
     module = Judged()
-    train = [torch.ones(2, 4) for _ in range(2)]
+    train = DataLoader(Numbers(8), batch_size=2)
     if loaders == "stream" and size > 1:
         data: Any = [
             DataLoader(Stream(Numbers(length), rank, size), batch_size=2) for length in (5, 1)

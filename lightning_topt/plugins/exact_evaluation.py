@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -98,6 +99,9 @@ class ExactEvaluation:
         for loop in loops:
             self._lent.lend(loop, "setup_data", lambda own, loop=loop: self._set_up_data(own, loop))
             self._lent.lend(loop, "reset", lambda own, loop=loop: self._reset(own, loop))
+            if loop is not trainer.predict_loop:
+                store = partial(self._store, loop)
+                self._lent.lend(loop, "_store_dataloader_outputs", store)
 
     def end(self) -> None:
         """Give the loops back."""
@@ -152,6 +156,14 @@ class ExactEvaluation:
             fetcher, loop, self, counts=counts if is_known else None
         )
 
+    def _store(self, loop: Any, own: Callable[[], None]) -> None:
+        """Store what was logged of a loader, once: the fetcher may have done so already."""
+        fetcher = loop._data_fetcher
+        if isinstance(fetcher, EvaluationFetcher) and fetcher.has_stored:
+            fetcher.has_stored = False
+        else:
+            own()
+
     def join(self, loop: Any) -> None:
         """Take part in a step of others in `loop`, for which this rank has no batch."""
         if self.gathers():
@@ -199,6 +211,7 @@ class EvaluationFetcher:
         self._first: Ranks = ()  # the ranks that had batches of it
         self._held: list[Any] = []
         self._within = ExitStack()
+        self.has_stored = False  # what was logged of the loader before
 
     @property
     def done(self) -> bool:
@@ -274,9 +287,11 @@ class EvaluationFetcher:
             if without:
                 module = loop.trainer.lightning_module
                 share_results(loop._results, module, without=without)
-            # The loop stores results itself when a batch of another loader comes, and at its end.
-            if loader is not None and self._rank not in ranks:
+            # Among all ranks, before some of them go on with the next loader. The loop does so when
+            # a batch of that comes, and at its end.
+            if loader is not None:
                 loop._store_dataloader_outputs()
+                self.has_stored = self._rank in ranks
         self._loader, self._first = loader, ranks
         if loader is not None and has_results and self._rank not in ranks:
             has_several = loop._is_sequential and loop.num_dataloaders > 1

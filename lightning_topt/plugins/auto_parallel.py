@@ -151,9 +151,9 @@ class AutoParallelStrategy(DDPStrategy):
             uneven,
             pad_evaluation,
             join=self._join_step,
-            why_not=lambda is_now: self._run.runner.why_no_step_without_batch(is_now=is_now),
-            sharing=lambda: self._run.data.group,
-            gathers=lambda: self._run.runner.gathers_in_evaluation,
+            why_not=self._why_not_join,
+            sharing=self._sharing_samples,
+            gathers=self._gathers_in_evaluation,
             evaluate=self._join_evaluation,
         )
         self._accumulates = self._failed = False
@@ -328,6 +328,15 @@ class AutoParallelStrategy(DDPStrategy):
         self._guard.begin_backward(self.precision_plugin)
         with self._guard.errors():
             self._run.runner.step_without_batch(self.model, self.lightning_module, zero_gradients)
+
+    def _why_not_join(self, is_now: bool) -> str | None:
+        return self._run.runner.why_no_step_without_batch(is_now=is_now)
+
+    def _sharing_samples(self) -> Any:
+        return self._run.data.group
+
+    def _gathers_in_evaluation(self) -> bool:
+        return self._run.runner.gathers_in_evaluation
 
     def _join_evaluation(self, name: str) -> None:
         """Take part in an evaluation step without a batch."""

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_topt import plugins
 from lightning_topt.basics.argument_checks import check_whole
 from lightning_topt.communication.bucket import ExchangeSettings
 from lightning_topt.communication.exchange_method import GRADIENT_DTYPES, ExchangeMethod
@@ -39,7 +40,6 @@ from lightning_topt.plugins.lost_ranks import LostRankWatch
 from lightning_topt.plugins.monitors import add_monitor
 from lightning_topt.plugins.rank_batches import RankBatches
 from lightning_topt.plugins.register import register_names
-from lightning_topt.plugins.step_runner import PlainRunner
 
 
 class CompressedDDPStrategy(DDPStrategy):
@@ -233,7 +233,9 @@ class CompressedDDPStrategy(DDPStrategy):
         assert self.model is not None and self.lightning_module is not None
         self._guard.begin_backward(self.precision_plugin)
         with self._guard.errors():
-            PlainRunner().step_without_batch(self.model, self.lightning_module, zero_gradients)
+            loss = plugins.zero_loss(self.model, self.lightning_module)
+            zero_gradients()
+            loss.backward()  # type: ignore[no-untyped-call]
 
     @override
     def optimizer_step(

@@ -91,7 +91,7 @@ class LocalStepsStrategy(DDPStrategy):
         self._batches = RankBatches(
             uneven,
             pad_evaluation,
-            join=lambda zero_gradients: zero_gradients(),
+            join=_only_zero,
             why_not=self._why_no_step_without_batch,
         )
 
@@ -375,6 +375,11 @@ class LocalStepsStrategy(DDPStrategy):
             **{name: value for name, value in state.items() if name not in _OF_ALL_RANKS},
         }
         self.outer.load_state_dict({**known, **own})
+
+
+def _only_zero(zero_gradients: Callable[[], None]) -> None:
+    """Begin a step that has no forward and no backward."""
+    zero_gradients()
 
 
 def compressed_strategy(

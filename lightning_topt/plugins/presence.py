@@ -31,7 +31,7 @@ class Presence:
         sharing: the ranks among which this one's samples are split now; None: all.
     """
 
-    def __init__(self, sharing: Callable[[], dist.ProcessGroup | None] = lambda: None) -> None:
+    def __init__(self, sharing: Callable[[], dist.ProcessGroup | None]) -> None:
         self._sharing = sharing
         self.ranks: Ranks | None = None
         self.group: dist.ProcessGroup | None = None

@@ -18,10 +18,9 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from lightning_topt import plugins
 from lightning_topt.basics.argument_checks import check_choice, check_flag
-from lightning_topt.plugins.exact_evaluation import ExactEvaluation
 from lightning_topt.plugins.presence import Presence
-from lightning_topt.plugins.uneven_ranks import UnevenRanks
 
 UNEVEN = ("join", "stop", "error")
 
@@ -30,8 +29,8 @@ def _never() -> bool:
     return False
 
 
-def _nothing(step: str) -> None:
-    """Take part in nothing."""
+def _nothing(_: Any = None) -> None:
+    """Return nothing: no group, no reason; take part in nothing."""
 
 
 class RankBatches:
@@ -56,8 +55,8 @@ class RankBatches:
         pad_evaluation: bool,
         *,
         join: Callable[[Callable[[], None]], None],
-        why_not: Callable[[bool], str | None] = lambda is_now: None,
-        sharing: Callable[[], dist.ProcessGroup | None] = lambda: None,
+        why_not: Callable[[bool], str | None] = _nothing,
+        sharing: Callable[[], dist.ProcessGroup | None] = _nothing,
         gathers: Callable[[], bool] = _never,
         evaluate: Callable[[str], None] = _nothing,
         known: Sequence[str] = UNEVEN,
@@ -65,29 +64,43 @@ class RankBatches:
         check_choice(uneven, name="uneven", allowed=known)
         check_flag(pad_evaluation, name="pad_evaluation")
         self.presence = Presence(sharing)
-        self._training = UnevenRanks(uneven, self.presence, join=join, why_not=why_not)
-        self._evaluation = ExactEvaluation(
-            self.presence, gathers=gathers, join=evaluate, pads=pad_evaluation
-        )
+        # For parts that are made where there are several ranks; spawned ranks get a copy of this.
+        self._for_training = {"uneven": uneven, "join": join, "why_not": why_not}
+        self._for_evaluation = {"gathers": gathers, "join": evaluate, "pads": pad_evaluation}
+        self._training: plugins.UnevenRanks | None = None
+        self._evaluation: plugins.ExactEvaluation | None = None
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Take the loops of `trainer` in hand, before data are set up."""
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            self._evaluation.begin(trainer)
-            if trainer.state.fn == TrainerFn.FITTING:
-                self._training.begin_fit(trainer)
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        if self._evaluation is None:
+            of_evaluation: Any = self._for_evaluation
+            self._evaluation = plugins.ExactEvaluation(self.presence, **of_evaluation)
+            of_training: Any = self._for_training
+            self._training = plugins.UnevenRanks(self.presence, **of_training)
+        assert self._training is not None
+        self._evaluation.begin(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._training.begin_fit(trainer)
 
     def end(self, *, failed: bool) -> None:
         """Give the loops back. A collective call, unless the run has `failed`."""
-        self._training.end_fit()
-        self._evaluation.end()
+        if self._evaluation is not None:
+            self._evaluation.end()
+        if self._training is not None:
+            self._training.end_fit()
         if not failed and dist.is_initialized():
-            self._training.close()
             self.presence.close()
+            if self._training is not None:
+                self._training.close()
 
     def weighted(self, loss: Tensor) -> None:
         """Let the gradients of `loss` count among those of the ranks that have a batch."""
-        self._training.weighted(loss)
+        weight = self.presence.weight
+        # DDP and FSDP2 divide by the number of all ranks.
+        if weight != 1.0 and loss.requires_grad:
+            loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
 
     def averaged(self, tensor: Tensor, reduce_op: Any) -> Tensor:
         """Return `tensor` in a form whose mean over ranks is one.

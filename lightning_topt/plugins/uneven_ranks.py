@@ -39,8 +39,8 @@ class UnevenRanks:
     """Lets the ranks of a fit have different numbers of batches, as `uneven` says.
 
     Args:
-        uneven: ``"join"``, ``"stop"`` or ``"error"``.
         presence: of the ranks, which averages of user code ask.
+        uneven: ``"join"``, ``"stop"`` or ``"error"``.
         join: takes part in the step of others: forward, then what it is given, then backward.
         why_not: why that cannot be under the present plan, as a clause; None if it can. It is asked
             whether the step is the present one.
@@ -48,9 +48,9 @@ class UnevenRanks:
 
     def __init__(
         self,
-        uneven: str,
         presence: Presence,
         *,
+        uneven: str,
         join: Callable[[Callable[[], None]], None],
         why_not: Callable[[bool], str | None],
     ) -> None:
@@ -82,13 +82,6 @@ class UnevenRanks:
         if self._votes is not None:
             self._votes.close()
             self._votes = None
-
-    def weighted(self, loss: Tensor) -> None:
-        """Let the gradients of `loss` count among those of the ranks that have a batch."""
-        weight = self.presence.weight
-        # DDP and FSDP2 divide by the number of all ranks.
-        if weight != 1.0 and loss.requires_grad:
-            loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
 
     # ---- the data --------------------------------------------------------------------------------
 

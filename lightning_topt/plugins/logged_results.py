@@ -20,6 +20,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Sync,
 )
 from torch import nn
+from torchmetrics import Metric
 
 _ALLOWS = "allow_zero_length_dataloader_with_multiple_devices"
 
@@ -86,7 +87,12 @@ def _adopted(
         metric = _ResultMetric(meta, states is not None)
     metric.has_reset, metric._computed = False, None
     if states is None:
-        metric.value = module.get_submodule(described["meta"]["metric_attribute"])
+        own: Any = module.get_submodule(described["meta"]["metric_attribute"])
+        # A value that is kept from before would be returned without the other ranks.
+        for part in own.modules():
+            if isinstance(part, Metric):
+                part._computed = None
+        metric.value = own
         return metric
     metric.to(device)
     for name, value in states.items():

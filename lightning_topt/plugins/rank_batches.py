@@ -10,7 +10,7 @@ A strategy has a `RankBatches`, to which its hooks delegate:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -21,6 +21,10 @@ from torch import Tensor
 from lightning_topt import plugins
 from lightning_topt.basics.argument_checks import check_choice, check_flag
 from lightning_topt.plugins.presence import Presence
+
+if TYPE_CHECKING:
+    from lightning_topt.plugins.exact_evaluation import ExactEvaluation
+    from lightning_topt.plugins.uneven_ranks import UnevenRanks
 
 UNEVEN = ("join", "stop", "error")
 
@@ -67,8 +71,8 @@ class RankBatches:
         # For parts that are made where there are several ranks; spawned ranks get a copy of this.
         self._for_training = {"uneven": uneven, "join": join, "why_not": why_not}
         self._for_evaluation = {"gathers": gathers, "join": evaluate, "pads": pad_evaluation}
-        self._training: plugins.UnevenRanks | None = None
-        self._evaluation: plugins.ExactEvaluation | None = None
+        self._training: UnevenRanks | None = None
+        self._evaluation: ExactEvaluation | None = None
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Take the loops of `trainer` in hand, before data are set up."""

@@ -38,6 +38,8 @@ class AutoParallelConfig:
     allow_staleness: Any = False
     watch_steps: int = 3  # real steps that are timed or recorded before anything is decided
     checkpoint: str = "full"  # or sharded: a folder to which every rank writes what it keeps
+    uneven: str = "join"  # or stop, error: what ranks with fewer training batches do
+    pad_evaluation: bool = False  # whether samples are repeated until ranks have equally many
 
 
 @dataclass
@@ -49,6 +51,8 @@ class CompressedConfig:
     method: Any = "topk"  # a name, or a mapping such as the group topt/gradient_exchange has
     nodes: int | None = None  # who shares a node, where it is not what the Trainer has
     ranks_per_node: int | None = None
+    uneven: str = "join"  # or stop, error
+    pad_evaluation: bool = False
 
 
 @dataclass

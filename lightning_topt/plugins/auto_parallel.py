@@ -32,6 +32,7 @@ from lightning_topt.plugins.plan_request import Allow, AllowStaleness, read_requ
 from lightning_topt.plugins.plan_run import PlanRun, run_options
 from lightning_topt.plugins.planning import Planning, check_agreement
 from lightning_topt.plugins.preemption import Preemption
+from lightning_topt.plugins.rank_batches import RankBatches
 from lightning_topt.plugins.register import register_names
 from lightning_topt.plugins.training_data import TrainingData
 from lightning_topt.plugins.watched_steps import WATCHED_STEPS, WatchingRedirection
@@ -92,6 +93,11 @@ class AutoParallelStrategy(DDPStrategy):
         checkpoint: ``"full"`` saves the plain file of ``ddp``, for which rank 0 collects the whole
             state; ``"sharded"`` a folder, to which every rank writes what it keeps. Both are
             loaded, under any plan and number of ranks.
+        uneven: what ranks with fewer batches do in training: ``"join"``, they take part in the
+            steps of the others, whose gradients are the mean over the ranks that have a batch;
+            ``"stop"``, all end with the first; ``"error"`` (docs/robustness.md).
+        pad_evaluation: whether samples are repeated in validation, test and prediction until all
+            ranks have equally many, as under ``ddp``. Otherwise each counts once.
         ddp_options: arguments of Lightning's `DDPStrategy` and torch's `DistributedDataParallel`.
             Options of the latter keep the search to plans that it runs (whole gradients). Under a
             `memory_limit`, or with the objective ``"memory"``, a plan may make gradients views of
@@ -121,6 +127,8 @@ class AutoParallelStrategy(DDPStrategy):
         allow_staleness: AllowStaleness = False,
         watch_steps: int = WATCHED_STEPS,
         checkpoint: str = "full",
+        uneven: str = "join",
+        pad_evaluation: bool = False,
         **ddp_options: Any,
     ) -> None:
         super().__init__(**known_options(ddp_options, strategy=type(self).__name__))
@@ -142,6 +150,15 @@ class AutoParallelStrategy(DDPStrategy):
         self._checkpoints = PlanCheckpoints(checkpoint, self._guard)
         self._run = PlanRun(self, self._checkpoints)
         self._training_data = TrainingData(self, Preemption())
+        self._batches = RankBatches(
+            uneven,
+            pad_evaluation,
+            join=self._join_step,
+            why_not=self._why_not_join,
+            sharing=self._sharing_samples,
+            gathers=self._gathers_in_evaluation,
+            evaluate=self._join_evaluation,
+        )
         self._accumulates = self._failed = False
 
     # ---- what was decided ------------------------------------------------------------------------
@@ -206,6 +223,7 @@ class AutoParallelStrategy(DDPStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
+        self._batches.begin(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             # In the shards of the last fit, or as ddp does.
             self._guard.open(None)
@@ -249,13 +267,21 @@ class AutoParallelStrategy(DDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self.lightning_module is not None
         trainer, controller = self.lightning_module.trainer, self._controller
+        is_partial = self._batches.presence.is_partial
         # The first batch: planning, where it has waited for one.
         if controller.waits_for_batch:
             if controller.plan is None:
+                if is_partial:
+                    raise ValueError(
+                        "the plan is made of the first batch of each rank, and some rank has no "
+                        "batch at all: take plan='ddp', or give every rank one"
+                    )
                 controller.decide(trainer, batch)
             self._run.start(controller, trainer, batch)
-        # Enough steps were watched: another plan may take over before this one.
-        if (plan := controller.poll(trainer, batch, batch_idx)) is not None:
+        # Enough steps were watched: another plan may take over before this one, if all ranks have
+        # a batch.
+        plan = None if is_partial else controller.poll(trainer, batch, batch_idx)
+        if plan is not None:
             self._run.switch(plan, trainer, batch, refines=self.request.plan is not None)
         super().on_train_batch_start(batch, batch_idx)
 
@@ -269,6 +295,7 @@ class AutoParallelStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
+        self._batches.end(failed=self._failed)
         self._controller.end_fit(failed=self._failed, world_size=self.world_size)
         self._run.end(failed=self._failed)
         self._training_data.end()
@@ -296,8 +323,31 @@ class AutoParallelStrategy(DDPStrategy):
     ) -> Tensor:
         with self._controller.backward(closure_loss):
             self._guard.begin_backward(self.precision_plugin)
+            self._batches.weighted(closure_loss)
             with self._guard.errors():
                 return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def _join_step(self, zero_gradients: Callable[[], None]) -> None:
+        """Take part in a training step without a batch."""
+        assert self.model is not None and self.lightning_module is not None
+        self._controller.step_without_batch()
+        self._guard.begin_backward(self.precision_plugin)
+        with self._guard.errors():
+            self._run.runner.step_without_batch(self.model, self.lightning_module, zero_gradients)
+
+    def _why_not_join(self, is_now: bool) -> str | None:
+        return self._run.runner.why_no_step_without_batch(is_now=is_now)
+
+    def _sharing_samples(self) -> Any:
+        return self._run.data.group
+
+    def _gathers_in_evaluation(self) -> bool:
+        return self._run.runner.gathers_in_evaluation
+
+    def _join_evaluation(self, name: str) -> None:
+        """Take part in an evaluation step without a batch."""
+        assert self.model is not None and self.lightning_module is not None
+        self._run.runner.evaluate_without_batch(name, self.model, self.lightning_module)
 
     @contextmanager
     @override
@@ -369,6 +419,9 @@ class AutoParallelStrategy(DDPStrategy):
 
     @override
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+        tensor = self._batches.averaged(tensor, reduce_op)
+        if self._batches.replaces(group):
+            return self._batches.reduce(tensor, reduce_op, super().reduce)
         return super().reduce(tensor, self._run.data.group if group is None else group, reduce_op)
 
     @override
@@ -381,6 +434,8 @@ class AutoParallelStrategy(DDPStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if self._batches.replaces(group):
+            return self._batches.all_gather(tensor, sync_grads, super().all_gather)
         if self._run.data.replaces(group):
             tensor = self._run.runner.unsharded(tensor)
             return self._run.data.all_gather(tensor, sync_grads=sync_grads)

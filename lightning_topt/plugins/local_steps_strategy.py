@@ -27,6 +27,7 @@ from lightning_topt.plugins.exchange_guard import CHECKPOINT_KEY, EXCHANGE_KEY
 from lightning_topt.plugins.lost_ranks import LostRankWatch
 from lightning_topt.plugins.monitors import add_monitor
 from lightning_topt.plugins.preemption import Preemption
+from lightning_topt.plugins.rank_batches import RankBatches
 from lightning_topt.plugins.training_data import TrainingData
 from lightning_topt.techniques.ddp_wrapper import names_to_ignore
 
@@ -55,6 +56,8 @@ class LocalStepsStrategy(DDPStrategy):
         timeout_seconds: for every wait on another rank.
         nodes, ranks_per_node: who shares a node (for a hierarchical method), where it is not what
             the Trainer has.
+        uneven, pad_evaluation: as in `AutoParallelStrategy`. Under ``"join"`` a rank without a
+            batch makes no step of its own, and takes part in the outer steps.
         ddp_options: arguments of Lightning's `DDPStrategy`; those of `DistributedDataParallel` mean
             nothing here.
 
@@ -69,6 +72,8 @@ class LocalStepsStrategy(DDPStrategy):
         timeout_seconds: float = 600.0,
         nodes: int | None = None,
         ranks_per_node: int | None = None,
+        uneven: str = "join",
+        pad_evaluation: bool = False,
         **ddp_options: Any,
     ) -> None:
         super().__init__(
@@ -85,6 +90,13 @@ class LocalStepsStrategy(DDPStrategy):
         self._fitting = False  # parameters may differ between ranks
         self.rank_watch = LostRankWatch()
         self._training_data = TrainingData(self, Preemption())
+        # A step without a batch is none, but for its count.
+        self._batches = RankBatches(
+            uneven,
+            pad_evaluation,
+            join=_only_zero,
+            why_not=self._why_no_step_without_batch,
+        )
 
     # ---- life cycle ------------------------------------------------------------------------------
 
@@ -107,6 +119,7 @@ class LocalStepsStrategy(DDPStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self._training_data.check_checkpoint(trainer)
+        self._batches.begin(trainer)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             add_monitor(trainer)
@@ -173,6 +186,7 @@ class LocalStepsStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
+        self._batches.end(failed=self._failed)
         self._fitting = False
         self._training_data.end()
         with self.rank_watch.last():
@@ -200,8 +214,12 @@ class LocalStepsStrategy(DDPStrategy):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self.outer is not None and self.lightning_module is not None
+        if not self._batches.presence.has_batch:
+            output = closure()
+            self.outer.after_step()
+            return output
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
         # A parameter that is unfrozen later would differ between ranks.
         known, module = self.outer.parameters.tensors, self.lightning_module
         for name in equal_parameters(module, names_to_ignore(module)):
@@ -212,6 +230,32 @@ class LocalStepsStrategy(DDPStrategy):
                 )
         self.outer.after_step()
         return output
+
+    def _why_no_step_without_batch(self, is_now: bool) -> str | None:
+        if self.outer is not None and self.outer.replicas is not None:
+            return "the ranks of a node average their gradients in every step of this method"
+        return None
+
+    @override
+    def reduce(
+        self, tensor: torch.Tensor, group: Any = None, reduce_op: Any = "mean"
+    ) -> torch.Tensor:
+        tensor = self._batches.averaged(tensor, reduce_op)
+        if self._batches.replaces(group):
+            return self._batches.reduce(tensor, reduce_op, super().reduce)
+        return super().reduce(tensor, group, reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return self._batches.decide(decision, unanimous=all, device=self.root_device)
+
+    @override
+    def all_gather(
+        self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False
+    ) -> torch.Tensor:
+        if self._batches.replaces(group):
+            return self._batches.all_gather(tensor, sync_grads, super().all_gather)
+        return super().all_gather(tensor, group, sync_grads)
 
     def exchange_statistics(self) -> ExchangeStatistics | None:
         """Return what was exchanged since the fit began, None outside of a fit.
@@ -357,6 +401,11 @@ class LocalStepsStrategy(DDPStrategy):
             **{name: value for name, value in state.items() if name not in _OF_ALL_RANKS},
         }
         self.outer.load_state_dict({**known, **own})
+
+
+def _only_zero(zero_gradients: Callable[[], None]) -> None:
+    """Begin a step that has no forward and no backward."""
+    zero_gradients()
 
 
 def compressed_strategy(

@@ -1,0 +1,423 @@
+"""Ranks with different numbers of batches end their epoch together.
+
+`UnevenRanks` stands between a strategy and Lightning's loop over training batches:
+
+    "join"   a rank that has no batch left takes part in the collective calls of every step, with
+             gradients of zero (`step_without_batch`); a step's gradients are the mean over the
+             ranks that have a batch in it
+    "stop"   all ranks end with the first one
+    "error"  says which rank has how many batches
+
+What belongs to a batch (``training_step``, its hooks, logs, metrics, random numbers, callbacks)
+does not run on a rank without one. What belongs to the update (clipping, ``optimizer_step``,
+learning rates) runs on every rank, and so do callbacks that save or stop by counting steps.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Checkpoint, Timer
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.trainer import call
+from torch import Tensor, nn
+
+from lightning_topt.plugins.lent_methods import LentMethods
+from lightning_topt.plugins.logged_results import share_results, zero_length_allowed
+from lightning_topt.plugins.presence import Presence, Ranks, Votes, gather_counts
+
+_NEVER = float("inf")
+
+
+class UnevenRanks:
+    """Lets the ranks of a fit have different numbers of batches, as `uneven` says.
+
+    Args:
+        presence: of the ranks, which averages of user code ask.
+        uneven: ``"join"``, ``"stop"`` or ``"error"``.
+        join: takes part in the step of others: forward, then what it is given, then backward.
+        why_not: why that cannot be under the present plan, as a clause; None if it can. It is asked
+            whether the step is the present one.
+    """
+
+    def __init__(
+        self,
+        presence: Presence,
+        *,
+        uneven: str,
+        join: Callable[[Callable[[], None]], None],
+        why_not: Callable[[bool], str | None],
+    ) -> None:
+        self.uneven, self.presence = uneven, presence
+        self._join, self._why_not = join, why_not
+        self._lent = LentMethods()
+        self._trainer: Any = None
+        self._votes: Votes | None = None
+
+    # ---- a fit begins and ends -------------------------------------------------------------------
+
+    def begin_fit(self, trainer: pl.Trainer) -> None:
+        """Take the loop of `trainer` in hand, before its data are set up."""
+        self.end_fit()
+        self._trainer = trainer
+        loop = trainer.fit_loop
+        self._lent.lend(loop, "setup_data", self._set_up_data)
+        self._lent.lend(loop.epoch_loop, "run", self._run_epoch)
+        self._lent.lend(loop.epoch_loop, "on_run_start", self._begin_epoch)
+        self._lent.lend(loop.epoch_loop, "advance", self._advance)
+
+    def end_fit(self) -> None:
+        """Give the loop back."""
+        self._lent.give_back()
+        self._trainer = None
+
+    def close(self) -> None:
+        """End the group of the votes. A collective call."""
+        if self._votes is not None:
+            self._votes.close()
+            self._votes = None
+
+    # ---- the data --------------------------------------------------------------------------------
+
+    def _set_up_data(self, own: Callable[[], None]) -> None:
+        """Set the training data up: all ranks have as many batches as the epoch has steps."""
+        trainer, loop = self._trainer, self._trainer.fit_loop
+        before, interval = loop._data_fetcher, trainer.val_check_interval
+        # Lightning compares it with the batches of this rank alone.
+        if isinstance(interval, int):
+            trainer.val_check_interval = 1.0
+        try:
+            with zero_length_allowed(trainer.lightning_module):
+                own()
+        finally:
+            trainer.val_check_interval = interval
+        if loop._data_fetcher is before:
+            return
+        counts = [row[0] for row in gather_counts([loop.max_batches], device=self._device)]
+        if self.uneven == "error" and len(set(counts)) > 1 and _NEVER not in counts:
+            raise ValueError(_uneven_counts(counts))
+        steps = min(counts) if self.uneven == "stop" else max(counts)
+        loop.max_batches = steps if steps == _NEVER else int(steps)
+        if loop.max_batches == 0:
+            return
+        loop._last_train_dl_reload_epoch = trainer.current_epoch
+        if getattr(trainer, "_val_check_time_interval", None) is None:
+            self._schedule_validation()
+
+    def _schedule_validation(self) -> None:
+        """Set after how many batches validation comes, as Lightning does for one rank."""
+        trainer, steps = self._trainer, self._trainer.fit_loop.max_batches
+        interval = trainer.val_check_interval
+        if isinstance(interval, int):
+            trainer.val_check_batch = interval
+            is_by_epoch = trainer.check_val_every_n_epoch is not None
+            if interval > steps and is_by_epoch and trainer.limit_val_batches > 0:
+                raise ValueError(
+                    f"`val_check_interval` ({interval}) must be less than or equal to the number "
+                    f"of the training batches ({steps}) of the longest rank. If you want to "
+                    "validate based on the total training batches, set "
+                    "`check_val_every_n_epoch=None`."
+                )
+        elif steps == _NEVER:
+            trainer.val_check_batch = _NEVER
+        else:
+            trainer.val_check_batch = max(1, int(steps * interval))
+
+    # ---- an epoch --------------------------------------------------------------------------------
+
+    def _run_epoch(self, own: Callable[[Any], None], fetcher: Any) -> None:
+        """Run the loop over the batches of an epoch, whose end is that of all ranks."""
+        if isinstance(fetcher, _DataLoaderIterDataFetcher):
+            own(fetcher)  # the user's step takes batches by itself
+            return
+        shared = SharedFetcher(fetcher, self.uneven)
+        own(shared)
+        # What was logged by others only is reduced together, too.
+        without = shared.ranks_without_any
+        if without and len(without) < dist.get_world_size():
+            module = self._trainer.lightning_module
+            results = self._trainer.fit_loop.epoch_loop._results
+            share_results(results, module, without=without)
+
+    def _begin_epoch(self, own: Callable[[Any], None], fetcher: Any) -> None:
+        """Agree on the batches of the epoch, once Lightning has begun it."""
+        own(fetcher)
+        if not isinstance(fetcher, SharedFetcher):
+            return
+        counts = [row[0] for row in gather_counts([fetcher.own_count], device=self._device)]
+        if _NEVER not in counts:
+            fetcher.agree(counts)
+        else:
+            if self._votes is None:
+                self._votes = Votes(timeout=self._trainer.strategy._timeout)
+            fetcher.vote(self._votes)
+        if fetcher.is_known_uneven:
+            self._check_join(is_now=False)
+
+    def _advance(self, own: Callable[[Any], None], fetcher: Any) -> None:
+        """Run a step: the user's, or that of a rank without a batch."""
+        ranks = fetcher.present if isinstance(fetcher, SharedFetcher) else None
+        if ranks is None or not ranks:
+            own(fetcher)
+            return
+        self._check_join(is_now=True)
+        module = self._trainer.lightning_module
+        with self.presence.among(ranks, module, timeout=self._trainer.strategy._timeout):
+            try:
+                own(fetcher)
+            except NoBatchError:
+                self._step_without_batch(fetcher)
+        self._agree_to_stop()
+
+    def _check_join(self, *, is_now: bool) -> None:
+        """Raise ValueError where ranks cannot take part in steps without a batch."""
+        module = self._trainer.lightning_module
+        why = self._why_not(is_now)
+        if not module.automatic_optimization:
+            why = "a step under manual optimization calls what the user's code says"
+        if why is not None:
+            raise ValueError(
+                "the ranks have different numbers of training batches, and "
+                f"{why}: take uneven='stop', or loaders with equally many batches"
+            )
+
+    def _step_without_batch(self, fetcher: SharedFetcher) -> None:
+        """Count and update as Lightning's own `advance` does; no user code sees a batch."""
+        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        module, progress = trainer.lightning_module, loop.batch_progress
+        batch_idx = loop.batch_idx + 1
+        progress.is_last_batch = fetcher.done
+        progress.increment_ready()
+        call._call_strategy_hook(trainer, "on_train_batch_start", None, batch_idx)
+        progress.increment_started()
+        optimization = loop.automatic_optimization
+        with _not_logging(module):
+            optimization._make_closure = lambda _, optimizer, index: _JoiningClosure(
+                self._join, self._zero_gradients(optimizer, index)
+            )
+            try:
+                optimization.run(trainer.optimizers[0], batch_idx, OrderedDict())
+            finally:
+                del optimization._make_closure
+            progress.increment_processed()
+            loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+            if loop._num_ready_batches_reached():
+                loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        # They save, or stop, together with those of other ranks.
+        for callback in trainer.callbacks:
+            if isinstance(callback, Checkpoint | Timer):
+                nothing: Any = None
+                callback.on_train_batch_end(trainer, module, nothing, nothing, batch_idx)
+        progress.increment_completed()
+
+    def _zero_gradients(self, optimizer: Any, batch_idx: int) -> Callable[[], None]:
+        def zero() -> None:
+            if batch_idx % self._trainer.accumulate_grad_batches == 0:
+                optimization = self._trainer.fit_loop.epoch_loop.automatic_optimization
+                optimization._optimizer_zero_grad(batch_idx, optimizer)
+
+        return zero
+
+    def _agree_to_stop(self) -> None:
+        """Let all ranks stop where the hooks of one that had a batch have decided to."""
+        trainer = self._trainer
+        stops = torch.tensor(int(trainer.should_stop), device=self._device)
+        dist.all_reduce(stops, dist.ReduceOp.MAX)
+        if stops:
+            trainer.should_stop = True
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = self._trainer.strategy.root_device
+        return device
+
+
+class NoBatchError(Exception):
+    """This rank has no batch for the step that others take."""
+
+
+class SharedFetcher:
+    """Lightning's fetcher of one rank, which is done when those of all ranks are.
+
+    Lightning's loop over batches uses it as its own. `present` has the ranks that have the next
+    batch, None for all.
+    """
+
+    def __init__(self, fetcher: Any, uneven: str) -> None:
+        self._own, self._uneven = fetcher, uneven
+        self._size = dist.get_world_size()
+        self._all: Ranks = tuple(range(self._size))
+        self.done = False
+        self.is_known_uneven = False
+        self.ranks_without_any: Ranks = ()
+        self.present: Ranks | None = None
+        self._position = 0
+        self._counts: list[float] = []
+        self._shortest = 0.0
+        # Where somebody does not know: votes, and the next batch, which is at hand.
+        self._votes: Votes | None = None
+        self._held: list[Any] = []
+
+    def agree(self, counts: list[float]) -> None:
+        """Begin an epoch in which the ranks have so many batches. Raises ValueError."""
+        self._counts = [min(counts)] * self._size if self._uneven == "stop" else counts
+        if self._uneven == "error" and len(set(counts)) > 1:
+            raise ValueError(_uneven_counts(counts))
+        self._shortest = min(self._counts)
+        self.is_known_uneven = len(set(self._counts)) > 1
+        self.ranks_without_any = tuple(rank for rank in self._all if not self._counts[rank])
+        self._show(self._agreed([count > 0 for count in self._counts]))
+
+    def vote(self, votes: Votes) -> None:
+        """Begin an epoch whose length nobody knows. A collective call. Raises ValueError."""
+        self._votes = votes
+        self._hold()
+        votes.send(len(self._held) + self._has_more)
+        found = votes.read()
+        self.ranks_without_any = tuple(rank for rank in self._all if not found[rank])
+        self._show(self._agreed([each > 0 for each in found]))
+        # What the votes of later batches say is read one batch later.
+        votes.send(self._has_more)
+
+    # ---- what Lightning's loop uses --------------------------------------------------------------
+
+    @property
+    def own_count(self) -> float:
+        """Batches that this rank has left in the epoch; infinite if that is not known."""
+        length = self._own.length
+        return _NEVER if length is None else max(0, length - self._own.fetched)
+
+    @property
+    def fetched(self) -> int:
+        """How many batches this rank has taken, and those of an epoch that is resumed."""
+        fetched: int = self._own.fetched
+        return fetched
+
+    @fetched.setter
+    def fetched(self, fetched: int) -> None:
+        self._own.fetched = fetched
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Lightning's profiler wraps each fetch.
+        if name in ("_start_profiler", "_stop_profiler"):
+            setattr(self._own, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __iter__(self) -> SharedFetcher:
+        iter(self._own)
+        return self
+
+    def __next__(self) -> Any:
+        """Return this rank's batch of the next step.
+
+        Raises `NoBatchError` where only others have one, StopIteration where nobody does.
+        """
+        present = self.present
+        if present == ():
+            raise StopIteration
+        has_batch = present is None or dist.get_rank() in present
+        self._position += 1
+        if self._votes is None:
+            batch = self._take() if has_batch else None
+            # Nothing changes before the shortest rank's end.
+            if self._position >= self._shortest:
+                self._show(self._agreed([count > self._position for count in self._counts]))
+        else:
+            batch = self._held.pop() if has_batch else None
+            self._move_on(self._votes)
+        if not has_batch:
+            raise NoBatchError
+        return batch
+
+    # ---- steps of it -----------------------------------------------------------------------------
+
+    def _take(self) -> Any:
+        try:
+            return next(self._own)
+        except StopIteration:
+            rank = dist.get_rank()
+            raise RuntimeError(
+                f"the training data of rank {rank} ended after {self._position - 1} batches, and "
+                f"their length says {self._counts[rank]:.0f}: correct __len__ of the data set or "
+                "of the loader, or leave it out"
+            ) from None
+
+    def _move_on(self, votes: Votes) -> None:
+        """Learn who has the batch that comes next, and say whether there is one after it."""
+        following = self._agreed([each > 0 for each in votes.read()])
+        self._show(following)
+        if following:
+            self._hold()
+            votes.send(self._has_more)
+
+    def _hold(self) -> None:
+        self._held = [] if self._own.done else [next(self._own) for _ in range(1)]
+
+    @property
+    def _has_more(self) -> bool:
+        """Whether there is a batch after the one at hand."""
+        return bool(self._held) and not self._own.done
+
+    def _agreed(self, has_batch: Sequence[bool]) -> Ranks:
+        """Return the ranks that take the next batch. Raises ValueError."""
+        ranks = tuple(rank for rank in self._all if has_batch[rank])
+        if len(ranks) in (0, self._size) or self._uneven == "join":
+            return ranks
+        if self._uneven == "error":
+            ended = ", ".join(str(rank) for rank in self._all if rank not in ranks)
+            raise ValueError(
+                f"the training data of ranks {ended} ended after {self._position} batches, and "
+                f"those of ranks {', '.join(map(str, ranks))} did not; {_ADVICE}"
+            )
+        return ()
+
+    def _show(self, following: Ranks) -> None:
+        self.done = not following
+        self.present = None if len(following) == self._size else following
+
+
+_ADVICE = "uneven='join' lets them go on together, uneven='stop' ends with the first"
+
+
+def _uneven_counts(counts: Sequence[float]) -> str:
+    named = ", ".join(f"rank {rank} has {count:.0f}" for rank, count in enumerate(counts))
+    return f"the ranks have different numbers of training batches: {named}; {_ADVICE}"
+
+
+class _JoiningClosure:
+    """Forward and backward without a batch, in the place of Lightning's closure."""
+
+    loss = None  # of the result, which is this object: there is none
+
+    def __init__(
+        self, join: Callable[[Callable[[], None]], None], zero_gradients: Callable[[], None]
+    ) -> None:
+        self._join, self._zero_gradients = join, zero_gradients
+
+    @torch.enable_grad()
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._join(self._zero_gradients)
+        # None would tell a GradScaler that there were no gradients.
+        return torch.zeros(())
+
+    def consume_result(self) -> _JoiningClosure:
+        """Return what Lightning asks for the loss."""
+        return self
+
+
+@contextmanager
+def _not_logging(module: nn.Module) -> Generator[None, None, None]:
+    """Let hooks around an update log nothing."""
+    vars(module)["log"] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        with suppress(KeyError):
+            del vars(module)["log"]

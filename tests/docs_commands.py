@@ -78,6 +78,7 @@ class Form(NamedTuple):
 RUN = "as printed, with tiny sizes"
 FORMS = [
     # what is not run as printed
+    Form(r"^topt .*--config-dir configs ", "skip", (), "a project's files (cli/test_own_classes)"),
     Form(r"^topt .*accelerator=cuda", "compose", (), "needs CUDA devices"),
     Form(r"^topt .*_target_=mine\.", "compose", (), "names classes of the reader's own"),
     Form(r"^topt .*/shared/", "compose", (), "reads a file that a cluster's nodes share"),

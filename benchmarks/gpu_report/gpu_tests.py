@@ -14,7 +14,7 @@ from benchmarks.common import ROOT
 from benchmarks.gpu_report.reporting import Report, processes, run_part
 
 _VARIABLE = "TOPT_GPU_REPORT"
-_WORKERS, _TEST_SECONDS = 4, 30
+_WORKERS, _TEST_SECONDS = 8, 30
 
 
 def run(report: Report) -> None:

@@ -55,10 +55,10 @@ PLANS = (
     "sparse_loco",
     "quantized_steps",
     "demo",
-    "bounded_loss",
     "topk",  # numba compiles for a while
-    "pipeline",
     "topt_pipeline",
+    "pipeline",
+    "bounded_loss",
 )
 # Torch's own collectives on tensors of CUDA over gloo end these by a segmentation fault: last.
 RISKY = (

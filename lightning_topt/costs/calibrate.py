@@ -34,6 +34,7 @@ from lightning_topt.costs.measuring import (
     average,
     kept_global_state,
     synchronize,
+    time_issue,
     time_kernel,
     world_size,
 )
@@ -55,6 +56,7 @@ from lightning_topt.graph.op_graph import Kernel, OpGraph
 USUAL_COLLECTIVES = COLLECTIVES[:4]  # of data parallelism
 _GROUP_SHARE = 0.15  # of the time, for each kind of group beside that of all ranks
 _OVERLAPS_AGREE = 0.2
+_MANY_LAUNCHES = 2e-4  # seconds of the host for a call: those of one kernel are 30 us
 _SMALL_SHARE, _LATEST = 0.1, 3  # of the kernels' expected seconds; of the time to measure them in
 _AGREE = 1.2  # two times are the same within this factor
 _MAX_ROUNDS = 5
@@ -282,6 +284,9 @@ def measure_kernels(
             break
         if possible == 1.0 and call is not None:
             seconds[key] = time_kernel(call, device=device, budget_seconds=0.0, max_repeats=2)
+            # cuDNN's recurrent layers launch hundreds of kernels in a call, which ends with them
+            if device.type != "cpu" and (issue := time_issue(call, device=device)) > _MANY_LAUNCHES:
+                seconds[key] = max(seconds[key], issue)
     return dict(zip(seconds, average([*seconds.values()]), strict=True))
 
 

@@ -109,6 +109,17 @@ def time_kernel(
     return statistics.median(milliseconds) / 1e3
 
 
+def time_issue(call: Callable[[], Any], *, device: torch.device) -> float:
+    """Return the least of three times that the host takes to issue a call to an idle device."""
+    times = []
+    for _ in range(3):
+        synchronize(device)
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
 # ---- Numbers and texts that all ranks of the default process group agree on
 
 
@@ -137,9 +148,10 @@ def usable_memory_bytes(device: torch.device) -> int:
     Of devices the least that is free or that torch keeps already: not what CUDA, NCCL and other
     programs hold.
     """
-    own = device_memory_bytes(device)
     if device.type == "cuda":
         own = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    else:
+        own = device_memory_bytes(device)
     return min(gather(own))
 
 

@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_topt.communication.hook import CompressedExchange
-from lightning_topt.communication.topology import abort_groups, destroy_groups
+from lightning_topt.communication.topology import abort_groups, destroy_groups, own_group
 from lightning_topt.execution.applied_techniques import AppliedTechniques
 from lightning_topt.execution.attached_optimizer import AttachedOptimizer, StageOptimizer
 from lightning_topt.execution.gathered_state import load_module_state, module_state
@@ -84,7 +84,7 @@ class Engine:
         self._model: nn.Module = module
         self._optimizers: dict[Optimizer, AttachedOptimizer | StageOptimizer] = {}
         self._groups: PipelineGroups | None = None  # of a plan with stages, once made
-        self._made_groups: list[dist.ProcessGroup] = []  # that techniques made
+        self._made_groups: list[dist.ProcessGroup] = []  # beside those of stages
         self._stages: PipelineRun | None = None  # the same, once applied
         self._continuous: ContinuousRun | None = None  # where their schedule never flushes
         # that the batch is split among, once applied; None: all ranks
@@ -436,6 +436,14 @@ class Engine:
         """
         if optimizer in self._optimizers:
             self._optimizers[optimizer].give_back()
+
+    def own_group(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        """Return the one of `parts` (ranks) that this rank is in, as a group of the plan.
+
+        It lasts until `close`, and ends with `abort`. A collective call.
+        """
+        self._made_groups.append(group := own_group(parts))
+        return group
 
     def abort(self) -> None:
         """End what is under way in the plan's groups, after an error, by this rank alone.

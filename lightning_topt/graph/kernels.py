@@ -586,14 +586,20 @@ REPLAYABLE = {f"aten::{name}" for group in (*_GROUPS, _POOLING) for name in grou
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+    shapes = query.shape, _for_each_head(key, query), _for_each_head(value, query)
+    return int(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]
 
 
 def _attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object
 ) -> int:
-    shapes = grad.shape, query.shape, key.shape, value.shape
+    shapes = grad.shape, query.shape, _for_each_head(key, query), _for_each_head(value, query)
     return int(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
+
+
+def _for_each_head(shared: Tensor, query: Tensor) -> tuple[int, ...]:
+    # (sample, head, step, channel): in grouped-query attention several heads of queries share one
+    return (*shared.shape[:-3], query.shape[-3], *shared.shape[-2:])
 
 
 def _matrix_vector(matrix: Tensor, vector: Tensor, *args: object, **kwargs: object) -> int:
@@ -638,13 +644,22 @@ def _rnn_backward(*args: Any, **kwargs: Any) -> int:
     return 2 * _rnn(*args)
 
 
+_ATTENTION = """
+    flash_attention efficient_attention cudnn_attention flash_attention_for_cpu
+    fused_attention_overrideable
+"""
+
+
 def _extra_formulas() -> dict[object, Callable[..., int]]:
-    """Return the FLOPs of operators that torch.utils.flop_counter lacks."""
-    formulas: dict[str, Callable[..., int]] = {
-        "_scaled_dot_product_flash_attention_for_cpu": _attention,
-        "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
-        "_scaled_dot_product_fused_attention_overrideable": _attention,
-        "_scaled_dot_product_fused_attention_overrideable_backward": _attention_backward,
+    """Return the FLOPs of operators that torch.utils.flop_counter lacks.
+
+    It has some kinds of attention, but does not know heads that share keys.
+    """
+    formulas: dict[str, Callable[..., int]] = {}
+    for kind in _ATTENTION.split():
+        formulas[f"_scaled_dot_product_{kind}"] = _attention
+        formulas[f"_scaled_dot_product_{kind}_backward"] = _attention_backward
+    formulas |= {
         "dot": _matrix_vector,
         "vdot": _matrix_vector,
         "mv": _matrix_vector,
@@ -665,4 +680,4 @@ def _extra_formulas() -> dict[object, Callable[..., int]]:
 
 # By operator, all overloads alike; a formula takes the call's arguments, and what the call returned
 # as `out_val`.
-FLOPS: dict[object, Callable[..., int]] = {**_extra_formulas(), **flop_registry}
+FLOPS: dict[object, Callable[..., int]] = {**flop_registry, **_extra_formulas()}

@@ -528,14 +528,13 @@ class ShapeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return super().dispatch(func, types, args, kwargs)
 
     def _recurrent_gradients(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Return gradients of the input, both states and the weights, where the mask asks."""
+        """Return gradients of the input, both states and the weights.
+
+        cuDNN computes the former whether or not the mask asks for them.
+        """
         # by their places in the operator's schema
         x, weights, states, wanted = args[0], args[1], args[4:6], args[21]
-        with_states = [x, *states]
-        found = [
-            self._dense(tensor) if tensor is not None and is_wanted else None
-            for tensor, is_wanted in zip(with_states, wanted, strict=False)
-        ]
+        found = [None if tensor is None else self._dense(tensor) for tensor in (x, *states)]
         return *found, [self._dense(weight) for weight in weights] if wanted[3] else []
 
     def _dense(self, tensor: Tensor) -> Tensor:

@@ -601,7 +601,13 @@ def points_of(batch: PlanBatch) -> list[PlanPoint]:
 def _why_none(request: SearchRequest) -> str:
     """Explain a search of meshes with a tensor axis where no step on slices is known."""
     if request.mesh is None and not _tensor_sizes(request, *request.device_counts):
-        return _why_indivisible(request.global_batch_size, *request.device_counts)
+        (count,) = request.device_counts
+        if request.global_batch_size % count:
+            return _why_indivisible(request.global_batch_size, count)
+        return (
+            f"no plan with stages was found for {count} devices in {request.max_seconds} s of "
+            "search; fewer stages or microbatches take less time"
+        )
     found = why_unsplit(request)
     sizes, whys = " or ".join(map(str, found)), "; ".join(dict.fromkeys(found.values()))
     return (

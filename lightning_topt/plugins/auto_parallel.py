@@ -22,7 +22,7 @@ from lightning_topt.communication.hook import CompressedExchange, ExchangeStatis
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.execution.memory import MemoryMeter
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plugins.ddp_options import known_options, name_own_strategy
+from lightning_topt.plugins.ddp_options import check_devices, known_options, name_own_strategy
 from lightning_topt.plugins.exchange_guard import ExchangeGuard
 from lightning_topt.plugins.lost_ranks import LostRankWatch
 from lightning_topt.plugins.plan_checkpoints import PlanCheckpoints
@@ -196,6 +196,7 @@ class AutoParallelStrategy(DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
+        check_devices(self)
         super().setup_environment()
         self.rank_watch.begin()
 

@@ -30,6 +30,7 @@ from lightning_topt.communication.method_registry import (
 )
 from lightning_topt.communication.topology import Topology
 from lightning_topt.plugins.ddp_options import (
+    check_devices,
     checked_ddp_options,
     name_own_strategy,
     refuse_momentum,
@@ -113,6 +114,7 @@ class CompressedDDPStrategy(DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
+        check_devices(self)
         super().setup_environment()
         self.rank_watch.begin()
 

@@ -65,6 +65,18 @@ def known_options(
     return options
 
 
+def check_devices(strategy: DDPStrategy) -> None:
+    """Raise ValueError where DDP does not run on the devices of `strategy`.
+
+    Lightning finds it out by the word ``ddp`` in a strategy's name, which ours do not have.
+    """
+    if any(device.type == "mps" for device in strategy.parallel_devices or ()):
+        raise ValueError(
+            f"{type(strategy).__name__} runs on CPU and CUDA devices, not on MPS: use "
+            "Trainer(accelerator='cpu'), or another strategy"
+        )
+
+
 def name_own_strategy(error: BaseException, strategy: str) -> None:
     """Let Lightning's advice on unused parameters name our `strategy`, not its ``ddp``."""
     # The advice names a strategy string; ours have the same endings.

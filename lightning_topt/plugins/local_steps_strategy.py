@@ -22,7 +22,7 @@ from lightning_topt.communication.hook import ExchangeStatistics, equal_paramete
 from lightning_topt.communication.local_sgd import LocalMethod, OuterSteps
 from lightning_topt.communication.method_registry import DEFAULT_METHOD, read_method
 from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy, make_topology
-from lightning_topt.plugins.ddp_options import checked_ddp_options
+from lightning_topt.plugins.ddp_options import check_devices, checked_ddp_options
 from lightning_topt.plugins.exchange_guard import CHECKPOINT_KEY, EXCHANGE_KEY
 from lightning_topt.plugins.lost_ranks import LostRankWatch
 from lightning_topt.plugins.monitors import add_monitor
@@ -97,6 +97,7 @@ class LocalStepsStrategy(DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
+        check_devices(self)
         super().setup_environment()
         self.rank_watch.begin()
 

@@ -7,7 +7,7 @@ what was found and, where there is one, the way out. The kinds:
     STAGES           the ranks of a pipeline run one step together
     OWN_BATCHES      the ranks of a pipeline bring a batch each
     SEQUENTIAL       the ranks of a tensor group run each other's batches
-    CONTINUOUS       stages never wait for an update
+    CONTINUOUS       stages begin batches before the update of the batch before is done
     SEARCHED_STAGES  OWN_BATCHES that nobody asked for
 
 Sharding puts other Parameter objects into the module: code that reads parameters or gradients

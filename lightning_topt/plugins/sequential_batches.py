@@ -35,7 +35,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from typing_extensions import override
 
-from lightning_topt.communication.topology import own_group
 from lightning_topt.execution.engine import Engine
 from lightning_topt.graph.structures import tensors_in
 from lightning_topt.plugins.stashed_gradients import (
@@ -84,7 +83,7 @@ class SequentialBatches(StepRunner):
     @override
     def begin(self, trainer: pl.Trainer) -> None:
         mesh = self.engine.plan.mesh
-        self.group = own_group(mesh.groups_along(mesh.tensor_axes))
+        self.group = self.engine.own_group(mesh.groups_along(mesh.tensor_axes))
         self._size, self._place = dist.get_world_size(self.group), dist.get_rank(self.group)
         self.buffers = RankBuffers(self._module, size=self._size, place=self._place)
 

@@ -202,6 +202,9 @@ class PlanCosts:
 
         Where there is a caching allocator. A plan counts the most of its named blocks.
         """
+        # a graph without tensors bounds what others cost: it says the least
+        if not self.step.graph.step.tensors:
+            return 0.0
         # an exchange changes nothing of it that counts
         step, known = self.step, _known_unused(self.step.graph)
         given = step.mesh, step.batch_size, step.num_microbatches, step.gradient_views

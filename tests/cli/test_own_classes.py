@@ -77,3 +77,26 @@ def test_a_file_that_does_not_import_keeps_its_traceback(tmp_path):
     (tmp_path / "broken.py").write_text("import mine\nmine.nothing\n")
     result = planned(f"model=own model._target_=broken.Net {ROWS}", tmp_path)
     assert result.status == 1 and "broken.py" in result.output
+
+
+def test_configurations_of_an_app_are_planned(tmp_path):
+    """Groups `model` and `data` as in lightning-hydra-template, whose loaders divide the batch."""
+    divides = """
+    def setup(self, stage=None):
+        self.batch_size //= self.trainer.world_size
+"""
+    (tmp_path / "mine.py").write_text(MINE + divides)
+    files = {
+        "model/net.yaml": "_target_: mine.Net\nwidth: ${sizes.width}\n",
+        "data/rows.yaml": "_target_: mine.Rows\nwidth: ${sizes.width}\nbatch_size: 32\n",
+    }
+    for name, text in files.items():
+        (tmp_path / "configs" / name).parent.mkdir(parents=True)
+        (tmp_path / "configs" / name).write_text(text)
+    words = "--config-dir configs model=net data=rows +sizes.width=16 trainer.devices=4"
+    small = "cluster=h100_2x8 tensor=false pipeline=false strategy.memory_limit=20GiB"
+    arguments = ["plan", *words.split(), *small.split(), "hydra.run.dir=run"]
+    status, output = forked_topt(*arguments, folder=tmp_path)
+    assert status == 0, output
+    plan = (tmp_path / "run" / "plan.yaml").read_text()
+    assert "blocks.2" in plan and "batch_size: 8" in plan

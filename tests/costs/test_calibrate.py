@@ -24,6 +24,7 @@ from lightning_topt.costs.communication import (
     mesh_groups,
     ranks_of_groups,
 )
+from lightning_topt.costs.measuring import usable_memory_bytes
 from lightning_topt.costs.timers import (
     SIZES,
     CollectiveTimer,
@@ -136,6 +137,18 @@ def test_several_ranks_on_two_nodes_measure_the_link_inside_too():
         fit_link(cluster.collectives, group) for group in groups[1:]
     ]
     assert all(link.datagrams is not None and link.datagrams.bandwidth > 1e5 for link in links)
+
+
+def usable_on_rank(rank):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "mem_get_info", lambda _: (70 - rank, 80))
+        patch.setattr(torch.cuda, "memory_reserved", lambda _: 2 + 3 * rank)
+        return usable_memory_bytes(torch.device("cuda", rank))
+
+
+def test_ranks_may_use_what_is_free_where_least_is():
+    """What torch keeps is free for it, what others hold is not; all ranks have one figure."""
+    assert run_ranks(usable_on_rank, 2) == [72, 72]
 
 
 def test_a_curve_never_falls():

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.kernels import (
@@ -223,6 +224,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 from lightning_topt.costs.calibrate import measure_kernels
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.kernels import encode_arguments, make_call
@@ -430,3 +432,14 @@ def test_recurrent_layers_that_are_not_made_again() -> None:
     for options in ({"dropout": 0.1}, {"sizes": (3, 2)}):
         with pytest.raises(ValueError, match="dropout or of packed"):
             make_call(recurrent("lstm", backward=False, **options), "cpu")
+
+
+@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
+def test_attention_whose_heads_share_keys_counts_as_if_they_were_repeated(kind: str) -> None:
+    query, shared = torch.empty(2, 8, 16, 32), torch.empty(2, 2, 24, 32)
+    repeated = shared.repeat_interleave(4, dim=1).shape
+    aten, name = torch.ops.aten, f"_scaled_dot_product_{kind}_attention"
+    forward = FLOPS[getattr(aten, name)](query, shared, shared, out_val=None)
+    backward = FLOPS[getattr(aten, f"{name}_backward")](query, query, shared, shared, out_val=None)
+    assert forward == sdpa_flop_count(query.shape, repeated, repeated)
+    assert backward == sdpa_backward_flop_count(query.shape, query.shape, repeated, repeated)

@@ -496,8 +496,9 @@ def test_a_split_is_captured_only_where_its_plans_may_be_better(
     local_graph, may_gain = SplitModel.local_graph, KnownPlans.may_gain
     monkeypatch.setattr(SplitModel, "local_graph", counted)
     slow = replace(NODES, intra=Link(1e-6, 1e9), inter=Link(1e-6, 1e9))
+    caching = replace(NODES, device=replace(DEVICE, caching_allocator=True))
     counts = []
-    for cluster, samples in ((slow, 256), (NODES, 8)):
+    for cluster, samples in ((slow, 256), (NODES, 8), (caching, 8)):
         request, found = replace(request_of_gpt, cluster=cluster, global_batch_size=samples), []
         for decide in (may_gain, lambda known, table: True):
             monkeypatch.setattr(KnownPlans, "may_gain", decide)
@@ -508,7 +509,7 @@ def test_a_split_is_captured_only_where_its_plans_may_be_better(
             (p.step_seconds, p.peak_bytes) for p in found[1]
         ]
     assert counts[0] == 0 < counts[1]
-    assert counts[2] > 0
+    assert counts[2] > 0 and counts[4] > 0
     assert any("tensor" in point.plan.mesh.names for point in found[0])
 
 

@@ -22,7 +22,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_topt.communication import LinkCosts, LocalSteps, PowerSGD, TopK, rank_watch
+from lightning_topt.communication.topology import Topology
+from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
 from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy, make_topology
+from lightning_topt.plugins.plan_run import run_options
 from tests.models import GPT, Branching, batch_for
 from tests.plugins.trainer_ranks import (
     LoggingGPT,
@@ -517,6 +520,15 @@ def test_topology_of_eight_ranks(given: tuple[Any, Any], expected: tuple[int, in
     else:
         topology = make_topology(**options, trainer_nodes=2, world_size=8)
         assert (topology.num_nodes, topology.ranks_per_node, topology.rank) == (*expected, 5)
+
+
+def test_a_plan_knows_the_trainers_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's own launch of several nodes sets no variable that says how many ranks one has."""
+    strategy = AutoParallelStrategy()
+    monkeypatch.setattr(AutoParallelStrategy, "world_size", property(lambda _: 8))
+    monkeypatch.setattr(AutoParallelStrategy, "global_rank", property(lambda _: 5))
+    strategy.num_nodes = 2
+    assert run_options(strategy).topology == Topology(2, 4, 5)
 
 
 class Momentum(SgdGPT):

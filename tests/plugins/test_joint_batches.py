@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
+from tests.plugins import test_turns as turns
 from tests.plugins.split_plans import split_plan
 from tests.plugins.test_turns import (
     CLIPPED,
@@ -85,3 +87,24 @@ def test_joint_modules_are_found_where_they_are_best() -> None:
         assert found["planned"][1] == "search"
         assert "split on data 2 x tensor 2, 2 joint modules" in found["planned"][0]
         assert [each["module"] for each in found["plan"]["joint"]] == ["blocks.0", "blocks.1"]
+
+
+def groups_after(rank: int) -> dict[str, list[int]]:
+    """Process groups after a fit, evaluations and another fit, beside those before the first."""
+    found = {}
+    for name, given in (("in turns", turns.plan(1)), ("joint", joint_plan(1))):
+        trainer, module, before = topt_trainer(given), Rich(), len(_world.pg_map)
+        counts = []
+        for run in (trainer.fit, trainer.test, trainer.test, trainer.fit):
+            assert trainer.fit_loop.max_epochs is not None
+            trainer.fit_loop.max_epochs += run == trainer.fit
+            run(module, OftenAlike(2))
+            counts.append(len(_world.pg_map) - before)
+        found[name] = counts
+    return found
+
+
+def test_the_groups_of_a_plan_end_with_it() -> None:
+    for found in on_ranks(groups_after):
+        for name, (fit, test, second, last) in found.items():
+            assert fit == last > 0 and test == second, (name, found[name])

@@ -11,11 +11,19 @@ import textwrap
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 import lightning_topt
-from lightning_topt import AutoParallelStrategy, CompressedDDPStrategy, PipelineStrategy
+from lightning_topt import (
+    AutoParallelStrategy,
+    CompressedDDPStrategy,
+    LocalStepsStrategy,
+    PipelineStrategy,
+)
 from lightning_topt.plan.parallel_plan import uniform_plan
+from tests.models import GPT
+from tests.plugins.trainer_ranks import loader, make_trainer
 from tests.preloaded import preloaded_python
 
 
@@ -126,6 +134,17 @@ def test_every_public_name_has_a_home() -> None:
 def test_local_steps_have_no_name() -> None:
     """How many local steps is for the user to say."""
     assert not any("local" in name for name in StrategyRegistry.available_strategies())
+
+
+@pytest.mark.parametrize(
+    "make", [AutoParallelStrategy, PipelineStrategy, CompressedDDPStrategy, LocalStepsStrategy]
+)
+def test_gpus_of_apple_are_refused(make: type[DDPStrategy]) -> None:
+    """Lightning knows by the name ``ddp`` which strategies do not run there."""
+    trainer = make_trainer(make())
+    trainer.strategy.parallel_devices = [torch.device("mps", 0)]
+    with pytest.raises(ValueError, match=f"{make.__name__} runs on CPU and CUDA devices, not on"):
+        trainer.fit(GPT(), loader(4))
 
 
 def test_environment_variable() -> None:

@@ -155,10 +155,10 @@ def assert_is_bound(bound: TrainingStep, local: TrainingStep) -> None:
             bound.compute[name].sum(axis=1) <= local.compute[name].sum(axis=1) * (1 + 1e-9)
         ).all()
     assert [p.shape for p in bound.graph.parameters] == [p.shape for p in local.graph.parameters]
-    for returns_memory in (False, True):
-        bounds, costs = (
-            plans(replace(step, returns_memory=returns_memory)) for step in (bound, local)
-        )
+    device = replace(local.cluster.device, caching_allocator=True)
+    reserves = {"cluster": replace(local.cluster, device=device)}
+    for given in ({}, {"returns_memory": True}, reserves):
+        bounds, costs = (plans(replace(step, **given)) for step in (bound, local))
         assert bounds.configs == costs.configs
         assert (bounds.seconds <= costs.seconds * (1 + 1e-9)).all()
         assert (bounds.peak_bytes <= costs.peak_bytes * (1 + 1e-9)).all()

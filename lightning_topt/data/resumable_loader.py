@@ -107,12 +107,14 @@ class TrackedLoader(DataLoader[Any]):
     - the sampler's ``epoch``;
     - the sampler's ``state_dict``.
 
-    `tracking` and `lookahead` are None until `make_tracked` sets them. A lookahead learns of
+    `tracking` is None until `make_tracked` sets it. `is_known` says that it has found an order that
+    all ranks know, in this fit or the last one. A lookahead learns of
     batches before they are read, where that changes nothing: without workers, which read ahead by
     themselves, and for torch's own samplers.
     """
 
     tracking: Tracking | None = None
+    is_known = False
     lookahead: LooksAhead | None = None
 
     @property
@@ -183,6 +185,10 @@ class TrackedLoader(DataLoader[Any]):
         """Whether an epoch has begun."""
         return self._position.epoch is not None
 
+    def let_go(self) -> None:
+        """End the tracking; the position stays."""
+        self._position.marks, self.tracking = self.marks, None
+
     @property
     def marks(self) -> Marks:
         """The last positions of what is trained on; without `tracking`, of the last reader."""
@@ -195,7 +201,7 @@ class TrackedLoader(DataLoader[Any]):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Copy what the user has made; where a fit is in it stays with the fit."""
-        ours = ("tracking", _POSITION)
+        ours = ("tracking", "is_known", _POSITION)
         state = {name: value for name, value in vars(self).items() if name not in ours}
         if type(self) is TrackedLoader:  # which a fit has made of it
             state.pop("lookahead", None)
@@ -264,14 +270,14 @@ def make_tracked(loader: object, tracking: Tracking, *, ranks: int, parts: int) 
     can_be = _can_be_tracked(loader) or isinstance(loader, TrackedLoader)
     if not can_be or not _is_order_known(loader, ranks=ranks, parts=parts):
         if isinstance(loader, TrackedLoader):  # of an earlier fit
-            loader.tracking = None
+            loader.tracking, loader.is_known = None, False
         return False
     if not isinstance(loader, TrackedLoader):
         loader.__class__ = TrackedLoader
     assert isinstance(loader, TrackedLoader)
     # of an earlier fit
     vars(loader).pop(_POSITION, None)
-    loader.tracking = tracking
+    loader.tracking, loader.is_known = tracking, True
     return True
 
 

@@ -217,6 +217,7 @@ class TrainingData:
     def begin(self) -> None:
         """Let a fit that is about to train go on where its checkpoint was. A collective call."""
         loop, loaded = self._trainer.fit_loop, self._loaded
+        self._ended_before = None
         if loaded is not None:
             loop.setup_data()
         combined = loop._combined_loader
@@ -256,9 +257,8 @@ class TrainingData:
         self._preemption.end()
         self._undo.close()
         for loader in self._tracked:
-            loader.tracking = None
+            loader.let_go()
         self._loaded = self._epoch = self._window = self._reached = self.waiting = None
-        self._ended_before = None
 
     # ---- steps of it -----------------------------------------------------------------------------
 
@@ -352,7 +352,7 @@ def _with_tracked(combined: CombinedLoader) -> list[tuple[Any, bool]]:
         (
             loader,
             isinstance(loader, TrackedLoader)
-            and loader.tracking is not None
+            and loader.is_known
             and sum(each is loader for each in loaders) == 1,
         )
         for loader in loaders

@@ -20,6 +20,7 @@ learn which items are read next.
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import random
 import warnings
 from array import array
@@ -108,9 +109,9 @@ class TrackedLoader(DataLoader[Any]):
     - the sampler's ``state_dict``.
 
     `tracking` is None until `make_tracked` sets it. `is_known` says that it has found an order that
-    all ranks know, in this fit or the last one. A lookahead learns of
-    batches before they are read, where that changes nothing: without workers, which read ahead by
-    themselves, and for torch's own samplers.
+    all ranks know, in this fit or the last one. A lookahead learns of batches before they are read,
+    where that changes nothing: without workers, which read ahead by themselves, and for torch's own
+    samplers.
     """
 
     tracking: Tracking | None = None
@@ -205,8 +206,8 @@ class TrackedLoader(DataLoader[Any]):
         state = {name: value for name, value in vars(self).items() if name not in ours}
         if type(self) is TrackedLoader:  # which a fit has made of it
             state.pop("lookahead", None)
-            return object.__new__, (DataLoader,), state
-        return object.__new__, (type(self),), state
+            return copyreg.__newobj__, (DataLoader,), state  # type: ignore[attr-defined]
+        return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
 
 
 class ResumableLoader(TrackedLoader):

@@ -257,7 +257,8 @@ class TrainingData:
         self._preemption.end()
         self._undo.close()
         for loader in self._tracked:
-            loader.let_go()
+            if loader.tracking is self:
+                loader.let_go()
         self._loaded = self._epoch = self._window = self._reached = self.waiting = None
 
     # ---- steps of it -----------------------------------------------------------------------------

@@ -289,7 +289,7 @@ class TrainingData:
         before_fetch = loop.epoch_loop._on_before_fetch
 
         def note_states() -> None:
-            self._ended_before = loop.epoch_progress.total.processed
+            self._ended_before = self._ended_epochs()
             # Lightning may have reloaded them
             present, fetcher = loop._combined_loader, loop._data_fetcher
             fetches_ahead = present is not None and fetcher is not None and fetcher.length is None
@@ -304,8 +304,12 @@ class TrainingData:
 
         That is so after the last batch, and where `max_steps` or an early stop has ended it before.
         """
-        ended = self._trainer.fit_loop.epoch_progress.total.processed
-        return bool(self._progress.is_last_batch or self._ended_before not in (None, ended))
+        was = self._ended_before
+        return bool(self._progress.is_last_batch or was not in (None, self._ended_epochs()))
+
+    def _ended_epochs(self) -> int:
+        progress: Any = self._trainer.fit_loop.epoch_progress.total
+        return int(progress.processed)
 
     def _warn_of_unknown(self, combined: CombinedLoader, *, batches: int) -> None:
         unknown = [type(getattr(each, "dataset", each)).__name__ for each in _unknown(combined)]

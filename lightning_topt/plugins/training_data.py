@@ -292,8 +292,9 @@ class TrainingData:
             self._ended_before = self._ended_epochs()
             # Lightning may have reloaded them
             present, fetcher = loop._combined_loader, loop._data_fetcher
-            fetches_ahead = present is not None and fetcher is not None and fetcher.length is None
-            self._states_before = present._state_dicts() if present and fetches_ahead else []
+            self._states_before = []
+            if present is not None and fetcher is not None and fetcher.length is None:
+                self._states_before = present._state_dicts()
             before_fetch()
 
         loop.epoch_loop._on_before_fetch = note_states  # type: ignore[method-assign]

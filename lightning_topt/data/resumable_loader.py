@@ -20,6 +20,7 @@ learn which items are read next.
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import random
 import warnings
 from array import array
@@ -27,8 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsIndex, TypeAlias
 
 import numpy as np
 import torch
@@ -45,6 +45,8 @@ from torch.utils.data import (
 )
 
 _POSITION = "_topt_position"
+# after each batch that may still be taken back: its epoch, batches of that, their check
+Marks: TypeAlias = "deque[tuple[_Epoch, int, int]]"
 # Their order is that of one process; a recipe of the last two is drawn by the same sampler only.
 _UNSHARED = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 # These draw all randomness of an epoch at its start: drawing the rest earlier changes nothing.
@@ -53,6 +55,14 @@ _SAMPLERS = (BatchSampler, DistributedSampler, *_UNSHARED)
 
 class Tracking(Protocol):
     """What a `TrackedLoader` is told of the program that trains on its batches."""
+
+    @property
+    def iterators(self) -> Sequence[object]:
+        """What the program reads its batches from.
+
+        Others may read a loader too. That changes no position.
+        """
+        ...
 
     @property
     def waiting(self) -> list[Callable[[], None]] | None:
@@ -98,12 +108,14 @@ class TrackedLoader(DataLoader[Any]):
     - the sampler's ``epoch``;
     - the sampler's ``state_dict``.
 
-    `tracking` and `lookahead` are None until `make_tracked` sets them. A lookahead learns of
-    batches before they are read, where that changes nothing: without workers, which read ahead by
-    themselves, and for torch's own samplers.
+    `tracking` is None until `make_tracked` sets it. `is_known` says that it has found an order that
+    all ranks know, in this fit or the last one. A lookahead learns of batches before they are read,
+    where that changes nothing: without workers, which read ahead by themselves, and for torch's own
+    samplers.
     """
 
     tracking: Tracking | None = None
+    is_known = False
     lookahead: LooksAhead | None = None
 
     @property
@@ -118,21 +130,24 @@ class TrackedLoader(DataLoader[Any]):
         return vars(self)[_POSITION]  # type: ignore[no-any-return]
 
     def __iter__(self) -> Any:
-        batches, waiting = _Batches(self), None if self.tracking is None else self.tracking.waiting
-        if waiting is None:
+        batches, tracking = _Batches(self), self.tracking
+        if tracking is None:
+            batches.begin(resumes=True)
+        elif tracking.waiting is None:
             batches.begin()
         else:
-            waiting.append(partial(batches.begin, resumes=True))
+            tracking.waiting.append(batches.begin_waiting)
         return batches
 
     def _begin(self, *, resumes: bool) -> tuple[Any, _Epoch]:
         """Start an epoch, in a program that `resumes` before it.
 
         Its random states are those of the program that was interrupted: this draws what that drew.
+        What others read begins an epoch of its own, and leaves a loaded position alone.
         """
         # looking ahead draws the order earlier: only where that changes nothing
         looks = self.num_workers == 0 and all(map(can_look_ahead, self._position.parts))
-        epoch = self._position.begin(self.lookahead if looks else None)
+        epoch = self._position.begin(self.lookahead if looks else None, resumes=resumes)
         # The rest of an epoch draws nothing for its beginning, which was before.
         if epoch.resumed is not None and self.tracking is not None:
             with restored_random_states():
@@ -140,7 +155,7 @@ class TrackedLoader(DataLoader[Any]):
         if self.tracking is not None:
             self.tracking.before_epoch()
         # Workers that have lived since an earlier epoch get no new seed.
-        if resumes and self.persistent_workers:
+        if self.tracking is not None and resumes and self.persistent_workers:
             own, self.generator = self.generator, torch.Generator()
             try:
                 return super().__iter__(), epoch
@@ -153,7 +168,7 @@ class TrackedLoader(DataLoader[Any]):
 
         ``batches`` is 0 at the beginning; ``ended`` says that it is the end.
         """
-        return self._position.state_dict(behind)
+        return self._position.state_dict(self.marks, behind)
 
     def go_to(self, position: dict[str, Any], *, stays_ended: bool = False) -> None:
         """Let the next epoch be the rest of the one that `position` is of.
@@ -170,6 +185,29 @@ class TrackedLoader(DataLoader[Any]):
     def has_begun(self) -> bool:
         """Whether an epoch has begun."""
         return self._position.epoch is not None
+
+    def let_go(self) -> None:
+        """End the tracking; the position stays."""
+        self._position.marks, self.tracking = self.marks, None
+
+    @property
+    def marks(self) -> Marks:
+        """The last positions of what is trained on; without `tracking`, of the last reader."""
+        if self.tracking is None:
+            return self._position.marks
+        for each in self.tracking.iterators:
+            if isinstance(each, _Batches) and each.loader is self:
+                return each.marks
+        return deque()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Copy what the user has made; where a fit is in it stays with the fit."""
+        ours = ("tracking", "is_known", _POSITION)
+        state = {name: value for name, value in vars(self).items() if name not in ours}
+        if type(self) is TrackedLoader:  # which a fit has made of it
+            state.pop("lookahead", None)
+            return copyreg.__newobj__, (DataLoader,), state  # type: ignore[attr-defined]
+        return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
 
 
 class ResumableLoader(TrackedLoader):
@@ -224,18 +262,23 @@ def make_resumable(
     return True
 
 
-def make_tracked(loader: object, tracking: Tracking) -> bool:
-    """Let `tracking` know of what `loader` hands out; returns whether that is possible.
+def make_tracked(loader: object, tracking: Tracking, *, ranks: int, parts: int) -> bool:
+    """Let `tracking` know of what `loader` hands out; returns whether its order is known exactly.
 
-    It is for plain DataLoaders, which change in place, and for resumable ones.
+    It is for plain DataLoaders, which change in place, and for resumable ones. `ranks` is how many
+    ranks there are, and `parts` among how many of them samples are split.
     """
-    if _can_be_tracked(loader):
-        loader.__class__ = TrackedLoader
-    if not isinstance(loader, TrackedLoader):
+    can_be = _can_be_tracked(loader) or isinstance(loader, TrackedLoader)
+    if not can_be or not _is_order_known(loader, ranks=ranks, parts=parts):
+        if isinstance(loader, TrackedLoader):  # of an earlier fit
+            loader.tracking, loader.is_known = None, False
         return False
+    if not isinstance(loader, TrackedLoader):
+        loader.__class__ = TrackedLoader
+    assert isinstance(loader, TrackedLoader)
     # of an earlier fit
     vars(loader).pop(_POSITION, None)
-    loader.tracking = tracking
+    loader.tracking, loader.is_known = tracking, True
     return True
 
 
@@ -245,6 +288,17 @@ def _can_be_tracked(loader: object) -> bool:
         and not isinstance(loader.dataset, IterableDataset)
         and loader.in_order
     )
+
+
+def _is_order_known(loader: Any, *, ranks: int, parts: int) -> bool:
+    """Return whether the order of all ranks follows from what one of them knows."""
+    deal = Deal.of(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+    if deal is None:
+        return False
+    if type(deal.sampler) is DistributedSampler:
+        return deal.ranks == parts
+    # Ranks that draw at random without it have orders of their own.
+    return ranks == 1 or type(deal.sampler) is SequentialSampler
 
 
 class _Position:
@@ -261,8 +315,7 @@ class _Position:
         self.generators = list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
         self.epoch: _Epoch | None = None
         self.to_resume: dict[str, Any] | None = None
-        # after each batch that may still be taken back: its epoch, batches of that, their check
-        self.marks: deque[tuple[_Epoch, int, int]] = deque()
+        self.marks: Marks = deque()  # of what was begun or read last
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -270,34 +323,27 @@ class _Position:
     def __iter__(self) -> Iterator[object]:
         return iter(self.sampler) if self.epoch is None else self.epoch.indices()
 
-    def begin(self, lookahead: LooksAhead | None) -> _Epoch:
-        """Start a new epoch, or the rest of the one that was loaded."""
-        self.epoch, self.to_resume = _Epoch(self, self.to_resume, lookahead), None
-        # where the last epoch ended this one begins
-        if self.marks:
-            self.marks.pop()
-        self.marks.append((self.epoch, self.epoch.batches, self.epoch.check))
+    def begin(self, lookahead: LooksAhead | None, *, resumes: bool) -> _Epoch:
+        """Start a new epoch, or if it `resumes` the rest of the one that was loaded."""
+        resumed = None
+        if resumes:
+            resumed, self.to_resume = self.to_resume, None
+        self.epoch = _Epoch(self, resumed, lookahead)
         return self.epoch
 
-    def mark(self, epoch: _Epoch, *, behind: int) -> None:
-        """Remember the position after a batch; the last `behind` ones can be taken back."""
-        self.marks.append((epoch, epoch.batches, epoch.check))
-        while len(self.marks) > behind + 3:  # the batch itself, and one that is not counted yet
-            self.marks.popleft()
-
-    def state_dict(self, behind: int = 0) -> dict[str, Any]:
+    def state_dict(self, marks: Marks, behind: int = 0) -> dict[str, Any]:
         # loaded and not begun: the position is still that one
         if self.to_resume is not None:
             return self.to_resume
-        if not self.marks:
+        if not marks:
             return {"batches": 0}
-        epoch, batches, check = self.marks[max(0, len(self.marks) - 1 - behind)]
+        epoch, batches, check = marks[max(0, len(marks) - 1 - behind)]
         return epoch.state_dict(batches, check)
 
     def load_state_dict(self, state: dict[str, Any], *, stays_ended: bool = False) -> None:
         begun = "random" in state and (state["batches"] or "used" in state)
         self.to_resume = dict(state) if begun or (stays_ended and state.get("ended")) else None
-        self.marks.clear()
+        self.marks = deque()
         # A Trainer sets the samplers' epoch only after workers have drawn their first batches.
         for part, number in zip(self.parts, state.get("epochs", ()), strict=False):
             if number is not None and hasattr(part, "set_epoch"):
@@ -318,11 +364,8 @@ class _Position:
         state = {
             "random": random_states(),
             "generators": [generator.get_state() for generator in self.generators],
-            "epochs": [part.epoch if hasattr(part, "set_epoch") else None for part in self.parts],
-            "samplers": [
-                deepcopy(part.state_dict()) if hasattr(part, "state_dict") else None
-                for part in self.parts
-            ],
+            "epochs": [_epoch_of(part) for part in self.parts],
+            "samplers": [_state_of(part) for part in self.parts],
             "rank": getattr(self.parts[-1], "rank", 0),
         }
         return state if self.deal is None else {**state, "order": self.deal.recipe()}
@@ -400,11 +443,11 @@ class _Epoch:
             )
         return iterator
 
-    def count(self, *, behind: int) -> None:
+    def count(self) -> None:
         """Count one more batch."""
         self.batches += 1
-        self.check = self._drawn.popleft()
-        self.position.mark(self, behind=behind)
+        # None is in flight where persistent workers were begun again by another reader.
+        self.check = self._drawn.popleft() if self._drawn else self.check
         if self.lookahead is not None and self.batches >= _length(self.position.sampler):
             self.lookahead.finish()
 
@@ -425,20 +468,36 @@ class _Batches(Iterator[object]):
     """A DataLoader's iterator that counts batches."""
 
     def __init__(self, loader: TrackedLoader) -> None:
-        self._loader = loader
+        self.loader = loader
+        self.marks: Marks = deque()
         self._begun: tuple[Any, _Epoch] | None = None
 
     def begin(self, *, resumes: bool = False) -> None:
         """Start workers, and draw what an epoch draws at its beginning."""
-        self._begun = self._loader._begin(resumes=resumes)
+        # where the last epoch ended this one begins
+        before = list(self.loader.marks)[:-1]
+        _, epoch = self._begun = self.loader._begin(resumes=resumes)
+        self.marks.extend([*before, (epoch, epoch.batches, epoch.check)])
+        self.loader._position.marks = self.marks
+
+    def begin_waiting(self) -> None:
+        """Begin now that the position is known, if this is what is trained on."""
+        if self._begun is None and self._counts():
+            self.begin(resumes=True)
+
+    def _counts(self) -> bool:
+        tracking = self.loader.tracking
+        return tracking is not None and any(each is self for each in tracking.iterators)
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self.loader)
 
     def __next__(self) -> object:
-        tracking = self._loader.tracking
+        tracking = self.loader.tracking if self._counts() else None
         if tracking is not None:
             tracking.before_fetch()
+        if self._begun is None:
+            self.begin()
         assert self._begun is not None
         batches, epoch = self._begun
         try:
@@ -446,7 +505,12 @@ class _Batches(Iterator[object]):
         except StopIteration:
             epoch.is_over = True
             raise
-        epoch.count(behind=0 if tracking is None else tracking.behind())
+        epoch.count()
+        self.marks.append((epoch, epoch.batches, epoch.check))
+        behind = 0 if tracking is None else tracking.behind()
+        while len(self.marks) > behind + 3:  # the batch itself, and one that is not counted yet
+            self.marks.popleft()
+        self.loader._position.marks = self.marks
         return batch
 
 
@@ -469,6 +533,25 @@ def _first(iterator: Iterator[object], number: int) -> Iterable[object]:
             yield next(iterator)
         except StopIteration:
             return
+
+
+def _epoch_of(sampler: Any) -> int | None:
+    """Return the number that `set_epoch` has told `sampler`, if it shows that."""
+    number = getattr(sampler, "epoch", None) if hasattr(sampler, "set_epoch") else None
+    return number if isinstance(number, int) else None
+
+
+def _state_of(sampler: Any) -> Any:
+    """Return a copy of the state that `sampler` shows, if it can be had."""
+    try:
+        return deepcopy(sampler.state_dict()) if hasattr(sampler, "state_dict") else None
+    except Exception as error:
+        warnings.warn(
+            f"{type(sampler).__name__} gives no state_dict ({type(error).__name__}: {error}): "
+            "another order may follow a checkpoint",
+            stacklevel=2,
+        )
+        return None
 
 
 def _length(sampler: Any) -> float:

@@ -64,6 +64,7 @@ class TrainingData:
         self._window: tuple[tuple[int, int], dict[str, Any]] | None = None
         # what Lightning saves of loaders, before the batch that it has fetched ahead
         self._states_before: list[dict[str, Any]] = []
+        self._ended_before: int | None = None  # how many epochs had ended when a batch was read
         self._undo = ExitStack()
         self._tracked = WeakSet[TrackedLoader]()
         self._has_warned = False
@@ -87,9 +88,18 @@ class TrainingData:
         trainer = None if module is None else module._trainer
         if trainer is None or trainer.state.fn != TrainerFn.FITTING or not trainer.training:
             return
-        if make_tracked(loader, self):
+        parts = self._strategy.distributed_sampler_kwargs["num_replicas"]
+        if make_tracked(loader, self, ranks=self._strategy.world_size, parts=parts):
             assert isinstance(loader, TrackedLoader)
             self._tracked.add(loader)
+
+    @property
+    def iterators(self) -> list[object]:
+        """What Lightning reads the loaders of training through."""
+        combined = self._trainer.fit_loop._combined_loader
+        if combined is None or combined._iterator is None:
+            return []
+        return list(getattr(combined._iterator, "iterators", ()))
 
     def behind(self) -> int:
         """Return how many of the batches that were handed out are not trained on."""
@@ -99,6 +109,8 @@ class TrainingData:
 
     def before_epoch(self) -> None:
         """Know the random states before loaders draw of them for a new epoch."""
+        if not self._trainer.training:
+            return
         place = self._progress.total.processed
         is_new = self._epoch is None or self._epoch[0] != place
         if is_new and not self._progress.current.processed:
@@ -148,15 +160,15 @@ class TrainingData:
         combined = trainer.fit_loop._combined_loader
         if combined is None or trainer.state.fn != TrainerFn.FITTING:
             return checkpoint
-        undone, own = self._batches_to_undo(), self._random_states()
-        if undone and self._window is not None:
-            own = self._window[1]
+        own = self._random_states()
         state: dict[str, Any] = {}
-        if not progress.is_last_batch:
-            behind = self.behind()
+        if not self._is_epoch_over():
+            undone, behind = self._batches_to_undo(), self.behind()
+            if undone and self._window is not None:
+                own = self._window[1]
             positions = [
-                loader.position(behind=behind) if isinstance(loader, TrackedLoader) else None
-                for loader in combined.flattened
+                loader.position(behind=behind) if tracked else None
+                for loader, tracked in _with_tracked(combined)
             ]
             # An epoch of which nothing was read is begun anew, with the draws of its beginning.
             is_unread = not any(position and "random" in position for position in positions)
@@ -205,13 +217,14 @@ class TrainingData:
     def begin(self) -> None:
         """Let a fit that is about to train go on where its checkpoint was. A collective call."""
         loop, loaded = self._trainer.fit_loop, self._loaded
+        self._ended_before = None
         if loaded is not None:
             loop.setup_data()
         combined = loop._combined_loader
         if loaded is not None and combined is not None:
             self._resume(combined, loaded)
         if combined is not None:
-            self._follow_others(combined)
+            self._follow_fetches()
             self._preemption.begin(
                 self._trainer,
                 may_stop=lambda: not self._batches_of_window(),
@@ -244,7 +257,8 @@ class TrainingData:
         self._preemption.end()
         self._undo.close()
         for loader in self._tracked:
-            loader.tracking = None
+            if loader.tracking is self:
+                loader.let_go()
         self._loaded = self._epoch = self._window = self._reached = self.waiting = None
 
     # ---- steps of it -----------------------------------------------------------------------------
@@ -257,42 +271,57 @@ class TrainingData:
                 f"loaders, and there are {len(loaders)}: go on with the same ones, or from a "
                 "checkpoint of the end of an epoch"
             )
-        for loader, position in zip(loaders, positions, strict=True):
-            if isinstance(loader, TrackedLoader) and position is not None:
+        for (loader, tracked), position in zip(_with_tracked(combined), positions, strict=True):
+            if tracked and position is not None:
                 loader.go_to(position, stays_ended=combined._mode == "max_size")
         _count_as_batches_of_now(self._trainer.fit_loop, combined)
-        if all(isinstance(loader, TrackedLoader | _Stateful) for loader in loaders):
+        if not _unknown(combined):
             warnings.filterwarnings(
                 "ignore", "You're resuming from a checkpoint that ended before the epoch ended"
             )
 
-    def _follow_others(self, combined: CombinedLoader) -> None:
-        """Know the states of others' loaders before each fetch, where Lightning fetches ahead."""
+    def _follow_fetches(self) -> None:
+        """Know before each fetch in which epoch that is.
+
+        And the states of others' loaders, where Lightning fetches ahead.
+        """
         loop = self._trainer.fit_loop
         before_fetch = loop.epoch_loop._on_before_fetch
-        if loop._data_fetcher is None or loop._data_fetcher.length is not None:
-            return
 
         def note_states() -> None:
-            self._states_before = combined._state_dicts()
+            self._ended_before = self._ended_epochs()
+            # Lightning may have reloaded them
+            present, fetcher = loop._combined_loader, loop._data_fetcher
+            self._states_before = []
+            if present is not None and fetcher is not None and fetcher.length is None:
+                self._states_before = present._state_dicts()
             before_fetch()
 
         loop.epoch_loop._on_before_fetch = note_states  # type: ignore[method-assign]
         self._undo.callback(loop.epoch_loop.__dict__.pop, "_on_before_fetch", None)
 
+    def _is_epoch_over(self) -> bool:
+        """Return whether Lightning has counted the epoch of the last batch as one that is over.
+
+        That is so after the last batch, and where `max_steps` or an early stop has ended it before.
+        """
+        was = self._ended_before
+        return bool(self._progress.is_last_batch or was not in (None, self._ended_epochs()))
+
+    def _ended_epochs(self) -> int:
+        progress: Any = self._trainer.fit_loop.epoch_progress.total
+        return int(progress.processed)
+
     def _warn_of_unknown(self, combined: CombinedLoader, *, batches: int) -> None:
-        unknown = [
-            type(getattr(loader, "dataset", loader)).__name__
-            for loader in combined.flattened
-            if not isinstance(loader, TrackedLoader | _Stateful)
-        ]
+        unknown = [type(getattr(each, "dataset", each)).__name__ for each in _unknown(combined)]
         if unknown and batches and not self._has_warned:
             self._has_warned = True
             rank_zero_warn(
                 "this checkpoint is of the middle of an epoch and does not say where the training "
                 f"data are ({', '.join(unknown)}): a fit that goes on from it reads them from "
                 "their beginning. Give the loader state_dict and load_state_dict (as torchdata's "
-                "StatefulDataLoader), or a map-style data set"
+                "StatefulDataLoader), or a map-style data set with shuffle=True or False and the "
+                "samplers of torch and Lightning"
             )
 
     def _random_states(self) -> dict[str, Any]:
@@ -319,8 +348,34 @@ class TrainingData:
         return gathered or []
 
 
+def _with_tracked(combined: CombinedLoader) -> list[tuple[Any, bool]]:
+    """Return the loaders, each with whether its position is known.
+
+    One that is read in two places has two positions, so that is not.
+    """
+    loaders = combined.flattened
+    return [
+        (
+            loader,
+            isinstance(loader, TrackedLoader)
+            and loader.is_known
+            and sum(each is loader for each in loaders) == 1,
+        )
+        for loader in loaders
+    ]
+
+
 def _are_tracked(combined: CombinedLoader) -> bool:
-    return all(isinstance(loader, TrackedLoader) for loader in combined.flattened)
+    return all(tracked for _, tracked in _with_tracked(combined))
+
+
+def _unknown(combined: CombinedLoader) -> list[Any]:
+    """Return the loaders that neither we nor they themselves know the position of."""
+    return [
+        loader
+        for loader, tracked in _with_tracked(combined)
+        if not tracked and not isinstance(loader, _Stateful)
+    ]
 
 
 def _with_progress(
@@ -351,13 +406,13 @@ def _count_as_batches_of_now(loop: Any, combined: CombinedLoader) -> None:
     """
     limits = combined.limits or [float("inf")] * len(combined.flattened)
     lengths = [
-        min(len(loader), limit) if isinstance(loader, TrackedLoader) else float("inf")
-        for loader, limit in zip(combined.flattened, limits, strict=True)
+        min(len(loader), limit) if tracked else float("inf")
+        for (loader, tracked), limit in zip(_with_tracked(combined), limits, strict=True)
     ]
     # the loader that the length of an epoch follows from
     length = min(lengths) if combined._mode == "min_size" else max(lengths)
-    loader = combined.flattened[lengths.index(length)]
-    if not isinstance(loader, TrackedLoader):
+    loader, tracked = _with_tracked(combined)[lengths.index(length)]
+    if not tracked:
         return
     # One batch is to come, or Lightning would begin this epoch anew.
     done = min(len(loader) - loader.batches_left(), length - 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
+import pickle
 import random
 import warnings
 
@@ -13,7 +15,15 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+)
 
 from lightning_topt import AutoParallelStrategy, CompressedDDPStrategy, LocalStepsStrategy
 from tests.plugins.trainer_ranks import make_trainer, on_ranks
@@ -81,21 +91,34 @@ class SaveAt(Callback):
             trainer.save_checkpoint(self.path / f"{len(module.seen)}.ckpt")
 
 
-def fit(folder, *, save=(), resume=None, data=None, strategy=None, seed=1, early=False, **options):
-    """The steps of a fit on this rank, and its module."""
+def fit(
+    folder,
+    *,
+    save=(),
+    resume=None,
+    data=None,
+    strategy=None,
+    seed=1,
+    early=False,
+    model=None,
+    val=None,
+    callbacks=(),
+    **options,
+):
+    """The steps of a fit on this rank, their losses, and its parameters."""
     multiprocessing.current_process()._config["daemon"] = False  # a rank may have workers
     pl.seed_everything(1, verbose=False)  # of samplers
     for reseed in (random.seed, np.random.seed, torch.manual_seed):
         reseed(seed)
-    model = AsksEarly() if early else Model()
+    model = model or (AsksEarly() if early else Model())
     trainer = make_trainer(
         strategy or AutoParallelStrategy(plan="ddp"),
         devices=dist.get_world_size() if dist.is_initialized() else 1,
-        callbacks=[SaveAt(folder, *save)],
+        callbacks=[*callbacks, SaveAt(folder, *save)],
         **{"max_epochs": 2, **options},
     )
     loader = data() if callable(data) else DataLoader(Numbers(), **(data or {}))
-    trainer.fit(model, loader, ckpt_path=resume and folder / resume, weights_only=True)
+    trainer.fit(model, loader, val, ckpt_path=resume and folder / resume, weights_only=True)
     return model.seen, model.losses, [p.detach().clone() for p in model.parameters()]
 
 
@@ -343,3 +366,205 @@ def _fits_with_ddp(rank, folder):
 
 def test_the_file_is_read_by_ddp_and_a_file_of_ddp_is_read(tmp_path):
     assert on_ranks(_fits_with_ddp, tmp_path, world_size=1) == [(21, 19)]
+
+
+# ---- only what is known exactly ------------------------------------------------------------------
+
+
+class OwnBatches:
+    """A batch sampler with `set_epoch`, which does not show its epoch."""
+
+    def __init__(self):
+        self.seed = 0
+
+    def set_epoch(self, epoch):
+        self.seed = epoch
+
+    def __iter__(self):
+        order = torch.randperm(ITEMS, generator=torch.Generator().manual_seed(self.seed))
+        return iter([batch.tolist() for batch in order.split(4)])
+
+    def __len__(self):
+        return ITEMS // 4
+
+
+class OwnOrder(Sampler):
+    def __iter__(self):
+        return iter(torch.randperm(ITEMS).tolist())
+
+    def __len__(self):
+        return ITEMS
+
+
+class Subclass(BatchSampler):
+    pass
+
+
+# On how many ranks, and whether their position is known.
+ORDERS = {
+    "own batches": (1, lambda: DataLoader(Numbers(), batch_sampler=OwnBatches()), False),
+    "own samples": (1, lambda: DataLoader(Numbers(), 4, sampler=OwnOrder()), False),
+    "subclass": (
+        1,
+        lambda: DataLoader(Numbers(), batch_sampler=Subclass(RandomSampler(Numbers()), 4, False)),
+        False,
+    ),
+    "weighted": (
+        1,
+        lambda: DataLoader(Numbers(), 4, sampler=WeightedRandomSampler([1.0] * ITEMS, ITEMS)),
+        True,
+    ),
+    "weighted, two ranks": (
+        2,
+        lambda: DataLoader(Numbers(), 4, sampler=WeightedRandomSampler([1.0] * ITEMS, ITEMS)),
+        False,
+    ),
+    "shuffled, two ranks": (2, lambda: DataLoader(Numbers(), 4, shuffle=True), False),
+    "in order, two ranks": (2, lambda: DataLoader(Numbers(), 4), True),
+}
+
+
+def _fits_of_any_order(rank, folder, name):
+    options = {"data": ORDERS[name][1], "use_distributed_sampler": False, "max_epochs": 1}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        # the ranks draw at random, each for itself
+        whole = fit(folder, seed=rank, save=[3, 4], **options)
+        rest = fit(folder, seed=rank + 5, resume="3.ckpt", **options)
+        plain = fit(folder, seed=rank + 5, resume="3.ckpt", strategy="ddp", **options)
+    said = sum("does not say where the training data are" in str(w.message) for w in caught)
+    return whole[0], rest[0], plain[0], said
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_an_order_that_is_not_known_exactly_is_left_to_lightning(tmp_path, name):
+    ranks, _, known = ORDERS[name]
+    for rank, (whole, rest, plain, said) in enumerate(
+        on_ranks(_fits_of_any_order, tmp_path, name, world_size=ranks)
+    ):
+        assert said == (not known and rank == 0)
+        if known:
+            assert rest == whole[3:]
+        else:
+            assert [number for _, number, _ in rest] == [number for _, number, _ in plain]
+
+
+# ---- epochs that end early, and readers beside the fit -------------------------------------------
+
+
+def _fits_that_end_early(rank, folder, name):
+    data = ALONE["shuffled"]
+    fits = {}
+    for strategy in (None, "ddp"):
+        path = folder / f"{strategy or 'ours'}.ckpt"
+
+        class Save(Callback):
+            def on_train_epoch_end(self, trainer, module):
+                if name == "epoch end" and len(module.seen) == 3:
+                    trainer.save_checkpoint(path)  # noqa: B023
+
+            def on_fit_end(self, trainer, module):
+                if name == "fit end" and len(module.seen) == 3:
+                    trainer.save_checkpoint(path)  # noqa: B023
+
+        options = {"data": data, "strategy": strategy}
+        fit(folder, callbacks=[Save()], max_steps=3, **options)
+        fits[strategy] = fit(folder, resume=path.name, seed=9, **options)[0]
+    return fits[None], fits["ddp"]
+
+
+@pytest.mark.parametrize("name", ["epoch end", "fit end"])
+def test_after_max_steps_inside_an_epoch_the_next_one_is_whole(tmp_path, name):
+    for ours, plain in on_ranks(_fits_that_end_early, tmp_path, name):
+        assert [step[:2] for step in ours] == [step[:2] for step in plain]
+        last = [step for step in ours if step[0] == 1]
+        assert len(last) == ITEMS // 4 // 2
+        assert ours == plain  # the order follows from seed and epoch
+
+
+class Reads(Callback):
+    """Reads the loader of training too."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if len(module.seen) in (2, 3):
+            next(iter(trainer.train_dataloader))
+
+
+def _fits_with_another_reader(rank, folder, name):
+    class Validated(Model):
+        def validation_step(self, batch, batch_idx):
+            pass
+
+    def one(**more):
+        options = {"data": lambda: DataLoader(Numbers(draws=False), 4), **more}
+        if name == "hook":
+            return fit(folder, callbacks=[Reads()], **options)
+        loader = options["data"]()
+        return fit(
+            folder,
+            **{**options, "data": lambda: loader},
+            model=Validated(),
+            val=loader,
+            val_check_interval=3,
+            use_distributed_sampler=False,
+        )
+
+    whole = one(save=[3, 4])
+    return [whole[0], *(one(resume=f"{at}.ckpt", seed=9)[0] for at in (3, 4))]
+
+
+@pytest.mark.parametrize("name", ["hook", "validation"])
+def test_who_reads_a_loader_too_changes_no_position(tmp_path, name):
+    (fits,) = on_ranks(_fits_with_another_reader, tmp_path, name, world_size=1)
+    whole, *resumed = fits
+    for at, rest in zip((3, 4), resumed, strict=True):
+        assert rest == whole[at:]
+
+
+def _fits_with_reloaded_loaders(rank, folder):
+    class Reloads(Model):
+        def train_dataloader(self):
+            return OwnState()
+
+    def one(**more):
+        options = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
+        return fit(folder, model=Reloads(), data=lambda: None, **options, **more)[0]
+
+    return one(save=[3, 13]), one(resume="3.ckpt"), one(resume="13.ckpt")
+
+
+def test_states_are_those_of_the_loaders_that_were_reloaded(tmp_path):
+    ((whole, first, second),) = on_ranks(_fits_with_reloaded_loaders, tmp_path, world_size=1)
+    for at, rest in ((3, first), (13, second)):
+        assert [(epoch, parts) for epoch, _, parts in rest] == [
+            (epoch, parts) for epoch, _, parts in whole[at:]
+        ]
+
+
+def _copies(rank, folder):
+    class Holds(Model):
+        def __init__(self):
+            super().__init__()
+            self.loader = DataLoader(Numbers(draws=False), 4)
+
+        def train_dataloader(self):
+            return self.loader
+
+    found = []
+
+    class Copies(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if len(module.seen) == 2:
+                found.append(copy.deepcopy(module.loader))
+                found.append(pickle.loads(pickle.dumps(module.loader)))
+                module.trainer, trainer_of_fit = None, module.trainer
+                found.append(copy.deepcopy(module).loader)
+                module.trainer = trainer_of_fit
+
+    seen = fit(folder, model=Holds(), data=lambda: None, callbacks=[Copies()], max_epochs=1)[0]
+    return seen, [(type(each), [batch[0].int().tolist() for batch in each]) for each in found]
+
+
+def test_a_loader_can_be_copied_inside_of_a_fit(tmp_path):
+    ((seen, copies),) = on_ranks(_copies, tmp_path, world_size=1)
+    assert copies == 3 * [(DataLoader, [parts[0] for _, _, parts in seen])]

@@ -61,7 +61,7 @@ def fit(
     *,
     number=signal.SIGTERM,
     batch=None,
-    in_validation=False,
+    in_validation=None,
     resume=None,
     **options,
 ):
@@ -77,7 +77,7 @@ def fit(
         **{"max_epochs": 2, **options},
     )
     loader, ended = DataLoader(Numbers(), 4, shuffle=True), False
-    validation = DataLoader(Numbers(8, draws=False), 4) if in_validation else None
+    validation = DataLoader(Numbers(8, draws=False), 4) if in_validation is not None else None
     try:
         trainer.fit(model, loader, validation, ckpt_path=resume, weights_only=True)
     except SIGTERMException:
@@ -131,7 +131,7 @@ LAST = {"before the last batch": (1, False), "last batch": (0, False), "validati
 
 def _fits_to_their_end(rank, folder, name):
     make, options = FITS[name]
-    whole = fit(folder / "undisturbed", make(), **options)
+    whole = fit(folder / "undisturbed", make(), in_validation=False, **options)
     epoch = len(whole[0]) // 2
     found = {}
     for where, (left, in_validation) in LAST.items():
@@ -144,7 +144,7 @@ def _fits_to_their_end(rank, folder, name):
             in_validation=in_validation,
             **{**options, "max_epochs": 1},
         )
-        rest = fit(folder / where, make(), resume="last", **options)
+        rest = fit(folder / where, make(), in_validation=False, resume="last", **options)
         found[where] = ended, rest
     return whole, found
 

@@ -6,6 +6,11 @@ all-reduce of two numbers, which is looked at one batch later, when it has long 
 the place of Lightning's broadcast from rank 0, for which each batch waits. The `TrainingData` of a
 strategy begins and ends it with a fit's training.
 
+When training has ended well, ranks exchange their notes once more and wait for them: a signal in
+the last batches or the last validation ends the fit too, before ``on_train_end`` as under
+Lightning. The group of the exchange then goes. After an error it stays until the process ends:
+others may still wait in it, and are to learn first who failed (`communication.rank_watch`).
+
 A fit of one rank ends before a batch is read (`before_fetch`). SIGTERM is handled, and under SLURM
 the signal for which Lightning queues the job again (SIGUSR1).
 """
@@ -29,6 +34,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.constants import default_pg_timeout
 
+from lightning_topt.communication.topology import destroy_groups
+
 log = logging.getLogger(__name__)
 
 _TERM, _REQUEUE = range(2)  # what a note asks for
@@ -43,9 +50,7 @@ class Preemption:
         self._note = torch.zeros(2, dtype=torch.int32)
         self._agreed = torch.zeros(2, dtype=torch.int32)
         self._sent: tuple[dist.Work, torch.Tensor] | None = None
-        # kept for the next fit; and the group of all ranks that it is part of
         self._group: dist.ProcessGroup | None = None
-        self._world: dist.ProcessGroup | None = None
         self._process = 0
 
     def begin(
@@ -66,13 +71,13 @@ class Preemption:
         self._trainer, self._process = trainer, os.getpid()
         self._note.zero_()
         self._agreed.zero_()
-        if trainer.world_size > 1 and (self._group is None or self._world is not dist.group.WORLD):
+        if trainer.world_size > 1:
             # notes travel between hosts, whatever gradients do
             timeout = trainer.strategy._timeout or default_pg_timeout  # type: ignore[attr-defined]
             self._group = dist.new_group(backend="gloo", timeout=timeout, group_desc="preemption")
-            self._world = dist.group.WORLD
-        loop = trainer.fit_loop.epoch_loop
-        loop._broadcast_sigterm_tensor = self.exchange  # type: ignore[method-assign]
+        loop = trainer.fit_loop
+        loop.epoch_loop._broadcast_sigterm_tensor = self.exchange  # type: ignore[method-assign]
+        loop.on_run_end = self._end_training  # type: ignore[method-assign]
         if threading.current_thread() is not threading.main_thread():
             return
         # Lightning has set its own and sets those before it again when the fit ends.
@@ -84,12 +89,10 @@ class Preemption:
 
     def end(self) -> None:
         """Leave signals to Lightning."""
-        trainer, self._trainer, self._sent = self._trainer, None, None
-        if trainer is None:
-            return
-        trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
-        if trainer.interrupted:  # ranks may have sent unequally many notes
-            self._group = None
+        trainer, self._trainer, self._sent, self._group = self._trainer, None, None, None
+        if trainer is not None:
+            trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+            trainer.fit_loop.__dict__.pop("on_run_end", None)
 
     # ---- a signal --------------------------------------------------------------------------------
 
@@ -139,10 +142,7 @@ class Preemption:
         if self._trainer.world_size == 1:
             self._agreed |= self._note
         else:
-            if self._sent is not None:
-                work, notes = self._sent
-                work.wait()
-                self._agreed |= notes
+            self._receive()
             notes = self._note.clone()
             work = dist.all_reduce(notes, dist.ReduceOp.MAX, self._group, async_op=True)
             assert work is not None
@@ -150,7 +150,32 @@ class Preemption:
         if bool(self._agreed.any()) and self._may_stop():
             self._stop(self._trainer)
 
+    def _receive(self) -> None:
+        """Wait for the notes that were sent last."""
+        if self._sent is not None:
+            (work, notes), self._sent = self._sent, None
+            work.wait()
+            self._agreed |= notes
+
+    def _end_training(self) -> None:
+        """Stop after the last batch, if a rank was asked to; else end training as Lightning does.
+
+        All ranks have the same batches, so they come here alike.
+        """
+        trainer = self._trainer
+        assert trainer is not None
+        self._may_stop = lambda: True  # no batch follows
+        self.exchange()
+        self._receive()
+        if bool(self._agreed.any()):
+            self._stop(trainer)
+        if self._group is not None:
+            destroy_groups([self._group], meets=True)
+            self._group = None
+        type(trainer.fit_loop).on_run_end(trainer.fit_loop)
+
     def _stop(self, trainer: pl.Trainer) -> None:
+        trainer._signal_connector.received_sigterm = True
         requeues = bool(self._agreed[_REQUEUE])
         path = requeue_path(trainer) if requeues else last_path(trainer)
         # one path: ranks may see each other's files, or not
@@ -171,11 +196,13 @@ def requeue_path(trainer: pl.Trainer) -> str:
 
 
 def last_path(trainer: pl.Trainer) -> str | None:
-    """Return a file that ``ckpt_path="last"`` finds, None where the user keeps no last one."""
+    """Return a file beside the user's last one, named like it; None where none is kept."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.save_last and callback.dirpath:
-            name = f"{callback.CHECKPOINT_NAME_LAST}-signal{callback.FILE_EXTENSION}"
-            return os.path.join(callback.dirpath, name)
+            name = f"{callback.CHECKPOINT_NAME_LAST}-signal"
+            place = {"epoch": trainer.current_epoch, "step": trainer.global_step}
+            metrics = {key: torch.tensor(value) for key, value in place.items()}
+            return callback.format_checkpoint_name({**trainer.callback_metrics, **metrics}, name)
     return None
 
 

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from lightning_topt import AutoParallelStrategy, LocalStepsStrategy
+from lightning_topt.plugins.preemption import last_path
 from tests.launch import free_port
 from tests.plugins.test_exact_resume import Model, Numbers
 from tests.plugins.trainer_ranks import make_trainer, on_new_ranks
@@ -27,21 +28,46 @@ SECONDS = 30  # from a signal to the end, on a busy machine; the promise is two 
 
 
 class SignalAt(Callback):
-    """This rank gets `number` in some batch of the fit."""
+    """This rank gets `number` in some batch of the fit, or in a validation after such a batch."""
 
-    def __init__(self, number, batch):
-        self.number, self.batch, self.sent = number, batch, None
+    def __init__(self, number, batch, in_validation=False):
+        self.number, self.batch, self.in_validation = number, batch, in_validation
+        self.sent, self.training_ended = None, False
+
+    def _send(self):
+        self.sent = time.monotonic()
+        os.kill(os.getpid(), self.number)
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if len(module.seen) == self.batch:
-            self.sent = time.monotonic()
-            os.kill(os.getpid(), self.number)
+        if len(module.seen) == self.batch and not self.in_validation:
+            self._send()
+
+    def on_validation_start(self, trainer, module):
+        if len(module.seen) == self.batch and self.in_validation:
+            self._send()
+
+    def on_train_end(self, trainer, module):
+        self.training_ended = True
 
 
-def fit(folder, strategy, *, number=signal.SIGTERM, batch=None, resume=None, **options):
+class Validated(Model):
+    def validation_step(self, batch, batch_idx):
+        pass
+
+
+def fit(
+    folder,
+    strategy,
+    *,
+    number=signal.SIGTERM,
+    batch=None,
+    in_validation=None,
+    resume=None,
+    **options,
+):
     torch.manual_seed(1)
     os.environ["PL_GLOBAL_SEED"] = "1"
-    model, sends = Model(), SignalAt(number, batch)
+    model, sends = Validated(), SignalAt(number, batch, in_validation)
     trainer = make_trainer(
         strategy,
         devices=dist.get_world_size(),
@@ -51,12 +77,15 @@ def fit(folder, strategy, *, number=signal.SIGTERM, batch=None, resume=None, **o
         **{"max_epochs": 2, **options},
     )
     loader, ended = DataLoader(Numbers(), 4, shuffle=True), False
+    validation = DataLoader(Numbers(8, draws=False), 4) if in_validation is not None else None
     try:
-        trainer.fit(model, loader, ckpt_path=resume, weights_only=True)
+        trainer.fit(model, loader, validation, ckpt_path=resume, weights_only=True)
     except SIGTERMException:
         ended = True
         if sends.sent is not None:
             assert time.monotonic() - sends.sent < SECONDS
+    assert sends.training_ended != ended
+    assert trainer.received_sigterm == ended
     return model.seen, model.losses, ended
 
 
@@ -93,6 +122,59 @@ def test_all_ranks_save_after_the_same_batch_and_end(tmp_path, name, who):
     assert len(counts) == 1
     if "accumulate_grad_batches" in FITS[name][1]:
         assert counts.pop() % 3 == 0
+
+
+# ---- the end of a fit ----------------------------------------------------------------------------
+
+LAST = {"before the last batch": (1, False), "last batch": (0, False), "validation": (-1, True)}
+
+
+def _fits_to_their_end(rank, folder, name):
+    make, options = FITS[name]
+    whole = fit(folder / "undisturbed", make(), in_validation=False, **options)
+    epoch = len(whole[0]) // 2
+    found = {}
+    for where, (left, in_validation) in LAST.items():
+        # of one rank, which is another one each time
+        sends = epoch - 1 - left if dist.get_world_size() == 1 or rank == left % 2 else None
+        ended = fit(
+            folder / where,
+            make(),
+            batch=sends,
+            in_validation=in_validation,
+            **{**options, "max_epochs": 1},
+        )
+        rest = fit(folder / where, make(), in_validation=False, resume="last", **options)
+        found[where] = ended, rest
+    return whole, found
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"), [*((name, 2) for name in FITS), ("ddp", 1), ("accumulated", 1)]
+)
+def test_a_signal_at_the_end_of_a_fit_ends_it_too(tmp_path, name, world_size):
+    ranks = on_new_ranks(_fits_to_their_end, tmp_path, name, world_size=world_size)
+    for whole, found in ranks:
+        done = len(whole[0]) // 2
+        for where, (ended, rest) in found.items():
+            assert ended[2] and not rest[2], where
+            # one rank ends before the next batch
+            last = done - 1 if (where, world_size) == ("before the last batch", 1) else done
+            if "accumulate_grad_batches" in FITS[name][1]:
+                last = done
+            assert len(ended[0]) == last, where
+            assert ended[0] + rest[0] == whole[0], where
+            assert ended[1] + rest[1] == whole[1], where
+
+
+def test_the_file_is_named_like_the_users_last_one(tmp_path):
+    callback = ModelCheckpoint(tmp_path, save_last=True)
+    callback.CHECKPOINT_NAME_LAST = "{epoch}-{step}-last"
+    trainer = make_trainer("auto", devices=1, callbacks=[callback], enable_checkpointing=True)
+    assert last_path(trainer) == str(tmp_path / "epoch=0-step=0-last-signal.ckpt")
+
+
+# ---- under SLURM ---------------------------------------------------------------------------------
 
 
 def _fit_of_a_slurm_job(rank, folder):

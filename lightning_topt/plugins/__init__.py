@@ -26,6 +26,7 @@ A fit under ``"topt"``, from Lightning's hooks down:
         step_without_batch the collective calls of a step, and nothing else
       exact_evaluation     ... in evaluation, where every sample counts once
         logged_results     what was logged, on ranks that had no batch
+      loader_lengths       how many batches each rank has, read without asking others
       presence             which ranks have a batch, and who counts
     lost_ranks             names the rank that is lost
 

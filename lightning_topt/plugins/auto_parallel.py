@@ -93,11 +93,12 @@ class AutoParallelStrategy(DDPStrategy):
         checkpoint: ``"full"`` saves the plain file of ``ddp``, for which rank 0 collects the whole
             state; ``"sharded"`` a folder, to which every rank writes what it keeps. Both are
             loaded, under any plan and number of ranks.
-        uneven: what ranks with fewer batches do in training: ``"join"``, they take part in the
-            steps of the others, whose gradients are the mean over the ranks that have a batch;
-            ``"stop"``, all end with the first; ``"error"`` (docs/robustness.md).
+        uneven: what ranks with fewer batches do in training: None, as under ``ddp``, which needs
+            equally many; ``"join"``, they take part in the steps of the others, whose gradients are
+            the mean over the ranks that have a batch; ``"stop"``, all end with the first;
+            ``"error"`` (docs/robustness.md).
         pad_evaluation: whether samples are repeated in validation, test and prediction until all
-            ranks have equally many, as under ``ddp``. Otherwise each counts once.
+            ranks have equally many, as under ``ddp``. If False, each counts once.
         ddp_options: arguments of Lightning's `DDPStrategy` and torch's `DistributedDataParallel`.
             Options of the latter keep the search to plans that it runs (whole gradients). Under a
             `memory_limit`, or with the objective ``"memory"``, a plan may make gradients views of
@@ -127,8 +128,8 @@ class AutoParallelStrategy(DDPStrategy):
         allow_staleness: AllowStaleness = False,
         watch_steps: int = WATCHED_STEPS,
         checkpoint: str = "full",
-        uneven: str = "join",
-        pad_evaluation: bool = False,
+        uneven: str | None = None,
+        pad_evaluation: bool = True,
         **ddp_options: Any,
     ) -> None:
         super().__init__(**known_options(ddp_options, strategy=type(self).__name__))
@@ -426,6 +427,8 @@ class AutoParallelStrategy(DDPStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if self._batches.presence.is_partial:
+            return self._batches.decide(decision, unanimous=all, device=self.root_device)
         # All ranks of the run decide, not those of the data axes.
         votes = super().reduce(
             torch.tensor(int(decision), device=self.root_device), reduce_op="sum"
@@ -438,7 +441,9 @@ class AutoParallelStrategy(DDPStrategy):
             return self._batches.all_gather(tensor, sync_grads, super().all_gather)
         if self._run.data.replaces(group):
             tensor = self._run.runner.unsharded(tensor)
+            self._batches.check_shapes(tensor, self._run.data.group)
             return self._run.data.all_gather(tensor, sync_grads=sync_grads)
+        self._batches.check_shapes(tensor, group)
         # A step that is traced sends nothing.
         with among_all_ranks() if self._run.engine is None else nullcontext():
             return super().all_gather(tensor, group, sync_grads)

@@ -17,7 +17,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.trainer.states import RunningStage
@@ -25,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from lightning_topt.plugins.lent_methods import LentMethods
-from lightning_topt.plugins.logged_results import share_results, zero_length_allowed
+from lightning_topt.plugins.loader_lengths import LoaderLengths, are_known
+from lightning_topt.plugins.logged_results import share_results
 from lightning_topt.plugins.presence import Presence, Ranks, gather_counts
 
 _NEVER = float("inf")
@@ -71,7 +71,6 @@ class ExactEvaluation:
         presence: of the ranks, which averages of user code ask.
         gathers: whether an evaluation step is a collective call of all ranks.
         join: takes part in such a step of the others, by its name.
-        pads: whether samplers stay Lightning's, which repeat samples.
     """
 
     def __init__(
@@ -80,16 +79,15 @@ class ExactEvaluation:
         *,
         gathers: Callable[[], bool],
         join: Callable[[str], None],
-        pads: bool,
     ) -> None:
-        self.presence, self.gathers, self._join, self.pads = presence, gathers, join, pads
+        self.presence, self.gathers, self._join = presence, gathers, join
         self._lent = LentMethods()
+        self._without: dict[Any, list[float]] = {}  # limits of loops that this rank has no data of
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Take the loops of `trainer` in hand, before their data are set up."""
         self.end()
-        if not self.pads:
-            self._lent.lend(trainer._data_connector, "_resolve_sampler", self._sampler)
+        self._lent.lend(trainer._data_connector, "_resolve_sampler", self._sampler)
         loops: list[Any] = [
             trainer.fit_loop.epoch_loop.val_loop,
             trainer.validate_loop,
@@ -129,26 +127,36 @@ class ExactEvaluation:
 
     def _set_up_data(self, own: Callable[[], None], loop: Any) -> None:
         """Set the data up; a rank without any runs the loop like the others."""
-        name = "max_batches" if "max_batches" in vars(loop) else "_max_batches"
+        name = _limits_of(loop)
         before = getattr(loop, name)
-        with zero_length_allowed(loop.trainer.lightning_module):
+        lengths, device = LoaderLengths(), loop.trainer.strategy.root_device
+        with lengths.alone():
             own()
+        lengths.agree(limit=_limit_of(loop), device=device)
         batches = getattr(loop, name)
         if batches is before:
             return
-        gathered = gather_counts(batches, device=loop.trainer.strategy.root_device)
+        self._without.pop(loop, None)
+        gathered = gather_counts(batches, device=device)
         if sum(batches) == 0:
+            self._without[loop] = batches
             longest = [max(column) for column in zip(*gathered, strict=True)]
             setattr(loop, name, [n if n == _NEVER else int(n) for n in longest])
 
     def _reset(self, own: Callable[[], None], loop: Any) -> None:
         """Begin a run of `loop`; agree on its batches."""
-        own()
+        name, limits = _limits_of(loop), self._without.get(loop)
+        longest = getattr(loop, name)
+        setattr(loop, name, longest if limits is None else limits)
+        try:
+            own()
+        finally:
+            setattr(loop, name, longest)
         fetcher, combined = loop._data_fetcher, loop._combined_loader
         if isinstance(fetcher, _DataLoaderIterDataFetcher):
             return  # the user's step takes batches by itself
         device = loop.trainer.strategy.root_device
-        counts = gather_counts(_counts_of(fetcher, combined, loop.max_batches), device=device)
+        counts = gather_counts(_counts_of(fetcher, combined, combined.limits), device=device)
         is_known = not any(_NEVER in row for row in counts)
         if is_known and all(row == counts[0] for row in counts):
             return
@@ -172,13 +180,25 @@ class ExactEvaluation:
 
 def _counts_of(fetcher: Any, combined: Any, limits: Iterable[float]) -> list[float]:
     """Return how many batches this rank will have of each loader; infinite if not known."""
-    if combined._mode != "sequential":
-        return [_NEVER if fetcher.length is None else fetcher.length]
-    lengths = [sized_len(loader) for loader in combined.flattened]
+    is_sequential = combined._mode == "sequential"
+    if not are_known(combined):
+        return [_NEVER] * (len(combined.flattened) if is_sequential else 1)
+    if not is_sequential:
+        return [fetcher.length]
     return [
-        _NEVER if length is None else min(length, limit)
-        for length, limit in zip(lengths, limits, strict=True)
+        min(len(loader), limit) for loader, limit in zip(combined.flattened, limits, strict=True)
     ]
+
+
+def _limits_of(loop: Any) -> str:
+    """Return the name of what a loop keeps its batches in."""
+    return "max_batches" if "max_batches" in vars(loop) else "_max_batches"
+
+
+def _limit_of(loop: Any) -> str:
+    """Return the name of the Trainer's option that limits the batches of `loop`."""
+    kind = {"validation_step": "val", "test_step": "test", "predict_step": "predict"}
+    return f"limit_{kind[_step_of(loop)]}_batches"
 
 
 def _step_of(loop: Any) -> str:

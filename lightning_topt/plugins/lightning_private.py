@@ -212,6 +212,11 @@ PRIVATE_NAMES = (
         ("sampler",),
     ),
     PrivateName(f"{_EVALUATION}._max_batches", "a rank without a batch runs the loop, too"),
+    PrivateName(
+        f"{_PYTORCH}.loops.fit_loop:_parse_num_batches",
+        "a limit that leaves nothing is refused by all ranks or none",
+        ("stage", "length", "limit_batches"),
+    ),
     PrivateName(f"{_EVALUATION}._is_sequential", "whether loaders come one after the other"),
     PrivateName(
         f"{_EVALUATION}._store_dataloader_outputs",

@@ -56,8 +56,8 @@ class LocalStepsStrategy(DDPStrategy):
         timeout_seconds: for every wait on another rank.
         nodes, ranks_per_node: who shares a node (for a hierarchical method), where it is not what
             the Trainer has.
-        uneven, pad_evaluation: as in `AutoParallelStrategy`. Under ``"join"`` a rank without a
-            batch makes no step of its own, and takes part in the outer steps.
+        uneven, pad_evaluation: as in `AutoParallelStrategy`. Under ``"join"`` a rank that
+            had no batch makes no step of its own, and takes part in the outer steps.
         ddp_options: arguments of Lightning's `DDPStrategy`; those of `DistributedDataParallel` mean
             nothing here.
 
@@ -72,8 +72,8 @@ class LocalStepsStrategy(DDPStrategy):
         timeout_seconds: float = 600.0,
         nodes: int | None = None,
         ranks_per_node: int | None = None,
-        uneven: str = "join",
-        pad_evaluation: bool = False,
+        uneven: str | None = None,
+        pad_evaluation: bool = True,
         **ddp_options: Any,
     ) -> None:
         super().__init__(
@@ -88,6 +88,7 @@ class LocalStepsStrategy(DDPStrategy):
         self.outer: OuterSteps | None = None
         self._failed = False  # the last fit
         self._fitting = False  # parameters may differ between ranks
+        self._had_batch = False  # since the last step
         self.rank_watch = LostRankWatch()
         self._training_data = TrainingData(self, Preemption())
         # A step without a batch is none, but for its count.
@@ -201,6 +202,7 @@ class LocalStepsStrategy(DDPStrategy):
     @override
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         super().post_backward(closure_loss)
+        self._had_batch = True
         if self._fitting and self.outer is not None:
             # In each of several micro-batches: the mean of what is a mean already, and the new
             # part, is the mean of both.
@@ -215,7 +217,8 @@ class LocalStepsStrategy(DDPStrategy):
         **kwargs: Any,
     ) -> Any:
         assert self.outer is not None and self.lightning_module is not None
-        if not self._batches.presence.has_batch:
+        had_batch, self._had_batch = self._had_batch, False
+        if not self._batches.presence.has_batch and not had_batch:
             output = closure()
             self.outer.after_step()
             return output
@@ -247,6 +250,8 @@ class LocalStepsStrategy(DDPStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if not self._batches.is_on:
+            return super().reduce_boolean_decision(decision, all)
         return self._batches.decide(decision, unanimous=all, device=self.root_device)
 
     @override
@@ -255,6 +260,7 @@ class LocalStepsStrategy(DDPStrategy):
     ) -> torch.Tensor:
         if self._batches.replaces(group):
             return self._batches.all_gather(tensor, sync_grads, super().all_gather)
+        self._batches.check_shapes(tensor, group)
         return super().all_gather(tensor, group, sync_grads)
 
     def exchange_statistics(self) -> ExchangeStatistics | None:

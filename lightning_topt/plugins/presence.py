@@ -6,6 +6,7 @@ none, all of them vote, two batches ahead and beside the computation (`Votes`).
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -81,6 +82,16 @@ class Presence:
             for each, before in swapped:
                 each.process_group = before
 
+    @contextmanager
+    def everyone(self) -> Generator[None, None, None]:
+        """Let all ranks take part within, also in a step that only some have a batch for."""
+        before = self.ranks, self.group, self.weight
+        self.ranks, self.group, self.weight = None, None, 1.0
+        try:
+            yield
+        finally:
+            self.ranks, self.group, self.weight = before
+
     def close(self) -> None:
         """End the groups. A collective call."""
         groups, self._groups = self._groups, {}
@@ -119,13 +130,40 @@ def _counting(
     return found
 
 
-def gather_counts(counts: Sequence[float], *, device: torch.device) -> list[list[float]]:
-    """Return the counts of all ranks: (ranks, n). A collective call."""
+def gather_counts(
+    counts: Sequence[float], *, device: torch.device, group: dist.ProcessGroup | None = None
+) -> list[list[float]]:
+    """Return the counts of all ranks of a group: (ranks, n). A collective call."""
     own = torch.tensor(counts, dtype=torch.float64, device=device)
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, own)
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, own, group=group)
     found: list[list[float]] = torch.stack(gathered).tolist()
     return found
+
+
+def check_shapes(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Raise ValueError on all ranks of a group whose tensors are of different forms.
+
+    A collective call. To gather such tensors would end the process, or never return.
+    """
+    kind = zlib.crc32(str(tensor.dtype).encode())
+    shape = [*tensor.shape, *[-1] * _MOST_DIMENSIONS][:_MOST_DIMENSIONS]
+    rows = gather_counts([kind, *shape], device=tensor.device, group=group)
+    if all(row == rows[0] for row in rows):
+        return
+    ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    forms = ", ".join(
+        f"rank {rank} {[int(size) for size in row[1:] if size >= 0]}"
+        for rank, row in zip(ranks, rows, strict=True)
+    )
+    raise ValueError(
+        f"self.all_gather was given tensors of different shapes or dtypes: {forms}. Ranks may have "
+        "different numbers of samples: gather tensors of equal shapes (padded, or reduced first), "
+        "or set pad_evaluation=True"
+    )
+
+
+_MOST_DIMENSIONS = 8  # that are compared
 
 
 class Votes:
@@ -141,6 +179,7 @@ class Votes:
 
     def send(self, value: int) -> None:
         """Send this rank's vote. All ranks do, before anyone reads it."""
+        self._drain()
         votes = torch.zeros(self._size, dtype=torch.int32)
         votes[self._rank] = value
         self._sent = dist.all_reduce(votes, group=self._group, async_op=True), votes
@@ -154,5 +193,12 @@ class Votes:
         return found
 
     def close(self) -> None:
-        """End the group. A collective call."""
+        """End the group, once all ranks have come here. A collective call."""
+        self._drain()
+        dist.barrier(group=self._group)
         destroy_groups([self._group])
+
+    def _drain(self) -> None:
+        """Wait for a vote that nobody reads: the epoch has ended before its data."""
+        if self._sent is not None:
+            self.read()

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_topt import plugins
 from lightning_topt.basics.argument_checks import check_choice, check_flag
-from lightning_topt.plugins.presence import Presence
+from lightning_topt.plugins.presence import Presence, check_shapes
 
 if TYPE_CHECKING:
     from lightning_topt.plugins.exact_evaluation import ExactEvaluation
@@ -41,8 +42,9 @@ class RankBatches:
     """What ranks do where they have different numbers of batches.
 
     Args:
-        uneven: ``"join"``, ``"stop"`` or ``"error"``, for training.
-        pad_evaluation: whether samplers repeat samples until all ranks have equally many.
+        uneven: ``"join"``, ``"stop"`` or ``"error"``, for training; None: training is Lightning's.
+        pad_evaluation: whether evaluation is Lightning's, whose samplers repeat samples until all
+            ranks have equally many.
         join: takes part in a training step of others, see `UnevenRanks`.
         why_not: why that cannot be, see there.
         sharing: the ranks among which this one's samples are split; None: all.
@@ -55,7 +57,7 @@ class RankBatches:
 
     def __init__(
         self,
-        uneven: str,
+        uneven: str | None,
         pad_evaluation: bool,
         *,
         join: Callable[[Callable[[], None]], None],
@@ -65,27 +67,34 @@ class RankBatches:
         evaluate: Callable[[str], None] = _nothing,
         known: Sequence[str] = UNEVEN,
     ) -> None:
-        check_choice(uneven, name="uneven", allowed=known)
+        if uneven is not None:
+            check_choice(uneven, name="uneven", allowed=known)
         check_flag(pad_evaluation, name="pad_evaluation")
         self.presence = Presence(sharing)
         # For parts that are made where there are several ranks; spawned ranks get a copy of this.
-        self._for_training = {"uneven": uneven, "join": join, "why_not": why_not}
-        self._for_evaluation = {"gathers": gathers, "join": evaluate, "pads": pad_evaluation}
+        of_training: dict[str, Any] = {"uneven": uneven, "join": join, "why_not": why_not}
+        of_evaluation: dict[str, Any] = {"gathers": gathers, "join": evaluate}
+        self._for_training = None if uneven is None else of_training
+        self._for_evaluation = None if pad_evaluation else of_evaluation
         self._training: UnevenRanks | None = None
         self._evaluation: ExactEvaluation | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether an option asks for anything: else all is as in Lightning."""
+        return self._for_training is not None or self._for_evaluation is not None
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Take the loops of `trainer` in hand, before data are set up."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        if self._evaluation is None:
-            of_evaluation: Any = self._for_evaluation
-            self._evaluation = plugins.ExactEvaluation(self.presence, **of_evaluation)
-            of_training: Any = self._for_training
-            self._training = plugins.UnevenRanks(self.presence, **of_training)
-        assert self._training is not None
-        self._evaluation.begin(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
+        if self._evaluation is None and self._for_evaluation is not None:
+            self._evaluation = plugins.ExactEvaluation(self.presence, **self._for_evaluation)
+        if self._training is None and self._for_training is not None:
+            self._training = plugins.UnevenRanks(self.presence, **self._for_training)
+        if self._evaluation is not None:
+            self._evaluation.begin(trainer)
+        if self._training is not None and trainer.state.fn == TrainerFn.FITTING:
             self._training.begin_fit(trainer)
 
     def end(self, *, failed: bool) -> None:
@@ -111,7 +120,8 @@ class RankBatches:
 
         Lightning cuts means of whole numbers off: of batch sizes, where ranks differ in them.
         """
-        if tensor.is_floating_point() or tensor.is_complex() or reduce_op not in ("mean", "avg"):
+        is_cut = not (tensor.is_floating_point() or tensor.is_complex())
+        if not self.is_on or not is_cut or reduce_op not in ("mean", "avg"):
             return tensor
         return tensor.to(torch.get_default_dtype())
 
@@ -131,10 +141,19 @@ class RankBatches:
     ) -> Tensor:
         """Return the tensors of the ranks with a batch, stacked: (ranks, *shape)."""
         group = self.presence.group
-        return tensor.unsqueeze(0) if group is None else among(tensor, group, sync_grads)
+        if group is None:
+            return tensor.unsqueeze(0)
+        self.check_shapes(tensor, group)
+        return among(tensor, group, sync_grads)
+
+    def check_shapes(self, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+        """Raise ValueError where the ranks of `group` are to gather different shapes."""
+        # A step that is traced sends nothing.
+        if self.is_on and dist.is_initialized() and not isinstance(tensor, FakeTensor):
+            check_shapes(tensor, group)
 
     def decide(self, decision: bool, *, unanimous: bool, device: torch.device) -> bool:
-        """Return what all ranks of the run decide, also those without a batch."""
-        votes = torch.tensor(int(decision), device=device)
-        dist.all_reduce(votes)
-        return int(votes) == dist.get_world_size() if unanimous else bool(votes)
+        """Return what the ranks of the run decide; within a step, those that have a batch."""
+        votes, group = torch.tensor(int(decision), device=device), self.presence.group
+        dist.all_reduce(votes, group=group)
+        return int(votes) == dist.get_world_size(group) if unanimous else bool(votes)

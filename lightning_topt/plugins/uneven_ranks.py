@@ -23,13 +23,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Checkpoint, Timer
+from lightning.pytorch.callbacks import Checkpoint, Timer, WeightAveraging
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.trainer import call
 from torch import Tensor, nn
 
 from lightning_topt.plugins.lent_methods import LentMethods
-from lightning_topt.plugins.logged_results import share_results, zero_length_allowed
+from lightning_topt.plugins.loader_lengths import LoaderLengths, are_known
+from lightning_topt.plugins.logged_results import share_results, share_step
 from lightning_topt.plugins.presence import Presence, Ranks, Votes, gather_counts
 
 _NEVER = float("inf")
@@ -71,6 +72,11 @@ class UnevenRanks:
         self._lent.lend(loop.epoch_loop, "run", self._run_epoch)
         self._lent.lend(loop.epoch_loop, "on_run_start", self._begin_epoch)
         self._lent.lend(loop.epoch_loop, "advance", self._advance)
+        self._lent.lend(loop.epoch_loop, "update_lr_schedulers", self._update_rates)
+        callbacks: Any = vars(trainer)["callbacks"]
+        for callback in callbacks:
+            if isinstance(callback, _OF_THE_UPDATE):
+                self._lent.lend(callback, "on_train_batch_end", self._with_all_ranks)
 
     def end_fit(self) -> None:
         """Give the loop back."""
@@ -89,18 +95,22 @@ class UnevenRanks:
         """Set the training data up: all ranks have as many batches as the epoch has steps."""
         trainer, loop = self._trainer, self._trainer.fit_loop
         before, interval = loop._data_fetcher, trainer.val_check_interval
+        lengths = LoaderLengths()
         # Lightning compares it with the batches of this rank alone.
-        if isinstance(interval, int):
-            trainer.val_check_interval = 1.0
+        trainer.val_check_interval = 1.0
         try:
-            with zero_length_allowed(trainer.lightning_module):
+            with lengths.alone():
                 own()
         finally:
             trainer.val_check_interval = interval
+        lengths.agree(limit="limit_train_batches", device=self._device)
         if loop._data_fetcher is before:
             return
-        counts = [row[0] for row in gather_counts([loop.max_batches], device=self._device)]
-        if self.uneven == "error" and len(set(counts)) > 1 and _NEVER not in counts:
+        is_known = are_known(loop._combined_loader)
+        rows = gather_counts([loop.max_batches, is_known], device=self._device)
+        counts = [row[0] for row in rows]
+        are_all_known = all(row[1] for row in rows)
+        if self.uneven == "error" and len(set(counts)) > 1 and are_all_known:
             raise ValueError(_uneven_counts(counts))
         steps = min(counts) if self.uneven == "stop" else max(counts)
         loop.max_batches = steps if steps == _NEVER else int(steps)
@@ -108,9 +118,9 @@ class UnevenRanks:
             return
         loop._last_train_dl_reload_epoch = trainer.current_epoch
         if getattr(trainer, "_val_check_time_interval", None) is None:
-            self._schedule_validation()
+            self._schedule_validation(are_all_known)
 
-    def _schedule_validation(self) -> None:
+    def _schedule_validation(self, are_all_known: bool) -> None:
         """Set after how many batches validation comes, as Lightning does for one rank."""
         trainer, steps = self._trainer, self._trainer.fit_loop.max_batches
         interval = trainer.val_check_interval
@@ -124,8 +134,13 @@ class UnevenRanks:
                     "validate based on the total training batches, set "
                     "`check_val_every_n_epoch=None`."
                 )
+        elif interval == 1.0 and not are_all_known:
+            trainer.val_check_batch = _NEVER  # at the end, wherever that is
         elif steps == _NEVER:
-            trainer.val_check_batch = _NEVER
+            raise ValueError(
+                "some rank's training data have no length: val_check_interval must be a whole "
+                "number, a time, or 1.0"
+            )
         else:
             trainer.val_check_batch = max(1, int(steps * interval))
 
@@ -170,10 +185,15 @@ class UnevenRanks:
         module = self._trainer.lightning_module
         with self.presence.among(ranks, module, timeout=self._trainer.strategy._timeout):
             try:
-                own(fetcher)
+                with self._skipping_together(module):
+                    own(fetcher)
             except NoBatchError:
                 self._step_without_batch(fetcher)
-        self._agree_to_stop()
+        trainer = self._trainer
+        # The hooks of one that had a batch may have decided to.
+        trainer.should_stop = self._any(trainer.should_stop)
+        if any(each.reduce_on_plateau for each in trainer.lr_scheduler_configs):
+            self._share_step(ranks)  # what hooks have logged at the end of the batch
 
     def _check_join(self, *, is_now: bool) -> None:
         """Raise ValueError where ranks cannot take part in steps without a batch."""
@@ -194,27 +214,36 @@ class UnevenRanks:
         batch_idx = loop.batch_idx + 1
         progress.is_last_batch = fetcher.done
         progress.increment_ready()
+        trainer._logger_connector.on_batch_start(None)
+        skips = self._any(False)
         call._call_strategy_hook(trainer, "on_train_batch_start", None, batch_idx)
-        progress.increment_started()
+        if skips:
+            progress.increment_by(0, is_last_batch=True)
+        else:
+            progress.increment_started()
         optimization = loop.automatic_optimization
         with _not_logging(module):
             optimization._make_closure = lambda _, optimizer, index: _JoiningClosure(
                 self._join, self._zero_gradients(optimizer, index)
             )
             try:
-                optimization.run(trainer.optimizers[0], batch_idx, OrderedDict())
+                if not skips:
+                    optimization.run(trainer.optimizers[0], batch_idx, OrderedDict())
             finally:
                 del optimization._make_closure
             progress.increment_processed()
             loop.update_lr_schedulers("step", update_plateau_schedulers=False)
             if loop._num_ready_batches_reached():
                 loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        # They save, or stop, together with those of other ranks.
+        if skips:
+            raise StopIteration
         for callback in trainer.callbacks:
-            if isinstance(callback, Checkpoint | Timer):
+            if isinstance(callback, _OF_THE_UPDATE):
                 nothing: Any = None
                 callback.on_train_batch_end(trainer, module, nothing, nothing, batch_idx)
+        trainer._logger_connector.on_batch_end()
         progress.increment_completed()
+        trainer._logger_connector.update_train_step_metrics()
 
     def _zero_gradients(self, optimizer: Any, batch_idx: int) -> Callable[[], None]:
         def zero() -> None:
@@ -224,18 +253,55 @@ class UnevenRanks:
 
         return zero
 
-    def _agree_to_stop(self) -> None:
-        """Let all ranks stop where the hooks of one that had a batch have decided to."""
+    def _any(self, decision: bool) -> bool:
+        """Return whether a rank decides so, also of those without a batch."""
+        decisions = torch.tensor(int(decision), device=self._device)
+        dist.all_reduce(decisions, dist.ReduceOp.MAX)
+        return bool(decisions)
+
+    @contextmanager
+    def _skipping_together(self, module: pl.LightningModule) -> Generator[None, None, None]:
+        """Let ``on_train_batch_start`` end the epoch on all ranks where it does on one."""
+        lent = LentMethods()
+
+        def ask(own: Callable[..., Any], *args: Any) -> Any:
+            lent.give_back()
+            response = own(*args)
+            return -1 if self._any(response == -1) else response
+
+        lent.lend(module, "on_train_batch_start", ask)
+        try:
+            yield
+        finally:
+            lent.give_back()
+
+    def _update_rates(
+        self, own: Callable[..., None], interval: str, update_plateau_schedulers: bool
+    ) -> None:
+        """Update learning rates; before that, ranks without a batch learn what was logged."""
+        ranks = self.presence.ranks
+        if ranks is not None and interval == "step" and not update_plateau_schedulers:
+            self._share_step(ranks)
+        own(interval, update_plateau_schedulers=update_plateau_schedulers)
+
+    def _share_step(self, ranks: Ranks) -> None:
         trainer = self._trainer
-        stops = torch.tensor(int(trainer.should_stop), device=self._device)
-        dist.all_reduce(stops, dist.ReduceOp.MAX)
-        if stops:
-            trainer.should_stop = True
+        results = trainer.fit_loop.epoch_loop._results
+        share_step(results, trainer.lightning_module, ranks=ranks)
+
+    def _with_all_ranks(self, own: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Run the hook of a callback that runs on all ranks: it may talk to all."""
+        with self.presence.everyone():
+            own(*args, **kwargs)
 
     @property
     def _device(self) -> torch.device:
         device: torch.device = self._trainer.strategy.root_device
         return device
+
+
+# They save, stop and average on all ranks together.
+_OF_THE_UPDATE = (Checkpoint, Timer, WeightAveraging)
 
 
 class NoBatchError(Exception):
@@ -277,8 +343,9 @@ class SharedFetcher:
     def vote(self, votes: Votes) -> None:
         """Begin an epoch whose length nobody knows. A collective call. Raises ValueError."""
         self._votes = votes
+        self._held = []
         self._hold()
-        votes.send(len(self._held) + self._has_more)
+        votes.send(bool(self._held) + self._has_more)
         found = votes.read()
         self.ranks_without_any = tuple(rank for rank in self._all if not found[rank])
         self._show(self._agreed([each > 0 for each in found]))
@@ -290,8 +357,11 @@ class SharedFetcher:
     @property
     def own_count(self) -> float:
         """Batches that this rank has left in the epoch; infinite if that is not known."""
-        length = self._own.length
-        return _NEVER if length is None else max(0, length - self._own.fetched)
+        own = self._own
+        if own.length is None or not are_known(own.combined_loader):
+            return _NEVER
+        count: float = max(0, own.length - own.fetched)
+        return count
 
     @property
     def fetched(self) -> int:
@@ -330,7 +400,7 @@ class SharedFetcher:
             if self._position >= self._shortest:
                 self._show(self._agreed([count > self._position for count in self._counts]))
         else:
-            batch = self._held.pop() if has_batch else None
+            batch = self._held.pop(0) if has_batch else None
             self._move_on(self._votes)
         if not has_batch:
             raise NoBatchError
@@ -358,12 +428,22 @@ class SharedFetcher:
             votes.send(self._has_more)
 
     def _hold(self) -> None:
-        self._held = [] if self._own.done else [next(self._own) for _ in range(1)]
+        """Have the next batch at hand, and the one after it where only that tells of it."""
+        own = self._own
+        # Lightning's fetcher looks ahead where there is no length. One that is there may be wrong.
+        wanted = 1 if own.length is None else 2
+        while len(self._held) < wanted and not own.done:
+            try:
+                self._held.append(next(own))
+            except StopIteration:
+                return
 
     @property
     def _has_more(self) -> bool:
         """Whether there is a batch after the one at hand."""
-        return bool(self._held) and not self._own.done
+        return len(self._held) > 1 or (
+            self._own.length is None and bool(self._held) and not self._own.done
+        )
 
     def _agreed(self, has_batch: Sequence[bool]) -> Ranks:
         """Return the ranks that take the next batch. Raises ValueError."""

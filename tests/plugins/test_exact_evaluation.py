@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 from torchmetrics import MeanMetric
-from torchmetrics.classification import BinaryAUROC
+from torchmetrics.classification import BinaryAUROC, MulticlassAUROC
 
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.plugins.exact_evaluation import ExactSampler, ExactSamplerOf
@@ -96,7 +96,9 @@ def numbers_of(module: Judged, trainer: L.Trainer) -> dict[str, float]:
 
 
 def strategy_of(plan: Any) -> Any:
-    return compressed() if plan == "compressed" else AutoParallelStrategy(plan=plan)
+    if plan == "compressed":
+        return compressed(pad_evaluation=False)
+    return AutoParallelStrategy(plan=plan, pad_evaluation=False)
 
 
 def evaluated(rank: int, size: int, length: int, plan: Any) -> Any:
@@ -164,7 +166,7 @@ def test_validation_within_a_fit_is_exact(plan: Any, loaders: str) -> None:
 
 def predicted(rank: int, size: int, length: int) -> Any:
     torch.manual_seed(0)
-    trainer = make_trainer(AutoParallelStrategy() if size > 1 else "auto", devices=size)
+    trainer = make_trainer(strategy_of(None) if size > 1 else "auto", devices=size)
     found: Any = trainer.predict(Judged(), DataLoader(Numbers(length), batch_size=2))
     return [row for batch in found or [] for row in batch.flatten().tolist()]
 
@@ -179,12 +181,12 @@ def test_predictions_come_in_order(length: int) -> None:
 
 def padded(rank: int) -> list[int]:
     module = Judged()
-    trainer = make_trainer(AutoParallelStrategy(pad_evaluation=True), devices=2)
+    trainer = make_trainer(AutoParallelStrategy(), devices=2)
     trainer.test(module, DataLoader(Numbers(5), batch_size=2), verbose=False)
     return module.indices
 
 
-def test_padding_can_be_asked_for() -> None:
+def test_samples_are_repeated_by_default() -> None:
     first, second = on_ranks(padded)
     assert len(first) == len(second) == 3
 
@@ -213,3 +215,81 @@ def test_what_another_sampler_yields_is_shared_out() -> None:
         for rank in range(2)
     ]
     assert parts == [whole[::2], whole[1::2]]
+
+
+class Gathers(Judged):
+    """Gathers what was computed, in the step or at the end."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.when = when
+        self.kept_rows = torch.zeros(0, 1)
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        rows = self.blocks(batch)
+        self.kept_rows = torch.cat([self.kept_rows, rows])
+        if self.when == "step":
+            self.all_gather(rows)
+
+    def on_test_epoch_end(self) -> None:
+        if self.when == "end":
+            self.all_gather(self.kept_rows)
+
+
+def gathered(rank: int, when: str) -> str:
+    trainer = make_trainer(strategy_of(None), devices=2)
+    try:
+        trainer.test(Gathers(when), DataLoader(Numbers(7), batch_size=2), verbose=False)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("when", ["step", "end"])
+def test_gathers_of_different_shapes_are_refused(when: str) -> None:
+    for message in on_ranks(gathered, when):
+        assert "different shapes" in message and "pad_evaluation=True" in message
+
+
+class Ranked(Judged):
+    """Logs a metric that keeps whole numbers and rows in lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classes = MulticlassAUROC(3, thresholds=None)
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        scores = self.blocks(batch) * torch.arange(3.0)
+        self.classes.update(scores.softmax(-1), batch[:, 3].long() % 3)
+        self.log("classes", self.classes)
+
+    def on_test_epoch_end(self) -> None:
+        pass
+
+
+def ranked(rank: int, size: int, batch_size: int) -> float:
+    torch.manual_seed(0)
+    trainer = make_trainer(strategy_of(None) if size > 1 else "auto", devices=size)
+    # All samples on rank 0.
+    data: Any = DataLoader(Numbers(6 if rank == 0 else 0), batch_size=batch_size)
+    if size > 1:
+        trainer._accelerator_connector.use_distributed_sampler = False
+    trainer.test(Ranked(), data, verbose=False)
+    return float(trainer.callback_metrics["classes"])
+
+
+@pytest.mark.parametrize("batch_size", [2, 6])
+def test_metrics_with_lists_may_be_empty_on_a_rank(batch_size: int) -> None:
+    expected = ranked(0, 1, batch_size)
+    assert on_ranks(ranked, 2, batch_size) == pytest.approx([expected] * 2)
+
+
+def limited(rank: int) -> list[int]:
+    module = Judged()
+    trainer = make_trainer(strategy_of(None), devices=2, limit_test_batches=0.5)
+    trainer.test(module, DataLoader(Numbers(5), batch_size=2), verbose=False)
+    return module.indices
+
+
+def test_a_fraction_may_leave_a_rank_without_a_batch() -> None:
+    assert on_ranks(limited) == [[0, 2], []]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -244,7 +245,7 @@ class Manual(Seen):
 
 
 def fit_by_hand(rank: int) -> str:
-    trainer = make_trainer(AutoParallelStrategy(), devices=2)
+    trainer = make_trainer(AutoParallelStrategy(uneven="join"), devices=2)
     try:
         trainer.fit(Manual(), Batches(rank, COUNTS[rank]))
     except ValueError as error:
@@ -257,10 +258,41 @@ def test_manual_optimization_says_what_to_use() -> None:
         assert "manual optimization" in message and "take uneven='stop'" in message
 
 
-@pytest.mark.parametrize("uneven", ["never", None])
+@pytest.mark.parametrize("uneven", ["never", True])
 def test_wrong_words_are_refused(uneven: Any) -> None:
     with pytest.raises(ValueError, match="uneven is one of join, stop, error"):
         AutoParallelStrategy(uneven=uneven)
+
+
+def loops_by_default(rank: int, name: str) -> Any:
+    """Fit with the options' defaults; return what was put in the place of Lightning's methods."""
+    options = {"auto": AutoParallelStrategy, "compressed": compressed, "local": LocalStepsStrategy}
+    trainer = make_trainer(options[name](), devices=2)
+    strategy, found = trainer.strategy, []
+
+    class Looks(L.Callback):
+        def on_validation_batch_start(self, trainer: Any, *args: Any) -> None:
+            if trainer.sanity_checking:
+                return
+            loop = trainer.fit_loop
+            owners = [loop, loop.epoch_loop, loop.epoch_loop.val_loop, trainer._data_connector]
+            for owner in owners:
+                found.extend(
+                    key for key, value in vars(owner).items() if isinstance(value, partial)
+                )
+            found.append(type(loop._data_fetcher).__name__)
+            found.append(type(loop.epoch_loop.val_loop._data_fetcher).__name__)
+            found.append(strategy.reduce(torch.tensor(1 + 4 * rank), reduce_op="mean").item())
+
+    trainer.callbacks.append(Looks())
+    trainer.fit(Validated(), Batches(rank, 2), Batches(rank, 1))
+    return found, strategy._batches.is_on
+
+
+@pytest.mark.parametrize("name", ["auto", "compressed", "local"])
+def test_by_default_the_loops_are_those_of_lightning(name: str) -> None:
+    results = on_ranks(loops_by_default, name)
+    assert results == 2 * [(["_PrefetchDataFetcher", "_PrefetchDataFetcher", 3], False)]
 
 
 # ---- what happens within an epoch ----------------------------------------------------------------
@@ -287,7 +319,7 @@ def fit_with_saves(rank: int, plan: str, folder: str, interval: Any) -> Any:
         folder, filename="{step}", every_n_train_steps=2, save_top_k=-1
     )
     trainer = make_trainer(
-        AutoParallelStrategy(plan=plan),
+        AutoParallelStrategy(plan=plan, uneven="join"),
         devices=2,
         callbacks=[callback],
         enable_checkpointing=True,
@@ -315,7 +347,9 @@ class Stops(L.Callback):
 
 
 def fit_that_stops(rank: int) -> int:
-    trainer = make_trainer(AutoParallelStrategy(plan="ddp"), devices=2, callbacks=[Stops()])
+    trainer = make_trainer(
+        AutoParallelStrategy(plan="ddp", uneven="join"), devices=2, callbacks=[Stops()]
+    )
     trainer.fit(Seen(), Batches(rank, COUNTS[rank]))
     return trainer.global_step
 
@@ -348,7 +382,7 @@ def fit_on_two(rank: int, mode: str) -> tuple[Any, ...]:
     torch.manual_seed(0)
     loaders = [Batches(rank, (4, 2)[rank]), Batches(2 + rank, (3, 3)[rank])]
     combined = L.pytorch.utilities.CombinedLoader(loaders, mode)
-    trainer = make_trainer(AutoParallelStrategy(plan="ddp"), devices=2)
+    trainer = make_trainer(AutoParallelStrategy(plan="ddp", uneven="join"), devices=2)
     module = Two()
     trainer.fit(module, combined)
     return parameters(module), trainer.global_step
@@ -384,7 +418,10 @@ def fit_norms(rank: int, synced: bool) -> dict[str, Tensor]:
     module, trainer = (
         Normed(),
         make_trainer(
-            AutoParallelStrategy(), devices=2, use_distributed_sampler=False, sync_batchnorm=synced
+            AutoParallelStrategy(uneven="join"),
+            devices=2,
+            use_distributed_sampler=False,
+            sync_batchnorm=synced,
         ),
     )
     trainer.fit(module, data)
@@ -399,7 +436,8 @@ def test_buffers_are_those_of_the_first_rank() -> None:
 
 def fit_local_steps(rank: int, counts: tuple[int, int]) -> Any:
     torch.manual_seed(0)
-    strategy = LocalStepsStrategy(LocalSteps(every=2, outer_learning_rate=1.0, outer_momentum=0.0))
+    method = LocalSteps(every=2, outer_learning_rate=1.0, outer_momentum=0.0)
+    strategy = LocalStepsStrategy(method, uneven="join")
     trainer = make_trainer(strategy, devices=2)
     module = Two()
     trainer.fit(module, [Batches(rank, counts[rank])])
@@ -428,3 +466,188 @@ def test_local_steps_are_made_where_there_is_a_batch() -> None:
     results = on_ranks(fit_local_steps, (4, 2))
     assert_as(expected, results)
     assert [result[1] for result in results] == [4, 4]
+
+
+def fit_local_window(rank: int) -> Any:
+    torch.manual_seed(0)
+    method = LocalSteps(every=1, outer_learning_rate=1.0, outer_momentum=0.0)
+    strategy = LocalStepsStrategy(method, uneven="join")
+    trainer = make_trainer(strategy, devices=2, accumulate_grad_batches=2)
+    module, steps = Two(), []
+    own = module.configure_optimizers
+
+    def configure_optimizers() -> Any:
+        optimizer = own()
+        optimizer.register_step_post_hook(lambda *_: steps.append(trainer.global_step))
+        return optimizer
+
+    module.configure_optimizers = configure_optimizers
+    trainer.fit(module, [Batches(rank, (6, 3)[rank])])
+    return len(steps), trainer.global_step
+
+
+def test_a_window_with_any_batch_ends_with_a_local_step() -> None:
+    assert on_ranks(fit_local_window) == [(3, 3), (2, 3)]
+
+
+# ---- lengths -------------------------------------------------------------------------------------
+
+
+class Longer(Stream):
+    """Says that it has more than it has."""
+
+    def __len__(self) -> int:
+        return self.batches.count + 2
+
+
+def fit_loaders(rank: int, kinds: Sequence[str], counts: Sequence[int], options: Any) -> Any:
+    torch.manual_seed(0)
+    trainer = make_trainer(AutoParallelStrategy(plan="ddp", uneven="join"), devices=2, **options)
+    module = Seen()
+    if kinds[rank] == "longer":
+        loader: Any = DataLoader(Longer(rank, counts[rank]), batch_size=None)
+    else:
+        loader = loader_of(kinds[rank], rank, counts[rank])
+    try:
+        trainer.fit(module, loader)
+    except ValueError as error:
+        return str(error)
+    return parameters(module), trainer.global_step
+
+
+@pytest.mark.parametrize("counts", [(4, 2), (3, 3)])
+@pytest.mark.parametrize(
+    ("kinds", "options"),
+    [
+        (("stream", "stream"), {"limit_train_batches": 10}),
+        (("longer", "longer"), {}),
+        (("stream", "length"), {}),
+        (("length", "stream"), {}),
+        (("stream", "stream"), {"limit_train_batches": 10, "max_steps": 2}),
+    ],
+)
+def test_a_limit_or_a_wrong_length_is_none(kinds: Any, options: Any, counts: Any) -> None:
+    results = on_ranks(fit_loaders, kinds, counts, {**options, "max_epochs": 2})
+    steps = options.get("max_steps", 2 * max(counts))
+    assert [result[1] for result in results] == [steps, steps]
+    if "max_steps" not in options:
+        assert_as(one_process(counts, epochs=2), results)
+
+
+def test_a_fraction_may_leave_a_rank_without_a_batch() -> None:
+    results = on_ranks(fit_loaders, ("length", "length"), (4, 1), {"limit_train_batches": 0.5})
+    assert_as(one_process((2, 0)), results)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "counts", "words"),
+    [
+        (("length", "length"), (1, 1), "less than one batch on every rank"),
+        (("length", "stream"), (4, 4), "loader 0 has no length on ranks 1"),
+    ],
+)
+def test_fractions_that_cannot_be_are_refused_on_all_ranks(
+    kinds: Any, counts: Any, words: str
+) -> None:
+    for message in on_ranks(fit_loaders, kinds, counts, {"limit_train_batches": 0.5}):
+        assert words in message
+
+
+# ---- what follows a logged value -----------------------------------------------------------------
+
+
+class Follows(Seen):
+    """Learns slower by the value of a step, and logs one more under its own name."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = GPT.training_step(self, batch, batch_idx)
+        self.log("value", loss.detach() + batch_idx, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        rule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        config = {"scheduler": rule, "interval": "step", "monitor": "value"}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step(metric)
+
+
+def fit_followed(rank: int, counts: Sequence[int], folder: str) -> Any:
+    torch.manual_seed(0)
+    saves = L.pytorch.callbacks.ModelCheckpoint(
+        folder, monitor="value", save_top_k=2, every_n_train_steps=1, filename="{step}"
+    )
+    ends = L.pytorch.callbacks.EarlyStopping("value", patience=5, check_on_train_epoch_end=True)
+    averages = L.pytorch.callbacks.EMAWeightAveraging()
+    trainer = make_trainer(
+        AutoParallelStrategy(plan="ddp", uneven="join"),
+        devices=2,
+        callbacks=[saves, ends, averages],
+        enable_checkpointing=True,
+        max_epochs=2,
+    )
+    module = Follows()
+    trainer.fit(module, Batches(rank, counts[rank]))
+    kept = {name: float(value) for name, value in saves.best_k_models.items()}
+    rate, value = trainer.optimizers[0].param_groups[0]["lr"], trainer.callback_metrics["value"]
+    average = sum(float(each.double().sum()) for each in module.parameters())
+    return kept, rate, float(value), int(averages._average_model.n_averaged), average
+
+
+@pytest.mark.parametrize("counts", [(5, 2), (2, 5), (3, 0), (0, 3)])
+def test_what_follows_a_value_does_so_on_all_ranks(counts: Any, tmp_path: Any) -> None:
+    first, second = on_ranks(fit_followed, counts, str(tmp_path))
+    assert first == second
+    assert len(first[0]) == 2 and first[3] == 2 * max(counts)
+
+
+class Decides(Seen):
+    """Ends its epoch by a hook, or asks the ranks that have a batch."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        return -1 if self.how == "skip" and batch_idx == 3 else None
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        strategy = self.trainer.strategy
+        if self.how == "ask" and strategy.reduce_boolean_decision(batch_idx == 2):
+            self.trainer.should_stop = True
+
+
+def fit_decided(rank: int, how: str, kind: str) -> int:
+    strategy = AutoParallelStrategy(plan="ddp", uneven="join")
+    trainer = make_trainer(strategy, devices=2, max_epochs=2, min_epochs=0)
+    trainer.fit(Decides(how), loader_of(kind, rank, COUNTS[rank]))
+    return trainer.global_step
+
+
+@pytest.mark.parametrize("kind", ["length", "stream"])
+@pytest.mark.parametrize(("how", "steps"), [("skip", 6), ("ask", 3)])
+def test_hooks_of_a_batch_decide_for_all(how: str, steps: int, kind: str) -> None:
+    assert on_ranks(fit_decided, how, kind) == [steps, steps]
+
+
+class Gathers(Seen):
+    """Gathers what ranks have different numbers of."""
+
+    def on_train_epoch_end(self) -> None:
+        self.all_gather(torch.zeros(len(self.seen) + 1))
+
+
+def fit_gathers(rank: int) -> str:
+    trainer = make_trainer(AutoParallelStrategy(plan="ddp", uneven="join"), devices=2)
+    try:
+        trainer.fit(Gathers(), Batches(rank, COUNTS[rank]))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_gathers_of_different_shapes_are_refused() -> None:
+    for message in on_ranks(fit_gathers):
+        assert "different shapes" in message and "rank 0 [16], rank 1 [7]" in message

@@ -7,14 +7,17 @@ import importlib
 import multiprocessing
 import os
 import pkgutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from _pytest.assertion import rewrite
 
 # The process that gives out the tests imports this too, and has no use for torch.
-from tests.preloaded import load_for_forks, preloaded_python
+from tests.preloaded import load_for_forks, preloaded_python, preloaded_topt
 
 # Tests of ranks and programs, longest first, come before all others: none of them is left when the
 # other processes have nothing to do. What calls compiled kernels comes last in the second half,
@@ -26,13 +29,39 @@ FIRST = (
 LAST = ("costs", "communication")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Start the one server that all processes of this run share; it imports nothing until it is
     asked.
 
-    Processes that tests spawn (workers of loaders, ranks of ``ddp_spawn``) are its programs too.
+    Processes that tests spawn (workers of loaders, ranks of ``ddp_spawn``) are its programs too,
+    and so are the processes of ``-n``: the libraries are imported once for all of them.
     """
     multiprocessing.set_executable(preloaded_python())
+    if hasattr(config, "workerinput"):
+        sys.executable = config.workerinput["executable"]  # for tests of a new interpreter
+    elif getattr(config.option, "tx", None):
+        config.option.tx = [f"popen//python={preloaded_topt()}"] * len(config.option.tx)
+        with subprocess.Popen([preloaded_topt(), "-c", ""]):  # imports begin
+            rewrite_tests(config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a process of ``-n`` which Python it would be without the server."""
+    node.workerinput["executable"] = sys.executable
+
+
+def rewrite_tests(config: pytest.Config) -> None:
+    """Compile the test files as pytest does, where that was not done: each process of ``-n`` would
+    do it for itself.
+    """
+    state = config.stash[rewrite.assertstate_key]
+    for path in [] if sys.dont_write_bytecode else Path(__file__).parent.rglob("test_*.py"):
+        folder = rewrite.get_cache_dir(path)
+        compiled = folder / (path.stem + rewrite.PYC_TAIL)
+        if rewrite.try_makedirs(folder) and rewrite._read_pyc(path, compiled) is None:
+            source, code = rewrite._rewrite_test(path, config)
+            rewrite._write_pyc(state, code, source, compiled)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -24,6 +24,7 @@ import fcntl
 import functools
 import gc
 import importlib
+import importlib.metadata
 import json
 import multiprocessing.process
 import multiprocessing.spawn
@@ -248,9 +249,25 @@ def load_for_forks() -> None:
     target = importlib.import_module("numba.core.registry").cpu_target
     target.typing_context.refresh()  # as at the first call of a compiled function
     target.target_context.refresh()
+    keep_entry_points()
     gc.collect()
     gc.freeze()  # forked processes need not copy the pages of these objects to count references
     collapse_pages()
+
+
+def keep_entry_points() -> None:
+    """Let Lightning look once for callbacks that other packages bring, where each Trainer opens the
+    metadata of all that is installed: a hundredth of a second.
+    """
+    registry = importlib.import_module("lightning.fabric.utilities.registry")
+    registry.entry_points = lambda group: _entry_points(tuple(sys.path), group)  # type: ignore[attr-defined]
+    _entry_points(tuple(sys.path), "lightning.pytorch.callbacks_factory")
+
+
+@functools.cache
+def _entry_points(search_path: tuple[str, ...], group: str) -> Any:
+    """Those of packages on `search_path`, which is ``sys.path``."""
+    return importlib.metadata.entry_points(group=group)
 
 
 def collapse_pages() -> None:

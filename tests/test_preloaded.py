@@ -187,10 +187,13 @@ def ask_a_server(tmp_path, search_path):
     return server
 
 
+REGISTRY = "lightning.fabric.utilities.registry"
+
+
 def write_libraries(folder):
     """Modules with the names of all libraries, which say that they were imported."""
     target = "from unittest.mock import Mock\ncpu_target = Mock()"
-    for library in (*preloaded.LIBRARIES, "numba.core.registry"):
+    for library in (*preloaded.LIBRARIES, "numba.core.registry", REGISTRY):
         for end in range(1, library.count(".") + 2):
             package = folder.joinpath(*library.split(".")[:end])
             package.mkdir(exist_ok=True)

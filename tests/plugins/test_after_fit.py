@@ -4,6 +4,10 @@ it is.
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import os
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -112,3 +116,23 @@ def test_rows_of_a_parameter_go_on_in_the_next_fit() -> None:
     for found_losses, found_averages in on_ranks(cut_into_rows, "zero1"):
         assert found_losses == pytest.approx(losses, rel=1e-5)
         assert found_averages == pytest.approx(averages, rel=1e-4, abs=1e-6)
+
+
+def open_after_each_fit(rank: int, plan: str) -> list[Counter[str]]:
+    """The kinds of descriptors of this process, and its threads, after each of four fits."""
+    found = []
+    for _ in range(4):
+        fit(rank, plan, RecordingGPT)
+        gc.collect()
+        kinds = Counter(threads=len(os.listdir("/proc/self/task")))
+        for number in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # of the listing itself
+                kinds[os.readlink(f"/proc/self/fd/{number}").partition(":")[0]] += 1
+        found.append(kinds)
+    return found
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero3", "pipeline"])
+def test_fits_leave_no_descriptors_and_threads_open(plan: str) -> None:
+    for first, *_, last in on_ranks(open_after_each_fit, plan):
+        assert last == first

@@ -54,7 +54,6 @@ class PipelineGroups:
         self.rank, self.data_rank = mesh.pipeline_rank(rank), mesh.data_rank(rank)
         self.pipeline = tuple(mesh.pipeline_of(rank))
         self._made: list[dist.ProcessGroup] = []
-        atexit.register(self.abort)
         # Groups are made in the same order on all ranks.
         self.pipeline_group = self.own(mesh.groups_along(mesh.pipeline_axes))
         self.data_group = self.own(mesh.groups_along(mesh.data_axes))
@@ -69,7 +68,7 @@ class PipelineGroups:
         It lasts as long as the others.
         """
         if (group := group_of(parts, backend=backend)) is not None:
-            self._made.append(group)
+            self._keep([*self._made, group])
         return group
 
     def own(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
@@ -82,17 +81,26 @@ class PipelineGroups:
         """Destroy all groups but that of the data ranks. Nothing may be under way on any rank."""
         destroy_groups([group for group in self._made if group is not self.data], meets=True)
         # Optimizers collect their states there, until `close`.
-        self._made = [] if self.data is None else [self.data]
+        self._keep([] if self.data is None else [self.data])
 
     def close(self) -> None:
         """Destroy what is left, where nothing of the plan is asked for any more."""
         destroy_groups(self._made, meets=True)
-        self._made = []
-        atexit.unregister(self.abort)
+        self._keep([])
 
     def abort(self) -> None:
         """End what is under way, after an error: else the device, and so the process, waits."""
-        self._made = abort_groups(self._made)
+        self._keep(abort_groups(self._made))
+
+    def _keep(self, groups: list[dist.ProcessGroup]) -> None:
+        """Have `groups` aborted at the end of the process, as long as there are any.
+
+        Without one `atexit` lets go of all, whose threads and descriptors end with them.
+        """
+        atexit.unregister(self.abort)
+        if groups:
+            atexit.register(self.abort)
+        self._made = groups
 
     @contextmanager
     def at_any_time(self) -> Generator[dist.ProcessGroup, None, None]:
@@ -105,7 +113,7 @@ class PipelineGroups:
             return
         group = self.own(self.mesh.groups_along(self.mesh.pipeline_axes))
         yield group
-        self._made.remove(group)
+        self._keep([other for other in self._made if other is not group])
         destroy_groups([group], meets=True)
 
     @property

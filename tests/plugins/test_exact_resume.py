@@ -542,26 +542,20 @@ def test_states_are_those_of_the_loaders_that_were_reloaded(tmp_path):
 
 
 def _copies(rank, folder):
-    class Holds(Model):
-        def __init__(self):
-            super().__init__()
-            self.loader = DataLoader(Numbers(draws=False), 4)
-
-        def train_dataloader(self):
-            return self.loader
-
     found = []
 
     class Copies(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             if len(module.seen) == 2:
+                module.loader = trainer.train_dataloader  # with the sampler that Lightning gives it
                 found.append(copy.deepcopy(module.loader))
                 found.append(pickle.loads(pickle.dumps(module.loader)))
                 module.trainer, trainer_of_fit = None, module.trainer
                 found.append(copy.deepcopy(module).loader)
                 module.trainer = trainer_of_fit
 
-    seen = fit(folder, model=Holds(), data=lambda: None, callbacks=[Copies()], max_epochs=1)[0]
+    plain = {"dataset": Numbers(draws=False), "batch_size": 4}
+    seen = fit(folder, data=lambda: DataLoader(**plain), callbacks=[Copies()], max_epochs=1)[0]
     return seen, [(type(each), [batch[0].int().tolist() for batch in each]) for each in found]
 
 

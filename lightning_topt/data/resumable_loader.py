@@ -20,7 +20,6 @@ learn which items are read next.
 from __future__ import annotations
 
 import contextlib
-import copyreg
 import random
 import warnings
 from array import array
@@ -204,10 +203,15 @@ class TrackedLoader(DataLoader[Any]):
         """Copy what the user has made; where a fit is in it stays with the fit."""
         ours = ("tracking", "is_known", _POSITION)
         state = {name: value for name, value in vars(self).items() if name not in ours}
-        if type(self) is TrackedLoader:  # which a fit has made of it
+        kind: type[DataLoader[Any]] = type(self)
+        if kind is TrackedLoader:  # which a fit has made of it
             state.pop("lookahead", None)
-            return copyreg.__newobj__, (DataLoader,), state  # type: ignore[attr-defined]
-        return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
+            kind = DataLoader
+        return _loader_of, (kind,), state
+
+
+def _loader_of(kind: type[DataLoader[Any]]) -> DataLoader[Any]:
+    return kind.__new__(kind)
 
 
 class ResumableLoader(TrackedLoader):

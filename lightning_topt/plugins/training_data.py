@@ -115,6 +115,7 @@ class TrainingData:
         is_new = self._epoch is None or self._epoch[0] != place
         if is_new and not self._progress.current.processed:
             self._epoch = place, self._random_states()
+            self._ended_before = self._ended_epochs()
 
     def before_fetch(self) -> None:
         """Stop here if the fit is to end; know the random states before a window is read."""

@@ -359,9 +359,11 @@ class _Position:
             return length
         if state.get("ended"):
             return 0
-        if self.deal is None or "used" not in state:
+        deal = self.deal
+        # An order that cannot be drawn is of data of this rank's own, or of data that have grown.
+        if deal is None or "used" not in state or not deal.can_draw(state["order"]):
             return max(0, length - int(state["batches"]))
-        return self.deal.batches(self.deal.length(state["order"]) - state["used"])
+        return deal.batches(deal.length(state["order"]) - state["used"])
 
     def remember(self) -> dict[str, object]:
         """Return the state that the next order depends on."""

@@ -71,10 +71,10 @@ class Preemption:
         self._trainer, self._process = trainer, os.getpid()
         self._note.zero_()
         self._agreed.zero_()
-        if trainer.world_size > 1:
-            # notes travel between hosts, whatever gradients do
-            timeout = trainer.strategy._timeout or default_pg_timeout  # type: ignore[attr-defined]
-            self._group = dist.new_group(backend="gloo", timeout=timeout, group_desc="preemption")
+        self._note[_TERM] = int(trainer.received_sigterm)  # since the fit began
+        if trainer.world_size > 1 and not self._make_group(trainer):
+            self._trainer = None
+            return
         loop = trainer.fit_loop
         loop.epoch_loop._broadcast_sigterm_tensor = self.exchange  # type: ignore[method-assign]
         loop.on_run_end = self._end_training  # type: ignore[method-assign]
@@ -86,6 +86,18 @@ class Preemption:
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             assert environment.requeue_signal is not None
             self._handle(environment.requeue_signal, _REQUEUE)
+
+    def _make_group(self, trainer: pl.Trainer) -> bool:
+        """Make a group on which notes travel between hosts, whatever gradients do.
+
+        False on all ranks where one cannot: signals stay Lightning's then.
+        """
+        timeout = trainer.strategy._timeout or default_pg_timeout  # type: ignore[attr-defined]
+        try:
+            self._group = dist.new_group(backend="gloo", timeout=timeout, group_desc="preemption")
+        except RuntimeError as error:  # no network interface, most often
+            log.warning("signals do not end all ranks together: %s", error)
+        return trainer.strategy.reduce_boolean_decision(self._group is not None)
 
     def end(self) -> None:
         """Leave signals to Lightning."""
@@ -102,6 +114,10 @@ class Preemption:
         assert trainer is not None
         connector = trainer._signal_connector
         composed = getattr(before, "signal_handlers", [before])
+        if kind == _REQUEUE and not any(
+            getattr(each, "__self__", None) in (connector, self) for each in composed
+        ):
+            return  # a handler of the user, which replaces Lightning's
         users = [
             each
             for each in composed

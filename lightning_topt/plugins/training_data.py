@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
-from weakref import WeakSet
 
 import lightning.pytorch as pl
 import torch
@@ -66,7 +65,7 @@ class TrainingData:
         self._states_before: list[dict[str, Any]] = []
         self._ended_before: int | None = None  # how many epochs had ended when a batch was read
         self._undo = ExitStack()
-        self._tracked = WeakSet[TrackedLoader]()
+        self._tracked: list[TrackedLoader] = []  # in this fit
         self._has_warned = False
         self._preemption = preemption
 
@@ -91,7 +90,7 @@ class TrainingData:
         parts = self._strategy.distributed_sampler_kwargs["num_replicas"]
         if make_tracked(loader, self, ranks=self._strategy.world_size, parts=parts):
             assert isinstance(loader, TrackedLoader)
-            self._tracked.add(loader)
+            self._tracked.append(loader)
 
     @property
     def iterators(self) -> list[object]:
@@ -118,8 +117,7 @@ class TrainingData:
             self._ended_before = self._ended_epochs()
 
     def before_fetch(self) -> None:
-        """Stop here if the fit is to end; know the random states before a window is read."""
-        self._preemption.before_fetch()
+        """Know the random states before a window is read."""
         # all at once, in the order in which an undisturbed epoch begins them
         waiting, self.waiting = self.waiting, None
         for begin in waiting or ():
@@ -260,6 +258,7 @@ class TrainingData:
         for loader in self._tracked:
             if loader.tracking is self:
                 loader.let_go()
+        self._tracked = []
         self._loaded = self._epoch = self._window = self._reached = self.waiting = None
 
     # ---- steps of it -----------------------------------------------------------------------------
@@ -282,7 +281,7 @@ class TrainingData:
             )
 
     def _follow_fetches(self) -> None:
-        """Know before each fetch in which epoch that is.
+        """Know before each fetch in which epoch that is, and end there if a signal asks for it.
 
         And the states of others' loaders, where Lightning fetches ahead.
         """
@@ -290,6 +289,7 @@ class TrainingData:
         before_fetch = loop.epoch_loop._on_before_fetch
 
         def note_states() -> None:
+            self._preemption.before_fetch()  # before any loader is read
             self._ended_before = self._ended_epochs()
             # Lightning may have reloaded them
             present, fetcher = loop._combined_loader, loop._data_fetcher

@@ -21,6 +21,13 @@ A fit under ``"topt"``, from Lightning's hooks down:
       data_group           which ranks share samples
     plan_checkpoints       full and sharded checkpoints, whatever the plan
     exchange_guard         the gradient exchange of a plan
+    rank_batches           ranks with different numbers of batches
+      uneven_ranks         ... in training: those without one join, or all stop
+        step_without_batch the collective calls of a step, and nothing else
+      exact_evaluation     ... in evaluation, where every sample counts once
+        logged_results     what was logged, on ranks that had no batch
+      loader_lengths       how many batches each rank has, read without asking others
+      presence             which ranks have a batch, and who counts
     lost_ranks             names the rank that is lost
 
 What these use:
@@ -28,7 +35,7 @@ What these use:
     why a plan cannot run  requirements, with code_names, code_paths and held_parameters
     a step's result        step_records, microbatches, loss_kinds, stashed_gradients
     between ranks          value_exchange, clipping
-    Lightning              ddp_options, register, lightning_private
+    Lightning              ddp_options, register, lent_methods, lightning_private
 
 Other plugins:
 
@@ -46,19 +53,25 @@ from lightning_topt.basics.lazy_names import lazy_names
 
 if TYPE_CHECKING:  # the same names, for type checkers and editors
     from lightning_topt.plugins.continuous_steps import ContinuousRunner
+    from lightning_topt.plugins.exact_evaluation import ExactEvaluation
     from lightning_topt.plugins.pipeline_steps import OwnBatchPipeline, PipelineRunner, StageSteps
     from lightning_topt.plugins.sequential_batches import JointBatches, SequentialBatches
+    from lightning_topt.plugins.step_without_batch import zero_loss
     from lightning_topt.plugins.traced_planning import decide_plan
+    from lightning_topt.plugins.uneven_ranks import UnevenRanks
     from lightning_topt.plugins.watched_planning import WatchedPlanning, refine_watched
 
 # What only some fits need, and the module that it is imported from at its first use.
 _HOMES = {
     "ContinuousRunner": "continuous_steps",
+    "ExactEvaluation": "exact_evaluation",
     "OwnBatchPipeline": "pipeline_steps",
     "PipelineRunner": "pipeline_steps",
     "StageSteps": "pipeline_steps",
     "JointBatches": "sequential_batches",
     "SequentialBatches": "sequential_batches",
+    "UnevenRanks": "uneven_ranks",
+    "zero_loss": "step_without_batch",
     "decide_plan": "traced_planning",
     "WatchedPlanning": "watched_planning",
     "refine_watched": "watched_planning",
@@ -66,13 +79,16 @@ _HOMES = {
 
 __all__ = [
     "ContinuousRunner",
+    "ExactEvaluation",
     "JointBatches",
     "OwnBatchPipeline",
     "PipelineRunner",
     "SequentialBatches",
     "StageSteps",
+    "UnevenRanks",
     "WatchedPlanning",
     "decide_plan",
     "refine_watched",
+    "zero_loss",
 ]
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

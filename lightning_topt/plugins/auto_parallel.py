@@ -31,7 +31,10 @@ from lightning_topt.plugins.plan_options import PipelinePlan
 from lightning_topt.plugins.plan_request import Allow, AllowStaleness, read_request
 from lightning_topt.plugins.plan_run import PlanRun, run_options
 from lightning_topt.plugins.planning import Planning, check_agreement
+from lightning_topt.plugins.preemption import Preemption
+from lightning_topt.plugins.rank_batches import RankBatches
 from lightning_topt.plugins.register import register_names
+from lightning_topt.plugins.training_data import TrainingData
 from lightning_topt.plugins.watched_steps import WATCHED_STEPS, WatchingRedirection
 from lightning_topt.techniques.ddp_wrapper import register_hook, wrap_in_ddp
 from lightning_topt.techniques.tensor_parallel.user_code import among_all_ranks
@@ -90,6 +93,12 @@ class AutoParallelStrategy(DDPStrategy):
         checkpoint: ``"full"`` saves the plain file of ``ddp``, for which rank 0 collects the whole
             state; ``"sharded"`` a folder, to which every rank writes what it keeps. Both are
             loaded, under any plan and number of ranks.
+        uneven: what ranks with fewer batches do in training: None, as under ``ddp``, which needs
+            equally many; ``"join"``, they take part in the steps of the others, whose gradients are
+            the mean over the ranks that have a batch; ``"stop"``, all end with the first;
+            ``"error"`` (docs/robustness.md).
+        pad_evaluation: whether samples are repeated in validation, test and prediction until all
+            ranks have equally many, as under ``ddp``. If False, each counts once.
         ddp_options: arguments of Lightning's `DDPStrategy` and torch's `DistributedDataParallel`.
             Options of the latter keep the search to plans that it runs (whole gradients). Under a
             `memory_limit`, or with the objective ``"memory"``, a plan may make gradients views of
@@ -119,6 +128,8 @@ class AutoParallelStrategy(DDPStrategy):
         allow_staleness: AllowStaleness = False,
         watch_steps: int = WATCHED_STEPS,
         checkpoint: str = "full",
+        uneven: str | None = None,
+        pad_evaluation: bool = True,
         **ddp_options: Any,
     ) -> None:
         super().__init__(**known_options(ddp_options, strategy=type(self).__name__))
@@ -139,6 +150,16 @@ class AutoParallelStrategy(DDPStrategy):
         self._guard = ExchangeGuard(self.rank_watch)
         self._checkpoints = PlanCheckpoints(checkpoint, self._guard)
         self._run = PlanRun(self, self._checkpoints)
+        self._training_data = TrainingData(self, Preemption())
+        self._batches = RankBatches(
+            uneven,
+            pad_evaluation,
+            join=self._join_step,
+            why_not=self._why_not_join,
+            sharing=self._sharing_samples,
+            gathers=self._gathers_in_evaluation,
+            evaluate=self._join_evaluation,
+        )
         self._accumulates = self._failed = False
 
     # ---- what was decided ------------------------------------------------------------------------
@@ -203,6 +224,7 @@ class AutoParallelStrategy(DDPStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
+        self._batches.begin(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             # In the shards of the last fit, or as ddp does.
             self._guard.open(None)
@@ -213,6 +235,7 @@ class AutoParallelStrategy(DDPStrategy):
         module, device, request = self.lightning_module, self.root_device, self.request
         self._failed = False
         check_agreement(request, module)
+        self._training_data.check_checkpoint(trainer)
         self._controller.begin_fit()
         self._guard.open(None)
         # Unsharded gradients and optimizer states may take too much memory.
@@ -245,13 +268,21 @@ class AutoParallelStrategy(DDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self.lightning_module is not None
         trainer, controller = self.lightning_module.trainer, self._controller
+        is_partial = self._batches.presence.is_partial
         # The first batch: planning, where it has waited for one.
         if controller.waits_for_batch:
             if controller.plan is None:
+                if is_partial:
+                    raise ValueError(
+                        "the plan is made of the first batch of each rank, and some rank has no "
+                        "batch at all: take plan='ddp', or give every rank one"
+                    )
                 controller.decide(trainer, batch)
             self._run.start(controller, trainer, batch)
-        # Enough steps were watched: another plan may take over before this one.
-        if (plan := controller.poll(trainer, batch, batch_idx)) is not None:
+        # Enough steps were watched: another plan may take over before this one, if all ranks have
+        # a batch.
+        plan = None if is_partial else controller.poll(trainer, batch, batch_idx)
+        if plan is not None:
             self._run.switch(plan, trainer, batch, refines=self.request.plan is not None)
         super().on_train_batch_start(batch, batch_idx)
 
@@ -265,8 +296,10 @@ class AutoParallelStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
+        self._batches.end(failed=self._failed)
         self._controller.end_fit(failed=self._failed, world_size=self.world_size)
         self._run.end(failed=self._failed)
+        self._training_data.end()
         if self._start_method != "popen":  # such ranks end without running what `atexit` holds
             self._guard.close()
         with self.rank_watch.last():
@@ -291,8 +324,31 @@ class AutoParallelStrategy(DDPStrategy):
     ) -> Tensor:
         with self._controller.backward(closure_loss):
             self._guard.begin_backward(self.precision_plugin)
+            self._batches.weighted(closure_loss)
             with self._guard.errors():
                 return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def _join_step(self, zero_gradients: Callable[[], None]) -> None:
+        """Take part in a training step without a batch."""
+        assert self.model is not None and self.lightning_module is not None
+        self._controller.step_without_batch()
+        self._guard.begin_backward(self.precision_plugin)
+        with self._guard.errors():
+            self._run.runner.step_without_batch(self.model, self.lightning_module, zero_gradients)
+
+    def _why_not_join(self, is_now: bool) -> str | None:
+        return self._run.runner.why_no_step_without_batch(is_now=is_now)
+
+    def _sharing_samples(self) -> Any:
+        return self._run.data.group
+
+    def _gathers_in_evaluation(self) -> bool:
+        return self._run.runner.gathers_in_evaluation
+
+    def _join_evaluation(self, name: str) -> None:
+        """Take part in an evaluation step without a batch."""
+        assert self.model is not None and self.lightning_module is not None
+        self._run.runner.evaluate_without_batch(name, self.model, self.lightning_module)
 
     @contextmanager
     @override
@@ -340,6 +396,18 @@ class AutoParallelStrategy(DDPStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._run.runner.evaluate("predict_step", super().predict_step, args, kwargs)
 
+    # ---- training data ---------------------------------------------------------------------------
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        self._training_data.track(dataloader)
+        return super().process_dataloader(dataloader)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._training_data.begin()
+
     # ---- data ranks ------------------------------------------------------------------------------
 
     @property
@@ -352,10 +420,15 @@ class AutoParallelStrategy(DDPStrategy):
 
     @override
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+        tensor = self._batches.averaged(tensor, reduce_op)
+        if self._batches.replaces(group):
+            return self._batches.reduce(tensor, reduce_op, super().reduce)
         return super().reduce(tensor, self._run.data.group if group is None else group, reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if self._batches.presence.is_partial:
+            return self._batches.decide(decision, unanimous=all, device=self.root_device)
         # All ranks of the run decide, not those of the data axes.
         votes = super().reduce(
             torch.tensor(int(decision), device=self.root_device), reduce_op="sum"
@@ -364,9 +437,13 @@ class AutoParallelStrategy(DDPStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if self._batches.replaces(group):
+            return self._batches.all_gather(tensor, sync_grads, super().all_gather)
         if self._run.data.replaces(group):
             tensor = self._run.runner.unsharded(tensor)
+            self._batches.check_shapes(tensor, self._run.data.group)
             return self._run.data.all_gather(tensor, sync_grads=sync_grads)
+        self._batches.check_shapes(tensor, group)
         # A step that is traced sends nothing.
         with among_all_ranks() if self._run.engine is None else nullcontext():
             return super().all_gather(tensor, group, sync_grads)
@@ -396,6 +473,7 @@ class AutoParallelStrategy(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
         plan, runner, as_file = self.parallel_plan, self._run.runner, super().save_checkpoint
+        checkpoint = self._training_data.with_state(checkpoint)
         self._checkpoints.save(
             checkpoint, filepath, storage_options, self, plan=plan, runner=runner, as_file=as_file
         )
@@ -403,7 +481,9 @@ class AutoParallelStrategy(DDPStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         load = partial(super().load_checkpoint, **kwargs)
-        return self._checkpoints.load(checkpoint_path, load, *args)
+        checkpoint = self._checkpoints.load(checkpoint_path, load, *args)
+        self._training_data.take(checkpoint)
+        return checkpoint
 
     # ---- registration ----------------------------------------------------------------------------
 

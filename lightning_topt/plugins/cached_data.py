@@ -51,11 +51,12 @@ from lightning_topt.data.cache.dataset_names import DatasetNames
 from lightning_topt.data.cache.determinism import marked_method
 from lightning_topt.data.cache.memory_file import available_bytes
 from lightning_topt.data.cache.sample_cache import CacheStatistics, SampleCache
+from lightning_topt.data.lookahead import Lookahead
 from lightning_topt.data.peers.client import NOWHERE, Peers
 from lightning_topt.data.peers.prefetch import PrefetchingPeers
 from lightning_topt.data.peers.protocol import own_address
 from lightning_topt.data.peers.server import PeerServer
-from lightning_topt.data.resumable_loader import Lookahead, make_resumable
+from lightning_topt.data.resumable_loader import make_resumable
 from lightning_topt.data.stalls.loop import loader_over
 from lightning_topt.plugins.wrapped_data import WrappedDataModule
 

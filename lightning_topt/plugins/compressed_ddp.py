@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_topt import plugins
 from lightning_topt.basics.argument_checks import check_whole
 from lightning_topt.communication.bucket import ExchangeSettings
 from lightning_topt.communication.exchange_method import GRADIENT_DTYPES, ExchangeMethod
@@ -38,7 +39,10 @@ from lightning_topt.plugins.ddp_options import (
 from lightning_topt.plugins.exchange_guard import ExchangeGuard, scaler_of
 from lightning_topt.plugins.lost_ranks import LostRankWatch
 from lightning_topt.plugins.monitors import add_monitor
+from lightning_topt.plugins.preemption import Preemption
+from lightning_topt.plugins.rank_batches import RankBatches
 from lightning_topt.plugins.register import register_names
+from lightning_topt.plugins.training_data import TrainingData
 
 
 class CompressedDDPStrategy(DDPStrategy):
@@ -58,6 +62,8 @@ class CompressedDDPStrategy(DDPStrategy):
             GradScaler (precision ``16-mixed``), "error" otherwise.
         nodes, ranks_per_node: who shares a node, where it is not what the Trainer has as
             `num_nodes` and `devices`.
+        uneven, pad_evaluation: as in `AutoParallelStrategy`: what ranks with fewer batches do, and
+            whether evaluation repeats samples.
         ddp_options: arguments of Lightning's `DDPStrategy` and torch's `DistributedDataParallel`,
             but for communication hooks.
 
@@ -75,6 +81,8 @@ class CompressedDDPStrategy(DDPStrategy):
         debug: bool = ExchangeSettings.debug,
         nodes: int | None = None,
         ranks_per_node: int | None = None,
+        uneven: str | None = None,
+        pad_evaluation: bool = True,
         **ddp_options: Any,
     ) -> None:
         refuse_method_options(ddp_options)
@@ -90,6 +98,9 @@ class CompressedDDPStrategy(DDPStrategy):
         self._nonfinite, self._nodes, self._ranks_per_node = nonfinite, nodes, ranks_per_node
         self.rank_watch = LostRankWatch()
         self._guard = ExchangeGuard(self.rank_watch)
+        self._training_data = TrainingData(self, Preemption())
+        self._batches = RankBatches(uneven, pad_evaluation, join=self._join_step)
+        self._failed = False
 
     @property
     def exchange(self) -> CompressedExchange | None:
@@ -120,6 +131,9 @@ class CompressedDDPStrategy(DDPStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        self._training_data.check_checkpoint(trainer)
+        self._failed = False
+        self._batches.begin(trainer)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             add_monitor(trainer)
@@ -190,6 +204,7 @@ class CompressedDDPStrategy(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
         self._guard.give_up(exception)
         self.rank_watch.name(exception)
         super().on_exception(exception)
@@ -197,6 +212,8 @@ class CompressedDDPStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
+        self._training_data.end()
+        self._batches.end(failed=self._failed)
         if self._start_method != "popen":  # such ranks end without running what `atexit` holds
             self._guard.close()
         with self.rank_watch.last():
@@ -214,8 +231,18 @@ class CompressedDDPStrategy(DDPStrategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         self._guard.begin_backward(self.precision_plugin)
+        self._batches.weighted(closure_loss)
         with self._guard.errors():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def _join_step(self, zero_gradients: Callable[[], None]) -> None:
+        """Take part in a training step without a batch."""
+        assert self.model is not None and self.lightning_module is not None
+        self._guard.begin_backward(self.precision_plugin)
+        with self._guard.errors():
+            loss = plugins.zero_loss(self.model, self.lightning_module)
+            zero_gradients()
+            loss.backward()  # type: ignore[no-untyped-call]
 
     @override
     def optimizer_step(
@@ -228,15 +255,55 @@ class CompressedDDPStrategy(DDPStrategy):
         step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
         return self._guard.step(step, self.precision_plugin)
 
+    # ---- training data ---------------------------------------------------------------------------
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        self._training_data.track(dataloader)
+        return super().process_dataloader(dataloader)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._training_data.begin()
+
+    # ---- ranks with a batch ----------------------------------------------------------------------
+
+    @override
+    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+        tensor = self._batches.averaged(tensor, reduce_op)
+        if self._batches.replaces(group):
+            return self._batches.reduce(tensor, reduce_op, super().reduce)
+        return super().reduce(tensor, group, reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if not self._batches.is_on:
+            return super().reduce_boolean_decision(decision, all)
+        return self._batches.decide(decision, unanimous=all, device=self.root_device)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if self._batches.replaces(group):
+            return self._batches.all_gather(tensor, sync_grads, super().all_gather)
+        self._batches.check_shapes(tensor, group)
+        return super().all_gather(tensor, group, sync_grads)
+
     # ---- checkpoints -----------------------------------------------------------------------------
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
-        checkpoint = dict(checkpoint)  # hooks may keep theirs
+        checkpoint = dict(self._training_data.with_state(checkpoint))  # hooks may keep theirs
         self._guard.add_state(checkpoint, self.lightning_module)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._training_data.take(checkpoint)
+        return checkpoint
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

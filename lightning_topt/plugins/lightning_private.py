@@ -28,6 +28,11 @@ _PYTORCH, _FABRIC = "lightning.pytorch", "lightning.fabric"
 _DDP = f"{_PYTORCH}.strategies.ddp:DDPStrategy"
 _EPOCH_LOOP = f"{_PYTORCH}.loops.training_epoch_loop:_TrainingEpochLoop"
 _FIT_LOOP = f"{_PYTORCH}.loops.fit_loop:_FitLoop"
+_FETCHER = f"{_PYTORCH}.loops.fetchers:_PrefetchDataFetcher"
+_AUTOMATIC = f"{_PYTORCH}.loops.optimization.automatic:_AutomaticOptimization"
+_EVALUATION = f"{_PYTORCH}.loops.evaluation_loop:_EvaluationLoop"
+_CONNECTOR = f"{_PYTORCH}.trainer.connectors.data_connector:_DataConnector"
+_RESULTS = f"{_PYTORCH}.trainer.connectors.logger_connector.result"
 _LOGGER = f"{_PYTORCH}.trainer.connectors.logger_connector.logger_connector:_LoggerConnector"
 _TRAINER = f"{_PYTORCH}.trainer.trainer:Trainer"
 _MODULE = f"{_PYTORCH}.core.module:LightningModule"
@@ -115,9 +120,11 @@ PRIVATE_NAMES = (
     # ---- the loop around an asynchronous pipeline ------------------------------------------------
     PrivateName(
         f"{_EPOCH_LOOP}._broadcast_sigterm_tensor",
-        "in each iteration ranks would wait for one another",
+        "in each iteration ranks would wait for one another; here they agree to end",
         ("self",),
     ),
+    PrivateName(f"{_TRAINER}._signal_connector", "its handlers, and not the user's, are replaced"),
+    PrivateName(f"{_TRAINER}._checkpoint_connector", "names the file that SLURM's jobs go on from"),
     PrivateName(f"{_EPOCH_LOOP}._is_training_done", "the pipeline is drained then"),
     PrivateName(
         f"{_EPOCH_LOOP}._should_check_val_fx", "and before validation", ("self", "data_fetcher")
@@ -138,11 +145,20 @@ PRIVATE_NAMES = (
         ("self", "model", "optimizer"),
     ),
     PrivateName(
-        f"{_PYTORCH}.loops.optimization.automatic:_AutomaticOptimization._skip_backward",
+        f"{_AUTOMATIC}._skip_backward",
         "whether gradients are cleared between a step and its backward",
     ),
     # ---- data ------------------------------------------------------------------------------------
     PrivateName(f"{_FIT_LOOP}._combined_loader", "a batch is read before the fit reads one"),
+    PrivateName(
+        f"{_FIT_LOOP}._combined_loader_states_to_load",
+        "states that came after the loaders were built would be left there",
+    ),
+    PrivateName(f"{_FIT_LOOP}._load_combined_loader_states", "loads them", ("self",)),
+    PrivateName(f"{_FABRIC}.utilities.types:_Stateful", "what Lightning takes for resumable"),
+    PrivateName(
+        f"{_COMBINED}._state_dicts", "of loaders of others, before a batch is fetched", ("self",)
+    ),
     PrivateName(f"{_COMBINED}._spec", "how the loaders' batches are put together"),
     PrivateName(f"{_COMBINED}._mode", "of loaders that are wrapped"),
     PrivateName(
@@ -154,6 +170,85 @@ PRIVATE_NAMES = (
     PrivateName(f"{_TRAINER}._data_connector", "attaches data without a fit"),
     PrivateName(f"{_HYPERPARAMETERS}._log_hyperparams", "a wrapped data module logs its own"),
     PrivateName(f"{_HYPERPARAMETERS}._hparams", "one object: the tuners change it"),
+    # ---- ranks with different numbers of batches -------------------------------------------------
+    PrivateName(
+        f"{_PYTORCH}.loops.fetchers:_DataLoaderIterDataFetcher",
+        "its steps take batches by themselves, so that ranks cannot be kept together",
+    ),
+    PrivateName(f"{_FETCHER}._start_profiler", "of the fetcher behind the one that ranks share"),
+    PrivateName(f"{_FETCHER}._stop_profiler", "of the same"),
+    PrivateName(f"{_FIT_LOOP}._last_train_dl_reload_epoch", "also where a rank has no batch"),
+    PrivateName(
+        f"{_EPOCH_LOOP}._num_ready_batches_reached", "the end of the epoch of all ranks", ("self",)
+    ),
+    PrivateName(
+        f"{_AUTOMATIC}._make_closure",
+        "in its place comes one without a batch",
+        ("self", "kwargs", "optimizer", "batch_idx"),
+    ),
+    PrivateName(
+        f"{_AUTOMATIC}._optimizer_zero_grad",
+        "a step without a batch begins a window, too",
+        ("self", "batch_idx", "optimizer"),
+    ),
+    PrivateName(
+        f"{_PYTORCH}.trainer.call:_call_strategy_hook",
+        "plans count steps without a batch",
+        ("trainer", "hook_name", "args", "kwargs"),
+    ),
+    PrivateName(
+        f"{_CONNECTOR}._resolve_sampler",
+        "evaluation repeats no sample",
+        ("self", "dataloader", "shuffle", "mode"),
+    ),
+    PrivateName(
+        f"{_CONNECTOR}._requires_distributed_sampler",
+        "whether the ranks share a loader's samples",
+        ("self", "dataloader"),
+    ),
+    PrivateName(
+        f"{_FABRIC}.utilities.distributed:_DatasetSamplerWrapper",
+        "samples that a sampler of the user's yields are shared out",
+        ("sampler",),
+    ),
+    PrivateName(f"{_EVALUATION}._max_batches", "a rank without a batch runs the loop, too"),
+    PrivateName(
+        f"{_PYTORCH}.loops.fit_loop:_parse_num_batches",
+        "a limit that leaves nothing is refused by all ranks or none",
+        ("stage", "length", "limit_batches"),
+    ),
+    PrivateName(f"{_EVALUATION}._is_sequential", "whether loaders come one after the other"),
+    PrivateName(
+        f"{_EVALUATION}._store_dataloader_outputs",
+        "also of a loader of which this rank has no batch",
+        ("self",),
+    ),
+    PrivateName(f"{_RESULTS}:_ResultCollection", "what was logged on other ranks is known here"),
+    PrivateName(f"{_RESULTS}:_ResultMetric", "one value of it", ("metadata", "is_tensor")),
+    PrivateName(
+        f"{_RESULTS}:_Metadata",
+        "how it is logged",
+        (
+            "fx",
+            "name",
+            "prog_bar",
+            "logger",
+            "on_step",
+            "on_epoch",
+            "reduce_fx",
+            "enable_graph",
+            "add_dataloader_idx",
+            "dataloader_idx",
+            "metric_attribute",
+            "_sync",
+        ),
+    ),
+    PrivateName(
+        f"{_RESULTS}:_Sync",
+        "how ranks reduce it",
+        ("fn", "_should", "rank_zero_only", "_op", "_group"),
+    ),
+    PrivateName(f"{_RESULTS}:_Sync._should", "whether they do"),
     # ---- others ----------------------------------------------------------------------------------
     PrivateName(
         f"{_TRAINER}._run_stage",

@@ -26,6 +26,9 @@ from lightning_topt.plugins.ddp_options import check_devices, checked_ddp_option
 from lightning_topt.plugins.exchange_guard import CHECKPOINT_KEY, EXCHANGE_KEY
 from lightning_topt.plugins.lost_ranks import LostRankWatch
 from lightning_topt.plugins.monitors import add_monitor
+from lightning_topt.plugins.preemption import Preemption
+from lightning_topt.plugins.rank_batches import RankBatches
+from lightning_topt.plugins.training_data import TrainingData
 from lightning_topt.techniques.ddp_wrapper import names_to_ignore
 
 State = dict[str, dict[str, torch.Tensor]]
@@ -53,6 +56,8 @@ class LocalStepsStrategy(DDPStrategy):
         timeout_seconds: for every wait on another rank.
         nodes, ranks_per_node: who shares a node (for a hierarchical method), where it is not what
             the Trainer has.
+        uneven, pad_evaluation: as in `AutoParallelStrategy`. Under ``"join"`` a rank that
+            had no batch makes no step of its own, and takes part in the outer steps.
         ddp_options: arguments of Lightning's `DDPStrategy`; those of `DistributedDataParallel` mean
             nothing here.
 
@@ -67,6 +72,8 @@ class LocalStepsStrategy(DDPStrategy):
         timeout_seconds: float = 600.0,
         nodes: int | None = None,
         ranks_per_node: int | None = None,
+        uneven: str | None = None,
+        pad_evaluation: bool = True,
         **ddp_options: Any,
     ) -> None:
         super().__init__(
@@ -81,7 +88,16 @@ class LocalStepsStrategy(DDPStrategy):
         self.outer: OuterSteps | None = None
         self._failed = False  # the last fit
         self._fitting = False  # parameters may differ between ranks
+        self._had_batch = False  # since the last step
         self.rank_watch = LostRankWatch()
+        self._training_data = TrainingData(self, Preemption())
+        # A step without a batch is none, but for its count.
+        self._batches = RankBatches(
+            uneven,
+            pad_evaluation,
+            join=_only_zero,
+            why_not=self._why_no_step_without_batch,
+        )
 
     # ---- life cycle ------------------------------------------------------------------------------
 
@@ -103,6 +119,8 @@ class LocalStepsStrategy(DDPStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        self._training_data.check_checkpoint(trainer)
+        self._batches.begin(trainer)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             add_monitor(trainer)
@@ -169,7 +187,9 @@ class LocalStepsStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
+        self._batches.end(failed=self._failed)
         self._fitting = False
+        self._training_data.end()
         with self.rank_watch.last():
             super().teardown()
 
@@ -182,6 +202,7 @@ class LocalStepsStrategy(DDPStrategy):
     @override
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         super().post_backward(closure_loss)
+        self._had_batch = True
         if self._fitting and self.outer is not None:
             # In each of several micro-batches: the mean of what is a mean already, and the new
             # part, is the mean of both.
@@ -195,8 +216,13 @@ class LocalStepsStrategy(DDPStrategy):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self.outer is not None and self.lightning_module is not None
+        had_batch, self._had_batch = self._had_batch, False
+        if not self._batches.presence.has_batch and not had_batch:
+            output = closure()
+            self.outer.after_step()
+            return output
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
         # A parameter that is unfrozen later would differ between ranks.
         known, module = self.outer.parameters.tensors, self.lightning_module
         for name in equal_parameters(module, names_to_ignore(module)):
@@ -207,6 +233,35 @@ class LocalStepsStrategy(DDPStrategy):
                 )
         self.outer.after_step()
         return output
+
+    def _why_no_step_without_batch(self, is_now: bool) -> str | None:
+        if self.outer is not None and self.outer.replicas is not None:
+            return "the ranks of a node average their gradients in every step of this method"
+        return None
+
+    @override
+    def reduce(
+        self, tensor: torch.Tensor, group: Any = None, reduce_op: Any = "mean"
+    ) -> torch.Tensor:
+        tensor = self._batches.averaged(tensor, reduce_op)
+        if self._batches.replaces(group):
+            return self._batches.reduce(tensor, reduce_op, super().reduce)
+        return super().reduce(tensor, group, reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if not self._batches.is_on:
+            return super().reduce_boolean_decision(decision, all)
+        return self._batches.decide(decision, unanimous=all, device=self.root_device)
+
+    @override
+    def all_gather(
+        self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False
+    ) -> torch.Tensor:
+        if self._batches.replaces(group):
+            return self._batches.all_gather(tensor, sync_grads, super().all_gather)
+        self._batches.check_shapes(tensor, group)
+        return super().all_gather(tensor, group, sync_grads)
 
     def exchange_statistics(self) -> ExchangeStatistics | None:
         """Return what was exchanged since the fit began, None outside of a fit.
@@ -226,6 +281,18 @@ class LocalStepsStrategy(DDPStrategy):
             density=self.method.sent_share,
         )
 
+    # ---- training data ---------------------------------------------------------------------------
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        self._training_data.track(dataloader)
+        return super().process_dataloader(dataloader)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._training_data.begin()
+
     # ---- checkpoints -----------------------------------------------------------------------------
 
     @override
@@ -238,10 +305,12 @@ class LocalStepsStrategy(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
         assert self.lightning_module is not None
+        checkpoint = self._training_data.with_state(checkpoint)
         whole = self.outer is not None and "optimizer_states" in checkpoint
         if whole and not self.lightning_module.trainer.interrupted:
             # hooks may keep theirs
-            checkpoint = {**checkpoint, CHECKPOINT_KEY: {EXCHANGE_KEY: self._outer_state()}}
+            own = {**checkpoint.get(CHECKPOINT_KEY, {}), EXCHANGE_KEY: self._outer_state()}
+            checkpoint = {**checkpoint, CHECKPOINT_KEY: own}
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def _outer_state(self) -> dict[str, Any]:
@@ -296,6 +365,12 @@ class LocalStepsStrategy(DDPStrategy):
         ]
 
     @override
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._training_data.take(checkpoint)
+        return checkpoint
+
+    @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         state = checkpoint.get(CHECKPOINT_KEY, {}).get(EXCHANGE_KEY)
         if state is None or self.outer is None:
@@ -332,6 +407,11 @@ class LocalStepsStrategy(DDPStrategy):
             **{name: value for name, value in state.items() if name not in _OF_ALL_RANKS},
         }
         self.outer.load_state_dict({**known, **own})
+
+
+def _only_zero(zero_gradients: Callable[[], None]) -> None:
+    """Begin a step that has no forward and no backward."""
+    zero_gradients()
 
 
 def compressed_strategy(

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -23,7 +23,9 @@ from typing_extensions import override
 from lightning_topt.basics.argument_checks import check_whole
 from lightning_topt.communication.hook import ExchangeStatistics
 from lightning_topt.costs.measuring import synchronize
-from lightning_topt.execution.memory import MemoryMeter, warm_up
+
+if TYPE_CHECKING:
+    from lightning_topt.execution.memory import MemoryMeter
 
 # where the Trainer logs nothing (log_every_n_steps=0) and only the progress bar shows them
 DEFAULT_EVERY_N_STEPS = 50
@@ -82,6 +84,9 @@ class StepMonitor(pl.Callback):
         # The process group is up, data sets are loaded, and the module is not on its device yet:
         # the idle rank.
         if stage == "fit":
+            # strategies add the other monitor alone, which needs nothing of it
+            from lightning_topt.execution.memory import MemoryMeter, warm_up  # noqa: PLC0415
+
             self._meter = MemoryMeter(trainer.strategy.root_device)
             warm_up(trainer.strategy.root_device)
             self._meter.mark_base(pl_module)

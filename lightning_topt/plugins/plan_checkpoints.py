@@ -195,6 +195,7 @@ class PlanCheckpoints:
         if plan is not None and not is_bare:
             # The user's hooks were given `checkpoint`, and may keep it.
             own = {"plan": plan.to_dict(), **runner.state_dict()}
+            own = {**checkpoint.get(CHECKPOINT_KEY, {}), **own}
             checkpoint = {**checkpoint, CHECKPOINT_KEY: own}
             if self.are_full:
                 self.guard.add_state(checkpoint, module)

@@ -202,6 +202,11 @@ class PlanController:
         """Return the context of the backward pass from `loss`."""
         return nullcontext() if self._watched is None else self._watched.backward(loss)
 
+    def step_without_batch(self) -> None:
+        """Count a step that only other ranks have a batch for."""
+        if self._watched is not None:
+            self._watched.step_without_batch()
+
     def update(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Return the context of a step of `optimizer`, in which its closure is called."""
         return nullcontext() if self._watched is None else self._watched.update(optimizer)

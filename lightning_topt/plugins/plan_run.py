@@ -127,6 +127,7 @@ class PlanRun:
         if engine is not None:
             self._stop_clipping()
             self.data.end()
+            self.runner.close(failed=False)
             engine.release()
             for optimizer in self._strategy.optimizers:
                 engine.return_optimizer_state(optimizer)

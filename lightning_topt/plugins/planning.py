@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -28,6 +29,7 @@ from torch.utils._pytree import tree_map, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_topt.communication.rank_watch import is_of_collective
+from lightning_topt.data.resumable_loader import TrackedLoader
 from lightning_topt.graph.errors import may_need_values
 from lightning_topt.graph.module_copy import fake_copy
 from lightning_topt.graph.op_graph import OpGraph
@@ -203,7 +205,20 @@ def example_batches(trainer: pl.Trainer) -> tuple[Any, Any | None]:
             "planning needs a training batch, but there are no training data "
             "(limit_train_batches=0?)"
         )
-    return batches_of(combined, trainer)
+    # A batch that is read here moves loaders with a state of their own, which the fit has begun to
+    # read.
+    moved = [
+        (loader, loader.state_dict())
+        for loader in combined.flattened
+        if isinstance(loader, _Stateful) and not isinstance(loader, TrackedLoader)
+    ]
+    batches = batches_of(combined, trainer)
+    for loader, state in moved:
+        loader.load_state_dict(state)
+    if moved:
+        assert trainer.fit_loop._data_fetcher is not None
+        iter(trainer.fit_loop._data_fetcher)
+    return batches
 
 
 def batches_of(loaders: CombinedLoader, trainer: pl.Trainer) -> tuple[Any, Any | None]:

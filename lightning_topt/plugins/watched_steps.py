@@ -142,6 +142,10 @@ class WatchedFit:
             return entered(self._timer)
         return self.clock.phase("backward") if kind == "clock" else nullcontext()
 
+    def step_without_batch(self) -> None:
+        """Count a step that only other ranks have a batch for; there is nothing to see."""
+        self._has_backward = True
+
     @contextmanager
     def update(self, optimizer: Optimizer) -> Iterator[None]:
         """A step of `optimizer`, which may call forward and backward."""

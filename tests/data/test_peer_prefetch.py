@@ -19,8 +19,9 @@ from torch.utils.data import (
 
 from lightning_topt.data.cache.cached_dataset import CachedDataset
 from lightning_topt.data.cache.sample_cache import SampleCache
+from lightning_topt.data.lookahead import Lookahead
 from lightning_topt.data.peers.prefetch import PrefetchingPeers
-from lightning_topt.data.resumable_loader import Lookahead, ResumableLoader, can_look_ahead
+from lightning_topt.data.resumable_loader import ResumableLoader, can_look_ahead
 from tests.processes import wait_until
 
 SECONDS = 5  # for what happens in a thread

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import random
 import warnings
@@ -266,3 +267,29 @@ def test_what_is_made_resumable():
     assert not make_resumable(loader)
     assert not make_resumable(DataLoader(Endless()))
     assert not make_resumable(DataLoader(Numbers(), num_workers=1, in_order=False))
+
+
+class NoEpoch(Stateful):
+    """It is told its epoch and does not show it; its state cannot be had."""
+
+    def set_epoch(self, epoch):
+        self.passes = epoch
+
+    def state_dict(self):
+        raise RuntimeError("not now")
+
+
+def test_a_sampler_that_shows_nothing_does_not_stop_a_loader():
+    loader = ResumableLoader(Numbers(), 4, sampler=NoEpoch())
+    with pytest.warns(UserWarning, match="NoEpoch gives no state_dict"):
+        assert len(list(loader)) == len(loader)
+
+
+def test_a_copy_begins_an_epoch_of_its_own():
+    loader = ResumableLoader(Numbers(), 4)
+    batches = iter(loader)
+    next(batches)
+    other = copy.deepcopy(loader)
+    assert isinstance(other, ResumableLoader) and other.state_dict() == {"batches": 0}
+    assert len(list(other)) == len(loader)
+    assert len(list(batches)) == len(loader) - 1

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from lightning_topt.data.resumable_loader import restored_random_states
+
 Method = TypeVar("Method", bound=Callable[..., Any])
 MARK = "_topt_deterministic"
 IGNORED = "ignored_by_cache"  # attribute with names of attributes that samples do not depend on
@@ -71,18 +73,6 @@ def marked_method(dataset: object) -> str | None:
 def put_cache_before(dataset: object, load: Callable[[int, Callable[[int], Any]], Any]) -> None:
     """Let the marked method of `dataset` go through ``load(index, original)``."""
     vars(dataset)[HOOK] = load
-
-
-@contextlib.contextmanager
-def restored_random_states() -> Iterator[None]:
-    """Restore the global random states afterwards: Python's, NumPy's, and torch's of the CPU."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
 
 
 @contextlib.contextmanager

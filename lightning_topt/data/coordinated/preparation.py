@@ -25,7 +25,6 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import _utils
 
 from lightning_topt.data.cache import sample_codec
-from lightning_topt.data.cache.determinism import restored_random_states
 from lightning_topt.data.coordinated.coordinator_link import (
     Connection,
     CoordinatorLost,
@@ -34,6 +33,7 @@ from lightning_topt.data.coordinated.coordinator_link import (
     memory_file,
 )
 from lightning_topt.data.coordinated.ledger import Position
+from lightning_topt.data.resumable_loader import restored_random_states
 
 LOOK_SECONDS = 5.0  # how often an idle worker checks that its job lives; the coordinator is faster
 END_SECONDS = 5.0  # for a worker to finish its batch at the end; as in torch's DataLoader

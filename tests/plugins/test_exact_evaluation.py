@@ -1,0 +1,295 @@
+"""Validation, tests and predictions count every sample once, on any number of ranks."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torchmetrics import MeanMetric
+from torchmetrics.classification import BinaryAUROC, MulticlassAUROC
+
+from lightning_topt import AutoParallelStrategy
+from lightning_topt.plugins.exact_evaluation import ExactSampler, ExactSamplerOf
+from tests.plugins.trainer_ranks import compressed, make_trainer, on_ranks
+
+LENGTHS = (1, 7, 9)
+
+
+class Numbers(Dataset[Tensor]):
+    """`length` samples of 4 numbers; the last one is the index."""
+
+    def __init__(self, length: int) -> None:
+        self.rows = torch.randn(length, 4, generator=torch.Generator().manual_seed(length))
+        self.rows[:, 3] = torch.arange(length)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.rows[index]
+
+
+class Stream(IterableDataset[Tensor]):
+    """The samples of one rank, without a length."""
+
+    def __init__(self, data: Numbers, rank: int, size: int) -> None:
+        self.rows = [data[index] for index in range(rank, len(data), size)]
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+
+class Judged(L.LightningModule):
+    """Logs means, sums and metrics of what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 1))
+        self.register_buffer("kept", torch.zeros(1))
+        self.mean, self.auroc = MeanMetric(), BinaryAUROC()
+        self.indices: list[int] = []
+        self.gathered: list[int] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.blocks(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)  # evaluations are compared
+
+    def _evaluate(self, batch: Tensor) -> None:
+        values = self.blocks(batch).square().squeeze(1)
+        self.indices += batch[:, 3].int().tolist()
+        self.mean(values)
+        self.auroc(values, (batch[:, 3] % 2).int())
+        self.log("loss", values.mean(), sync_dist=True, on_step=True, on_epoch=True)
+        self.log("count", float(len(batch)), sync_dist=True, reduce_fx="sum")
+        self.log("most", values.max(), sync_dist=True, reduce_fx="max")
+        self.log("own", values.mean())
+        self.log("mean_metric", self.mean)
+
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._evaluate(batch)
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self._evaluate(batch)
+
+    def on_validation_epoch_end(self) -> None:
+        own = torch.tensor(len(self.indices))
+        self.gathered = self.all_gather(own).flatten().tolist()
+
+    def on_test_epoch_end(self) -> None:
+        if len(set(self.indices)) or dist.is_initialized():
+            self.log("auroc", self.auroc.compute())
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.blocks(batch)
+
+
+def numbers_of(module: Judged, trainer: L.Trainer) -> dict[str, float]:
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def strategy_of(plan: Any) -> Any:
+    if plan == "compressed":
+        return compressed(pad_evaluation=False)
+    return AutoParallelStrategy(plan=plan, pad_evaluation=False)
+
+
+def evaluated(rank: int, size: int, length: int, plan: Any) -> Any:
+    torch.manual_seed(0)
+    trainer = make_trainer(strategy_of(plan) if size > 1 else "auto", devices=size)
+    module = Judged()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.test(module, DataLoader(Numbers(length), batch_size=2), verbose=False)
+    words = [str(each.message) for each in said]
+    return module.indices, numbers_of(module, trainer), words
+
+
+def assert_equal_metrics(found: dict[str, float], expected: dict[str, float]) -> None:
+    for name, value in expected.items():
+        # Values of one step, or of one rank, are others.
+        if not name.startswith(("own", "loss_step")):
+            assert found[name] == pytest.approx(value, rel=1e-5, nan_ok=True), name
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("plan", [None, "compressed"])
+def test_a_test_counts_every_sample_once(plan: Any, length: int) -> None:
+    expected = evaluated(0, 1, length, None)
+    results = on_ranks(evaluated, 2, length, plan)
+    assert sorted(results[0][0] + results[1][0]) == list(range(length))
+    for _, found, words in results:
+        assert_equal_metrics(found, expected[1])
+        assert not any("DistributedSampler" in each for each in words)
+
+
+def validated(rank: int, size: int, plan: Any, loaders: str) -> Any:
+    torch.manual_seed(0)
+    trainer = make_trainer(
+        strategy_of(plan) if size > 1 else "auto",
+        devices=size,
+        max_epochs=2,
+        num_sanity_val_steps=1,
+    )
+    module = Judged()
+    train = DataLoader(Numbers(8), batch_size=2)
+    if loaders == "stream" and size > 1:
+        data: Any = [
+            DataLoader(Stream(Numbers(length), rank, size), batch_size=2) for length in (5, 1)
+        ]
+    else:
+        data = [DataLoader(Numbers(length), batch_size=2) for length in (5, 1)]
+    if loaders == "one":
+        data = data[:1]
+    elif loaders == "first short":
+        data = data[::-1]
+    trainer.fit(module, train, data)
+    return module.indices, numbers_of(module, trainer), module.gathered
+
+
+@pytest.mark.parametrize("loaders", ["one", "several", "first short", "stream"])
+@pytest.mark.parametrize("plan", [None, "zero2", "zero3"])
+def test_validation_within_a_fit_is_exact(plan: Any, loaders: str) -> None:
+    expected = validated(0, 1, None, loaders)
+    results = on_ranks(validated, 2, plan, loaders)
+    for _, found, gathered in results:
+        assert_equal_metrics(found, expected[1])
+        assert gathered == [len(indices) for indices, _, _ in results]
+
+
+def predicted(rank: int, size: int, length: int) -> Any:
+    torch.manual_seed(0)
+    trainer = make_trainer(strategy_of(None) if size > 1 else "auto", devices=size)
+    found: Any = trainer.predict(Judged(), DataLoader(Numbers(length), batch_size=2))
+    return [row for batch in found or [] for row in batch.flatten().tolist()]
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_predictions_come_in_order(length: int) -> None:
+    expected = predicted(0, 1, length)
+    results = on_ranks(predicted, 2, length)
+    assert results[0] == pytest.approx(expected[::2])
+    assert results[1] == pytest.approx(expected[1::2])
+
+
+def padded(rank: int) -> list[int]:
+    module = Judged()
+    trainer = make_trainer(AutoParallelStrategy(), devices=2)
+    trainer.test(module, DataLoader(Numbers(5), batch_size=2), verbose=False)
+    return module.indices
+
+
+def test_samples_are_repeated_by_default() -> None:
+    first, second = on_ranks(padded)
+    assert len(first) == len(second) == 3
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("length", [0, 1, 2, 7])
+def test_samplers_share_every_sample_out_once(length: int, shuffle: bool) -> None:
+    data = Numbers(length)
+    samplers = [ExactSampler(data, num_replicas=3, rank=rank, shuffle=shuffle) for rank in range(3)]
+    for epoch in range(2):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        parts = [list(sampler) for sampler in samplers]
+        assert [len(part) for part in parts] == [len(sampler) for sampler in samplers]
+        assert sorted(index for part in parts for index in part) == list(range(length))
+
+
+def test_what_another_sampler_yields_is_shared_out() -> None:
+    chosen = [
+        WeightedRandomSampler([1.0] * 7, 5, generator=torch.Generator().manual_seed(1))
+        for _ in range(3)
+    ]
+    whole = list(chosen[2])
+    parts = [
+        list(ExactSamplerOf(chosen[rank], num_replicas=2, rank=rank, shuffle=False))
+        for rank in range(2)
+    ]
+    assert parts == [whole[::2], whole[1::2]]
+
+
+class Gathers(Judged):
+    """Gathers what was computed, in the step or at the end."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.when = when
+        self.kept_rows = torch.zeros(0, 1)
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        rows = self.blocks(batch)
+        self.kept_rows = torch.cat([self.kept_rows, rows])
+        if self.when == "step":
+            self.all_gather(rows)
+
+    def on_test_epoch_end(self) -> None:
+        if self.when == "end":
+            self.all_gather(self.kept_rows)
+
+
+def gathered(rank: int, when: str) -> str:
+    trainer = make_trainer(strategy_of(None), devices=2)
+    try:
+        trainer.test(Gathers(when), DataLoader(Numbers(7), batch_size=2), verbose=False)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("when", ["step", "end"])
+def test_gathers_of_different_shapes_are_refused(when: str) -> None:
+    for message in on_ranks(gathered, when):
+        assert "different shapes" in message and "pad_evaluation=True" in message
+
+
+class Ranked(Judged):
+    """Logs a metric that keeps whole numbers and rows in lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classes = MulticlassAUROC(3, thresholds=None)
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        scores = self.blocks(batch) * torch.arange(3.0)
+        self.classes.update(scores.softmax(-1), batch[:, 3].long() % 3)
+        self.log("classes", self.classes)
+
+    def on_test_epoch_end(self) -> None:
+        pass
+
+
+def ranked(rank: int, size: int, batch_size: int) -> float:
+    torch.manual_seed(0)
+    trainer = make_trainer(strategy_of(None) if size > 1 else "auto", devices=size)
+    # All samples on rank 0.
+    data: Any = DataLoader(Numbers(6 if rank == 0 else 0), batch_size=batch_size)
+    if size > 1:
+        trainer._accelerator_connector.use_distributed_sampler = False
+    trainer.test(Ranked(), data, verbose=False)
+    return float(trainer.callback_metrics["classes"])
+
+
+@pytest.mark.parametrize("batch_size", [2, 6])
+def test_metrics_with_lists_may_be_empty_on_a_rank(batch_size: int) -> None:
+    expected = ranked(0, 1, batch_size)
+    assert on_ranks(ranked, 2, batch_size) == pytest.approx([expected] * 2)
+
+
+def limited(rank: int) -> list[int]:
+    module = Judged()
+    trainer = make_trainer(strategy_of(None), devices=2, limit_test_batches=0.5)
+    trainer.test(module, DataLoader(Numbers(5), batch_size=2), verbose=False)
+    return module.indices
+
+
+def test_a_fraction_may_leave_a_rank_without_a_batch() -> None:
+    assert on_ranks(limited) == [[0, 2], []]

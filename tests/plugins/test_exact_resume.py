@@ -1,0 +1,564 @@
+"""A fit that goes on from a checkpoint trains on what is left of the epoch, each sample once."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import pickle
+import random
+import warnings
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+)
+
+from lightning_topt import AutoParallelStrategy, CompressedDDPStrategy, LocalStepsStrategy
+from tests.plugins.trainer_ranks import make_trainer, on_ranks
+
+ITEMS = 48
+
+
+class Numbers(Dataset):
+    """Each sample is its index, and noise of Python, NumPy and torch where it `draws`."""
+
+    def __init__(self, items=ITEMS, *, draws=True):
+        self.items, self.draws = items, draws
+
+    def __len__(self):
+        return self.items
+
+    def __getitem__(self, index):
+        noise = torch.zeros(3)
+        if self.draws:
+            noise = torch.tensor([random.random(), np.random.rand(), torch.rand(1).item()])
+        return torch.tensor(float(index)), noise
+
+
+class Model(pl.LightningModule):
+    """Keeps the indices and the loss of each step; drops out."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Dropout(0.3), torch.nn.Linear(16, 1)
+        )
+        self.seen, self.losses = [], []
+
+    def training_step(self, batch, batch_idx):
+        parts = batch if isinstance(batch[0], list) else [batch]
+        self.seen.append(
+            (self.current_epoch, batch_idx, [part[0].int().tolist() for part in parts if part])
+        )
+        index, noise = parts[0] if parts[0] is not None else parts[1]
+        loss = self.net(torch.cat([index[:, None] / ITEMS, noise], 1)).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+class AsksEarly(Model):
+    """Asks for the number of steps, for which Lightning builds the loaders before it resumes."""
+
+    def configure_optimizers(self):
+        assert self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+class SaveAt(Callback):
+    """Saves after some batches of the fit, also within an accumulation window."""
+
+    def __init__(self, path, *batches):
+        self.path, self.batches = path, batches
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if len(module.seen) in self.batches:
+            trainer.save_checkpoint(self.path / f"{len(module.seen)}.ckpt")
+
+
+def fit(
+    folder,
+    *,
+    save=(),
+    resume=None,
+    data=None,
+    strategy=None,
+    seed=1,
+    early=False,
+    model=None,
+    val=None,
+    callbacks=(),
+    **options,
+):
+    """The steps of a fit on this rank, their losses, and its parameters."""
+    multiprocessing.current_process()._config["daemon"] = False  # a rank may have workers
+    pl.seed_everything(1, verbose=False)  # of samplers
+    for reseed in (random.seed, np.random.seed, torch.manual_seed):
+        reseed(seed)
+    model = model or (AsksEarly() if early else Model())
+    trainer = make_trainer(
+        strategy or AutoParallelStrategy(plan="ddp"),
+        devices=dist.get_world_size() if dist.is_initialized() else 1,
+        callbacks=[*callbacks, SaveAt(folder, *save)],
+        **{"max_epochs": 2, **options},
+    )
+    loader = data() if callable(data) else DataLoader(Numbers(), **(data or {}))
+    trainer.fit(model, loader, val, ckpt_path=resume and folder / resume, weights_only=True)
+    return model.seen, model.losses, [p.detach().clone() for p in model.parameters()]
+
+
+def indices(seen, part=0):
+    return [index for _, _, parts in seen for index in parts[part]]
+
+
+# ---- the same ranks ------------------------------------------------------------------------------
+
+SAME = {
+    "shuffled": {"data": {"batch_size": 4, "shuffle": True}},
+    "in order": {"data": {"batch_size": 4}},
+    "uneven": {"data": {"batch_size": 5, "shuffle": True}},
+    "drop last": {"data": {"batch_size": 5, "shuffle": True, "drop_last": True}},
+    "accumulated": {"data": {"batch_size": 4, "shuffle": True}, "accumulate_grad_batches": 2},
+    "zero3": {"data": {"batch_size": 4, "shuffle": True}, "plan": "zero3"},
+    "sharded": {"data": {"batch_size": 4, "shuffle": True}, "plan": "zero3", "form": "sharded"},
+    "limited": {"data": {"batch_size": 4, "shuffle": True}, "limit_train_batches": 5},
+    "compressed": {"data": {"batch_size": 4, "shuffle": True}, "kind": CompressedDDPStrategy},
+    "local steps": {"data": {"batch_size": 4, "shuffle": True}, "kind": LocalStepsStrategy},
+}
+
+
+def _strategy(options):
+    kind = options.pop("kind", AutoParallelStrategy)
+    if kind is CompressedDDPStrategy:
+        return kind({"method": "topk", "density": 0.5, "momentum": 0.0})
+    if kind is LocalStepsStrategy:
+        return kind({"method": "local_steps", "every": 2})
+    return kind(plan=options.pop("plan", "ddp"), checkpoint=options.pop("form", "full"))
+
+
+def _fits_of_same_ranks(rank, folder, name, save):
+    whole = fit(folder, save=[save], strategy=_strategy(options := dict(SAME[name])), **options)
+    rest = fit(
+        folder,
+        resume=f"{save}.ckpt",
+        seed=9,
+        strategy=_strategy(options := dict(SAME[name])),
+        **options,
+    )
+    return whole, rest
+
+
+@pytest.mark.parametrize("name", SAME)
+@pytest.mark.filterwarnings("error:.*resuming from a checkpoint that ended before.*")
+def test_the_curve_of_the_same_ranks_is_that_of_the_undisturbed_fit(tmp_path, name):
+    save = 3
+    # of a window of two batches the third one is not trained on
+    trained = 2 if "accumulate_grad_batches" in SAME[name] else 3
+    if SAME[name].get("kind") is LocalStepsStrategy:
+        save = trained = 2  # a save brings the ranks together, so it is where they meet anyway
+    for whole, rest in on_ranks(_fits_of_same_ranks, tmp_path, name, save):
+        assert rest[0] == whole[0][trained:]
+        assert rest[1] == whole[1][trained:]
+        assert all(torch.equal(a, b) for a, b in zip(rest[2], whole[2], strict=True))
+
+
+ALONE = {
+    "shuffled": lambda: DataLoader(Numbers(), 4, shuffle=True),
+    "early": lambda: DataLoader(Numbers(), 4, shuffle=True),
+    "generator": lambda: DataLoader(
+        Numbers(), 4, shuffle=True, generator=torch.Generator().manual_seed(4)
+    ),
+    "sampler": lambda: DataLoader(
+        Numbers(), 4, sampler=RandomSampler(Numbers(), replacement=True, num_samples=30)
+    ),
+    "workers": lambda: DataLoader(Numbers(draws=False), 4, shuffle=True, num_workers=2),
+    "persistent": lambda: DataLoader(
+        Numbers(draws=False), 4, shuffle=True, num_workers=1, persistent_workers=True
+    ),
+    **{
+        f"several, {mode}": lambda mode=mode: CombinedLoader(
+            [DataLoader(Numbers(), 4, shuffle=True), DataLoader(Numbers(8), 4, shuffle=True)], mode
+        )
+        for mode in ("max_size_cycle", "max_size", "min_size")
+    },
+}
+
+
+def _fits_of_one_process(rank, folder, name, save):
+    options = {"data": ALONE[name], "early": name == "early"}
+    whole = fit(folder, save=save, **options)
+    resumed = (fit(folder, resume=f"{at}.ckpt", seed=9, **options) for at in save)
+    return [whole, *resumed]
+
+
+@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.filterwarnings("error:.*resuming from a checkpoint that ended before.*")
+def test_the_curve_of_one_process_is_that_of_the_undisturbed_fit(tmp_path, name):
+    save = [1] if "min_size" in name else [3, 12]
+    (fits,) = on_ranks(_fits_of_one_process, tmp_path, name, save, world_size=1)
+    whole = fits[0]
+    for at, rest in zip(save, fits[1:], strict=True):
+        assert rest[0] == whole[0][at:]
+        assert rest[1] == whole[1][at:]
+        assert all(torch.equal(a, b) for a, b in zip(rest[2], whole[2], strict=True))
+
+
+# ---- other ranks, batches and plans --------------------------------------------------------------
+
+
+def _steps(rank, folder, options):
+    options = dict(options)
+    return fit(folder, strategy=_strategy(options), **options)[0]
+
+
+def steps(folder, ranks, **options):
+    """What each rank has seen."""
+    return on_ranks(_steps, folder, options, world_size=ranks)
+
+
+def of_epoch(parts, epoch=0):
+    """All indices of an epoch, in the global order: rank by rank, sample by sample."""
+    own = [indices([step for step in part if step[0] == epoch]) for part in parts]
+    return [own[i % len(own)][i // len(own)] for i in range(sum(map(len, own)))]
+
+
+CHANGES = {
+    "1 to 2": (1, {"batch_size": 4}, 2, {"batch_size": 4}, {}),
+    "2 to 1": (2, {"batch_size": 4}, 1, {"batch_size": 4}, {}),
+    "2 to 3": (2, {"batch_size": 4}, 3, {"batch_size": 2}, {}),
+    "3 to 2": (3, {"batch_size": 3}, 2, {"batch_size": 5}, {}),
+    "batch size": (2, {"batch_size": 4}, 2, {"batch_size": 3}, {}),
+    "workers": (2, {"batch_size": 4, "num_workers": 1}, 2, {"batch_size": 4}, {}),
+    "plan": (2, {"batch_size": 4}, 3, {"batch_size": 4}, {"plan": "zero3"}),
+    "tensor": (1, {"batch_size": 4}, 2, {"batch_size": 4}, {"plan": "zero2"}),
+}
+
+
+@pytest.mark.parametrize("shuffle", [True, False], ids=["shuffled", "in order"])
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.filterwarnings("error:.*resuming from a checkpoint that ended before.*")
+def test_other_ranks_go_on_with_what_is_left(tmp_path, name, shuffle):
+    ranks, data, ranks_then, data_then, options = CHANGES[name]
+    save = 3
+    whole = steps(tmp_path, ranks, data={**data, "shuffle": shuffle}, save=[save])
+    rest = steps(
+        tmp_path,
+        ranks_then,
+        data={**data_then, "shuffle": shuffle},
+        resume=f"{save}.ckpt",
+        seed=9,
+        **options,
+    )
+    used = save * data["batch_size"] * ranks
+    order = of_epoch(whole)[:ITEMS]
+    assert sorted(order) == list(range(ITEMS))
+    left, again = order[used:], of_epoch(rest)
+    assert again[: len(left)] == left
+    # ranks get equally many: some samples of the epoch's beginning come again
+    assert again[len(left) :] == order[: -len(left) % ranks_then]
+    # and the next epoch is whole
+    assert sorted(set(of_epoch(rest, 1))) == list(range(ITEMS))
+    assert len(of_epoch(rest, 1)) == ITEMS
+
+
+def test_a_resumed_epoch_may_be_interrupted_again(tmp_path):
+    whole = steps(tmp_path, 2, data={"batch_size": 4, "shuffle": True}, save=[2])
+    once = steps(
+        tmp_path, 1, data={"batch_size": 6, "shuffle": True}, resume="2.ckpt", save=[3], seed=9
+    )
+    twice = steps(
+        tmp_path, 3, data={"batch_size": 2, "shuffle": True}, resume="3.ckpt", save=[1], seed=8
+    )
+    last = steps(tmp_path, 2, data={"batch_size": 4, "shuffle": True}, resume="1.ckpt", seed=7)
+    order = of_epoch(whole)
+    assert of_epoch(once) == order[16:]
+    assert of_epoch(twice)[: 48 - 34] == order[34:]
+    assert of_epoch(last) == order[40:]
+    assert sorted(of_epoch(last, 1)) == list(range(ITEMS))
+
+
+def test_batches_count_as_batches_of_the_present_size(tmp_path):
+    steps(tmp_path, 1, data={"batch_size": 4, "shuffle": True}, save=[6])
+    rest = steps(tmp_path, 1, data={"batch_size": 2, "shuffle": True}, resume="6.ckpt", seed=9)[0]
+    assert [number for epoch, number, _ in rest if epoch == 0] == list(range(12, 24))
+    assert [number for epoch, number, _ in rest if epoch == 1] == list(range(24))
+
+
+# ---- what else -----------------------------------------------------------------------------------
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        for _ in range(12):
+            yield torch.tensor(1.0), torch.zeros(3)
+
+
+class OwnState(DataLoader):
+    """Resumable by itself, as torchdata's StatefulDataLoader; its length is not known."""
+
+    def __init__(self):
+        super().__init__(Endless(), 2)
+        self.passes, self.batches = 0, 0
+
+    def __iter__(self):
+        for batch in range(self.batches, 10):
+            self.batches = batch + 1
+            yield torch.full((2,), self.passes * 100.0 + batch), torch.zeros(2, 3)
+        self.passes, self.batches = self.passes + 1, 0
+
+    def state_dict(self):
+        return {"passes": self.passes, "batches": self.batches}
+
+    def load_state_dict(self, state):
+        self.passes, self.batches = state["passes"], state["batches"]
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_loaders_with_a_state_of_their_own_go_on(tmp_path, early):
+    (fits,) = on_ranks(_fits_with_own_state, tmp_path, early, world_size=1)
+    whole, *resumed = fits
+    assert indices(whole[0][:10])[::2] == list(range(10))
+    for at, rest in zip((3, 10, 13), resumed, strict=True):
+        assert [(epoch, parts) for epoch, _, parts in rest[0]] == [
+            (epoch, parts) for epoch, _, parts in whole[0][at:]
+        ]
+        assert rest[1] == whole[1][at:]
+
+
+def _fits_with_own_state(rank, folder, early):
+    options = {"data": OwnState, "early": early}
+    whole = fit(folder, save=(3, 10, 13), **options)
+    return [whole, *(fit(folder, resume=f"{at}.ckpt", **options) for at in (3, 10, 13))]
+
+
+def _warnings_of_unknown_data(rank, folder):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(folder, data=lambda: DataLoader(Endless(), 2), save=[2, 3, 4], max_epochs=1)
+    return sum("does not say where the training data are" in str(w.message) for w in caught)
+
+
+def test_what_has_no_state_is_said_once_at_the_checkpoint(tmp_path):
+    assert on_ranks(_warnings_of_unknown_data, tmp_path, world_size=1) == [1]
+
+
+def _fits_with_ddp(rank, folder):
+    data = ALONE["shuffled"]
+    fit(folder, data=data, save=[3])
+    plain = fit(folder, data=data, resume="3.ckpt", strategy="ddp", save=[2])
+    return len(plain[0]), len(fit(folder, data=data, resume="2.ckpt")[0])
+
+
+def test_the_file_is_read_by_ddp_and_a_file_of_ddp_is_read(tmp_path):
+    assert on_ranks(_fits_with_ddp, tmp_path, world_size=1) == [(21, 19)]
+
+
+# ---- only what is known exactly ------------------------------------------------------------------
+
+
+class OwnBatches:
+    """A batch sampler with `set_epoch`, which does not show its epoch."""
+
+    def __init__(self):
+        self.seed = 0
+
+    def set_epoch(self, epoch):
+        self.seed = epoch
+
+    def __iter__(self):
+        order = torch.randperm(ITEMS, generator=torch.Generator().manual_seed(self.seed))
+        return iter([batch.tolist() for batch in order.split(4)])
+
+    def __len__(self):
+        return ITEMS // 4
+
+
+class OwnOrder(Sampler):
+    def __iter__(self):
+        return iter(torch.randperm(ITEMS).tolist())
+
+    def __len__(self):
+        return ITEMS
+
+
+class Subclass(BatchSampler):
+    pass
+
+
+# On how many ranks, and whether their position is known.
+ORDERS = {
+    "own batches": (1, lambda: DataLoader(Numbers(), batch_sampler=OwnBatches()), False),
+    "own samples": (1, lambda: DataLoader(Numbers(), 4, sampler=OwnOrder()), False),
+    "subclass": (
+        1,
+        lambda: DataLoader(Numbers(), batch_sampler=Subclass(RandomSampler(Numbers()), 4, False)),
+        False,
+    ),
+    "weighted": (
+        1,
+        lambda: DataLoader(Numbers(), 4, sampler=WeightedRandomSampler([1.0] * ITEMS, ITEMS)),
+        True,
+    ),
+    "weighted, two ranks": (
+        2,
+        lambda: DataLoader(Numbers(), 4, sampler=WeightedRandomSampler([1.0] * ITEMS, ITEMS)),
+        False,
+    ),
+    "shuffled, two ranks": (2, lambda: DataLoader(Numbers(), 4, shuffle=True), False),
+    "in order, two ranks": (2, lambda: DataLoader(Numbers(), 4), True),
+}
+
+
+def _fits_of_any_order(rank, folder, name):
+    options = {"data": ORDERS[name][1], "use_distributed_sampler": False, "max_epochs": 1}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        # the ranks draw at random, each for itself
+        whole = fit(folder, seed=rank, save=[3, 4], **options)
+        rest = fit(folder, seed=rank + 5, resume="3.ckpt", **options)
+        plain = fit(folder, seed=rank + 5, resume="3.ckpt", strategy="ddp", **options)
+    said = sum("does not say where the training data are" in str(w.message) for w in caught)
+    return whole[0], rest[0], plain[0], said
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_an_order_that_is_not_known_exactly_is_left_to_lightning(tmp_path, name):
+    ranks, _, known = ORDERS[name]
+    for rank, (whole, rest, plain, said) in enumerate(
+        on_ranks(_fits_of_any_order, tmp_path, name, world_size=ranks)
+    ):
+        assert said == (not known and rank == 0)
+        if known:
+            assert rest == whole[3:]
+        else:
+            assert [number for _, number, _ in rest] == [number for _, number, _ in plain]
+
+
+# ---- epochs that end early, and readers beside the fit -------------------------------------------
+
+
+def _fits_that_end_early(rank, folder, name):
+    data = ALONE["shuffled"]
+    fits = {}
+    for strategy in (None, "ddp"):
+        path = folder / f"{strategy or 'ours'}.ckpt"
+
+        class Save(Callback):
+            def on_train_epoch_end(self, trainer, module):
+                if name == "epoch end" and len(module.seen) == 3:
+                    trainer.save_checkpoint(path)  # noqa: B023
+
+            def on_fit_end(self, trainer, module):
+                if name == "fit end" and len(module.seen) == 3:
+                    trainer.save_checkpoint(path)  # noqa: B023
+
+        options = {"data": data, "strategy": strategy}
+        fit(folder, callbacks=[Save()], max_steps=3, **options)
+        fits[strategy] = fit(folder, resume=path.name, seed=9, **options)[0]
+    return fits[None], fits["ddp"]
+
+
+@pytest.mark.parametrize("name", ["epoch end", "fit end"])
+def test_after_max_steps_inside_an_epoch_the_next_one_is_whole(tmp_path, name):
+    for ours, plain in on_ranks(_fits_that_end_early, tmp_path, name):
+        assert [step[:2] for step in ours] == [step[:2] for step in plain]
+        last = [step for step in ours if step[0] == 1]
+        assert len(last) == ITEMS // 4 // 2
+        assert ours == plain  # the order follows from seed and epoch
+
+
+class Reads(Callback):
+    """Reads the loader of training too."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if len(module.seen) in (2, 3):
+            next(iter(trainer.train_dataloader))
+
+
+def _fits_with_another_reader(rank, folder, name):
+    class Validated(Model):
+        def validation_step(self, batch, batch_idx):
+            pass
+
+    def one(**more):
+        options = {"data": lambda: DataLoader(Numbers(draws=False), 4), **more}
+        if name == "hook":
+            return fit(folder, callbacks=[Reads()], **options)
+        loader = options["data"]()
+        return fit(
+            folder,
+            **{**options, "data": lambda: loader},
+            model=Validated(),
+            val=loader,
+            val_check_interval=3,
+            use_distributed_sampler=False,
+        )
+
+    whole = one(save=[3, 4])
+    return [whole[0], *(one(resume=f"{at}.ckpt", seed=9)[0] for at in (3, 4))]
+
+
+@pytest.mark.parametrize("name", ["hook", "validation"])
+def test_who_reads_a_loader_too_changes_no_position(tmp_path, name):
+    (fits,) = on_ranks(_fits_with_another_reader, tmp_path, name, world_size=1)
+    whole, *resumed = fits
+    for at, rest in zip((3, 4), resumed, strict=True):
+        assert rest == whole[at:]
+
+
+def _fits_with_reloaded_loaders(rank, folder):
+    class Reloads(Model):
+        def train_dataloader(self):
+            return OwnState()
+
+    def one(**more):
+        options = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
+        return fit(folder, model=Reloads(), data=lambda: None, **options, **more)[0]
+
+    return one(save=[3, 13]), one(resume="3.ckpt"), one(resume="13.ckpt")
+
+
+def test_states_are_those_of_the_loaders_that_were_reloaded(tmp_path):
+    ((whole, first, second),) = on_ranks(_fits_with_reloaded_loaders, tmp_path, world_size=1)
+    for at, rest in ((3, first), (13, second)):
+        assert [(epoch, parts) for epoch, _, parts in rest] == [
+            (epoch, parts) for epoch, _, parts in whole[at:]
+        ]
+
+
+def _copies(rank, folder):
+    found = []
+
+    class Copies(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if len(module.seen) == 2:
+                module.loader = trainer.train_dataloader  # with the sampler that Lightning gives it
+                found.append(copy.deepcopy(module.loader))
+                found.append(pickle.loads(pickle.dumps(module.loader)))
+                module.trainer, trainer_of_fit = None, module.trainer
+                found.append(copy.deepcopy(module).loader)
+                module.trainer = trainer_of_fit
+
+    plain = {"dataset": Numbers(draws=False), "batch_size": 4}
+    seen = fit(folder, data=lambda: DataLoader(**plain), callbacks=[Copies()], max_epochs=1)[0]
+    return seen, [(type(each), [batch[0].int().tolist() for batch in each]) for each in found]
+
+
+def test_a_loader_can_be_copied_inside_of_a_fit(tmp_path):
+    ((seen, copies),) = on_ranks(_copies, tmp_path, world_size=1)
+    assert copies == 3 * [(DataLoader, [parts[0] for _, _, parts in seen])]

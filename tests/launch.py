@@ -5,6 +5,7 @@ back.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import functools
 import gc
@@ -13,6 +14,7 @@ import os
 import pickle
 import random
 import secrets
+import signal
 import socket
 import sys
 import tempfile
@@ -30,6 +32,8 @@ import torch.distributed as dist
 from lightning_topt.communication.bounded_loss.exchange import load_kernels as load_datagram_kernels
 from lightning_topt.communication.selection import warm_up
 from lightning_topt.techniques.technique import forget_meshes
+
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def load_kernels() -> None:
@@ -173,6 +177,8 @@ def _rank(  # type: ignore[no-untyped-def]
     backend="gloo",
     stays=False,
 ):
+    if sys.platform == "linux":  # a rank that waits for others would outlive a killed test
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
     # a test in this process may have had a mesh of a fake group: its rank would be taken for this
     # one's

@@ -44,10 +44,10 @@ class Part:
 
 PARTS = [
     Part(0, "probe", 25),
-    Part(1, "gpu_tests", 90),
+    Part(1, "gpu_tests", 65),
     Part(2, "constants", 60),
-    Part(3, "models", 120),
-    Part(4, "fake_groups", 90),
+    Part(3, "models", 90),
+    Part(4, "fake_groups", 75),
     Part(5, "two_processes", 50),
     Part(6, "one_rank_nccl", 35),
     Part(7, "compression", 40),

@@ -149,6 +149,10 @@ PRIVATE_NAMES = (
         "whether gradients are cleared between a step and its backward",
     ),
     # ---- data ------------------------------------------------------------------------------------
+    PrivateName(
+        f"{_COMBINED}._iterator",
+        "only what the fit itself reads counts as trained on",
+    ),
     PrivateName(f"{_FIT_LOOP}._combined_loader", "a batch is read before the fit reads one"),
     PrivateName(
         f"{_FIT_LOOP}._combined_loader_states_to_load",

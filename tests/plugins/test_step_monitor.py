@@ -123,7 +123,7 @@ class TakesOver(pl.Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if batch_idx == self.at:
-            trainer.strategy.memory_meter = monitors.MemoryMeter(torch.device("cpu"))
+            trainer.strategy.memory_meter = MemoryMeter(torch.device("cpu"))
             trainer.strategy.memory_meter.mark_base(pl_module)
 
 

@@ -203,11 +203,17 @@ class TrackedLoader(DataLoader[Any]):
         """Copy what the user has made; where a fit is in it stays with the fit."""
         ours = ("tracking", "is_known", _POSITION)
         state = {name: value for name, value in vars(self).items() if name not in ours}
+        # where Lightning has noted what was set while it made the loader
+        if record := state.get(_RECORD):
+            state[_RECORD] = [each for each in record if each[0][0] not in ours]
         kind: type[DataLoader[Any]] = type(self)
         if kind is TrackedLoader:  # which a fit has made of it
             state.pop("lookahead", None)
             kind = DataLoader
         return _loader_of, (kind,), state
+
+
+_RECORD = "__pl_attrs_record"  # of lightning.fabric.utilities.data
 
 
 def _loader_of(kind: type[DataLoader[Any]]) -> DataLoader[Any]:

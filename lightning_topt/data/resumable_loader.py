@@ -53,7 +53,7 @@ _SAMPLERS = (BatchSampler, DistributedSampler, *_UNSHARED)
 
 
 class Tracking(Protocol):
-    """What a `TrackedLoader` is told of the program that trains on its batches."""
+    """What a `TrackedLoader` knows of the program that trains on its batches."""
 
     @property
     def iterators(self) -> Sequence[object]:
@@ -548,7 +548,7 @@ def _first(iterator: Iterator[object], number: int) -> Iterable[object]:
 
 
 def _epoch_of(sampler: Any) -> int | None:
-    """Return the number that `set_epoch` has told `sampler`, if it shows that."""
+    """Return the number that `set_epoch` gave `sampler`, if it shows that."""
     number = getattr(sampler, "epoch", None) if hasattr(sampler, "set_epoch") else None
     return number if isinstance(number, int) else None
 

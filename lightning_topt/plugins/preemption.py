@@ -61,8 +61,8 @@ class Preemption:
         Args:
             trainer: of the fit.
             may_stop: whether the last batch could be the last one, which all ranks know equally.
-            asks_loaders: whether loaders call `before_fetch`. One rank without them is left to
-                Lightning.
+            asks_loaders: whether the positions of all loaders are known. One rank without that is
+                left to Lightning.
         """
         self.end()
         self._may_stop = may_stop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -24,7 +25,7 @@ TRIAL = Trial(
     data="map",
     items=11,
     validation_items=7,
-    shuffle=False,
+    shuffle=True,
     drop_last=False,
     accumulate=1,
     epochs=1,
@@ -34,6 +35,9 @@ TRIAL = Trial(
     runs=(RUN, replace(RUN, ranks=1, batch_size=3, event=Event())),
 )
 
+SEEDS = (0, 1)
+DDP_SEED = 0  # killed inside an epoch, then resumed
+
 
 def records_of_trial() -> list[list[list[dict[str, Any]]]]:
     """What a fit writes that goes on, on one rank, after two steps of two: run by run, by rank.
@@ -41,9 +45,13 @@ def records_of_trial() -> list[list[list[dict[str, Any]]]]:
     A third step was trained on, and its checkpoint was not complete.
     """
 
-    def batch(number: int, *samples: int) -> dict[str, Any]:
-        place = {"epoch": 0, "batch": number, "step": number + 1}
-        return {"kind": "batch", **place, "samples": list(samples)}
+    order = torch.randperm(11, generator=torch.Generator().manual_seed(5)).tolist()
+
+    def batch(number: int, *places: int) -> dict[str, Any]:
+        samples = [order[place] for place in places]
+        return {"kind": "batch", "epoch": 0, "batch": number, "step": number + 1} | {
+            "samples": samples
+        }
 
     start = {"kind": "start", "epoch": 0, "step": 0}
     saved = [{"kind": "saved", "step": step} for step in (1, 2)]
@@ -95,7 +103,7 @@ def _lose(runs: Any) -> None:
 
 
 def _repeat(runs: Any) -> None:
-    _samples(runs, 1, 0, 0)[0] = 7
+    _samples(runs, 1, 0, 0)[0] = _samples(runs, 0, 0, 0)[0]
 
 
 def _swap(runs: Any) -> None:
@@ -149,5 +157,37 @@ def test_trials_are_those_of_their_seeds() -> None:
         assert trial_of(json.loads(json.dumps(trial.fields))) == trial
         for run in trial.runs:
             shards = trial.shards(run.ranks)
-            assert sorted(sum(shards, [])) == list(range(trial.items))
+            assert sorted(itertools.chain(*shards)) == list(range(trial.items))
             assert all(rank < run.ranks for rank, _ in run.event.at)
+
+
+# ---- whole trials --------------------------------------------------------------------------------
+
+
+def said_of(seed: int, own: str) -> str:
+    """What the script says of the trial of a seed."""
+    made = subprocess.run(["unshare", "-m", "-n", "true"], capture_output=True, check=False)
+    if made.returncode:
+        pytest.skip("namespaces cannot be made here")
+    module = ["-m", "benchmarks.robustness.random_trials"]
+    job = subprocess.run(
+        [preloaded_topt(), *module, f"--seed={seed}", f"--strategy={own}"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+    )
+    return job.stdout
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_trial_is_as_one_process(seed: int) -> None:
+    said = said_of(seed, "topt")
+    assert said.startswith(f"{seed} ") and said.endswith(" ok\n"), said
+
+
+def test_what_ddp_repeats_is_found() -> None:
+    """A fit of Lightning's own strategy goes on inside an epoch."""
+    assert "lost" in said_of(DDP_SEED, "ddp")

@@ -120,8 +120,9 @@ def check_progress(history: History, *, own: str) -> Iterator[Failure]:
 def check_samples(history: History) -> list[Failure]:
     """Each epoch has every sample once, in one global order.
 
-    Lightning's sampler gives all ranks equally many: the last ones may be samples of the epoch's
-    beginning. With `drop_last` a last batch that is not full is left out.
+    Lightning's sampler shuffles (also a loader that does not), the same on any number of ranks, and
+    gives all ranks equally many: the last ones may be samples of the epoch's beginning. With
+    `drop_last` a last batch that is not full is left out.
     """
     failures = []
     for epoch in range(history.trial.epochs):
@@ -162,17 +163,14 @@ def _compare(found: Sequence[int], items: int, repeated: int) -> str:
 def _of_order(history: History, epoch: int) -> str:
     trial, order = history.trial, []
     parts: list[tuple[Run, int, int]] = []  # run, samples before it, and each rank's
-    first: Run | None = None
     for number, run in enumerate(history.runs):
         ranks = _epoch_of(history, number, epoch)
         if len({len(rank) for rank in ranks}) > 1:
             return f"ranks have {[len(rank) for rank in ranks]} samples in run {number}"
-        if ranks[0]:
-            first = first or run
         if ranks[0] or history.start(number)["epoch"] == epoch:
             parts.append((run, len(order), len(ranks[0])))
         order += [sample for each in zip(*ranks, strict=True) for sample in each]
-    if first is None:
+    if not order:
         return "it was not trained on"
     # the run that ended the epoch had all that was left
     last = max(k for k, part in enumerate(parts) if part[2])
@@ -190,8 +188,9 @@ def _of_order(history: History, epoch: int) -> str:
     whole = order[: trial.items]
     if len(set(whole)) < len(whole):
         return _compare(order, trial.items, extra)
-    expected = _known_order(trial, first, epoch)
-    if expected is not None and whole != expected[: len(whole)]:
+    generator = torch.Generator().manual_seed(trial.seed + epoch)
+    expected = torch.randperm(trial.items, generator=generator).tolist()
+    if whole != expected[: len(whole)]:
         return f"the order is {whole}, not {expected}"
     return ""
 
@@ -200,16 +199,6 @@ def _left(trial: Trial, run: Run, used: int) -> int:
     """Return how many samples each rank has after `used` ones of an epoch."""
     own = -(-max(0, trial.items - used) // run.ranks)
     return own // run.batch_size * run.batch_size if trial.drop_last else own
-
-
-def _known_order(trial: Trial, first: Run, epoch: int) -> list[int] | None:
-    """Return the order of an epoch that run `first` began; None where one process draws it."""
-    if not trial.shuffle:
-        return list(range(trial.items))
-    if first.ranks == 1:
-        return None
-    generator = torch.Generator().manual_seed(trial.seed + epoch)
-    return [int(index) for index in torch.randperm(trial.items, generator=generator)]
 
 
 # ---- one process ---------------------------------------------------------------------------------

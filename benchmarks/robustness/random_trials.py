@@ -218,6 +218,8 @@ def _be_rank(trial: Trial, number: int, rank: int, folder: Path, own: str, group
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+    # A shell lets background jobs ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     run = trial.runs[number]
     os.environ.update(
         {

@@ -252,7 +252,7 @@ def run_rank(trial: Trial, number: int, rank: int, folder: Path, *, own: str) ->
 def strategy_of(run: Run, *, own: str) -> Any:
     """Return the strategy of a run."""
     if own == "ddp":
-        return "ddp" if run.ranks > 1 else "auto"
+        return "ddp"
     exact: dict[str, Any] = {"uneven": "join", "pad_evaluation": False}
     if run.plan == "compressed":
         method = {"method": "topk", "density": 0.5, "momentum": 0.0}

@@ -23,6 +23,7 @@ import fcntl
 import gc
 import importlib
 import json
+import math
 import os
 import pkgutil
 import re
@@ -84,7 +85,8 @@ def run_trial(trial: Trial, folder: Path, *, own: str) -> dict[str, Any]:
         failures += run.pop("failures")
         if failures or run["ended"]:
             break
-        choose_checkpoint(trial, folder)
+        if number + 1 < len(trial.runs):
+            choose_checkpoint(trial, folder, plan=trial.runs[number + 1].plan)
     if not failures:
         failures = check(trial, folder, runs=len(runs), own=own)
     failures += left_behind(folder)
@@ -157,15 +159,22 @@ def wait_for_ranks(ranks: Iterable[int], records: Path) -> dict[int, int]:
     return statuses
 
 
-def choose_checkpoint(trial: Trial, folder: Path) -> None:
+def choose_checkpoint(trial: Trial, folder: Path, *, plan: str) -> None:
     """Let the next run go on from the newest checkpoint, as a script of the user's would."""
     work = folder / "work"
     found = [*work.glob("regular/last*.ckpt"), *work.glob("hpc_ckpt_*.ckpt")]
     if trial.is_uneven:  # of which positions inside of an epoch are not promised
         found = [p for p in found if "signal" not in p.name and "hpc" not in p.name]
     (folder / "resume").unlink(missing_ok=True)
-    if found:
-        (folder / "resume").write_text(str(max(found, key=_saved_at)))
+    if not found:
+        return
+    newest = max(found, key=_saved_at)
+    if newest.is_dir() and plan in ("compressed", "local_steps"):
+        # Their strategies read files; docs/how_to/resume.md says how a folder becomes one.
+        file = folder / "file.ckpt"
+        torch.save(lightning_topt.read_sharded_checkpoint(newest), file)
+        newest = file
+    (folder / "resume").write_text(str(newest))
 
 
 def _saved_at(path: Path) -> float:
@@ -260,33 +269,24 @@ def isolate() -> None:
         fcntl.ioctl(any_socket, 0x8914, up)  # SIOCSIFFLAGS
 
 
-def descendants() -> list[int]:
-    """Return all processes below this one."""
-    below: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                if fields[0] not in "ZX":
-                    below.setdefault(int(fields[1]), []).append(int(entry.name))
-    found, front = [], [os.getpid()]
-    while front:
-        front = [child for parent in front for child in below.get(parent, ())]
-        found += front
-    return found
+def children() -> list[int]:
+    """Return the children of this process, those included that have ended and wait for it."""
+    return [int(child) for child in Path("/proc/thread-self/children").read_text().split()]
 
 
 def left_behind(folder: Path) -> list[Failure]:
     """Return what the trial has left in the system, and end its processes."""
+    found = []
     deadline = time.monotonic() + END_SECONDS
-    while (processes := descendants()) and time.monotonic() < deadline:
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(-1, os.WNOHANG)
-        time.sleep(0.02)
-    found = [f"process {name_of(process)}" for process in processes]
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
+    # All orphans are children of this process, until none is left.
+    while processes := children():
+        if not os.waitpid(-1, os.WNOHANG)[0]:
+            time.sleep(0.02)
+        if time.monotonic() > deadline:
+            found += [f"process {name_of(process)}" for process in processes]
+            for process in processes:
+                os.kill(process, signal.SIGKILL)
+            deadline = math.inf
     listening = [
         line.split()[1]
         for name in ("tcp", "tcp6")

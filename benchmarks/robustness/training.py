@@ -4,7 +4,7 @@
 
     start   where the fit begins: epoch and optimizer step
     batch   indices of the samples, and the optimizer step that they are part of
-    saved   a regular checkpoint is complete
+    saved   ``last.ckpt`` of this step is complete
     valid   what validation found, at which step
     sent    this rank's signal is about to be sent
     end     the fit came to its end; with its parameters
@@ -192,13 +192,14 @@ class Sends(Callback):
 
 
 class Saves(ModelCheckpoint):
-    """Writes down which checkpoints are complete."""
+    """Writes down when ``last.ckpt`` is complete."""
 
     records: Records
 
     def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
         super()._save_checkpoint(trainer, filepath)
-        self.records.write("saved", step=trainer.global_step)
+        if Path(filepath).name.startswith(self.CHECKPOINT_NAME_LAST):
+            self.records.write("saved", step=trainer.global_step)
 
 
 def run_rank(trial: Trial, number: int, rank: int, folder: Path, *, own: str) -> None:

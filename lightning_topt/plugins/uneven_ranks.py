@@ -28,6 +28,7 @@ from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.trainer import call
 from torch import Tensor, nn
 
+from lightning_topt.data.resumable_loader import TrackedLoader
 from lightning_topt.plugins.lent_methods import LentMethods
 from lightning_topt.plugins.loader_lengths import LoaderLengths, are_known
 from lightning_topt.plugins.logged_results import share_results, share_step
@@ -360,6 +361,11 @@ class SharedFetcher:
         own = self._own
         if own.length is None or not are_known(own.combined_loader):
             return _NEVER
+        # What is left of an epoch that is resumed may fill no batch of the present size. Lightning
+        # counts one that is to come, or it would begin the epoch anew.
+        loaders = own.combined_loader.flattened
+        if all(isinstance(each, TrackedLoader) and not each.batches_left() for each in loaders):
+            return 0
         count: float = max(0, own.length - own.fetched)
         return count
 

@@ -89,7 +89,9 @@ def run_trial(trial: Trial, folder: Path, *, own: str) -> dict[str, Any]:
             choose_checkpoint(trial, folder, plan=trial.runs[number + 1].plan)
     if not failures:
         failures = check(trial, folder, runs=len(runs), own=own)
-    failures += left_behind(folder)
+    left = left_behind(folder)
+    if not any(failure.kind == "hang" for failure in failures):  # whose ranks this process killed
+        failures += left
     return {
         "seed": trial.seed,
         "strategy": own,

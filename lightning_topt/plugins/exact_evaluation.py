@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 
 from lightning_topt.plugins.lent_methods import LentMethods
 from lightning_topt.plugins.loader_lengths import LoaderLengths, are_known
-from lightning_topt.plugins.logged_results import share_results
+from lightning_topt.plugins.logged_results import lend_syncs, share_results
 from lightning_topt.plugins.presence import Presence, Ranks, gather_counts
 
 _NEVER = float("inf")
@@ -81,7 +81,7 @@ class ExactEvaluation:
         join: Callable[[str], None],
     ) -> None:
         self.presence, self.gathers, self._join = presence, gathers, join
-        self._lent = LentMethods()
+        self._lent, self._metrics = LentMethods(), LentMethods()
         self._without: dict[Any, list[float]] = {}  # limits of loops that this rank has no data of
 
     def begin(self, trainer: pl.Trainer) -> None:
@@ -97,6 +97,7 @@ class ExactEvaluation:
         for loop in loops:
             self._lent.lend(loop, "setup_data", lambda own, loop=loop: self._set_up_data(own, loop))
             self._lent.lend(loop, "reset", lambda own, loop=loop: self._reset(own, loop))
+            self._lent.lend(loop, "on_run_end", self._end_run)
             if loop is not trainer.predict_loop:
                 store = partial(self._store, loop)
                 self._lent.lend(loop, "_store_dataloader_outputs", store)
@@ -104,6 +105,8 @@ class ExactEvaluation:
     def end(self) -> None:
         """Give the loops back."""
         self._lent.give_back()
+        self._metrics.give_back()
+        self.presence.differs_in_evaluation = False
 
     def _sampler(
         self, own: Callable[..., Any], dataloader: DataLoader[Any], shuffle: bool, mode: Any = None
@@ -156,13 +159,25 @@ class ExactEvaluation:
         if isinstance(fetcher, _DataLoaderIterDataFetcher):
             return  # the user's step takes batches by itself
         device = loop.trainer.strategy.root_device
-        counts = gather_counts(_counts_of(fetcher, combined, combined.limits), device=device)
+        own_ones = [*_counts_of(fetcher, combined, combined.limits), _has_other_sizes(combined)]
+        rows = gather_counts(own_ones, device=device)
+        counts = [row[:-1] for row in rows]
         is_known = not any(_NEVER in row for row in counts)
-        if is_known and all(row == counts[0] for row in counts):
+        is_even = is_known and all(row == counts[0] for row in counts)
+        if not is_even or any(row[-1] for row in rows):
+            self.presence.differs_in_evaluation = True
+            lend_syncs(loop.trainer.lightning_module, self._metrics)
+        if is_even:
             return
         loop._data_fetcher = EvaluationFetcher(
             fetcher, loop, self, counts=counts if is_known else None
         )
+
+    def _end_run(self, own: Callable[..., Any]) -> Any:
+        """End a run of a loop, with the hooks of the user that gather what it found."""
+        result = own()
+        self.presence.differs_in_evaluation = False
+        return result
 
     def _store(self, loop: Any, own: Callable[[], None]) -> None:
         """Store what was logged of a loader, once: the fetcher may have done so already."""
@@ -176,6 +191,15 @@ class ExactEvaluation:
         """Take part in a step of others in `loop`, for which this rank has no batch."""
         if self.gathers():
             self._join(_step_of(loop))
+
+
+def _has_other_sizes(combined: Any) -> bool:
+    """Return whether this rank's share of a loader is not as large as that of each other rank."""
+    samplers = [getattr(loader, "sampler", None) for loader in combined.flattened]
+    return any(
+        isinstance(sampler, ExactSampler) and sampler.total_size % sampler.num_replicas
+        for sampler in samplers
+    )
 
 
 def _counts_of(fetcher: Any, combined: Any, limits: Iterable[float]) -> list[float]:
@@ -324,6 +348,7 @@ class EvaluationFetcher:
         self._within.enter_context(
             among(ranks, trainer.lightning_module, timeout=strategy._timeout)
         )
+        self._within.enter_context(self._evaluation.presence.own_calls(strategy))
         if isinstance(strategy.model, DistributedDataParallel) and not self._evaluation.gathers():
             self._within.enter_context(_without_buffers(strategy.model))
 

@@ -1,15 +1,17 @@
 """Which ranks have a batch: agreed before a step, and who counts in what that step averages.
 
 Ranks whose loaders have a length agree once, when an epoch begins (`gather_counts`). Where one has
-none, all of them vote, two batches ahead and beside the computation (`Votes`).
+none, all of them vote at each batch, beside the computation (`Votes`).
 """
 
 from __future__ import annotations
 
+import inspect
 import zlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_topt.communication.topology import destroy_groups
+from lightning_topt.plugins.lent_methods import LentMethods
 
 Ranks = tuple[int, ...]
 
@@ -37,12 +40,19 @@ class Presence:
         self.ranks: Ranks | None = None
         self.group: dist.ProcessGroup | None = None
         self.weight = 1.0
+        # Whether ranks may have had different numbers of samples.
+        self.differs_in_training = self.differs_in_evaluation = False
         self._groups: dict[tuple[Ranks, int], dist.ProcessGroup | None] = {}
 
     @property
     def is_partial(self) -> bool:
         """Whether a rank has no batch in this step."""
         return self.ranks is not None
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether ranks may have had different numbers of samples, in what is under way."""
+        return self.differs_in_training or self.differs_in_evaluation
 
     @property
     def has_batch(self) -> bool:
@@ -92,6 +102,26 @@ class Presence:
         finally:
             self.ranks, self.group, self.weight = before
 
+    @contextmanager
+    def own_calls(self, strategy: Any) -> Generator[None, None, None]:
+        """Let calls of user code to all ranks end, in a step that only some have a batch for.
+
+        Barriers and broadcasts are among those ranks. Other functions of ``torch.distributed`` that
+        are given no group raise ValueError: they would wait for ranks that do not come.
+        """
+        lent, ranks = LentMethods(), self.ranks
+        if ranks is None or self.group is None:
+            yield
+            return
+        for name in _COLLECTIVES:
+            lent.lend(dist, name, partial(_refused, name, ranks))
+        lent.lend(dist, "barrier", partial(_among_these, self.group))
+        lent.lend(strategy, "broadcast", partial(_broadcast, self.group))
+        try:
+            yield
+        finally:
+            lent.give_back()
+
     def close(self) -> None:
         """End the groups. A collective call."""
         groups, self._groups = self._groups, {}
@@ -115,6 +145,51 @@ class Presence:
                     group = made
             self._groups[key] = group
         return self._groups[key]
+
+
+# What user code may call in a step, by its name in torch.distributed.
+_COLLECTIVES = (
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "broadcast_object_list",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "gather",
+    "gather_object",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_to_all",
+    "all_to_all_single",
+)
+
+
+def _refused(name: str, ranks: Ranks, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if inspect.signature(own).bind(*args, **kwargs).arguments.get("group") is not None:
+        return own(*args, **kwargs)
+    raise ValueError(
+        f"torch.distributed.{name} was called in a step for which only ranks "
+        f"{', '.join(map(str, ranks))} have a batch, because every sample is evaluated once: use "
+        "self.all_gather, self.log(..., sync_dist=True) or torchmetrics, call it at the end of the "
+        "epoch, or set pad_evaluation=True"
+    )
+
+
+def _among_these(
+    present: dist.ProcessGroup,
+    own: Callable[..., Any],
+    group: dist.ProcessGroup | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    return own(present if group is None else group, *args, **kwargs)
+
+
+def _broadcast(present: dist.ProcessGroup, own: Callable[..., Any], obj: Any, src: int = 0) -> Any:
+    found = [obj]
+    dist.broadcast_object_list(found, src, group=present)
+    return found[0]
 
 
 def _counting(
@@ -141,22 +216,49 @@ def gather_counts(
     return found
 
 
-def check_shapes(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Raise ValueError on all ranks of a group whose tensors are of different forms.
+def gather_rows(
+    tensor: Tensor, group: dist.ProcessGroup | None, gather: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, bool]:
+    """Return the tensors of all ranks of a group, stacked, and whether rows were repeated.
 
-    A collective call. To gather such tensors would end the process, or never return.
+    Where each sample is evaluated once some ranks have a row less than others. As many rows as
+    there would be under Lightning's sampler are returned, which gives rank r every n-th sample
+    from r on, and begins anew at its end: the same rows are repeated. A collective call.
+
+    Args:
+        tensor: of this rank: (rows, ...).
+        group: None: all ranks.
+        gather: stacks tensors of one shape.
+
+    Raises ValueError on all ranks for tensors that differ in more than that.
     """
     kind = zlib.crc32(str(tensor.dtype).encode())
     shape = [*tensor.shape, *[-1] * _MOST_DIMENSIONS][:_MOST_DIMENSIONS]
-    rows = gather_counts([kind, *shape], device=tensor.device, group=group)
-    if all(row == rows[0] for row in rows):
-        return
+    found = gather_counts([kind, *shape], device=tensor.device, group=group)
+    if all(each == found[0] for each in found):
+        return gather(tensor), False
+    forms = [each[:1] + each[2:] for each in found]
+    counts, ranks = [int(each[1]) for each in found], len(found)
+    whole = sum(counts)
+    shares = [len(range(rank, whole, ranks)) for rank in range(ranks)]
+    if counts != shares or any(form != forms[0] for form in forms):
+        raise ValueError(_different_shapes(found, group))
+    most = shares[0]
+    missing = most - len(tensor)
+    stacked = gather(torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]))
+    # (rows, ranks, ...), in the order of the samples; the sampler begins anew where they end
+    samples = stacked.transpose(0, 1).flatten(0, 1)
+    order = torch.arange(most * ranks, device=tensor.device) % whole
+    return samples[order].unflatten(0, (most, ranks)).transpose(0, 1).contiguous(), True
+
+
+def _different_shapes(found: list[list[float]], group: dist.ProcessGroup | None) -> str:
     ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
     forms = ", ".join(
         f"rank {rank} {[int(size) for size in row[1:] if size >= 0]}"
-        for rank, row in zip(ranks, rows, strict=True)
+        for rank, row in zip(ranks, found, strict=True)
     )
-    raise ValueError(
+    return (
         f"self.all_gather was given tensors of different shapes or dtypes: {forms}. Ranks may have "
         "different numbers of samples: gather tensors of equal shapes (padded, or reduced first), "
         "or set pad_evaluation=True"
@@ -169,7 +271,7 @@ _MOST_DIMENSIONS = 8  # that are compared
 class Votes:
     """Says which ranks have another batch, where nobody knows how many there will be.
 
-    A vote is sent at one batch and read at the next one, on a group of the host's own.
+    Votes travel on a group of the host's own, beside what is computed until they are read.
     """
 
     def __init__(self, *, timeout: timedelta | None = None) -> None:

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 from lightning_topt.plugins.lent_methods import LentMethods
 from lightning_topt.plugins.loader_lengths import LoaderLengths, are_known
 from lightning_topt.plugins.logged_results import lend_syncs, share_results
-from lightning_topt.plugins.presence import Presence, Ranks, gather_counts
+from lightning_topt.plugins.presence import Presence, Ranks, Votes, gather_counts
 
 _NEVER = float("inf")
 
@@ -169,9 +169,9 @@ class ExactEvaluation:
             lend_syncs(loop.trainer.lightning_module, self._metrics)
         if is_even:
             return
-        loop._data_fetcher = EvaluationFetcher(
-            fetcher, loop, self, counts=counts if is_known else None
-        )
+        votes = None if is_known else self.presence.votes(loop.trainer.strategy)
+        if is_known or votes is not None:
+            loop._data_fetcher = EvaluationFetcher(fetcher, loop, self, counts, votes=votes)
 
     def _end_run(self, own: Callable[..., Any]) -> Any:
         """End a run of a loop, with the hooks of the user that gather what it found."""
@@ -244,12 +244,13 @@ class EvaluationFetcher:
         fetcher: Any,
         loop: Any,
         evaluation: ExactEvaluation,
+        counts: list[list[float]],
         *,
-        counts: list[list[float]] | None,
+        votes: Votes | None,
     ) -> None:
         self._own, self._loop, self._evaluation = fetcher, loop, evaluation
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._counts = counts
+        self._counts, self._votes = counts, votes  # votes where counts are not known
         self._position = (0, 0)  # the loader, and how many rounds it has had
         self._loader: int | None = None  # that has begun
         self._first: Ranks = ()  # the ranks that had batches of it
@@ -305,14 +306,14 @@ class EvaluationFetcher:
 
     def _round(self) -> tuple[int | None, Ranks]:
         """Return the loader of the next round, None after the last one, and who has a batch."""
-        if self._counts is None:
-            own = self._held[0][2] if self._held else _NEVER
-            device = self._loop.trainer.strategy.root_device
-            next_ones = [row[0] for row in gather_counts([own], device=device)]
-            if min(next_ones) == _NEVER:
+        if self._votes is not None:
+            # The loader of the batch at hand, counted from 1.
+            self._votes.send(1 + self._held[0][2] if self._held else 0)
+            next_ones = self._votes.read()
+            first = min((each for each in next_ones if each), default=None)
+            if first is None:
                 return None, ()
-            loader = min(next_ones)
-            return int(loader), tuple(r for r in range(self._size) if next_ones[r] == loader)
+            return first - 1, tuple(r for r in range(self._size) if next_ones[r] == first)
         (loader_index, rounds), counts = self._position, self._counts
         while loader_index < len(counts[0]):
             ranks = tuple(r for r in range(self._size) if counts[r][loader_index] > rounds)

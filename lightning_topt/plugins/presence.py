@@ -7,6 +7,7 @@ none, all of them vote at each batch, beside the computation (`Votes`).
 from __future__ import annotations
 
 import inspect
+import logging
 import zlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -16,11 +17,14 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_topt.communication.topology import destroy_groups
 from lightning_topt.plugins.lent_methods import LentMethods
+
+log = logging.getLogger(__name__)
 
 Ranks = tuple[int, ...]
 
@@ -43,6 +47,7 @@ class Presence:
         # Whether ranks may have had different numbers of samples.
         self.differs_in_training = self.differs_in_evaluation = False
         self._groups: dict[tuple[Ranks, int], dist.ProcessGroup | None] = {}
+        self._votes: list[Votes | None] = []
 
     @property
     def is_partial(self) -> bool:
@@ -122,8 +127,24 @@ class Presence:
         finally:
             lent.give_back()
 
+    def votes(self, strategy: DDPStrategy) -> Votes | None:
+        """Return what ranks vote by; None on all of them where they cannot. A collective call."""
+        if not self._votes:
+            made = None
+            try:
+                made = Votes(timeout=strategy._timeout)
+            except RuntimeError as error:  # no network interface, most often
+                log.warning("ranks do not agree on the ends of their data: %s", error)
+            can = strategy.reduce_boolean_decision(made is not None)
+            self._votes.append(made if can else None)
+        return self._votes[0]
+
     def close(self) -> None:
         """End the groups. A collective call."""
+        for votes in self._votes:
+            if votes is not None:
+                votes.close()
+        self._votes.clear()
         groups, self._groups = self._groups, {}
         destroy_groups([group for group in groups.values() if group is not None])
 

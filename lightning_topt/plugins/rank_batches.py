@@ -107,8 +107,6 @@ class RankBatches:
             self._training.end_fit()
         if not failed and dist.is_initialized():
             self.presence.close()
-            if self._training is not None:
-                self._training.close()
 
     def weighted(self, loss: Tensor) -> None:
         """Let the gradients of `loss` count among those of the ranks that have a batch."""

@@ -59,7 +59,6 @@ class UnevenRanks:
         self._join, self._why_not = join, why_not
         self._lent = LentMethods()
         self._trainer: Any = None
-        self._votes: Votes | None = None
         self._fetcher: SharedFetcher | None = None  # of the epoch under way
         self._within = ExitStack()  # of a step that only some ranks have a batch for
         # Whether an epoch of this fit can end on one rank before others, as all ranks know.
@@ -87,12 +86,6 @@ class UnevenRanks:
         self._lent.give_back()
         self._trainer = self._fetcher = None
         self.presence.differs_in_training = self.may_end_apart = False
-
-    def close(self) -> None:
-        """End the group of the votes. A collective call."""
-        if self._votes is not None:
-            self._votes.close()
-            self._votes = None
 
     # ---- the data --------------------------------------------------------------------------------
 
@@ -176,11 +169,11 @@ class UnevenRanks:
         counts = [row[0] for row in rows]
         if _NEVER not in counts:
             fetcher.agree(counts)
+        elif (votes := self.presence.votes(self._trainer.strategy)) is None:
+            fetcher.is_as_lightnings = True
         else:
-            if self._votes is None:
-                self._votes = Votes(timeout=self._trainer.strategy._timeout)
             fetcher.vote(
-                self._votes,
+                votes,
                 are_sure=not any(row[1] for row in rows),
                 # Within a window Lightning asks before the step whether it is the last one.
                 may_wait=self._trainer.accumulate_grad_batches == 1,
@@ -191,7 +184,7 @@ class UnevenRanks:
 
     def _advance(self, own: Callable[[Any], None], fetcher: Any) -> None:
         """Run a step: the user's, or that of a rank without a batch."""
-        if not isinstance(fetcher, SharedFetcher) or fetcher.is_known_even:
+        if not isinstance(fetcher, SharedFetcher) or fetcher.is_as_lightnings:
             own(fetcher)
             return
         fetcher.present = None
@@ -361,7 +354,8 @@ class SharedFetcher:
         self._size = dist.get_world_size()
         self._all: Ranks = tuple(range(self._size))
         self.done = False
-        self.is_known_even = self.is_known_uneven = False
+        self.is_as_lightnings = False  # nothing is left to agree on in this epoch
+        self.is_known_uneven = False
         self.ranks_without_any: Ranks = ()
         self.present: Ranks | None = None
         self._next: Ranks = ()  # the ranks that have the batch that comes
@@ -372,8 +366,8 @@ class SharedFetcher:
 
     def agree(self, counts: list[float]) -> None:
         """Begin an epoch in which the ranks have so many batches. Raises ValueError."""
-        self.is_known_even = len(set(counts)) == 1
-        if self._uneven == "error" and not self.is_known_even:
+        self.is_as_lightnings = len(set(counts)) == 1
+        if self._uneven == "error" and not self.is_as_lightnings:
             raise ValueError(_uneven_counts(counts))
         self._counts = [min(counts)] * self._size if self._uneven == "stop" else counts
         self.is_known_uneven = len(set(self._counts)) > 1
@@ -444,7 +438,7 @@ class SharedFetcher:
 
         Raises `NoBatchError` where only others have one, StopIteration where nobody does.
         """
-        if self.is_known_even:
+        if self.is_as_lightnings:
             batch = next(self._own)
             self.done = self._own.done
             return batch

@@ -8,6 +8,7 @@ shards. What was logged is then reduced among all ranks, weighted by samples.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -349,7 +350,7 @@ class EvaluationFetcher:
         self._within.enter_context(
             among(ranks, trainer.lightning_module, timeout=strategy._timeout)
         )
-        self._within.enter_context(self._evaluation.presence.own_calls(strategy))
+        self._within.enter_context(_own_calls(self._evaluation.presence, strategy))
         if isinstance(strategy.model, DistributedDataParallel) and not self._evaluation.gathers():
             self._within.enter_context(_without_buffers(strategy.model))
 
@@ -362,3 +363,67 @@ def _without_buffers(model: DistributedDataParallel) -> Generator[None, None, No
         yield
     finally:
         model.require_forward_param_sync = before
+
+
+@contextmanager
+def _own_calls(presence: Presence, strategy: Any) -> Generator[None, None, None]:
+    """Let calls of user code to all ranks end, in a step that only some have a batch for.
+
+    Barriers and broadcasts are among those ranks. Other functions of ``torch.distributed`` that are
+    given no group raise ValueError: they would wait for ranks that do not come.
+    """
+    lent, ranks, group = LentMethods(), presence.ranks, presence.group
+    if ranks is not None and group is not None:
+        for name in _COLLECTIVES:
+            lent.lend(dist, name, partial(_refused, name, ranks))
+        lent.lend(dist, "barrier", partial(_among_these, group))
+        lent.lend(strategy, "broadcast", partial(_broadcast, group))
+    try:
+        yield
+    finally:
+        lent.give_back()
+
+
+# What user code may call in a step, by its name in torch.distributed.
+_COLLECTIVES = (
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "broadcast_object_list",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "gather",
+    "gather_object",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_to_all",
+    "all_to_all_single",
+)
+
+
+def _refused(name: str, ranks: Ranks, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if inspect.signature(own).bind(*args, **kwargs).arguments.get("group") is not None:
+        return own(*args, **kwargs)
+    raise ValueError(
+        f"torch.distributed.{name} was called in a step for which only ranks "
+        f"{', '.join(map(str, ranks))} have a batch, because every sample is evaluated once: use "
+        "self.all_gather, self.log(..., sync_dist=True) or torchmetrics, call it at the end of the "
+        "epoch, or set pad_evaluation=True"
+    )
+
+
+def _among_these(
+    present: dist.ProcessGroup,
+    own: Callable[..., Any],
+    group: dist.ProcessGroup | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    return own(present if group is None else group, *args, **kwargs)
+
+
+def _broadcast(present: dist.ProcessGroup, own: Callable[..., Any], obj: Any, src: int = 0) -> Any:
+    found = [obj]
+    dist.broadcast_object_list(found, src, group=present)
+    return found[0]

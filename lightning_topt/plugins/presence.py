@@ -6,13 +6,11 @@ none, all of them vote at each batch, beside the computation (`Votes`).
 
 from __future__ import annotations
 
-import inspect
 import logging
 import zlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -22,7 +20,6 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_topt.communication.topology import destroy_groups
-from lightning_topt.plugins.lent_methods import LentMethods
 
 log = logging.getLogger(__name__)
 
@@ -107,26 +104,6 @@ class Presence:
         finally:
             self.ranks, self.group, self.weight = before
 
-    @contextmanager
-    def own_calls(self, strategy: Any) -> Generator[None, None, None]:
-        """Let calls of user code to all ranks end, in a step that only some have a batch for.
-
-        Barriers and broadcasts are among those ranks. Other functions of ``torch.distributed`` that
-        are given no group raise ValueError: they would wait for ranks that do not come.
-        """
-        lent, ranks = LentMethods(), self.ranks
-        if ranks is None or self.group is None:
-            yield
-            return
-        for name in _COLLECTIVES:
-            lent.lend(dist, name, partial(_refused, name, ranks))
-        lent.lend(dist, "barrier", partial(_among_these, self.group))
-        lent.lend(strategy, "broadcast", partial(_broadcast, self.group))
-        try:
-            yield
-        finally:
-            lent.give_back()
-
     def votes(self, strategy: DDPStrategy) -> Votes | None:
         """Return what ranks vote by; None on all of them where they cannot. A collective call."""
         if not self._votes:
@@ -166,51 +143,6 @@ class Presence:
                     group = made
             self._groups[key] = group
         return self._groups[key]
-
-
-# What user code may call in a step, by its name in torch.distributed.
-_COLLECTIVES = (
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "broadcast_object_list",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "gather",
-    "gather_object",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "all_to_all",
-    "all_to_all_single",
-)
-
-
-def _refused(name: str, ranks: Ranks, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if inspect.signature(own).bind(*args, **kwargs).arguments.get("group") is not None:
-        return own(*args, **kwargs)
-    raise ValueError(
-        f"torch.distributed.{name} was called in a step for which only ranks "
-        f"{', '.join(map(str, ranks))} have a batch, because every sample is evaluated once: use "
-        "self.all_gather, self.log(..., sync_dist=True) or torchmetrics, call it at the end of the "
-        "epoch, or set pad_evaluation=True"
-    )
-
-
-def _among_these(
-    present: dist.ProcessGroup,
-    own: Callable[..., Any],
-    group: dist.ProcessGroup | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    return own(present if group is None else group, *args, **kwargs)
-
-
-def _broadcast(present: dist.ProcessGroup, own: Callable[..., Any], obj: Any, src: int = 0) -> Any:
-    found = [obj]
-    dist.broadcast_object_list(found, src, group=present)
-    return found[0]
 
 
 def _counting(

@@ -82,7 +82,8 @@ class Computes(L.LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.begun.append(perf_counter())
         compute(self.times)
-        return self.net(batch).square().mean()
+        loss: Tensor = self.net(batch).square().mean()
+        return loss
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-3)

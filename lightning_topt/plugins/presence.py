@@ -202,7 +202,8 @@ def gather_rows(
     # (rows, ranks, ...), in the order of the samples; the sampler begins anew where they end
     samples = stacked.transpose(0, 1).flatten(0, 1)
     order = torch.arange(most * ranks, device=tensor.device) % whole
-    return samples[order].unflatten(0, (most, ranks)).transpose(0, 1).contiguous(), True
+    rows = samples[order].reshape(most, ranks, *tensor.shape[1:])
+    return rows.transpose(0, 1).contiguous(), True
 
 
 def _different_shapes(found: list[list[float]], group: dist.ProcessGroup | None) -> str:

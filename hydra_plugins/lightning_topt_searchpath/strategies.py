@@ -39,8 +39,8 @@ class AutoParallelConfig:
     watch_steps: int = 3  # real steps that are timed or recorded before anything is decided
     checkpoint: str = "full"  # or sharded: a folder to which every rank writes what it keeps
     # join, stop or error: what ranks with fewer training batches do; null: as in Lightning
-    uneven: str | None = None
-    pad_evaluation: bool = True  # whether samples are repeated until ranks have equally many
+    uneven: str | None = "join"
+    pad_evaluation: bool = False  # whether samples are repeated until ranks have equally many
 
 
 @dataclass
@@ -52,8 +52,8 @@ class CompressedConfig:
     method: Any = "topk"  # a name, or a mapping such as the group topt/gradient_exchange has
     nodes: int | None = None  # who shares a node, where it is not what the Trainer has
     ranks_per_node: int | None = None
-    uneven: str | None = None  # or join, stop, error
-    pad_evaluation: bool = True
+    uneven: str | None = "join"  # or stop, error; null: as ddp
+    pad_evaluation: bool = False
 
 
 @dataclass

@@ -93,10 +93,10 @@ class AutoParallelStrategy(DDPStrategy):
         checkpoint: ``"full"`` saves the plain file of ``ddp``, for which rank 0 collects the whole
             state; ``"sharded"`` a folder, to which every rank writes what it keeps. Both are
             loaded, under any plan and number of ranks.
-        uneven: what ranks with fewer batches do in training: None, as under ``ddp``, which needs
-            equally many; ``"join"``, they take part in the steps of the others, whose gradients are
-            the mean over the ranks that have a batch; ``"stop"``, all end with the first;
-            ``"error"`` (docs/robustness.md).
+        uneven: what ranks with fewer batches do in training: ``"join"``, they take part in the
+            steps of the others, whose gradients are the mean over the ranks that have a batch;
+            ``"stop"``, all end with the first; ``"error"``; None, as under ``ddp``, which needs
+            equally many (docs/robustness.md).
         pad_evaluation: whether samples are repeated in validation, test and prediction until all
             ranks have equally many, as under ``ddp``. If False, each counts once.
         ddp_options: arguments of Lightning's `DDPStrategy` and torch's `DistributedDataParallel`.
@@ -128,8 +128,8 @@ class AutoParallelStrategy(DDPStrategy):
         allow_staleness: AllowStaleness = False,
         watch_steps: int = WATCHED_STEPS,
         checkpoint: str = "full",
-        uneven: str | None = None,
-        pad_evaluation: bool = True,
+        uneven: str | None = "join",
+        pad_evaluation: bool = False,
         **ddp_options: Any,
     ) -> None:
         super().__init__(**known_options(ddp_options, strategy=type(self).__name__))
@@ -183,6 +183,11 @@ class AutoParallelStrategy(DDPStrategy):
     def planning_seconds(self) -> float | None:
         """How long planning took in the last fit."""
         return self._controller.seconds
+
+    @property
+    def ranks_may_end_apart(self) -> bool:
+        """Whether training data may end on one rank before others, as all ranks know."""
+        return self._batches.may_end_apart
 
     @property
     def memory_meter(self) -> MemoryMeter | None:
@@ -440,13 +445,13 @@ class AutoParallelStrategy(DDPStrategy):
         if self._batches.replaces(group):
             return self._batches.all_gather(tensor, sync_grads, super().all_gather)
         if self._run.data.replaces(group):
+            gather = partial(self._run.data.all_gather, sync_grads=sync_grads)
             tensor = self._run.runner.unsharded(tensor)
-            self._batches.check_shapes(tensor, self._run.data.group)
-            return self._run.data.all_gather(tensor, sync_grads=sync_grads)
-        self._batches.check_shapes(tensor, group)
+            return self._batches.gathered(tensor, self._run.data.group, gather)
+        own = partial(super().all_gather, group=group, sync_grads=sync_grads)
         # A step that is traced sends nothing.
         with among_all_ranks() if self._run.engine is None else nullcontext():
-            return super().all_gather(tensor, group, sync_grads)
+            return self._batches.gathered(tensor, group, own)
 
     # ---- checkpoints -----------------------------------------------------------------------------
 

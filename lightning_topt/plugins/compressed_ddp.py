@@ -81,8 +81,8 @@ class CompressedDDPStrategy(DDPStrategy):
         debug: bool = ExchangeSettings.debug,
         nodes: int | None = None,
         ranks_per_node: int | None = None,
-        uneven: str | None = None,
-        pad_evaluation: bool = True,
+        uneven: str | None = "join",
+        pad_evaluation: bool = False,
         **ddp_options: Any,
     ) -> None:
         refuse_method_options(ddp_options)
@@ -278,7 +278,7 @@ class CompressedDDPStrategy(DDPStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if not self._batches.is_on:
+        if not self._batches.presence.is_partial:
             return super().reduce_boolean_decision(decision, all)
         return self._batches.decide(decision, unanimous=all, device=self.root_device)
 
@@ -286,8 +286,8 @@ class CompressedDDPStrategy(DDPStrategy):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if self._batches.replaces(group):
             return self._batches.all_gather(tensor, sync_grads, super().all_gather)
-        self._batches.check_shapes(tensor, group)
-        return super().all_gather(tensor, group, sync_grads)
+        own = partial(super().all_gather, group=group, sync_grads=sync_grads)
+        return self._batches.gathered(tensor, group, own)
 
     # ---- checkpoints -----------------------------------------------------------------------------
 

@@ -141,6 +141,11 @@ def search_with_axes(
     """
     # Data axes: the watched or captured step as it is.
     found = [search_plans(search)]
+    strategy: Any = trainer.strategy
+    if why_not is None and strategy.ranks_may_end_apart:
+        why_not = (
+            "the training data may end on one rank before others, which would need its batches"
+        )
     # Tensor axes: whatever goes wrong is the reason why there are none.
     step = TracedStep(trainer, batch)
     tensor_search = TensorSearch(request, step, search, found[0], are_joint=are_joint)

@@ -8,6 +8,7 @@ shards. What was logged is then reduced among all ranks, weighted by samples.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,8 +26,8 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 
 from lightning_topt.plugins.lent_methods import LentMethods
 from lightning_topt.plugins.loader_lengths import LoaderLengths, are_known
-from lightning_topt.plugins.logged_results import share_results
-from lightning_topt.plugins.presence import Presence, Ranks, gather_counts
+from lightning_topt.plugins.logged_results import lend_syncs, share_results
+from lightning_topt.plugins.presence import Presence, Ranks, Votes, gather_counts
 
 _NEVER = float("inf")
 
@@ -81,7 +82,7 @@ class ExactEvaluation:
         join: Callable[[str], None],
     ) -> None:
         self.presence, self.gathers, self._join = presence, gathers, join
-        self._lent = LentMethods()
+        self._lent, self._metrics = LentMethods(), LentMethods()
         self._without: dict[Any, list[float]] = {}  # limits of loops that this rank has no data of
 
     def begin(self, trainer: pl.Trainer) -> None:
@@ -97,6 +98,7 @@ class ExactEvaluation:
         for loop in loops:
             self._lent.lend(loop, "setup_data", lambda own, loop=loop: self._set_up_data(own, loop))
             self._lent.lend(loop, "reset", lambda own, loop=loop: self._reset(own, loop))
+            self._lent.lend(loop, "on_run_end", self._end_run)
             if loop is not trainer.predict_loop:
                 store = partial(self._store, loop)
                 self._lent.lend(loop, "_store_dataloader_outputs", store)
@@ -104,6 +106,8 @@ class ExactEvaluation:
     def end(self) -> None:
         """Give the loops back."""
         self._lent.give_back()
+        self._metrics.give_back()
+        self.presence.differs_in_evaluation = False
 
     def _sampler(
         self, own: Callable[..., Any], dataloader: DataLoader[Any], shuffle: bool, mode: Any = None
@@ -156,13 +160,25 @@ class ExactEvaluation:
         if isinstance(fetcher, _DataLoaderIterDataFetcher):
             return  # the user's step takes batches by itself
         device = loop.trainer.strategy.root_device
-        counts = gather_counts(_counts_of(fetcher, combined, combined.limits), device=device)
+        own_ones = [*_counts_of(fetcher, combined, combined.limits), _has_other_sizes(combined)]
+        rows = gather_counts(own_ones, device=device)
+        counts = [row[:-1] for row in rows]
         is_known = not any(_NEVER in row for row in counts)
-        if is_known and all(row == counts[0] for row in counts):
+        is_even = is_known and all(row == counts[0] for row in counts)
+        if not is_even or any(row[-1] for row in rows):
+            self.presence.differs_in_evaluation = True
+            lend_syncs(loop.trainer.lightning_module, self._metrics)
+        if is_even:
             return
-        loop._data_fetcher = EvaluationFetcher(
-            fetcher, loop, self, counts=counts if is_known else None
-        )
+        votes = None if is_known else self.presence.votes(loop.trainer.strategy)
+        if is_known or votes is not None:
+            loop._data_fetcher = EvaluationFetcher(fetcher, loop, self, counts, votes=votes)
+
+    def _end_run(self, own: Callable[..., Any]) -> Any:
+        """End a run of a loop, with the hooks of the user that gather what it found."""
+        result = own()
+        self.presence.differs_in_evaluation = False
+        return result
 
     def _store(self, loop: Any, own: Callable[[], None]) -> None:
         """Store what was logged of a loader, once: the fetcher may have done so already."""
@@ -176,6 +192,15 @@ class ExactEvaluation:
         """Take part in a step of others in `loop`, for which this rank has no batch."""
         if self.gathers():
             self._join(_step_of(loop))
+
+
+def _has_other_sizes(combined: Any) -> bool:
+    """Return whether this rank's share of a loader is not as large as that of each other rank."""
+    samplers = [getattr(loader, "sampler", None) for loader in combined.flattened]
+    return any(
+        isinstance(sampler, ExactSampler) and sampler.total_size % sampler.num_replicas
+        for sampler in samplers
+    )
 
 
 def _counts_of(fetcher: Any, combined: Any, limits: Iterable[float]) -> list[float]:
@@ -220,12 +245,13 @@ class EvaluationFetcher:
         fetcher: Any,
         loop: Any,
         evaluation: ExactEvaluation,
+        counts: list[list[float]],
         *,
-        counts: list[list[float]] | None,
+        votes: Votes | None,
     ) -> None:
         self._own, self._loop, self._evaluation = fetcher, loop, evaluation
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._counts = counts
+        self._counts, self._votes = counts, votes  # votes where counts are not known
         self._position = (0, 0)  # the loader, and how many rounds it has had
         self._loader: int | None = None  # that has begun
         self._first: Ranks = ()  # the ranks that had batches of it
@@ -281,14 +307,14 @@ class EvaluationFetcher:
 
     def _round(self) -> tuple[int | None, Ranks]:
         """Return the loader of the next round, None after the last one, and who has a batch."""
-        if self._counts is None:
-            own = self._held[0][2] if self._held else _NEVER
-            device = self._loop.trainer.strategy.root_device
-            next_ones = [row[0] for row in gather_counts([own], device=device)]
-            if min(next_ones) == _NEVER:
+        if self._votes is not None:
+            # The loader of the batch at hand, counted from 1.
+            self._votes.send(1 + self._held[0][2] if self._held else 0)
+            next_ones = self._votes.read()
+            first = min((each for each in next_ones if each), default=None)
+            if first is None:
                 return None, ()
-            loader = min(next_ones)
-            return int(loader), tuple(r for r in range(self._size) if next_ones[r] == loader)
+            return first - 1, tuple(r for r in range(self._size) if next_ones[r] == first)
         (loader_index, rounds), counts = self._position, self._counts
         while loader_index < len(counts[0]):
             ranks = tuple(r for r in range(self._size) if counts[r][loader_index] > rounds)
@@ -324,6 +350,7 @@ class EvaluationFetcher:
         self._within.enter_context(
             among(ranks, trainer.lightning_module, timeout=strategy._timeout)
         )
+        self._within.enter_context(_own_calls(self._evaluation.presence, strategy))
         if isinstance(strategy.model, DistributedDataParallel) and not self._evaluation.gathers():
             self._within.enter_context(_without_buffers(strategy.model))
 
@@ -336,3 +363,67 @@ def _without_buffers(model: DistributedDataParallel) -> Generator[None, None, No
         yield
     finally:
         model.require_forward_param_sync = before
+
+
+@contextmanager
+def _own_calls(presence: Presence, strategy: Any) -> Generator[None, None, None]:
+    """Let calls of user code to all ranks end, in a step that only some have a batch for.
+
+    Barriers and broadcasts are among those ranks. Other functions of ``torch.distributed`` that are
+    given no group raise ValueError: they would wait for ranks that do not come.
+    """
+    lent, ranks, group = LentMethods(), presence.ranks, presence.group
+    if ranks is not None and group is not None:
+        for name in _COLLECTIVES:
+            lent.lend(dist, name, partial(_refused, name, ranks))
+        lent.lend(dist, "barrier", partial(_among_these, group))
+        lent.lend(strategy, "broadcast", partial(_broadcast, group))
+    try:
+        yield
+    finally:
+        lent.give_back()
+
+
+# What user code may call in a step, by its name in torch.distributed.
+_COLLECTIVES = (
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "broadcast_object_list",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "gather",
+    "gather_object",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_to_all",
+    "all_to_all_single",
+)
+
+
+def _refused(name: str, ranks: Ranks, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if inspect.signature(own).bind(*args, **kwargs).arguments.get("group") is not None:
+        return own(*args, **kwargs)
+    raise ValueError(
+        f"torch.distributed.{name} was called in a step for which only ranks "
+        f"{', '.join(map(str, ranks))} have a batch, because every sample is evaluated once: use "
+        "self.all_gather, self.log(..., sync_dist=True) or torchmetrics, call it at the end of the "
+        "epoch, or set pad_evaluation=True"
+    )
+
+
+def _among_these(
+    present: dist.ProcessGroup,
+    own: Callable[..., Any],
+    group: dist.ProcessGroup | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    return own(present if group is None else group, *args, **kwargs)
+
+
+def _broadcast(present: dist.ProcessGroup, own: Callable[..., Any], obj: Any, src: int = 0) -> Any:
+    found = [obj]
+    dist.broadcast_object_list(found, src, group=present)
+    return found[0]

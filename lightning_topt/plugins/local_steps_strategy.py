@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -72,8 +73,8 @@ class LocalStepsStrategy(DDPStrategy):
         timeout_seconds: float = 600.0,
         nodes: int | None = None,
         ranks_per_node: int | None = None,
-        uneven: str | None = None,
-        pad_evaluation: bool = True,
+        uneven: str | None = "join",
+        pad_evaluation: bool = False,
         **ddp_options: Any,
     ) -> None:
         super().__init__(
@@ -250,7 +251,7 @@ class LocalStepsStrategy(DDPStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if not self._batches.is_on:
+        if not self._batches.presence.is_partial:
             return super().reduce_boolean_decision(decision, all)
         return self._batches.decide(decision, unanimous=all, device=self.root_device)
 
@@ -260,8 +261,8 @@ class LocalStepsStrategy(DDPStrategy):
     ) -> torch.Tensor:
         if self._batches.replaces(group):
             return self._batches.all_gather(tensor, sync_grads, super().all_gather)
-        self._batches.check_shapes(tensor, group)
-        return super().all_gather(tensor, group, sync_grads)
+        own = partial(super().all_gather, group=group, sync_grads=sync_grads)
+        return self._batches.gathered(tensor, group, own)
 
     def exchange_statistics(self) -> ExchangeStatistics | None:
         """Return what was exchanged since the fit began, None outside of a fit.

@@ -6,8 +6,9 @@ take part: it learns the keys from another rank, and counts nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
+
+from lightning_topt.plugins.lent_methods import LentMethods
 
 
 def share_results(
@@ -68,6 +71,62 @@ def _raise_of(found: Any) -> None:
     """Raise what the rank that described its results could not tell."""
     if isinstance(found, str):
         raise ValueError(found)
+
+
+def lend_syncs(module: nn.Module, lent: LentMethods) -> None:
+    """Let metrics of `module` with lists that ranks do not concatenate have unequal ones.
+
+    torchmetrics gathers such lists entry by entry, and waits for those that a rank has not.
+    """
+    for metric in module.modules():
+        is_lent = isinstance(vars(metric).get("_sync_dist"), partial)
+        if isinstance(metric, Metric) and not is_lent and _unequal_lists_of(metric):
+            lent.lend(metric, "_sync_dist", _sync_lists)
+
+
+def _unequal_lists_of(metric: Metric) -> list[str]:
+    """Return the names of states that are lists, and are gathered entry by entry."""
+    reductions = metric._reductions.items()
+    return [
+        name for name, how in reductions if how is None and isinstance(getattr(metric, name), list)
+    ]
+
+
+def _sync_lists(own: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Gather the states of a metric: entries are added where ranks have fewer, then left out."""
+    metric: Any = own.__self__  # type: ignore[attr-defined]
+    given = kwargs.get("process_group", args[1] if len(args) > 1 else None)
+    group = given or metric.process_group
+    names = _unequal_lists_of(metric)
+    described = {}
+    for name in names:
+        entries = getattr(metric, name)
+        described[name] = len(entries), _form(entries[0]) if entries else None
+    rows: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(rows, described, group=group)
+    kept: dict[str, list[bool]] = {}
+    for name in names:
+        counts, most = [row[name][0] for row in rows], max(row[name][0] for row in rows)
+        if min(counts) == most:
+            continue
+        form = next(row[name][1] for row in rows if row[name][0])
+        missing = [_nothing_of(form, metric.device)] * (most - len(getattr(metric, name)))
+        setattr(metric, name, [*getattr(metric, name), *missing])
+        # torchmetrics' order: the first entries of all ranks, the second ones, ...
+        kept[name] = [index < count for index in range(most) for count in counts]
+    own(*args, **kwargs)
+    for name, keeps in kept.items():
+        entries = zip(getattr(metric, name), keeps, strict=True)
+        setattr(metric, name, [entry for entry, is_kept in entries if is_kept])
+
+
+def _form(entry: Any) -> tuple[torch.dtype, int] | None:
+    return (entry.dtype, entry.dim()) if isinstance(entry, Tensor) else None
+
+
+def _nothing_of(form: tuple[torch.dtype, int] | None, device: torch.device) -> Any:
+    """Return an entry that is left out: a tensor, or a tuple as of masks."""
+    return () if form is None else torch.zeros([0] * form[1], dtype=form[0], device=device)
 
 
 def _forms_of_lists(module: nn.Module) -> dict[tuple[str, str], tuple[torch.dtype, torch.Size]]:

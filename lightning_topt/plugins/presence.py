@@ -1,11 +1,12 @@
 """Which ranks have a batch: agreed before a step, and who counts in what that step averages.
 
 Ranks whose loaders have a length agree once, when an epoch begins (`gather_counts`). Where one has
-none, all of them vote, two batches ahead and beside the computation (`Votes`).
+none, all of them vote at each batch, beside the computation (`Votes`).
 """
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -14,10 +15,13 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_topt.communication.topology import destroy_groups
+
+log = logging.getLogger(__name__)
 
 Ranks = tuple[int, ...]
 
@@ -37,12 +41,20 @@ class Presence:
         self.ranks: Ranks | None = None
         self.group: dist.ProcessGroup | None = None
         self.weight = 1.0
+        # Whether ranks may have had different numbers of samples.
+        self.differs_in_training = self.differs_in_evaluation = False
         self._groups: dict[tuple[Ranks, int], dist.ProcessGroup | None] = {}
+        self._votes: list[Votes | None] = []
 
     @property
     def is_partial(self) -> bool:
         """Whether a rank has no batch in this step."""
         return self.ranks is not None
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether ranks may have had different numbers of samples, in what is under way."""
+        return self.differs_in_training or self.differs_in_evaluation
 
     @property
     def has_batch(self) -> bool:
@@ -92,8 +104,24 @@ class Presence:
         finally:
             self.ranks, self.group, self.weight = before
 
+    def votes(self, strategy: DDPStrategy) -> Votes | None:
+        """Return what ranks vote by; None on all of them where they cannot. A collective call."""
+        if not self._votes:
+            made = None
+            try:
+                made = Votes(timeout=strategy._timeout)
+            except RuntimeError as error:  # no network interface, most often
+                log.warning("ranks do not agree on the ends of their data: %s", error)
+            can = strategy.reduce_boolean_decision(made is not None)
+            self._votes.append(made if can else None)
+        return self._votes[0]
+
     def close(self) -> None:
         """End the groups. A collective call."""
+        for votes in self._votes:
+            if votes is not None:
+                votes.close()
+        self._votes.clear()
         groups, self._groups = self._groups, {}
         destroy_groups([group for group in groups.values() if group is not None])
 
@@ -141,22 +169,50 @@ def gather_counts(
     return found
 
 
-def check_shapes(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Raise ValueError on all ranks of a group whose tensors are of different forms.
+def gather_rows(
+    tensor: Tensor, group: dist.ProcessGroup | None, gather: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, bool]:
+    """Return the tensors of all ranks of a group, stacked, and whether rows were repeated.
 
-    A collective call. To gather such tensors would end the process, or never return.
+    Where each sample is evaluated once some ranks have a row less than others. As many rows as
+    there would be under Lightning's sampler are returned, which gives rank r every n-th sample
+    from r on, and begins anew at its end: the same rows are repeated. A collective call.
+
+    Args:
+        tensor: of this rank: (rows, ...).
+        group: None: all ranks.
+        gather: stacks tensors of one shape.
+
+    Raises ValueError on all ranks for tensors that differ in more than that.
     """
     kind = zlib.crc32(str(tensor.dtype).encode())
     shape = [*tensor.shape, *[-1] * _MOST_DIMENSIONS][:_MOST_DIMENSIONS]
-    rows = gather_counts([kind, *shape], device=tensor.device, group=group)
-    if all(row == rows[0] for row in rows):
-        return
+    found = gather_counts([kind, *shape], device=tensor.device, group=group)
+    if all(each == found[0] for each in found):
+        return gather(tensor), False
+    forms = [each[:1] + each[2:] for each in found]
+    counts, ranks = [int(each[1]) for each in found], len(found)
+    whole = sum(counts)
+    shares = [len(range(rank, whole, ranks)) for rank in range(ranks)]
+    if counts != shares or any(form != forms[0] for form in forms):
+        raise ValueError(_different_shapes(found, group))
+    most = shares[0]
+    missing = most - len(tensor)
+    stacked = gather(torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]))
+    # (rows, ranks, ...), in the order of the samples; the sampler begins anew where they end
+    samples = stacked.transpose(0, 1).flatten(0, 1)
+    order = torch.arange(most * ranks, device=tensor.device) % whole
+    rows = samples[order].reshape(most, ranks, *tensor.shape[1:])
+    return rows.transpose(0, 1).contiguous(), True
+
+
+def _different_shapes(found: list[list[float]], group: dist.ProcessGroup | None) -> str:
     ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
     forms = ", ".join(
         f"rank {rank} {[int(size) for size in row[1:] if size >= 0]}"
-        for rank, row in zip(ranks, rows, strict=True)
+        for rank, row in zip(ranks, found, strict=True)
     )
-    raise ValueError(
+    return (
         f"self.all_gather was given tensors of different shapes or dtypes: {forms}. Ranks may have "
         "different numbers of samples: gather tensors of equal shapes (padded, or reduced first), "
         "or set pad_evaluation=True"
@@ -169,7 +225,7 @@ _MOST_DIMENSIONS = 8  # that are compared
 class Votes:
     """Says which ranks have another batch, where nobody knows how many there will be.
 
-    A vote is sent at one batch and read at the next one, on a group of the host's own.
+    Votes travel on a group of the host's own, beside what is computed until they are read.
     """
 
     def __init__(self, *, timeout: timedelta | None = None) -> None:

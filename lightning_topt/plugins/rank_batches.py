@@ -16,12 +16,13 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_topt import plugins
 from lightning_topt.basics.argument_checks import check_choice, check_flag
-from lightning_topt.plugins.presence import Presence, check_shapes
+from lightning_topt.plugins.presence import Presence, gather_rows
 
 if TYPE_CHECKING:
     from lightning_topt.plugins.exact_evaluation import ExactEvaluation
@@ -76,13 +77,14 @@ class RankBatches:
         of_evaluation: dict[str, Any] = {"gathers": gathers, "join": evaluate}
         self._for_training = None if uneven is None else of_training
         self._for_evaluation = None if pad_evaluation else of_evaluation
+        self._has_warned = False
         self._training: UnevenRanks | None = None
         self._evaluation: ExactEvaluation | None = None
 
     @property
-    def is_on(self) -> bool:
-        """Whether an option asks for anything: else all is as in Lightning."""
-        return self._for_training is not None or self._for_evaluation is not None
+    def may_end_apart(self) -> bool:
+        """Whether training data may end on one rank before others, as all ranks know."""
+        return self._training is not None and self._training.may_end_apart
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Take the loops of `trainer` in hand, before data are set up."""
@@ -105,8 +107,6 @@ class RankBatches:
             self._training.end_fit()
         if not failed and dist.is_initialized():
             self.presence.close()
-            if self._training is not None:
-                self._training.close()
 
     def weighted(self, loss: Tensor) -> None:
         """Let the gradients of `loss` count among those of the ranks that have a batch."""
@@ -121,7 +121,7 @@ class RankBatches:
         Lightning cuts means of whole numbers off: of batch sizes, where ranks differ in them.
         """
         is_cut = not (tensor.is_floating_point() or tensor.is_complex())
-        if not self.is_on or not is_cut or reduce_op not in ("mean", "avg"):
+        if not self.presence.may_differ or not is_cut or reduce_op not in ("mean", "avg"):
             return tensor
         return tensor.to(torch.get_default_dtype())
 
@@ -143,14 +143,32 @@ class RankBatches:
         group = self.presence.group
         if group is None:
             return tensor.unsqueeze(0)
-        self.check_shapes(tensor, group)
-        return among(tensor, group, sync_grads)
+        return self.gathered(tensor, group, lambda each: among(each, group, sync_grads))
 
-    def check_shapes(self, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Raise ValueError where the ranks of `group` are to gather different shapes."""
+    def gathered(
+        self,
+        tensor: Tensor,
+        group: dist.ProcessGroup | None,
+        gather: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Return the tensors of the ranks of `group`, which ``gather(tensor)`` stacks.
+
+        Where ranks may have different numbers of samples, see `gather_rows`.
+        """
         # A step that is traced sends nothing.
-        if self.is_on and dist.is_initialized() and not isinstance(tensor, FakeTensor):
-            check_shapes(tensor, group)
+        is_traced = isinstance(tensor, FakeTensor)
+        if not self.presence.may_differ or is_traced or not dist.is_initialized():
+            return gather(tensor)
+        stacked, repeats = gather_rows(tensor, group, gather)
+        if repeats and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                "self.all_gather was given a row less by some ranks, whose part of the samples is "
+                "smaller. As with ddp's sampler, these ranks' rows end with repeated ones. What is "
+                "computed of all of them counts some samples twice: use self.log(..., "
+                "sync_dist=True) or torchmetrics, or gather the numbers of rows too, and cut"
+            )
+        return stacked
 
     def decide(self, decision: bool, *, unanimous: bool, device: torch.device) -> bool:
         """Return what the ranks of the run decide; within a step, those that have a batch."""

@@ -207,6 +207,8 @@ class PlainRunner(StepRunner):
 
     @override
     def why_no_step_without_batch(self, *, is_now: bool) -> str | None:
+        if self.engine is not None and self.engine.plan.mesh.tensor_axes:
+            return "under this plan ranks compute each batch together"
         if is_now and self._order is not None and not self._order.has_seen_training:
             return (
                 "the first step of a plan that gathers parameters shows in which order, so that "

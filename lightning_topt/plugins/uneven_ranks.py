@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import lightning.pytorch as pl
@@ -60,7 +60,10 @@ class UnevenRanks:
         self._join, self._why_not = join, why_not
         self._lent = LentMethods()
         self._trainer: Any = None
-        self._votes: Votes | None = None
+        self._fetcher: SharedFetcher | None = None  # of the epoch under way
+        self._within = ExitStack()  # of a step that only some ranks have a batch for
+        # Whether an epoch of this fit can end on one rank before others, as all ranks know.
+        self.may_end_apart = False
 
     # ---- a fit begins and ends -------------------------------------------------------------------
 
@@ -82,13 +85,8 @@ class UnevenRanks:
     def end_fit(self) -> None:
         """Give the loop back."""
         self._lent.give_back()
-        self._trainer = None
-
-    def close(self) -> None:
-        """End the group of the votes. A collective call."""
-        if self._votes is not None:
-            self._votes.close()
-            self._votes = None
+        self._trainer = self._fetcher = None
+        self.presence.differs_in_training = self.may_end_apart = False
 
     # ---- the data --------------------------------------------------------------------------------
 
@@ -111,6 +109,7 @@ class UnevenRanks:
         rows = gather_counts([loop.max_batches, is_known], device=self._device)
         counts = [row[0] for row in rows]
         are_all_known = all(row[1] for row in rows)
+        self.may_end_apart = len(set(counts)) > 1 or not are_all_known
         if self.uneven == "error" and len(set(counts)) > 1 and are_all_known:
             raise ValueError(_uneven_counts(counts))
         steps = min(counts) if self.uneven == "stop" else max(counts)
@@ -119,9 +118,9 @@ class UnevenRanks:
             return
         loop._last_train_dl_reload_epoch = trainer.current_epoch
         if getattr(trainer, "_val_check_time_interval", None) is None:
-            self._schedule_validation(are_all_known)
+            self._schedule_validation()
 
-    def _schedule_validation(self, are_all_known: bool) -> None:
+    def _schedule_validation(self) -> None:
         """Set after how many batches validation comes, as Lightning does for one rank."""
         trainer, steps = self._trainer, self._trainer.fit_loop.max_batches
         interval = trainer.val_check_interval
@@ -135,7 +134,7 @@ class UnevenRanks:
                     "validate based on the total training batches, set "
                     "`check_val_every_n_epoch=None`."
                 )
-        elif interval == 1.0 and not are_all_known:
+        elif interval == 1.0 and steps == _NEVER:
             trainer.val_check_batch = _NEVER  # at the end, wherever that is
         elif steps == _NEVER:
             raise ValueError(
@@ -152,7 +151,7 @@ class UnevenRanks:
         if isinstance(fetcher, _DataLoaderIterDataFetcher):
             own(fetcher)  # the user's step takes batches by itself
             return
-        shared = SharedFetcher(fetcher, self.uneven)
+        self._fetcher = shared = SharedFetcher(fetcher, self.uneven, self._enter)
         own(shared)
         # What was logged by others only is reduced together, too.
         without = shared.ranks_without_any
@@ -166,35 +165,51 @@ class UnevenRanks:
         own(fetcher)
         if not isinstance(fetcher, SharedFetcher):
             return
-        counts = [row[0] for row in gather_counts([fetcher.count_left()], device=self._device)]
+        own_ones = [fetcher.count_left(), fetcher.may_end_early]
+        rows = gather_counts(own_ones, device=self._device)
+        counts = [row[0] for row in rows]
         if _NEVER not in counts:
             fetcher.agree(counts)
+        elif (votes := self.presence.votes(self._trainer.strategy)) is None:
+            fetcher.is_as_lightnings = True
         else:
-            if self._votes is None:
-                self._votes = Votes(timeout=self._trainer.strategy._timeout)
-            fetcher.vote(self._votes)
+            fetcher.vote(
+                votes,
+                are_sure=not any(row[1] for row in rows),
+                # Within a window Lightning asks before the step whether it is the last one.
+                may_wait=self._trainer.accumulate_grad_batches == 1,
+            )
+        self.presence.differs_in_training = fetcher.is_known_uneven
         if fetcher.is_known_uneven:
             self._check_join(is_now=False)
 
     def _advance(self, own: Callable[[Any], None], fetcher: Any) -> None:
         """Run a step: the user's, or that of a rank without a batch."""
-        ranks = fetcher.present if isinstance(fetcher, SharedFetcher) else None
-        if ranks is None or not ranks:
+        if not isinstance(fetcher, SharedFetcher) or fetcher.is_as_lightnings:
             own(fetcher)
             return
-        self._check_join(is_now=True)
-        module = self._trainer.lightning_module
-        with self.presence.among(ranks, module, timeout=self._trainer.strategy._timeout):
+        fetcher.present = None
+        with ExitStack() as self._within:
             try:
-                with self._skipping_together(module):
-                    own(fetcher)
+                own(fetcher)
             except NoBatchError:
                 self._step_without_batch(fetcher)
+        ranks = fetcher.present
+        if ranks is None:
+            return
         trainer = self._trainer
         # The hooks of one that had a batch may have decided to.
         trainer.should_stop = self._any(trainer.should_stop)
         if any(each.reduce_on_plateau for each in trainer.lr_scheduler_configs):
             self._share_step(ranks)  # what hooks have logged at the end of the batch
+
+    def _enter(self, ranks: Ranks) -> None:
+        """Let only `ranks` take part in the step that begins."""
+        self._check_join(is_now=True)
+        module, timeout = self._trainer.lightning_module, self._trainer.strategy._timeout
+        self.presence.differs_in_training = True
+        self._within.enter_context(self.presence.among(ranks, module, timeout=timeout))
+        self._within.enter_context(self._skipping_together(module))
 
     def _check_join(self, *, is_now: bool) -> None:
         """Raise ValueError where ranks cannot take part in steps without a batch."""
@@ -279,11 +294,23 @@ class UnevenRanks:
     def _update_rates(
         self, own: Callable[..., None], interval: str, update_plateau_schedulers: bool
     ) -> None:
-        """Update learning rates; before that, ranks without a batch learn what was logged."""
-        ranks = self.presence.ranks
-        if ranks is not None and interval == "step" and not update_plateau_schedulers:
-            self._share_step(ranks)
+        """Update learning rates. The step is over: who has the next batch has long arrived.
+
+        Ranks without a batch learn what was logged.
+        """
+        ranks, fetcher = self.presence.ranks, self._fetcher
+        if interval == "step" and not update_plateau_schedulers:
+            if fetcher is not None:
+                self._learn_next(fetcher)
+            if ranks is not None:
+                self._share_step(ranks)
         own(interval, update_plateau_schedulers=update_plateau_schedulers)
+
+    def _learn_next(self, fetcher: SharedFetcher) -> None:
+        progress, before = self._trainer.fit_loop.epoch_loop.batch_progress, fetcher.done
+        # A hook that ends the epoch here has said that this is its last batch.
+        if fetcher.learn_next() and progress.is_last_batch == before:
+            progress.is_last_batch = fetcher.done
 
     def _share_step(self, ranks: Ranks) -> None:
         trainer = self._trainer
@@ -312,46 +339,63 @@ class NoBatchError(Exception):
 class SharedFetcher:
     """Lightning's fetcher of one rank, which is done when those of all ranks are.
 
-    Lightning's loop over batches uses it as its own. `present` has the ranks that have the next
-    batch, None for all.
+    Lightning's loop over batches uses it as its own. `present` has the ranks that have a batch in
+    the step under way, None for all; `enter` is called with them before a step of some.
+
+    Where all have one known number of batches this fetcher is Lightning's. Where someone does not
+    know, ranks vote at each batch. No batch is read earlier than under Lightning:
+
+        all are sure   Lightning has the next batch at hand: what ranks say of it travels beside the
+                       step, and is read after it
+        else           a length may be wrong: ranks wait for one another when they have read
     """
 
-    def __init__(self, fetcher: Any, uneven: str) -> None:
-        self._own, self._uneven = fetcher, uneven
+    def __init__(self, fetcher: Any, uneven: str, enter: Callable[[Ranks], None]) -> None:
+        self._own, self._uneven, self._enter = fetcher, uneven, enter
         self._size = dist.get_world_size()
         self._all: Ranks = tuple(range(self._size))
         self.done = False
+        self.is_as_lightnings = False  # nothing is left to agree on in this epoch
         self.is_known_uneven = False
         self.ranks_without_any: Ranks = ()
         self.present: Ranks | None = None
+        self._next: Ranks = ()  # the ranks that have the batch that comes
         self._position = 0
         self._counts: list[float] = []
-        self._shortest = 0.0
-        # Where somebody does not know: votes, and the next batch, which is at hand.
         self._votes: Votes | None = None
-        self._held: list[Any] = []
+        self._are_sure = self._may_wait = self._has_voted = False
 
     def agree(self, counts: list[float]) -> None:
         """Begin an epoch in which the ranks have so many batches. Raises ValueError."""
-        self._counts = [min(counts)] * self._size if self._uneven == "stop" else counts
-        if self._uneven == "error" and len(set(counts)) > 1:
+        self.is_as_lightnings = len(set(counts)) == 1
+        if self._uneven == "error" and not self.is_as_lightnings:
             raise ValueError(_uneven_counts(counts))
-        self._shortest = min(self._counts)
+        self._counts = [min(counts)] * self._size if self._uneven == "stop" else counts
         self.is_known_uneven = len(set(self._counts)) > 1
         self.ranks_without_any = tuple(rank for rank in self._all if not self._counts[rank])
         self._show(self._agreed([count > 0 for count in self._counts]))
 
-    def vote(self, votes: Votes) -> None:
-        """Begin an epoch whose length nobody knows. A collective call. Raises ValueError."""
-        self._votes = votes
-        self._held = []
-        self._hold()
-        votes.send(bool(self._held) + self._has_more)
-        found = votes.read()
-        self.ranks_without_any = tuple(rank for rank in self._all if not found[rank])
-        self._show(self._agreed([each > 0 for each in found]))
-        # What the votes of later batches say is read one batch later.
-        votes.send(self._has_more)
+    def vote(self, votes: Votes, *, are_sure: bool, may_wait: bool) -> None:
+        """Begin an epoch whose length nobody knows. A collective call. Raises ValueError.
+
+        Args:
+            votes: how ranks tell one another.
+            are_sure: whether each rank knows at a batch whether it has one more.
+            may_wait: whether that of the others may become known after the step only.
+        """
+        self._votes, self._are_sure, self._may_wait = votes, are_sure, may_wait
+        if are_sure:
+            self._say_next()
+            self.learn_next()
+            self.ranks_without_any = tuple(rank for rank in self._all if rank not in self._next)
+
+    def learn_next(self) -> bool:
+        """Know who has the next batch, and so `done`; return whether that was voted for."""
+        if not self._has_voted or self._votes is None:
+            return False
+        self._has_voted = False
+        self._show(self._agreed([each > 0 for each in self._votes.read()]))
+        return True
 
     # ---- what Lightning's loop uses --------------------------------------------------------------
 
@@ -372,6 +416,11 @@ class SharedFetcher:
             return 0
         count: float = max(0, own.length - own.fetched)
         return count
+
+    @property
+    def may_end_early(self) -> bool:
+        """Whether the length of this rank's data may be wrong: that of a stream, or a limit."""
+        return self._own.length is not None and not are_known(self._own.combined_loader)
 
     @property
     def fetched(self) -> int:
@@ -399,22 +448,32 @@ class SharedFetcher:
 
         Raises `NoBatchError` where only others have one, StopIteration where nobody does.
         """
-        present = self.present
-        if present == ():
+        if self.is_as_lightnings:
+            batch = next(self._own)
+            self.done = self._own.done
+            return batch
+        batches: list[Any] = []
+        if self._votes is not None and not self._are_sure:
+            self._read_and_vote(batches, self._votes)
+        ranks = self._next
+        if not ranks:
             raise StopIteration
-        has_batch = present is None or dist.get_rank() in present
+        self.present = None if len(ranks) == self._size else ranks
+        if self.present is not None:
+            self._enter(ranks)
+        has_batch = dist.get_rank() in ranks
+        if has_batch and not batches:
+            batches.append(self._take())
         self._position += 1
         if self._votes is None:
-            batch = self._take() if has_batch else None
-            # Nothing changes before the shortest rank's end.
-            if self._position >= self._shortest:
-                self._show(self._agreed([count > self._position for count in self._counts]))
-        else:
-            batch = self._held.pop(0) if has_batch else None
-            self._move_on(self._votes)
+            self._show(self._agreed([count > self._position for count in self._counts]))
+        elif self._are_sure:
+            self._say_next()
+            if not self._may_wait:
+                self.learn_next()
         if not has_batch:
             raise NoBatchError
-        return batch
+        return batches[0]
 
     # ---- steps of it -----------------------------------------------------------------------------
 
@@ -422,38 +481,38 @@ class SharedFetcher:
         try:
             return next(self._own)
         except StopIteration:
-            rank = dist.get_rank()
+            rank, length = dist.get_rank(), self._own.length
             raise RuntimeError(
-                f"the training data of rank {rank} ended after {self._position - 1} batches, and "
-                f"their length says {self._counts[rank]:.0f}: correct __len__ of the data set or "
-                "of the loader, or leave it out"
+                f"the training data of rank {rank} ended after {self._position} batches, and "
+                f"their length says {length}: correct __len__ of the data set or of the loader, "
+                "or leave it out"
             ) from None
 
-    def _move_on(self, votes: Votes) -> None:
-        """Learn who has the batch that comes next, and say whether there is one after it."""
-        following = self._agreed([each > 0 for each in votes.read()])
-        self._show(following)
-        if following:
-            self._hold()
-            votes.send(self._has_more)
+    def _say_next(self) -> None:
+        """Send whether this rank has another batch; until all have said so, that counts alone."""
+        assert self._votes is not None
+        self.done = not self._has_more
+        self._votes.send(not self.done)
+        self._has_voted = True
 
-    def _hold(self) -> None:
-        """Have the next batch at hand, and the one after it where only that tells of it."""
-        own = self._own
-        # Lightning's fetcher looks ahead where there is no length. One that is there may be wrong.
-        wanted = 1 if own.length is None else 2
-        while len(self._held) < wanted and not own.done:
-            try:
-                self._held.append(next(own))
-            except StopIteration:
-                return
+    def _read_and_vote(self, batches: list[Any], votes: Votes) -> None:
+        """Read this rank's batch, if there is one; learn who has one, and wants more."""
+        with suppress(StopIteration):
+            if not self._own.done:
+                batches.append(next(self._own))
+        votes.send(bool(batches) + 2 * self._has_more)
+        found = votes.read()
+        self._next = self._agreed([bool(each & 1) for each in found])
+        more = [bool(each & 2) for each in found]
+        self.done = not (all(more) if self._uneven == "stop" else any(more))
+        if self._position == 0:
+            self.ranks_without_any = tuple(rank for rank in self._all if rank not in self._next)
 
     @property
     def _has_more(self) -> bool:
-        """Whether there is a batch after the one at hand."""
-        return len(self._held) > 1 or (
-            self._own.length is None and bool(self._held) and not self._own.done
-        )
+        """Whether there is a batch after the last one that was read, as far as Lightning knows."""
+        own = self._own
+        return not own.done and (own.length is None or own.fetched < own.length)
 
     def _agreed(self, has_batch: Sequence[bool]) -> Ranks:
         """Return the ranks that take the next batch. Raises ValueError."""
@@ -469,8 +528,7 @@ class SharedFetcher:
         return ()
 
     def _show(self, following: Ranks) -> None:
-        self.done = not following
-        self.present = None if len(following) == self._size else following
+        self.done, self._next = not following, following
 
 
 _ADVICE = "uneven='join' lets them go on together, uneven='stop' ends with the first"

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import BinaryAUROC, MulticlassAUROC
 
 from lightning_topt import AutoParallelStrategy
@@ -96,9 +96,7 @@ def numbers_of(module: Judged, trainer: L.Trainer) -> dict[str, float]:
 
 
 def strategy_of(plan: Any) -> Any:
-    if plan == "compressed":
-        return compressed(pad_evaluation=False)
-    return AutoParallelStrategy(plan=plan, pad_evaluation=False)
+    return compressed() if plan == "compressed" else AutoParallelStrategy(plan=plan)
 
 
 def evaluated(rank: int, size: int, length: int, plan: Any) -> Any:
@@ -181,12 +179,12 @@ def test_predictions_come_in_order(length: int) -> None:
 
 def padded(rank: int) -> list[int]:
     module = Judged()
-    trainer = make_trainer(AutoParallelStrategy(), devices=2)
+    trainer = make_trainer(AutoParallelStrategy(pad_evaluation=True), devices=2)
     trainer.test(module, DataLoader(Numbers(5), batch_size=2), verbose=False)
     return module.indices
 
 
-def test_samples_are_repeated_by_default() -> None:
+def test_samples_are_repeated_on_request() -> None:
     first, second = on_ranks(padded)
     assert len(first) == len(second) == 3
 
@@ -218,37 +216,143 @@ def test_what_another_sampler_yields_is_shared_out() -> None:
 
 
 class Gathers(Judged):
-    """Gathers what was computed, in the step or at the end."""
+    """Gathers what was computed: of each step, or at the end."""
 
     def __init__(self, when: str) -> None:
         super().__init__()
         self.when = when
-        self.kept_rows = torch.zeros(0, 1)
+        self.found: list[Tensor] = []
+        self.outputs: list[Tensor] = []
 
     def test_step(self, batch: Tensor, batch_idx: int) -> None:
         rows = self.blocks(batch)
-        self.kept_rows = torch.cat([self.kept_rows, rows])
+        self.outputs.append(rows)
         if self.when == "step":
-            self.all_gather(rows)
+            self.found.append(self.all_gather(rows))
 
     def on_test_epoch_end(self) -> None:
         if self.when == "end":
-            self.all_gather(self.kept_rows)
+            self.found.append(self.all_gather(torch.cat(self.outputs)))
+        elif self.when == "other shapes":
+            self.all_gather(torch.zeros(2 + self.trainer.global_rank))
 
 
-def gathered(rank: int, when: str) -> str:
-    trainer = make_trainer(strategy_of(None), devices=2)
-    try:
-        trainer.test(Gathers(when), DataLoader(Numbers(7), batch_size=2), verbose=False)
-    except ValueError as error:
-        return str(error)
-    return "no error"
+def gathered(rank: int, when: str, length: int, pads: bool) -> Any:
+    torch.manual_seed(0)
+    size = dist.get_world_size()
+    trainer = make_trainer(AutoParallelStrategy(plan="ddp", pad_evaluation=pads), devices=size)
+    module = Gathers(when)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            trainer.test(module, DataLoader(Numbers(length), batch_size=2), verbose=False)
+        except ValueError as error:
+            return str(error)
+    return module.found, any("is smaller" in str(each.message) for each in said)
 
 
-@pytest.mark.parametrize("when", ["step", "end"])
-def test_gathers_of_different_shapes_are_refused(when: str) -> None:
-    for message in on_ranks(gathered, when):
-        assert "different shapes" in message and "pad_evaluation=True" in message
+@pytest.mark.parametrize(("length", "size"), [(7, 2), (7, 3), (8, 3), (9, 3)])
+def test_gathers_at_the_end_are_those_of_ddp(length: int, size: int) -> None:
+    """Rows of a rank with a sample less are filled up by those that ddp's sampler repeats."""
+    expected = on_ranks(gathered, "end", length, True, world_size=size)
+    found = on_ranks(gathered, "end", length, False, world_size=size)
+    for (own, warned), (other, _) in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, other)
+        assert not warned or length % size
+    # on rank 0
+    assert found[0][1] == bool(length % size)
+
+
+def test_gathers_of_each_step_are_among_those_that_have_a_batch() -> None:
+    # 5 and 4 samples
+    for found, _ in on_ranks(gathered, "step", 9, False):
+        assert [len(each) for each in found][:2] == [2, 2]
+    first, second = (found for found, _ in on_ranks(gathered, "step", 9, False))
+    assert [list(each.shape) for each in first] == [[2, 2, 1], [2, 2, 1], [1, 1, 1]]
+    assert len(second) == 2
+
+
+def test_gathers_of_other_shapes_are_refused() -> None:
+    for message in on_ranks(gathered, "other shapes", 7, False):
+        assert "rank 0 [2], rank 1 [3]" in message and "pad_evaluation=True" in message
+
+
+class Talks(Judged):
+    """Calls all ranks in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[Any] = []
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        strategy = self.trainer.strategy
+        strategy.barrier()
+        dist.barrier()
+        self.heard.append(strategy.broadcast(batch_idx, 0))
+        try:
+            dist.all_reduce(torch.ones(1))
+        except ValueError as error:
+            self.heard.append(str(error))
+
+    def on_test_epoch_end(self) -> None:
+        rows: list[Any] = [None, None]
+        dist.all_gather_object(rows, len(self.heard))
+        self.heard.append(rows)
+
+
+def talked(rank: int) -> list[Any]:
+    module = Talks()
+    trainer = make_trainer(strategy_of("ddp"), devices=2)
+    trainer.test(module, DataLoader(Numbers(3), batch_size=1), verbose=False)
+    return module.heard
+
+
+def test_calls_to_all_ranks_end_where_some_have_no_batch() -> None:
+    first, second = on_ranks(talked)
+    message = first.pop(2)
+    assert "torch.distributed.all_reduce" in message and "only ranks 0" in message
+    assert first == [0, 1, [3, 1]] and second == [0, [3, 1]]
+
+
+class Entries(Metric):
+    """Keeps an entry for each sample, as metrics of detection do: tensors, and tuples as masks."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("rows", default=[], dist_reduce_fx=None)
+
+    def update(self, batch: Tensor) -> None:
+        self.rows += [row[: 1 + int(row[3]) % 2] for row in batch]
+
+    def compute(self) -> Tensor:
+        weights = torch.arange(1.0, 1 + len(self.rows))
+        return torch.stack([row.sum() for row in self.rows]).mul(weights).sum()
+
+
+class Detects(Judged):
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries = Entries()
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.entries.update(batch)
+        self.log("entries", self.entries)
+
+    def on_test_epoch_end(self) -> None:
+        pass
+
+
+def detected(rank: int, size: int, length: int) -> float:
+    trainer = make_trainer(strategy_of(None) if size > 1 else "auto", devices=size)
+    trainer.test(Detects(), DataLoader(Numbers(length), batch_size=2), verbose=False)
+    return float(trainer.callback_metrics["entries"])
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 7])
+def test_metrics_with_an_entry_for_each_sample_have_them_in_order(length: int) -> None:
+    assert on_ranks(detected, 2, length) == pytest.approx([detected(0, 1, length)] * 2)
 
 
 class Ranked(Judged):

@@ -243,6 +243,12 @@ class Manual(Seen):
         super().__init__()
         self.automatic_optimization = False
 
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(GPT.training_step(self, batch, batch_idx))
+        optimizer.step()
+
 
 def fit_by_hand(rank: int) -> str:
     trainer = make_trainer(AutoParallelStrategy(uneven="join"), devices=2)
@@ -264,10 +270,13 @@ def test_wrong_words_are_refused(uneven: Any) -> None:
         AutoParallelStrategy(uneven=uneven)
 
 
-def loops_by_default(rank: int, name: str) -> Any:
-    """Fit with the options' defaults; return what was put in the place of Lightning's methods."""
-    options = {"auto": AutoParallelStrategy, "compressed": compressed, "local": LocalStepsStrategy}
-    trainer = make_trainer(options[name](), devices=2)
+STRATEGIES = {"auto": AutoParallelStrategy, "compressed": compressed, "local": LocalStepsStrategy}
+AS_LIGHTNING: dict[str, Any] = {"uneven": None, "pad_evaluation": True}
+
+
+def loops_when_off(rank: int, name: str) -> Any:
+    """Fit without both options; return what was put in the place of Lightning's methods."""
+    trainer = make_trainer(STRATEGIES[name](**AS_LIGHTNING), devices=2)
     strategy, found = trainer.strategy, []
 
     class Looks(L.Callback):
@@ -286,13 +295,150 @@ def loops_by_default(rank: int, name: str) -> Any:
 
     trainer.callbacks.append(Looks())
     trainer.fit(Validated(), Batches(rank, 2), Batches(rank, 1))
-    return found, strategy._batches.is_on
+    return found
 
 
-@pytest.mark.parametrize("name", ["auto", "compressed", "local"])
-def test_by_default_the_loops_are_those_of_lightning(name: str) -> None:
-    results = on_ranks(loops_by_default, name)
-    assert results == 2 * [(["_PrefetchDataFetcher", "_PrefetchDataFetcher", 3], False)]
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_without_the_options_the_loops_are_those_of_lightning(name: str) -> None:
+    results = on_ranks(loops_when_off, name)
+    assert results == 2 * [["_PrefetchDataFetcher", "_PrefetchDataFetcher", 3]]
+
+
+def steps_by_default(rank: int, name: str, kind: str) -> int:
+    trainer = make_trainer(STRATEGIES[name](), devices=2)
+    trainer.fit(Seen(), loader_of(kind, rank, COUNTS[rank]))
+    return trainer.global_step
+
+
+@pytest.mark.parametrize("kind", ["length", "stream"])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_ranks_join_by_default(name: str, kind: str) -> None:
+    assert on_ranks(steps_by_default, name, kind) == [max(COUNTS)] * 2
+
+
+class Draws:
+    """Batches drawn from the random numbers that dropout draws from, too.
+
+    Says that it has `length` batches, has `count`, and forgets to end where `count` is None.
+    """
+
+    def __init__(self, count: int | None, length: int | None) -> None:
+        self.count, self.length = count, length
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for _ in range(1000 if self.count is None else self.count):
+            yield torch.randn(3, 4)
+
+
+class SizedDraws(Draws):
+    def __len__(self) -> int:
+        assert self.length is not None
+        return self.length
+
+
+class DrawnStream(Draws, IterableDataset[Tensor]):
+    """The same as a stream."""
+
+
+class SizedDrawnStream(SizedDraws, IterableDataset[Tensor]):
+    """The same as a stream with a length."""
+
+
+class Drops(L.LightningModule):
+    """Draws in its steps; notes losses, and what it is told of batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        self.noted: list[Any] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.net(batch).square().mean()
+        self.noted.append((batch_idx, loss.item(), self.trainer.is_last_batch))
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+        self.noted.append((batch_idx, rate, self.trainer.is_last_batch))
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.noted.append(("validation", batch_idx, self.trainer.global_step))
+        self.log("val_loss", self.net(batch).square().mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+EVEN: dict[str, tuple[Any, dict[str, Any]]] = {
+    "length": (lambda: SizedDraws(5, 5), {}),
+    "stream": (lambda: DataLoader(DrawnStream(5, None), batch_size=None), {}),
+    "stream with a length": (lambda: DataLoader(SizedDrawnStream(5, 5), batch_size=None), {}),
+    "stream with a limit": (
+        lambda: DataLoader(DrawnStream(None, None), batch_size=None),
+        {"limit_train_batches": 5},
+    ),
+    "ends before its length": (lambda: SizedDraws(3, 5), {}),
+    "stream that ends before its length": (
+        lambda: DataLoader(SizedDrawnStream(3, 5), batch_size=None),
+        {},
+    ),
+    "endless": (lambda: DrawnStream(None, None), {"max_steps": 4}),
+}
+
+
+def fit_even(rank: int, kind: str, options: dict[str, Any], accumulate: int) -> Any:
+    L.seed_everything(rank, verbose=False)
+    data, trainer_options = EVEN[kind]
+    trainer = make_trainer(
+        AutoParallelStrategy(plan="ddp", **options),
+        devices=2,
+        accumulate_grad_batches=accumulate,
+        **{"max_epochs": 2, **trainer_options},
+    )
+    module = Drops()
+    trainer.fit(module, data(), SizedDraws(2, 2))
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return parameters(module), module.noted, logged, trainer.global_step, torch.rand(1).item()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", EVEN)
+def test_equal_numbers_of_batches_are_trained_as_by_lightning(kind: str, accumulate: int) -> None:
+    """Bit by bit: no batch is read at another time, and no number drawn in another order."""
+    expected = on_ranks(fit_even, kind, AS_LIGHTNING, accumulate)
+    found = on_ranks(fit_even, kind, {}, accumulate)
+    for own, other in zip(found, expected, strict=True):
+        assert own[1:] == other[1:]
+        for name, value in own[0].items():
+            assert torch.equal(value, other[0][name]), name
+
+
+def fit_what_cannot_join(rank: int, how: str, kind: str, counts: tuple[int, int]) -> Any:
+    of_plan: dict[str, Any] = {"manual": {}, "pipeline": {"plan": "pipeline"}}[how]
+    trainer = make_trainer(AutoParallelStrategy(**of_plan), devices=2)
+    module = Manual() if how == "manual" else GPT(layers=2)
+    data_rank = 0 if how == "pipeline" else rank  # ranks of a pipeline have the same batches
+    try:
+        trainer.fit(module, loader_of(kind, data_rank, counts[rank]))
+    except ValueError as error:
+        return str(error)
+    return trainer.fit_loop.epoch_loop.batch_progress.total.processed
+
+
+@pytest.mark.parametrize("kind", ["length", "stream"])
+@pytest.mark.parametrize("how", ["manual", "pipeline"])
+def test_what_cannot_join_runs_where_ranks_have_equally_many(how: str, kind: str) -> None:
+    assert on_ranks(fit_what_cannot_join, how, kind, (3, 3)) == [3, 3]
+
+
+@pytest.mark.parametrize("kind", ["length", "stream"])
+@pytest.mark.parametrize("how", ["manual", "pipeline"])
+def test_what_cannot_join_says_so_where_they_have_not(how: str, kind: str) -> None:
+    for message in on_ranks(fit_what_cannot_join, how, kind, (4, 2)):
+        assert "different numbers of training batches" in message
+        assert "uneven='stop'" in message
 
 
 # ---- what happens within an epoch ----------------------------------------------------------------

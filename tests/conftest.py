@@ -99,8 +99,8 @@ def what_is_there_is_frozen() -> None:
 
 @pytest.fixture(autouse=True)
 def environment_is_put_back() -> Iterator[None]:
-    """`seed_everything` and launchers of ranks write variables that later tests would read: seeds of
-    samplers, or a LOCAL_RANK with which Lightning starts no ranks.
+    """`seed_everything` and launchers of ranks write variables that later tests would read: seeds
+    of samplers, or a LOCAL_RANK with which Lightning starts no ranks.
     """
     before = dict(os.environ)
     yield

@@ -129,7 +129,7 @@ class AutoParallelStrategy(DDPStrategy):
         watch_steps: int = WATCHED_STEPS,
         checkpoint: str = "full",
         uneven: str | None = "join",
-        pad_evaluation: bool = False,
+        pad_evaluation: bool = True,
         **ddp_options: Any,
     ) -> None:
         super().__init__(**known_options(ddp_options, strategy=type(self).__name__))

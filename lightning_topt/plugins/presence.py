@@ -93,6 +93,9 @@ class Presence:
             self.ranks, self.group, self.weight = None, None, 1.0
             for each, before in swapped:
                 each.process_group = before
+            for each in module.modules():
+                if isinstance(each, Metric):
+                    each._computed = None  # of these ranks alone, or of an earlier step
 
     @contextmanager
     def everyone(self) -> Generator[None, None, None]:

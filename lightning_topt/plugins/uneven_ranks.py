@@ -180,7 +180,8 @@ class UnevenRanks:
                 may_wait=self._trainer.accumulate_grad_batches == 1,
             )
         self.presence.differs_in_training = fetcher.is_known_uneven
-        if fetcher.is_known_uneven:
+        # Before the limit of steps all may have a batch.
+        if fetcher.is_known_uneven and self._trainer.max_steps == -1:
             self._check_join(is_now=False)
 
     def _advance(self, own: Callable[[Any], None], fetcher: Any) -> None:

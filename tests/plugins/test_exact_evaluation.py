@@ -96,7 +96,9 @@ def numbers_of(module: Judged, trainer: L.Trainer) -> dict[str, float]:
 
 
 def strategy_of(plan: Any) -> Any:
-    return compressed() if plan == "compressed" else AutoParallelStrategy(plan=plan)
+    if plan == "compressed":
+        return compressed(pad_evaluation=False)
+    return AutoParallelStrategy(plan=plan, pad_evaluation=False)
 
 
 def evaluated(rank: int, size: int, length: int, plan: Any) -> Any:
@@ -179,12 +181,12 @@ def test_predictions_come_in_order(length: int) -> None:
 
 def padded(rank: int) -> list[int]:
     module = Judged()
-    trainer = make_trainer(AutoParallelStrategy(pad_evaluation=True), devices=2)
+    trainer = make_trainer(AutoParallelStrategy(), devices=2)
     trainer.test(module, DataLoader(Numbers(5), batch_size=2), verbose=False)
     return module.indices
 
 
-def test_samples_are_repeated_on_request() -> None:
+def test_samples_are_repeated_by_default() -> None:
     first, second = on_ranks(padded)
     assert len(first) == len(second) == 3
 

@@ -1,0 +1,332 @@
+"""A fit that outlives its ranks, under torchrun: ``AutoParallelStrategy(elastic=True)``.
+
+A strategy has an `ElasticRun`, to which its hooks delegate:
+
+    launcher              `run`: the fit, in a process that is replaced where a rank is lost
+    load_checkpoint       `load`: the state that survived
+    on_train_start        `begin_training`
+    on_train_batch_start  `begin_batch`
+    optimizer_step        `watched`, `end_update`
+    teardown              `end_training`
+
+When a rank is lost, collective calls of the others fail. Each of them has the parameters and the
+optimizer state after its last step: the update comes after all gradients have arrived. One process
+of each machine leaves them in memory (`execution.surviving_state`), as a checkpoint with the
+position in the data. All ranks end, and begin again from the newest of these states: the processes
+that wait for them fork (`communication.rank_keeper`), or torchrun starts new ones, where a process
+that waits is lost, or a node. Ranks may differ by one step then; the state after it is right on
+whichever rank has it.
+
+torchrun's SIGTERM, with which it also makes room for a node that comes, ends all ranks after the
+same batch (`plugins.preemption`). Then the state of all is kept, under any plan.
+
+Where a plan shards the state a loss takes a part of it. Such a fit begins again as the user's
+``ckpt_path`` says, and so does one whose ranks were all lost.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import random
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from lightning_topt.communication.rank_keeper import RANK_LOST, RankProgress, keep_rank
+from lightning_topt.communication.rank_watch import is_of_collective, job_token
+from lightning_topt.execution.surviving_state import (
+    FoundState,
+    Place,
+    SurvivingStates,
+    find_newest,
+    memory_folder,
+    remove_with_store,
+)
+from lightning_topt.plugins.lost_ranks import LostRankWatch
+from lightning_topt.plugins.plan_run import PlanRun
+from lightning_topt.plugins.training_data import TrainingData
+
+log = logging.getLogger(__name__)
+
+# How long ranks that begin again wait for each other: those that are in a step come late. Without
+# one torchrun restarts all.
+MEET_SECONDS, MEET_STEPS = 20.0, 4
+_CKPT_PATH, _WEIGHTS_ONLY = 4, 5  # of the arguments of Trainer._fit_impl
+
+_fits = itertools.count()  # of this program, which torchrun starts from its beginning
+_progress: list[RankProgress] = []  # of this process, where another one waits for it
+
+
+class ElasticRun:
+    """Lets the fits of `strategy` go on after a loss.
+
+    Args:
+        strategy: whose fits these are.
+        watch: makes its process group.
+        data: knows what a fit was trained on.
+        plan: that runs.
+    """
+
+    def __init__(
+        self, strategy: DDPStrategy, watch: LostRankWatch, data: TrainingData, plan: PlanRun
+    ) -> None:
+        self._strategy, self._watch, self._data, self._plan = strategy, watch, data, plan
+        self._states: SurvivingStates | None = None
+        self._found: FoundState | None = None
+        self._fit = 0
+        # Whether hooks are asked for the state of this rank, without the others.
+        self.is_alone = False
+        self._is_training = self._is_updating = False
+        self._steps = self._first_step = 0
+        self._buffers: tuple[list[Tensor], list[Tensor]] = ([], [])  # and as the batch found them
+
+    # ---- the fit ---------------------------------------------------------------------------------
+
+    def run(
+        self,
+        trainer: pl.Trainer,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run `function` of `trainer`; a fit from the state that survived, if one did.
+
+        In another process, if nothing keeps this one from being forked.
+        """
+        if trainer.state.fn != TrainerFn.FITTING:
+            return function(*args, **kwargs)
+        self._check(trainer)
+        self._fit = next(_fits)
+        may_fork = not (dist.is_initialized() or torch.cuda.is_initialized())
+        if may_fork:
+            _progress[:] = [keep_rank()]
+        elif not _progress:
+            log.info("this process is in use before the fit: torchrun restarts it after a loss")
+        within = None
+        if may_fork and _progress[0].restarts > 0:
+            longest = _progress[0].longest_seconds
+            within = timedelta(seconds=max(MEET_SECONDS, MEET_STEPS * longest))
+        self._watch.meet(self._strategy, is_restarted=True, within=within)
+        self._find()
+        if self._found is not None:
+            args = (*args[:_CKPT_PATH], str(self._found.path), False, *args[_WEIGHTS_ONLY + 1 :])
+            log.info("training goes on after step %d, from memory", self._found.place.step)
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if not is_of_collective(error):
+                raise
+            self._leave(trainer, error)
+            if not _progress:
+                raise
+            log.warning("rank %d begins again: %s", trainer.global_rank, str(error)[:300])
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os._exit(RANK_LOST)
+
+    def _check(self, trainer: pl.Trainer) -> None:
+        environment = self._strategy.cluster_environment
+        has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if not isinstance(environment, TorchElasticEnvironment) or not has_store:
+            raise ValueError(
+                "elastic=True needs ranks that torchrun starts, which outlives them: "
+                "torchrun --standalone --nproc-per-node 2 --max-restarts 3 train.py"
+            )
+        if not trainer.lightning_module.automatic_optimization:
+            raise ValueError(
+                "elastic=True needs automatic optimization: between the steps of several "
+                "optimizers a loss leaves no state that all ranks have"
+            )
+
+    def _find(self) -> None:
+        """Find the newest state that survived. A collective call."""
+        # Not the device's group: states travel between hosts.
+        group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        self._states = SurvivingStates(memory_folder(job_token()))
+        self._found = find_newest(self._states, fit=self._fit, group=group)
+        if group is not None:
+            dist.destroy_process_group(group)
+
+    def load(self, path: Any) -> Any:
+        """Return the checkpoint at `path` if that is the state that survived, else None."""
+        if self._found is None or str(path) != str(self._found.path):
+            return None
+        return self._found.load()
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def begin_training(self) -> None:
+        """Know that all of the state is there."""
+        trainer = self._trainer
+        self._is_training, self._is_updating = True, False
+        self._steps = self._first_step = trainer.global_step
+        found = self._found
+        if found is not None and found.place.step == trainer.global_step:
+            self._seed(found.place)
+        buffers = [
+            each for each in trainer.lightning_module.buffers() if each.device.type != "meta"
+        ]
+        self._buffers = buffers, [each.detach().clone() for each in buffers]
+
+    def _seed(self, place: Place) -> None:
+        """Draw other random numbers than before the loss, different ones on each rank."""
+        text = f"{torch.initial_seed()} {place} {self._strategy.global_rank}"
+        seed = xxhash.xxh32_intdigest(text)
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+
+    def begin_batch(self) -> None:
+        """Know that a batch begins: the state is that after the last step."""
+        if not self._is_training:
+            return
+        if self._buffers[0]:
+            with torch.no_grad():
+                torch._foreach_copy_(self._buffers[1], self._buffers[0])
+        step = self._trainer.global_step
+        if step == self._steps:
+            return
+        # Somebody's gradients of this process group have arrived: all ranks have begun.
+        if self._steps == self._first_step and self._states is not None:
+            self._states.remove_before(self._place())
+            self._found = None
+        self._steps = step
+        if _progress:
+            _progress[0].step()
+
+    def watched(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return `closure` of a step, after which the optimizer updates parameters."""
+
+        def run() -> Any:
+            result = closure()
+            self._is_updating = True
+            return result
+
+        return run
+
+    def end_update(self) -> None:
+        """Know that the optimizer has updated all parameters."""
+        self._is_updating = False
+
+    def end_training(self) -> None:
+        """Forget the fit."""
+        self._is_training, self._found, self._buffers = False, None, ([], [])
+
+    # ---- what is left of it ----------------------------------------------------------------------
+
+    @property
+    def _trainer(self) -> pl.Trainer:
+        assert self._strategy.lightning_module is not None
+        return self._strategy.lightning_module.trainer
+
+    def _place(self) -> Place:
+        return Place(self._fit, self._trainer.global_step, self._data.batches)
+
+    def _leave(self, trainer: pl.Trainer, error: BaseException) -> None:
+        """Leave the state after the last step, for ranks that begin again, where it is whole."""
+        why_not = self._why_not()
+        if why_not is None:
+            try:
+                place = self._place()
+                assert self._states is not None
+                self._states.write(place, lambda: self._own_state(trainer))
+                self._watch_store()
+                log.info("rank %d leaves the state after step %d", trainer.global_rank, place.step)
+            except Exception as failure:  # of memory, or of the user's hooks
+                why_not = f"{type(failure).__name__}: {failure}"
+        if why_not is not None:
+            log.warning("rank %d leaves no state: %s", trainer.global_rank, why_not)
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            logger.save()
+
+    def _why_not(self) -> str | None:
+        """Return why this rank has no state that others could go on from, None if it has."""
+        if not self._is_training:
+            return "training had not begun"
+        if self._is_updating:
+            return "it was in an update"
+        engine = self._plan.engine
+        if engine is not None and not engine.is_replicated:
+            return "under this plan it has a part of it; training goes on from ckpt_path"
+        if any(hasattr(each, "consolidate_state_dict") for each in self._strategy.optimizers):
+            return "its optimizer has a part of it; training goes on from ckpt_path"
+        return None
+
+    def _own_state(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """Return the checkpoint of this rank as it was between two steps."""
+        _between_batches(trainer)
+        with torch.no_grad():
+            for buffer, before in zip(*self._buffers, strict=True):
+                buffer.copy_(before)
+        self.is_alone = True
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        return self._data.with_state(checkpoint, alone=True)
+
+    def keep(self) -> None:
+        """Keep the state of all ranks in memory, between two steps. A collective call."""
+        assert self._states is not None
+        place = self._place()
+        unfinished = self._states.unfinished(place)
+        self._trainer.save_checkpoint(unfinished)  # rank 0 writes, under any plan
+        if self._trainer.is_global_zero:
+            self._states.finish(unfinished, place)
+            self._watch_store()
+
+    def _watch_store(self) -> None:
+        assert self._states is not None
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        remove_with_store(self._states.folder, *address)
+
+
+def check_elastic(*, checkpoint: str, uneven: str | None, allow_staleness: object) -> None:
+    """Raise ValueError for options of a strategy with which a fit cannot outlive its ranks."""
+    if checkpoint != "full":
+        raise ValueError(
+            'elastic=True keeps the state of all ranks in one piece: use checkpoint="full"'
+        )
+    if uneven is not None:
+        raise ValueError(
+            "elastic=True needs ranks that have read equally many batches at a loss, so that one "
+            "knows the position of all: leave uneven out"
+        )
+    if allow_staleness is not False:
+        raise ValueError(
+            "elastic=True needs steps between which nothing is in flight, which asynchronous "
+            "pipelines do not have: leave allow_staleness out"
+        )
+
+
+def _between_batches(trainer: pl.Trainer) -> None:
+    """Let Lightning's counts be those between two batches, as in a checkpoint.
+
+    A batch without an update comes again. Where the loss was after an update, a validation that is
+    due comes, whole.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    progress, evaluation = loop.batch_progress, loop.val_loop.batch_progress
+    is_trained = progress.current.processed == progress.current.ready
+    is_due = is_trained and (
+        trainer.validating or progress.current.completed < progress.current.processed
+    )
+    if not is_trained:
+        progress.is_last_batch = False
+    for part in (progress.total, progress.current):
+        part.ready = part.started = part.completed = part.processed
+    # As Lightning knows a validation that was cut off: its first batch had begun.
+    if is_due:
+        for part in (evaluation.total, evaluation.current):
+            part.processed = part.completed = part.completed if part is evaluation.total else 0
+            part.ready = part.started = part.completed + 1

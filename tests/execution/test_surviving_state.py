@@ -1,0 +1,157 @@
+"""States in memory: which one counts, on one machine and several, and what becomes of the folder."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_topt.execution.surviving_state import (
+    Place,
+    SurvivingStates,
+    find_newest,
+    remove_with_store,
+)
+from tests.launch import run_ranks
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"tensor": torch.full((1000,), value), "more": {"step": [value]}}
+
+
+def never() -> Any:
+    raise AssertionError("the state is there")
+
+
+@pytest.fixture
+def states(tmp_path: Path) -> SurvivingStates:
+    return SurvivingStates(tmp_path / "states")
+
+
+def test_the_newest_state_of_a_fit_counts(states: SurvivingStates) -> None:
+    assert states.newest(0) is None
+    for place in (Place(0, 9, 9), Place(0, 10, 11), Place(0, 10, 10), Place(1, 100, 100)):
+        states.write(place, lambda place=place: state(place.step + place.batches / 100))
+    found = states.newest(0)
+    assert found is not None and found[0] == Place(0, 10, 11)
+    assert states.newest(2) is None
+
+
+def test_one_of_a_machine_writes(states: SurvivingStates) -> None:
+    states.write(Place(0, 1, 1), lambda: state(1))
+    states.write(Place(0, 1, 1), never)
+
+
+def test_an_error_leaves_nothing_and_the_next_one_writes(states: SurvivingStates) -> None:
+    with pytest.raises(AssertionError):
+        states.write(Place(0, 1, 1), never)
+    assert states.newest(0) is None
+    states.write(Place(0, 1, 1), lambda: state(1))
+    assert states.newest(0) is not None
+
+
+def _killed_while_it_writes(folder: Path) -> None:
+    class Kills:
+        def __reduce__(self) -> Any:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    SurvivingStates(folder).write(Place(0, 1, 1), lambda: {**state(1), "kills": Kills()})
+
+
+def test_a_kill_while_a_state_is_written_leaves_the_one_before(states: SurvivingStates) -> None:
+    states.write(Place(0, 0, 0), lambda: state(0))
+    process = mp.get_context("fork").Process(target=_killed_while_it_writes, args=(states.folder,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    found = states.newest(0)
+    assert found is not None and found[0] == Place(0, 0, 0)
+    states.write(Place(0, 1, 1), lambda: state(1))  # its lock is gone with it
+    assert states.newest(0)[0] == Place(0, 1, 1)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("place", [0, 100, -10])
+def test_a_damaged_state_does_not_count(states: SurvivingStates, place: int) -> None:
+    states.write(Place(0, 1, 1), lambda: state(1))
+    states.write(Place(0, 2, 2), lambda: state(2))
+    newest = states.newest(0)
+    assert newest is not None
+    content = bytearray(newest[1].read_bytes())
+    content[place] ^= 1
+    newest[1].write_bytes(content)
+    assert states.newest(0)[0] == Place(0, 1, 1)  # type: ignore[index]
+    newest[1].write_bytes(content[:-1])
+    assert states.newest(0)[0] == Place(0, 1, 1)  # type: ignore[index]
+
+
+def test_older_states_of_the_fit_are_removed(states: SurvivingStates) -> None:
+    for place in (Place(0, 1, 1), Place(0, 3, 3), Place(1, 1, 1)):
+        states.write(place, lambda: state(1))
+    states.unfinished(Place(0, 2, 2)).write_bytes(b"of a process that was killed")
+    states.remove_before(Place(0, 3, 3))
+    left = sorted(path.name.split("-")[:2] for path in states.folder.glob("[0-9]*"))
+    assert left == [["0", "000000000003"], ["1", "000000000001"]]
+    assert states.newest(0)[0] == Place(0, 3, 3)  # type: ignore[index]
+
+
+def test_a_folder_that_others_may_write_to_is_refused(states: SurvivingStates) -> None:
+    states.folder.mkdir(mode=0o777)
+    states.folder.chmod(0o777)
+    with pytest.raises(PermissionError, match="this user alone"):
+        states.write(Place(0, 1, 1), never)
+    with pytest.raises(PermissionError, match="this user alone"):
+        states.newest(0)
+
+
+def _find(rank: int, folder: str, places: list[int | None]) -> Any:
+    states = SurvivingStates(Path(folder) / str(rank))  # as of machines
+    if places[rank] is not None:
+        place = Place(0, places[rank], 0)
+        states.write(place, lambda: {"large": torch.arange(9_000_000.0), **state(place.step)})
+    found = find_newest(states, fit=0)
+    if found is None:
+        return None
+    loaded = found.load()
+    assert torch.equal(loaded["large"], torch.arange(9_000_000.0))
+    return found.place.step, float(loaded["tensor"][0]), found.path.name
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [([None, None, None], None), ([None, 4, 5], 5), ([5, None, None], 5), ([3, 3, 3], 3)],
+)
+def test_machines_go_on_from_the_newest_state_of_any(
+    tmp_path: Path, places: list[int | None], expected: int | None
+) -> None:
+    results = run_ranks(_find, 3, str(tmp_path), places)
+    assert len(set(results)) == 1
+    if expected is None:
+        assert results[0] is None
+    else:
+        assert results[0][:2] == (expected, expected)
+
+
+def test_the_folder_goes_with_the_store(states: SurvivingStates) -> None:
+    states.write(Place(0, 1, 1), lambda: state(1))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(30)
+        port = server.getsockname()[1]
+        for _ in range(2):  # one process of a machine waits
+            remove_with_store(states.folder, "127.0.0.1", port)
+        connection, _ = server.accept()
+        with connection:
+            assert states.folder.exists()
+            server.settimeout(0.1)
+            with pytest.raises(TimeoutError):
+                server.accept()
+    deadline = time.monotonic() + 20
+    while states.folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not states.folder.exists()

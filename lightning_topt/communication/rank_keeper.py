@@ -78,11 +78,7 @@ def keep_rank() -> RankProgress:
     while True:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # or both processes would write what is left
-        waiting_process = os.getpid()
-        waiting.process = os.fork()
-        if waiting.process == 0:
-            waiting.let_go()
-            die_with(waiting_process)
+        if not waiting.fork():
             return progress
         status = waiting.wait()
         is_loss = status < 0 or status == RANK_LOST
@@ -108,13 +104,28 @@ class _Waiting:
         self.is_ending = False
         self._before: dict[int, Any] = {}
 
+    def fork(self) -> bool:
+        """Fork the process that trains; return whether this is the one that waits."""
+        # Signals wait meanwhile: each process then handles them as it is to.
+        before, own = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED), os.getpid()
+        try:
+            self.process = os.fork()
+            if self.process == 0:
+                # torchrun sends signals to the group of the process that waits: each comes once
+                os.setpgid(0, 0)
+                die_with(own)
+                for number, handler in self._before.items():
+                    signal.signal(number, handler)
+                return False
+            for number in FORWARDED:
+                self._before.setdefault(number, signal.getsignal(number))
+                signal.signal(number, self._forward)
+            return True
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
     def wait(self) -> int:
         """Return how the process has ended: its exit status, or a signal's number, negative."""
-        for number in FORWARDED:
-            before = signal.getsignal(number)
-            if before != self._forward:
-                self._before[number] = before
-                signal.signal(number, self._forward)
         return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
@@ -123,15 +134,6 @@ class _Waiting:
             os.kill(self.process, number)
         except ProcessLookupError:  # it has ended
             return
-
-    def let_go(self) -> None:
-        """Handle signals in a forked process as before `wait`, in a group of its own.
-
-        torchrun sends its signals to the group of the process that waits: each comes once.
-        """
-        os.setpgid(0, 0)
-        for number, before in self._before.items():
-            signal.signal(number, before)
 
 
 def die_with(parent: int) -> None:

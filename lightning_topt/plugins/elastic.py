@@ -55,9 +55,10 @@ from lightning_topt.execution.surviving_state import (
     memory_folder,
     remove_with_store,
 )
+from lightning_topt.plugins.exchange_guard import CHECKPOINT_KEY
 from lightning_topt.plugins.lost_ranks import LostRankWatch
 from lightning_topt.plugins.plan_run import PlanRun
-from lightning_topt.plugins.training_data import TrainingData
+from lightning_topt.plugins.training_data import DATA_KEY, TrainingData
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class ElasticRun:
         self._strategy, self._watch, self._data, self._plan = strategy, watch, data, plan
         self._states: SurvivingStates | None = None
         self._found: FoundState | None = None
+        self._draws_anew = False  # for it lacks the random states of these ranks
         self._fit = 0
         # Whether hooks are asked for the state of this rank, without the others.
         self.is_alone = False
@@ -110,11 +112,16 @@ class ElasticRun:
             return function(*args, **kwargs)
         self._check(trainer)
         self._fit = next(_fits)
-        may_fork = not (dist.is_initialized() or torch.cuda.is_initialized())
+        # OpenMP's threads (libgomp) do not survive a fork: where there are some, it would hang.
+        has_threads = torch.get_num_threads() > 1 and len(os.listdir("/proc/self/task")) > 1
+        may_fork = not (dist.is_initialized() or torch.cuda.is_initialized() or has_threads)
         if may_fork:
             _progress[:] = [keep_rank()]
         elif not _progress:
-            log.info("this process is in use before the fit: torchrun restarts it after a loss")
+            log.info(
+                "torchrun restarts this process after a loss. It cannot be forked: it has threads "
+                "(OMP_NUM_THREADS=1 has none), a device in use, or a process group before the fit"
+            )
         within = None
         if may_fork and _progress[0].restarts > 0:
             longest = _progress[0].longest_seconds
@@ -164,7 +171,10 @@ class ElasticRun:
         """Return the checkpoint at `path` if that is the state that survived, else None."""
         if self._found is None or str(path) != str(self._found.path):
             return None
-        return self._found.load()
+        checkpoint = self._found.load()
+        states = checkpoint[CHECKPOINT_KEY][DATA_KEY]["random"]
+        self._draws_anew = len(states) != self._strategy.world_size
+        return checkpoint
 
     # ---- steps -----------------------------------------------------------------------------------
 
@@ -173,9 +183,8 @@ class ElasticRun:
         trainer = self._trainer
         self._is_training, self._is_updating = True, False
         self._steps = self._first_step = trainer.global_step
-        found = self._found
-        if found is not None and found.place.step == trainer.global_step:
-            self._seed(found.place)
+        if self._found is not None and self._draws_anew:
+            self._seed(self._found.place)
         buffers = [
             each for each in trainer.lightning_module.buffers() if each.device.type != "meta"
         ]
@@ -184,7 +193,7 @@ class ElasticRun:
     def _seed(self, place: Place) -> None:
         """Draw other random numbers than before the loss, different ones on each rank."""
         text = f"{torch.initial_seed()} {place} {self._strategy.global_rank}"
-        seed = xxhash.xxh32_intdigest(text)
+        seed = xxhash.xxh32_intdigest(text.encode())
         torch.manual_seed(seed)
         np.random.seed(seed)
         random.seed(seed)

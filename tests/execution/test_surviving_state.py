@@ -1,4 +1,4 @@
-"""States in memory: which one counts, on one machine and several, and what becomes of the folder."""
+"""States in memory: which one counts, on one machine and several, and when they go."""
 
 from __future__ import annotations
 

@@ -29,8 +29,7 @@ from tests.preloaded import preloaded_python
 SAMPLES = 48
 # Writes a line for each batch that was trained on. Does what ``events`` says: [[event, step, rank],
 # ...], each once, where that rank begins, or ends, the batch that makes that step.
-SCRIPT = (
-    """
+SCRIPT = """
 import json, os, signal, sys, time
 from pathlib import Path
 import lightning as L
@@ -42,11 +41,11 @@ from lightning_topt import AutoParallelStrategy
 from lightning_topt.execution.surviving_state import SurvivingStates
 from tests.plugins.trainer_ranks import mean_over_ranks
 
-folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
+folder, options, SAMPLES = Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
 
 class Numbers(Dataset):
     def __len__(self):
-        return %d
+        return SAMPLES
     def __getitem__(self, index):
         values = torch.randn(8, generator=torch.Generator().manual_seed(index))
         return index, values, values.sum()[None]
@@ -97,7 +96,8 @@ class Module(L.LightningModule):
             elif kind == "kill_first_that_saves":
                 self.on_save_checkpoint = self.kill_first
             elif kind == "hold":
-                (folder / f"held-{at}-{os.environ['AGENT']}").write_text(f"{os.getpid()} {os.getppid()}")
+                held = folder / f"held-{at}-{os.environ['AGENT']}"
+                held.write_text(f"{os.getpid()} {os.getppid()}")
                 note = self.trainer.strategy._training_data._preemption._note
                 while not (note.any() or (folder / f"go-{at}").exists()):
                     time.sleep(0.01)
@@ -139,8 +139,6 @@ trainer.fit(
 if trainer.is_global_zero:
     torch.save(model.state_dict(), folder / "end.pt")
 """
-    % SAMPLES
-)
 
 
 class Job:
@@ -161,13 +159,13 @@ class Job:
 
     def start(self, *torchrun: str) -> subprocess.Popen[str]:
         self.folder.mkdir(exist_ok=True)
-        script = self.folder / "train.py"
-        script.write_text(SCRIPT)
+        script = str(self.folder / "train.py")
+        Path(script).write_text(SCRIPT)
         output = open(self.folder / f"output-{len(self.processes)}", "w")  # noqa: SIM115
         with output:
+            arguments = [str(self.folder), json.dumps(self.options), str(SAMPLES)]
             process = subprocess.Popen(
-                [preloaded_python(), "-m", "torch.distributed.run", *torchrun]
-                + [str(script), str(self.folder), json.dumps(self.options)],
+                [preloaded_python(), "-m", "torch.distributed.run", *torchrun, script, *arguments],
                 env={
                     **os.environ,
                     "PYTHONPATH": str(Path(__file__).parents[2]),

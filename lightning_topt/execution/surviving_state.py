@@ -101,14 +101,18 @@ class FoundState:
 class SurvivingStates:
     """The states in `folder`, which is this user's alone.
 
+    Args:
+        folder: is made with the first state.
+        store: host and port of the job's store, with which the folder goes; None: it stays.
+
     Raises PermissionError where the folder is another's, when it is used.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, store: tuple[str, int] | None = None) -> None:
+        self.folder, self._store = folder, store
 
-    def write(self, place: Place, make: Callable[[], Any]) -> bool:
-        """Write the state that `make` returns, unless the machine has it; return whether it does.
+    def write(self, place: Place, make: Callable[[], Any]) -> None:
+        """Write the state that `make` returns, unless the machine has it.
 
         One process writes at a time. Where it is killed the next one writes.
         """
@@ -117,7 +121,6 @@ class SurvivingStates:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not self._of(place):
                 self._write(place, make())
-        return True
 
     def _write(self, place: Place, state: Any) -> None:
         unfinished = self.folder / f"{_stem(place)}{_UNFINISHED}"
@@ -125,21 +128,12 @@ class SurvivingStates:
         torch.serialization.set_crc32_options(False)  # the checksum of the name is faster
         try:
             torch.save(state, unfinished)
-            self.finish(unfinished, place)
+            unfinished.rename(self.folder / f"{_stem(place)}-{checksum(unfinished)}{_STATE}")
         except BaseException:
             unfinished.unlink(missing_ok=True)
             raise
         finally:
             torch.serialization.set_crc32_options(before)
-
-    def unfinished(self, place: Place) -> Path:
-        """Return the file into which a state may be written, for `finish`."""
-        self._open()
-        return self.folder / f"{_stem(place)}{_UNFINISHED}"
-
-    def finish(self, unfinished: Path, place: Place) -> None:
-        """Give a state that is written the name under which it counts."""
-        unfinished.rename(self.folder / f"{_stem(place)}-{checksum(unfinished)}{_STATE}")
 
     def newest(self, fit: int) -> tuple[Place, Path] | None:
         """Return the newest state of `fit` that is undamaged, None where there is none."""
@@ -167,6 +161,8 @@ class SurvivingStates:
         with suppress(FileExistsError):
             self.folder.mkdir(mode=0o700)
         self._check_owner()
+        if self._store is not None:
+            remove_with_store(self.folder, *self._store)
 
     def _check_owner(self) -> None:
         # Whoever may write there runs code in this process, by what is unpickled.
@@ -247,6 +243,11 @@ def remove_with_store(folder: Path, host: str, port: int) -> None:
 
     It is in a session of its own, and the only one of the machine.
     """
+    with (folder / _REMOVER).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return  # it is there
     code = _REMOVE_WITH_STORE.format(lock=_REMOVER)
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", code, str(folder), host, str(port)],

@@ -53,7 +53,6 @@ from lightning_topt.execution.surviving_state import (
     SurvivingStates,
     find_newest,
     memory_folder,
-    remove_with_store,
 )
 from lightning_topt.plugins.exchange_guard import CHECKPOINT_KEY
 from lightning_topt.plugins.lost_ranks import LostRankWatch
@@ -126,6 +125,8 @@ class ElasticRun:
         if may_fork and _progress[0].restarts > 0:
             longest = _progress[0].longest_seconds
             within = timedelta(seconds=max(MEET_SECONDS, MEET_STEPS * longest))
+        assert self._strategy.accelerator is not None
+        self._strategy.accelerator.setup_device(self._strategy.root_device)
         self._watch.meet(self._strategy, is_restarted=True, within=within)
         self._find()
         if self._found is not None:
@@ -162,7 +163,8 @@ class ElasticRun:
         """Find the newest state that survived. A collective call."""
         # Not the device's group: states travel between hosts.
         group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
-        self._states = SurvivingStates(memory_folder(job_token()))
+        store = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._states = SurvivingStates(memory_folder(job_token()), store)
         self._found = find_newest(self._states, fit=self._fit, group=group)
         if group is not None:
             dist.destroy_process_group(group)
@@ -252,7 +254,6 @@ class ElasticRun:
                 place = self._place()
                 assert self._states is not None
                 self._states.write(place, lambda: self._own_state(trainer))
-                self._watch_store()
                 log.info("rank %d leaves the state after step %d", trainer.global_rank, place.step)
             except Exception as failure:  # of memory, or of the user's hooks
                 why_not = f"{type(failure).__name__}: {failure}"
@@ -287,17 +288,15 @@ class ElasticRun:
     def keep(self) -> None:
         """Keep the state of all ranks in memory, between two steps. A collective call."""
         assert self._states is not None
-        place = self._place()
-        unfinished = self._states.unfinished(place)
-        self._trainer.save_checkpoint(unfinished)  # rank 0 writes, under any plan
+        # Rank 0 collects it, under any plan.
+        checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        checkpoint = self._data.with_state(checkpoint)
         if self._trainer.is_global_zero:
-            self._states.finish(unfinished, place)
-            self._watch_store()
-
-    def _watch_store(self) -> None:
-        assert self._states is not None
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        remove_with_store(self._states.folder, *address)
+            try:
+                self._states.write(self._place(), lambda: checkpoint)
+            except (OSError, RuntimeError) as error:  # of memory
+                log.warning("no state is kept in memory: %s", error)
+        self._strategy.barrier("elastic")
 
 
 def check_elastic(*, checkpoint: str, uneven: str | None, allow_staleness: object) -> None:
@@ -321,21 +320,29 @@ def check_elastic(*, checkpoint: str, uneven: str | None, allow_staleness: objec
 def _between_batches(trainer: pl.Trainer) -> None:
     """Let Lightning's counts be those between two batches, as in a checkpoint.
 
-    A batch without an update comes again. Where the loss was after an update, a validation that is
-    due comes, whole.
+    A batch without an update comes again. So does a validation that was cut off, whole.
     """
-    loop = trainer.fit_loop.epoch_loop
+    loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
     progress, evaluation = loop.batch_progress, loop.val_loop.batch_progress
+    assert fetcher is not None
     is_trained = progress.current.processed == progress.current.ready
+    is_ended = progress.current.completed == progress.current.processed
     is_due = is_trained and (
-        trainer.validating or progress.current.completed < progress.current.processed
+        trainer.validating or (not is_ended and loop._should_check_val_fx(fetcher))
     )
+    # In hooks at the end of a batch counts are what `ModelCheckpoint` saves there.
+    if is_trained and not is_ended and not is_due:
+        return
     if not is_trained:
         progress.is_last_batch = False
     for part in (progress.total, progress.current):
         part.ready = part.started = part.completed = part.processed
-    # As Lightning knows a validation that was cut off: its first batch had begun.
     if is_due:
+        # As Lightning knows a validation that was cut off: its first batch had begun.
+        evaluation.total.processed = evaluation.total.completed
+        evaluation.current.processed = evaluation.current.completed = 0
         for part in (evaluation.total, evaluation.current):
-            part.processed = part.completed = part.completed if part is evaluation.total else 0
             part.ready = part.started = part.completed + 1
+    elif not is_trained and loop._should_check_val_fx(fetcher) and not loop._should_accumulate():
+        # Lightning will go through the end of the last batch once more, without its validation.
+        loop._batches_that_stepped -= 1

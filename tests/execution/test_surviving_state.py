@@ -17,7 +17,6 @@ from lightning_topt.execution.surviving_state import (
     Place,
     SurvivingStates,
     find_newest,
-    remove_with_store,
 )
 from tests.launch import run_ranks
 
@@ -94,7 +93,8 @@ def test_a_damaged_state_does_not_count(states: SurvivingStates, place: int) -> 
 def test_older_states_of_the_fit_are_removed(states: SurvivingStates) -> None:
     for place in (Place(0, 1, 1), Place(0, 3, 3), Place(1, 1, 1)):
         states.write(place, lambda: state(1))
-    states.unfinished(Place(0, 2, 2)).write_bytes(b"of a process that was killed")
+    unfinished = states.folder / "0-000000000002-000000000002.unfinished"
+    unfinished.write_bytes(b"of a process that was killed")
     states.remove_before(Place(0, 3, 3))
     left = sorted(path.name.split("-")[:2] for path in states.folder.glob("[0-9]*"))
     assert left == [["0", "000000000003"], ["1", "000000000001"]]
@@ -138,19 +138,18 @@ def test_machines_go_on_from_the_newest_state_of_any(
         assert results[0][:2] == (expected, expected)
 
 
-def test_the_folder_goes_with_the_store(states: SurvivingStates) -> None:
-    states.write(Place(0, 1, 1), lambda: state(1))
+def test_the_folder_goes_with_the_store(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(30)
-        port = server.getsockname()[1]
-        for _ in range(2):  # one process of a machine waits
-            remove_with_store(states.folder, "127.0.0.1", port)
+        states = SurvivingStates(tmp_path / "states", server.getsockname())
+        states.write(Place(0, 1, 1), lambda: state(1))
         connection, _ = server.accept()
         with connection:
-            assert states.folder.exists()
-            server.settimeout(0.1)
-            with pytest.raises(TimeoutError):
+            states.write(Place(0, 2, 2), lambda: state(2))
+            server.settimeout(0.2)
+            with pytest.raises(TimeoutError):  # one process of a machine waits
                 server.accept()
+            assert states.folder.exists()
     deadline = time.monotonic() + 20
     while states.folder.exists() and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -92,7 +92,7 @@ class Module(L.LightningModule):
             elif kind == "fail":
                 raise ValueError("of the user")
             elif kind == "damage":
-                SurvivingStates.finish = damaged
+                SurvivingStates.write = damaged
             elif kind == "kill_first_that_saves":
                 self.on_save_checkpoint = self.kill_first
             elif kind == "hold":
@@ -111,9 +111,9 @@ class Module(L.LightningModule):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.8)]
 
-finish = SurvivingStates.finish
-def damaged(states, unfinished, place):
-    finish(states, unfinished, place)
+write = SurvivingStates.write
+def damaged(states, place, make):
+    write(states, place, make)
     _, path = states.newest(place.fit)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1

@@ -187,6 +187,7 @@ class ElasticRun:
         self._steps = self._first_step = trainer.global_step
         if self._found is not None and self._draws_anew:
             self._seed(self._found.place)
+            _end_epoch(trainer)
         buffers = [
             each for each in trainer.lightning_module.buffers() if each.device.type != "meta"
         ]
@@ -320,7 +321,8 @@ def check_elastic(*, checkpoint: str, uneven: str | None, allow_staleness: objec
 def _between_batches(trainer: pl.Trainer) -> None:
     """Let Lightning's counts be those between two batches, as in a checkpoint.
 
-    A batch without an update comes again. So does a validation that was cut off, whole.
+    A batch without an update comes again. So does a validation that was cut off, whole. After the
+    last batch of an epoch its end is still to come (`_end_epoch`).
     """
     loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
     progress, evaluation = loop.batch_progress, loop.val_loop.batch_progress
@@ -330,9 +332,6 @@ def _between_batches(trainer: pl.Trainer) -> None:
     is_due = is_trained and (
         trainer.validating or (not is_ended and loop._should_check_val_fx(fetcher))
     )
-    # In hooks at the end of a batch counts are what `ModelCheckpoint` saves there.
-    if is_trained and not is_ended and not is_due:
-        return
     if not is_trained:
         progress.is_last_batch = False
     for part in (progress.total, progress.current):
@@ -346,3 +345,14 @@ def _between_batches(trainer: pl.Trainer) -> None:
     elif not is_trained and loop._should_check_val_fx(fetcher) and not loop._should_accumulate():
         # Lightning will go through the end of the last batch once more, without its validation.
         loop._batches_that_stepped -= 1
+
+
+def _end_epoch(trainer: pl.Trainer) -> None:
+    """Let an epoch whose batches are all trained on end, where no validation is to come.
+
+    Lightning would read another batch first.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    is_over = loop.batch_progress.is_last_batch and loop.restarting
+    if is_over and not loop.val_loop.restarted_mid_evaluation:
+        loop.val_loop._has_run = True

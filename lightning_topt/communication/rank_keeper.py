@@ -28,6 +28,8 @@ import time
 from types import FrameType
 from typing import Any, NoReturn
 
+import torch.distributed as dist
+
 log = logging.getLogger(__name__)
 
 RANK_LOST = 75  # exit status; EX_TEMPFAIL of sysexits.h
@@ -134,6 +136,24 @@ class _Waiting:
             os.kill(self.process, number)
         except ProcessLookupError:  # it has ended
             return
+
+
+def keep_store(port: int) -> None:
+    """Fork a process that hosts torchrun's store, at `port`, as long as this process waits.
+
+    Where torchrun has none that it shares between attempts, rank 0 is to host it. That rank would
+    take it along.
+    """
+    own = os.getpid()
+    if os.fork() != 0:
+        return
+    os.setpgid(0, 0)
+    die_with(own)
+    for number in FORWARDED:
+        signal.signal(number, signal.SIG_IGN)
+    store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+    while store is not None:
+        signal.pause()
 
 
 def die_with(parent: int) -> None:

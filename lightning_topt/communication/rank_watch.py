@@ -669,17 +669,6 @@ def init_attempt(
     dist.init_process_group(backend, store=own, **options)
 
 
-def job_token() -> str:
-    """Return text that all ranks of all attempts of this job share, and no other job has.
-
-    It is in torchrun's store, of whose parts this process has a group.
-    """
-    store: Store = _get_default_store()
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store.compare_set(f"{ATTEMPT}/job", "", secrets.token_hex(8)).decode()
-
-
 def attempt_store(store: Store, *, rank: int, world_size: int, timeout: timedelta) -> PrefixStore:
     """Return the part of `store` of the ranks that call this now.
 

@@ -12,8 +12,8 @@ A name says which state it is, and has its checksum: ``FIT-STEP-BATCHES-CHECKSUM
 comes last, so a kill while a state is written leaves nothing under such a name. The newest state
 that is undamaged counts. A machine without it gets it from another one's memory.
 
-The folder must not outlive the run, whatever ends it, but does outlive processes. So a small
-process of its own removes it (`remove_with_store`), as soon as the job's store is gone.
+The folder outlives the processes of ranks, and belongs to the one that starts them, torchrun. A
+small process of its own removes it (`remove_after`) when that ends, however it does.
 """
 
 from __future__ import annotations
@@ -36,29 +36,28 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
+from lightning_topt.communication.rank_watch import process_start
+
 log = logging.getLogger(__name__)
 
 MEMORY = Path("/dev/shm")
 _STATE, _UNFINISHED, _LOCK, _REMOVER = ".state", ".unfinished", "lock", "remover"
 _BLOCK = 1 << 24  # bytes that are read or sent at a time
 
-# Run by a bare interpreter: waits until the store's connection ends, then removes the folder.
-_REMOVE_WITH_STORE = """
-import fcntl, shutil, socket, sys
-folder, host, port = sys.argv[1], sys.argv[2], int(sys.argv[3])
+# Run by a bare interpreter: waits until a process has ended, then removes the folder.
+_REMOVE_AFTER = """
+import fcntl, os, select, shutil, sys
+folder, process = sys.argv[1], int(sys.argv[2])
 lock = open(folder + "/{lock}", "w")
 try:
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 except BlockingIOError:
     raise SystemExit  # another one does it
 try:
-    store = socket.create_connection((host, port), timeout=30)
-    store.settimeout(None)
-    store.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    descriptor = os.pidfd_open(process)
     print("waits", flush=True)
-    while store.recv(4096):
-        pass
-except OSError:
+    select.select([descriptor], [], [])
+except ProcessLookupError:
     pass
 shutil.rmtree(folder, ignore_errors=True)
 """
@@ -103,13 +102,13 @@ class SurvivingStates:
 
     Args:
         folder: is made with the first state.
-        store: host and port of the job's store, with which the folder goes; None: it stays.
+        owner: the process with which the folder goes; None: it stays.
 
     Raises PermissionError where the folder is another's, when it is used.
     """
 
-    def __init__(self, folder: Path, store: tuple[str, int] | None = None) -> None:
-        self.folder, self._store = folder, store
+    def __init__(self, folder: Path, owner: int | None = None) -> None:
+        self.folder, self._owner = folder, owner
 
     def write(self, place: Place, make: Callable[[], Any]) -> None:
         """Write the state that `make` returns, unless the machine has it.
@@ -161,8 +160,8 @@ class SurvivingStates:
         with suppress(FileExistsError):
             self.folder.mkdir(mode=0o700)
         self._check_owner()
-        if self._store is not None:
-            remove_with_store(self.folder, *self._store)
+        if self._owner is not None:
+            remove_after(self.folder, self._owner)
 
     def _check_owner(self) -> None:
         # Whoever may write there runs code in this process, by what is unpickled.
@@ -185,9 +184,10 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def memory_folder(token: str) -> Path:
-    """Return the folder of the run that has this `token`, which other runs do not have."""
-    return MEMORY / f"lightning_topt-{os.getuid()}-{token}"
+def states_of(owner: int) -> SurvivingStates:
+    """Return the states of the ranks that process `owner` starts, on this machine."""
+    name = f"lightning_topt-{os.getuid()}-{owner}-{process_start(owner)}"
+    return SurvivingStates(MEMORY / name, owner)
 
 
 def find_newest(
@@ -238,25 +238,24 @@ def _lengths(size: int) -> list[int]:
     return [min(_BLOCK, size - start) for start in range(0, size, _BLOCK)]
 
 
-def remove_with_store(folder: Path, host: str, port: int) -> None:
-    """Start a process that removes `folder` when the job's store at `host` and `port` is gone.
+def remove_after(folder: Path, process: int) -> None:
+    """Start a process that removes `folder` when `process` has ended.
 
-    It is in a session of its own, and the only one of the machine.
+    It is in a session of its own, and the only one of the folder.
     """
     with (folder / _REMOVER).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return  # it is there
-    code = _REMOVE_WITH_STORE.format(lock=_REMOVER)
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", code, str(folder), host, str(port)],
+    code = _REMOVE_AFTER.format(lock=_REMOVER)
+    remover = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", code, str(folder), str(process)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
-        close_fds=True,
     )
-    assert process.stdout is not None
-    process.stdout.readline()  # it waits now, or another one does
-    process.stdout.close()
+    assert remover.stdout is not None
+    remover.stdout.readline()  # it waits now, or another one does
+    remover.stdout.close()

@@ -45,14 +45,14 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lightning_topt.communication.rank_keeper import RANK_LOST, RankProgress, keep_rank
-from lightning_topt.communication.rank_watch import is_of_collective, job_token
+from lightning_topt.communication.rank_keeper import RANK_LOST, RankProgress, keep_rank, keep_store
+from lightning_topt.communication.rank_watch import is_of_collective
 from lightning_topt.execution.surviving_state import (
     FoundState,
     Place,
     SurvivingStates,
     find_newest,
-    memory_folder,
+    states_of,
 )
 from lightning_topt.plugins.exchange_guard import CHECKPOINT_KEY
 from lightning_topt.plugins.lost_ranks import LostRankWatch
@@ -64,9 +64,12 @@ log = logging.getLogger(__name__)
 # How long ranks that begin again wait for each other: those that are in a step come late. Without
 # one torchrun restarts all.
 MEET_SECONDS, MEET_STEPS = 20.0, 4
+# Whether torchrun hosts the store of the ranks, which then outlives them.
+_SHARED = "TORCHELASTIC_USE_AGENT_STORE"
 _CKPT_PATH, _WEIGHTS_ONLY = 4, 5  # of the arguments of Trainer._fit_impl
 
 _fits = itertools.count()  # of this program, which torchrun starts from its beginning
+_owner: list[int] = []  # torchrun's process
 _progress: list[RankProgress] = []  # of this process, where another one waits for it
 
 
@@ -115,6 +118,11 @@ class ElasticRun:
         has_threads = torch.get_num_threads() > 1 and len(os.listdir("/proc/self/task")) > 1
         may_fork = not (dist.is_initialized() or torch.cuda.is_initialized() or has_threads)
         if may_fork:
+            _owner[:] = [os.getppid()]
+            if os.environ.get(_SHARED) != "True":
+                if os.environ["RANK"] == "0":
+                    keep_store(int(os.environ["MASTER_PORT"]))
+                os.environ[_SHARED] = "True"
             _progress[:] = [keep_rank()]
         elif not _progress:
             log.info(
@@ -147,8 +155,7 @@ class ElasticRun:
 
     def _check(self, trainer: pl.Trainer) -> None:
         environment = self._strategy.cluster_environment
-        has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if not isinstance(environment, TorchElasticEnvironment) or not has_store:
+        if not isinstance(environment, TorchElasticEnvironment):
             raise ValueError(
                 "elastic=True needs ranks that torchrun starts, which outlives them: "
                 "torchrun --standalone --nproc-per-node 2 --max-restarts 3 train.py"
@@ -163,8 +170,7 @@ class ElasticRun:
         """Find the newest state that survived. A collective call."""
         # Not the device's group: states travel between hosts.
         group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
-        store = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self._states = SurvivingStates(memory_folder(job_token()), store)
+        self._states = states_of(_owner[0] if _owner else os.getppid())
         self._found = find_newest(self._states, fit=self._fit, group=group)
         if group is not None:
             dist.destroy_process_group(group)

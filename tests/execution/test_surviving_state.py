@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import os
 import signal
-import socket
+import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -138,19 +140,42 @@ def test_machines_go_on_from_the_newest_state_of_any(
         assert results[0][:2] == (expected, expected)
 
 
-def test_the_folder_goes_with_the_store(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(30)
-        states = SurvivingStates(tmp_path / "states", server.getsockname())
+def test_the_folder_goes_with_its_owner(tmp_path: Path) -> None:
+    owner = subprocess.Popen(["sleep", "60"])
+    try:
+        states = SurvivingStates(tmp_path / "states", owner.pid)
         states.write(Place(0, 1, 1), lambda: state(1))
-        connection, _ = server.accept()
-        with connection:
-            states.write(Place(0, 2, 2), lambda: state(2))
-            server.settimeout(0.2)
-            with pytest.raises(TimeoutError):  # one process of a machine waits
-                server.accept()
-            assert states.folder.exists()
+        removers = removers_of(states.folder)
+        states.write(Place(0, 2, 2), lambda: state(2))
+        assert len(removers) == 1
+        assert removers_of(states.folder) == removers
+        assert states.newest(0)[0] == Place(0, 2, 2)  # type: ignore[index]
+    finally:
+        owner.kill()
+        owner.wait()
+    wait_until(lambda: not states.folder.exists())
+
+
+def test_a_folder_whose_owner_has_ended_goes_at_once(tmp_path: Path) -> None:
+    owner = subprocess.Popen(["true"])
+    owner.wait()
+    states = SurvivingStates(tmp_path / "states", owner.pid)
+    with contextlib.suppress(OSError):
+        states.write(Place(0, 1, 1), lambda: state(1))
+    wait_until(lambda: not states.folder.exists())
+
+
+def removers_of(folder: Path) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if str(folder).encode() in (path / "cmdline").read_bytes().split(b"\0"):
+                found.append(int(path.name))
+    return found
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 20
-    while states.folder.exists() and time.monotonic() < deadline:
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not states.folder.exists()
+    assert condition()

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -157,20 +158,24 @@ class Job:
         }
         self.processes: list[subprocess.Popen[str]] = []
 
-    def start(self, *torchrun: str) -> subprocess.Popen[str]:
+    def start(self, *torchrun: str, is_parent: bool = False) -> subprocess.Popen[str]:
+        """Start torchrun. Where it `is_parent` of the ranks, as ever, their imports take longer."""
         self.folder.mkdir(exist_ok=True)
         script = str(self.folder / "train.py")
         Path(script).write_text(SCRIPT)
         output = open(self.folder / f"output-{len(self.processes)}", "w")  # noqa: SIM115
         with output:
+            command = [*torchrun, "--no-python", sys.executable] if is_parent else [*torchrun]
             arguments = [str(self.folder), json.dumps(self.options), str(SAMPLES)]
             process = subprocess.Popen(
-                [preloaded_python(), "-m", "torch.distributed.run", *torchrun, script, *arguments],
+                [preloaded_python(), "-m", "torch.distributed.run", *command, script, *arguments],
                 env={
                     **os.environ,
                     "PYTHONPATH": str(Path(__file__).parents[2]),
                     "OMP_NUM_THREADS": "1",
                     "AGENT": str(len(self.processes)),
+                    # else torch 2.13 lets a node that comes later wait in vain
+                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int("--nnodes" in torchrun)),
                 },
                 text=True,
                 stdout=output,
@@ -182,7 +187,8 @@ class Job:
 
     def run(self, ranks: int, *, restarts: int = 0, succeeds: bool = True) -> None:
         process = self.start(
-            *("--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts))
+            *("--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)),
+            is_parent=restarts > 0,
         )
         process.wait(timeout=180)
         assert (process.returncode == 0) is succeeds, self.output()
@@ -354,16 +360,16 @@ def test_ranks_shrink_to_a_node_and_grow_back(jobs: Any) -> None:
         *("--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", f"127.0.0.1:{port}"),
         *("--rdzv-conf", "last_call_timeout=5,keep_alive_interval=1"),
     )
-    first = job.start(*agent)
+    first = job.start(*agent, is_parent=True)
     wait_for(lambda: is_listening(port), job)  # it has the store
-    second = job.start(*agent)
+    second = job.start(*agent, is_parent=True)
     held = [job.folder / f"held-5-{number}" for number in (0, 1)]
     wait_for(lambda: all(path.exists() and path.read_text() for path in held), job)
     for process in (second.pid, *map(int, held[1].read_text().split())):
         os.kill(process, signal.SIGKILL)
     (job.folder / "go-5").touch()
     wait_for(lambda: (job.folder / "held-12-0").exists(), job)  # until torchrun asks it to end
-    job.start(*agent)
+    job.start(*agent, is_parent=True)
     assert first.wait(timeout=180) == 0, job.output()
     worlds = {note["step"]: note["world"] for note in job.notes()}
     assert [worlds[step] for step in sorted(worlds)] == [2] * 4 + [1] * 8 + [2] * 4, worlds

@@ -211,10 +211,12 @@ class ElasticRun:
         """Know that a batch begins: the state is that after the last step."""
         if not self._is_training:
             return
-        if self._buffers[0]:
+        trainer = self._trainer
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.processed
+        if self._buffers[0] and done % trainer.accumulate_grad_batches == 0:
             with torch.no_grad():
                 torch._foreach_copy_(self._buffers[1], self._buffers[0])
-        step = self._trainer.global_step
+        step = trainer.global_step
         if step == self._steps:
             return
         # Somebody's gradients of this process group have arrived: all ranks have begun.
@@ -284,10 +286,12 @@ class ElasticRun:
 
     def _own_state(self, trainer: pl.Trainer) -> dict[str, Any]:
         """Return the checkpoint of this rank as it was between two steps."""
-        _between_batches(trainer)
-        with torch.no_grad():
-            for buffer, before in zip(*self._buffers, strict=True):
-                buffer.copy_(before)
+        is_trained = _between_batches(trainer)
+        # What forward passes have changed since the last step.
+        if not (is_trained and self._data.begins_window):
+            with torch.no_grad():
+                for buffer, before in zip(*self._buffers, strict=True):
+                    buffer.copy_(before)
         self.is_alone = True
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         return self._data.with_state(checkpoint, alone=True)
@@ -324,8 +328,8 @@ def check_elastic(*, checkpoint: str, uneven: str | None, allow_staleness: objec
         )
 
 
-def _between_batches(trainer: pl.Trainer) -> None:
-    """Let Lightning's counts be those between two batches, as in a checkpoint.
+def _between_batches(trainer: pl.Trainer) -> bool:
+    """Let Lightning's counts be those between two batches; return whether the last one counts.
 
     A batch without an update comes again. So does a validation that was cut off, whole. After the
     last batch of an epoch its end is still to come (`_end_epoch`).
@@ -351,14 +355,22 @@ def _between_batches(trainer: pl.Trainer) -> None:
     elif not is_trained and loop._should_check_val_fx(fetcher) and not loop._should_accumulate():
         # Lightning will go through the end of the last batch once more, without its validation.
         loop._batches_that_stepped -= 1
+    return is_trained
 
 
 def _end_epoch(trainer: pl.Trainer) -> None:
-    """Let an epoch whose batches are all trained on end, where no validation is to come.
+    """Let an epoch whose batches are all trained on end, unless a validation is to come.
 
     Lightning would read another batch first.
     """
     loop = trainer.fit_loop.epoch_loop
-    is_over = loop.batch_progress.is_last_batch and loop.restarting
-    if is_over and not loop.val_loop.restarted_mid_evaluation:
-        loop.val_loop._has_run = True
+    if not loop.restarting or not loop.batch_progress.is_last_batch:
+        return
+    if loop.val_loop.restarted_mid_evaluation:
+        return
+
+    def no_batch(fetcher: Any) -> None:
+        del loop.__dict__["advance"]
+        raise StopIteration
+
+    loop.advance = no_batch  # type: ignore[method-assign]

@@ -129,7 +129,6 @@ PRIVATE_NAMES = (
         f"{_EPOCH_LOOP}._should_accumulate", "whether the last batch had a step", ("self",)
     ),
     PrivateName(f"{_EPOCH_LOOP}._batches_that_stepped", "of a fit that was cut off"),
-    PrivateName(f"{_EVALUATION}._has_run", "an epoch ends without another batch"),
     PrivateName(f"{_EPOCH_LOOP}._is_training_done", "the pipeline is drained then"),
     PrivateName(
         f"{_EPOCH_LOOP}._should_check_val_fx", "and before validation", ("self", "data_fetcher")

@@ -105,6 +105,11 @@ class TrainingData:
         """How many batches the fit was trained on."""
         return int(self._progress.total.processed)
 
+    @property
+    def begins_window(self) -> bool:
+        """Whether the next batch is the first one of an optimizer step."""
+        return not self._batches_of_window()
+
     def behind(self) -> int:
         """Return how many of the batches that were handed out are not trained on."""
         fetcher, trained = self._trainer.fit_loop._data_fetcher, self._progress.current.processed

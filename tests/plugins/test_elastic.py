@@ -55,7 +55,8 @@ class Module(L.LightningModule):
     def __init__(self):
         super().__init__()
         torch.manual_seed(5)
-        self.net = nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+        first = nn.Linear(8, 16, bias=False)
+        self.net = nn.Sequential(first, nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
     def training_step(self, batch, batch_idx):
         self.event("odd" if batch_idx % 2 else "even", self.trainer.global_step + 1)
         self.event("in", self.trainer.global_step + 1)
@@ -90,6 +91,7 @@ class Module(L.LightningModule):
                 os.kill(os.getpid(), signal.SIGKILL)
             elif kind == "kill_torchrun_rank":
                 os.kill(os.getppid(), signal.SIGKILL)
+                time.sleep(60)  # it ends with the other process
             elif kind == "fail":
                 raise ValueError("of the user")
             elif kind == "damage":

@@ -98,13 +98,16 @@ def what_is_there_is_frozen() -> None:
 
 
 @pytest.fixture(autouse=True)
-def seeds_of_lightning_are_forgotten() -> Iterator[None]:
-    """`seed_everything` writes the environment, from which later tests' distributed samplers would
-    take their order.
+def environment_is_put_back() -> Iterator[None]:
+    """`seed_everything` and launchers of ranks write variables that later tests would read: seeds of
+    samplers, or a LOCAL_RANK with which Lightning starts no ranks.
     """
+    before = dict(os.environ)
     yield
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        os.environ.pop(name, None)
+    before["PYTEST_CURRENT_TEST"] = os.environ["PYTEST_CURRENT_TEST"]  # pytest's own
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture(autouse=True)

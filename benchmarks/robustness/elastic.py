@@ -71,7 +71,8 @@ def measure(options: argparse.Namespace, *, kills: bool) -> dict[str, Any]:
         job = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
         try:
             first = wait_for(events, job, lambda each: each["what"] == "step")
-            begin, losses = first["at"], []
+            begin = first["at"]
+            losses: list[dict[str, Any]] = []
             while time.time() < begin + options.seconds:
                 time.sleep(min(options.every, max(0, begin + options.seconds - time.time())))
                 if kills and time.time() < begin + options.seconds - options.every / 2:

@@ -28,7 +28,7 @@ import time
 from types import FrameType
 from typing import Any, NoReturn
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ def keep_store(port: int) -> None:
     die_with(own)
     for number in FORWARDED:
         signal.signal(number, signal.SIG_IGN)
-    store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+    store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
     while store is not None:
         signal.pause()
 

@@ -40,7 +40,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
-from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -114,23 +114,16 @@ class ElasticRun:
             return function(*args, **kwargs)
         self._check(trainer)
         self._fit = next(_fits)
-        # OpenMP's threads (libgomp) do not survive a fork: where there are some, it would hang.
-        has_threads = torch.get_num_threads() > 1 and len(os.listdir("/proc/self/task")) > 1
-        may_fork = not (dist.is_initialized() or torch.cuda.is_initialized() or has_threads)
-        if may_fork:
-            _owner[:] = [os.getppid()]
-            if os.environ.get(_SHARED) != "True":
-                if os.environ["RANK"] == "0":
-                    keep_store(int(os.environ["MASTER_PORT"]))
-                os.environ[_SHARED] = "True"
-            _progress[:] = [keep_rank()]
+        forks = _may_fork()
+        if forks:
+            _fork()
         elif not _progress:
             log.info(
                 "torchrun restarts this process after a loss. It cannot be forked: it has threads "
                 "(OMP_NUM_THREADS=1 has none), a device in use, or a process group before the fit"
             )
         within = None
-        if may_fork and _progress[0].restarts > 0:
+        if forks and _progress[0].restarts > 0:
             longest = _progress[0].longest_seconds
             within = timedelta(seconds=max(MEET_SECONDS, MEET_STEPS * longest))
         assert self._strategy.accelerator is not None
@@ -212,7 +205,8 @@ class ElasticRun:
         if not self._is_training:
             return
         trainer = self._trainer
-        done = trainer.fit_loop.epoch_loop.batch_progress.current.processed
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+        done = progress.current.processed
         if self._buffers[0] and done % trainer.accumulate_grad_batches == 0:
             with torch.no_grad():
                 torch._foreach_copy_(self._buffers[1], self._buffers[0])
@@ -310,6 +304,24 @@ class ElasticRun:
         self._strategy.barrier("elastic")
 
 
+def _may_fork() -> bool:
+    """Return whether this process can be forked: its children can do what it could."""
+    if dist.is_initialized() or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return False
+    # OpenMP's threads (libgomp) are lost in a fork, and the next parallel region would hang.
+    return torch.get_num_threads() == 1 or len(os.listdir("/proc/self/task")) == 1
+
+
+def _fork() -> None:
+    """Stay behind, and return in the processes that train."""
+    _owner[:] = [os.getppid()]
+    if os.environ.get(_SHARED) != "True":
+        if os.environ["RANK"] == "0":
+            keep_store(int(os.environ["MASTER_PORT"]))
+        os.environ[_SHARED] = "True"
+    _progress[:] = [keep_rank()]
+
+
 def check_elastic(*, checkpoint: str, uneven: str | None, allow_staleness: object) -> None:
     """Raise ValueError for options of a strategy with which a fit cannot outlive its ranks."""
     if checkpoint != "full":
@@ -335,9 +347,10 @@ def _between_batches(trainer: pl.Trainer) -> bool:
     last batch of an epoch its end is still to come (`_end_epoch`).
     """
     loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
-    progress, evaluation = loop.batch_progress, loop.val_loop.batch_progress
+    progress: Any = loop.batch_progress
+    evaluation: Any = loop.val_loop.batch_progress
     assert fetcher is not None
-    is_trained = progress.current.processed == progress.current.ready
+    is_trained: bool = progress.current.processed == progress.current.ready
     is_ended = progress.current.completed == progress.current.processed
     is_due = is_trained and (
         trainer.validating or (not is_ended and loop._should_check_val_fx(fetcher))
@@ -373,4 +386,4 @@ def _end_epoch(trainer: pl.Trainer) -> None:
         del loop.__dict__["advance"]
         raise StopIteration
 
-    loop.advance = no_batch  # type: ignore[method-assign]
+    loop.advance = no_batch  # type: ignore[method-assign, assignment]

@@ -26,6 +26,7 @@ Where a plan shards the state a loss takes a part of it. Such a fit begins again
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import logging
 import os
@@ -67,6 +68,13 @@ MEET_SECONDS, MEET_STEPS = 20.0, 4
 # Whether torchrun hosts the store of the ranks, which then outlives them.
 _SHARED = "TORCHELASTIC_USE_AGENT_STORE"
 _CKPT_PATH, _WEIGHTS_ONLY = 4, 5  # of the arguments of Trainer._fit_impl
+
+# torch imports the first one in an optimizer's first step.
+_IMPORTED_IN_STEPS = (
+    "torch._dynamo",
+    "lightning_topt.plugins.traced_planning",
+    "lightning_topt.plugins.watched_planning",
+)
 
 _fits = itertools.count()  # of this program, which torchrun starts from its beginning
 _owner: list[int] = []  # torchrun's process
@@ -319,6 +327,9 @@ def _fork() -> None:
         if os.environ["RANK"] == "0":
             keep_store(int(os.environ["MASTER_PORT"]))
         os.environ[_SHARED] = "True"
+    # Once, rather than in each process that trains.
+    for module in _IMPORTED_IN_STEPS:
+        importlib.import_module(module)
     _progress[:] = [keep_rank()]
 
 

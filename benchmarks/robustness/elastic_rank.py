@@ -42,10 +42,10 @@ def noted(*args: Any, **kwargs: Any) -> None:
 
 
 class Numbers(Dataset[torch.Tensor]):
-    """More samples than any measurement reads."""
+    """As many samples as an epoch of a thousand steps has, about."""
 
     def __len__(self) -> int:
-        return 10**7
+        return 10**5
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.full((WIDTH,), index % 97 / 97)
@@ -83,6 +83,6 @@ if __name__ == "__main__":
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        max_epochs=1,
+        max_epochs=-1,
     )
     trainer.fit(Module(), DataLoader(Numbers(), batch_size=BATCH_SIZE))

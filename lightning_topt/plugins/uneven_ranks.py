@@ -28,6 +28,7 @@ from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.trainer import call
 from torch import Tensor, nn
 
+from lightning_topt.data.resumable_loader import TrackedLoader
 from lightning_topt.plugins.lent_methods import LentMethods
 from lightning_topt.plugins.loader_lengths import LoaderLengths, are_known
 from lightning_topt.plugins.logged_results import share_results, share_step
@@ -165,7 +166,7 @@ class UnevenRanks:
         own(fetcher)
         if not isinstance(fetcher, SharedFetcher):
             return
-        counts = [row[0] for row in gather_counts([fetcher.own_count], device=self._device)]
+        counts = [row[0] for row in gather_counts([fetcher.count_left()], device=self._device)]
         if _NEVER not in counts:
             fetcher.agree(counts)
         else:
@@ -354,12 +355,21 @@ class SharedFetcher:
 
     # ---- what Lightning's loop uses --------------------------------------------------------------
 
-    @property
-    def own_count(self) -> float:
-        """Batches that this rank has left in the epoch; infinite if that is not known."""
+    def count_left(self) -> float:
+        """Return how many batches this rank has left in the epoch; infinite if that is not known.
+
+        Loaders that are resumed with none left begin, and are at their end afterwards.
+        """
         own = self._own
         if own.length is None or not are_known(own.combined_loader):
             return _NEVER
+        # What is left of the epoch may fill no batch of the present size. Lightning counts one that
+        # is to come, or it would begin the epoch anew.
+        loaders = own.combined_loader.flattened
+        if all(isinstance(each, TrackedLoader) and not each.batches_left() for each in loaders):
+            with suppress(StopIteration):
+                next(own)
+            return 0
         count: float = max(0, own.length - own.fetched)
         return count
 

@@ -148,7 +148,11 @@ def _strategy(options):
         return kind({"method": "topk", "density": 0.5, "momentum": 0.0})
     if kind is LocalStepsStrategy:
         return kind({"method": "local_steps", "every": 2})
-    return kind(plan=options.pop("plan", "ddp"), checkpoint=options.pop("form", "full"))
+    return kind(
+        plan=options.pop("plan", "ddp"),
+        checkpoint=options.pop("form", "full"),
+        uneven=options.pop("uneven", None),
+    )
 
 
 def _fits_of_same_ranks(rank, folder, name, save):
@@ -274,6 +278,17 @@ def test_other_ranks_go_on_with_what_is_left(tmp_path, name, shuffle):
     # and the next epoch is whole
     assert sorted(set(of_epoch(rest, 1))) == list(range(ITEMS))
     assert len(of_epoch(rest, 1)) == ITEMS
+
+
+@pytest.mark.parametrize("uneven", [None, "join"])
+def test_what_is_left_may_fill_no_batch(tmp_path, uneven):
+    """Four samples on each rank are left, for batches of five."""
+    data = {"shuffle": True, "drop_last": True}
+    steps(tmp_path, 2, data={**data, "batch_size": 4}, save=[5])
+    resumed = {"resume": "5.ckpt", "seed": 9, "uneven": uneven}
+    rest = steps(tmp_path, 2, data={**data, "batch_size": 5}, **resumed)
+    assert not of_epoch(rest, 0)
+    assert len(set(of_epoch(rest, 1))) == 40
 
 
 def test_a_resumed_epoch_may_be_interrupted_again(tmp_path):

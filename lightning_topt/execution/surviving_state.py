@@ -25,11 +25,12 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 
 MEMORY = Path("/dev/shm")
 _STATE, _UNFINISHED, _LOCK, _REMOVER = ".state", ".unfinished", "lock", "remover"
+LOCK_SECONDS = 60.0  # that a process waits while another one of its machine writes
 _BLOCK = 1 << 24  # bytes that are read or sent at a time
 
 # Run by a bare interpreter: waits until a process has ended, then removes the folder.
@@ -104,7 +106,7 @@ class SurvivingStates:
         folder: is made with the first state.
         owner: the process with which the folder goes; None: it stays.
 
-    Raises PermissionError where the folder is another's, when it is used.
+    Where the folder is another's, `write` raises PermissionError, and there is no newest state.
     """
 
     def __init__(self, folder: Path, owner: int | None = None) -> None:
@@ -113,12 +115,15 @@ class SurvivingStates:
     def write(self, place: Place, make: Callable[[], Any]) -> None:
         """Write the state that `make` returns, unless the machine has it.
 
-        One process writes at a time. Where it is killed the next one writes.
+        One process writes at a time. Where it is killed, or its state is damaged, the next one
+        writes. `make` must not communicate with other ranks: they wait here, or have ended.
+
+        Raises TimeoutError if another process writes for longer than `LOCK_SECONDS`.
         """
         self._open()
         with (self.folder / _LOCK).open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not self._of(place):
+            _lock(lock)
+            if not any(_is_whole(path) for path in self._of(place)):
                 self._write(place, make())
 
     def _write(self, place: Place, state: Any) -> None:
@@ -138,11 +143,14 @@ class SurvivingStates:
         """Return the newest state of `fit` that is undamaged, None where there is none."""
         if not self.folder.is_dir():
             return None
-        self._check_owner()
+        try:
+            self._check_owner()
+        except PermissionError as error:
+            log.warning("no state is looked for in memory: %s", error)
+            return None
         for path in sorted(self.folder.glob(f"{fit}-*{_STATE}"), reverse=True):
-            *numbers, digest = path.stem.split("-")
-            if checksum(path) == digest:
-                return Place(*map(int, numbers)), path
+            if _is_whole(path):
+                return Place(*map(int, path.stem.split("-")[:3])), path
             log.warning("the state %s is damaged, and is left out", path.name)
         return None
 
@@ -173,6 +181,25 @@ class SurvivingStates:
 
 def _stem(place: Place) -> str:
     return f"{place.fit}-{place.step:012d}-{place.batches:012d}"
+
+
+def _lock(file: IO[str]) -> None:
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"another process has written its state for {LOCK_SECONDS:.0f} s: hooks such "
+                    "as on_save_checkpoint must not communicate after a loss"
+                ) from None
+        time.sleep(0.01)
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether a state has the checksum that its name says."""
+    return checksum(path) == path.stem.rpartition("-")[2]
 
 
 def checksum(path: Path) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_topt.execution import surviving_state
 from lightning_topt.execution.surviving_state import (
     Place,
     SurvivingStates,
@@ -108,8 +109,32 @@ def test_a_folder_that_others_may_write_to_is_refused(states: SurvivingStates) -
     states.folder.chmod(0o777)
     with pytest.raises(PermissionError, match="this user alone"):
         states.write(Place(0, 1, 1), never)
-    with pytest.raises(PermissionError, match="this user alone"):
-        states.newest(0)
+    assert states.newest(0) is None
+
+
+def test_a_damaged_state_is_written_anew(states: SurvivingStates) -> None:
+    states.write(Place(0, 1, 1), lambda: state(1))
+    [path] = states.folder.glob("*.state")
+    path.write_bytes(path.read_bytes()[:-1])
+    assert states.newest(0) is None
+    states.write(Place(0, 1, 1), lambda: state(2))
+    found = states.newest(0)
+    assert found is not None
+    assert torch.load(found[1])["tensor"][0] == 2
+
+
+def test_a_process_that_writes_for_too_long_is_not_waited_for(
+    states: SurvivingStates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(surviving_state, "LOCK_SECONDS", 0.1)
+
+    def write_again() -> Any:
+        with pytest.raises(TimeoutError, match="must not communicate"):
+            states.write(Place(0, 1, 1), never)
+        return state(1)
+
+    states.write(Place(0, 1, 1), write_again)
+    assert states.newest(0) is not None
 
 
 def _find(rank: int, folder: str, places: list[int | None]) -> Any:

@@ -101,7 +101,7 @@ class AutoParallelStrategy(DDPStrategy):
         pad_evaluation: whether samples are repeated in validation, test and prediction until all
             ranks have equally many, as under ``ddp``. If False, each counts once.
         elastic: whether a fit goes on when a rank is lost, under torchrun, from the memory of the
-            others (docs/how_to/elastic.md).
+            others: experimental, on CPUs with gloo (docs/how_to/elastic.md).
         ddp_options: arguments of Lightning's `DDPStrategy` and torch's `DistributedDataParallel`.
             Options of the latter keep the search to plans that it runs (whole gradients). Under a
             `memory_limit`, or with the objective ``"memory"``, a plan may make gradients views of
@@ -158,7 +158,12 @@ class AutoParallelStrategy(DDPStrategy):
         self._training_data = TrainingData(self, preemption)
         self._elastic: ElasticRun | None = None
         if elastic:
-            check_elastic(checkpoint=checkpoint, uneven=uneven, allow_staleness=allow_staleness)
+            check_elastic(
+                checkpoint=checkpoint,
+                uneven=uneven,
+                allow_staleness=allow_staleness,
+                start_method=self._start_method,
+            )
             self._elastic = ElasticRun(self, self.rank_watch, self._training_data, self._run)
             preemption.keep = self._elastic.keep
         self._batches = RankBatches(
@@ -295,6 +300,8 @@ class AutoParallelStrategy(DDPStrategy):
         plan = None if is_partial else controller.poll(trainer, batch, batch_idx)
         if plan is not None:
             self._run.switch(plan, trainer, batch, refines=self.request.plan is not None)
+            if self._elastic is not None:
+                self._elastic.begin_plan()
         if self._elastic is not None:
             self._elastic.begin_batch()
         super().on_train_batch_start(batch, batch_idx)

@@ -44,7 +44,8 @@ import xxhash
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
 
 from lightning_topt.communication.rank_keeper import RANK_LOST, RankProgress, keep_rank, keep_store
 from lightning_topt.communication.rank_watch import is_of_collective
@@ -68,6 +69,7 @@ MEET_SECONDS, MEET_STEPS = 20.0, 4
 # Whether torchrun hosts the store of the ranks, which then outlives them.
 _SHARED = "TORCHELASTIC_USE_AGENT_STORE"
 _CKPT_PATH, _WEIGHTS_ONLY = 4, 5  # of the arguments of Trainer._fit_impl
+_STOP = "lightning_topt.should_stop"  # of a state in memory
 
 # torch imports the first one in an optimizer's first step.
 _IMPORTED_IN_STEPS = (
@@ -98,12 +100,17 @@ class ElasticRun:
         self._states: SurvivingStates | None = None
         self._found: FoundState | None = None
         self._draws_anew = False  # for it lacks the random states of these ranks
+        self._is_asked_to_stop = False  # by trainer.should_stop, before the loss
         self._fit = 0
         # Whether hooks are asked for the state of this rank, without the others.
         self.is_alone = False
         self._is_training = self._is_updating = False
         self._steps = self._first_step = 0
-        self._buffers: tuple[list[Tensor], list[Tensor]] = ([], [])  # and as the batch found them
+        # As the batches of a step found them.
+        self._buffers: dict[str, Tensor] = {}
+        self._stopped_before = False
+        self._ckpt_path: object = None  # the user's
+        self._has_warned = False
 
     # ---- the fit ---------------------------------------------------------------------------------
 
@@ -122,13 +129,15 @@ class ElasticRun:
             return function(*args, **kwargs)
         self._check(trainer)
         self._fit = next(_fits)
+        self._ckpt_path, self._has_warned = args[_CKPT_PATH], False
         forks = _may_fork()
         if forks:
             _fork()
         elif not _progress:
             log.info(
                 "torchrun restarts this process after a loss. It cannot be forked: it has threads "
-                "(OMP_NUM_THREADS=1 has none), a device in use, or a process group before the fit"
+                "(OMP_NUM_THREADS=1 leaves out those of torch), a device in use, or a process "
+                "group before the fit"
             )
         within = None
         if forks and _progress[0].restarts > 0:
@@ -161,10 +170,46 @@ class ElasticRun:
                 "elastic=True needs ranks that torchrun starts, which outlives them: "
                 "torchrun --standalone --nproc-per-node 2 --max-restarts 3 train.py"
             )
+        device, backend = self._strategy.root_device.type, self._strategy.process_group_backend
+        if device != "cpu" or backend not in (None, "gloo"):
+            raise ValueError(
+                f'elastic=True was tried with accelerator="cpu" and gloo only, not with {device} '
+                f"and {backend or 'its default'}: leave elastic out, and let torchrun restart from "
+                "ckpt_path"
+            )
         if not trainer.lightning_module.automatic_optimization:
             raise ValueError(
                 "elastic=True needs automatic optimization: between the steps of several "
                 "optimizers a loss leaves no state that all ranks have"
+            )
+        if trainer.early_stopping_callbacks:
+            raise ValueError(
+                "elastic=True cannot have EarlyStopping: a loss changes the means of the epoch "
+                "that it reads. Use max_epochs or max_steps"
+            )
+
+    def _check_training(self) -> None:
+        """Raise ValueError for data and schedulers whose state a loss takes. A collective call."""
+        if any(each.reduce_on_plateau for each in self._strategy.lr_scheduler_configs):
+            raise ValueError(
+                "elastic=True cannot have ReduceLROnPlateau: a loss changes the means of the epoch "
+                "that it reads. Use a scheduler that counts steps or epochs"
+            )
+        lengths = self._data.lengths
+        if lengths is None:
+            raise ValueError(
+                "elastic=True needs training data that can go on where they were: map-style data "
+                "sets with shuffle=True or False and the samplers of torch and Lightning"
+            )
+        if self._found is not None:
+            return
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, lengths)
+        if any(each != lengths for each in found):
+            raise ValueError(
+                f"elastic=True needs ranks with equally many batches, and they have {found}: one "
+                "of them knows the position of all. Use torch's DistributedSampler, which repeats "
+                "samples"
             )
 
     def _find(self) -> None:
@@ -183,6 +228,7 @@ class ElasticRun:
         checkpoint = self._found.load()
         states = checkpoint[CHECKPOINT_KEY][DATA_KEY]["random"]
         self._draws_anew = len(states) != self._strategy.world_size
+        self._is_asked_to_stop = checkpoint.pop(_STOP, False)
         return checkpoint
 
     # ---- steps -----------------------------------------------------------------------------------
@@ -190,15 +236,23 @@ class ElasticRun:
     def begin_training(self) -> None:
         """Know that all of the state is there."""
         trainer = self._trainer
+        self._check_training()
         self._is_training, self._is_updating = True, False
         self._steps = self._first_step = trainer.global_step
         if self._found is not None and self._draws_anew:
             self._seed(self._found.place)
-            _end_epoch(trainer)
-        buffers = [
-            each for each in trainer.lightning_module.buffers() if each.device.type != "meta"
-        ]
-        self._buffers = buffers, [each.detach().clone() for each in buffers]
+            _end_epoch(trainer, is_asked=self._is_asked_to_stop)
+        self.begin_plan()
+
+    def begin_plan(self) -> None:
+        """Warn where the plan that runs keeps no state that outlives a loss."""
+        if self._ckpt_path is None and not self._has_warned and not self._is_replicated():
+            self._has_warned = True
+            rank_zero_warn(
+                "elastic=True: under this plan each rank has a part of the state, so after a loss "
+                'training begins again from the start. Give fit ckpt_path="last" and a '
+                'ModelCheckpoint, or plan="ddp"'
+            )
 
     def _seed(self, place: Place) -> None:
         """Draw other random numbers than before the loss, different ones on each rank."""
@@ -215,9 +269,9 @@ class ElasticRun:
         trainer = self._trainer
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress
         done = progress.current.processed
-        if self._buffers[0] and done % trainer.accumulate_grad_batches == 0:
-            with torch.no_grad():
-                torch._foreach_copy_(self._buffers[1], self._buffers[0])
+        if done % trainer.accumulate_grad_batches == 0:
+            self._buffers = copy_buffers(trainer.lightning_module)
+            self._stopped_before = trainer.should_stop
         step = trainer.global_step
         if step == self._steps:
             return
@@ -245,7 +299,7 @@ class ElasticRun:
 
     def end_training(self) -> None:
         """Forget the fit."""
-        self._is_training, self._found, self._buffers = False, None, ([], [])
+        self._is_training, self._found, self._buffers = False, None, {}
 
     # ---- what is left of it ----------------------------------------------------------------------
 
@@ -279,24 +333,30 @@ class ElasticRun:
             return "training had not begun"
         if self._is_updating:
             return "it was in an update"
+        if not self._is_replicated():
+            return "under this plan it has a part of it; training goes on from ckpt_path"
+        return None
+
+    def _is_replicated(self) -> bool:
+        """Return whether this rank has all of the state."""
         engine = self._plan.engine
         if engine is not None and not engine.is_replicated:
-            return "under this plan it has a part of it; training goes on from ckpt_path"
-        if any(hasattr(each, "consolidate_state_dict") for each in self._strategy.optimizers):
-            return "its optimizer has a part of it; training goes on from ckpt_path"
-        return None
+            return False
+        return not any(
+            hasattr(each, "consolidate_state_dict") for each in self._strategy.optimizers
+        )
 
     def _own_state(self, trainer: pl.Trainer) -> dict[str, Any]:
         """Return the checkpoint of this rank as it was between two steps."""
         is_trained = _between_batches(trainer)
         # What forward passes have changed since the last step.
         if not (is_trained and self._data.begins_window):
-            with torch.no_grad():
-                for buffer, before in zip(*self._buffers, strict=True):
-                    buffer.copy_(before)
+            set_buffers(trainer.lightning_module, self._buffers)
+            trainer.should_stop = self._stopped_before
         self.is_alone = True
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        return self._data.with_state(checkpoint, alone=True)
+        checkpoint = self._data.with_state(checkpoint, alone=True)
+        return {**checkpoint, _STOP: trainer.should_stop}
 
     def keep(self) -> None:
         """Keep the state of all ranks in memory, between two steps. A collective call."""
@@ -317,7 +377,8 @@ def _may_fork() -> bool:
     if dist.is_initialized() or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
     # OpenMP's threads (libgomp) are lost in a fork, and the next parallel region would hang.
-    return torch.get_num_threads() == 1 or len(os.listdir("/proc/self/task")) == 1
+    # So are those of others: Python's, of loggers and data, and BLAS's.
+    return len(os.listdir("/proc/self/task")) == 1
 
 
 def _fork() -> None:
@@ -333,13 +394,36 @@ def _fork() -> None:
     _progress[:] = [keep_rank()]
 
 
-def check_elastic(*, checkpoint: str, uneven: str | None, allow_staleness: object) -> None:
+def copy_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of all buffers of `module` by their names, of shared ones by each name."""
+    return {
+        name: each.detach().clone()
+        for name, each in module.named_buffers(remove_duplicate=False)
+        if each.device.type != "meta"
+    }
+
+
+def set_buffers(module: nn.Module, values: dict[str, Tensor]) -> None:
+    """Let `values` be the buffers of these names, whichever tensors user code has put there."""
+    for name, value in values.items():
+        owner, _, own_name = name.rpartition(".")
+        module.get_submodule(owner)._buffers[own_name] = value
+
+
+def check_elastic(
+    *, checkpoint: str, uneven: str | None, allow_staleness: object, start_method: str
+) -> None:
     """Raise ValueError for options of a strategy with which a fit cannot outlive its ranks."""
     if checkpoint != "full":
         raise ValueError(
             'elastic=True keeps the state of all ranks in one piece: use checkpoint="full"'
         )
-    if uneven is not None:
+    if start_method != "popen":
+        raise ValueError(
+            "elastic=True needs ranks that torchrun starts, one process each: leave "
+            f"start_method={start_method!r} out"
+        )
+    if uneven not in (None, "join"):
         raise ValueError(
             "elastic=True needs ranks that have read equally many batches at a loss, so that one "
             "knows the position of all: leave uneven out"
@@ -382,19 +466,21 @@ def _between_batches(trainer: pl.Trainer) -> bool:
     return is_trained
 
 
-def _end_epoch(trainer: pl.Trainer) -> None:
+def _end_epoch(trainer: pl.Trainer, *, is_asked: bool) -> None:
     """Let an epoch whose batches are all trained on end, unless a validation is to come.
 
-    Lightning would read another batch first.
+    Lightning would read another batch first. So ends one in which the trainer `is_asked` to stop.
     """
     loop = trainer.fit_loop.epoch_loop
-    if not loop.restarting or not loop.batch_progress.is_last_batch:
-        return
-    if loop.val_loop.restarted_mid_evaluation:
-        return
+    is_over = loop.restarting and loop.batch_progress.is_last_batch
+    validates = loop.val_loop.restarted_mid_evaluation
 
-    def no_batch(fetcher: Any) -> None:
+    def begin(fetcher: Any) -> None:
         del loop.__dict__["advance"]
-        raise StopIteration
+        trainer.should_stop |= is_asked
+        if not validates and (is_over or (is_asked and trainer.fit_loop._can_stop_early)):
+            raise StopIteration
+        loop.advance(fetcher)
 
-    loop.advance = no_batch  # type: ignore[method-assign, assignment]
+    if is_asked or (is_over and not validates):
+        loop.advance = begin  # type: ignore[method-assign, assignment]

@@ -106,6 +106,18 @@ class TrainingData:
         return int(self._progress.total.processed)
 
     @property
+    def lengths(self) -> list[float] | None:
+        """How many batches of this rank's loaders an epoch has; None if a position is unknown."""
+        combined = self._trainer.fit_loop._combined_loader
+        if combined is None or not _are_tracked(combined):
+            return None
+        limits = combined.limits or [float("inf")] * len(combined.flattened)
+        return [
+            min(len(loader), limit)
+            for loader, limit in zip(combined.flattened, limits, strict=True)
+        ]
+
+    @property
     def begins_window(self) -> bool:
         """Whether the next batch is the first one of an optimizer step."""
         return not self._batches_of_window()

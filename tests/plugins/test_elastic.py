@@ -15,15 +15,19 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import nn
 
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.execution.surviving_state import MEMORY
+from lightning_topt.plugins.elastic import ElasticRun, copy_buffers, set_buffers
 from tests.launch import free_port
 from tests.preloaded import preloaded_python
 
@@ -57,7 +61,9 @@ class Module(L.LightningModule):
         torch.manual_seed(5)
         first = nn.Linear(8, 16, bias=False)
         self.net = nn.Sequential(first, nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+        self.register_buffer("count", torch.zeros(1))
     def training_step(self, batch, batch_idx):
+        self.count = self.count + 1
         self.event("odd" if batch_idx % 2 else "even", self.trainer.global_step + 1)
         self.event("in", self.trainer.global_step + 1)
         _, values, sums = batch
@@ -92,6 +98,8 @@ class Module(L.LightningModule):
             elif kind == "kill_torchrun_rank":
                 os.kill(os.getppid(), signal.SIGKILL)
                 time.sleep(60)  # it ends with the other process
+            elif kind == "stop":
+                self.trainer.should_stop = True
             elif kind == "fail":
                 raise ValueError("of the user")
             elif kind == "damage":
@@ -130,7 +138,9 @@ if options["saves"]:
 trainer = L.Trainer(
     accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]),
     num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
-    strategy=AutoParallelStrategy(elastic=True, plan=options["plan"]), logger=False,
+    strategy=AutoParallelStrategy(
+        elastic=True, plan=options["plan"], uneven=options["uneven"]
+    ), logger=False,
     callbacks=callbacks, enable_checkpointing=options["saves"],
     enable_progress_bar=False, enable_model_summary=False,
     max_epochs=2, accumulate_grad_batches=options["accumulate"], num_sanity_val_steps=0,
@@ -152,6 +162,7 @@ class Job:
         self.options: dict[str, Any] = {
             "events": events,
             "plan": "ddp",
+            "uneven": None,
             "accumulate": 1,
             "workers": 0,
             "saves": False,
@@ -288,12 +299,20 @@ def test_a_loss_after_an_update(jobs: Any, undisturbed: Job) -> None:
 
 
 def test_a_kill_while_a_state_is_written(jobs: Any, undisturbed: Job) -> None:
-    """The next one writes it."""
-    job = jobs([["kill_first_that_saves in", 5, None], ["kill in", 6, 0]])
+    """The next one writes it. Ranks with equally many batches have none to join."""
+    job = jobs([["kill_first_that_saves in", 5, None], ["kill in", 6, 0]], uneven="join")
     job.run(3)
     assert (job.folder / "first").exists()
     job.check_samples()
     check_same(job, undisturbed)
+
+
+def test_a_fit_that_was_asked_to_stop_does(jobs: Any) -> None:
+    job = jobs([["stop end", 3, None], ["kill end", 3, 1]], validates=True)
+    job.run(2)
+    assert job.losses().keys() == {1, 2}, job.output()
+    assert {note["validated"] for note in job.notes() if "validated" in note} == {3}
+    assert torch.load(job.folder / "end.pt")["count"] == 3
 
 
 def test_a_window_that_is_not_full_comes_again(jobs: Any) -> None:
@@ -335,6 +354,7 @@ def test_sharded_plans_go_on_from_the_last_checkpoint(jobs: Any) -> None:
     for each in (plain, job):
         each.run(2)
     assert "it has a part of it" in job.output()
+    assert "training begins again from the start" not in job.output()
     check_same(job, plain)
     steps = Counter(note["step"] for note in job.notes())
     assert [step for step in steps if steps[step] == 4] == [5]  # saved after step 4
@@ -394,7 +414,8 @@ def wait_for(condition: Any, job: Job) -> None:
     ("options", "message"),
     [
         ({"checkpoint": "sharded"}, "in one piece"),
-        ({"uneven": "join"}, "leave uneven out"),
+        ({"uneven": "stop"}, "leave uneven out"),
+        ({"start_method": "spawn"}, "leave start_method='spawn' out"),
         ({"allow_staleness": True}, "leave allow_staleness out"),
     ],
 )
@@ -413,3 +434,79 @@ def test_without_torchrun_it_is_refused() -> None:
     )
     with pytest.raises(ValueError, match="torchrun --standalone"):
         trainer.fit(BoringModel())
+
+
+def elastic_run(
+    *,
+    device: str = "cpu",
+    backend: str | None = None,
+    on_plateau: bool = False,
+    lengths: list[float] | None = None,
+    is_replicated: bool = True,
+) -> ElasticRun:
+    strategy: Any = SimpleNamespace(
+        cluster_environment=object.__new__(TorchElasticEnvironment),
+        root_device=torch.device(device),
+        process_group_backend=backend,
+        lr_scheduler_configs=[SimpleNamespace(reduce_on_plateau=on_plateau)],
+        optimizers=[],
+    )
+    data: Any = SimpleNamespace(lengths=lengths)
+    plan: Any = SimpleNamespace(engine=SimpleNamespace(is_replicated=is_replicated))
+    return ElasticRun(strategy, SimpleNamespace(), data, plan)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "stops_early", "message"),
+    [
+        ({"device": "cuda"}, False, "leave elastic out"),
+        ({"backend": "mpi"}, False, "leave elastic out"),
+        ({}, True, "EarlyStopping"),
+    ],
+)
+def test_fits_that_were_not_tried_are_refused(
+    options: dict[str, Any], stops_early: bool, message: str
+) -> None:
+    trainer: Any = SimpleNamespace(
+        lightning_module=SimpleNamespace(automatic_optimization=True),
+        early_stopping_callbacks=[object()] * stops_early,
+    )
+    with pytest.raises(ValueError, match=message):
+        elastic_run(**options)._check(trainer)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_plateau": True, "lengths": [6]}, "ReduceLROnPlateau"),
+        ({"lengths": None}, "map-style data"),
+    ],
+)
+def test_states_that_a_loss_takes_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        elastic_run(**options)._check_training()
+
+
+def test_a_plan_that_shards_warns_without_ckpt_path(recwarn: pytest.WarningsRecorder) -> None:
+    elastic_run(is_replicated=True).begin_plan()
+    assert not recwarn
+    run = elastic_run(is_replicated=False)
+    for _ in range(2):
+        run.begin_plan()
+    assert ["begins again from the start" in str(each.message) for each in recwarn] == [True]
+
+
+def test_buffers_are_those_before_whatever_was_put_there() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2), nn.Module())
+    shared = torch.zeros(2)
+    module.register_buffer("first", shared)
+    module[1].register_buffer("second", shared)
+    before = copy_buffers(module)
+    module(torch.randn(4, 2))  # in place
+    module.first = shared + 1
+    module[1].second = torch.ones(3)
+    set_buffers(module, before)
+    state = module.state_dict()
+    assert state["0.num_batches_tracked"] == 0
+    assert torch.equal(state["0.running_mean"], torch.zeros(2))
+    assert torch.equal(state["first"], shared) and torch.equal(state["1.second"], shared)

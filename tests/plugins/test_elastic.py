@@ -28,7 +28,7 @@ from torch import nn
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.execution.surviving_state import MEMORY
 from lightning_topt.plugins.elastic import ElasticRun, copy_buffers, set_buffers
-from tests.launch import free_port
+from tests.launch import free_port, run_ranks
 from tests.preloaded import preloaded_python
 
 SAMPLES = 48
@@ -487,6 +487,21 @@ def test_states_that_a_loss_takes_are_refused(options: dict[str, Any], message: 
         elastic_run(**options)._check_training()
 
 
+def _check_lengths(rank: int, lengths: list[list[float]]) -> str | None:
+    try:
+        elastic_run(lengths=lengths[rank])._check_training()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("lengths", [[[6], [6]], [[6], [5]]])
+def test_ranks_need_equally_many_batches(lengths: list[list[float]]) -> None:
+    for error in run_ranks(_check_lengths, 2, lengths):
+        assert (error is None) is (lengths[0] == lengths[1])
+        assert error is None or "equally many batches, and they have [[6], [5]]" in error
+
+
 def test_a_plan_that_shards_warns_without_ckpt_path(recwarn: pytest.WarningsRecorder) -> None:
     elastic_run(is_replicated=True).begin_plan()
     assert not recwarn
@@ -502,7 +517,7 @@ def test_buffers_are_those_before_whatever_was_put_there() -> None:
     module.register_buffer("first", shared)
     module[1].register_buffer("second", shared)
     before = copy_buffers(module)
-    module(torch.randn(4, 2))  # in place
+    module[0](torch.randn(4, 2))  # in place
     module.first = shared + 1
     module[1].second = torch.ones(3)
     set_buffers(module, before)

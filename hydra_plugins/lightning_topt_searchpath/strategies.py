@@ -41,6 +41,7 @@ class AutoParallelConfig:
     # join, stop or error: what ranks with fewer training batches do; null: as in Lightning
     uneven: str | None = "join"
     pad_evaluation: bool = True  # whether samples are repeated until ranks have equally many
+    elastic: bool = False  # whether a fit goes on when a rank is lost, under torchrun
 
 
 @dataclass

@@ -115,6 +115,12 @@ class AttachedOptimizer:
         self._last: State | None = None
         self._last_own: State | None = None
 
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank has all of the state."""
+        is_spread = hasattr(self.optimizer, "consolidate_state_dict")
+        return not (self._sharded or self._split or self.parallel_step is not None or is_spread)
+
     def full_state(self) -> State:
         """Return the ``state_dict`` of one process on rank 0; other ranks may return a part."""
         if self._last is not None:

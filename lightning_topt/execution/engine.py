@@ -99,6 +99,14 @@ class Engine:
         return self._stages is not None or self._applied.has_shards
 
     @property
+    def is_replicated(self) -> bool:
+        """Whether every rank has all parameters and all of the optimizers' states."""
+        return not self.has_shards and all(
+            isinstance(each, AttachedOptimizer) and each.is_replicated
+            for each in self._optimizers.values()
+        )
+
+    @property
     def non_local_parameters(self) -> frozenset[nn.Parameter]:
         """Parameters of the module that only stages of other ranks need and keep."""
         names = frozenset[str]() if self._stages is None else self._stages.non_local.names

@@ -29,6 +29,7 @@ A fit under ``"topt"``, from Lightning's hooks down:
       loader_lengths       how many batches each rank has, read without asking others
       presence             which ranks have a batch, and who counts
     lost_ranks             names the rank that is lost
+    elastic                lets a fit go on without it, under torchrun
 
 What these use:
 

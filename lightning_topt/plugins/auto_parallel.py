@@ -23,6 +23,7 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.execution.memory import MemoryMeter
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.ddp_options import check_devices, known_options, name_own_strategy
+from lightning_topt.plugins.elastic import ElasticRun, check_elastic
 from lightning_topt.plugins.exchange_guard import ExchangeGuard
 from lightning_topt.plugins.lost_ranks import LostRankWatch
 from lightning_topt.plugins.plan_checkpoints import PlanCheckpoints
@@ -99,6 +100,8 @@ class AutoParallelStrategy(DDPStrategy):
             equally many (docs/robustness.md).
         pad_evaluation: whether samples are repeated in validation, test and prediction until all
             ranks have equally many, as under ``ddp``. If False, each counts once.
+        elastic: whether a fit goes on when a rank is lost, under torchrun, from the memory of the
+            others: experimental, on CPUs with gloo (docs/how_to/elastic.md).
         ddp_options: arguments of Lightning's `DDPStrategy` and torch's `DistributedDataParallel`.
             Options of the latter keep the search to plans that it runs (whole gradients). Under a
             `memory_limit`, or with the objective ``"memory"``, a plan may make gradients views of
@@ -130,6 +133,7 @@ class AutoParallelStrategy(DDPStrategy):
         checkpoint: str = "full",
         uneven: str | None = "join",
         pad_evaluation: bool = True,
+        elastic: bool = False,
         **ddp_options: Any,
     ) -> None:
         super().__init__(**known_options(ddp_options, strategy=type(self).__name__))
@@ -150,7 +154,18 @@ class AutoParallelStrategy(DDPStrategy):
         self._guard = ExchangeGuard(self.rank_watch)
         self._checkpoints = PlanCheckpoints(checkpoint, self._guard)
         self._run = PlanRun(self, self._checkpoints)
-        self._training_data = TrainingData(self, Preemption())
+        preemption = Preemption()
+        self._training_data = TrainingData(self, preemption)
+        self._elastic: ElasticRun | None = None
+        if elastic:
+            check_elastic(
+                checkpoint=checkpoint,
+                uneven=uneven,
+                allow_staleness=allow_staleness,
+                start_method=self._start_method,
+            )
+            self._elastic = ElasticRun(self, self.rank_watch, self._training_data, self._run)
+            preemption.keep = self._elastic.keep
         self._batches = RankBatches(
             uneven,
             pad_evaluation,
@@ -213,7 +228,8 @@ class AutoParallelStrategy(DDPStrategy):
     @property
     @override
     def launcher(self) -> Any:
-        return self.rank_watch.launcher(self, super().launcher)
+        runs = None if self._elastic is None else self._elastic.run
+        return self.rank_watch.launcher(self, super().launcher, runs=runs)
 
     @override
     def setup_distributed(self) -> None:
@@ -289,6 +305,10 @@ class AutoParallelStrategy(DDPStrategy):
         plan = None if is_partial else controller.poll(trainer, batch, batch_idx)
         if plan is not None:
             self._run.switch(plan, trainer, batch, refines=self.request.plan is not None)
+            if self._elastic is not None:
+                self._elastic.begin_plan()
+        if self._elastic is not None:
+            self._elastic.begin_batch()
         super().on_train_batch_start(batch, batch_idx)
 
     @override
@@ -301,6 +321,8 @@ class AutoParallelStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
+        if self._elastic is not None:
+            self._elastic.end_training()
         self._batches.end(failed=self._failed)
         self._controller.end_fit(failed=self._failed, world_size=self.world_size)
         self._run.end(failed=self._failed)
@@ -373,11 +395,16 @@ class AutoParallelStrategy(DDPStrategy):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
+        if self._elastic is not None:
+            closure = self._elastic.watched(closure)
         own_step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
         step = partial(self._guard.step, own_step, self.precision_plugin)
         # Watching ends where the closure does, with forward and backward in it.
         with self._controller.update(optimizer):
-            return self._run.runner.update(step, optimizer, closure)
+            result = self._run.runner.update(step, optimizer, closure)
+        if self._elastic is not None:
+            self._elastic.end_update()
+        return result
 
     @override
     def on_validation_start(self) -> None:
@@ -412,6 +439,8 @@ class AutoParallelStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._training_data.begin()
+        if self._elastic is not None:
+            self._elastic.begin_training()
 
     # ---- data ranks ------------------------------------------------------------------------------
 
@@ -457,7 +486,10 @@ class AutoParallelStrategy(DDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self._run.module_state(super().lightning_module_state_dict)
+        read = super().lightning_module_state_dict
+        if self._elastic is not None and self._elastic.is_alone:
+            return read()
+        return self._run.module_state(read)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -466,6 +498,8 @@ class AutoParallelStrategy(DDPStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         read = super().optimizer_state
+        if self._elastic is not None and self._elastic.is_alone:
+            return read(optimizer)
         return self._checkpoints.optimizer_state(optimizer, self.optimizers, without_plan=read)
 
     @override
@@ -486,7 +520,9 @@ class AutoParallelStrategy(DDPStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         load = partial(super().load_checkpoint, **kwargs)
-        checkpoint = self._checkpoints.load(checkpoint_path, load, *args)
+        checkpoint = None if self._elastic is None else self._elastic.load(checkpoint_path)
+        if checkpoint is None:
+            checkpoint = self._checkpoints.load(checkpoint_path, load, *args)
         self._training_data.take(checkpoint)
         return checkpoint
 

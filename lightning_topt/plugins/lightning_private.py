@@ -125,6 +125,10 @@ PRIVATE_NAMES = (
     ),
     PrivateName(f"{_TRAINER}._signal_connector", "its handlers, and not the user's, are replaced"),
     PrivateName(f"{_TRAINER}._checkpoint_connector", "names the file that SLURM's jobs go on from"),
+    PrivateName(
+        f"{_EPOCH_LOOP}._should_accumulate", "whether the last batch had a step", ("self",)
+    ),
+    PrivateName(f"{_EPOCH_LOOP}._batches_that_stepped", "of a fit that was cut off"),
     PrivateName(f"{_EPOCH_LOOP}._is_training_done", "the pipeline is drained then"),
     PrivateName(
         f"{_EPOCH_LOOP}._should_check_val_fx", "and before validation", ("self", "data_fetcher")

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -43,6 +44,8 @@ from lightning_topt.communication.rank_watch import (
 
 log = logging.getLogger(__name__)
 
+# Called with the Trainer, its function, and the function's arguments.
+Runs = Callable[[pl.Trainer, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 LAST_SECONDS = (
     2 * GRACE_SECONDS + STORE_SECONDS + 5
 )  # for the main process to end with its own error
@@ -60,12 +63,13 @@ class LostRankWatch:
         self._ended_with_error = False
         self._launchers: tuple[Any, Any] = (None, None)  # Lightning's, and ours in its place
 
-    def launcher(self, strategy: DDPStrategy, own: Any) -> Any:
+    def launcher(self, strategy: DDPStrategy, own: Any, *, runs: Runs | None = None) -> Any:
         """Return a launcher of ranks that lets them end with the name of a lost one.
 
         Args:
             strategy: starts its ranks.
             own: the launcher that Lightning has made for it.
+            runs: what runs the functions of a Trainer in ranks as processes, in place of a call.
         """
         before, ours = self._launchers
         if own is before:
@@ -76,6 +80,7 @@ class LostRankWatch:
             ours = PatientLauncher(
                 strategy.cluster_environment, strategy.num_processes, strategy.num_nodes
             )
+            ours.runs = runs
         elif isinstance(own, _MultiProcessingLauncher):
             ours = NamingLauncher(strategy, start_method=own._start_method)
         else:
@@ -83,9 +88,21 @@ class LostRankWatch:
         self._launchers = own, ours
         return ours
 
-    def meet(self, strategy: DDPStrategy) -> None:
-        """Let restarted ranks meet in the store of those before them, before Lightning begins."""
-        if dist.is_initialized() or not shares_store_between_attempts():
+    def meet(
+        self,
+        strategy: DDPStrategy,
+        *,
+        is_restarted: bool = False,
+        within: timedelta | None = None,
+    ) -> None:
+        """Let restarted ranks meet in the store of those before them, before Lightning begins.
+
+        Args:
+            strategy: whose process group is made.
+            is_restarted: whether ranks may have been started again by others than torchrun.
+            within: how long ranks wait for each other; None: as long as for a collective call.
+        """
+        if dist.is_initialized() or not (is_restarted or shares_store_between_attempts()):
             return
         strategy.set_world_ranks()
         device = None if strategy.root_device.type == "cpu" else strategy.root_device
@@ -95,6 +112,7 @@ class LostRankWatch:
             world_size=strategy.world_size,
             timeout=strategy._timeout or default_pg_timeout,
             device_id=device,
+            meets_within=within,
         )
 
     def begin(self) -> None:
@@ -169,7 +187,12 @@ class PatientLauncher(_SubprocessScriptLauncher):
 
     When a rank has died the main process says who, with its own error. Lightning's own kills the
     main process as soon as it has noticed, within five seconds.
+
+    Attributes:
+        runs: what runs a Trainer's function; None: it is called.
     """
+
+    runs: Runs | None = None
 
     @override
     def launch(
@@ -187,6 +210,8 @@ class PatientLauncher(_SubprocessScriptLauncher):
             self._call_children_scripts()
             PatientObserver(main_pid=os.getpid(), child_processes=self.procs).start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
+        if self.runs is not None and trainer is not None:
+            return self.runs(trainer, function, args, kwargs)
         return function(*args, **kwargs)
 
 

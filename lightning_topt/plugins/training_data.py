@@ -100,6 +100,28 @@ class TrainingData:
             return []
         return list(getattr(combined._iterator, "iterators", ()))
 
+    @property
+    def batches(self) -> int:
+        """How many batches the fit was trained on."""
+        return int(self._progress.total.processed)
+
+    @property
+    def lengths(self) -> list[float] | None:
+        """How many batches of this rank's loaders an epoch has; None if a position is unknown."""
+        combined = self._trainer.fit_loop._combined_loader
+        if combined is None or not _are_tracked(combined):
+            return None
+        limits = combined.limits or [float("inf")] * len(combined.flattened)
+        return [
+            min(len(loader), limit)
+            for loader, limit in zip(combined.flattened, limits, strict=True)
+        ]
+
+    @property
+    def begins_window(self) -> bool:
+        """Whether the next batch is the first one of an optimizer step."""
+        return not self._batches_of_window()
+
     def behind(self) -> int:
         """Return how many of the batches that were handed out are not trained on."""
         fetcher, trained = self._trainer.fit_loop._data_fetcher, self._progress.current.processed
@@ -147,10 +169,11 @@ class TrainingData:
 
     # ---- checkpoints -----------------------------------------------------------------------------
 
-    def with_state(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    def with_state(self, checkpoint: dict[str, Any], *, alone: bool = False) -> dict[str, Any]:
         """Return `checkpoint` with what was trained on.
 
         A collective call, where the checkpoint has the states of optimizers, which it goes with.
+        Of a rank that saves `alone` it is none, and lacks the random states.
         """
         module = self._strategy.lightning_module
         if module is None or "optimizer_states" not in checkpoint:
@@ -178,7 +201,7 @@ class TrainingData:
             states = self._states_before if behind else []
             checkpoint = _with_progress(checkpoint, undone=undone, states=states)
         # After an exception the other ranks may be anywhere.
-        state["random"] = [] if trainer.interrupted else self._of_all_ranks(own)
+        state["random"] = [] if alone or trainer.interrupted else self._of_all_ranks(own)
         ours = {**checkpoint.get(CHECKPOINT_KEY, {}), DATA_KEY: state}
         return {**checkpoint, CHECKPOINT_KEY: ours}
 

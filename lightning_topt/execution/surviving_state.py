@@ -213,7 +213,7 @@ def checksum(path: Path) -> str:
 
 def states_of(owner: int) -> SurvivingStates:
     """Return the states of the ranks that process `owner` starts, on this machine."""
-    name = f"lightning_topt-{os.getuid()}-{owner}-{process_start(owner)}"
+    name = f"topt-elastic-{os.getuid()}-{owner}-{process_start(owner)}"
     return SurvivingStates(MEMORY / name, owner)
 
 

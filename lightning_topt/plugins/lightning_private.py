@@ -135,6 +135,7 @@ PRIVATE_NAMES = (
     ),
     PrivateName(f"{_EPOCH_LOOP}._should_check_val_epoch", "known some batches before", ("self",)),
     PrivateName(f"{_EPOCH_LOOP}._results", "a batch that came back counts by its size"),
+    PrivateName(f"{_FIT_LOOP}._can_stop_early", "whether an elastic fit that was told to ends"),
     PrivateName(f"{_FIT_LOOP}._data_fetcher", "for `_should_check_val_fx`"),
     PrivateName(f"{_CHECKPOINT}._every_n_train_steps", "the pipeline is drained before a save"),
     PrivateName(f"{_CHECKPOINT}._last_global_step_saved", "unless that is done"),

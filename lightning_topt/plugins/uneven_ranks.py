@@ -93,7 +93,9 @@ class UnevenRanks:
     def _set_up_data(self, own: Callable[[], None]) -> None:
         """Set the training data up: all ranks have as many batches as the epoch has steps."""
         trainer, loop = self._trainer, self._trainer.fit_loop
-        before, interval = loop._data_fetcher, trainer.val_check_interval
+        before = loop._data_fetcher
+        # None where validation comes by time: the trainer has no such attribute then.
+        interval = getattr(trainer, "val_check_interval", None)
         lengths = LoaderLengths()
         # Lightning compares it with the batches of this rank alone.
         trainer.val_check_interval = 1.0
@@ -101,7 +103,9 @@ class UnevenRanks:
             with lengths.alone():
                 own()
         finally:
-            trainer.val_check_interval = interval
+            trainer.val_check_interval = interval  # type: ignore[assignment]
+            if interval is None:
+                del trainer.val_check_interval
         lengths.agree(limit="limit_train_batches", device=self._device)
         if loop._data_fetcher is before:
             return

@@ -235,7 +235,7 @@ class Job:
 
 
 def left_in_memory() -> list[Path]:
-    return list(MEMORY.glob(f"lightning_topt-{os.getuid()}-*"))
+    return list(MEMORY.glob(f"topt-elastic-{os.getuid()}-*"))
 
 
 @pytest.fixture

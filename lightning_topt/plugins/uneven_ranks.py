@@ -103,7 +103,7 @@ class UnevenRanks:
             with lengths.alone():
                 own()
         finally:
-            trainer.val_check_interval = interval  # type: ignore[assignment]
+            trainer.val_check_interval = interval
             if interval is None:
                 del trainer.val_check_interval
         lengths.agree(limit="limit_train_batches", device=self._device)

@@ -19,7 +19,8 @@ def shared_files() -> set[str]:
     parent. Python's semaphores are left out: its resource tracker removes them, some time after a
     process was killed.
     """
-    names = {name for name in os.listdir(FOLDER) if not name.startswith("sem.")}
+    # Folders of elastic fits have a name by their process, and tests of their own.
+    names = {n for n in os.listdir(FOLDER) if not n.startswith(("sem.", "topt-elastic-"))}
     own, others = set(), set()
     for process in psutil.process_iter() if names else ():
         (own if _is_own(process) else others).update(_held(process.pid))

@@ -120,6 +120,15 @@ class ForkedCall(Generic[T]):
             os.waitpid(self._process, 0)
 
 
+def die_with(parent: int) -> None:
+    """End this process when `parent`, which has forked it, ends (at once on Linux alone)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # asked after prctl, which reports no end that came before it
+    if os.getppid() != parent:  # it ended meanwhile
+        os._exit(1)
+
+
 def _run_as_child(
     function: Callable[[], object], write: int, parent: int, *, isolated: bool
 ) -> None:
@@ -128,11 +137,7 @@ def _run_as_child(
         # signals as in a new process; the end of the parent is the end of this one
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        # asked after prctl, which reports no end that came before it
-        if os.getppid() != parent:  # it ended meanwhile
-            os._exit(1)
+        die_with(parent)
         os.nice(_NICENESS)
         gc.disable()  # a collection would write to every object, and copy all memory
         if isolated:

@@ -17,7 +17,6 @@ the one that waits.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import mmap
 import os
@@ -30,13 +29,14 @@ from typing import Any, NoReturn
 
 from torch._C._distributed_c10d import TCPStore
 
+from lightning_topt.basics.forked_call import die_with
+
 log = logging.getLogger(__name__)
 
 RANK_LOST = 75  # exit status; EX_TEMPFAIL of sysexits.h
 MOST_LOSSES_WITHOUT_STEP = 3
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _SHARED = struct.Struct("<Qd")  # steps, seconds of the longest one
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 class RankProgress:
@@ -154,13 +154,6 @@ def keep_store(port: int) -> None:
     store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
     while store is not None:
         signal.pause()
-
-
-def die_with(parent: int) -> None:
-    """End this process when `parent`, which has forked it, ends (Linux)."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended before
-        os._exit(1)
 
 
 def _end(status: int) -> NoReturn:

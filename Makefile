@@ -27,12 +27,12 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
-.PHONY: help install demo test lint format bench docs clean
+.PHONY: help install demo test test-engines lint format bench docs clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # all install into one environment
 
 help: ## Show this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## Build .venv with the package and its tools
 
@@ -63,6 +63,9 @@ demo: $(READY) ## Plan and train a small GPT on 2 CPU ranks; ends with what was 
 test: export PYTHONDONTWRITEBYTECODE := # hundreds of processes would compile the package each for itself
 test: $(STAMP) ## Run the whole test suite, in one process more than there are cores, at most 4
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+test-engines: $(STAMP) ## Run the tests under what starts ranks on clusters, which take minutes each
+	$(BIN)/python -m pytest tests/engines -rs $(PYTEST_ARGS)
 
 lint: $(STAMP) ## Check style and types
 	$(BIN)/ruff check .

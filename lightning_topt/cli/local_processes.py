@@ -45,7 +45,7 @@ def start_method(kind: str) -> str:
     """
     # CUDA cannot be used in a forked process, nor, in its builds of torch, autograd once this
     # process has used it (for the capture); on the CPU forking saves seconds of imports.
-    fork = kind == "cpu" and not torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+    fork = kind == "cpu" and not torch.backends.cuda.is_built()
     return "fork" if fork else "spawn"
 
 

@@ -93,7 +93,10 @@ class MegatronGPT(nn.Module):
         if self.sizes.tensor > 1:
             x = enter_ranks(x)
         logits = F.linear(x, self.words.weight)
-        loss: Tensor = _CrossEntropy.apply(logits, targets, self.sizes.tensor > 1)  # type: ignore[no-untyped-call]
+        is_split = self.sizes.tensor > 1
+        loss: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+            logits, targets, is_split
+        )
         return loss.mean()
 
 

@@ -235,7 +235,9 @@ def _ranks(config: DictConfig, cluster: Cluster | None) -> tuple[int, int]:
 
 
 def _optimizers_of(module: pl.LightningModule) -> Sequence[Optimizer]:
-    optimizers, _, _ = _configure_optimizers(module.configure_optimizers())  # type: ignore[arg-type]
+    optimizers, _, _ = _configure_optimizers(
+        module.configure_optimizers()  # type: ignore[arg-type]
+    )
     return optimizers
 
 

@@ -169,7 +169,9 @@ class WhatIfOptions:
             )
             if work
             else None,
-            limits=Limits(**{k: _read_limit(k, v) for k, v in limits.items()}),  # type: ignore[arg-type]
+            limits=Limits(
+                **{k: _read_limit(k, v) for k, v in limits.items()}  # type: ignore[arg-type]
+            ),
             objective=config.objective,
         )
 

@@ -241,11 +241,11 @@ class CudaStreams(Streams):
     """CUDA: the worker has a stream of its own; marks are events."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.device, self.stream = device, torch.cuda.Stream(device)
 
     def mark(self) -> torch.cuda.Event:
         """Return an event on the calling thread's stream."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 

@@ -113,7 +113,8 @@ class OuterSteps:
         self._own_watch = None
         rank, world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if watch is None and world_size > 1:
-            store = PrefixStore(prefix, _get_default_store().clone())  # type: ignore[attr-defined]  # missing in the stubs
+            default: Any = _get_default_store()
+            store = PrefixStore(prefix, default.clone())
             watch = self._own_watch = RankWatch(store, rank=rank, world_size=world_size)
         self.watch = watch
         # all start from rank 0's values

@@ -108,7 +108,8 @@ def watch_ranks() -> RankWatch | None:
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    store = PrefixStore(f"lightning_topt/watch/{next(_made)}", _get_default_store().clone())  # type: ignore[attr-defined]  # missing in the stubs
+    default: Any = _get_default_store()
+    store = PrefixStore(f"lightning_topt/watch/{next(_made)}", default.clone())
     limit = time_limit()
     # Gloo's calls raise in time. What NCCL does is waited for on the device, and its own watchdog
     # ends the process.

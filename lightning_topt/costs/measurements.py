@@ -416,8 +416,8 @@ def _cuda_libraries() -> list[Any]:
         driver = _DRIVER.read_text().strip()
     except OSError:
         driver = ""
-    found = nccl.version() if dist.is_nccl_available() else ()  # type: ignore[no-untyped-call]
-    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    found = nccl.version() if dist.is_nccl_available() else ()
+    cudnn = torch.backends.cudnn.version()
     return [driver, torch.version.cuda, cudnn, list(found)]
 
 

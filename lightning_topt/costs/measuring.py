@@ -102,7 +102,7 @@ def time_kernel(
         issue(marks[:1])
         cycles = (time.perf_counter() - began) * repeats * _CYCLES_PER_SECOND
         synchronize(device)
-        torch.cuda._sleep(int(cycles))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(int(cycles))
         issue(marks)
         synchronize(device)
     milliseconds: list[float] = [start.elapsed_time(stop) for start, stop in marks]
@@ -223,7 +223,7 @@ def kept_global_state() -> Iterator[None]:
     """
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     # Asking for the state would start CUDA in a process that does not use it.
-    in_use = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
     cuda = torch.cuda.get_rng_state_all() if in_use else []
     dtype = torch.get_default_dtype()
     try:
@@ -237,7 +237,7 @@ def kept_global_state() -> Iterator[None]:
         torch.set_rng_state(cpu)
         if cuda:
             torch.cuda.set_rng_state_all(cuda)
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if torch.cuda.is_initialized():
             torch.cuda.empty_cache()  # the training lays out its memory anew
 
 

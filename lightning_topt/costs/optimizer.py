@@ -641,7 +641,7 @@ class _Steps:
             ) from error
 
 
-class _KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _KernelCounter(TorchDispatchMode):
     """Counts operator calls, the bytes they read and write, and the peak of what they allocate."""
 
     def __init__(self) -> None:

@@ -38,7 +38,7 @@ Shape = tuple[int, ...]
 _Operator = OpOverload | HigherOrderOperator
 
 
-class StepRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StepRecording(TorchDispatchMode):
     """Notes the operators of one step: whose tensors they read and write, what they allocate."""
 
     supports_higher_order_operators = True  # they raise under a mode that does not say so

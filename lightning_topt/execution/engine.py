@@ -499,7 +499,7 @@ def run_one_by_one(
             if action.kind == "forward":
                 losses[index] = loss_of(microbatches[index])
             else:
-                (losses[index] * weights[index]).backward()  # type: ignore[no-untyped-call]
+                (losses[index] * weights[index]).backward()
                 losses[index] = losses[index].detach()
     return torch.stack([losses[index] for index in range(len(microbatches))])
 

@@ -212,7 +212,9 @@ def _buffers(module: nn.Module) -> list[int]:
     if not buffers:
         return []
     # As DDP coalesces them.
-    together, _ = dist._compute_bucket_assignment_by_size(buffers, [_BUFFERS_TOGETHER])  # type: ignore[attr-defined]
+    together, _ = dist._compute_bucket_assignment_by_size(  # type: ignore[attr-defined]
+        buffers, [_BUFFERS_TOGETHER]
+    )
     return [sum(buffers[index].nbytes for index in indices) for indices in together]
 
 

@@ -756,7 +756,7 @@ class _MetadataUnpickler(pickle._Unpickler):
         if type(made) not in _FILLED:
             raise pickle.UnpicklingError(f"it sets attributes of {made!r}")
         if isinstance(made, TensorProperties):
-            TensorProperties.__setstate__(made, state)  # type: ignore[no-untyped-call]  # as torch has it
+            TensorProperties.__setstate__(made, state)  # as torch has it
         else:
             made.__dict__.update(state)
 
@@ -786,8 +786,8 @@ class TensorChunks(Tensor):
     spans: Spans
     whole: torch.Size
 
-    # Operators see the local tensor.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's own subclasses
+    # Operators see the local tensor, as in torch's own subclasses.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, local: Tensor, *, spans: Spans, whole: Sequence[int]) -> TensorChunks:
@@ -873,7 +873,7 @@ def chunks_of(value: object, split: SplitTensor | None) -> Any:
         return TensorChunks(value, spans=split.spans, whole=split.layout.shape)
     # A shard of a slice: narrow the spans of the slice to those of the shard.
     spans, local = list(split.spans), value.to_local()
-    (shard,) = value.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    (shard,) = value.__create_chunk_list__()
     for dim, (offset, size) in enumerate(zip(shard.offsets, shard.sizes, strict=True)):
         spans[dim] = narrowed(spans[dim], offset, size)
     return TensorChunks(local, spans=spans, whole=split.layout.shape)

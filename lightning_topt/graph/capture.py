@@ -376,7 +376,7 @@ class StepRun:
                     output = call_training_step(copied, prepared.batch)
                 loss = loss_of(output)
                 with recorder.backward(loss):
-                    loss.backward()  # type: ignore[no-untyped-call]
+                    loss.backward()
             return copied, recorder.recording, nbytes_of(leaves)
         except (CaptureError, CallsDiffer):
             raise
@@ -612,7 +612,7 @@ class _Autocast:
     """The autocast that `torch.utils.checkpoint` sets back before it calls again."""
 
     def __init__(self) -> None:
-        uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        uses_cuda = torch.cuda.is_initialized()
         kinds = ("cpu", "cuda") if uses_cuda else ("cpu",)
         self.casts = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -685,7 +685,7 @@ class CallTrace:
         )
 
 
-class CallTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CallTracer(TorchDispatchMode):
     """A mode that traces the calls within `call`; `outside` are tensors that exist before."""
 
     def __init__(self, outside: Iterable[Tensor]) -> None:

@@ -251,7 +251,7 @@ def unit_modules(module: nn.Module, units: Collection[str]) -> list[tuple[str, n
 # ---- recording -----------------------------------------------------------------------------------
 
 
-class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class FlowRecorder(TorchDispatchMode):
     """A mode that watches a step run on a copy, and notes what its calls need of one another.
 
     Enter it, run the step of `module`, leave it, call `finish` and take the `flow`.
@@ -406,7 +406,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._at >= 0 or self not in list(
             torch.utils._python_dispatch._get_current_dispatch_mode_stack()
         ):
-            return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+            return module._call_impl(*args, **kwargs)
         if self._value_read:
             raise CaptureError(
                 "the step reads the value of a tensor before its last block has run, and stages "
@@ -428,7 +428,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._calls.append(call)
         self._consume(call, _leaves((args, kwargs)))
         self._at, self.unit_name = at, path
-        result = module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        result = module._call_impl(*args, **kwargs)
         self._at, self.unit_name = BETWEEN, ""
         if host_random_state() != self._host_state:
             self._host_state = host_random_state()

@@ -75,11 +75,9 @@ SEEN = "topt.collective_.default"
 NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
 # An operator that does nothing, and stands for a collective along a tensor axis (by its index)
 # while the step of one rank is captured.
-LIBRARY = Library("topt", "DEF")  # type: ignore[no-untyped-call]
-LIBRARY.define("collective_(Tensor(a!) tensor, str op, int axis) -> ()")  # type: ignore[no-untyped-call]
-LIBRARY.impl(  # type: ignore[no-untyped-call]
-    "collective_", lambda tensor, op, axis: None, "CompositeExplicitAutograd"
-)
+LIBRARY = Library("topt", "DEF")
+LIBRARY.define("collective_(Tensor(a!) tensor, str op, int axis) -> ()")
+LIBRARY.impl("collective_", lambda tensor, op, axis: None, "CompositeExplicitAutograd")
 
 
 # ---- costs ---------------------------------------------------------------------------------------
@@ -587,14 +585,14 @@ REPLAYABLE = {f"aten::{name}" for group in (*_GROUPS, _POOLING) for name in grou
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> int:
     shapes = query.shape, _for_each_head(key, query), _for_each_head(value, query)
-    return int(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]
+    return int(sdpa_flop_count(*shapes))
 
 
 def _attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object
 ) -> int:
     shapes = grad.shape, query.shape, _for_each_head(key, query), _for_each_head(value, query)
-    return int(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
+    return int(sdpa_backward_flop_count(*shapes))
 
 
 def _for_each_head(shared: Tensor, query: Tensor) -> tuple[int, ...]:

@@ -78,7 +78,7 @@ def _start_autograd() -> None:
     backward there would start a thread for each, and forks of this process could run no other.
     """
     with torch.inference_mode(False), torch.enable_grad():
-        torch.zeros((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+        torch.zeros((), requires_grad=True).backward()
 
 
 def filled_copy(module: T) -> T:
@@ -503,7 +503,7 @@ def is_metric(module: nn.Module, names: tuple[str, ...] = ("Metric",)) -> bool:
 # ---- fake tensors --------------------------------------------------------------------------------
 
 
-class ShapeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+class ShapeMode(FakeTensorMode):
     """A fake mode that also knows shapes which torch 2.13 refuses without memory.
 
     These are products of groups in other dtypes than bfloat16, which run all the same; and the

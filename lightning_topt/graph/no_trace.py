@@ -91,7 +91,7 @@ def no_collection() -> Iterator[None]:
 @contextmanager
 def random_states() -> Iterator[None]:
     """Put back, at the end, the random states of torch, NumPy and Python."""
-    uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    uses_cuda = torch.cuda.is_initialized()
     devices = list(range(torch.cuda.device_count())) if uses_cuda else []
     python_state, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=devices):

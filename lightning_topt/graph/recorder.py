@@ -78,7 +78,7 @@ def entered(mode: TorchDispatchMode) -> Iterator[None]:
 
     User code may have entered modes that it has not left.
     """
-    mode.__enter__()  # type: ignore[no-untyped-call]
+    mode.__enter__()
     try:
         yield
     finally:
@@ -86,7 +86,7 @@ def entered(mode: TorchDispatchMode) -> Iterator[None]:
         if mode in _get_current_dispatch_mode_stack():
             while _get_current_dispatch_mode() is not mode:
                 above.append(_pop_mode())
-            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            mode.__exit__(None, None, None)
             for other in reversed(above):
                 _push_mode(other)
 
@@ -112,7 +112,7 @@ class CallWatch(Protocol):
         """An operator writes to `tensor`."""
 
 
-class LiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LiveMode(TorchDispatchMode):
     """Base of modes that may watch a module while it trains."""
 
     @classmethod
@@ -229,7 +229,7 @@ class Recorder(LiveMode):
             if parameter.requires_grad:
                 # after autograd has added to ``.grad``
                 accumulated = partial(self._accumulated, name)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(accumulated))  # type: ignore[no-untyped-call]
+                self._handles.append(parameter.register_post_accumulate_grad_hook(accumulated))
         paths = {submodule: path for path, submodule in module.named_modules() if path}
         if self._live:
             self._hook_all_modules(paths)

@@ -157,7 +157,9 @@ class SkippedCalls:
         (k,) = (k for k, result in enumerate(model.results) if result.requires_grad)
         given = leaf[0] if leaf else empty_fake(self._mode, like=SCALAR).requires_grad_()
         like = _like(given) if leaf else None
-        made[k] = _SkippedNode.apply(given, [made[k]], skipped, recorder, held, like, self._mode)  # type: ignore[no-untyped-call]
+        made[k] = _SkippedNode.apply(  # type: ignore[no-untyped-call]
+            given, [made[k]], skipped, recorder, held, like, self._mode
+        )
         for tensor, result in zip(made, model.results, strict=True):
             if result.layout is not None:
                 vars(tensor)[LAYOUT] = result.layout
@@ -310,9 +312,9 @@ def _modes() -> Hashable:
         torch._C._len_torch_function_stack(),
         torch._C._len_torch_dispatch_stack(),
         hooks and id(hooks[0]),
-        attention.flash_sdp_enabled(),  # type: ignore[no-untyped-call]
-        attention.mem_efficient_sdp_enabled(),  # type: ignore[no-untyped-call]
-        attention.math_sdp_enabled(),  # type: ignore[no-untyped-call]
+        attention.flash_sdp_enabled(),
+        attention.mem_efficient_sdp_enabled(),
+        attention.math_sdp_enabled(),
     )
 
 
@@ -366,10 +368,10 @@ def _close(recorder: Recorder, call: ObservedCall, result: object, given: list[T
         call.results.append(_result(tensor, storage, call.ops[0]))
     # inputs that autograd saved, and that no operator before the call had asked for
     for number, storage in enumerate(call.inputs):
-        claimed = (
-            storage is not None and storage.saved_by is not None and storage.saved_by >= call.ops[0]
-        )
-        call.claims[number] = storage.saved_by - call.ops[0] if claimed else None  # type: ignore[union-attr, operator]
+        saved_by = None if storage is None else storage.saved_by
+        if saved_by is not None and saved_by < call.ops[0]:
+            saved_by = None
+        call.claims[number] = None if saved_by is None else saved_by - call.ops[0]
     # all else that is still alive is kept by autograd or autocast
     results = {id(result.storage) for result in call.results}
     alive = [s for s in made if s.died == float("inf") and id(s) not in results]
@@ -378,10 +380,10 @@ def _close(recorder: Recorder, call: ObservedCall, result: object, given: list[T
     if not is_kept or len(results) < len(tensors) or len(differentiable) != 1:
         return False
     # gradients are known in the backward pass: their storages and shapes are noted then
-    differentiable[0].register_hook(partial(_note_gradient, recorder, call))  # type: ignore[no-untyped-call]
+    differentiable[0].register_hook(partial(_note_gradient, recorder, call))
     for tensor in given:
         if tensor.requires_grad:
-            tensor.register_hook(partial(_note_input_gradient, call, _like(tensor)))  # type: ignore[no-untyped-call]
+            tensor.register_hook(partial(_note_input_gradient, call, _like(tensor)))
     return True
 
 

@@ -159,7 +159,7 @@ def observe_step(
             with observer.forward(), forward_context():
                 loss = loss_of(call_training_step(copied, batch))
             with observer.backward(loss):
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
         return observer.graph()
     finally:
         observer.close()
@@ -306,8 +306,8 @@ class StepTimer(LiveMode):
             self._times[key].append(perf_counter() - start)
             return out
         # on the device: nothing waits, events are read in `seconds`
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda._sleep(_CYCLES_TO_ISSUE)  # type: ignore[no-untyped-call]
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(_CYCLES_TO_ISSUE)
         first.record()
         out = func(*args, **kwargs)
         last.record()

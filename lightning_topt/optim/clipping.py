@@ -164,7 +164,8 @@ def unscale_local(
         own = local(optimizer)
         if own is None:
             return unscale(optimizer, *args, **kwargs)
-        found = unscale(SimpleNamespace(param_groups=[{"params": own}]), *args, **kwargs)  # type: ignore[arg-type]
+        owned: Any = SimpleNamespace(param_groups=[{"params": own}])
+        found = unscale(owned, *args, **kwargs)
         flag = found.setdefault(device, torch.zeros((), device=device))
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
         return found

@@ -435,7 +435,7 @@ def _equal_when_sent(rows: Tensor, exact: Tensor, dtype: torch.dtype) -> bool:
         if rows.device.type == "cpu"
         else len(rows)
     )
-    parts = zip(rows.split(at_once), exact.split(at_once), strict=True)  # type: ignore[no-untyped-call]
+    parts = zip(rows.split(at_once), exact.split(at_once), strict=True)
     return all(torch.equal(part, own.to(dtype).to(part.dtype)) for part, own in parts)
 
 

@@ -626,7 +626,7 @@ def _step(clone: Optimizer, closure: _Closure) -> None:
         raise TrialError(f"a trial step failed ({type(error).__name__}: {error})") from error
 
 
-class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _NoCollectives(TorchDispatchMode):
     """Refuses collectives: ranks may be in other trials, or in none, and would not answer."""
 
     @override

@@ -242,7 +242,7 @@ class CompressedDDPStrategy(DDPStrategy):
         with self._guard.errors():
             loss = plugins.zero_loss(self.model, self.lightning_module)
             zero_gradients()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
 
     @override
     def optimizer_step(

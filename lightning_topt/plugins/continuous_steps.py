@@ -99,7 +99,8 @@ class ContinuousRunner(StepRunner):
         check_microbatches(self.engine)
 
     def _begin_loop(self, trainer: pl.Trainer) -> None:
-        loop, callbacks = trainer.fit_loop.epoch_loop, trainer.callbacks  # type: ignore[attr-defined]
+        loop = trainer.fit_loop.epoch_loop
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
         broadcast, callback = loop._broadcast_sigterm_tensor, _DrainFirst(self)
 
         def broadcast_when_drained() -> None:

@@ -73,7 +73,9 @@ class DataGroup:
     def all_gather(self, tensor: Tensor, *, sync_grads: bool) -> Tensor:
         """Return the tensors of all data ranks, stacked: (ranks, *shape)."""
         with nullcontext() if sync_grads else torch.no_grad():
-            gathered: Tensor = _Gathered.apply(tensor.contiguous(), self.group)  # type: ignore[no-untyped-call]
+            gathered: Tensor = _Gathered.apply(  # type: ignore[no-untyped-call]
+                tensor.contiguous(), self.group
+            )
             return gathered
 
 

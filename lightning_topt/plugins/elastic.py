@@ -374,7 +374,7 @@ class ElasticRun:
 
 def _may_fork() -> bool:
     """Return whether this process can be forked: its children can do what it could."""
-    if dist.is_initialized() or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if dist.is_initialized() or torch.cuda.is_initialized():
         return False
     # OpenMP's threads (libgomp) are lost in a fork, and the next parallel region would hang.
     # So are those of others: Python's, of loggers and data, and BLAS's.

@@ -464,7 +464,7 @@ class _DeviceIdle:
         self._pending: list[tuple[Any, Any, float]] = []
 
     def _event(self) -> Any:
-        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event: Any = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 

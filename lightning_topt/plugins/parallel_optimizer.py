@@ -137,7 +137,9 @@ class ParallelOptimizerStep(pl.Callback):
             self._end_watch()
             self._watch = watch_ranks()
             if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
-                trainer._run_stage = _named(trainer._run_stage, self._watch)  # type: ignore[method-assign]
+                trainer._run_stage = _named(  # type: ignore[method-assign]
+                    trainer._run_stage, self._watch
+                )
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -153,7 +153,8 @@ class PlanController:
         if decision is None:
             return False
         # Measured memory is what the plan adds to the present state.
-        if any(isinstance(callback, StepMonitor) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(callback, StepMonitor) for callback in callbacks):
             self.memory_meter = self._new_meter(trainer, device)
         return True
 

@@ -87,7 +87,9 @@ def make_fake_optimizers(module: pl.LightningModule, *, device: torch.device) ->
     # Parameters on the fake device take no memory, whatever state is built.
     copied, mode = fake_copy(module, device=device.type)
     with mode:
-        optimizers, _, _ = _configure_optimizers(copied.configure_optimizers())  # type: ignore[arg-type]
+        optimizers, _, _ = _configure_optimizers(
+            copied.configure_optimizers()  # type: ignore[arg-type]
+        )
     # Modules may ask their trainer for the parameters (`self.trainer.model.parameters()`), which
     # are the original ones.
     return optimizers, [*copied.named_parameters(), *module.named_parameters()]

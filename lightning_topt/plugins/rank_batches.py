@@ -113,7 +113,7 @@ class RankBatches:
         weight = self.presence.weight
         # DDP and FSDP2 divide by the number of all ranks.
         if weight != 1.0 and loss.requires_grad:
-            loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
+            loss.register_hook(lambda gradient: gradient * weight)
 
     def averaged(self, tensor: Tensor, reduce_op: Any) -> Tensor:
         """Return `tensor` in a form whose mean over ranks is one.

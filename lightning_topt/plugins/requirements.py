@@ -130,7 +130,11 @@ class Fit:
 
     def callback(self, *kinds: type) -> str | None:
         """Return the class of a callback of these kinds."""
-        found = (type(c).__name__ for c in self.trainer.callbacks if isinstance(c, kinds))  # type: ignore[attr-defined]
+        found = (
+            type(c).__name__
+            for c in self.trainer.callbacks  # type: ignore[attr-defined]
+            if isinstance(c, kinds)
+        )
         return next(found, None)
 
     def part(self, is_wanted: Callable[[nn.Module], bool]) -> str | None:

@@ -118,7 +118,7 @@ class SequentialBatches(StepRunner):
                     output = run_own_step(self.engine, step, *batch)
                     loss = loss_of(output)
                     if loss is not None and not is_last:
-                        loss.backward()  # type: ignore[no-untyped-call]
+                        loss.backward()
                     last_loss = loss if is_last else None
                     if is_own:
                         own = output
@@ -324,7 +324,9 @@ class RankBuffers:
         own = {(path, name): buffer for path, name, buffer in self._all()}
         if self._are_to_sync and own:
             world: Any = dist.group.WORLD
-            dist._broadcast_coalesced(world, [*own.values()], _MESSAGE_BYTES, 0)  # type: ignore[attr-defined]
+            dist._broadcast_coalesced(  # type: ignore[attr-defined]
+                world, [*own.values()], _MESSAGE_BYTES, 0
+            )
         now = {key: own[key].clone() for key in self._ranks[self._place] if key in own}
         for place in range(len(self._ranks)):
             if self._are_to_sync or place == self._place:

@@ -92,7 +92,9 @@ def loss_with_gradients(
         graph: another loss whose graph backward goes on with, times `factor`.
     """
     source = torch.zeros((), device=device, requires_grad=True) if graph is None else graph
-    loss: Tensor = _CarriedGradients.apply(source, value.detach(), factor, gradients)  # type: ignore[no-untyped-call]
+    loss: Tensor = _CarriedGradients.apply(  # type: ignore[no-untyped-call]
+        source, value.detach(), factor, gradients
+    )
     return loss
 
 

@@ -131,7 +131,9 @@ class StepRunner(ABC):
         """Whether an evaluation step is a collective call of all ranks."""
         return False
 
-    def evaluate_without_batch(self, name: str, model: nn.Module, module: nn.Module) -> None:  # noqa: B027
+    def evaluate_without_batch(  # noqa: B027
+        self, name: str, model: nn.Module, module: nn.Module
+    ) -> None:
         """Take part in the evaluation step `name` of others, where that is a collective call."""
 
     @abstractmethod
@@ -223,7 +225,7 @@ class PlainRunner(StepRunner):
         with nullcontext() if self.engine is None else self.engine.around_step():
             loss = zero_loss(model, module, self._calls("training_step"))
         zero_gradients()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
     @property
     @override

@@ -255,7 +255,7 @@ class AgreedBatches:
             # One number per rank.
             own = torch.tensor([checksum(batch)], device=self._device)
             everyone = own.new_empty(dist.get_world_size(self._group))
-            of_ranks = list(everyone.split(1))  # type: ignore[no-untyped-call]  # views
+            of_ranks = list(everyone.split(1))  # views
             dist.all_gather(of_ranks, own, group=self._group)
             self._differ = bool((everyone != own).any())
             if self._differ:

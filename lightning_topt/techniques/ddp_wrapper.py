@@ -75,7 +75,9 @@ def bucket_bytes(gradients: Sequence[torch.Tensor]) -> list[int]:
     if not gradients:
         return []
     limits = bucket_limits(sum(gradient.nbytes for gradient in gradients))
-    buckets, _ = dist._compute_bucket_assignment_by_size([*gradients], limits)  # type: ignore[attr-defined]
+    buckets, _ = dist._compute_bucket_assignment_by_size(  # type: ignore[attr-defined]
+        [*gradients], limits
+    )
     return [sum(gradients[index].nbytes for index in bucket) for bucket in buckets]
 
 
@@ -152,5 +154,5 @@ def _side_stream(device: torch.device) -> Generator[None, None, None]:
     if device.type != "cuda":
         yield
         return
-    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(torch.cuda.Stream(device)):
         yield

@@ -400,7 +400,8 @@ def _shard(
         parameter.grad = None
     # under gloo our own collectives take the place of those that FSDP2 calls
     if backend_of(torch.device(mesh.device_type), mesh.get_group(mesh.ndim - 1)) == "gloo":
-        sharded.set_custom_all_gather(AllGather())  # type: ignore[arg-type]  # the interface, without torch's private base
+        # has the interface, without torch's private base
+        sharded.set_custom_all_gather(AllGather())  # type: ignore[arg-type]
         sharded.set_custom_reduce_scatter(ReduceScatter())  # type: ignore[arg-type]
         if mesh.ndim == 2:
             # FSDP2 would average along both dims with ReduceOp.AVG, which gloo's all-reduce lacks

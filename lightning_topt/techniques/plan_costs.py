@@ -368,11 +368,13 @@ class PlanCosts:
 
     @cached_property
     def _all_forward(self) -> Sequence[float]:
-        return np.sum([times[0] for times in self.step.compute.values()], axis=0)  # type: ignore[no-any-return]
+        forward = [times[0] for times in self.step.compute.values()]
+        return np.sum(forward, axis=0)  # type: ignore[no-any-return]
 
     @cached_property
     def _all_backward(self) -> Sequence[float]:
-        return np.sum([times[1] for times in self.step.compute.values()], axis=0)  # type: ignore[no-any-return]
+        backward = [times[1] for times in self.step.compute.values()]
+        return np.sum(backward, axis=0)  # type: ignore[no-any-return]
 
     @cached_property
     def _gathered(self) -> frozenset[str]:

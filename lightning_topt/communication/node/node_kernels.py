@@ -158,9 +158,9 @@ def sum_ranks(
         size = min(block, own.shape[0] - start)
         for peer in range(ranks):
             if peer != rank:
-                target = np.int64(received[peer].ctypes.data)
+                target: Any = np.int64(received[peer].ctypes.data)
                 source = sources[peer] + start * own.itemsize
-                error = fetch(processes[peer], target, source, size * own.itemsize, vector)  # type: ignore[arg-type]
+                error = fetch(processes[peer], target, source, size * own.itemsize, vector)
                 if error:
                     return peer, error
         part = total[start : start + size]
@@ -187,7 +187,7 @@ def average_slice(
     """
     ranks, block = processes.shape[0], received.shape[0]
     scale = np.float32(1.0 / ranks)
-    target = np.int64(received.ctypes.data)
+    target: Any = np.int64(received.ctypes.data)
     for start in range(0, own.shape[0], block):
         size = min(block, own.shape[0] - start)
         part = own[start : start + size]
@@ -195,7 +195,7 @@ def average_slice(
             part[i] *= scale
         for step in range(1, ranks):
             peer = (rank + step) % ranks
-            error = fetch(processes[peer], target, sources[peer] + 4 * start, 4 * size, vector)  # type: ignore[arg-type]
+            error = fetch(processes[peer], target, sources[peer] + 4 * start, 4 * size, vector)
             if error:
                 return peer, error
             for i in range(size):

@@ -19,7 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -282,8 +282,9 @@ def _empty(size: int, nbytes: int) -> Tensor:
     worker = get_worker_info()
     if worker is None or getattr(worker, "own_memory", False):
         return MEMORY.empty((size, nbytes), torch.uint8)
-    storage = torch.UntypedStorage._new_shared(size * nbytes)  # type: ignore[no-untyped-call]
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (size, nbytes))  # type: ignore[call-overload, no-any-return]
+    storage = torch.UntypedStorage._new_shared(size * nbytes)
+    rows: Any = torch.empty(0, dtype=torch.uint8, device="cpu")
+    return cast(Tensor, rows.set_(storage, 0, (size, nbytes)))
 
 
 def _typed(rows: Tensor, spec: Spec) -> Tensor:

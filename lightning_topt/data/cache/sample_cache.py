@@ -512,7 +512,7 @@ class CacheCounters:
     def __init__(self) -> None:
         self._shared = torch.zeros((_ROWS, len(COUNTED)), dtype=torch.int64)
         try:
-            self._shared.share_memory_()  # type: ignore[no-untyped-call]
+            self._shared.share_memory_()
         except RuntimeError as error:
             # /dev/shm is full, which workers will run into anyway: they need it for batches.
             warn_once(

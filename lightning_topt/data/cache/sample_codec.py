@@ -524,7 +524,9 @@ def is_record(kind: type) -> bool:
 
 def fields_of(kind: type) -> list[str]:
     """Return the names of the fields; another class of the same name may have others."""
-    return list(kind._fields if is_named(kind) else kind.__dataclass_fields__)  # type: ignore[attr-defined]
+    return list(
+        kind._fields if is_named(kind) else kind.__dataclass_fields__  # type: ignore[attr-defined]
+    )
 
 
 def attributes_of(value: object) -> dict[str, Any]:

@@ -186,7 +186,7 @@ class CoordinatedLoader:
             )
             self._now = epoch, batch + 1
             if self.pin_memory and torch.accelerator.is_available():
-                value = _utils.pin_memory.pin_memory(value)  # type: ignore[no-untyped-call]
+                value = _utils.pin_memory.pin_memory(value)
             yield value
             # after the batch was used, when this iteration is asked for another one
             if iteration != self._iteration:
@@ -405,7 +405,7 @@ class Membership:
         are_alive = self.workers.are_alive()  # before `check`, which says why not
         self.workers.check()
         if position in self.workers.errors:
-            self.workers.errors[position].reraise()  # type: ignore[no-untyped-call]
+            self.workers.errors[position].reraise()
         if not are_alive and self.connection.socket not in ready:
             raise CoordinatorLost(
                 "the processes that prepare batches could not reach the coordinator"

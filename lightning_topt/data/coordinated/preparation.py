@@ -170,7 +170,9 @@ class Workers:
             reader, writer = method.Pipe(duplex=False)
             place = WorkerPlace(number, count, address, hello, timeout_seconds, parent)
             arguments = (preparation, place, init, writer)
-            process = method.Process(target=_work, args=arguments, daemon=True)  # type: ignore[attr-defined]
+            process = method.Process(  # type: ignore[attr-defined]
+                target=_work, args=arguments, daemon=True
+            )
             process.start()
             # the worker's end: with it the pipe ends when the worker does
             writer.close()
@@ -324,7 +326,7 @@ def _serve(
         # the error goes to the job, its number to the coordinator
         except Exception:
             where = f"in a process that prepares batches (pid {os.getpid()})"
-            errors.send((position, ExceptionWrapper(where=where)))  # type: ignore[no-untyped-call]
+            errors.send((position, ExceptionWrapper(where=where)))
             connection.send({"type": "failed", **fields})
             continue
         try:

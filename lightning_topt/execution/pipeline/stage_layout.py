@@ -378,7 +378,9 @@ class StageBuffers:
             named = dict(self._module.named_buffers())
             if own:
                 buffers = [named[name] for name in own]
-                dist._broadcast_coalesced(self._groups.data, buffers, _BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
+                dist._broadcast_coalesced(  # type: ignore[attr-defined]
+                    self._groups.data, buffers, _BROADCAST_BYTES, 0
+                )
 
     def changed_by(self, flows: Sequence[StageFlow]) -> None:
         """Remember which buffers steps with these flows change. No collective call."""

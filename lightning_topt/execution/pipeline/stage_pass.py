@@ -384,7 +384,7 @@ class StageForward:
 # ---- stand-ins -----------------------------------------------------------------------------------
 
 
-class StandIns(ShapeMode):  # type: ignore[no-untyped-call]
+class StandIns(ShapeMode):
     """Makes what calls of units return where they are not run.
 
     That are the tensors that were received, and shapes for all others. Functional operators on

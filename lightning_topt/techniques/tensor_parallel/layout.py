@@ -293,7 +293,7 @@ def joined(slices: Sequence[Tensor], shard: Shard) -> Tensor:
 
 
 def _in_parts(tensor: Tensor, shard: Shard) -> Tensor:
-    parts: Tensor = tensor.unflatten(shard.dim, (shard.parts, -1))  # type: ignore[no-untyped-call]
+    parts: Tensor = tensor.unflatten(shard.dim, (shard.parts, -1))
     return parts
 
 

@@ -233,7 +233,9 @@ def reduce(tensor: Tensor, axes: TensorAxes, axis: int) -> Tensor:
 
 def gather(tensor: Tensor, shard: Shard, axes: TensorAxes, axis: int, *, shared: bool) -> Tensor:
     """Return the full tensor; `shared`: for different use on each rank."""
-    result: Tensor = _Gather.apply(tensor, shard, shared, axes, axis)  # type: ignore[no-untyped-call]
+    result: Tensor = _Gather.apply(  # type: ignore[no-untyped-call]
+        tensor, shard, shared, axes, axis
+    )
     return result
 
 
@@ -251,7 +253,9 @@ def take(tensor: Tensor, shard: Shard, axes: TensorAxes, axis: int) -> Tensor:
 
 def exchange(tensor: Tensor, source: Shard, target: Shard, axes: TensorAxes, axis: int) -> Tensor:
     """Return this rank's slice along another dim."""
-    result: Tensor = _Exchange.apply(tensor, source, target, axes, axis)  # type: ignore[no-untyped-call]
+    result: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
+        tensor, source, target, axes, axis
+    )
     return result
 
 

@@ -17,7 +17,7 @@ RandomStates = tuple[Any, ...]
 
 def random_states() -> RandomStates:
     """Return the states of this process, in values that pickle."""
-    is_used = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    is_used = torch.cuda.is_available() and torch.cuda.is_initialized()
     cuda = torch.cuda.get_rng_state().numpy() if is_used else None
     return torch.get_rng_state().numpy(), cuda, np.random.get_state(), random.getstate()
 

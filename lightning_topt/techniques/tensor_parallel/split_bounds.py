@@ -269,7 +269,11 @@ def _scaled(kernel: Kernel, share: float) -> Kernel:
     amounts = {
         name: _part(getattr(kernel, name), share) for name in ("flops", "bytes", "allocated")
     }
-    return replace(kernel, arguments={**_UNKNOWN, "args": [kernel_dtype(kernel)]}, **amounts)  # type: ignore[arg-type]
+    return replace(
+        kernel,
+        arguments={**_UNKNOWN, "args": [kernel_dtype(kernel)]},
+        **amounts,  # type: ignore[arg-type]
+    )
 
 
 def _part(amount: Amount, share: float) -> Amount:

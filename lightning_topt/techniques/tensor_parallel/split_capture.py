@@ -108,7 +108,14 @@ def capture_split(
     }
     options["one_recording"] = one_recording
     try:
-        graph = capture(module, batch, **options, device=device, adapt=run.of, like=like)  # type: ignore[arg-type]
+        graph = capture(
+            module,
+            batch,
+            **options,  # type: ignore[arg-type]
+            device=device,
+            adapt=run.of,
+            like=like,
+        )
     except ValueError:
         raise
     except Exception as error:  # of user code, which ran unsharded

@@ -181,7 +181,7 @@ class SplitMode(PythonFunctionMode):
     @property
     def is_on(self) -> bool:
         """True if calls are seen here."""
-        return self in _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        return self in _get_current_function_mode_stack()
 
     @override
     def __torch_function__(

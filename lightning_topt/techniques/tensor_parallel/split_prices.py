@@ -410,7 +410,7 @@ def flops_of(call: TracedCall) -> float:
         batch = math.prod(shapes[0][:-3])
         query = batch, heads, steps, shapes[0][-1]
         key, value = ((batch, heads, *shape[-2:]) for shape in shapes[1:3])
-        return float(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+        return float(sdpa_flop_count(query, key, value))
     if call.func in CONVOLUTIONS:
         return float(conv_flop_count(list(shapes[0]), list(shapes[1]), list(out)))
     return 0.0

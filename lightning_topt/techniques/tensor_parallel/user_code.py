@@ -342,8 +342,11 @@ class PythonFunctionMode(TorchFunctionMode):
             # while it runs
             if "torch._dynamo.eval_frame" in sys.modules:  # else nothing is compiled
                 _eager.enter_context(torch.compiler.set_stance("force_eager"))
-            torch.Tensor._make_subclass = staticmethod(_watched_subclass)  # type: ignore[method-assign]
-            torch.autograd.Function.apply = classmethod(_watched_apply)  # type: ignore[assignment,method-assign]
+            torch.Tensor._make_subclass = staticmethod(  # type: ignore[method-assign]
+                _watched_subclass
+            )
+            apply: Any = classmethod(_watched_apply)
+            torch.autograd.Function.apply = apply  # type: ignore[method-assign]
             setattr(checkpoint, _GENERATOR, _watched_generator)
             setattr(distributed_c10d, _NOT_IN_GROUP, _watched_group)
         return super().__enter__()  # type: ignore[no-untyped-call]
@@ -379,7 +382,7 @@ def _watched_subclass(cls: Any, data: Tensor, *args: Any, **kwargs: Any) -> Any:
 def _current() -> PythonFunctionMode | None:
     if not torch._C._len_torch_function_stack():
         return None
-    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    stack = _get_current_function_mode_stack()
     modes = (mode for mode in reversed(stack) if isinstance(mode, PythonFunctionMode))
     return next(modes, None)
 

@@ -12,7 +12,8 @@ A function that is not in `KINDS` gets unsharded tensors.
 
 from __future__ import annotations
 
-from lightning_topt.techniques.tensor_parallel.op_rules import (  # noqa: F401  # they enter their functions
+# each enters its functions
+from lightning_topt.techniques.tensor_parallel.op_rules import (  # noqa: F401
     attention,
     elementwise,
     products,

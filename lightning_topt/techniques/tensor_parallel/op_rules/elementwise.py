@@ -54,7 +54,7 @@ def elementwise_rows(call: OpCall, ranks: int) -> Iterator[Row]:
 
 def broadcast(operands: Sequence[Operand]) -> torch.Size:
     """Return the broadcast shape of `operands`."""
-    shape: torch.Size = torch.broadcast_shapes(*(operand.shape for operand in operands))  # type: ignore[no-untyped-call]
+    shape: torch.Size = torch.broadcast_shapes(*(operand.shape for operand in operands))
     return shape
 
 
@@ -113,7 +113,10 @@ register(ELEMENTWISE, named(_CONVERSIONS, Tensor))
 register(ELEMENTWISE, named(_LIKE, torch))
 register(ELEMENTWISE, named(_FUNCTIONAL, F, torch._C._nn))
 register(ELEMENTWISE, named(_DUNDER, Tensor))
-register(ELEMENTWISE, (Tensor.data.__get__, torch._C._nn.gelu, torch.special.expit))  # type: ignore[attr-defined]
+register(
+    ELEMENTWISE,
+    (Tensor.data.__get__, torch._C._nn.gelu, torch.special.expit),  # type: ignore[attr-defined]
+)
 
 
 # ---- random numbers ------------------------------------------------------------------------------

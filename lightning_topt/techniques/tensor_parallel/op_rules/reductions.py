@@ -211,7 +211,9 @@ def _run_norm(placed: Placed) -> Tensor:
     # features are split: statistics in float32 at least, over all slices
     cut = tuple(placed.axes_along(0, last))
     eps = torch.finfo(x.dtype).eps if eps is None else eps
-    y: Tensor = _Normalized.apply(x, placed.axes, cut, eps, is_centered)  # type: ignore[no-untyped-call]
+    y: Tensor = _Normalized.apply(  # type: ignore[no-untyped-call]
+        x, placed.axes, cut, eps, is_centered
+    )
     y = y if weight is None else y * weight
     return (y if bias is None else y + bias).to(x.dtype)
 

@@ -353,7 +353,7 @@ def _run_split(placed: Placed) -> Any:
     along, lengths = _lengths(placed.call)
     x: Tensor = placed.args[0] if placed.args else placed.kwargs["input"]
     ranks = placed.ranks_along(0, along)
-    return x.split([length // ranks for length in lengths], along)  # type: ignore[no-untyped-call]
+    return x.split([length // ranks for length in lengths], along)
 
 
 def _unbind_rows(call: OpCall, ranks: int) -> Iterator[Row]:

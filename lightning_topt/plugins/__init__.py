@@ -54,7 +54,7 @@ from lightning_topt.basics.lazy_names import lazy_names
 
 if TYPE_CHECKING:  # the same names, for type checkers and editors
     from lightning_topt.plugins.continuous_steps import ContinuousRunner
-    from lightning_topt.plugins.exact_evaluation import ExactEvaluation
+    from lightning_topt.plugins.exact_evaluation import ExactEvaluation, why_padded
     from lightning_topt.plugins.pipeline_steps import OwnBatchPipeline, PipelineRunner, StageSteps
     from lightning_topt.plugins.sequential_batches import JointBatches, SequentialBatches
     from lightning_topt.plugins.step_without_batch import zero_loss
@@ -66,6 +66,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
 _HOMES = {
     "ContinuousRunner": "continuous_steps",
     "ExactEvaluation": "exact_evaluation",
+    "why_padded": "exact_evaluation",
     "OwnBatchPipeline": "pipeline_steps",
     "PipelineRunner": "pipeline_steps",
     "StageSteps": "pipeline_steps",
@@ -90,6 +91,7 @@ __all__ = [
     "WatchedPlanning",
     "decide_plan",
     "refine_watched",
+    "why_padded",
     "zero_loss",
 ]
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

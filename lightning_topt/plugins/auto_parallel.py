@@ -99,7 +99,8 @@ class AutoParallelStrategy(DDPStrategy):
             ``"stop"``, all end with the first; ``"error"``; None, as under ``ddp``, which needs
             equally many (docs/robustness.md).
         pad_evaluation: whether samples are repeated in validation, test and prediction until all
-            ranks have equally many, as under ``ddp``. If False, each counts once.
+            ranks have equally many, as under ``ddp``. If False, each counts once. None: each counts
+            once where only Lightning and torchmetrics talk between ranks in evaluation.
         elastic: whether a fit goes on when a rank is lost, under torchrun, from the memory of the
             others: experimental, on CPUs with gloo (docs/how_to/elastic.md).
         ddp_options: arguments of Lightning's `DDPStrategy` and torch's `DistributedDataParallel`.
@@ -132,7 +133,7 @@ class AutoParallelStrategy(DDPStrategy):
         watch_steps: int = WATCHED_STEPS,
         checkpoint: str = "full",
         uneven: str | None = "join",
-        pad_evaluation: bool = True,
+        pad_evaluation: bool | None = None,
         elastic: bool = False,
         **ddp_options: Any,
     ) -> None:

@@ -6,6 +6,7 @@ known without running code. Code that gets at a parameter by another way goes un
 
     own_functions    the user's implementations of a hook
     Reader.reads     what such a function reads of parameters and gradients
+    read_code        a `Reader` that went through hooks and all that they may call
     names_of_step    all names that a training step uses
 """
 
@@ -17,7 +18,7 @@ import logging
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -105,11 +106,20 @@ def own_functions(owner: Any, name: str) -> Iterator[tuple[Any, tuple[Any, ...]]
 
 def names_of_step(module: pl.LightningModule) -> frozenset[str]:
     """Return all names of globals and attributes that user code in `training_step` may use."""
+    return frozenset(read_code(module, [(module, "training_step")]).used)
+
+
+def read_code(module: pl.LightningModule, hooks: Iterable[tuple[Any, str]]) -> Reader:
+    """Return a reader that went through user code of hooks, and all that this may call.
+
+    Args:
+        module: whose parts they may call.
+        hooks: objects, and names of their methods.
+    """
     reader = Reader(module)
-    for function, own in own_functions(module, "training_step"):
-        reader.follow(function, own)
-    for part in module.modules():
-        for function, own in own_functions(part, "forward"):
+    parts = ((part, "forward") for part in module.modules())
+    for owner, name in (*hooks, *parts):
+        for function, own in own_functions(owner, name):
             reader.follow(function, own)
     # Whoever has the module may call its methods.
     done: set[str] = set()
@@ -118,7 +128,7 @@ def names_of_step(module: pl.LightningModule) -> frozenset[str]:
         for name in todo:
             for function, own in own_functions(module, name):
                 reader.follow(function, own)
-    return frozenset(reader.used)
+    return reader
 
 
 class _Called(NamedTuple):
@@ -140,8 +150,9 @@ class Reader:
         calls_count: whether calls of modules with parameters do.
         attributes_count: whether parameters do that are attributes; always with `calls_count`.
 
-    `used` are the names in all code that was read; `computes_gradients` is whether it uses
-    `torch.autograd.grad`, which does not read the gradients there are.
+    `used` are the names in all code that was read, `homes` the modules that its globals come from;
+    `computes_gradients` is whether it uses `torch.autograd.grad`, which does not read the gradients
+    there are.
     """
 
     module: pl.LightningModule
@@ -149,6 +160,7 @@ class Reader:
     calls_count: bool = False
     attributes_count: bool = False
     used: set[str] = field(default_factory=set)
+    homes: set[str] = field(default_factory=set)
     computes_gradients: bool = False
     # With the arguments, which keep their ids as long as they are here.
     _seen: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
@@ -202,6 +214,7 @@ class Reader:
         outer = function.__globals__
         loggers = {n for n in names - attributes if isinstance(outer.get(n), logging.Logger)}
         self.used |= names - loggers
+        self.homes |= {_home_of(outer[name]) for name in names & outer.keys()}
         # Code that knows shards may read them.
         if self.names and names & _KNOWS_SHARDS:
             return set()
@@ -388,6 +401,14 @@ def _are_harmless(variables: list[str], code: types.CodeType) -> bool:
         for use in listing(each).uses
         if use.path[0] in variables and (each is code or use.path[0] in each.co_freevars)
     )
+
+
+def _home_of(value: Any) -> str:
+    """Return the name of a module, or of the one that a function, class or object is from."""
+    if isinstance(value, types.ModuleType):
+        return value.__name__
+    is_named = isinstance(value, types.FunctionType | types.BuiltinFunctionType | type)
+    return str((value if is_named else type(value)).__module__)
 
 
 def _is_of_python(function: types.FunctionType) -> bool:

@@ -82,7 +82,7 @@ class CompressedDDPStrategy(DDPStrategy):
         nodes: int | None = None,
         ranks_per_node: int | None = None,
         uneven: str | None = "join",
-        pad_evaluation: bool = True,
+        pad_evaluation: bool | None = None,
         **ddp_options: Any,
     ) -> None:
         refuse_method_options(ddp_options)

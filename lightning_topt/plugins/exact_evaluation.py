@@ -4,13 +4,16 @@ The sampler that Lightning would give a loader repeats samples until all ranks h
 `ExactSampler` does not, so ranks may have different numbers of batches, or none. A rank without a
 batch waits for the others at the end of the loader, and takes part in the gathers of parameters in
 shards. What was logged is then reduced among all ranks, weighted by samples.
+
+Code of the user that talks to other ranks by itself may count on equally many batches, or samples.
+`why_padded` finds it; Lightning's evaluation is then kept, unless the user asked for the exact one.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized, ValuesView
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -21,9 +24,13 @@ import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torchmetrics import Metric, MetricCollection
 
+from lightning_topt.plugins.code_names import read_code
 from lightning_topt.plugins.lent_methods import LentMethods
 from lightning_topt.plugins.loader_lengths import LoaderLengths, are_known
 from lightning_topt.plugins.logged_results import lend_syncs, share_results
@@ -72,6 +79,8 @@ class ExactEvaluation:
         presence: of the ranks, which averages of user code ask.
         gathers: whether an evaluation step is a collective call of all ranks.
         join: takes part in such a step of the others, by its name.
+        may_be_empty: whether a rank may have no sample of a loader; else samples are repeated where
+            there are fewer than ranks.
     """
 
     def __init__(
@@ -80,8 +89,10 @@ class ExactEvaluation:
         *,
         gathers: Callable[[], bool],
         join: Callable[[str], None],
+        may_be_empty: bool = True,
     ) -> None:
         self.presence, self.gathers, self._join = presence, gathers, join
+        self.may_be_empty = may_be_empty
         self._lent, self._metrics = LentMethods(), LentMethods()
         self._without: dict[Any, list[float]] = {}  # limits of loops that this rank has no data of
 
@@ -123,6 +134,9 @@ class ExactEvaluation:
             "seed": int(os.getenv("PL_GLOBAL_SEED", 0)),
         }
         sampler: Any = dataloader.sampler
+        replicas = options["num_replicas"]
+        if not self.may_be_empty and (not isinstance(sampler, Sized) or len(sampler) < replicas):
+            return own(dataloader, shuffle=shuffle, mode=mode)
         is_plain = isinstance(sampler, RandomSampler | SequentialSampler)
         # As Lightning: predictions come in the order of the loader's own sampler.
         if is_plain and mode is not RunningStage.PREDICTING:
@@ -192,6 +206,53 @@ class ExactEvaluation:
         """Take part in a step of others in `loop`, for which this rank has no batch."""
         if self.gathers():
             self._join(_step_of(loop))
+
+
+# What code names that talks to other ranks, or counts on how samples are shared among them.
+_TALKS = frozenset(
+    [
+        *("all_gather", "all_gather_into_tensor", "all_gather_object", "gather_object"),
+        *("all_reduce", "all_to_all", "all_to_all_single", "reduce_scatter", "batch_isend_irecv"),
+        *("broadcast", "broadcast_object_list", "barrier", "monitored_barrier", "new_group"),
+        *("distributed", "reduce_boolean_decision", "gather_all_tensors", "process_group"),
+        *("strategy", "global_rank", "get_rank", "world_size", "get_world_size"),
+    ]
+)
+_MOMENTS = ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end")
+_STAGES = ("validation", "test", "predict")
+_HOOKS = (
+    *("validation_step", "test_step", "predict_step", "transfer_batch_to_device"),
+    *("on_before_batch_transfer", "on_after_batch_transfer"),
+    *("write_on_batch_end", "write_on_epoch_end"),
+    *(f"on_{stage}_{moment}" for stage in _STAGES for moment in _MOMENTS),
+)
+
+
+def why_padded(trainer: pl.Trainer) -> str | None:
+    """Return why ranks should have equally many samples in evaluation; None where they need not.
+
+    Where only Lightning and submodules of torchmetrics talk between ranks, these count each sample
+    once, whatever its rank.
+    """
+    module = trainer.lightning_module
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    owners = [module, *callbacks, getattr(trainer, "datamodule", None)]
+    for name in ("validation_step", "test_step", "predict_step"):
+        step = getattr(module, name, None)
+        if step is not None and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
+            return f"{name} takes batches by itself"
+    for owner in owners[:-1]:
+        for name, value in vars(owner).items():
+            inner = value.values() if isinstance(value, dict) else value
+            values = inner if isinstance(inner, list | tuple | ValuesView) else (value,)
+            is_part = isinstance(owner, nn.Module) and name == "_modules"
+            if not is_part and any(isinstance(each, Metric | MetricCollection) for each in values):
+                return f"{type(owner).__name__}.{name} has metrics that are no submodules"
+    reader = read_code(module, [(owner, hook) for owner in owners for hook in _HOOKS])
+    named = sorted(reader.used & _TALKS)
+    if not named:
+        named = sorted(home for home in reader.homes if home.startswith("torch.distributed"))
+    return f"code of evaluation uses {named[0]!r}" if named else None
 
 
 def _has_other_sizes(combined: Any) -> bool:

@@ -74,7 +74,7 @@ class LocalStepsStrategy(DDPStrategy):
         nodes: int | None = None,
         ranks_per_node: int | None = None,
         uneven: str | None = "join",
-        pad_evaluation: bool = True,
+        pad_evaluation: bool | None = None,
         **ddp_options: Any,
     ) -> None:
         super().__init__(

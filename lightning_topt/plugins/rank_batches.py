@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -45,7 +45,7 @@ class RankBatches:
     Args:
         uneven: ``"join"``, ``"stop"`` or ``"error"``, for training; None: training is Lightning's.
         pad_evaluation: whether evaluation is Lightning's, whose samplers repeat samples until all
-            ranks have equally many.
+            ranks have equally many. None: where user code may count on that (`why_padded`).
         join: takes part in a training step of others, see `UnevenRanks`.
         why_not: why that cannot be, see there.
         sharing: the ranks among which this one's samples are split; None: all.
@@ -59,7 +59,7 @@ class RankBatches:
     def __init__(
         self,
         uneven: str | None,
-        pad_evaluation: bool,
+        pad_evaluation: bool | None,
         *,
         join: Callable[[Callable[[], None]], None],
         why_not: Callable[[bool], str | None] = _nothing,
@@ -70,14 +70,20 @@ class RankBatches:
     ) -> None:
         if uneven is not None:
             check_choice(uneven, name="uneven", allowed=known)
-        check_flag(pad_evaluation, name="pad_evaluation")
+        if pad_evaluation is not None:
+            check_flag(pad_evaluation, name="pad_evaluation")
         self.presence = Presence(sharing)
         # For parts that are made where there are several ranks; spawned ranks get a copy of this.
         of_training: dict[str, Any] = {"uneven": uneven, "join": join, "why_not": why_not}
-        of_evaluation: dict[str, Any] = {"gathers": gathers, "join": evaluate}
+        of_evaluation: dict[str, Any] = {
+            "gathers": gathers,
+            "join": evaluate,
+            "may_be_empty": pad_evaluation is not None,
+        }
         self._for_training = None if uneven is None else of_training
         self._for_evaluation = None if pad_evaluation else of_evaluation
-        self._has_warned = False
+        self._decides = pad_evaluation is None
+        self._has_warned = self._has_said = False
         self._training: UnevenRanks | None = None
         self._evaluation: ExactEvaluation | None = None
 
@@ -94,10 +100,22 @@ class RankBatches:
             self._evaluation = plugins.ExactEvaluation(self.presence, **self._for_evaluation)
         if self._training is None and self._for_training is not None:
             self._training = plugins.UnevenRanks(self.presence, **self._for_training)
-        if self._evaluation is not None:
+        if self._evaluation is not None and not (self._decides and self._pads(trainer)):
             self._evaluation.begin(trainer)
         if self._training is not None and trainer.state.fn == TrainerFn.FITTING:
             self._training.begin_fit(trainer)
+
+    def _pads(self, trainer: pl.Trainer) -> bool:
+        """Return whether samples are to be repeated on all ranks, if one says so. Collective."""
+        why = plugins.why_padded(trainer)
+        if why is not None and not self._has_said:
+            self._has_said = True
+            rank_zero_info(
+                f"topt: evaluation repeats samples until ranks have equally many, since {why}. "
+                "pad_evaluation=False counts each sample once"
+            )
+        decide = trainer.strategy.reduce_boolean_decision
+        return bool(decide(why is not None, all=False))
 
     def end(self, *, failed: bool) -> None:
         """Give the loops back. A collective call, unless the run has `failed`."""

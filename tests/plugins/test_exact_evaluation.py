@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -10,12 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import all_gather_object as gather_all
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import BinaryAUROC, MulticlassAUROC
 
 from lightning_topt import AutoParallelStrategy
-from lightning_topt.plugins.exact_evaluation import ExactSampler, ExactSamplerOf
+from lightning_topt.plugins.exact_evaluation import ExactSampler, ExactSamplerOf, why_padded
 from tests.plugins.trainer_ranks import compressed, make_trainer, on_ranks
 
 LENGTHS = (1, 7, 9)
@@ -45,7 +47,7 @@ class Stream(IterableDataset[Tensor]):
         return iter(self.rows)
 
 
-class Judged(L.LightningModule):
+class Plain(L.LightningModule):
     """Logs means, sums and metrics of what it sees."""
 
     def __init__(self) -> None:
@@ -79,16 +81,19 @@ class Judged(L.LightningModule):
     def test_step(self, batch: Tensor, batch_idx: int) -> None:
         self._evaluate(batch)
 
-    def on_validation_epoch_end(self) -> None:
-        own = torch.tensor(len(self.indices))
-        self.gathered = self.all_gather(own).flatten().tolist()
-
     def on_test_epoch_end(self) -> None:
-        if len(set(self.indices)) or dist.is_initialized():
-            self.log("auroc", self.auroc.compute())
+        self.log("auroc", self.auroc.compute())
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.blocks(batch)
+
+
+class Judged(Plain):
+    """Talks to other ranks by itself, too."""
+
+    def on_validation_epoch_end(self) -> None:
+        own = torch.tensor(len(self.indices))
+        self.gathered = self.all_gather(own).flatten().tolist()
 
 
 def numbers_of(module: Judged, trainer: L.Trainer) -> dict[str, float]:
@@ -179,16 +184,90 @@ def test_predictions_come_in_order(length: int) -> None:
     assert results[1] == pytest.approx(expected[1::2])
 
 
-def padded(rank: int) -> list[int]:
-    module = Judged()
-    trainer = make_trainer(AutoParallelStrategy(), devices=2)
-    trainer.test(module, DataLoader(Numbers(5), batch_size=2), verbose=False)
-    return module.indices
+def tried(rank: int, make: Any, length: int) -> Any:
+    torch.manual_seed(0)
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    module, callback = make() if rank == 0 or make is not lonely else plain()
+    strategy = AutoParallelStrategy() if size > 1 else "auto"
+    callbacks = [] if callback is None else [callback]
+    trainer = make_trainer(strategy, devices=size, callbacks=callbacks)
+    trainer.test(module, DataLoader(Numbers(length), batch_size=2), verbose=False)
+    return module.indices, numbers_of(module, trainer)
 
 
-def test_samples_are_repeated_by_default() -> None:
-    first, second = on_ranks(padded)
+def plain() -> Any:
+    return Plain(), None
+
+
+@pytest.mark.parametrize("length", [2, 3, 5])
+def test_by_default_every_sample_counts_once(length: int) -> None:
+    expected = tried(0, plain, length)
+    results = on_ranks(tried, plain, length)
+    assert sorted(results[0][0] + results[1][0]) == list(range(length))
+    for _, found in results:
+        assert_equal_metrics(found, expected[1])
+
+
+def test_fewer_samples_than_ranks_are_repeated() -> None:
+    assert [found for found, _ in on_ranks(tried, plain, 1)] == [[0], [0]]
+
+
+def by_helper() -> Any:
+    def helper(values: Tensor) -> None:
+        dist.barrier()
+
+    class ByHelper(Plain):
+        def on_test_batch_end(self, outputs: Any, batch: Any, *args: Any) -> None:
+            helper(batch)
+
+    return ByHelper(), None
+
+
+def by_other_name() -> Any:
+    class ByOtherName(Plain):
+        def forward(self, batch: Tensor) -> Tensor:
+            gather_all([None, None], len(batch))
+            return batch
+
+        def on_test_epoch_end(self) -> None:
+            self(torch.zeros(1))
+
+    return ByOtherName(), None
+
+
+def lonely() -> Any:
+    """On rank 0 alone, in a callback."""
+
+    class Writes(L.Callback):
+        def on_test_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+            self.rank = trainer.global_rank
+
+    return Plain(), Writes()
+
+
+def by_loose_metric() -> Any:
+    class Counts(L.Callback):
+        def __init__(self) -> None:
+            self.metrics = {"mean": MeanMetric()}
+
+    return Plain(), Counts()
+
+
+@pytest.mark.parametrize("make", [by_helper, by_other_name, lonely, by_loose_metric])
+def test_code_that_talks_to_ranks_gets_the_samples_of_ddp(make: Any) -> None:
+    first, second = (indices for indices, _ in on_ranks(tried, make, 5))
     assert len(first) == len(second) == 3
+
+
+def test_a_step_that_takes_batches_by_itself_gets_the_samples_of_ddp() -> None:
+    class Takes(Plain):
+        def test_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
+            pass
+
+    trainer: Any = SimpleNamespace(lightning_module=Takes(), callbacks=[], datamodule=None)
+    assert why_padded(trainer) == "test_step takes batches by itself"
+    trainer.lightning_module = Plain()
+    assert why_padded(trainer) is None
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

@@ -86,7 +86,7 @@ def run_trial(trial: Trial, folder: Path, *, own: str) -> dict[str, Any]:
         if failures or run["ended"]:
             break
         if number + 1 < len(trial.runs):
-            choose_checkpoint(trial, folder, plan=trial.runs[number + 1].plan)
+            choose_checkpoint(trial, folder)
     if not failures:
         failures = check(trial, folder, runs=len(runs), own=own)
     left = left_behind(folder)
@@ -161,7 +161,7 @@ def wait_for_ranks(ranks: Iterable[int], records: Path) -> dict[int, int]:
     return statuses
 
 
-def choose_checkpoint(trial: Trial, folder: Path, *, plan: str) -> None:
+def choose_checkpoint(trial: Trial, folder: Path) -> None:
     """Let the next run go on from the newest checkpoint, as a script of the user's would."""
     work = folder / "work"
     found = [*work.glob("regular/last*.ckpt"), *work.glob("hpc_ckpt_*.ckpt")]
@@ -171,11 +171,6 @@ def choose_checkpoint(trial: Trial, folder: Path, *, plan: str) -> None:
     if not found:
         return
     newest = max(found, key=_saved_at)
-    if newest.is_dir() and plan in ("compressed", "local_steps"):
-        # Their strategies read files; docs/how_to/resume.md says how a folder becomes one.
-        file = folder / "file.ckpt"
-        torch.save(lightning_topt.read_sharded_checkpoint(newest), file)
-        newest = file
     (folder / "resume").write_text(str(newest))
 
 

@@ -184,6 +184,21 @@ def save_sharded(
     _on_first(finish)
 
 
+def replace_by_file(target: Path, write: Callable[[Path], None]) -> None:
+    """Let a file, which ``write(path)`` writes, be where a folder of shards is now.
+
+    The folder stays until the file is whole. Between two renamings there is neither under its name.
+    """
+    unfinished, old = _beside(target)
+    _tidy([unfinished, old], but=target)
+    write(unfinished)
+    _sync(unfinished)
+    target.rename(old)
+    unfinished.rename(target)
+    _sync(target.parent)
+    _tidy([old], but=target)
+
+
 def _on_first(action: Callable[[], Any]) -> Any:
     """Return what `action` returns on rank 0, on all ranks. A collective call.
 

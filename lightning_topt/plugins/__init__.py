@@ -56,6 +56,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from lightning_topt.plugins.continuous_steps import ContinuousRunner
     from lightning_topt.plugins.exact_evaluation import ExactEvaluation, why_padded
     from lightning_topt.plugins.pipeline_steps import OwnBatchPipeline, PipelineRunner, StageSteps
+    from lightning_topt.plugins.plan_checkpoints import load_whole, save_file
     from lightning_topt.plugins.sequential_batches import JointBatches, SequentialBatches
     from lightning_topt.plugins.step_without_batch import zero_loss
     from lightning_topt.plugins.traced_planning import decide_plan
@@ -73,6 +74,8 @@ _HOMES = {
     "JointBatches": "sequential_batches",
     "SequentialBatches": "sequential_batches",
     "UnevenRanks": "uneven_ranks",
+    "load_whole": "plan_checkpoints",
+    "save_file": "plan_checkpoints",
     "zero_loss": "step_without_batch",
     "decide_plan": "traced_planning",
     "WatchedPlanning": "watched_planning",
@@ -90,7 +93,9 @@ __all__ = [
     "UnevenRanks",
     "WatchedPlanning",
     "decide_plan",
+    "load_whole",
     "refine_watched",
+    "save_file",
     "why_padded",
     "zero_loss",
 ]

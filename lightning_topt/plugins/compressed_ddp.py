@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
@@ -297,11 +298,18 @@ class CompressedDDPStrategy(DDPStrategy):
     ) -> None:
         checkpoint = dict(self._training_data.with_state(checkpoint))  # hooks may keep theirs
         self._guard.add_state(checkpoint, self.lightning_module)
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        as_file = partial(super().save_checkpoint, storage_options=storage_options)
+        if os.path.isdir(filepath):
+            plugins.save_file(self, checkpoint, filepath, as_file)
+        else:
+            as_file(checkpoint, filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        load = super().load_checkpoint
+        if os.path.isdir(checkpoint_path):
+            load = partial(plugins.load_whole, load=load)
+        checkpoint = load(checkpoint_path, *args, **kwargs)
         self._training_data.take(checkpoint)
         return checkpoint
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_topt import plugins
 from lightning_topt.basics.argument_checks import check_real, check_whole
 from lightning_topt.communication.checkpoint import gather_state, own_state
 from lightning_topt.communication.exchange_method import ExchangeMethod
@@ -312,7 +314,11 @@ class LocalStepsStrategy(DDPStrategy):
             # hooks may keep theirs
             own = {**checkpoint.get(CHECKPOINT_KEY, {}), EXCHANGE_KEY: self._outer_state()}
             checkpoint = {**checkpoint, CHECKPOINT_KEY: own}
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        as_file = partial(super().save_checkpoint, storage_options=storage_options)
+        if os.path.isdir(filepath):
+            plugins.save_file(self, checkpoint, filepath, as_file)
+        else:
+            as_file(checkpoint, filepath)
 
     def _outer_state(self) -> dict[str, Any]:
         """Return the state of all ranks, on rank 0.
@@ -367,7 +373,10 @@ class LocalStepsStrategy(DDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        load = super().load_checkpoint
+        if os.path.isdir(checkpoint_path):
+            load = partial(plugins.load_whole, load=load)
+        checkpoint = load(checkpoint_path, *args, **kwargs)
         self._training_data.take(checkpoint)
         return checkpoint
 

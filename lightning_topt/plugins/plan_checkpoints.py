@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -29,6 +30,8 @@ from lightning_topt.execution.sharded_checkpoint import (
     StoredOptimizer,
     holds_shards,
     open_sharded,
+    read_sharded_checkpoint,
+    replace_by_file,
     save_sharded,
 )
 from lightning_topt.graph.module_copy import is_on_meta
@@ -202,7 +205,7 @@ class PlanCheckpoints:
         if not is_bare and strategy.is_global_zero:  # which saves them
             checkpoint = self._arguments.replaced(checkpoint, fill=self.are_full)
         if is_bare or self.are_full:
-            as_file(checkpoint, path, storage_options=storage_options)
+            save_file(strategy, checkpoint, path, as_file, storage_options=storage_options)
         elif storage_options is not None or type(strategy.checkpoint_io) is not TorchCheckpointIO:
             # torch.distributed.checkpoint writes for all ranks.
             raise ValueError(
@@ -246,6 +249,33 @@ class PlanCheckpoints:
             rest=rest,
             save_rest=strategy.checkpoint_io.save_checkpoint,
         )
+
+
+def save_file(
+    strategy: Strategy, checkpoint: dict[str, Any], path: Any, save: Any, **options: Any
+) -> None:
+    """Save a full checkpoint by ``save(checkpoint, path, **options)``.
+
+    A sharded one that is at `path` stays until the file is whole. Lightning would write the file
+    into its folder.
+    """
+    if not strategy.is_global_zero or not holds_shards(path):
+        save(checkpoint, path, **options)
+        return
+    if type(strategy.checkpoint_io) is not TorchCheckpointIO:
+        raise ValueError(
+            f"{str(path)!r} is the folder of a sharded checkpoint, which a checkpoint_io plugin "
+            "does not replace by a file: remove it, or save under another name"
+        )
+    replace_by_file(Path(path), lambda file: save(checkpoint, file, **options))
+
+
+def load_whole(path: Any, weights_only: bool | None = None, *, load: Any) -> dict[str, Any]:
+    """Return the checkpoint at `path`, a file or a folder, as one process has it."""
+    if holds_shards(path):
+        return read_sharded_checkpoint(path, weights_only=weights_only is not False)
+    checkpoint: dict[str, Any] = load(path, weights_only)
+    return checkpoint
 
 
 class _ModuleArguments:

@@ -139,7 +139,8 @@ class RankBatches:
         Lightning cuts means of whole numbers off: of batch sizes, where ranks differ in them.
         """
         is_cut = not (tensor.is_floating_point() or tensor.is_complex())
-        if not self.presence.may_differ or not is_cut or reduce_op not in ("mean", "avg"):
+        takes_part = self._training is not None or self._evaluation is not None
+        if not takes_part or not is_cut or reduce_op not in ("mean", "avg"):
             return tensor
         return tensor.to(torch.get_default_dtype())
 

@@ -264,6 +264,8 @@ class TrainingData:
             begins_again = True
         if "loaders" in loaded:
             self._go_on(combined, loaded["loaders"])
+        elif self._progress.is_last_batch:
+            self._end_epoch_of_checkpoint()
         if begins_again:
             assert loop._data_fetcher is not None
             self.waiting = []
@@ -283,6 +285,11 @@ class TrainingData:
                 loader.let_go()
         self._tracked = []
         self._loaded = self._epoch = self._window = self._reached = self.waiting = None
+        module = self._strategy.lightning_module
+        if module is not None and module._trainer is not None and module._trainer.validating:
+            # Where validation fails in a fit Lightning leaves the training loaders to the garbage
+            # collection. That closes the queues of workers first, and waits 5 s for each worker.
+            module._trainer.fit_loop.teardown()
 
     # ---- steps of it -----------------------------------------------------------------------------
 
@@ -302,6 +309,23 @@ class TrainingData:
             warnings.filterwarnings(
                 "ignore", "You're resuming from a checkpoint that ended before the epoch ended"
             )
+
+    def _end_epoch_of_checkpoint(self) -> None:
+        """Go on behind the last batch of an epoch.
+
+        That epoch may have had fewer batches than one has now, on more ranks or of another size.
+        """
+        loop, progress = self._trainer.fit_loop, self._progress
+        if not loop.epoch_loop.restarted_on_train_batch_end:
+            _set_batches(progress.current, loop.max_batches)  # hooks of its end are still to come
+            return
+        # Lightning has counted the epoch. It would begin the next one without its hook, and count
+        # it wrong, so that a second resume could repeat it.
+        progress.increment_completed()
+        loop.epoch_loop._batches_that_stepped += 1
+        loop.reset_restart_stage()
+        loop.epoch_loop.reset_restart_stage()
+        loop.restarting = False
 
     def _follow_fetches(self) -> None:
         """Know before each fetch in which epoch that is, and end there if a signal asks for it.
@@ -439,13 +463,19 @@ def _count_as_batches_of_now(loop: Any, combined: CombinedLoader) -> None:
     if not tracked:
         return
     # One batch is to come, or Lightning would begin this epoch anew.
-    done = min(len(loader) - loader.batches_left(), length - 1)
+    done = int(min(len(loader) - loader.batches_left(), length - 1))
     current = loop.epoch_loop.batch_progress.current
-    shift = int(done) - current.processed
-    if shift:
+    if done != current.processed:
         rank_zero_info(
             f"{current.processed} batches of this epoch were trained on, as many samples as "
-            f"{int(done)} of the present size"
+            f"{done} of the present size"
         )
+        _set_batches(current, done)
+
+
+def _set_batches(current: Any, processed: float) -> None:
+    """Let Lightning's counts of an epoch's batches say that `processed` ones were, if known."""
+    if processed != float("inf"):
+        shift = int(processed) - current.processed
         for name in _COUNTS:
             setattr(current, name, getattr(current, name) + shift)

@@ -478,13 +478,12 @@ def _identity(value: Any) -> tuple[int, ...]:
     return (id(value.__self__), id(value.__func__)) if is_method else (id(value),)
 
 
-def _imports_of(code: types.CodeType, package: str | None) -> Iterator[str]:
-    """Yield what Python modules a function may import, that are no library."""
-    for each in dis.get_instructions(code):
-        if each.opname == "IMPORT_NAME":
-            for name in (each.argval, f"{package}.{each.argval}"):
-                if not is_library(name) and not _is_standard(name):
-                    yield name
+@functools.cache
+def _imports_of(code: types.CodeType, package: str | None) -> frozenset[str]:
+    """Return what Python modules a function may import, that are no library."""
+    found = {each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME"}
+    found |= {f"{package}.{name}" for name in found}
+    return frozenset(name for name in found if not is_library(name) and not _is_standard(name))
 
 
 def _parameters_of(code: types.CodeType) -> tuple[str, ...]:

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import islice
+from types import ModuleType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -289,17 +291,17 @@ def _is_of_ranks(home: str) -> bool:
 
 def _metrics_of(owner: Any) -> Iterator[Any]:
     """Yield the metrics that `owner` has, in objects of the user's and in containers too."""
-    todo, seen = [owner], {id(owner)}
+    todo, seen = deque([owner]), {id(owner)}
     while todo:
-        part = todo.pop()
+        part = todo.popleft()
         if isinstance(part, Metric | MetricCollection):
             yield part
         inner: Iterable[Any] = ()
         if isinstance(part, dict):
-            inner = part.values()
+            inner = dict.values(part)
         elif isinstance(part, list | tuple | set):
             inner = part
-        elif not isinstance(part, type) and not is_library(type(part).__module__):
+        elif not isinstance(part, type | ModuleType) and not is_library(type(part).__module__):
             inner = getattr(part, "__dict__", {}).values()
         for each in islice(inner, _MOST_PARTS):
             if id(each) not in seen and len(seen) < _MOST_PARTS * 10:

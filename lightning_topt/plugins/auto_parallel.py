@@ -98,9 +98,10 @@ class AutoParallelStrategy(DDPStrategy):
             steps of the others, whose gradients are the mean over the ranks that have a batch;
             ``"stop"``, all end with the first; ``"error"``; None, as under ``ddp``, which needs
             equally many (docs/robustness.md).
-        pad_evaluation: whether samples are repeated in validation, test and prediction until all
-            ranks have equally many, as under ``ddp``. If False, each counts once. None: each counts
-            once where only Lightning and torchmetrics talk between ranks in evaluation.
+        pad_evaluation: whether samples are repeated in validation and tests until all ranks have
+            equally many, as under ``ddp``. If False, each counts once. None: each counts once where
+            ranks have equally many batches of a loader, and only Lightning and torchmetrics talk
+            between ranks in evaluation.
         elastic: whether a fit goes on when a rank is lost, under torchrun, from the memory of the
             others: experimental, on CPUs with gloo (docs/how_to/elastic.md).
         ddp_options: arguments of Lightning's `DDPStrategy` and torch's `DistributedDataParallel`.

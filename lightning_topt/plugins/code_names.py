@@ -12,6 +12,7 @@ known without running code. Code that gets at a parameter by another way goes un
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import logging
@@ -109,14 +110,18 @@ def names_of_step(module: pl.LightningModule) -> frozenset[str]:
     return frozenset(read_code(module, [(module, "training_step")]).used)
 
 
-def read_code(module: pl.LightningModule, hooks: Iterable[tuple[Any, str]]) -> Reader:
+def read_code(
+    module: pl.LightningModule, hooks: Iterable[tuple[Any, str]], *, widely: bool = False
+) -> Reader:
     """Return a reader that went through user code of hooks, and all that this may call.
 
     Args:
         module: whose parts they may call.
         hooks: objects, and names of their methods.
+        widely: whether to read, too, what may be called of unknown objects, see `_read_widely`.
     """
     reader = Reader(module)
+    hooks = [*hooks]
     parts = ((part, "forward") for part in module.modules())
     for owner, name in (*hooks, *parts):
         for function, own in own_functions(owner, name):
@@ -128,7 +133,37 @@ def read_code(module: pl.LightningModule, hooks: Iterable[tuple[Any, str]]) -> R
         for name in todo:
             for function, own in own_functions(module, name):
                 reader.follow(function, own)
+        if widely:
+            _read_widely(reader, {type(owner) for owner, _ in hooks})
     return reader
+
+
+def _read_widely(reader: Reader, classes: set[type]) -> None:
+    """Read all methods that code names: of `classes`, of those that code sees, of a model's parts.
+
+    Also forward hooks, and what functions import themselves. Not of installed packages.
+    """
+    parts = [*reader.module.modules()]
+    for part in parts:
+        for function in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
+            reader.follow(function)
+    classes = classes | {type(part) for part in parts}
+    imported = [sys.modules[name] for name in reader.imports if name in sys.modules]
+    scopes = [*reader.scopes.values(), *map(vars, imported)]
+    classes |= {each for scope in scopes for each in scope.values() if isinstance(each, type)}
+    bases = {base for cls in classes for base in cls.__mro__}
+    called = {name for name in reader.used if not name.startswith("__")}
+    found: list[Any] = []
+    for base in bases:
+        if not is_library(base.__module__) and not _is_standard(base.__module__):
+            names = called | {"__call__", "__enter__", "__exit__"}
+            names |= {"__init__"} if base.__name__ in called else set()
+            found += [vars(base)[name] for name in names & vars(base).keys()]
+    found += [vars(each)[name] for each in imported for name in called & vars(each).keys()]
+    for function in found:
+        plain, _ = _plain(function)
+        if plain is not None and "-packages" not in plain.__code__.co_filename:
+            reader.follow(function)
 
 
 class _Called(NamedTuple):
@@ -150,9 +185,9 @@ class Reader:
         calls_count: whether calls of modules with parameters do.
         attributes_count: whether parameters do that are attributes; always with `calls_count`.
 
-    `used` are the names in all code that was read, `homes` the modules that its globals come from;
-    `computes_gradients` is whether it uses `torch.autograd.grad`, which does not read the gradients
-    there are.
+    `used` are the names in all code that was read, `homes` the modules that its globals come from,
+    `scopes` these globals, `imports` the modules that functions import; `computes_gradients` is
+    whether it uses `torch.autograd.grad`, which does not read the gradients there are.
     """
 
     module: pl.LightningModule
@@ -161,9 +196,12 @@ class Reader:
     attributes_count: bool = False
     used: set[str] = field(default_factory=set)
     homes: set[str] = field(default_factory=set)
+    scopes: dict[int, dict[str, Any]] = field(default_factory=dict)
+    imports: set[str] = field(default_factory=set)
     computes_gradients: bool = False
     # With the arguments, which keep their ids as long as they are here.
     _seen: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
+    _bare: dict[types.FunctionType, types.FunctionType] = field(default_factory=dict)
     _todo: deque[_Called] = field(default_factory=deque)
 
     def reads(self, function: Any, *arguments: Any) -> str | None:
@@ -185,6 +223,10 @@ class Reader:
 
     def _read(self, called: _Called) -> set[str]:
         """Return what one function reads, and note what it calls."""
+        for wrapper in _wrappers_of(called.function):
+            if wrapper not in self._bare:
+                self._bare[wrapper] = _without_wrapped(wrapper)
+                self._todo.append(called._replace(function=self._bare[wrapper]))
         function, own = _plain(called.function)
         if function is None or is_library(function.__module__):
             return set()
@@ -214,7 +256,11 @@ class Reader:
         outer = function.__globals__
         loggers = {n for n in names - attributes if isinstance(outer.get(n), logging.Logger)}
         self.used |= names - loggers
-        self.homes |= {_home_of(outer[name]) for name in names & outer.keys()}
+        self.homes |= {home for name in names & outer.keys() for home in _homes_of(outer[name])}
+        self.scopes[id(outer)] = outer
+        self.imports |= {
+            name for each in codes for name in _imports_of(each, outer.get("__package__"))
+        }
         # Code that knows shards may read them.
         if self.names and names & _KNOWS_SHARDS:
             return set()
@@ -403,17 +449,26 @@ def _are_harmless(variables: list[str], code: types.CodeType) -> bool:
     )
 
 
-def _home_of(value: Any) -> str:
-    """Return the name of a module, or of the one that a function, class or object is from."""
+def _homes_of(value: Any) -> list[str]:
+    """Return the names of the modules that a function, an object, or a class and its bases, are of.
+
+    Of a module its own name.
+    """
     if isinstance(value, types.ModuleType):
-        return value.__name__
-    is_named = isinstance(value, types.FunctionType | types.BuiltinFunctionType | type)
-    return str((value if is_named else type(value)).__module__)
+        return [value.__name__]
+    if isinstance(value, types.FunctionType | types.BuiltinFunctionType):
+        return [str(value.__module__)]
+    cls = value if isinstance(value, type) else type(value)
+    return [str(base.__module__) for base in cls.__mro__]
 
 
 def _is_of_python(function: types.FunctionType) -> bool:
     """Return whether this is code of the standard library, which is not read."""
-    home = (function.__module__ or "").partition(".")[0]
+    return _is_standard(function.__module__)
+
+
+def _is_standard(module_name: str | None) -> bool:
+    home = (module_name or "").partition(".")[0]
     return home in sys.stdlib_module_names and home != "__main__"
 
 
@@ -421,6 +476,14 @@ def _identity(value: Any) -> tuple[int, ...]:
     """Return what is equal for one object alone; a method is another one each time."""
     is_method = isinstance(value, types.MethodType)
     return (id(value.__self__), id(value.__func__)) if is_method else (id(value),)
+
+
+@functools.cache
+def _imports_of(code: types.CodeType, package: str | None) -> frozenset[str]:
+    """Return what Python modules a function may import, that are no library."""
+    found = {each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME"}
+    found |= {f"{package}.{name}" for name in found}
+    return frozenset(name for name in found if not is_library(name) and not _is_standard(name))
 
 
 def _parameters_of(code: types.CodeType) -> tuple[str, ...]:
@@ -454,6 +517,22 @@ def _plain(function: Any) -> tuple[types.FunctionType | None, tuple[Any, ...]]:
             if not isinstance(inner, _FUNCTIONS):
                 return None, ()
             function = inner
+
+
+def _wrappers_of(function: Any) -> Iterator[types.FunctionType]:
+    """Yield what `functools.wraps` has put around a function."""
+    while hasattr(function, "__func__"):
+        function = function.__func__
+    while isinstance(function, types.FunctionType) and hasattr(function, "__wrapped__"):
+        yield function
+        function = function.__wrapped__
+
+
+def _without_wrapped(wrapper: types.FunctionType) -> types.FunctionType:
+    """Return a function that is like `wrapper` alone."""
+    return types.FunctionType(
+        wrapper.__code__, wrapper.__globals__, wrapper.__name__, None, wrapper.__closure__
+    )
 
 
 def _attribute_of(owner: Any, name: str, module: pl.LightningModule) -> Any:

@@ -45,7 +45,8 @@ class RankBatches:
     Args:
         uneven: ``"join"``, ``"stop"`` or ``"error"``, for training; None: training is Lightning's.
         pad_evaluation: whether evaluation is Lightning's, whose samplers repeat samples until all
-            ranks have equally many. None: where user code may count on that (`why_padded`).
+            ranks have equally many. None: where user code may count on that (`why_padded`), and of
+            loaders of which ranks would have different numbers of batches.
         join: takes part in a training step of others, see `UnevenRanks`.
         why_not: why that cannot be, see there.
         sharing: the ranks among which this one's samples are split; None: all.
@@ -78,7 +79,7 @@ class RankBatches:
         of_evaluation: dict[str, Any] = {
             "gathers": gathers,
             "join": evaluate,
-            "may_be_empty": pad_evaluation is not None,
+            "evenly": pad_evaluation is None,
         }
         self._for_training = None if uneven is None else of_training
         self._for_evaluation = None if pad_evaluation else of_evaluation

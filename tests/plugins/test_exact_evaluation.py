@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +14,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import all_gather_object as gather_all
-from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import BinaryAUROC, MulticlassAUROC
 
 from lightning_topt import AutoParallelStrategy
-from lightning_topt.plugins.exact_evaluation import ExactSampler, ExactSamplerOf, why_padded
+from lightning_topt.plugins.exact_evaluation import (
+    ExactSampler,
+    ExactSamplerOf,
+    _is_even,
+    why_padded,
+)
 from tests.plugins.trainer_ranks import compressed, make_trainer, on_ranks
 
 LENGTHS = (1, 7, 9)
@@ -199,7 +213,7 @@ def plain() -> Any:
     return Plain(), None
 
 
-@pytest.mark.parametrize("length", [2, 3, 5])
+@pytest.mark.parametrize("length", [2, 3, 7])
 def test_by_default_every_sample_counts_once(length: int) -> None:
     expected = tried(0, plain, length)
     results = on_ranks(tried, plain, length)
@@ -253,10 +267,228 @@ def by_loose_metric() -> Any:
     return Plain(), Counts()
 
 
-@pytest.mark.parametrize("make", [by_helper, by_other_name, lonely, by_loose_metric])
+def by_wrapper() -> Any:
+    def with_barrier(function: Any) -> Any:
+        @functools.wraps(function)
+        def wrapper(self: Any, *args: Any) -> Any:
+            dist.barrier()
+            return function(self, *args)
+
+        return wrapper
+
+    class ByWrapper(Plain):
+        test_step = with_barrier(Plain.test_step)
+
+    return ByWrapper(), None
+
+
+def by_import() -> Any:
+    class ByImport(Plain):
+        def on_test_epoch_end(self) -> None:
+            from torch.distributed import reduce
+
+            reduce(torch.ones(1), 0)
+
+    return ByImport(), None
+
+
+def by_imported_helper() -> Any:
+    class ByImportedHelper(Plain):
+        def on_test_epoch_end(self) -> None:
+            from tests.plugins.trainer_ranks import mean_over_ranks
+
+            mean_over_ranks(torch.ones(1))
+
+    return ByImportedHelper(), None
+
+
+class Collects:
+    """Talks to ranks, in a method that is not found without running code."""
+
+    def collect(self) -> None:
+        dist.barrier()
+
+
+def made_in_a_hook() -> Any:
+    class Makes(Plain):
+        def on_test_epoch_start(self) -> None:
+            self.collects = Collects()
+
+        def on_test_epoch_end(self) -> None:
+            self.collects.collect()
+
+    return Makes(), None
+
+
+def in_a_dict() -> Any:
+    class Holds(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.helpers = {"first": Collects()}
+
+        def on_test_epoch_end(self) -> None:
+            for helper in self.helpers.values():
+                helper.collect()
+
+    return Holds(), None
+
+
+def by_submodule() -> Any:
+    class Head(nn.Linear):
+        def score(self) -> None:
+            dist.barrier()
+
+    class BySubmodule(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleList([Head(1, 1)])
+
+        def on_test_epoch_end(self) -> None:
+            for head in self.heads:
+                head.score()
+
+    return BySubmodule(), None
+
+
+def by_forward_hook() -> Any:
+    module = Plain()
+    module.blocks.register_forward_hook(lambda *_: dist.barrier())
+    return module, None
+
+
+def after_training() -> Any:
+    class AfterTraining(Plain):
+        def on_train_epoch_end(self) -> None:
+            self.gathered = self.all_gather(torch.tensor(self.indices)).flatten().tolist()
+
+    return AfterTraining(), None
+
+
+def by_inner_metric() -> Any:
+    """Waits for ranks with fewer entries, if each sample counts once."""
+
+    class Scores:
+        def __init__(self) -> None:
+            self.inner = {"entries": [Entries()]}
+
+    class ByInnerMetric(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scores = Scores()
+
+        def test_step(self, batch: Tensor, batch_idx: int) -> None:
+            self._evaluate(batch)
+            self.scores.inner["entries"][0].update(batch)
+
+        def on_test_epoch_end(self) -> None:
+            self.log("entries", self.scores.inner["entries"][0].compute())
+
+    return ByInnerMetric(), None
+
+
+def by_new_metric() -> Any:
+    class ByNewMetric(Plain):
+        def on_test_epoch_start(self) -> None:
+            self.entries = Entries()
+
+        def test_step(self, batch: Tensor, batch_idx: int) -> None:
+            self._evaluate(batch)
+            self.entries.update(batch)
+
+        def on_test_epoch_end(self) -> None:
+            self.log("entries", self.entries.compute())
+
+    return ByNewMetric(), None
+
+
+def unreadable() -> Any:
+    class Proxy:
+        @property
+        def __class__(self) -> Any:
+            raise RuntimeError("outside of its context")
+
+    class Keeps(L.Callback):
+        def __init__(self) -> None:
+            self.proxy = Proxy()
+
+    return Plain(), Keeps()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(by_helper, by_other_name, lonely, by_loose_metric, by_wrapper, by_import),
+        *(by_imported_helper, made_in_a_hook, in_a_dict, by_submodule, by_forward_hook),
+        *(after_training, by_inner_metric, by_new_metric, unreadable),
+    ],
+)
 def test_code_that_talks_to_ranks_gets_the_samples_of_ddp(make: Any) -> None:
-    first, second = (indices for indices, _ in on_ranks(tried, make, 5))
-    assert len(first) == len(second) == 3
+    # 4 and 3 samples, in 2 batches
+    first, second = (indices for indices, _ in on_ranks(tried, make, 7))
+    assert len(first) == len(second) == 4
+
+
+class CountsBatches(Plain):
+    """Calls all ranks in its last batch, in a group that it made, and needs a sample."""
+
+    def setup(self, stage: str) -> None:
+        self.batches, self.rows = 0, []
+
+    def test_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.rows.append(self.blocks(batch))
+        self.batches += 1
+        self.mean.update(self.rows[-1])
+        if self.batches == self.trainer.num_test_batches[0]:
+            self.log("mean", self.mean.compute())
+
+    def on_test_epoch_end(self) -> None:
+        self.log("all", torch.cat(self.rows).mean(), sync_dist=True)
+
+
+class WholeBatches(BatchSampler):
+    """Leaves a smaller last batch out, which nobody sees from outside."""
+
+    def __iter__(self) -> Any:
+        return (batch for batch in super().__iter__() if len(batch) == self.batch_size)
+
+    def __len__(self) -> int:
+        return len(self.sampler) // self.batch_size  # type: ignore[arg-type]
+
+
+def counted(rank: int, kind: str) -> int:
+    torch.manual_seed(0)
+    limit = {"limit_test_batches": 0.5} if kind == "fraction" else {}
+    trainer = make_trainer(AutoParallelStrategy(), devices=2, **limit)
+    data = Numbers(9 if kind in ("drop_last", "own batches") else 5)
+    if kind == "own batches":
+        batches = WholeBatches(SequentialSampler(data), batch_size=5, drop_last=False)
+        loader: Any = DataLoader(data, batch_sampler=batches)
+    elif kind == "drop_last":
+        loader = DataLoader(data, batch_size=5, drop_last=True)
+    else:
+        loader = DataLoader(data, batch_size=1 if kind == "single" else 2)
+    module = CountsBatches()
+    trainer.test(module, loader, verbose=False)
+    return module.batches
+
+
+@pytest.mark.parametrize(
+    ("kind", "batches"),
+    [("single", 3), ("several", 2), ("fraction", 1), ("drop_last", 1), ("own batches", 1)],
+)
+def test_by_default_ranks_have_equally_many_batches(kind: str, batches: int) -> None:
+    assert on_ranks(counted, kind) == [batches] * 2
+
+
+def test_even_batches_are_those_that_samplers_give() -> None:
+    for length, batch_size, ranks in itertools.product(range(14), range(1, 5), (1, 2, 3)):
+        for drop_last in (False, True):
+            loader = DataLoader(Numbers(length), batch_size=batch_size, drop_last=drop_last)
+            counts = set()
+            for rank in range(ranks):
+                sampler = ExactSampler(loader.dataset, num_replicas=ranks, rank=rank, shuffle=False)
+                counts.add(len(list(BatchSampler(sampler, batch_size, drop_last))))
+            assert _is_even(loader, ranks) == (len(counts) == 1), (length, batch_size, ranks)
 
 
 def test_a_step_that_takes_batches_by_itself_gets_the_samples_of_ddp() -> None:

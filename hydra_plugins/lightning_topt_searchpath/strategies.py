@@ -40,7 +40,7 @@ class AutoParallelConfig:
     checkpoint: str = "full"  # or sharded: a folder to which every rank writes what it keeps
     # join, stop or error: what ranks with fewer training batches do; null: as in Lightning
     uneven: str | None = "join"
-    pad_evaluation: bool = True  # whether samples are repeated until ranks have equally many
+    pad_evaluation: bool | None = None  # whether samples are repeated until ranks have equally many
     elastic: bool = False  # whether a fit goes on when a rank is lost, under torchrun
 
 
@@ -54,7 +54,7 @@ class CompressedConfig:
     nodes: int | None = None  # who shares a node, where it is not what the Trainer has
     ranks_per_node: int | None = None
     uneven: str | None = "join"  # or stop, error; null: as ddp
-    pad_evaluation: bool = True
+    pad_evaluation: bool | None = None
 
 
 @dataclass

@@ -20,6 +20,7 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     SequentialSampler,
+    Subset,
     WeightedRandomSampler,
 )
 from torchmetrics import MeanMetric, Metric
@@ -500,6 +501,23 @@ def test_a_step_that_takes_batches_by_itself_gets_the_samples_of_ddp() -> None:
     assert why_padded(trainer) == "test_step takes batches by itself"
     trainer.lightning_module = Plain()
     assert why_padded(trainer) is None
+
+
+def on_own_parts(rank: int, uneven: str | None) -> dict[str, float]:
+    torch.manual_seed(0)
+    module, data = Plain(), Numbers(5)
+    strategy = AutoParallelStrategy(uneven=uneven)
+    trainer = make_trainer(strategy, devices=2, use_distributed_sampler=False)
+    trainer.test(module, DataLoader(Subset(data, range(rank, 5, 2)), batch_size=3), verbose=False)
+    return numbers_of(module, trainer)
+
+
+@pytest.mark.parametrize("uneven", ["join", None])
+def test_means_over_batches_of_other_sizes_are_those_over_samples(uneven: str | None) -> None:
+    """Ranks have 3 and 2 samples of their own; Lightning takes 2 for the mean of these."""
+    expected = tried(0, plain, 5)[1]
+    for found in on_ranks(on_own_parts, uneven):
+        assert_equal_metrics(found, expected)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

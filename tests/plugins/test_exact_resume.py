@@ -314,6 +314,69 @@ def test_batches_count_as_batches_of_the_present_size(tmp_path):
     assert [number for epoch, number, _ in rest if epoch == 1] == list(range(24))
 
 
+class Validated(Model):
+    def validation_step(self, batch, batch_idx):
+        pass
+
+
+class Ends(Callback):
+    """Saves in a hook at the end of each epoch, as ModelCheckpoint may; knows begun epochs."""
+
+    def __init__(self, hook, path):
+        self.begun = []
+        setattr(self, hook, lambda trainer, module, *_: self.save(trainer, path))
+
+    def save(self, trainer, path):
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            trainer.save_checkpoint(path / f"end-{trainer.current_epoch}.ckpt")
+
+    def on_train_epoch_start(self, trainer, module):
+        self.begun.append(trainer.current_epoch)
+
+
+def _ends(rank, folder, hook, batch_size, options):
+    ends = Ends(hook, folder)
+    data = {"batch_size": batch_size, "shuffle": True, "drop_last": True}
+    val = DataLoader(Numbers(4, draws=False))
+    seen, _, _ = fit(folder, callbacks=[ends], data=data, val=val, model=Validated(), **options)
+    return seen, ends.begun
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
+def test_behind_an_epoch_the_next_one_is_whole(tmp_path, hook):
+    """On fewer ranks epochs have more batches; twice, since the second resume needs the counts."""
+    runs = []
+    for epoch, (ranks, batch_size) in enumerate([(2, 6), (1, 3), (2, 4)]):
+        options = {"max_epochs": epoch + 1, "num_sanity_val_steps": 0}
+        if epoch:
+            options["resume"] = f"end-{epoch - 1}.ckpt"
+        runs.append(on_ranks(_ends, tmp_path, hook, batch_size, options, world_size=ranks))
+    for epoch, run in enumerate(runs):
+        seen = [steps for steps, _ in run]
+        assert {step[0] for steps in seen for step in steps} == {epoch}
+        assert sorted(of_epoch(seen, epoch)) == list(range(ITEMS))
+        assert all(begun == [epoch] for _, begun in run)
+
+
+class Fails(Model):
+    def validation_step(self, batch, batch_idx):
+        raise KeyError("validation")
+
+
+def _workers_after_a_failed_validation(rank, folder):
+    model, data = Fails(), {"batch_size": 4, "num_workers": 2}
+    with pytest.raises(KeyError, match="validation") as failed:
+        fit(folder, model=model, data=data, val=DataLoader(Numbers(4)), num_sanity_val_steps=0)
+    left = multiprocessing.active_children()
+    assert failed is not None and model is not None  # which hold the fit, as in a program that ends
+    return len(left)
+
+
+def test_a_failed_validation_leaves_no_workers_of_training(tmp_path):
+    """Else they end when the program does, which takes five seconds for each."""
+    assert on_ranks(_workers_after_a_failed_validation, tmp_path, world_size=1) == [0]
+
+
 # ---- what else -----------------------------------------------------------------------------------
 
 

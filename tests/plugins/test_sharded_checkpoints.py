@@ -13,9 +13,14 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_topt import AutoParallelStrategy, read_sharded_checkpoint
+from lightning_topt import (
+    AutoParallelStrategy,
+    CompressedDDPStrategy,
+    LocalStepsStrategy,
+    read_sharded_checkpoint,
+)
 from lightning_topt.communication import TopK
-from lightning_topt.execution.sharded_checkpoint import holds_shards
+from lightning_topt.execution.sharded_checkpoint import holds_shards, replace_by_file
 from lightning_topt.graph.mesh_axes import hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan
@@ -200,6 +205,48 @@ def test_the_folder_after_the_fit_is_the_last_one(four: Any, folder: Path) -> No
     assert (
         after["optimizer_states"][0]["state"].keys() == last["optimizer_states"][0]["state"].keys()
     )
+
+
+def over_shards(rank: int, folder: Path, kind: str) -> Any:
+    """Go on from a folder of shards, and save a file under its name."""
+    path = folder / f"{kind}.ckpt"
+    trainer = topt_trainer("zero2", options=SHARDED)
+    trainer.fit(RecordingGPT(), loader(32))
+    trainer.save_checkpoint(path)
+    was_folder = holds_shards(path)
+    kinds = {"compressed": CompressedDDPStrategy, "local": LocalStepsStrategy}
+    strategy = kinds.get(kind, AutoParallelStrategy)()
+    trainer = make_trainer(strategy, devices=2, max_epochs=2)
+    module = RecordingGPT()
+    trainer.fit(module, loader(32), ckpt_path=path, weights_only=False)
+    trainer.save_checkpoint(path)
+    left = sorted(each.name for each in folder.iterdir() if each.name != path.name)
+    state = torch.load(path, weights_only=False)["state_dict"]
+    same = all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+    return was_folder, path.is_file(), left, trainer.global_step, same
+
+
+@pytest.mark.parametrize("kind", ["full", "compressed", "local"])
+def test_a_file_replaces_a_folder_of_shards(tmp_path: Path, kind: str) -> None:
+    """Lightning would write it into the folder, and the next resume begin at the old steps."""
+    for found in on_ranks(over_shards, tmp_path, kind):
+        assert found == (True, True, [], 2, True)
+
+
+def test_what_was_a_folder_stays_until_the_file_is_whole(tmp_path: Path) -> None:
+    target = tmp_path / "last.ckpt"
+    target.mkdir()
+    (target / "part").write_text("shards")
+
+    def fails(path: Path) -> None:
+        path.write_text("half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        replace_by_file(target, fails)
+    assert (target / "part").read_text() == "shards"
+    replace_by_file(target, lambda path: path.write_text("whole") and None)
+    assert target.read_text() == "whole" and [*tmp_path.iterdir()] == [target]
 
 
 def test_another_form_is_refused() -> None:

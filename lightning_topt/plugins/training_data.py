@@ -24,6 +24,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -361,16 +362,27 @@ class TrainingData:
         return int(progress.processed)
 
     def _warn_of_unknown(self, combined: CombinedLoader, *, batches: int) -> None:
-        unknown = [type(getattr(each, "dataset", each)).__name__ for each in _unknown(combined)]
-        if unknown and batches and not self._has_warned:
-            self._has_warned = True
-            rank_zero_warn(
-                "this checkpoint is of the middle of an epoch and does not say where the training "
-                f"data are ({', '.join(unknown)}): a fit that goes on from it reads them from "
-                "their beginning. Give the loader state_dict and load_state_dict (as torchdata's "
-                "StatefulDataLoader), or a map-style data set with shuffle=True or False and the "
-                "samplers of torch and Lightning"
+        if self._has_warned or not batches:
+            return
+        names = [type(getattr(each, "dataset", each)).__name__ for each in _unknown(combined)]
+        if names:
+            words = (
+                f"does not say where the training data are ({', '.join(names)}): a fit that goes "
+                "on from it reads them from their beginning. Give the loader state_dict and "
+                "load_state_dict (as torchdata's StatefulDataLoader), or a map-style data set with "
+                "shuffle=True or False and the samplers of torch and Lightning"
             )
+        elif any(map(_draws_anew, combined.flattened)):
+            words = (
+                "has the state of a loader, but not of the sampler that Lightning has put around "
+                "its own: a fit that goes on from it may read the rest in another order, and so "
+                "repeat and lose samples. Give the loader a StatefulDistributedSampler, or take "
+                "torch's DataLoader"
+            )
+        else:
+            return
+        self._has_warned = True
+        rank_zero_warn(f"this checkpoint is of the middle of an epoch and {words}")
 
     def _random_states(self) -> dict[str, Any]:
         states, device = random_states(), self._strategy.root_device
@@ -424,6 +436,12 @@ def _unknown(combined: CombinedLoader) -> list[Any]:
         for loader, tracked in _with_tracked(combined)
         if not tracked and not isinstance(loader, _Stateful)
     ]
+
+
+def _draws_anew(loader: Any) -> bool:
+    """Return whether the order of a loader with a state comes from a sampler without one."""
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    return isinstance(loader, _Stateful) and isinstance(sampler, DistributedSamplerWrapper)
 
 
 def _with_progress(

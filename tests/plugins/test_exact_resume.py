@@ -435,6 +435,32 @@ def test_what_has_no_state_is_said_once_at_the_checkpoint(tmp_path):
     assert on_ranks(_warnings_of_unknown_data, tmp_path, world_size=1) == [1]
 
 
+class OwnPlace(DataLoader):
+    """Knows how many batches it has read, as StatefulDataLoader, but not the order of a sampler."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def _warnings_of_unknown_order(rank, folder):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(
+            folder,
+            data=lambda: OwnPlace(Numbers(), 4, sampler=OwnOrder()),
+            save=[2, 3],
+            max_epochs=1,
+        )
+    return sum("in another order" in str(w.message) for w in caught)
+
+
+def test_a_state_without_the_order_of_the_sampler_is_said_once(tmp_path):
+    assert on_ranks(_warnings_of_unknown_order, tmp_path) == [1, 0]
+
+
 def _fits_with_ddp(rank, folder):
     data = ALONE["shuffled"]
     fit(folder, data=data, save=[3])

@@ -47,6 +47,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_topt.basics.forked_call import die_with
 from lightning_topt.communication.rank_keeper import RANK_LOST, RankProgress, keep_rank, keep_store
 from lightning_topt.communication.rank_watch import is_of_collective
 from lightning_topt.execution.surviving_state import (
@@ -384,6 +385,7 @@ def _may_fork() -> bool:
 def _fork() -> None:
     """Stay behind, and return in the processes that train."""
     _owner[:] = [os.getppid()]
+    die_with(_owner[0])  # torchrun may be killed, and then nobody would end what waits
     if os.environ.get(_SHARED) != "True":
         if os.environ["RANK"] == "0":
             keep_store(int(os.environ["MASTER_PORT"]))

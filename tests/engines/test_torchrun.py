@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +49,18 @@ def test_ranks_shrink_to_a_node_and_grow_back(jobs: Any) -> None:
     worlds = {note["step"]: note["world"] for note in job.notes()}
     assert [worlds[step] for step in sorted(worlds)] == [2] * 4 + [1] * 8 + [2] * 4, worlds
     job.check_samples()
+
+
+def test_a_killed_torchrun_takes_its_ranks_along(jobs: Any) -> None:
+    job = jobs([["hold in", 3, None]])
+    job.start("--standalone", "--nproc-per-node", "1", is_parent=True)
+    held = job.folder / "held-3-0"
+    wait_for(lambda: held.exists() and held.read_text() != "", job)
+    training, waiting = map(int, held.read_text().split())
+    torchrun = int(Path(f"/proc/{waiting}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(torchrun, signal.SIGKILL)
+    for process in (training, waiting):
+        wait_for(lambda process=process: not Path(f"/proc/{process}").exists(), job)
 
 
 def is_listening(port: int) -> bool:

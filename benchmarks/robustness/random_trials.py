@@ -236,7 +236,8 @@ def _be_rank(trial: Trial, number: int, rank: int, folder: Path, own: str, group
             "TMPDIR": str(folder / "temporary"),
         }
     )
-    tempfile.tempdir = None
+    # Else each process would look for a folder by writing to it, and may be killed meanwhile.
+    tempfile.tempdir = str(folder / "temporary")
     os.chdir(folder / "work")
     run_rank(trial, number, rank, folder, own=own)
 

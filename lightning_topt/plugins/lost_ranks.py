@@ -9,9 +9,11 @@ delegate.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -49,6 +51,9 @@ Runs = Callable[[pl.Trainer, Callable[..., Any], tuple[Any, ...], dict[str, Any]
 LAST_SECONDS = (
     2 * GRACE_SECONDS + STORE_SECONDS + 5
 )  # for the main process to end with its own error
+
+_END_SECONDS = 5.0  # for a process group to end after an error
+_cut_off: list[bool] = []  # whether an error has ended the last run
 
 
 class LostRankWatch:
@@ -121,6 +126,7 @@ class LostRankWatch:
         self.end()
         self.ranks, self._ended_with_error = watch_ranks(), False
         atexit.register(destroy_process_group)
+        _cut_off.clear()
 
     def end(self) -> None:
         """Stop watching."""
@@ -131,6 +137,7 @@ class LostRankWatch:
     def name(self, error: BaseException) -> None:
         """Let `error`, which ends the run, say which rank is lost."""
         self._ended_with_error = True
+        _cut_off[:] = [True]
         name_lost(error, self.ranks)
 
     def diagnose(self, error: BaseException) -> PeerLostError | None:
@@ -238,8 +245,19 @@ def destroy_process_group() -> None:
     abort it. A thread of the group drops the tensors of the last collective call after that has
     returned, for which it needs the interpreter. Trainers and models refer to the group in cycles.
     Both are done with after a collection.
+
+    After an error gloo waits for calls that other ranks have left, which may wait for this one to
+    end. So the process ends then, after a few seconds.
     """
-    if dist.is_initialized():
-        gc.collect()
-        dist.destroy_process_group()
-        gc.collect()
+    if not dist.is_initialized():
+        return
+    if _cut_off:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        # its thread needs no interpreter, which a call into gloo may hold
+        faulthandler.dump_traceback_later(_END_SECONDS, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    gc.collect()
+    dist.destroy_process_group()
+    gc.collect()
+    if _cut_off:
+        faulthandler.cancel_dump_traceback_later()

@@ -367,3 +367,42 @@ def test_ranks_are_started_by_one_launcher_of_ours(
     first = made.launcher
     assert type(first) is kind
     assert made.launcher is first  # it keeps the processes that it has started
+
+
+LEAVES = """
+import sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+from lightning_topt.plugins.lost_ranks import LostRankWatch
+
+rank, port = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group(
+    "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(minutes=10)
+)
+watch = LostRankWatch()
+watch.begin()
+print("ready", flush=True)
+if rank == 1:
+    sys.stdin.read()
+else:
+    waits = dist.broadcast(torch.zeros(1), 1, async_op=True)
+    watch.name(RuntimeError("another call has failed"))
+    watch.end()
+    print("the end")
+"""
+
+
+def test_the_end_waits_for_no_call_that_others_have_left() -> None:
+    """Of ranks that wait for one another, each for the end of the other one, all would stay."""
+    command = [preloaded_python(), "-c", LEAVES]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    port = str(free_port())
+    ranks = [subprocess.Popen([*command, str(rank), port], **pipes) for rank in (0, 1)]
+    try:
+        said, _ = ranks[0].communicate(timeout=120)
+        assert ranks[1].poll() is None
+        assert ranks[0].returncode == 1 and said.endswith("the end\n")
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()

@@ -24,7 +24,7 @@ from tests.plugins.test_turns import (
     cluster,
     results_of,
 )
-from tests.plugins.trainer_ranks import make_trainer, on_ranks, topt_trainer
+from tests.plugins.trainer_ranks import DDPWithExactMeans, make_trainer, on_ranks, topt_trainer
 
 ROWS = {"inputs": [0], "outputs": [0]}
 
@@ -59,7 +59,7 @@ def both(rank: int, case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
         module = Rich(case.width, collects=case.given is not None)
         rest = {"max_epochs": 2, "num_sanity_val_steps": 0, **case.trainer}
         make = topt_trainer(case.given, options=case.options, **rest) if topt else None
-        trainer = make or make_trainer("ddp", devices=case.ranks, **rest)
+        trainer = make or make_trainer(DDPWithExactMeans(), devices=case.ranks, **rest)
         found.append(results_of(trainer, module, 10 + rank, OftenAlike))
     return found[0], found[1]
 

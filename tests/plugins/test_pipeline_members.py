@@ -30,7 +30,13 @@ from tests.plugins.test_turns import (
     cluster,
     results_of,
 )
-from tests.plugins.trainer_ranks import loader, make_trainer, on_ranks, topt_trainer
+from tests.plugins.trainer_ranks import (
+    DDPWithExactMeans,
+    loader,
+    make_trainer,
+    on_ranks,
+    topt_trainer,
+)
 
 SLOW = Link(1e-5, 1e6)
 
@@ -86,7 +92,7 @@ def both(rank: int, case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
         module = Staged(case.width)
         rest = {"max_epochs": 2, "num_sanity_val_steps": 0, **case.trainer}
         strategy = topt_trainer(case.given, options=case.options, **rest) if topt else None
-        trainer = strategy or make_trainer("ddp", devices=case.ranks, **rest)
+        trainer = strategy or make_trainer(DDPWithExactMeans(), devices=case.ranks, **rest)
         found.append(results_of(trainer, module, 10 + rank, OwnBatches if case.given else Wordless))
     return found[0], found[1]
 

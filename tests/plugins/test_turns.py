@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from tests.models import GPT
 from tests.plugins.split_plans import split_plan
-from tests.plugins.trainer_ranks import make_trainer, on_ranks, topt_trainer
+from tests.plugins.trainer_ranks import DDPWithExactMeans, make_trainer, on_ranks, topt_trainer
 
 
 class OwnBatches:
@@ -181,7 +181,9 @@ def both(rank: int, case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
         strategy = topt_trainer(case.given, options=case.options, **rest) if topt else None
         found.append(
             results_of(
-                strategy or make_trainer("ddp", devices=case.ranks, **rest), module, 10 + rank
+                strategy or make_trainer(DDPWithExactMeans(), devices=case.ranks, **rest),
+                module,
+                10 + rank,
             )
         )
     return found[0], found[1]

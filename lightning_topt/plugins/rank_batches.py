@@ -108,7 +108,9 @@ class RankBatches:
 
     def _pads(self, trainer: pl.Trainer) -> bool:
         """Return whether samples are to be repeated on all ranks, if one says so. Collective."""
-        why = plugins.why_padded(trainer)
+        # A fit without validation has no code of it to read.
+        evaluates = trainer.state.fn != TrainerFn.FITTING or trainer.enable_validation
+        why = plugins.why_padded(trainer) if evaluates else None
         if why is not None and not self._has_said:
             self._has_said = True
             rank_zero_info(
@@ -116,7 +118,7 @@ class RankBatches:
                 "pad_evaluation=False counts each sample once"
             )
         decide = trainer.strategy.reduce_boolean_decision
-        return bool(decide(why is not None, all=False))
+        return bool(decide(why is not None or not evaluates, all=False))
 
     def end(self, *, failed: bool) -> None:
         """Give the loops back. A collective call, unless the run has `failed`."""

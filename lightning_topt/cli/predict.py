@@ -2,7 +2,7 @@
 
     plan=FILE or a name     `predict_plan`: one plan of a model, and what its time is made of
     runs=FOLDER             `predict_runs`: recorded runs (`run.json`), predicted and measured
-    runs=FILE.csv           `megatron_rows.predict_rows`: rows of Megatron-LM runs
+    runs=FILE.csv           `predict_rows.predict_rows`: runs of a CSV file
 
 Recorded runs also tell how wrong the constants of a cluster are:
 
@@ -38,7 +38,7 @@ from lightning_topt.cli.example_step import (
     one_device_trainer,
     plain_value,
 )
-from lightning_topt.cli.megatron_rows import predict_rows
+from lightning_topt.cli.predict_rows import predict_rows
 from lightning_topt.costs.cluster import (
     Accuracy,
     Cluster,
@@ -103,7 +103,7 @@ def run(config: DictConfig) -> None:
             for name in ("calibrate_on", "out", "save_cluster")
             if config[name]
         }
-        predict_rows(_path(config.runs, "runs"), _known(cluster), **paths, console=console)
+        predict_rows(_path(config.runs, "runs"), cluster, **paths, console=console)
 
 
 def _read_cluster(config: DictConfig) -> Cluster | None:

@@ -247,6 +247,8 @@ class Device:
         launch_seconds: what the host takes for a kernel of a step where it does (accelerators).
         half_rate_flops: FLOPs of a matrix product that runs at half of the rate in `flops`: smaller
             ones do not fill the device.
+        attention_flops: achieved FLOP/s of attention in half precision over many positions, where
+            it is one kernel (0: as of matrix products).
         caching_allocator: torch keeps freed memory in segments, as on CUDA; what these take beside
             tensors counts as memory of a plan (`reserved_memory`).
     """
@@ -263,6 +265,7 @@ class Device:
     framework_seconds: float = 0.0
     launch_seconds: float = 0.0
     half_rate_flops: float = 0.0
+    attention_flops: float = 0.0
     caching_allocator: bool = False
 
     def __post_init__(self) -> None:
@@ -355,8 +358,14 @@ def slowest_device(devices: Sequence[Device], counts: Sequence[int]) -> Device:
         framework_seconds=max(device.framework_seconds for device in devices),
         launch_seconds=max(device.launch_seconds for device in devices),
         half_rate_flops=max(device.half_rate_flops for device in devices),
+        attention_flops=_least_rate([device.attention_flops for device in devices]),
         caching_allocator=any(device.caching_allocator for device in devices),
     )
+
+
+def _least_rate(rates: Sequence[float]) -> float:
+    """Return the least rate; 0, as of matrix products, where one is."""
+    return 0.0 if 0 in rates else min(rates)
 
 
 def _mean(prices: Sequence[float | None], counts: Sequence[int]) -> float | None:
@@ -581,6 +590,7 @@ _device = record(
     framework_seconds=parse_seconds,
     launch_seconds=parse_seconds,
     half_rate_flops=number,
+    attention_flops=parse_flops,
     caching_allocator=truth,
     price_per_hour=number,
     spot_price_per_hour=number,

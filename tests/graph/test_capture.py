@@ -58,7 +58,8 @@ def test_flops_of_a_gpt() -> None:
     module = GPT(layers, width, heads, vocab, time)
     graph = capture(module, batch_for(module, batch_size))
     matmuls = 2 * batch_size * time * (layers * 12 * width**2 + width * vocab)
-    attention = layers * 4 * batch_size * time * time * width  # torch counts the masked half too
+    # of the causal half of the scores; torch counts the masked half too
+    attention = layers * 2 * batch_size * time * time * width
     assert flops(graph, "forward", batch_size) == matmuls + attention
     # Flash attention computes its scores again: five products instead of two.
     assert flops(graph, "backward", batch_size) == 2 * matmuls + attention * 5 / 2

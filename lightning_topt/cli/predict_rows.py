@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,13 @@ from hydra_plugins.lightning_topt_searchpath import conf_dir
 from lightning_topt.cli.run_costs import RunCost, RunCosts
 from lightning_topt.cli.training_runs import Recomputation, TrainingRun, read_runs
 from lightning_topt.costs.cluster import Accuracy, Cluster, ErrorFigure, sentence_of
-from lightning_topt.costs.fitted_constants import CONSTANTS, FittedConstants, fit_constants
+from lightning_topt.costs.fitted_constants import (
+    CONSTANTS,
+    Constant,
+    FittedConstants,
+    fit_constants,
+)
+from lightning_topt.costs.intervals import Domain, Interval
 from lightning_topt.costs.plain_values import names, shown
 
 # clusters of the configurations, by what published tables call their GPUs
@@ -65,10 +72,10 @@ def predict_rows(
     """
     # clusters for the rows that are predicted, and for those they are fitted to
     file = read_runs(runs)
-    known = None if calibrate_on is None else measured_runs(calibrate_on)
-    clusters = clusters_of([*file.runs, *(known or ())], cluster)
+    known: Sequence[TrainingRun] = () if calibrate_on is None else measured_runs(calibrate_on)
+    clusters = clusters_of([*file.runs, *known], cluster)
     file = replace(file, runs=_completed(file.runs, clusters, runs, console))
-    if known is not None and calibrate_on is not None:
+    if calibrate_on is not None:
         known = _completed(known, clusters, calibrate_on, console)
     for name, found in clusters.items():
         console.print(
@@ -78,8 +85,8 @@ def predict_rows(
         )
 
     # their constants
-    for name, found in clusters.items() if known is not None and calibrate_on is not None else ():
-        own = [run for run in known or () if cluster is not None or run.gpu == name]
+    for name, found in [*clusters.items()] if calibrate_on is not None else ():
+        own = [run for run in known if cluster is not None or run.gpu == name]
         if len(own) < 2:
             raise ValueError(
                 f"{calibrate_on} has {len(own)} measured rows on {name!r}: constants are fitted to "
@@ -87,9 +94,9 @@ def predict_rows(
             )
         fitted = fit_runs(found, own)
         _print_constants(found, fitted, console)
-        accuracy = Accuracy(
-            fitted.error, source=f"the {len(own)} rows of {calibrate_on.name} it was fitted to"
-        )
+        domain = Domain.of([run.sizes for run in own], [run.techniques for run in own])
+        source = f"the {len(own)} rows of {calibrate_on and calibrate_on.name} it was fitted to"
+        accuracy = Accuracy(fitted.error, source=source, domain=domain)
         clusters[name] = replace(fitted.cluster, accuracy=accuracy)
 
     # the rows
@@ -99,15 +106,25 @@ def predict_rows(
     _print_summary(file.runs, priced, console)
     for found in clusters.values():
         console.print(sentence_of(found.accuracy), highlight=False)
+    intervals = [
+        _interval(clusters[name].accuracy, run, cost)
+        for name, run, cost in zip(of_run, file.runs, priced, strict=True)
+    ]
+    _print_intervals(file.runs, intervals, console)
     if out is not None:
-        # predicted_error: nine of ten predictions are wrong by at most this share
-        added = {
+        added: dict[str, Sequence[float | str]] = {
             "predicted_seconds": [each.step_seconds for each in priced],
             "predicted_peak_bytes": [each.peak_bytes for each in priced],
         }
-        errors = [clusters[name].accuracy for name in of_run]
-        if all(errors):
-            added["predicted_error"] = [each.seconds.p90 for each in errors if each is not None]
+        if known_all := [each for each in intervals if each is not None]:
+            ends = [("", "") if each is None else (each.low, each.high) for each in intervals]
+            added["predicted_seconds_low"], added["predicted_seconds_high"] = zip(
+                *ends, strict=True
+            )
+            if any(each.outside for each in known_all):
+                added["outside"] = [
+                    "" if each is None else "; ".join(each.outside) for each in intervals
+                ]
         file.save(out, added)
         console.print(f"predictions: {out}", highlight=False, soft_wrap=True)
     if save_cluster is not None:
@@ -178,15 +195,18 @@ def measured_runs(path: Path) -> list[TrainingRun]:
     return runs
 
 
-def fit_runs(cluster: Cluster, runs: Sequence[TrainingRun]) -> FittedConstants:
-    """Return the cluster with its constants fitted to measured runs."""
+def fit_runs(
+    cluster: Cluster, runs: Sequence[TrainingRun], *, constants: Sequence[Constant] = CONSTANTS
+) -> FittedConstants:
+    """Return the cluster with its `constants` fitted to measured runs."""
 
     def predict(changed: Cluster) -> list[float]:
         # once per change of the constants, of which there are hundreds
         costs = RunCosts(changed)
         return [costs.step_seconds(run) for run in runs]
 
-    return fit_constants(cluster, predict, [run.seconds for run in runs if run.seconds is not None])
+    measured = [run.seconds for run in runs if run.seconds is not None]
+    return fit_constants(cluster, predict, measured, constants=constants)
 
 
 def clusters_of(runs: Sequence[TrainingRun], cluster: Cluster | None) -> dict[str, Cluster]:
@@ -258,6 +278,34 @@ def _print_constants(before: Cluster, fitted: FittedConstants, console: Console)
             values = constant.of(before), constant.of(fitted.cluster), fitted.factors[name]
             table.add_row(name, *(f"{value:.3g}" for value in values))
     console.print(table)
+
+
+def _interval(accuracy: Accuracy | None, run: TrainingRun, cost: RunCost) -> Interval | None:
+    """Return the interval of a run's seconds; None where nothing was measured on its cluster."""
+    if accuracy is None:
+        return None
+    return accuracy.interval(cost.step_seconds, run.sizes, run.techniques)
+
+
+def _print_intervals(
+    runs: Sequence[TrainingRun], intervals: Sequence[Interval | None], console: Console
+) -> None:
+    """Print how many measured times are in their intervals, and what is outside of the domain."""
+    both = [
+        (run.seconds in interval)
+        for run, interval in zip(runs, intervals, strict=True)
+        if interval is not None and run.seconds is not None
+    ]
+    if both:
+        console.print(
+            f"{sum(both)} of {len(both)} measured times are in their intervals, which are for nine "
+            "of ten.",
+            highlight=False,
+        )
+    outside = Counter(what for each in intervals if each is not None for what in each.outside)
+    if outside:
+        parts = ", ".join(f"{what} ({count} rows)" for what, count in outside.most_common())
+        console.print(f"Outside of what was measured, so less sure: {parts}.", highlight=False)
 
 
 def _print_summary(

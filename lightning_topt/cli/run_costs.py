@@ -212,7 +212,7 @@ class RunCosts:
         return self._chains[sizes, dtype]
 
     def _cluster_of(self, dtype: str) -> Cluster:
-        """Return the cluster with the rate of products in `dtype`, which are captured as float16."""
+        """Return the cluster with the rate of `dtype` for products, captured as float16."""
         device = self.cluster.device
         rate = device.flops_of("bfloat16" if dtype == "float8" else dtype)
         rate *= FLOAT8_GAIN if dtype == "float8" else 1.0

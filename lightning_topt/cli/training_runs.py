@@ -305,6 +305,35 @@ class TrainingRun:
         """What stays when the plan changes: devices, batch and model."""
         return self.gpus, self.batch, self.sequence, self.model
 
+    @property
+    def sizes(self) -> dict[str, float]:
+        """Sizes by which runs are told to be like others (`costs.intervals`)."""
+        tokens = self.samples * self.sequence / self.context
+        return {
+            "devices": self.gpus,
+            "parameters": self.model.parameters,
+            "hidden": self.model.hidden,
+            "positions": self.sequence,
+            "tokens of a microbatch": tokens,
+        }
+
+    @property
+    def techniques(self) -> tuple[str, ...]:
+        """Techniques by which runs are told to be like others."""
+        recompute = self.recompute or Recomputation()
+        used = {
+            "tensor": self.tensor > 1,
+            "pipeline": self.pipeline > 1,
+            "interleaved": self.stages_per_rank > 1,
+            "context": self.context > 1,
+            "sharded": self.level > 1,
+            "recomputation": recompute != Recomputation(),
+            "float8": self.dtype == "float8",
+            f"{self.attention} attention": True,
+            f"model {self.model.kind}": True,
+        }
+        return tuple(name for name, is_used in used.items() if is_used)
+
 
 # ---- the file
 
@@ -317,7 +346,7 @@ class RunFile:
     lines: Sequence[Sequence[str]]
     runs: Sequence[TrainingRun]
 
-    def save(self, path: Path, added: Mapping[str, Sequence[float]]) -> None:
+    def save(self, path: Path, added: Mapping[str, Sequence[float | str]]) -> None:
         """Write all columns, and the `added` ones, which have one value for each row.
 
         They replace columns of their names.
@@ -329,9 +358,11 @@ class RunFile:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow([*(self.header[index] for index in kept), *added])
             for line, values in zip(self.lines, zip(*added.values(), strict=True), strict=True):
-                writer.writerow(
-                    [*(line[index] for index in kept), *(f"{value:.9g}" for value in values)]
-                )
+                writer.writerow([*(line[index] for index in kept), *map(_written, values)])
+
+
+def _written(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.9g}"
 
 
 def read_runs(path: Path, *, need_times: bool = False) -> RunFile:

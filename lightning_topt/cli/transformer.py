@@ -146,8 +146,11 @@ class RankTransformer(nn.Module):
         # the words of the head are split as well, so its logits are
         weight = self.head.weight if sizes.kind == "llama" else self.words.weight
         logits = _column(self.norm(x), weight, None, sizes)
-        loss: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-            logits, targets, sizes.tensor > 1
+        loss: Tensor = _call(
+            _CrossEntropy,
+            logits,
+            targets,
+            sizes.tensor > 1,
         )
         return loss.mean()
 
@@ -186,7 +189,7 @@ class TransformerLayer(nn.Module):
             return F.gelu(inner)
         gate, up = inner.chunk(2, dim=-1)
         if self.sizes.fused:
-            return _FusedSwiGLU.apply(gate, up)  # type: ignore[no-any-return, no-untyped-call]
+            return _call(_FusedSwiGLU, gate, up)
         return F.silu(gate) * up
 
     def _attention(self, mixed: Tensor, mask: Tensor | None) -> Tensor:
@@ -197,7 +200,7 @@ class TransformerLayer(nn.Module):
         if self.sizes.kind == "llama":
             query, key = (_rotated(each, fused=self.sizes.fused) for each in (query, key))
         if self.sizes.context > 1:
-            key, value = (_AllPositions.apply(each, self.sizes.context) for each in (key, value))
+            key, value = (_call(_AllPositions, each, self.sizes.context) for each in (key, value))
         # kernels that are fused take heads that share keys; elsewhere these are copied
         if keys != self.heads and (self.sizes.attention != "flash" or not self.sizes.fused):
             key, value = (
@@ -206,9 +209,9 @@ class TransformerLayer(nn.Module):
             )
         if self.sizes.attention == "flash":
             dropout = DROPOUT[self.sizes.kind]
-            context = _FlashAttention.apply(query, key, value, dropout)
+            context = _call(_FlashAttention, query, key, value, dropout)
         elif self.sizes.recompute_attention:
-            context = _AgainInBackward.apply(self._scored, query, key, value, mask)
+            context = _call(_AgainInBackward, self._scored, query, key, value, mask)
         else:
             context = self._scored(query, key, value, mask)
         return context.reshape(positions, samples, -1)
@@ -239,7 +242,14 @@ class _Norm(nn.Module):
             self.bias = nn.Parameter(torch.empty(sizes.hidden, dtype=torch.float16))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the norm of each position."""
         return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias)
+
+
+def _call(function: type[Function], *given: object) -> Tensor:
+    """Return what an autograd function returns, which has no types."""
+    found: Tensor = function.apply(*given)  # type: ignore[no-untyped-call]
+    return found
 
 
 # ---- exchanges along the tensor axis
@@ -249,8 +259,12 @@ def _column(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: TransformerSi
     """Return the column-parallel product of `x`, of whose positions a rank may have a part."""
     if sizes.tensor == 1:
         return F.linear(x, weight, bias)
-    return _ColumnProduct.apply(  # type: ignore[no-any-return, no-untyped-call]
-        x, weight, bias, sizes.slices
+    return _call(
+        _ColumnProduct,
+        x,
+        weight,
+        bias,
+        sizes.slices,
     )
 
 
@@ -282,7 +296,7 @@ def _leave(x: Tensor, sizes: TransformerSizes) -> Tensor:
     """Return the sum of the ranks' `x`, of which each has its positions."""
     if sizes.tensor == 1:
         return x
-    return _SumOverRanks.apply(x, sizes.slices)  # type: ignore[no-any-return, no-untyped-call]
+    return _call(_SumOverRanks, x, sizes.slices)
 
 
 class _SumOverRanks(Function):
@@ -340,7 +354,7 @@ def _added(x: Tensor, y: Tensor, sizes: TransformerSizes) -> Tensor:
     if not DROPOUT[sizes.kind]:
         return x + y
     if sizes.fused:
-        return _FusedDropoutAdd.apply(x, y)  # type: ignore[no-any-return, no-untyped-call]
+        return _call(_FusedDropoutAdd, x, y)
     return x + _dropped(y)
 
 
@@ -436,12 +450,10 @@ class _AgainInBackward(Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         kept = iter(ctx.saved_tensors)
         given = [next(kept).detach() if is_given else None for is_given in ctx.is_given]
-        for each in given[:3]:
-            assert each is not None
-            each.requires_grad_()
+        inputs = [each.requires_grad_() for each in given[:3] if each is not None]
         with torch.enable_grad():
             found = ctx.function(*given)
-        gradients = torch.autograd.grad(found, given[:3], gradient)
+        gradients = torch.autograd.grad(found, inputs, gradient)
         return None, *gradients, None
 
 

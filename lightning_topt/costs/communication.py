@@ -28,9 +28,9 @@ time.
     one rank a node      a, b of inter
     g > 1 on a node      a = max(a_intra, a_inter), b = min(b_intra, (d / s) b_inter)
 
-Of rings the latency is the mean of their hops, n of which are between n nodes. NCCL's trees carry as
-many bytes as rings and have 2 ((g-1) a_intra + ceil(log2 n) a_inter) of latency: an all_reduce takes
-whichever is less (`ring_latency`; Sanders, Speck & Traeff, Parallel Computing 35(12), 2009).
+Of rings the latency is the mean of their hops, n of which are between n nodes. NCCL's trees carry
+as many bytes as rings, and have 2 ((g-1) a_intra + ceil(log2 n) a_inter) of latency: an all_reduce
+takes whichever is less (`ring_latency`; Sanders, Speck & Traeff, Parallel Computing 35(12), 2009).
 
 Patarasuk & Yuan, J. Parallel Distrib. Comput. 69(2), 2009, section 3; Thakur, Rabenseifner & Gropp,
 IJHPCA 19(1), 2005, sections 4.1, 4.3 (large messages, pipelined), 4.4, and pairwise exchange. A

@@ -59,7 +59,7 @@ def roofline_seconds(kernel: Kernel, *, batch_size: float, device: Device) -> fl
     flops = max(kernel.flops.at(batch_size), 0.0)
     positions, width = attention_sizes(kernel)
     if positions and device.attention_flops:
-        rate = device.attention_flops * min(width / WIDE_HEAD, 1.0) ** NARROW_HEADS
+        rate = device.attention_flops * float(min(width / WIDE_HEAD, 1.0) ** NARROW_HEADS)
         arithmetic = flops * (1 + HALF_RATE_POSITIONS / positions) / rate
     else:
         rate = device.flops_of(kernel_dtype(kernel))

@@ -130,7 +130,12 @@ def test_constants_are_fitted_to_another_file(topt_predict, tmp_path):
         and fitted.device.launch_seconds != cluster().device.launch_seconds
     )
     row = next(iter(csv.DictReader(out.open())))
-    assert float(row["predicted_error"]) == pytest.approx(fitted.accuracy.seconds.p90)
+    predicted, low, high = (
+        float(row[name])
+        for name in ("predicted_seconds", "predicted_seconds_low", "predicted_seconds_high")
+    )
+    assert low * high == pytest.approx(predicted**2)
+    assert high / predicted >= 1 + fitted.accuracy.seconds.p90 - 1e-6
     code, _ = topt_predict(f"runs={runs}", f"cluster_file={saved}", f"out={tmp_path}/again.csv")
     again = next(iter(csv.DictReader((tmp_path / "again.csv").open())))
     assert code == 0 and float(again["predicted_seconds"]) == pytest.approx(

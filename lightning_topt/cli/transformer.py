@@ -248,7 +248,7 @@ class _Norm(nn.Module):
 
 def _call(function: type[Function], *given: object) -> Tensor:
     """Return what an autograd function returns, which has no types."""
-    found: Tensor = function.apply(*given)  # type: ignore[no-untyped-call]
+    found: Tensor = function.apply(*given)
     return found
 
 

@@ -255,7 +255,7 @@ class Device:
         half_rate_flops: FLOPs of a matrix product that runs at half of the rate in `flops`: smaller
             ones do not fill the device.
         attention_flops: achieved FLOP/s of attention in half precision over many positions, where
-            it is one kernel (0: as of matrix products).
+            it is one kernel (0: half of that of matrix products).
         caching_allocator: torch keeps freed memory in segments, as on CUDA; what these take beside
             tensors counts as memory of a plan (`reserved_memory`).
     """
@@ -371,7 +371,7 @@ def slowest_device(devices: Sequence[Device], counts: Sequence[int]) -> Device:
 
 
 def _least_rate(rates: Sequence[float]) -> float:
-    """Return the least rate; 0, as of matrix products, where one is."""
+    """Return the least rate; 0, which stands for a share of products' rate, where one is."""
     return 0.0 if 0 in rates else min(rates)
 
 

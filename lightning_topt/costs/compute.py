@@ -42,6 +42,7 @@ RECOMPUTED_LAUNCHES = 4.0
 # (benchmarks/results/gpu_report.md).
 CAST_LAUNCHES = 0.25
 HALF_RATE_POSITIONS = 600  # s
+ATTENTION_SHARE = 0.5  # of F, where A is not known [3]
 WIDE_HEAD, NARROW_HEADS = 128, 0.25  # heads of 64 run at 0.84 of the rate of 128 [3]
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 
@@ -58,11 +59,12 @@ def roofline_seconds(kernel: Kernel, *, batch_size: float, device: Device) -> fl
     """
     flops = max(kernel.flops.at(batch_size), 0.0)
     positions, width = attention_sizes(kernel)
-    if positions and device.attention_flops:
-        rate = device.attention_flops * float(min(width / WIDE_HEAD, 1.0) ** NARROW_HEADS)
+    rate = device.flops_of(kernel_dtype(kernel))
+    if positions:
+        rate = device.attention_flops or ATTENTION_SHARE * rate
+        rate *= float(min(width / WIDE_HEAD, 1.0) ** NARROW_HEADS)
         arithmetic = flops * (1 + HALF_RATE_POSITIONS / positions) / rate
     else:
-        rate = device.flops_of(kernel_dtype(kernel))
         arithmetic = (flops + device.half_rate_flops * (flops > 0)) / rate
     traffic = max(kernel.bytes.at(batch_size), 0.0) / device.memory_bandwidth
     return max(arithmetic, traffic) + device.op_overhead_seconds

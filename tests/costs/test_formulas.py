@@ -296,3 +296,30 @@ def test_kernels_take_their_large_results_anew():
         Kernel("b", {}, Amount(), Amount(), 3, large),
     ]
     assert kernels_bytes(kernels, batch_size=2) == 3 * 2 * (1 << 16)
+
+
+def attention_kernel(positions: int, *, width: int = 128, backward: bool = False) -> Kernel:
+    """A call on (1, 2, positions, width) in bfloat16 with 1e9 FLOPs and few bytes."""
+    tensor = {"tensor": [[1, 2, positions, width], [1, 1, 1, 1], "bfloat16"]}
+    name = f"aten._scaled_dot_product_flash_attention{'_backward' * backward}.default"
+    count = 4 if backward else 3
+    arguments = {"args": [*[tensor] * count, {"float": 0.0}, True], "kwargs": {}}
+    return Kernel(name, arguments, Amount(1e9), Amount(1.0), 1)
+
+
+def test_attention_has_a_rate_of_its_own():
+    device = Device("d", 1, {"float32": 1e9, "bfloat16": 2e9}, 1e9, attention_flops=1e9)
+    seconds = [
+        estimate_kernel_seconds(attention_kernel(p), batch_size=1, device=device)
+        for p in (600, 6000, 600_000)
+    ]
+    assert seconds == pytest.approx([2.0, 1.1, 1.001])
+    narrow = estimate_kernel_seconds(attention_kernel(600, width=8), batch_size=1, device=device)
+    assert narrow == pytest.approx(2 * 2.0)
+    back = attention_kernel(600, backward=True)
+    assert estimate_kernel_seconds(back, batch_size=1, device=device) == pytest.approx(2.0)
+    # not known: half of the rate of products
+    unknown = replace(device, attention_flops=0.0)
+    assert estimate_kernel_seconds(
+        attention_kernel(600), batch_size=1, device=unknown
+    ) == pytest.approx(2.0)

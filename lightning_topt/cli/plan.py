@@ -26,6 +26,7 @@ from omegaconf import DictConfig
 
 from lightning_topt.basics.units import format_seconds
 from lightning_topt.cli import what_if
+from lightning_topt.cli.example_step import has_accelerators
 from lightning_topt.cli.plan_steps import PlanSetup, UnpricedSearch, report_plan
 from lightning_topt.cli.search_space import SearchedMeshes
 from lightning_topt.costs.cluster import sentence_of
@@ -59,7 +60,9 @@ def run(config: DictConfig) -> None:
         print(meshes.words(request.cluster))
 
     # the step, its costs, and the search
-    example, capture_seconds = setup.capture(splits=meshes.tensor)
+    example, capture_seconds = setup.capture(
+        splits=meshes.tensor, accelerator=has_accelerators(request.cluster)
+    )
     # data.batch_size is that of each rank: of those of the trainer, where several numbers are given
     ranks = trainer.world_size if len(meshes.device_counts) > 1 else meshes.device_counts[0]
     samples = meshes.global_batch_size(example.samples, world_size=ranks)

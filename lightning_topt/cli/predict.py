@@ -35,6 +35,7 @@ from lightning_topt.cli.example_step import (
     ExampleStep,
     NeedsValues,
     capture_example,
+    has_accelerators,
     one_device_trainer,
     plain_value,
 )
@@ -162,7 +163,7 @@ def predict_plan(config: DictConfig, cluster: Cluster, *, console: Console) -> N
         )
     # the step is captured as one that can be split where the plan splits it
     splits = isinstance(given, ParallelPlan) and bool(given.mesh.tensor_axes)
-    example, profile = _captured(config, splits=splits)
+    example, profile = _captured(config, splits=splits, accelerator=has_accelerators(cluster))
     parts = config.trainer.get("accumulate_grad_batches") or 1
     plan = _complete_plan(given, config.ranks, example, cluster, accumulate=parts)
     priced = price_plan(_request_of(plan, example, cluster, profile), plan)
@@ -174,18 +175,22 @@ def predict_plan(config: DictConfig, cluster: Cluster, *, console: Console) -> N
         console.print(f"plan with its prediction: {out}", highlight=False, soft_wrap=True)
 
 
-def _captured(config: DictConfig, *, splits: bool) -> tuple[ExampleStep, OptimizerProfile]:
+def _captured(
+    config: DictConfig, *, splits: bool, accelerator: bool
+) -> tuple[ExampleStep, OptimizerProfile]:
     """Return the step of the configuration's model on one device, and its optimizer."""
     make_model = functools.partial(instantiate, config.model)
     datamodule: pl.LightningDataModule = instantiate(config.data)
     model: pl.LightningModule = build_on_meta(make_model)
     trainer = one_device_trainer(config)
     try:
-        example = capture_example(model, datamodule, trainer, splits=splits)
+        example = capture_example(
+            model, datamodule, trainer, splits=splits, accelerator=accelerator
+        )
     # a step that reads values is captured once more, with real weights
     except NeedsValues:
         model = make_model()
-        example = capture_example(model, datamodule, trainer)
+        example = capture_example(model, datamodule, trainer, accelerator=accelerator)
     optimizers, named = make_fake_optimizers(model, device=torch.device("cpu"))
     return example, read_optimizer(optimizers, named_parameters=named)
 

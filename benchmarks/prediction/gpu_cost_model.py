@@ -34,7 +34,7 @@ from scipy.optimize import least_squares
 from scipy.stats import kendalltau
 
 from benchmarks.common import RESULTS, machine
-from lightning_topt.cli.training_runs import TrainingRun, read_runs
+from lightning_topt.cli.training_runs import TrainingRun, read_run_file
 from lightning_topt.costs.cluster import Link
 from lightning_topt.costs.communication import ring_seconds
 from lightning_topt.costs.compute import SHARPNESS, host_bound_seconds
@@ -237,7 +237,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("path", type=Path, help="CSV of measured iterations")
-    rows = read_runs(parser.parse_args().path, need_times=True).runs
+    rows = read_run_file(parser.parse_args().path, need_times=True).runs
     text = f"""# Terms of a cost model of GPUs
 
 `python -m benchmarks.prediction.gpu_cost_model a100_megatron_sample.csv`: {len(rows)} iterations of

@@ -20,9 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.common import RESULTS, machine
-from lightning_topt.cli.predict_rows import clusters_of, completed
-from lightning_topt.cli.run_costs import RunCosts
-from lightning_topt.cli.training_runs import TrainingRun, read_runs
+from lightning_topt.cli.run_prices import RunPrices, clusters_of, completed
+from lightning_topt.cli.training_runs import TrainingRun, read_run_file
 from lightning_topt.costs.cluster import Accuracy, Cluster, ErrorFigure
 from lightning_topt.costs.fitted_constants import Constant, fit_constants
 from lightning_topt.costs.intervals import Domain, Interval
@@ -91,7 +90,7 @@ def factors_of(
             for constant in CONSTANTS:
                 factor = constant.of(changed) / constant.of(neutral(clusters[first], first))
                 cluster = constant.scaled(cluster, factor)
-            found.append(RunCosts(cluster).step_seconds(run))
+            found.append(RunPrices(cluster).step_seconds(run))
         return found
 
     measured = [run.seconds for run in own if run.seconds is not None]
@@ -101,7 +100,7 @@ def factors_of(
 
 def judge(runs: Sequence[TrainingRun], clusters: Mapping[str, Cluster]) -> list[Judged]:
     """Predict each run with the files' constants, and with those of all other sources."""
-    files = {gpu: RunCosts(cluster) for gpu, cluster in clusters.items()}
+    files = {gpu: RunPrices(cluster) for gpu, cluster in clusters.items()}
     found: list[Judged] = []
     predicted: list[tuple[TrainingRun, str, float]] = []
     for source in dict.fromkeys(map(source_of, runs)):
@@ -112,7 +111,7 @@ def judge(runs: Sequence[TrainingRun], clusters: Mapping[str, Cluster]) -> list[
             for constant in CONSTANTS:
                 name = f"{constant.part}.{constant.entry}"
                 cluster = constant.scaled(cluster, factors[run.gpu[:4]][name])
-            predicted.append((run, source, RunCosts(cluster).step_seconds(run)))
+            predicted.append((run, source, RunPrices(cluster).step_seconds(run)))
     for run, source, seconds in predicted:
         # errors of all other sources, each predicted from the others
         rest = [each for each in predicted if each[1] != source]
@@ -183,10 +182,11 @@ def main() -> None:
     parser.add_argument("path", type=Path, help="CSV of published runs")
     parser.add_argument("--more", type=Path, help="CSV of runs on 80 GB A100s")
     options = parser.parse_args()
-    runs = [run for run in read_runs(options.path).runs if run.seconds is not None]
+    runs = [run for run in read_run_file(options.path).runs if run.seconds is not None]
     if options.more is not None:
         added = [
-            replace(run, gpu="a100_80gb", source="vTrain") for run in read_runs(options.more).runs
+            replace(run, gpu="a100_80gb", source="vTrain")
+            for run in read_run_file(options.more).runs
         ]
         runs += completed(added, clusters_of(added, None))
     clusters = clusters_of(runs, None)

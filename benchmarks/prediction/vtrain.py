@@ -19,15 +19,20 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.common import RESULTS, machine
+from benchmarks.common import RESULTS, ROOT, machine
 from benchmarks.prediction.gpu_cost_model import FITTED, SPLITS, judge
-from lightning_topt.cli.predict_rows import cluster_for, completed, fit_runs, measured_runs
-from lightning_topt.cli.run_costs import RunCosts
+from lightning_topt.cli.run_prices import (
+    RunPrices,
+    cluster_for,
+    completed,
+    fit_runs,
+    measured_runs,
+)
 from lightning_topt.cli.training_runs import TrainingRun
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.fitted_constants import CONSTANTS, FittedConstants
 
-CLUSTER = Path(__file__).parent.parent / "conf" / "cluster" / "a100_64x8.yaml"
+CLUSTER = ROOT / "conf" / "cluster" / "a100_64x8.yaml"
 HEADER = (
     "| constants | rows | mean error | p90 | regret | Kendall's tau |\n|---|---|---|---|---|---|"
 )
@@ -43,7 +48,7 @@ KINDS: dict[str, Callable[[TrainingRun], object]] = {
 
 def predictor(cluster: Cluster, rows: Sequence[TrainingRun]) -> Callable[[TrainingRun], float]:
     """What the cluster's constants say of each of `rows`."""
-    costs = RunCosts(cluster_for(rows, cluster))
+    costs = RunPrices(cluster_for(rows, cluster))
     known = {id(row): costs.step_seconds(row) for row in rows}
     return lambda row: known[id(row)]
 
@@ -142,9 +147,11 @@ def main() -> None:
     whole = fit_runs(cluster, rows)
     lines.append(cells("fitted to all rows", rows, whole.cluster)[0])
     if other:
+        both = fit_runs(cluster_for(other, cluster), [*rows, *other])
         for label, constants in (
             ("the file's", cluster),
             ("fitted to the first file", whole.cluster),
+            ("fitted to both files, these rows among them", both.cluster),
         ):
             lines.append(cells(f"{label}, {options.other.name}", other, constants)[0])
             print(lines[-1], flush=True)

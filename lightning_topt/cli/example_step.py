@@ -10,8 +10,6 @@ A model on the meta device is captured without memory. One whose step reads valu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +19,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.graph.accelerator_kernels import AcceleratorAttention
+from lightning_topt.graph.accelerator_kernels import OnAccelerator
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.errors import CaptureError, may_need_values
 from lightning_topt.graph.module_copy import is_on_meta
@@ -116,14 +114,9 @@ def capture_batches(
     device = trainer.strategy.root_device.type
     precision = trainer.precision_plugin.forward_context
 
-    @contextmanager
-    def on_accelerator() -> Iterator[None]:
-        with precision(), AcceleratorAttention():
-            yield
-
     elsewhere = accelerator and device == "cpu"
     given: dict[str, Any] = {
-        "forward_context": on_accelerator if elsewhere else precision,
+        "forward_context": OnAccelerator(precision) if elsewhere else precision,
         "device": device,
     }
     trace, reads_values = FunctionTrace() if splits else None, False

@@ -1,6 +1,6 @@
 """Training runs of Transformers that somebody made, a row of a CSV file each: read and checked.
 
-    file = read_runs(path)                     # two kinds of headers, columns in any order
+    file = read_run_file(path)                     # two kinds of headers, columns in any order
     file.runs[0].model.hidden, file.runs[0].tensor, file.runs[0].seconds
     file.save(path, {"predicted_seconds": [...]})
 
@@ -14,7 +14,7 @@
     device               `gpu`: a cluster of the configurations,     the cluster that is given
                          or one of `GPUS`
     recomputation        `recompute`: none, full, selective,         see
-                         selective(op), selective(2)                 `predict_rows.completed`
+                         selective(op), selective(2)                 `run_prices.completed`
     sharding             `sharding`: none, DDP, ZeRO-1 to 3,         none
                          FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD
     interleaving         `stages per rank`                           1
@@ -163,7 +163,7 @@ def model_named(name: str) -> ModelSizes:
 
 
 @dataclass(frozen=True)
-class Recomputation:
+class RunsAgain:
     """What runs again in backward.
 
     Args:
@@ -179,7 +179,7 @@ class Recomputation:
     operators: bool = False
 
     @classmethod
-    def named(cls, text: str) -> Recomputation:
+    def named(cls, text: str) -> RunsAgain:
         """Read "none", "full", "selective", "selective(op)" or "selective(n)": each n-th layer.
 
         Raises:
@@ -241,7 +241,7 @@ class TrainingRun:
     pipeline: int = 1
     context: int = 1
     stages_per_rank: int = 1
-    recompute: Recomputation | None = None
+    recompute: RunsAgain | None = None
     level: int = 0
     hybrid: bool = False
     sequence_parallel: bool = False
@@ -320,14 +320,14 @@ class TrainingRun:
     @property
     def techniques(self) -> tuple[str, ...]:
         """Techniques by which runs are told to be like others."""
-        recompute = self.recompute or Recomputation()
+        recompute = self.recompute or RunsAgain()
         used = {
             "tensor": self.tensor > 1,
             "pipeline": self.pipeline > 1,
             "interleaved": self.stages_per_rank > 1,
             "context": self.context > 1,
             "sharded": self.level > 1,
-            "recomputation": recompute != Recomputation(),
+            "recomputation": recompute != RunsAgain(),
             "float8": self.dtype == "float8",
             f"{self.attention} attention": True,
             f"model {self.model.kind}": True,
@@ -365,7 +365,7 @@ def _written(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:.9g}"
 
 
-def read_runs(path: Path, *, need_times: bool = False) -> RunFile:
+def read_run_file(path: Path, *, need_times: bool = False) -> RunFile:
     """Read a file; with `need_times` it must have measured times.
 
     Raises:
@@ -447,10 +447,10 @@ def _run_of(cells: Mapping[str, str]) -> TrainingRun:
     dtype = cells.get("dtype") or ("float8" if said["float8"] else "bfloat16")
     if dtype not in DTYPES:
         raise ValueError(f"dtype is one of {names(DTYPES)}, not {shown(dtype)}")
-    recompute = Recomputation.named(cells["recompute"]) if cells.get("recompute") else None
+    recompute = RunsAgain.named(cells["recompute"]) if cells.get("recompute") else None
     # recomputing attention's scores is nothing where they are never written
     if recompute is not None and recompute.attention and attention == "flash":
-        recompute = Recomputation(operators=True)
+        recompute = RunsAgain(operators=True)
     # torchtitan, nanotron and Llama 3 split positions wherever they split products
     split = said["sequence parallel"] > 0 or model.kind == "llama"
     pipeline = _whole(cells, "pipeline")

@@ -1,6 +1,6 @@
 """One rank's part of a Transformer as training programs run it, in plain torch.
 
-It is to be captured, not trained: `run_costs` captures it on the meta device. Column- and
+It is to be captured, not trained: `run_prices` captures it on the meta device. Column- and
 row-parallel products (Shoeybi et al., arXiv 1909.08053, section 3) hold the slices of one rank. The
 exchanges along the tensor axis are shown to the capture:
 
@@ -333,7 +333,7 @@ def _scattered(x: Tensor, slices: int) -> Tensor:
 class _AllPositions(Function):
     """Keys or values of all positions, of which the ranks of the context axis have parts.
 
-    The exchange is priced by `run_costs`, since it goes along the data axis.
+    The exchange is priced by `run_prices`, since it goes along the data axis.
     """
 
     @staticmethod

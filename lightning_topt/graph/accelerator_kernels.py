@@ -11,7 +11,9 @@ scores, which costs several times the memory. CUDA chooses among these (torch 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +23,26 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 _WIDEST_HEAD = 256  # of flash attention
+
+
+@dataclass(frozen=True)
+class OnAccelerator:
+    """The context of a step, made by `forward_context`, as it would run on an accelerator."""
+
+    forward_context: Callable[[], AbstractContextManager[object]]
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Enter both."""
+        with self.forward_context(), AcceleratorAttention():
+            yield
+
+
+def kernels_of(
+    forward_context: Callable[[], AbstractContextManager[object]],
+) -> AbstractContextManager[object]:
+    """Return what of a step's context holds for its backward as well: which kernels run."""
+    return AcceleratorAttention() if isinstance(forward_context, OnAccelerator) else nullcontext()
 
 
 class AcceleratorAttention(TorchFunctionMode):

@@ -11,17 +11,24 @@ import pytest
 
 from hydra_plugins.lightning_topt_searchpath import conf_dir
 from lightning_topt.cli import main
-from lightning_topt.cli.predict_rows import cluster_for, cluster_named, completed, fit_runs
-from lightning_topt.cli.run_costs import RunCosts, captured_step, sizes_of
+from lightning_topt.cli.run_prices import (
+    RunPrices,
+    captured_step,
+    cluster_for,
+    cluster_named,
+    completed,
+    fit_runs,
+    sizes_of,
+)
 from lightning_topt.cli.training_runs import (
     COLUMNS,
     SIZES,
     TIME,
     ModelSizes,
-    Recomputation,
+    RunsAgain,
     TrainingRun,
     model_named,
-    read_runs,
+    read_run_file,
 )
 from lightning_topt.cli.transformer import takes_fused_softmax
 from lightning_topt.costs.cluster import Cluster, NodeType
@@ -147,11 +154,11 @@ def test_a_fit_never_learns_a_row():
     """Rows that cannot be told apart by what is known of them get one time, whatever was
     measured.
     """
-    predicted = RunCosts(cluster("a100_8x8")).step_seconds(SMALL)
+    predicted = RunPrices(cluster("a100_8x8")).step_seconds(SMALL)
     fitted = fit_runs(
         cluster("a100_8x8"), [changed(SMALL, seconds=factor * predicted) for factor in (1.0, 1.44)]
     )
-    assert 1.05 * predicted < RunCosts(fitted.cluster).step_seconds(SMALL) < 1.4 * predicted
+    assert 1.05 * predicted < RunPrices(fitted.cluster).step_seconds(SMALL) < 1.4 * predicted
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -189,7 +196,7 @@ def test_repeated_blocks_are_the_model_of_that_depth(tensor):
 
 
 def test_a_row_costs_what_its_stages_cost():
-    costs = RunCosts(cluster("a100_8x8"))
+    costs = RunPrices(cluster("a100_8x8"))
     priced = costs.price(SMALL)
     assert priced.step_seconds == costs.step_seconds(SMALL)
     assert sum(priced.seconds.values()) == pytest.approx(priced.step_seconds)
@@ -202,38 +209,38 @@ def test_a_row_costs_what_its_stages_cost():
 
 
 def test_layers_that_stages_cannot_share_evenly():
-    costs = RunCosts(cluster("a100_8x8"))
+    costs = RunPrices(cluster("a100_8x8"))
     five, six = (costs.step_seconds(changed(SMALL, layers=layers)) for layers in (5, 6))
     assert costs.step_seconds(SMALL) < five < six
 
 
 def test_recomputation_takes_time_and_saves_memory():
     """What is between nothing and everything lies there."""
-    costs = RunCosts(cluster("a100_8x8"))
+    costs = RunPrices(cluster("a100_8x8"))
     row = changed(SMALL, hidden=128, inner=512, sequence=128, layers=8, samples=16, batch=128)
     names = ["none", "selective(op)", "selective(2)", "full"]
-    found = {name: costs.price(replace(row, recompute=Recomputation.named(name))) for name in names}
+    found = {name: costs.price(replace(row, recompute=RunsAgain.named(name))) for name in names}
     seconds = [found[name].step_seconds for name in names]
     assert seconds == sorted(seconds) and len({*seconds}) == 4
     assert found["full"].seconds["backward"] > 1.2 * found["none"].seconds["backward"]
     for name in names[1:3]:
         assert found["full"].peak_bytes < found[name].peak_bytes < found["none"].peak_bytes
     # scores are kept only without
-    attention = costs.price(replace(row, recompute=Recomputation(attention=True)))
+    attention = costs.price(replace(row, recompute=RunsAgain(attention=True)))
     assert attention.peak_bytes < found["none"].peak_bytes
     assert found["none"].step_seconds < attention.step_seconds < found["full"].step_seconds
     with pytest.raises(ValueError, match="recompute is none, full"):
-        Recomputation.named("some")
+        RunsAgain.named("some")
 
 
 def test_tensor_groups_pay_for_their_sums():
     whole = changed(SMALL, pipeline=1, data=1, tensor=1, gpus=1)
     slow = cluster("a100_8x8")
     slow = replace(slow, intra=replace(slow.intra, latency_seconds=1.0))
-    split = RunCosts(slow).step_seconds(changed(whole, tensor=2, gpus=2))
+    split = RunPrices(slow).step_seconds(changed(whole, tensor=2, gpus=2))
     # a microbatch: 4 sums of a layer and 1 of either end, 3 of the loss, each 2 x 1 s of latency
     assert split == pytest.approx(
-        4 * 2 * (4 * 4 + 2 + 3) + RunCosts(slow).step_seconds(whole), rel=0.05
+        4 * 2 * (4 * 4 + 2 + 3) + RunPrices(slow).step_seconds(whole), rel=0.05
     )
 
 
@@ -260,19 +267,21 @@ def test_more_nodes_where_rows_need_them():
     with pytest.raises(ValueError, match="several kinds"):
         cluster_for([row], mixed)
     with pytest.raises(ValueError, match=r"cluster\.num_nodes=16"):
-        RunCosts(cluster("a100_8x8")).price(row)
+        RunPrices(cluster("a100_8x8")).price(row)
 
 
 def test_columns_in_any_order_and_more_of_them(tmp_path):
     lines = [["x", *reversed(line)] for line in LINES]
     path = write(tmp_path / "runs.csv", lines, ["comment", *reversed(HEADER)])
-    file = read_runs(path)
+    file = read_run_file(path)
     assert [row.gpus for row in file.runs] == [4, 4, 4, 8] and file.runs[
         0
     ].seconds == pytest.approx(0.760096736)
     file.save(tmp_path / "out.csv", {"predicted_seconds": [1.0, 2.0, 3.0, 4.0]})
     assert (tmp_path / "out.csv").read_text().splitlines()[1].endswith("4,1")
-    untimed = read_runs(write(tmp_path / "untimed.csv", [line[:-1] for line in LINES], HEADER[:-1]))
+    untimed = read_run_file(
+        write(tmp_path / "untimed.csv", [line[:-1] for line in LINES], HEADER[:-1])
+    )
     assert [row.seconds for row in untimed.runs] == [None] * 4
 
 
@@ -343,7 +352,7 @@ def test_one_sentence_for_what_cannot_be(tmp_path, topt_predict, arguments, sent
 
 def test_a_batch_of_one_data_rank():
     """Data ranks exchange gradients once for any number of microbatches."""
-    costs = RunCosts(cluster("a100_8x8"))
+    costs = RunPrices(cluster("a100_8x8"))
     alone = changed(SMALL, data=1, batch=4, gpus=2)
     assert costs.step_seconds(SMALL) > costs.step_seconds(alone)
     assert costs.price(SMALL).seconds["once"] > costs.price(alone).seconds["once"]
@@ -361,7 +370,7 @@ llama3_8b,llama,h100_96gb_hbm2e_500w,8,1,1,8,1,8192,2,16,selective(op),FULL_SHAR
 def test_published_tables_are_read(tmp_path, topt_predict):
     path, out = tmp_path / "published.csv", tmp_path / "out.csv"
     path.write_text(PUBLISHED)
-    first, second, third = read_runs(path).runs
+    first, second, third = read_run_file(path).runs
     assert first.level == 3 and first.model == model_named("mpt-1b") and not first.fused
     assert second.sequence_parallel and second.recompute.attention and second.seconds is None
     assert second.attention == "softmax" and second.stages_per_rank == 1
@@ -377,7 +386,7 @@ def test_published_tables_are_read(tmp_path, topt_predict):
 def test_sequence_parallelism_saves_memory_between_products():
     model = ModelSizes("gpt", 1024, 16, 16, 16, 4096, 50_257)
     run = TrainingRun(4, 8, 4, 1024, model, tensor=4, data=1, attention="flash")
-    costs = RunCosts(cluster("a100_8x8"))
+    costs = RunPrices(cluster("a100_8x8"))
     plain, split = (costs.price(replace(run, sequence_parallel=each)) for each in (False, True))
     assert split.peak_bytes < 0.85 * plain.peak_bytes
     # the same bytes travel, and norms and dropout run on a part
@@ -388,7 +397,7 @@ def test_sequence_parallelism_saves_memory_between_products():
 
 def test_interleaving_shrinks_the_bubble():
     row = changed(SMALL, layers=8, data=1, batch=8, gpus=2)
-    costs = RunCosts(cluster("a100_8x8"))
+    costs = RunPrices(cluster("a100_8x8"))
     plain, interleaved = costs.price(row), costs.price(replace(row, stages_per_rank=4))
     assert interleaved.seconds["pipeline"] < plain.seconds["pipeline"]
 
@@ -396,7 +405,7 @@ def test_interleaving_shrinks_the_bubble():
 def test_shards_over_more_ranks_take_less_memory():
     model = ModelSizes("llama", 512, 4, 8, 2, 1536, 32_000)
     run = TrainingRun(8, 32, 4, 512, model, data=8)
-    costs = RunCosts(cluster("h100_2x8"))
+    costs = RunPrices(cluster("h100_2x8"))
     levels = [costs.price(replace(run, level=level)) for level in (0, 1, 2, 3)]
     peaks = [each.peak_bytes for each in levels]
     assert peaks[0] > peaks[1] > peaks[3]
@@ -409,7 +418,7 @@ def test_shards_over_more_ranks_take_less_memory():
 def test_ranks_that_share_a_sample():
     model = ModelSizes("llama", 512, 4, 8, 2, 1536, 32_000)
     run = TrainingRun(8, 8, 1, 4096, model, data=8, level=3)
-    costs = RunCosts(cluster("h100_2x8"))
+    costs = RunPrices(cluster("h100_2x8"))
     whole = costs.price(run)
     shared = costs.price(replace(run, data=2, context=4, batch=2))
     assert shared.peak_bytes < 0.6 * whole.peak_bytes and shared.step_seconds < whole.step_seconds
@@ -429,13 +438,13 @@ def test_models_that_are_known_and_not():
 def test_rows_that_do_not_say_what_they_recompute(tmp_path, topt_predict):
     """All of a file recompute where one of them would not fit otherwise."""
     wide = [64, 256, 16, 8192, 64, 24, 2048, 8, 4, 2, 1.0]
-    runs = read_runs(write(tmp_path / "runs.csv", [LINES[0], wide])).runs
+    runs = read_run_file(write(tmp_path / "runs.csv", [LINES[0], wide])).runs
     machines = {"": cluster()}
     assert [run.recompute for run in runs] == [None, None]
-    assert all(run.recompute == Recomputation(1.0) for run in completed(runs, machines))
-    assert completed(runs[:1], machines)[0].recompute == Recomputation()
+    assert all(run.recompute == RunsAgain(1.0) for run in completed(runs, machines))
+    assert completed(runs[:1], machines)[0].recompute == RunsAgain()
     # those that say it keep it
-    said = [replace(runs[0], recompute=Recomputation()), runs[1]]
+    said = [replace(runs[0], recompute=RunsAgain()), runs[1]]
     assert [run.recompute.layers for run in completed(said, machines)] == [0.0, 1.0]
     code, output = topt_predict(f"runs={tmp_path}/runs.csv", "cluster=a100_64x8")
     assert code == 0 and "2 rows of runs.csv do not say what they recompute: everything" in output

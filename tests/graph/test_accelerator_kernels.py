@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_topt.graph.accelerator_kernels import AcceleratorAttention
+from lightning_topt.graph.accelerator_kernels import OnAccelerator
 from lightning_topt.graph.capture import capture
 
 
@@ -34,9 +34,7 @@ class Attention(nn.Module):
 
 
 def kernels(module: nn.Module, dtype: torch.dtype, *, accelerator: bool = True) -> list[str]:
-    def context():
-        return AcceleratorAttention() if accelerator else nullcontext()
-
+    context = OnAccelerator(nullcontext) if accelerator else nullcontext
     batch = torch.zeros(2, 64, 64, dtype=dtype)
     graph = capture(module.to(dtype), batch, forward_context=context)
     names = [k.name for op in graph.ops for k in (*op.forward, *op.backward)]
@@ -68,3 +66,29 @@ def test_a_cpu_writes_scores_with_dropout():
     found = kernels(Attention(), torch.bfloat16, accelerator=False)
     assert any("bmm" in name for name in found)
     assert not any("flash" in name or "efficient" in name for name in found)
+
+
+class Layer(Attention):
+    """Attention and a residual."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (12, 16)).transpose(1, 2).chunk(3, dim=1)
+        mixed = F.scaled_dot_product_attention(query, key, value, None, 0.1, is_causal=True)
+        return x + mixed.transpose(1, 2).flatten(2)
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        for layer in self.layers:
+            batch = layer(batch)
+        return batch.float().sum()
+
+
+def test_layers_may_recompute():
+    batch = torch.zeros(2, 64, 64, dtype=torch.bfloat16)
+    graph = capture(Stack().bfloat16(), batch, forward_context=OnAccelerator(nullcontext))
+    assert [block.recomputable for block in graph.blocks] == [False, True, True, True]

@@ -1,9 +1,12 @@
-"""What an iteration of a training run costs: seconds, and bytes at the peak of its fullest rank.
+"""What the training runs of a table cost: seconds of an iteration, bytes at the peak of a rank.
 
-    RunCosts(cluster).price(run)
+    clusters_of(runs, None)             # machines, by the GPU that each run names
+    fit_runs(cluster, runs)             # constants, from runs with measured times
+    RunPrices(cluster).price(run)
 
-A run is priced by the models that the search compares plans with. Its rank's part of a Transformer
-(`transformer`) is captured once for each shape of layer, whatever the cluster and the batch:
+`training_runs` reads the file. A run is priced by the models that the search compares plans with.
+Its rank's part of a Transformer (`transformer`) is captured once for each shape of layer, whatever
+the cluster and the batch:
 
     run                        model                                      captured layers
     no ZeRO above level 1      stages of a pipeline (`plan.stage_simulation`): 1F1B, or   three,
@@ -21,18 +24,27 @@ are neighbours, then data ranks, then stages. What has no model of its own is be
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from lightning_topt.cli.training_runs import ModelSizes, Recomputation, TrainingRun
+from hydra_plugins.lightning_topt_searchpath import conf_dir
+from lightning_topt.cli.training_runs import ModelSizes, RunsAgain, TrainingRun, read_run_file
 from lightning_topt.cli.transformer import RankTransformer, TransformerSizes, takes_fused_softmax
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.communication import Group, estimate_collective_seconds
+from lightning_topt.costs.fitted_constants import (
+    CONSTANTS,
+    Constant,
+    FittedConstants,
+    fit_constants,
+)
 from lightning_topt.costs.optimizer import OptimizerProfile, ParameterUpdate
+from lightning_topt.costs.plain_values import names, shown
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.frontier.stage_search import StagePoint
 from lightning_topt.graph.capture import capture
@@ -53,6 +65,14 @@ from lightning_topt.plan.stage_simulation import (
 from lightning_topt.plan.stage_tables import PASS_SECONDS, PipelineShape
 from lightning_topt.techniques.plan_costs import PlanCosts
 
+# clusters of the configurations, by what published tables call their GPUs
+GPUS = {
+    "a100_80gb": "a100_8x8",
+    "a100_40gb": "a100_40gb_8x8",
+    "h100_80gb": "h100_2x8",
+    "h100_96gb_hbm2e_500w": "h100_96gb_2x8",
+}
+
 # Adam in mixed precision (Micikevicius et al., arXiv 1710.03740; Rajbhandari et al., arXiv
 # 1910.02054, section 3.1): a float32 copy, momentum and variance; read and written with the
 # gradient, which is copied to float32 and whose norm is taken.
@@ -67,8 +87,119 @@ _PLACES = 3  # layers that are captured of a repeated model
 Seconds = Mapping[str, float]
 
 
+def completed(
+    runs: Sequence[TrainingRun], clusters: Mapping[str, Cluster]
+) -> Sequence[TrainingRun]:
+    """Return runs that all say what they recompute.
+
+    A program that made a table has run all of it in one way. So those that do not say it recompute
+    everything if one of them would not fit its device otherwise, else nothing.
+    """
+    unsaid = [run for run in runs if run.recompute is None]
+    several = {gpu: RunPrices(cluster) for gpu, cluster in clusters.items()}
+
+    def fits(run: TrainingRun) -> bool:
+        costs = several.get(run.gpu) or several[""]
+        return costs.price(run).peak_bytes <= costs.cluster.device.memory_bytes
+
+    full = RunsAgain(1.0)
+    # runs that fit in neither way tell nothing
+    every = any(not fits(run) and fits(replace(run, recompute=full)) for run in unsaid)
+    assumed = full if every else RunsAgain()
+    return [replace(run, recompute=assumed) if run.recompute is None else run for run in runs]
+
+
+def measured_runs(path: Path) -> list[TrainingRun]:
+    """Return the runs of a file that have measured times.
+
+    Raises:
+        ValueError: there are fewer than two of them.
+    """
+    runs = [run for run in read_run_file(path, need_times=True).runs if run.seconds is not None]
+    if len(runs) < 2:
+        raise ValueError(
+            f"{path} has {len(runs)} rows with a measured time: constants are fitted to at least "
+            "two"
+        )
+    return runs
+
+
+def fit_runs(
+    cluster: Cluster, runs: Sequence[TrainingRun], *, constants: Sequence[Constant] = CONSTANTS
+) -> FittedConstants:
+    """Return the cluster with its `constants` fitted to measured runs."""
+
+    def predict(changed: Cluster) -> list[float]:
+        # once per change of the constants, of which there are hundreds
+        costs = RunPrices(changed)
+        return [costs.step_seconds(run) for run in runs]
+
+    measured = [run.seconds for run in runs if run.seconds is not None]
+    return fit_constants(cluster, predict, measured, constants=constants)
+
+
+def clusters_of(runs: Sequence[TrainingRun], cluster: Cluster | None) -> dict[str, Cluster]:
+    """Return the clusters of runs, by their column `gpu`; the given one by "" if there is one.
+
+    Raises:
+        ValueError: none is given, and a run does not say its GPU, or one that is not known.
+    """
+    if cluster is not None:
+        return {"": cluster_for(runs, cluster)}
+    by_gpu: dict[str, list[TrainingRun]] = {}
+    for run in runs:
+        by_gpu.setdefault(run.gpu, []).append(run)
+    if "" in by_gpu:
+        raise ValueError(
+            "say for which machines: cluster=NAME of the group (topt predict --help lists them), "
+            "cluster_file=FILE, or a column gpu in each row"
+        )
+    return {gpu: cluster_for(several, cluster_named(gpu)) for gpu, several in by_gpu.items()}
+
+
+def cluster_named(gpu: str) -> Cluster:
+    """Return the cluster of the configurations with this GPU, or of this name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    path = conf_dir() / "cluster" / f"{GPUS.get(gpu, gpu)}.yaml"
+    if not path.stem.isidentifier() or not path.exists():
+        raise ValueError(
+            f"the GPU {shown(gpu)} is not known: write one of {names(GPUS)}, a name of the group "
+            "of clusters, or give cluster_file=FILE for all rows"
+        )
+    return Cluster.load(path)
+
+
+def cluster_for(runs: Sequence[TrainingRun], cluster: Cluster) -> Cluster:
+    """Return the cluster, with as many more of its nodes as the largest of `runs` needs.
+
+    Raises:
+        ValueError: it has several kinds of nodes, or one node and no network.
+    """
+    # the largest run decides for all
+    most = max(run.gpus for run in runs)
+    if most <= cluster.num_devices:
+        return cluster
+    if cluster.nodes or cluster.inter is None:
+        why = (
+            "has several kinds of nodes"
+            if cluster.nodes
+            else "says nothing of a network between nodes (inter)"
+        )
+        raise ValueError(
+            f"{most} GPUs are more than the {cluster.num_devices} of the cluster {cluster.name!r}, "
+            f"which {why}: describe a larger one"
+        )
+    return replace(cluster, num_nodes=math.ceil(most / cluster.devices_per_node))
+
+
+# ---- what a run costs
+
+
 @dataclass(frozen=True)
-class RunCost:
+class RunPrice:
     """The costs of a run.
 
     Args:
@@ -83,7 +214,7 @@ class RunCost:
     seconds: Seconds
 
 
-class RunCosts:
+class RunPrices:
     """The costs of runs on one cluster; what is known of a shape of layer is kept."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -95,7 +226,7 @@ class RunCosts:
         """Return the seconds of an iteration; raises what `price` raises."""
         return self.price(run, with_bytes=False).step_seconds
 
-    def price(self, run: TrainingRun, *, with_bytes: bool = True) -> RunCost:
+    def price(self, run: TrainingRun, *, with_bytes: bool = True) -> RunPrice:
         """Return the costs of a run; without its bytes, which do not depend on rates, 0 of them.
 
         Raises:
@@ -108,7 +239,7 @@ class RunCosts:
                 f"cluster.num_nodes={math.ceil(run.gpus / self.cluster.devices_per_node)}"
             )
         # between nothing and all that runs again
-        recompute = run.recompute or Recomputation()
+        recompute = run.recompute or RunsAgain()
         of_seconds = of_bytes = recompute.layers
         if recompute.operators:
             of_seconds, of_bytes = OPERATORS_AGAIN, OPERATORS_KEPT
@@ -125,11 +256,11 @@ class RunCosts:
             for part in ends[0].seconds
         }
         steps, peaks = [e.step_seconds for e in ends], [e.peak_bytes for e in ends]
-        return RunCost(between(of_seconds, *steps), between(of_bytes, *peaks), seconds)
+        return RunPrice(between(of_seconds, *steps), between(of_bytes, *peaks), seconds)
 
     # ---- stages of a pipeline, or one
 
-    def _staged(self, run: TrainingRun, *, again: bool, with_bytes: bool) -> RunCost:
+    def _staged(self, run: TrainingRun, *, again: bool, with_bytes: bool) -> RunPrice:
         blocks = self._chain_of(run)
         data, count = run.data * run.context, run.num_microbatches
         schedule = "interleaved" if run.stages_per_rank > 1 else "1f1b"
@@ -165,7 +296,7 @@ class RunCosts:
         parts = dict(zip(("forward", "backward", "once"), longest, strict=True))
         exchanged = (count + run.pipeline - 1) * self._context_seconds(run)
         step += exchanged
-        return RunCost(step, peak, {**parts, "pipeline": max(step - sum(parts.values()), 0.0)})
+        return RunPrice(step, peak, {**parts, "pipeline": max(step - sum(parts.values()), 0.0)})
 
     def _context_seconds(self, run: TrainingRun) -> float:
         """Return the seconds to exchange keys and values of a microbatch in a stage's layers.
@@ -222,7 +353,7 @@ class RunCosts:
 
     # ---- ZeRO-2 and ZeRO-3
 
-    def _sharded(self, run: TrainingRun, *, again: bool, with_bytes: bool) -> RunCost:
+    def _sharded(self, run: TrainingRun, *, again: bool, with_bytes: bool) -> RunPrice:
         known = captured_step(sizes_of(run, layers=run.model.layers))
         mesh = self._data_mesh(run)
         step = replace(
@@ -252,7 +383,7 @@ class RunCosts:
         parts = {"forward": forward, "backward": backward}
         parts["once"] = max(total - forward - backward, 0.0)
         peak = float(np.max(costs.memory(configs))) if with_bytes else 0.0
-        return RunCost(total, peak, {**parts, "pipeline": 0.0})
+        return RunPrice(total, peak, {**parts, "pipeline": 0.0})
 
     def _data_mesh(self, run: TrainingRun) -> Mesh:
         """Return the mesh data x tensor, of hybrid sharding nodes x ranks of a node x tensor."""

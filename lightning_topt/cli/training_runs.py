@@ -10,7 +10,7 @@
                          `# layers`; `arch`, `vocabulary`,
                          `key heads`, `mlp size`
     ranks                `gpus`, `tp`, `pp`, `dp`, `cp`              cp 1
-    batch                `seq`, `mbs`, `gbs`                         -
+    batch                `seq`, `mbs`, `gbs`, or `ga` microbatches   -
     device               `gpu`: a cluster of the configurations,     the cluster that is given
                          or one of `GPUS`
     recomputation        `recompute`: none, full, selective,         see
@@ -44,8 +44,9 @@ from lightning_topt.costs.plain_values import names, shown
 # so that no file takes hours, and no size is more than a number of bytes can be
 MOST_ROWS, MOST = 100_000, 10**9
 WORDS = {"gpt": 50_257, "mpt": 50_368, "llama": 128_256}
-SHARDING = {"none": 0, "ddp": 0, "zero-1": 1, "zero-2": 2, "zero-3": 3, "fsdp": 3}
-SHARDING |= {"full_shard": 3, "shard_grad_op": 2, "hybrid_shard": 3}
+# by their letters and digits
+SHARDING = {"none": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3, "fsdp2": 3}
+SHARDING |= {"fullshard": 3, "shardgradop": 2, "hybridshard": 3, "hsdp": 3}
 MOST_STAGES = 8  # of a rank
 DTYPES = ("bfloat16", "float16", "float8")
 
@@ -59,6 +60,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "data": ("dp", "data parallelism"),
     "pipeline": ("pp", "pipeline parallelism"),
 }
+_BATCH_PARTS = ("samples", "accumulated", "data")
 SIZES: dict[str, tuple[str, ...]] = {
     "hidden": ("hidden size",),
     "heads": ("attention heads",),
@@ -71,6 +73,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "key_heads": ("key heads",),
     "inner": ("mlp size",),
     "context": ("cp", "context parallelism"),
+    "accumulated": ("ga", "accumulation"),
     "recompute": ("recompute",),
     "sharding": ("sharding",),
     "stages_per_rank": ("stages per rank",),
@@ -406,6 +409,8 @@ def _places(path: Path, header: Sequence[str], *, need_times: bool) -> dict[str,
         if name in known
     }
     needed = [*COLUMNS, *(() if "model" in places else SIZES)]
+    if "accumulated" in places:
+        needed.remove("batch")
     missing = [(COLUMNS | SIZES)[field][-1] for field in needed if field not in places]
     if need_times and not {"seconds", "milliseconds"} & {*places}:
         missing.append(TIME)
@@ -438,7 +443,8 @@ def _run_of(cells: Mapping[str, str]) -> TrainingRun:
     said = _extras(cells.get("extras", ""))
     model = _model(cells)
     megatron = model.kind == "gpt"
-    sharding = re.sub(r"\(.*", "", cells.get("sharding", "").lower()).strip() or "none"
+    # what stands in brackets is a remark
+    sharding = re.sub(r"\(.*|[^a-z0-9]", "", cells.get("sharding", "").lower()) or "none"
     if sharding not in SHARDING:
         raise ValueError(f"sharding is one of {names(SHARDING)}, not {shown(cells['sharding'])}")
     attention = cells.get("attention") or ("softmax" if megatron else "flash")
@@ -460,14 +466,20 @@ def _run_of(cells: Mapping[str, str]) -> TrainingRun:
     if seconds is None and (found := _measured(cells, "milliseconds", TIME)) is not None:
         seconds = found / 1e3
     gibibytes = _measured(cells, "gibibytes", "memory_gib")
+    # a batch is also so many microbatches of each data rank
+    given = {name: _whole(cells, name) for name in COLUMNS if name != "batch"}
+    batch = _whole(cells, "batch", 0)
+    if not batch:
+        batch = math.prod(_whole(cells, name) for name in _BATCH_PARTS)
     return TrainingRun(
-        **{name: _whole(cells, name) for name in COLUMNS},
+        **given,
+        batch=batch,
         model=model,
         context=_whole(cells, "context", 1),
         stages_per_rank=per_rank,
         recompute=recompute,
         level=SHARDING[sharding],
-        hybrid=sharding == "hybrid_shard",
+        hybrid=sharding in ("hybridshard", "hsdp"),
         sequence_parallel=_truth(cells, "sequence_parallel", split),
         attention=attention,
         fused=_truth(cells, "compiled", megatron or said["compiled"] > 0),

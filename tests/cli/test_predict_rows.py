@@ -424,6 +424,21 @@ def test_ranks_that_share_a_sample():
     assert shared.peak_bytes < 0.6 * whole.peak_bytes and shared.step_seconds < whole.step_seconds
 
 
+def test_other_ways_to_say_it(tmp_path):
+    """Microbatches instead of a batch, remarks in brackets, guesses."""
+    path = tmp_path / "runs.csv"
+    path.write_text(
+        "model,gpus,tp,pp,dp,seq,mbs,ga,sharding,gbs,extras\n"
+        "mpt-1b,16,1,1,16,2048,2?,4,Hybrid_Shard,,float8\n"
+        "llama3_405b,128,8,16,1,8192,1,32,ZeRO-2(not resharded),32,interleaved\n"
+    )
+    hybrid, staged = read_run_file(path).runs
+    assert hybrid.batch == 128 and hybrid.hybrid and hybrid.level == 3 and hybrid.dtype == "float8"
+    assert hybrid.num_microbatches == 4 and staged.num_microbatches == 32
+    # 126 layers: 64 stages of two, and not 96 of one or two
+    assert staged.level == 2 and staged.stages_per_rank == 4 and staged.sequence_parallel
+
+
 def test_models_that_are_known_and_not():
     assert model_named("gpt-8192-48-64").parameters == pytest.approx(39.1e9, rel=0.02)
     assert model_named("llama3_70b").parameters == pytest.approx(70.6e9, rel=0.02)

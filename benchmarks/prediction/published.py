@@ -198,9 +198,10 @@ def main() -> None:
         f"""# Predictions of training runs that others published
 
 `python -m benchmarks.prediction.published {options.path.name}{more}`: {len(rows)} rows,
-on A100 and H100. "Files": with the constants of `conf/cluster`, for which these rows were looked at.
-"Others": with rates of products, attention and memory that the rows of all other sources say, from
-round shares of the data sheet. Intervals (90 %) are of the latter, each from the errors of the other sources.
+on A100 and H100. "Files": with the constants of `conf/cluster`, for which these rows were looked
+at. "Others": with rates of products, attention and memory that the rows of all other sources say,
+from round shares of the data sheet. Intervals (90 %) are of the latter, each from the errors of the
+other sources.
 
 {machine()}
 

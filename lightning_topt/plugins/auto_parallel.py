@@ -202,6 +202,14 @@ class AutoParallelStrategy(DDPStrategy):
         return self._controller.seconds
 
     @property
+    def planned_core_wait_share(self) -> float:
+        """The share of time without a core in which the plan's machine was measured.
+
+        0 where it was quiet, or not measured.
+        """
+        return self._controller.busy_share
+
+    @property
     def ranks_may_end_apart(self) -> bool:
         """Whether training data may end on one rank before others, as all ranks know."""
         return self._batches.may_end_apart
@@ -312,6 +320,7 @@ class AutoParallelStrategy(DDPStrategy):
         if self._elastic is not None:
             self._elastic.begin_batch()
         super().on_train_batch_start(batch, batch_idx)
+        controller.begin_batch()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -388,6 +397,7 @@ class AutoParallelStrategy(DDPStrategy):
                 yield
         finally:
             self._accumulates = False
+            self._controller.end_batch(updates=False)
 
     @override
     def optimizer_step(
@@ -404,6 +414,7 @@ class AutoParallelStrategy(DDPStrategy):
         # Watching ends where the closure does, with forward and backward in it.
         with self._controller.update(optimizer):
             result = self._run.runner.update(step, optimizer, closure)
+        self._controller.end_batch(updates=True)
         if self._elastic is not None:
             self._elastic.end_update()
         return result

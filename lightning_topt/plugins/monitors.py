@@ -21,6 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_whole
+from lightning_topt.basics.core_wait import core_wait_seconds, is_busy
 from lightning_topt.communication.hook import ExchangeStatistics
 from lightning_topt.costs.measuring import synchronize
 
@@ -43,13 +44,15 @@ class StepMeasurement:
     above the idle rank, with None where the platform cannot say. `steps` counts the optimizer steps
     measured on this rank; with none, nothing is known. `core_wait_share` is the part of these
     steps in which the rank that waited longest was ready to run and had no core, since others ran
-    there; None where the platform cannot say.
+    there; None where the platform cannot say. `machine_was_busy` says whether that was too much:
+    more than 20 %, beside what ranks take from one another.
     """
 
     steps: int
     median_step_seconds: float | None
     peak_bytes_per_rank: tuple[int | None, ...]
     core_wait_share: float | None = None
+    machine_was_busy: bool = False
 
 
 class StepMonitor(pl.Callback):
@@ -103,7 +106,7 @@ class StepMonitor(pl.Callback):
         # Peak and time are of the step alone, with an idle device at both ends.
         self._meter.reset_peak()
         synchronize(trainer.strategy.root_device)
-        self._kept_from = _core_wait_seconds()
+        self._kept_from = core_wait_seconds()
         self._started = time.perf_counter()
 
     @override
@@ -118,7 +121,7 @@ class StepMonitor(pl.Callback):
         assert self._meter is not None
         synchronize(trainer.strategy.root_device)
         self._seconds += time.perf_counter() - self._started
-        self._kept += _core_wait_seconds() - self._kept_from
+        self._kept += core_wait_seconds() - self._kept_from
         # A strategy whose plan has taken over in this step knows its idle rank better. The step's
         # peak is that of planning, and steps before it ran by another plan: this one is the last of
         # the warm-up.
@@ -158,16 +161,12 @@ class StepMonitor(pl.Callback):
             median_step_seconds=None if slowest != slowest else slowest,
             peak_bytes_per_rank=tuple(None if p != p else int(p) for p in ranks[:, 1].tolist()),
             core_wait_share=None if longest != longest else longest,
+            machine_was_busy=is_busy(
+                longest,
+                ranks=trainer.world_size // trainer.num_nodes,
+                threads=torch.get_num_threads(),
+            ),
         )
-
-
-def _core_wait_seconds() -> float:
-    """Return how long the main thread was ready to run and had no core; NaN where unknown."""
-    try:
-        with open("/proc/self/schedstat", encoding="ascii") as file:  # Linux: ran, waited, turns
-            return int(file.read().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return float("nan")
 
 
 def _of_all_ranks(mine: Tensor) -> Tensor:  # (n,) -> (world_size, n)

@@ -14,7 +14,7 @@ import platform
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import lightning.pytorch as pl
 import torch
@@ -36,6 +36,9 @@ from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plugins.plan_request import PlanRequest
+
+if TYPE_CHECKING:  # what measures is not imported where nothing is planned
+    from lightning_topt.costs.measurements import Measurements
 
 # where the plan comes from (`planned_by`), as long as none is made
 UNTIL_WATCHED = "ddp until a plan is made of its first steps"
@@ -59,12 +62,14 @@ class PlanDecision(NamedTuple):
     """The plan of a fit, what was searched, and where the plan comes from.
 
     `planning` is None without a search, and on ranks but 0. `planned_by` is ``"search"``,
-    ``"given"``, or says why the plan is ``ddp``.
+    ``"given"``, or says why the plan is ``ddp``. `measurements` are those that its prediction was
+    made of; None where this machine was not measured.
     """
 
     plan: ParallelPlan
     planning: Planning | None
     planned_by: str
+    measurements: Measurements | None = None
 
 
 # and the parameters of their module, by name

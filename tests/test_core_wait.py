@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from lightning_topt.basics import core_wait
-from lightning_topt.basics.core_wait import CoreWait, core_wait_seconds, is_busy
+from lightning_topt.basics.core_wait import CoreWait, is_busy
 from tests.clock import Clock
 
 linux = pytest.mark.skipif(
     not Path("/proc/thread-self/schedstat").exists(), reason="needs Linux's /proc"
 )
-Counts = Callable[[str, float], None]  # a thread, and the seconds that it had no core
+Counts = Callable[[float], None]
 
 
 @contextmanager
@@ -50,49 +50,48 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counts:
-    """Writes what Linux would say of threads; the calling one is "1"."""
-    threads = tmp_path / "task"
+    """Writes how long Linux would say that the thread had no core."""
+    file = tmp_path / "schedstat"
 
-    def count(thread: str, waited: float) -> None:
-        (threads / thread).mkdir(parents=True, exist_ok=True)
-        (threads / thread / "schedstat").write_text(f"5000 {round(waited * 1e9)} 7\n")
+    def count(waited: float) -> None:
+        file.write_text(f"5000 {round(waited * 1e9)} 7\n")
 
-    count("1", 0.0)
-    monkeypatch.setattr(core_wait, "_OWN", str(threads / "1" / "schedstat"))
-    monkeypatch.setattr(core_wait, "_THREADS", str(threads))
+    count(0.0)
+    monkeypatch.setattr(core_wait, "_COUNTS", str(file))
     return count
 
 
 def test_a_share_is_the_part_of_the_time_since_the_watch_began(clock: Clock, counts: Counts):
-    counts("1", 3.0)
-    watch = CoreWait()
-    counts("1", 3.5)
+    counts(3.0)
+    watch = CoreWait(threads=1)
+    counts(3.5)
     clock.now += 2.0
-    assert watch.share() == 0.25
+    assert watch.share() == 0.25 and watch.seconds() == 0.5
 
 
-def test_threads_that_compute_count_together_also_those_that_come_and_go(
-    clock: Clock, counts: Counts, tmp_path: Path
+@pytest.mark.parametrize(("threads", "share"), [(1, 0.25), (2, 0.75)])
+def test_what_threads_of_the_same_process_ran_is_taken_off(
+    clock: Clock, counts: Counts, monkeypatch: pytest.MonkeyPatch, threads: int, share: float
 ):
-    counts("2", 1.0)
-    counts("3", 0.0)
-    watch, one = CoreWait(computes=True), CoreWait()
-    (tmp_path / "task" / "3" / "schedstat").unlink()  # this one ends
-    counts("2", 1.5)
-    counts("4", 0.5)
-    clock.now += 1.0
-    assert watch.share() == 1.0 and one.share() == 0.0
+    """But for those that compute, which run on other cores."""
+    monkeypatch.setattr(clock, "process_time", lambda: 0.5 * clock.now)
+    monkeypatch.setattr(clock, "thread_time", lambda: 0.0)
+    watch = CoreWait(threads=threads)
+    counts(1.5)
+    clock.now += 2.0
+    assert watch.share() == share
 
 
 def test_where_linux_does_not_count_the_clocks_tell_of_what_computes(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(core_wait, "_OWN", "/nowhere")
+    monkeypatch.setattr(core_wait, "_COUNTS", "/nowhere")
     clock.busy = 0.6
-    computes, waits = CoreWait(computes=True), CoreWait()
+    watch = CoreWait(threads=1)
+    clock.now += 0.01
+    assert math.isnan(watch.share())  # too short a time
     clock.now += 2.0
-    assert computes.share() == pytest.approx(0.4) and math.isnan(waits.share())
-    assert math.isnan(core_wait_seconds()) and math.isnan(core_wait_seconds(of_all=True))
+    assert watch.share() == pytest.approx(0.4) and math.isnan(watch.seconds())
 
 
 @pytest.mark.parametrize(
@@ -102,8 +101,8 @@ def test_where_linux_does_not_count_the_clocks_tell_of_what_computes(
         (0.3, 2, 1, True),
         (0.6, 4, 1, False),  # four ranks of two cores take them from one another: a half
         (0.8, 4, 1, True),
-        (1.1, 1, 3, False),  # so do three threads
-        (1.3, 1, 3, True),
+        (0.5, 1, 3, False),  # so do three threads: a third
+        (0.6, 1, 3, True),
         (math.nan, 1, 1, False),
     ],
 )
@@ -121,10 +120,9 @@ def test_a_thread_whose_core_others_have_waits():
     with other_programs(core):
         os.sched_setaffinity(0, core)
         try:
-            watch, waited, start = CoreWait(), core_wait_seconds(), time.perf_counter()
+            watch, start = CoreWait(threads=1), time.perf_counter()
             while time.perf_counter() - start < 0.4:
                 pass
-            assert 0.05 < core_wait_seconds() - waited < 0.45
-            assert 0.1 < watch.share() < 1.1
+            assert 0.1 < watch.share() < 1
         finally:
             os.sched_setaffinity(0, cores)

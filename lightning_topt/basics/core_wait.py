@@ -1,69 +1,59 @@
-"""Whether a machine was busy: how long threads were ready to run and had no core.
+"""Whether a machine was busy: how long other programs kept a thread from running.
 
-    watch = CoreWait()
+    watch = CoreWait(threads=1)
     ...                                        # what is measured
-    is_busy(watch.share(), ranks=2)            # did others have our cores?
+    is_busy(watch.share(), ranks=2, threads=1)
 
-Linux counts that for each thread, in nanoseconds (``/proc/<process>/task/<thread>/schedstat``: on a
-core, ready without one, turns). Waiting for another rank, a disk or a lock is no part of it. So it
-tells a busy machine from a slow one, in containers too.
+Linux counts for each thread how long it was ready to run and had no core
+(``/proc/thread-self/schedstat``, in nanoseconds: on a core, ready without one, turns). Waiting for
+another rank, a disk or a lock is no part of it. So it tells a busy machine from a slow one, in
+containers too. What other threads of the same process ran meanwhile, such as those of gloo, may
+have been on that core, and is taken off.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import time
+from typing import NamedTuple
 
 BUSY_SHARE = 0.2  # without a core, from which on times are those of a busy machine
-_OWN, _THREADS = "/proc/thread-self/schedstat", "/proc/self/task"
+_LEAST_SECONDS = 0.02  # in which the clocks of threads tell something
+_COUNTS = "/proc/thread-self/schedstat"
 
 
 class CoreWait:
-    """Counts from now on.
+    """Counts for the calling thread, from now on.
 
-    `computes`: the process computes all the time, and all of its threads count; else the calling
-    one alone does, which may also wait for others.
+    The process computes with so many `threads`. Those run on cores of their own, so where there are
+    several nothing is taken off.
     """
 
-    def __init__(self, *, computes: bool = False) -> None:
-        self._computes = computes
-        self._waited, self._ran = core_wait_seconds(of_all=computes), time.thread_time()
-        self._started = time.perf_counter()
+    def __init__(self, *, threads: int) -> None:
+        self._computes_alone = threads == 1
+        self._before = _now()
+
+    def seconds(self) -> float:
+        """Return how long other programs kept the thread from running; NaN where unknown.
+
+        Below 0 where the process has other threads that ran on other cores.
+        """
+        spent = _since(self._before)
+        return spent.waited - (spent.process - spent.thread if self._computes_alone else 0.0)
 
     def share(self) -> float:
-        """Return how many threads had no core, on average; NaN where the platform cannot say.
+        """Return that as a part of the time in which the thread has computed; NaN where unknown.
 
-        Of one thread: the part of the time. Where Linux does not count, it is the part in which a
-        thread that computes did not run.
+        Where Linux does not count, it is the part in which the thread did not run.
         """
-        seconds = time.perf_counter() - self._started
-        waited = core_wait_seconds(of_all=self._computes) - self._waited
-        if math.isnan(waited) and self._computes:
-            waited = seconds - (time.thread_time() - self._ran)
-        return max(waited, 0.0) / max(seconds, 1e-9)
+        spent, seconds = _since(self._before), self.seconds()
+        if math.isnan(seconds) and spent.wall >= _LEAST_SECONDS:
+            seconds = spent.wall - spent.thread
+        return max(seconds, 0.0) / max(spent.wall, 1e-9)
 
 
-def core_wait_seconds(*, of_all: bool = False) -> float:
-    """Return how long the calling thread was ready to run and had no core, NaN where unknown.
-
-    With `of_all` the sum of all threads of this process.
-    """
-    try:
-        if not of_all:
-            return _waited(_OWN)
-        total = 0.0
-        for thread in os.listdir(_THREADS):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-                total += _waited(f"{_THREADS}/{thread}/schedstat")
-        # a sandbox may list threads and count nothing
-        return total if os.path.exists(_OWN) else math.nan
-    except (OSError, ValueError, IndexError):
-        return math.nan
-
-
-def is_busy(share: float, *, ranks: int, threads: int = 1) -> bool:
+def is_busy(share: float, *, ranks: int, threads: int) -> bool:
     """Return whether other programs had cores that these ranks needed; False where unknown.
 
     Args:
@@ -72,7 +62,7 @@ def is_busy(share: float, *, ranks: int, threads: int = 1) -> bool:
         threads: that compute on each rank. Where there are more of them than cores, some wait for
             one another: that is no sign of other programs.
     """
-    own = max(0.0, threads - usable_cores() / ranks)
+    own = max(0.0, 1 - usable_cores() / (ranks * threads))
     return share > own + BUSY_SHARE
 
 
@@ -83,6 +73,23 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _waited(path: str) -> float:
-    with open(path, encoding="ascii") as file:
-        return int(file.read().split()[1]) / 1e9
+class _Times(NamedTuple):
+    """Seconds of the clock, of the calling thread and its process on cores, and without one."""
+
+    wall: float
+    thread: float
+    process: float
+    waited: float
+
+
+def _now() -> _Times:
+    try:
+        with open(_COUNTS, encoding="ascii") as file:
+            waited = int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        waited = math.nan
+    return _Times(time.perf_counter(), time.thread_time(), time.process_time(), waited)
+
+
+def _since(before: _Times) -> _Times:
+    return _Times(*(now - then for now, then in zip(_now(), before, strict=True)))

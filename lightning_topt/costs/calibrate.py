@@ -111,7 +111,15 @@ def calibrate(
     groups = mesh_groups(ranks, devices_per_node=local)
     budgets = {group: (0.45 if group.size == ranks else _GROUP_SHARE) * half for group in groups}
     allowed = 1.4 * budget_seconds * (1 + _GROUP_SHARE * (len(groups) - 1))
-    computing = device_timers(device, budget_seconds=0.35 * half)
+    computing: dict[Any, Callable[[], Times]] = dict(
+        device_timers(device, budget_seconds=0.35 * half)
+    )
+    # an accelerator's times are its own, whoever has the cores
+    watched = {
+        name: WatchedPart(measure, ranks=local)
+        for name, measure in computing.items()
+        if device.type == "cpu"
+    }
     # rounds of every part: device, collectives, waits
     with process_groups(groups) as made:
         timers = collective_timers(made, ops=collectives, device=device, budgets=budgets)
@@ -119,16 +127,11 @@ def calibrate(
             ("wait", group): WaitTimer(found, device=device, budget_seconds=budgets[group] / 4)
             for group, found in made.items()
         }
-        exchanging: dict[Any, Callable[[], Times]] = {**timers, **waits}
-        parts = {
-            name: WatchedPart(measure, ranks=local, computes=name in computing, device=device)
-            for name, measure in (computing | exchanging).items()
-        }
         deadline = time.perf_counter() + allowed  # connections are open by now
         rounds = repeat_parts(
-            parts,
+            computing | watched | timers | waits,
             seconds_left=lambda: average([deadline - time.perf_counter()])[0],
-            busy=lambda name: parts[name].busy_share > 0,
+            busy=lambda name: name in watched and watched[name].busy_share > 0,
         )
     # from times to curves, links and rates
     times = {name: fastest(found) for name, found in rounds.items()}
@@ -157,7 +160,7 @@ def calibrate(
         ),
         backend=backend_of(device) if ranks > 1 else ("gloo" if device.type == "cpu" else "nccl"),
         source=f"measured by {ranks} rank(s) with torch {torch.__version__} on {measured.name}",
-        busy_share=max(part.busy_share for part in parts.values()),
+        busy_share=max((part.busy_share for part in watched.values()), default=0.0),
     )
 
 
@@ -202,27 +205,18 @@ def _overlap(
 
 
 class WatchedPart:
-    """A part that is measured, and how long its ranks had no core meanwhile.
+    """A part in which ranks compute, and how long other programs had their cores meanwhile.
 
-    Args:
-        measure: returns the times of a round.
-        ranks: on this machine.
-        computes: it does nothing but compute: all threads count, not the calling one alone.
-        device: of accelerators times are their own, whoever has the cores.
+    `ranks` of them are on one machine; `measure` returns the times of a round.
     """
 
-    def __init__(
-        self, measure: Callable[[], Times], *, ranks: int, computes: bool, device: torch.device
-    ) -> None:
-        self._measure, self._ranks, self._computes = measure, ranks, computes
-        self._watches = device.type == "cpu"
+    def __init__(self, measure: Callable[[], Times], *, ranks: int) -> None:
+        self._measure, self._ranks = measure, ranks
         self._shares: list[float] = []  # of each round, the same on all ranks
 
     def __call__(self) -> Times:
         """Return the times of a round. Collective."""
-        if not self._watches:
-            return self._measure()
-        watch = CoreWait(computes=self._computes)
+        watch = CoreWait(threads=torch.get_num_threads())
         times = self._measure()
         self._shares.append(most(watch.share()))
         return times
@@ -234,10 +228,7 @@ class WatchedPart:
 
 
 def busy_share(share: float, *, ranks: int) -> float:
-    """Return `share`, of `CoreWait`, at most 1, where it is one of a busy machine; else 0.
-
-    All threads of these `ranks` of one machine compute.
-    """
+    """Return `share`, of `CoreWait`, where it is one of a busy machine with `ranks`; else 0."""
     return min(share, 1.0) if is_busy(share, ranks=ranks, threads=torch.get_num_threads()) else 0.0
 
 

@@ -335,7 +335,7 @@ class Measurements:
 
         An accelerator's times are its own, whoever has the cores.
         """
-        watch = CoreWait(computes=True)
+        watch = CoreWait(threads=torch.get_num_threads())
         found = measure()
         share = most(watch.share())
         ranks = world_size() // self.setup["num_nodes"]
@@ -429,7 +429,7 @@ def _machine_is_busy(*, ranks: int) -> bool:
     """
     matrix = torch.ones(_LOOK_WIDTH, _LOOK_WIDTH, dtype=torch.float32)
     average([0.0])  # all ranks at once
-    watch, end = CoreWait(computes=True), time.perf_counter() + _LOOK_SECONDS
+    watch, end = CoreWait(threads=torch.get_num_threads()), time.perf_counter() + _LOOK_SECONDS
     while time.perf_counter() < end:
         matrix @ matrix
     return busy_share(most(watch.share()), ranks=ranks) > 0

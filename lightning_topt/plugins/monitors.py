@@ -21,7 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_whole
-from lightning_topt.basics.core_wait import core_wait_seconds, is_busy
+from lightning_topt.basics.core_wait import CoreWait, is_busy
 from lightning_topt.communication.hook import ExchangeStatistics
 from lightning_topt.costs.measuring import synchronize
 
@@ -80,7 +80,10 @@ class StepMonitor(pl.Callback):
         self._steps_done, self._global_step = 0, global_step
         self._started, self._seconds = 0.0, 0.0
         # seconds in which this thread was kept from running, in the step and in all steady steps
-        self._kept_from, self._kept, self._kept_in_steps = 0.0, 0.0, 0.0
+        self._core_wait, self._kept, self._kept_in_steps = self._watch(), 0.0, 0.0
+
+    def _watch(self) -> CoreWait:
+        return CoreWait(threads=torch.get_num_threads())
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -106,7 +109,7 @@ class StepMonitor(pl.Callback):
         # Peak and time are of the step alone, with an idle device at both ends.
         self._meter.reset_peak()
         synchronize(trainer.strategy.root_device)
-        self._kept_from = core_wait_seconds()
+        self._core_wait = self._watch()
         self._started = time.perf_counter()
 
     @override
@@ -121,7 +124,7 @@ class StepMonitor(pl.Callback):
         assert self._meter is not None
         synchronize(trainer.strategy.root_device)
         self._seconds += time.perf_counter() - self._started
-        self._kept += core_wait_seconds() - self._kept_from
+        self._kept += self._core_wait.seconds()
         # A strategy whose plan has taken over in this step knows its idle rank better. The step's
         # peak is that of planning, and steps before it ran by another plan: this one is the last of
         # the warm-up.
@@ -150,7 +153,7 @@ class StepMonitor(pl.Callback):
         median = statistics.median(self._step_seconds) if self._step_seconds else float("nan")
         peak = float("nan") if self._peak_bytes is None else float(self._peak_bytes)
         total = sum(self._step_seconds)
-        share = self._kept_in_steps / total if total else float("nan")
+        share = max(self._kept_in_steps, 0.0) / total if total else float("nan")
         mine = torch.tensor(
             [median, peak, share], dtype=torch.float64, device=trainer.strategy.root_device
         )

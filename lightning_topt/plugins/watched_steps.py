@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_topt.basics.core_wait import core_wait_seconds, is_busy
+from lightning_topt.basics.core_wait import CoreWait, is_busy
 from lightning_topt.costs.compute import KernelKey, kernel_key
 from lightning_topt.costs.observed_optimizer import OptimizerObserver
 from lightning_topt.graph.errors import CaptureError
@@ -340,7 +340,8 @@ class StepsOfPlan:
         # of every step, the beginning and end of its batches; the last one is under way
         self._steps: list[list[tuple[Any, Any]]] = [[]]
         self._began: Any = None
-        self._host = self._waited = 0.0  # seconds of this thread; without a core
+        self._host = self._waited = 0.0  # seconds of this thread; those without a core
+        self._core_wait: CoreWait | None = None
         self._is_over = False
 
     def begin_batch(self) -> None:
@@ -352,16 +353,16 @@ class StepsOfPlan:
             return
         self._began = self._now()
         self._host -= perf_counter()
-        self._waited -= core_wait_seconds()
+        self._core_wait = CoreWait(threads=torch.get_num_threads())
 
     def end_batch(self, *, updates: bool) -> None:
         """A batch is over; where it `updates`, a step is."""
-        if self._is_over or self._began is None:
+        if self._is_over or self._core_wait is None:
             return
-        self._waited += core_wait_seconds()
+        self._waited += self._core_wait.seconds()
         self._host += perf_counter()
         self._steps[-1].append((self._began, self._now()))
-        self._began = None
+        self._core_wait = None
         if updates:
             self._steps.append([])
         if len(self._steps) > STEPS_OF_PLAN:

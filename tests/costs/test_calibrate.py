@@ -322,20 +322,19 @@ class Shares:
     def __init__(self, *shares):
         self.left = list(shares)
 
-    def __call__(self, *, computes):
+    def __call__(self, *, threads):
         return self
 
     def share(self):
         return self.left.pop(0)
 
 
-def watched(monkeypatch, *shares, device="cpu"):
+def watched(monkeypatch, *shares):
     """A part whose times are always the same, and how long ranks had no core in its rounds."""
     monkeypatch.setattr(calibrations, "CoreWait", Shares(*shares))
     monkeypatch.setattr(calibrations, "is_busy", core_wait.is_busy)
     monkeypatch.setattr(core_wait, "usable_cores", lambda: 64)
-    device = torch.device(device)
-    return WatchedPart(lambda: {"t": 1.0}, ranks=2, computes=True, device=device)
+    return WatchedPart(lambda: {"t": 1.0}, ranks=2)
 
 
 @pytest.mark.parametrize(
@@ -353,11 +352,6 @@ def test_a_part_is_repeated_until_a_round_is_quiet(monkeypatch, shares, rounds, 
         {"a": part}, seconds_left=lambda: 1.0, busy=lambda _: bool(part.busy_share)
     )
     assert len(found["a"]) == rounds and part.busy_share == busy
-
-
-def test_an_accelerator_has_its_times_for_itself(monkeypatch):
-    part = watched(monkeypatch, device="meta")  # no share is asked for
-    assert [part(), part()] == [{"t": 1.0}] * 2 and part.busy_share == 0
 
 
 @linux

@@ -64,6 +64,16 @@ def fit(module, *, warmup_steps=2, batches=12, **options):
     return monitor.measurement
 
 
+class Waits:
+    """In place of `CoreWait`: what went by on the clock `waited`."""
+
+    def __init__(self, waited):
+        self.waited, self.before = waited, waited.now
+
+    def seconds(self):
+        return self.waited.now - self.before
+
+
 def test_the_share_without_a_core_is_that_of_steady_steps(clock, monkeypatch):
     """A quarter of each second: the first two steps, which take a hundred, do not count."""
     waits = {100.0: 0.0, 1.0: 0.25}
@@ -77,7 +87,7 @@ def test_the_share_without_a_core_is_that_of_steady_steps(clock, monkeypatch):
         return loss
 
     monkeypatch.setattr(Known, "training_step", training_step)
-    monkeypatch.setattr(monitors, "core_wait_seconds", lambda: waited.now)
+    monkeypatch.setattr(monitors, "CoreWait", lambda *, threads: Waits(waited))
     measurement = fit(Known(clock))
     assert measurement.core_wait_share == pytest.approx(0.25) and measurement.machine_was_busy
 

@@ -32,13 +32,23 @@ KNOWN = replace(LOCAL, accuracy=Accuracy(ErrorFigure(0.1, 0.2, 9)))
 # ---- Their times ---------------------------------------------------------------------------------
 
 
+class Waits:
+    """In place of `CoreWait`: what a clock has `waited` from now on."""
+
+    def __init__(self, clock: Any) -> None:
+        self.clock, self.before = clock, clock.waited
+
+    def seconds(self) -> float:
+        return float(self.clock.waited - self.before)
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Stands still but for what the test says; a core is missing for `waited` of it."""
     clock: Any = Clock()
     clock.waited = 0.0
     monkeypatch.setattr(watched_steps, "perf_counter", clock.perf_counter)
-    monkeypatch.setattr(watched_steps, "core_wait_seconds", lambda: clock.waited)
+    monkeypatch.setattr(watched_steps, "CoreWait", lambda *, threads: Waits(clock))
     monkeypatch.setattr(core_wait, "usable_cores", lambda: 64)
     return clock
 

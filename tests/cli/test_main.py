@@ -415,7 +415,7 @@ def test_the_record_for_people(capsys, monkeypatch):
     assert "recompute: " in said and "ZeRO-3" not in said
     assert "100 ms ± 12 %" in said and "64.00 MiB ± 3 %" in said
     # of memory alone, which others do not change
-    assert said.count("machine was busy") == said.count("-50.0 %") == 1
+    assert said.count("machine was busy │") == said.count("-50.0 %") == 1
     assert "The machine was busy: in 43 % of the measured time" in said
     assert "Report, for a browser: run/frontier.html run folder: run" in said
     # busy when it was measured for the plan

@@ -10,7 +10,8 @@
 All ranks get the same. Rank 0 reads and writes one file per set-up (`describe_setup`) in the user's
 cache directory. The file holds rates, curves and times by hashes; no names:
 
-    {"version": 7, "setup": {...}, "refreshed": t, "entries": {name: {"time": t, "value": ...}}}
+    {"version": 7, "setup": {...}, "refreshed": t, "entries": {name: {"time": t, "value": ...,
+     "busy": share}}}
 
 `t` are seconds since 1970. It is read only as this user's own, written whole, and merged with other
 jobs'. Measuring again is always possible: what goes wrong with the file costs a warning, never

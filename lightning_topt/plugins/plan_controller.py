@@ -237,12 +237,12 @@ class PlanController:
         assert factor is not None
         if predicted / factor - _LEAST_SECONDS <= seconds <= factor * predicted + _LEAST_SECONDS:
             return
-        if self.busy_share:
-            cause = "the machine was busy when it was measured"
-        elif was_busy and seconds > predicted:
+        if was_busy and seconds > predicted:
             cause = "the machine is busy now, and a rank waits for a core"
+        elif self.busy_share:
+            cause = "the machine was busy when it was measured"
         elif self._measurements is not None and self._measurements.renew():
-            cause = "the machine is another than when it was measured, and the next fit measures it"
+            cause = "the machine was another when it was measured, and the next fit measures again"
         else:
             cause = "rank 0 had its core: another rank is slow, or the cost model is wrong here"
         rank_zero_info(

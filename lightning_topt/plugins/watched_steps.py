@@ -340,6 +340,7 @@ class StepsOfPlan:
         # of every step, the beginning and end of its batches; the last one is under way
         self._steps: list[list[tuple[Any, Any]]] = [[]]
         self._began: Any = None
+        self._host_began = 0.0
         self._host = self._waited = 0.0  # seconds of this thread; those without a core
         self._core_wait: CoreWait | None = None
         self._is_over = False
@@ -352,7 +353,7 @@ class StepsOfPlan:
             self._settle()
             return
         self._began = self._now()
-        self._host -= perf_counter()
+        self._host_began = perf_counter()
         self._core_wait = CoreWait(threads=torch.get_num_threads())
 
     def end_batch(self, *, updates: bool) -> None:
@@ -360,7 +361,7 @@ class StepsOfPlan:
         if self._is_over or self._core_wait is None:
             return
         self._waited += self._core_wait.seconds()
-        self._host += perf_counter()
+        self._host += perf_counter() - self._host_began
         self._steps[-1].append((self._began, self._now()))
         self._core_wait = None
         if updates:

@@ -114,8 +114,9 @@ class AutoParallelStrategy(DDPStrategy):
     fit is set up. After an exception a module that ran sharded keeps its parameters in shards; load
     a checkpoint into a new one. Manual optimization runs as ``ddp`` does (one plan, no search); it
     refuses `memory_limit` and other plans. Attributes, once a plan is decided: `parallel_plan`,
-    `planned_by` (``"search"``, ``"given"``, or why it is ``ddp``), `planning_seconds`, and on rank
-    0 `planning` (the frontier) when there was a search. Raises ValueError for wrong options. Where
+    `planned_by` (``"search"``, ``"given"``, or why it is ``ddp``), `planning_seconds`,
+    `planned_core_wait_share` (above 0: the machine was busy when it was measured), and on rank 0
+    `planning` (the frontier) when there was a search. Raises ValueError for wrong options. Where
     `memory_limit`, `objective` or `plan` was given, rank 0 raises `NoPlanFitsError` when no plan
     meets the limit, and `CaptureError` when the module cannot be captured; the others raise
     `RemotePlanningError` with its message. Without any of them DDP goes on, with a warning.

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from lightning_topt import plugins
 from lightning_topt.basics.argument_checks import check_whole
 from lightning_topt.basics.units import format_seconds
+from lightning_topt.costs.intervals import Interval, interval_of
 from lightning_topt.execution.memory import (
     MemoryMeter,
     release_free_memory,
@@ -48,8 +49,8 @@ from lightning_topt.techniques.ddp_wrapper import bytes_of_buckets
 if TYPE_CHECKING:
     from lightning_topt.costs.measurements import Measurements
 
-# by which predictions from a measured machine may be off; and seconds, beside that
-USUAL_FACTOR, _LEAST_SECONDS = 1.5, 2e-3
+# by which predictions from a measured machine may be off (a factor, less 1); and seconds, beside it
+USUAL_ERROR, _LEAST_SECONDS = 0.5, 2e-3
 
 
 class PlanController:
@@ -210,7 +211,7 @@ class PlanController:
         assert self.plan is not None
         self._compared = None
         is_one = self.plan.predicted and self.plan.accumulate == trainer.accumulate_grad_batches
-        if is_one and trainer.is_global_zero and self._factor is not None:
+        if is_one and trainer.is_global_zero and self._interval is not None:
             self._compared = StepsOfPlan(
                 trainer.strategy.root_device,
                 ranks=trainer.world_size // trainer.num_nodes,
@@ -218,26 +219,27 @@ class PlanController:
             )
 
     @property
-    def _factor(self) -> float | None:
-        """By which the prediction may be off; None where nothing is known of that."""
+    def _interval(self) -> Interval | None:
+        """In which a step's seconds are expected; None where nothing is known of that."""
         cluster = self.request.cluster
+        assert self.plan is not None and self.plan.predicted is not None
         if self._measurements is not None:
-            return USUAL_FACTOR
+            return interval_of(self.plan.predicted.step_seconds, error=USUAL_ERROR)
         if self.planning is None or cluster is None or cluster.accuracy is None:
             return None
-        return 1 + cluster.accuracy.seconds.p90
+        return self.planning.interval(cluster.accuracy)
 
     def _compare(self, seconds: float, was_busy: bool) -> None:
         """Say so where steps take other `seconds` than predicted; let the next fit measure again.
 
         `was_busy`: the machine was, in these steps.
         """
-        assert self.plan is not None and self.plan.predicted is not None
-        factor, predicted = self._factor, self.plan.predicted.step_seconds
-        assert factor is not None
-        if predicted / factor - _LEAST_SECONDS <= seconds <= factor * predicted + _LEAST_SECONDS:
+        expected = self._interval
+        assert expected is not None
+        low, high = expected.low, expected.high
+        if low - _LEAST_SECONDS <= seconds <= high + _LEAST_SECONDS:
             return
-        if was_busy and seconds > predicted:
+        if was_busy and seconds > high:
             cause = "the machine is busy now, and a rank waits for a core"
         elif self.busy_share:
             cause = "the machine was busy when it was measured"
@@ -246,8 +248,8 @@ class PlanController:
         else:
             cause = "rank 0 had its core: another rank is slow, or the cost model is wrong here"
         rank_zero_info(
-            f"topt: a step takes {format_seconds(seconds)}, and {format_seconds(predicted)} were "
-            f"predicted, more than a factor of {factor:.2f} apart: {cause}"
+            f"topt: a step takes {format_seconds(seconds)}, outside of the {format_seconds(low)} "
+            f"to {format_seconds(high)} that were predicted: {cause}"
         )
 
     # ---- watched steps ---------------------------------------------------------------------------

@@ -29,6 +29,8 @@ from torch.utils._pytree import tree_map, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_topt.communication.rank_watch import is_of_collective
+from lightning_topt.costs.cluster import Accuracy
+from lightning_topt.costs.intervals import Interval
 from lightning_topt.data.resumable_loader import TrackedLoader
 from lightning_topt.graph.errors import may_need_values
 from lightning_topt.graph.module_copy import fake_copy
@@ -56,6 +58,17 @@ class Planning:
     chosen: PlanPoint
     graph: OpGraph
     left_out: Mapping[str, str] = field(default_factory=dict)
+
+    def interval(self, accuracy: Accuracy) -> Interval | None:
+        """Return the interval of the chosen plan's step time; None without a prediction."""
+        plan = self.chosen.plan
+        if plan.predicted is None:
+            return None
+        sizes = {
+            "devices": float(plan.mesh.size),
+            "parameters": float(sum(p.numel for p in self.graph.parameters)),
+        }
+        return accuracy.interval(plan.predicted.step_seconds, sizes)
 
 
 class PlanDecision(NamedTuple):

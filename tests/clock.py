@@ -16,3 +16,5 @@ class Clock:
 
     def process_time(self) -> float:
         return self.busy * self.now
+
+    thread_time = process_time

@@ -56,7 +56,14 @@ def run(config: DictConfig) -> None:
     _print_tables(found.points, found.changes)
     nodes = f"{cluster.num_nodes} node(s) x {cluster.devices_per_node} device(s)"
     print(f"measured {cluster.name}: {nodes}, in {found.seconds:.1f} s")
-    if found.kept is not None:
+    if found.kept is not None and cluster.busy_share:
+        print(
+            f"the machine was busy: in {100 * cluster.busy_share:.0f} % of the time a rank waited "
+            f"while other programs had its core. Measure again when it is quiet. {found.kept} "
+            "keeps what was measured on a quiet machine before; without that, runs use this one "
+            "until they find it quiet"
+        )
+    elif found.kept is not None:
         print(
             f"runs of {cluster.num_devices} rank(s) with equal settings on this machine use it "
             f"from {found.kept}"
@@ -107,6 +114,7 @@ def _save_report(path: Path, found: Calibration) -> None:
     record = {
         "schema_version": SCHEMA_VERSION,
         "seconds": found.seconds,
+        "busy_share": found.cluster.busy_share,
         "constants": [each.to_dict() for each in summarize(found.points)],
         "points": [asdict(point) for point in found.points],
         "changes": None if found.changes is None else [each.to_dict() for each in found.changes],

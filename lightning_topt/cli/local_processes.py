@@ -29,6 +29,7 @@ import torch.multiprocessing as mp
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 
 from lightning_topt.basics.argument_checks import check_whole
+from lightning_topt.basics.core_wait import usable_cores
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -154,10 +155,7 @@ def _call_in_group(
 
 def most_processes(searches: int) -> int:
     """Return how many processes are worth having for so many searches here."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    return max(min(cores, searches, _MOST_PROCESSES), 1)
+    return max(min(usable_cores(), searches, _MOST_PROCESSES), 1)
 
 
 def outcomes_of(

@@ -91,14 +91,10 @@ def run(config: DictConfig) -> None:
 
 def interval_notes(planning: Planning, search: SearchRequest) -> list[str]:
     """Return the interval of the chosen plan's step time, where anything was measured."""
-    plan, accuracy = planning.chosen.plan, search.cluster.accuracy
-    if plan.predicted is None or accuracy is None:
+    accuracy = search.cluster.accuracy
+    found = None if accuracy is None else planning.interval(accuracy)
+    if found is None:
         return []
-    sizes = {
-        "devices": float(plan.mesh.size),
-        "parameters": float(sum(p.numel for p in search.graph.parameters)),
-    }
-    found = accuracy.interval(plan.predicted.step_seconds, sizes)
     note = (
         f"Nine of ten such predictions are right within {format_seconds(found.low)} to "
         f"{format_seconds(found.high)} for this step."

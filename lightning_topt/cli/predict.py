@@ -479,7 +479,7 @@ class RecordedRun:
     """One run, predicted and measured: seconds of a step, and bytes at its peak.
 
     `compute` and `communication` are the seconds that the prediction is made of; `measured_bytes`
-    are those of the fullest rank.
+    are those of the fullest rank. One of a busy machine says nothing about constants.
     """
 
     path: Path
@@ -490,6 +490,7 @@ class RecordedRun:
     measured: float
     predicted_bytes: float
     measured_bytes: float | None
+    machine_was_busy: bool = False
 
 
 def predict_runs(
@@ -533,6 +534,11 @@ def predict_runs(
             f"no run below {folder} is on {cluster.name!r}: they are on "
             f"{', '.join(sorted(by_machine))}"
         )
+    if not (own := _quiet(own)):
+        raise ValueError(
+            f"the machine was busy in all runs on {cluster.name!r}, which say nothing about its "
+            "constants: run once more when it is quiet"
+        )
     save.parent.mkdir(parents=True, exist_ok=True)
     corrected(cluster, own).save(save)
     console.print(f"cluster: {save}", highlight=False, soft_wrap=True)
@@ -573,9 +579,14 @@ def _read_run(path: Path, record: Mapping[str, Any]) -> RecordedRun | None:
         f"{plan['cluster'] or 'machines without a name'} on {record['world_size']} "
         f"{record['device']} rank(s)"
     )
-    return RecordedRun(
-        path, machine, compute, communication, step, seconds, size, max(peaks, default=None)
-    )
+    busy = record.get("machine_was_busy") is True  # earlier releases do not say
+    fullest = max(peaks, default=None)
+    return RecordedRun(path, machine, compute, communication, step, seconds, size, fullest, busy)
+
+
+def _quiet(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
+    """Return the runs that say something about the constants of their machine."""
+    return [run for run in runs if not run.machine_was_busy]
 
 
 def _print_runs(machine: str, runs: Sequence[RecordedRun], folder: Path, console: Console) -> None:
@@ -590,7 +601,7 @@ def _print_runs(machine: str, runs: Sequence[RecordedRun], folder: Path, console
             str(run.path.parent.relative_to(folder)),
             format_seconds(run.predicted),
             format_seconds(run.measured),
-            _error(run.predicted, run.measured),
+            "machine was busy" if run.machine_was_busy else _error(run.predicted, run.measured),
             format_bytes(run.predicted_bytes),
             "-" if size is None else format_bytes(size),
             "" if size is None else _error(run.predicted_bytes, size),
@@ -600,6 +611,15 @@ def _print_runs(machine: str, runs: Sequence[RecordedRun], folder: Path, console
     console.print(table)
 
     # errors as predicted, and with corrected constants
+    count = len(runs)
+    if len(runs := _quiet(runs)) < count:
+        console.print(
+            f"Left out of what follows: {count - len(runs)} of {count} runs, whose machine was "
+            "busy.",
+            highlight=False,
+        )
+    if not runs:
+        return
     seconds = ErrorFigure.of([run.predicted for run in runs], [run.measured for run in runs])
     console.print(f"Step times: {seconds}.", highlight=False)
     if (size_error := _bytes_error(runs)) is not None:

@@ -37,7 +37,6 @@ from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.monitors import StepMeasurement, StepMonitor
 
 SCHEMA_VERSION = 1
-_BUSY_SHARE = 0.1  # of the steps without a core, from which on a machine counts as busy
 # what the words of a plan mean, in the order in which they build on one another
 _MEANINGS = {
     "DDP": "each rank keeps all parameters, gradients and optimizer state",
@@ -151,6 +150,8 @@ def build_record(
 
     `plan` and `predicted` are None under strategies that do not plan. `predicted` is None too
     where the plan's prediction is of a step with more or fewer batches (`accumulate_grad_batches`).
+    `machine_was_busy` where other programs had the cores while the machine was measured for the
+    plan, or in the measured steps: the two then say nothing about each other.
     """
     plan = getattr(trainer.strategy, "parallel_plan", None)  # of strategies that plan
     # a step of other micro-batches than the measured one is no prediction of it
@@ -158,6 +159,8 @@ def build_record(
     predicted = measured = None
     if plan is not None and plan.accumulate == parts:
         predicted = plan.to_dict()["predicted"]
+    # of what was measured for the plan, or elsewhere for the cluster that was given
+    share = getattr(trainer.strategy, "planned_core_wait_share", 0.0)
     # without a StepMonitor nothing is measured
     if measurement is not None:
         measured = {
@@ -177,7 +180,9 @@ def build_record(
         "global_step": trainer.global_step,
         "plan": None if plan is None else plan.to_dict(),
         "predicted": predicted,
+        "planned_core_wait_share": share,
         "measured": measured,
+        "machine_was_busy": share > 0 or (measurement is not None and measurement.machine_was_busy),
         "metrics": dict(metrics),
         "versions": {
             "python": platform.python_version(),
@@ -226,11 +231,14 @@ def print_record(
     table = Table(title=title, title_justify="left")
     for column in ("", "predicted", "measured", "error"):
         table.add_column(column, justify="left" if not column else "right")
-    # one peak is predicted for all ranks; each rank has measured its own
+    # one peak is predicted for all ranks, busy or not; each rank has measured its own
     accuracy = None if cluster is None else cluster.accuracy
     seconds = (predicted.get("step_seconds"), measured.get("median_step_seconds"))
     share = None if accuracy is None else accuracy.seconds.p90
-    table.add_row("step time (median)", *_cells(*seconds, show=format_seconds, share=share))
+    cells = _cells(*seconds, show=format_seconds, share=share)
+    if record["machine_was_busy"] and cells[2]:
+        cells = (*cells[:2], "machine was busy")
+    table.add_row("step time (median)", *cells)
     figure = None if accuracy is None else accuracy.bytes
     share = None if figure is None else figure.p90
     for rank, peak in enumerate(measured.get("peak_bytes_per_rank", [])):
@@ -248,18 +256,29 @@ def print_record(
             f"batch(es) and is not compared: a step had {record['accumulate']} "
             "(trainer.accumulate_grad_batches)."
         )
-    share = measured.get("core_wait_share")
-    if share is not None and share > _BUSY_SHARE:
-        say(
-            f"The machine was busy: in {100 * share:.0f} % of the measured time a rank waited "
-            "while other programs had its core. On a quiet machine steps take less.",
-            style="yellow",
-        )
+    if record["machine_was_busy"]:
+        say(_busy_sentence(record), style="yellow")
 
     # where it is
     if page is not None:
         say(f"Report, for a browser: {page}", soft_wrap=True)
     say(f"run folder: {folder}", soft_wrap=True)
+
+
+def _busy_sentence(record: Mapping[str, Any]) -> str:
+    """Return what other programs did to the two times, as a line for people."""
+    share = record["planned_core_wait_share"]
+    if share:
+        return (
+            "The machine was busy while it was measured for the plan: in "
+            f"{100 * share:.0f} % of the time a rank waited while other programs had its core. "
+            "A run that finds the machine quiet measures again."
+        )
+    share = record["measured"]["core_wait_share"]
+    return (
+        f"The machine was busy: in {100 * share:.0f} % of the measured time a rank waited while "
+        "other programs had its core. On a quiet machine steps take less."
+    )
 
 
 def _cells(

@@ -5,7 +5,8 @@ over ranks and equal on all of them. Without a process group one process measure
 generators stay as they are.
 
 A busy moment of the machine must not decide about a plan: each part is measured in two halves, with
-all others between them, and again while the two fastest differ (`repeat_parts`).
+all others between them, and again while the two fastest differ, or a rank had no core for too long
+(`repeat_parts`). What was busy in every round is marked: `Cluster.busy_share`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from lightning_topt.basics.core_wait import CoreWait, is_busy
 from lightning_topt.communication.collectives import backend_of
 from lightning_topt.costs.cluster import (
     COLLECTIVES,
@@ -33,6 +35,7 @@ from lightning_topt.costs.compute import KernelKey, kernel_key, roofline_seconds
 from lightning_topt.costs.measuring import (
     average,
     kept_global_state,
+    most,
     synchronize,
     time_issue,
     time_kernel,
@@ -84,8 +87,9 @@ def calibrate(
     that a mesh of these ranks can have (`mesh_groups`; two ranks have none) takes a sixth of the
     time more, all groups of a kind at once. Making groups and opening their connections comes
     before, and is not counted. Each part is measured in two halves, with all the others between
-    them. Where a time of the halves differs by more than 20 %, that part is measured again, until
-    1.4 times the time is over; of all rounds the fastest counts, of waits the median.
+    them. Where a time of the halves differs by more than 20 %, or other programs had the cores of
+    CPU ranks, that part is measured again, until 1.4 times the time is over; of all rounds the
+    fastest counts, of waits the median.
 
     Args:
         device: what ranks train on.
@@ -107,9 +111,15 @@ def calibrate(
     groups = mesh_groups(ranks, devices_per_node=local)
     budgets = {group: (0.45 if group.size == ranks else _GROUP_SHARE) * half for group in groups}
     allowed = 1.4 * budget_seconds * (1 + _GROUP_SHARE * (len(groups) - 1))
-    parts: dict[Any, Callable[[], Mapping[Any, float]]] = dict(
+    computing: dict[Any, Callable[[], Times]] = dict(
         device_timers(device, budget_seconds=0.35 * half)
     )
+    # an accelerator's times are its own, whoever has the cores
+    watched = {
+        name: WatchedPart(measure, ranks=local)
+        for name, measure in computing.items()
+        if device.type == "cpu"
+    }
     # rounds of every part: device, collectives, waits
     with process_groups(groups) as made:
         timers = collective_timers(made, ops=collectives, device=device, budgets=budgets)
@@ -119,8 +129,9 @@ def calibrate(
         }
         deadline = time.perf_counter() + allowed  # connections are open by now
         rounds = repeat_parts(
-            parts | timers | waits,
+            computing | watched | timers | waits,
             seconds_left=lambda: average([deadline - time.perf_counter()])[0],
+            busy=lambda name: name in watched and watched[name].busy_share > 0,
         )
     # from times to curves, links and rates
     times = {name: fastest(found) for name, found in rounds.items()}
@@ -149,6 +160,7 @@ def calibrate(
         ),
         backend=backend_of(device) if ranks > 1 else ("gloo" if device.type == "cpu" else "nccl"),
         source=f"measured by {ranks} rank(s) with torch {torch.__version__} on {measured.name}",
+        busy_share=max((part.busy_share for part in watched.values()), default=0.0),
     )
 
 
@@ -192,15 +204,46 @@ def _overlap(
 # ---- Repeat measurements until they agree
 
 
+class WatchedPart:
+    """A part in which ranks compute, and how long other programs had their cores meanwhile.
+
+    `ranks` of them are on one machine; `measure` returns the times of a round.
+    """
+
+    def __init__(self, measure: Callable[[], Times], *, ranks: int) -> None:
+        self._measure, self._ranks = measure, ranks
+        self._shares: list[float] = []  # of each round, the same on all ranks
+
+    def __call__(self) -> Times:
+        """Return the times of a round. Collective."""
+        watch = CoreWait(threads=torch.get_num_threads())
+        times = self._measure()
+        self._shares.append(most(watch.share()))
+        return times
+
+    @property
+    def busy_share(self) -> float:
+        """The share of the quietest round, where that is one of a busy machine; else 0."""
+        return busy_share(min(self._shares, default=0.0), ranks=self._ranks)
+
+
+def busy_share(share: float, *, ranks: int) -> float:
+    """Return `share`, of `CoreWait`, where it is one of a busy machine with `ranks`; else 0."""
+    return min(share, 1.0) if is_busy(share, ranks=ranks, threads=torch.get_num_threads()) else 0.0
+
+
 def repeat_parts(
-    parts: Mapping[Part, Callable[[], Times]], *, seconds_left: Callable[[], float]
+    parts: Mapping[Part, Callable[[], Times]],
+    *,
+    seconds_left: Callable[[], float],
+    busy: Callable[[Part], bool] = lambda _: False,
 ) -> dict[Part, list[Times]]:
     """Return the rounds of every part, repeated while they differ.
 
     Every part is measured in two halves, one after all others, and again while the two fastest
-    differ: when a time in one is more than 20 % above the same time in the other. There are at most
-    five rounds, and no more when `seconds_left` returns less than 0. `fastest` and `usual` make one
-    time of them.
+    differ: when a time in one is more than 20 % above the same time in the other. A part that is
+    still `busy` is measured again too. There are at most five rounds, and no more when
+    `seconds_left` returns less than 0. `fastest` and `usual` make one time of them.
 
     All ranks must get the same times and seconds (`measuring.average`), as they then repeat the
     same parts.
@@ -210,7 +253,7 @@ def repeat_parts(
         for name, measure in parts.items():
             rounds[name].append(measure())
     for _ in range(_MAX_ROUNDS - 2):
-        again = [name for name, times in rounds.items() if not agree(times)]
+        again = [name for name, times in rounds.items() if not agree(times) or busy(name)]
         if not again or seconds_left() < 0:
             break
         for name in again:

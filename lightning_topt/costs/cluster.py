@@ -88,6 +88,8 @@ class Cluster:
         failures: how often devices are lost and what that costs; None: nothing is known of it.
         accuracy: how far predictions with these numbers were from what was measured; None: nothing
             was.
+        busy_share: the share of the time in which a rank had no core while this was measured, since
+            other programs had it; 0: the machine was quiet, or nothing is known.
     """
 
     name: str
@@ -103,6 +105,7 @@ class Cluster:
     nodes: tuple[NodeType, ...] = ()
     failures: Failures | None = None
     accuracy: Accuracy | None = None
+    busy_share: float = 0.0
 
     @classmethod
     def of_nodes(cls, nodes: Sequence[NodeType], *, intra: Link, **entries: Any) -> Cluster:
@@ -126,6 +129,8 @@ class Cluster:
             raise ClusterError("a cluster of several nodes needs the link between them: inter")
         if not 0 <= self.overlap <= 1:
             raise ClusterError(f"overlap is a share between 0 and 1, got {self.overlap}")
+        if not 0 <= self.busy_share <= 1:
+            raise ClusterError(f"busy_share is a share between 0 and 1, got {self.busy_share}")
         if self.backend not in ("nccl", "gloo"):
             raise ClusterError(f"backend must be 'nccl' or 'gloo', got {shown(self.backend)}")
         for op, size, stride in self.collectives:  # keys of the curves
@@ -174,6 +179,8 @@ class Cluster:
             sizes = {name: [*ends] for name, ends in self.accuracy.domain.sizes.items()}
             techniques = [*self.accuracy.domain.techniques]
             data["accuracy"]["domain"] = {"sizes": sizes, "techniques": techniques}
+        if not self.busy_share:
+            del data["busy_share"]
         data["collectives"] = [
             {
                 "op": op,
@@ -667,4 +674,5 @@ _COMMON: dict[str, ValueReader[Any]] = {
     "accuracy": record(
         Accuracy, seconds=_error_figure, bytes=_error_figure, source=text, domain=_domain
     ),
+    "busy_share": number,
 }

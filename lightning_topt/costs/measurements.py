@@ -10,11 +10,16 @@
 All ranks get the same. Rank 0 reads and writes one file per set-up (`describe_setup`) in the user's
 cache directory. The file holds rates, curves and times by hashes; no names:
 
-    {"version": 7, "setup": {...}, "refreshed": t, "entries": {name: {"time": t, "value": ...}}}
+    {"version": 7, "setup": {...}, "refreshed": t, "entries": {name: {"time": t, "value": ...,
+     "busy": share}}}
 
 `t` are seconds since 1970. It is read only as this user's own, written whole, and merged with other
 jobs'. Measuring again is always possible: what goes wrong with the file costs a warning, never
 more.
+
+What was measured while other programs had the cores has `busy`, the share of the time without one.
+It serves as long as the machine is busy, is measured again by the first start that finds it quiet,
+and never takes the place of what was measured on a quiet machine.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import psutil
 import torch
@@ -43,8 +48,14 @@ from torch import nn
 from torch.cuda import nccl
 from torch.optim import Optimizer
 
+from lightning_topt.basics.core_wait import CoreWait, usable_cores
 from lightning_topt.basics.own_files import not_own_reason
-from lightning_topt.costs.calibrate import USUAL_COLLECTIVES, calibrate, measure_kernels
+from lightning_topt.costs.calibrate import (
+    USUAL_COLLECTIVES,
+    busy_share,
+    calibrate,
+    measure_kernels,
+)
 from lightning_topt.costs.cluster import COLLECTIVES, Cluster, ClusterError
 from lightning_topt.costs.communication import mesh_groups
 from lightning_topt.costs.compute import KernelKey, kernel_key
@@ -52,6 +63,7 @@ from lightning_topt.costs.measuring import (
     average,
     from_rank_0,
     gather,
+    most,
     on_all_ranks,
     own_rank,
     time_once,
@@ -64,6 +76,7 @@ _CHANGED = 6.0  # a link that is so many times faster or slower than measured is
 _CHECK_BYTES, _CHECK_SECONDS, _CHECK_REPEATS = 1 << 18, 0.02, 4
 _PATIENCE_SECONDS = 0.5  # with a machine that is busy for a moment
 _KERNELS_SECONDS, _UPDATES_SECONDS = 2.0, 0.5
+_LOOK_SECONDS, _LOOK_WIDTH = 0.1, 256  # of products that find out whether the machine is busy
 VERSION = 7
 MAX_AGE_SECONDS = 30 * 24 * 3600.0
 _MAX_BYTES, _MAX_ENTRIES = 1 << 25, 50_000
@@ -89,13 +102,18 @@ _DRIVER = Path("/sys/module/nvidia/version")
 _NETNS_COOKIE = 71  # SO_NETNS_COOKIE, which Python has no name for
 _WITHOUT_EFFECT = ("CUDA_VISIBLE_DEVICES", "MKL_NUM_THREADS")
 Progress = Callable[[str], None]
+T = TypeVar("T")
 
 
 class Entry(NamedTuple):
-    """A measured value, as JSON has it, and when it was measured."""
+    """A measured value, as JSON has it, and when it was measured.
+
+    `busy` is the share of the time in which a rank had no core; 0 where the machine was quiet.
+    """
 
     time: float
     value: Any
+    busy: float = 0.0
 
 
 Entries = dict[str, Entry]
@@ -104,7 +122,8 @@ Entries = dict[str, Entry]
 class Measurements:
     """What was measured in one set-up.
 
-    Every method but `save` is collective over the default process group.
+    Every method but `save` and `renew` is collective over the default process group. `busy_share`
+    is the largest `Entry.busy` of what was returned so far.
     """
 
     def __init__(
@@ -120,6 +139,7 @@ class Measurements:
     ) -> None:
         self.setup, self.device, self.entries, self.directory = setup, device, entries, directory
         self._refreshed, self._progress, self._dropped = refreshed, progress, dropped or {}
+        self.busy_share, self._opened, self._says_busy = 0.0, time.time(), True
 
     @classmethod
     def open(
@@ -134,6 +154,7 @@ class Measurements:
         """Read what is stored for this set-up, not older than 30 days. Collective.
 
         A file that is damaged or belongs to another user is not used, with a warning on rank 0.
+        What was measured on a busy machine is not used once that is quiet.
 
         Args:
             device: what ranks train on.
@@ -160,6 +181,9 @@ class Measurements:
         options: dict[str, Any] = {"device": device, "directory": folder, "progress": progress}
         if refresh:
             return cls(setup, entries={}, dropped=stored, refreshed=time.time(), **options)
+        quiet = {name: entry for name, entry in stored.items() if not entry.busy}
+        if len(quiet) < len(stored) and not _machine_is_busy(ranks=world_size() // num_nodes):
+            stored = quiet
         return cls(setup, entries=stored, refreshed=None, **options)
 
     @property
@@ -175,6 +199,7 @@ class Measurements:
         """
         stored = self._cluster_in(self.entries)
         if stored is not None and _links_are_as_in(stored, self.device):
+            self._use(stored.busy_share)
             return stored
         again = (
             ""
@@ -190,7 +215,9 @@ class Measurements:
             collectives=ops,
             datagrams=datagrams,
         )
-        self._add({self._name("cluster"): cluster.to_dict()})
+        if cluster.busy_share:  # what was measured on a quiet machine stays
+            self._refreshed = None
+        self._add({self._name("cluster"): cluster.to_dict()}, busy=cluster.busy_share)
         return cluster
 
     @property
@@ -216,15 +243,18 @@ class Measurements:
         if graph_name in self.entries or len(found) == len(names):
             return found
         self._tell(f"measuring {len(names) - len(found)} kernels (about {budget_seconds:.0f} s)")
-        measured = measure_kernels(
-            graph, device=self.device, budget_seconds=budget_seconds, known=found
+        measured, busy = self._watched(
+            lambda: measure_kernels(
+                graph, device=self.device, budget_seconds=budget_seconds, known=found
+            )
         )
-        self._add({names[key]: seconds for key, seconds in measured.items()}, save=False)
+        self._add({names[key]: seconds for key, seconds in measured.items()}, busy=busy, save=False)
         found |= measured
         if found:
             # As old as the oldest of them: what is too old some day is then measured again.
             oldest = min(self.entries[names[key]].time for key in found)
-            self.entries[graph_name] = Entry(oldest, True)
+            busiest = max(self.entries[names[key]].busy for key in found)
+            self.entries[graph_name] = Entry(oldest, True, busiest)
             self.save()
         return found
 
@@ -256,6 +286,17 @@ class Measurements:
             updates |= dict.fromkeys(kind.names, measured.pop(0) if seconds is None else seconds)
         return updates
 
+    def renew(self) -> bool:
+        """Let the next start measure everything again; return whether it will, on rank 0.
+
+        It will not where this start has just measured, and nothing else would come of it.
+        """
+        entry = self.entries.get(self._name("cluster"))
+        if entry is None or entry.time >= self._opened or self.directory is None:
+            return False
+        save_entries(self.directory, self.setup, {}, refreshed=time.time())
+        return True
+
     def save(self) -> None:
         """Write what was measured, on rank 0, merged with what other jobs have written.
 
@@ -271,8 +312,12 @@ class Measurements:
             f"measuring {len(kinds)} kinds of optimizer step (about {_UPDATES_SECONDS:.1f} s)"
         )
         each = _UPDATES_SECONDS / len(kinds)
-        seconds = on_all_ranks(
-            lambda: [measure_kind(kind, device=self.device, budget_seconds=each) for kind in kinds]
+        seconds, busy = self._watched(
+            lambda: on_all_ranks(
+                lambda: [
+                    measure_kind(kind, device=self.device, budget_seconds=each) for kind in kinds
+                ]
+            )
         )
         # all ranks go on with the same number
         seconds = average(seconds)
@@ -281,13 +326,36 @@ class Measurements:
                 self._name("update", kind.key): s
                 for kind, s in zip(kinds, seconds, strict=True)
                 if kind.key
-            }
+            },
+            busy=busy,
         )
         return seconds
 
-    def _add(self, values: dict[str, Any], *, save: bool = True) -> None:
+    def _watched(self, measure: Callable[[], T]) -> tuple[T, float]:
+        """Return what computing ranks `measure`, and the share without a core if that is too much.
+
+        An accelerator's times are its own, whoever has the cores.
+        """
+        watch = CoreWait(threads=torch.get_num_threads())
+        found = measure()
+        share = most(watch.share())
+        ranks = world_size() // self.setup["num_nodes"]
+        return found, busy_share(share, ranks=ranks) if self.device.type == "cpu" else 0.0
+
+    def _use(self, busy: float) -> None:
+        """Note that what is used was measured so, and tell once where the machine was busy."""
+        self.busy_share = max(self.busy_share, busy)
+        if self.busy_share and self._says_busy:
+            self._says_busy = False
+            self._tell(
+                "this machine was busy while it was measured, so predictions may be too slow; a "
+                "later start that finds it quiet measures again"
+            )
+
+    def _add(self, values: dict[str, Any], *, busy: float, save: bool = True) -> None:
         now = time.time()
-        self.entries.update({name: Entry(now, value) for name, value in values.items()})
+        self.entries.update({name: Entry(now, value, busy) for name, value in values.items()})
+        self._use(busy)
         if save:
             self.save()
 
@@ -295,11 +363,15 @@ class Measurements:
         return f"{kind} {hashlib.sha256(json.dumps(['', *words]).encode()).hexdigest()[:32]}"
 
     def _seconds(self, name: str) -> float | None:
-        value = self.entries[name].value if name in self.entries else None
+        entry = self.entries.get(name)
+        value = None if entry is None else entry.value
         # an entry that is no time is measured again
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None
-        return float(value) if math.isfinite(value) and value > 0 else None
+        if entry is None or not (math.isfinite(value) and value > 0):
+            return None
+        self._use(entry.busy)
+        return float(value)
 
     def _cluster_in(self, entries: Entries) -> Cluster | None:
         entry = entries.get(self._name("cluster"))
@@ -351,6 +423,19 @@ def _links_are_as_in(cluster: Cluster, device: torch.device) -> bool:
             return expected / _CHANGED <= least <= _CHANGED * expected
 
 
+def _machine_is_busy(*, ranks: int) -> bool:
+    """Return whether other programs have cores that these `ranks` of a machine need, just now.
+
+    All ranks compute for a tenth of a second. Collective: the same answer on all ranks.
+    """
+    matrix = torch.ones(_LOOK_WIDTH, _LOOK_WIDTH, dtype=torch.float32)
+    average([0.0])  # all ranks at once
+    watch, end = CoreWait(threads=torch.get_num_threads()), time.perf_counter() + _LOOK_SECONDS
+    while time.perf_counter() < end:
+        matrix @ matrix
+    return busy_share(most(watch.share()), ranks=ranks) > 0
+
+
 # ---- The set-up: equal set-ups may share measurements
 
 
@@ -388,9 +473,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
     return {
         "host": platform.node(),
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": usable_cores(),
         "memory": psutil.virtual_memory().total,
         "network": _network(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -500,8 +583,8 @@ def save_entries(
 ) -> None:
     """Merge `entries` with those in the file for `setup`, of each the newer one.
 
-    All from before `refreshed` are dropped. Other jobs may do the same at the same time. A
-    directory that cannot be written costs a warning.
+    One of a busy machine replaces none of a quiet one. All from before `refreshed` are dropped.
+    Other jobs may do the same at the same time. A directory that cannot be written costs a warning.
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -513,7 +596,7 @@ def save_entries(
             limit = max(limit, refreshed or 0.0)
             merged = {name: entry for name, entry in stored.items() if entry.time >= limit}
             for name, entry in entries.items():
-                if entry.time >= limit and (name not in merged or merged[name].time < entry.time):
+                if entry.time >= limit and _is_better(entry, merged.get(name)):
                     merged[name] = entry
             newest = sorted(merged, key=lambda name: -merged[name].time)[:_MAX_ENTRIES]
             _replace(folder, setup, {name: merged[name] for name in newest}, limit)
@@ -522,6 +605,13 @@ def save_entries(
         _warn(
             f"measurements cannot be kept in {directory}, so the next start measures again: {error}"
         )
+
+
+def _is_better(entry: Entry, stored: Entry | None) -> bool:
+    """Return whether `entry` takes the place of the one that is `stored`, if any."""
+    if stored is None or bool(stored.busy) != bool(entry.busy):
+        return stored is None or not entry.busy
+    return stored.time < entry.time
 
 
 @contextlib.contextmanager
@@ -563,7 +653,7 @@ def _read(folder: int, setup: Mapping[str, Any]) -> tuple[Entries, float]:
             raise ValueError("it is of another version or set-up")
         oldest = max(_time(data["refreshed"]), time.time() - MAX_AGE_SECONDS)
         entries = {
-            str(key): Entry(_time(entry["time"]), entry["value"])
+            str(key): Entry(_time(entry["time"]), entry["value"], _time(entry.get("busy", 0.0)))
             for key, entry in data["entries"].items()
         }
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:

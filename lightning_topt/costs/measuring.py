@@ -5,6 +5,7 @@ Without a process group one process is alone, and every collective function retu
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -168,6 +169,16 @@ def average(values: Sequence[float]) -> list[float]:
     dist.all_reduce(tensor)
     dist.broadcast(tensor, 0)  # an all_reduce need not give all ranks the same last bit
     return [float(value) / world_size() for value in tensor.tolist()]
+
+
+def most(value: float) -> float:
+    """Return the largest of the ranks' values, 0 in the place of NaN. Collective."""
+    value = 0.0 if math.isnan(value) else value
+    if world_size() == 1:
+        return value
+    tensor = torch.tensor([value], dtype=torch.float64, device=travel_device())
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return float(tensor)
 
 
 def gather(value: T) -> list[T]:

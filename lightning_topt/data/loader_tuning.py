@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import os
 import pickle
 import random
 import shutil
@@ -35,6 +34,7 @@ import psutil
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_topt.basics.core_wait import usable_cores
 from lightning_topt.data.apart import Failed, run_apart
 from lightning_topt.data.cache.determinism import other_randomness
 from lightning_topt.data.stalls.loop import LoopTimes, Watched, makes_batches, samples_per_batch
@@ -323,10 +323,7 @@ def choose_prefetch_factor(
 def cores_per_rank(ranks_on_node: int) -> int:
     """Return this process's share of the cores that it may run on, at least 1."""
     # the cores that this process may use, in a container or under taskset too
-    known = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    return max(1, known // ranks_on_node)
+    return max(1, usable_cores() // ranks_on_node)
 
 
 def memory_for_waiting(sharers: int) -> float:

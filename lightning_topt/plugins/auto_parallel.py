@@ -114,8 +114,9 @@ class AutoParallelStrategy(DDPStrategy):
     fit is set up. After an exception a module that ran sharded keeps its parameters in shards; load
     a checkpoint into a new one. Manual optimization runs as ``ddp`` does (one plan, no search); it
     refuses `memory_limit` and other plans. Attributes, once a plan is decided: `parallel_plan`,
-    `planned_by` (``"search"``, ``"given"``, or why it is ``ddp``), `planning_seconds`, and on rank
-    0 `planning` (the frontier) when there was a search. Raises ValueError for wrong options. Where
+    `planned_by` (``"search"``, ``"given"``, or why it is ``ddp``), `planning_seconds`,
+    `planned_core_wait_share` (above 0: the machine was busy when it was measured), and on rank 0
+    `planning` (the frontier) when there was a search. Raises ValueError for wrong options. Where
     `memory_limit`, `objective` or `plan` was given, rank 0 raises `NoPlanFitsError` when no plan
     meets the limit, and `CaptureError` when the module cannot be captured; the others raise
     `RemotePlanningError` with its message. Without any of them DDP goes on, with a warning.
@@ -200,6 +201,14 @@ class AutoParallelStrategy(DDPStrategy):
     def planning_seconds(self) -> float | None:
         """How long planning took in the last fit."""
         return self._controller.seconds
+
+    @property
+    def planned_core_wait_share(self) -> float:
+        """The share of time without a core in which the plan's machine was measured.
+
+        0 where it was quiet, or not measured.
+        """
+        return self._controller.busy_share
 
     @property
     def ranks_may_end_apart(self) -> bool:
@@ -312,6 +321,7 @@ class AutoParallelStrategy(DDPStrategy):
         if self._elastic is not None:
             self._elastic.begin_batch()
         super().on_train_batch_start(batch, batch_idx)
+        controller.begin_batch()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -388,6 +398,7 @@ class AutoParallelStrategy(DDPStrategy):
                 yield
         finally:
             self._accumulates = False
+            self._controller.end_batch(updates=False)
 
     @override
     def optimizer_step(
@@ -404,6 +415,7 @@ class AutoParallelStrategy(DDPStrategy):
         # Watching ends where the closure does, with forward and backward in it.
         with self._controller.update(optimizer):
             result = self._run.runner.update(step, optimizer, closure)
+        self._controller.end_batch(updates=True)
         if self._elastic is not None:
             self._elastic.end_update()
         return result

@@ -50,7 +50,7 @@ from lightning_topt.plan.scenarios import ModelFacts, of_steps
 from lightning_topt.plan.tensor_meshes import least_seconds, tensor_sizes
 from lightning_topt.plugins.pipeline_steps import takes_index
 from lightning_topt.plugins.plan_request import PlanRequest
-from lightning_topt.plugins.planning import Planning, on_rank_0
+from lightning_topt.plugins.planning import PlanDecision, Planning, on_rank_0
 from lightning_topt.plugins.requirements import (
     OWN_BATCHES,
     SEARCHED_STAGES,
@@ -74,11 +74,8 @@ from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTra
 
 def search_default(
     request: PlanRequest, trainer: pl.Trainer, batch: Any, graph: OpGraph
-) -> tuple[ParallelPlan, Planning | None]:
-    """Return the best plan for ranks that have a batch each.
-
-    And on rank 0, what was searched. A collective call.
-    """
+) -> PlanDecision:
+    """Return the best plan for ranks that have a batch each. A collective call."""
     # Measured by all ranks.
     costs = read_costs(request, trainer, graph)
     search = search_request(request, trainer, graph, costs)
@@ -103,7 +100,7 @@ def search_default(
     assert isinstance(found, dict)
     plan = ParallelPlan.from_dict(found)
     say(plan)
-    return plan, planning
+    return PlanDecision(plan, planning, "search", costs.measurements)
 
 
 def search_with_axes(

@@ -21,6 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_whole
+from lightning_topt.basics.core_wait import CoreWait, is_busy
 from lightning_topt.communication.hook import ExchangeStatistics
 from lightning_topt.costs.measuring import synchronize
 
@@ -43,13 +44,15 @@ class StepMeasurement:
     above the idle rank, with None where the platform cannot say. `steps` counts the optimizer steps
     measured on this rank; with none, nothing is known. `core_wait_share` is the part of these
     steps in which the rank that waited longest was ready to run and had no core, since others ran
-    there; None where the platform cannot say.
+    there; None where the platform cannot say. `machine_was_busy` says whether that was too much:
+    more than 20 %, beside what ranks take from one another.
     """
 
     steps: int
     median_step_seconds: float | None
     peak_bytes_per_rank: tuple[int | None, ...]
     core_wait_share: float | None = None
+    machine_was_busy: bool = False
 
 
 class StepMonitor(pl.Callback):
@@ -77,7 +80,10 @@ class StepMonitor(pl.Callback):
         self._steps_done, self._global_step = 0, global_step
         self._started, self._seconds = 0.0, 0.0
         # seconds in which this thread was kept from running, in the step and in all steady steps
-        self._kept_from, self._kept, self._kept_in_steps = 0.0, 0.0, 0.0
+        self._core_wait, self._kept, self._kept_in_steps = self._watch(), 0.0, 0.0
+
+    def _watch(self) -> CoreWait:
+        return CoreWait(threads=torch.get_num_threads())
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -103,7 +109,7 @@ class StepMonitor(pl.Callback):
         # Peak and time are of the step alone, with an idle device at both ends.
         self._meter.reset_peak()
         synchronize(trainer.strategy.root_device)
-        self._kept_from = _core_wait_seconds()
+        self._core_wait = self._watch()
         self._started = time.perf_counter()
 
     @override
@@ -118,7 +124,7 @@ class StepMonitor(pl.Callback):
         assert self._meter is not None
         synchronize(trainer.strategy.root_device)
         self._seconds += time.perf_counter() - self._started
-        self._kept += _core_wait_seconds() - self._kept_from
+        self._kept += self._core_wait.seconds()
         # A strategy whose plan has taken over in this step knows its idle rank better. The step's
         # peak is that of planning, and steps before it ran by another plan: this one is the last of
         # the warm-up.
@@ -147,7 +153,7 @@ class StepMonitor(pl.Callback):
         median = statistics.median(self._step_seconds) if self._step_seconds else float("nan")
         peak = float("nan") if self._peak_bytes is None else float(self._peak_bytes)
         total = sum(self._step_seconds)
-        share = self._kept_in_steps / total if total else float("nan")
+        share = max(self._kept_in_steps, 0.0) / total if total else float("nan")
         mine = torch.tensor(
             [median, peak, share], dtype=torch.float64, device=trainer.strategy.root_device
         )
@@ -158,16 +164,12 @@ class StepMonitor(pl.Callback):
             median_step_seconds=None if slowest != slowest else slowest,
             peak_bytes_per_rank=tuple(None if p != p else int(p) for p in ranks[:, 1].tolist()),
             core_wait_share=None if longest != longest else longest,
+            machine_was_busy=is_busy(
+                longest,
+                ranks=trainer.world_size // trainer.num_nodes,
+                threads=torch.get_num_threads(),
+            ),
         )
-
-
-def _core_wait_seconds() -> float:
-    """Return how long the main thread was ready to run and had no core; NaN where unknown."""
-    try:
-        with open("/proc/self/schedstat", encoding="ascii") as file:  # Linux: ran, waited, turns
-            return int(file.read().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return float("nan")
 
 
 def _of_all_ranks(mine: Tensor) -> Tensor:  # (n,) -> (world_size, n)

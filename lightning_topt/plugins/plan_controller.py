@@ -6,7 +6,8 @@
                        blocks of a plan that was given by name
 
 Which fit is planned when is the table in `plan_request`. What was decided stays until the next fit,
-for whoever asks. What plans and searches is imported when it is first used.
+for whoever asks. What plans and searches is imported when it is first used. The first steps under a
+plan are compared with its prediction, and a measurement that they do not bear out is renewed.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -27,6 +29,8 @@ from torch.optim import Optimizer
 
 from lightning_topt import plugins
 from lightning_topt.basics.argument_checks import check_whole
+from lightning_topt.basics.units import format_seconds
+from lightning_topt.costs.intervals import Interval, interval_of
 from lightning_topt.execution.memory import (
     MemoryMeter,
     release_free_memory,
@@ -39,8 +43,14 @@ from lightning_topt.plan.plan_values import PRESETS
 from lightning_topt.plugins.monitors import StepMonitor
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import UNTIL_WATCHED, PlanDecision, Planning
-from lightning_topt.plugins.watched_steps import WatchedFit
+from lightning_topt.plugins.watched_steps import StepsOfPlan, WatchedFit
 from lightning_topt.techniques.ddp_wrapper import bytes_of_buckets
+
+if TYPE_CHECKING:
+    from lightning_topt.costs.measurements import Measurements
+
+# by which predictions from a measured machine may be off (a factor, less 1); and seconds, beside it
+USUAL_ERROR, _LEAST_SECONDS = 0.5, 2e-3
 
 
 class PlanController:
@@ -70,6 +80,8 @@ class PlanController:
         self.seconds: float | None = None
         self.memory_meter: MemoryMeter | None = None
         self.waits_for_batch = False
+        self._measurements: Measurements | None = None
+        self._compared: StepsOfPlan | None = None
         self._watched: WatchedFit | None = None
         self._search: plugins.WatchedPlanning | None = None
 
@@ -79,6 +91,18 @@ class PlanController:
         `planning` and `planned_by` are replaced with the next plan.
         """
         self.plan = self.memory_meter = self.seconds = None
+        self._measurements = self._compared = None
+
+    @property
+    def busy_share(self) -> float:
+        """The share without a core in what the plan's prediction was made of.
+
+        0 where the machine was quiet.
+        """
+        return max(
+            0.0 if self._measurements is None else self._measurements.busy_share,
+            0.0 if self.request.cluster is None else self.request.cluster.busy_share,
+        )
 
     def begin_at_setup(self, trainer: pl.Trainer, *, may_shard: bool) -> bool:
         """Begin planning for a fit that is set up; return whether its plan is to begin now.
@@ -109,7 +133,7 @@ class PlanController:
             self.plan = preset_plan(PRESETS["ddp"], mesh=data_mesh(world_size))
             self.planned_by = "ddp: the fit was over before a plan was made"
         self._stop_watching()
-        self.waits_for_batch = False
+        self.waits_for_batch, self._compared = False, None
 
     # ---- decisions -------------------------------------------------------------------------------
 
@@ -144,7 +168,7 @@ class PlanController:
         with isolate_rng():
             decision = decide()
         if decision is not None:
-            self.plan, self.planning, self.planned_by = decision
+            self.plan, self.planning, self.planned_by, self._measurements = decision
             # Give back what planning has used, before memory is measured.
             if self.request.saves_memory or self.plan.saves_memory:
                 release_free_memory()
@@ -156,6 +180,7 @@ class PlanController:
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if any(isinstance(callback, StepMonitor) for callback in callbacks):
             self.memory_meter = self._new_meter(trainer, device)
+        self._begin_comparison(trainer)
         return True
 
     def _new_meter(self, trainer: pl.Trainer, device: torch.device) -> MemoryMeter:
@@ -168,6 +193,64 @@ class PlanController:
             buckets = bytes_of_buckets(ddp)
         meter.mark_base(trainer.lightning_module, trainer.strategy.optimizers, other_bytes=buckets)
         return meter
+
+    # ---- the prediction and the first steps of its plan ------------------------------------------
+
+    def begin_batch(self) -> None:
+        """A batch begins, under the plan if there is one."""
+        if self._compared is not None:
+            self._compared.begin_batch()
+
+    def end_batch(self, *, updates: bool) -> None:
+        """A batch is over; where it `updates`, a step is."""
+        if self._compared is not None:
+            self._compared.end_batch(updates=updates)
+
+    def _begin_comparison(self, trainer: pl.Trainer) -> None:
+        """Compare the next steps with the plan's prediction on rank 0, if it is one of these."""
+        assert self.plan is not None
+        self._compared = None
+        is_one = self.plan.predicted and self.plan.accumulate == trainer.accumulate_grad_batches
+        if is_one and trainer.is_global_zero and self._interval is not None:
+            self._compared = StepsOfPlan(
+                trainer.strategy.root_device,
+                ranks=trainer.world_size // trainer.num_nodes,
+                then=self._compare,
+            )
+
+    @property
+    def _interval(self) -> Interval | None:
+        """In which a step's seconds are expected; None where nothing is known of that."""
+        cluster = self.request.cluster
+        assert self.plan is not None and self.plan.predicted is not None
+        if self._measurements is not None:
+            return interval_of(self.plan.predicted.step_seconds, error=USUAL_ERROR)
+        if self.planning is None or cluster is None or cluster.accuracy is None:
+            return None
+        return self.planning.interval(cluster.accuracy)
+
+    def _compare(self, seconds: float, was_busy: bool) -> None:
+        """Say so where steps take other `seconds` than predicted; let the next fit measure again.
+
+        `was_busy`: the machine was, in these steps.
+        """
+        expected = self._interval
+        assert expected is not None
+        low, high = expected.low, expected.high
+        if low - _LEAST_SECONDS <= seconds <= high + _LEAST_SECONDS:
+            return
+        if was_busy and seconds > high:
+            cause = "the machine is busy now, and a rank waits for a core"
+        elif self.busy_share:
+            cause = "the machine was busy when it was measured"
+        elif self._measurements is not None and self._measurements.renew():
+            cause = "the machine was another when it was measured, and the next fit measures again"
+        else:
+            cause = "rank 0 had its core: another rank is slow, or the cost model is wrong here"
+        rank_zero_info(
+            f"topt: a step takes {format_seconds(seconds)}, outside of the {format_seconds(low)} "
+            f"to {format_seconds(high)} that were predicted: {cause}"
+        )
 
     # ---- watched steps ---------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import platform
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import lightning.pytorch as pl
 import torch
@@ -29,6 +29,8 @@ from torch.utils._pytree import tree_map, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_topt.communication.rank_watch import is_of_collective
+from lightning_topt.costs.cluster import Accuracy
+from lightning_topt.costs.intervals import Interval
 from lightning_topt.data.resumable_loader import TrackedLoader
 from lightning_topt.graph.errors import may_need_values
 from lightning_topt.graph.module_copy import fake_copy
@@ -36,6 +38,9 @@ from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plugins.plan_request import PlanRequest
+
+if TYPE_CHECKING:  # what measures is not imported where nothing is planned
+    from lightning_topt.costs.measurements import Measurements
 
 # where the plan comes from (`planned_by`), as long as none is made
 UNTIL_WATCHED = "ddp until a plan is made of its first steps"
@@ -54,17 +59,30 @@ class Planning:
     graph: OpGraph
     left_out: Mapping[str, str] = field(default_factory=dict)
 
+    def interval(self, accuracy: Accuracy) -> Interval | None:
+        """Return the interval of the chosen plan's step time; None without a prediction."""
+        plan = self.chosen.plan
+        if plan.predicted is None:
+            return None
+        sizes = {
+            "devices": float(plan.mesh.size),
+            "parameters": float(sum(p.numel for p in self.graph.parameters)),
+        }
+        return accuracy.interval(plan.predicted.step_seconds, sizes)
+
 
 class PlanDecision(NamedTuple):
     """The plan of a fit, what was searched, and where the plan comes from.
 
     `planning` is None without a search, and on ranks but 0. `planned_by` is ``"search"``,
-    ``"given"``, or says why the plan is ``ddp``.
+    ``"given"``, or says why the plan is ``ddp``. `measurements` are those that its prediction was
+    made of; None where this machine was not measured.
     """
 
     plan: ParallelPlan
     planning: Planning | None
     planned_by: str
+    measurements: Measurements | None = None
 
 
 # and the parameters of their module, by name

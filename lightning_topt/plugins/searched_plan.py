@@ -44,7 +44,13 @@ from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
 from lightning_topt.plugins.plan_options import MeshPlan
 from lightning_topt.plugins.plan_request import PlanRequest, exchanges_of_run
-from lightning_topt.plugins.planning import Planning, on_every_rank, on_rank_0, optimizers_of
+from lightning_topt.plugins.planning import (
+    PlanDecision,
+    Planning,
+    on_every_rank,
+    on_rank_0,
+    optimizers_of,
+)
 from lightning_topt.plugins.requirements import SHARDED, Fit, why_not
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
@@ -233,8 +239,8 @@ def say_what_stays(graph: OpGraph) -> None:
 
 def search_mesh(
     request: PlanRequest, trainer: pl.Trainer, batch: Any, given: MeshPlan
-) -> tuple[ParallelPlan, Planning | None]:
-    """Return the best plan on a given mesh, and on rank 0 what was searched. A collective call."""
+) -> PlanDecision:
+    """Return the best plan on a given mesh. A collective call."""
     # The step, and how it can be split.
     mesh, trace = given.mesh(dist.get_world_size(), num_nodes=trainer.num_nodes), FunctionTrace()
     graph = capture_on_ranks(trainer, batch, trace=trace)
@@ -275,7 +281,7 @@ def search_mesh(
     say(plan)
     if given.recompute:
         say_what_stays(graph)
-    return plan, planning
+    return PlanDecision(plan, planning, "given", costs.measurements)
 
 
 def _preset_of(given: MeshPlan, frontier: PlanFrontier) -> PlanPoint:

@@ -118,10 +118,10 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> PlanDe
     mesh = data_mesh(world_size)
     if isinstance(given, PipelinePlan):
         _say_traced()
-        return PlanDecision(_pipeline(request, trainer, batch, given), None, "given")
+        return _pipeline(request, trainer, batch, given)
     if isinstance(given, MeshPlan):
         _say_traced()
-        return PlanDecision(*search_mesh(request, trainer, batch, given), "given")
+        return search_mesh(request, trainer, batch, given)
     # Where blocks do not matter, or come with the first step, no batch is needed.
     if isinstance(given, UniformPlan):
         mesh = given.mesh(world_size, num_nodes=trainer.num_nodes)
@@ -158,7 +158,7 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> PlanDe
             if given.recompute:
                 say_what_stays(graph)
             return PlanDecision(plan, None, "given")
-        return PlanDecision(*search_default(request, trainer, batch, graph), "search")
+        return search_default(request, trainer, batch, graph)
     except Exception as error:
         # A lost rank is no reason to go on as DDP: nobody would answer.
         if request.must_be_planned or is_of_collective(error):
@@ -280,7 +280,7 @@ def _check_manual(request: PlanRequest, plain: ParallelPlan) -> None:
 
 def _pipeline(
     request: PlanRequest, trainer: pl.Trainer, batch: Any, given: PipelinePlan
-) -> ParallelPlan:
+) -> PlanDecision:
     """Return a plan with stages for the captured microbatch, which rank 0 searches.
 
     A collective call.
@@ -320,7 +320,7 @@ def _pipeline(
     say(plan)
     if given.recompute:
         say_what_stays(graph)
-    return plan
+    return PlanDecision(plan, None, "given", costs.measurements)
 
 
 def _stale_weights(

@@ -109,7 +109,7 @@ class WatchedPlanning:
         if plan is None:
             return None
         say(plan)
-        return PlanDecision(plan, self._planning, "search")
+        return PlanDecision(plan, self._planning, "search", self._measurements)
 
     def close(self) -> None:
         """End a search that is under way."""

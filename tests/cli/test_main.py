@@ -23,6 +23,7 @@ from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.plan.choose import TIME_ERROR, TIME_ERROR_SECONDS
 from lightning_topt.plan.parallel_plan import ParallelPlan, StepEstimate, uniform_plan
 from lightning_topt.plan.plan_frontier import PlanFrontier
+from lightning_topt.plugins.monitors import StepMeasurement
 from tests.forked_command import Ended, finished
 from tests.forked_command import forked_topt as topt
 from tests.preloaded import preloaded_python
@@ -362,6 +363,9 @@ def test_the_demo_ends_with_what_was_planned_predicted_and_measured(tmp_path):
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["predicted"]["peak_bytes"] * 1.05 <= 96 * 2**20
     assert 0 <= record["measured"]["core_wait_share"] <= 1
+    assert 0 <= record["planned_core_wait_share"] <= 1
+    assert record["machine_was_busy"] in (True, False)
+    assert record["machine_was_busy"] or not record["planned_core_wait_share"]
     plan = ParallelPlan.load(tmp_path / "run" / "plan.yaml")
     assert plan.to_dict() == record["plan"]
     end = output[output.index("Plan, as numbers of blocks") :]
@@ -399,6 +403,8 @@ def test_the_record_for_people(capsys, monkeypatch):
             "peak_bytes_per_rank": [2**26, 2**27],
             "core_wait_share": 0.43,
         },
+        "planned_core_wait_share": 0.0,
+        "machine_was_busy": True,
         "metrics": {"val_loss": 1.5},
     }
     print_record(record, Path("run"), page=Path("run/frontier.html"), cluster=machines)
@@ -407,16 +413,24 @@ def test_the_record_for_people(capsys, monkeypatch):
     said = " ".join(text.split())
     assert "ZeRO-2: each rank keeps its part of the gradients and of the optimizer state" in said
     assert "recompute: " in said and "ZeRO-3" not in said
-    assert "100 ms ± 12 %" in said and "64.00 MiB ± 3 %" in said and "-50.0 %" in said
+    assert "100 ms ± 12 %" in said and "64.00 MiB ± 3 %" in said
+    # of memory alone, which others do not change
+    assert said.count("machine was busy │") == said.count("-50.0 %") == 1
     assert "The machine was busy: in 43 % of the measured time" in said
     assert "Report, for a browser: run/frontier.html run folder: run" in said
+    # busy when it was measured for the plan
+    print_record({**record, "planned_core_wait_share": 0.37}, Path("run"))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "while it was measured for the plan: in 37 % of the time" in said
+    assert "43 %" not in said
     # the prediction of a step of another number of batches
     print_record({**record, "predicted": None, "accumulate": 4}, Path("run"))
     said = " ".join(capsys.readouterr().out.split())
     assert "is not compared: a step had 4 (trainer.accumulate_grad_batches)" in said
     # a quiet machine, no plan, no prediction
     quiet = {**record["measured"], "core_wait_share": 0.01}
-    print_record({**record, "plan": None, "predicted": None, "measured": quiet}, Path("run"))
+    record |= {"machine_was_busy": False, "measured": quiet}
+    print_record({**record, "plan": None, "predicted": None}, Path("run"))
     text = capsys.readouterr().out
     assert "busy" not in text and "Plan" not in text and "±" not in text and "200 ms" in text
 
@@ -445,6 +459,18 @@ def test_only_the_prediction_of_as_many_batches_is_one_of_the_measured_step():
     assert [record["accumulate"] for record in records] == [4, 1]
     assert records[0]["predicted"] == dataclasses.asdict(predicted)
     assert records[1]["predicted"] is None and records[1]["plan"]["predicted"] is not None
+
+
+@pytest.mark.parametrize(
+    ("planned", "in_steps", "busy"),
+    [(0.0, False, False), (0.4, False, True), (0.0, True, True), (0.0, None, False)],
+)
+def test_the_record_says_whether_the_machine_was_busy(planned, in_steps, busy):
+    fit = finished_fit(uniform_plan(0, data_parallel_size=2), batches=1)
+    fit.strategy.planned_core_wait_share = planned
+    measured = None if in_steps is None else StepMeasurement(9, 1.0, (1, 1), 0.3, in_steps)
+    record = build_record(fit, measurement=measured, metrics={})
+    assert (record["planned_core_wait_share"], record["machine_was_busy"]) == (planned, busy)
 
 
 def test_the_result_is_printed_where_the_plan_cannot_be_written(tmp_path, capsys):

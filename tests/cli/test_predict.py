@@ -111,8 +111,22 @@ def test_a_plan_of_another_model(topt, tmp_path):
 # ---- recorded runs -------------------------------------------------------------------------------
 
 
-def record(folder, number, *, compute, communication, measured, cluster="lab", peak=1.02, ranks=2):
-    """A run.json of a run whose memory was `peak` times what was predicted."""
+def record(
+    folder,
+    number,
+    *,
+    compute,
+    communication,
+    measured,
+    cluster="lab",
+    peak=1.02,
+    ranks=2,
+    busy=None,
+):
+    """A run.json of a run whose memory was `peak` times what was predicted.
+
+    `busy`: whether its machine was; None: earlier releases do not say.
+    """
     predicted = {
         "step_seconds": compute + communication,
         "peak_bytes": 1e9,
@@ -131,6 +145,8 @@ def record(folder, number, *, compute, communication, measured, cluster="lab", p
             "peak_bytes_per_rank": [0.9e9, 1e9 * peak],
         },
     }
+    if busy is not None:
+        run["machine_was_busy"] = busy
     (folder / str(number)).mkdir(parents=True)
     (folder / str(number) / "run.json").write_text(json.dumps(run))
 
@@ -211,6 +227,28 @@ def test_a_cluster_learns_from_its_runs_on_any_number_of_ranks(topt, tmp_path):
     assert code == 0 and "lab on 2 cpu rank(s)" in output and "lab on 4 cpu rank(s)" in output
     assert str(folder) not in output.partition("cluster: ")[0]  # runs are named as below the folder
     assert Cluster.load(saved).accuracy.seconds.runs == 6
+
+
+def test_runs_of_a_busy_machine_say_nothing_about_its_constants(topt, runs, tmp_path):
+    for number, busy in ((7, True), (8, True), (9, False)):
+        seconds = 50.0 if busy else 1.2
+        record(runs, number, compute=1.0, communication=0.0, measured=seconds, busy=busy)
+    code, output = topt("predict", f"runs={runs}")
+    assert code == 0 and output.count("│ machine was busy │") == 2
+    assert "2 of 9 runs, whose machine was busy" in " ".join(output.split())
+    assert "half of 7 runs within" in output
+    machines = Cluster("lab", Device("d", 10**9, {"float32": 1.2e12}, 1.2e11), 2, 1, Link(0.0, 1.0))
+    machines.save(tmp_path / "lab.yaml")
+    saved, only = tmp_path / "better.yaml", tmp_path / "only"
+    files = f"cluster_file={tmp_path}/lab.yaml", f"save_cluster={saved}"
+    assert topt("predict", f"runs={runs}", *files)[0] == 0
+    assert Cluster.load(saved).accuracy.seconds.runs == 7
+    # nothing else
+    record(only, 1, compute=1.0, communication=0.0, measured=50.0, busy=True)
+    code, output = topt("predict", f"runs={only}")
+    assert code == 0 and "1 of 1 runs" in " ".join(output.split()) and "half of" not in output
+    code, output = topt("predict", f"runs={only}", *files)
+    assert code == 2 and "the machine was busy in all runs on 'lab'" in output
 
 
 def test_runs_by_machine(runs):

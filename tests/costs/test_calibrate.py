@@ -8,9 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_topt.basics import core_wait
+from lightning_topt.costs import calibrate as calibrations
 from lightning_topt.costs import timers
 from lightning_topt.costs.calibrate import (
     USUAL_COLLECTIVES,
+    WatchedPart,
     calibrate,
     fastest,
     measure_kernels,
@@ -43,6 +46,7 @@ from lightning_topt.graph.op_graph import (
 )
 from lightning_topt.graph.step_memory import Amount, Step
 from tests.launch import run_ranks
+from tests.test_core_wait import linux, other_programs
 
 
 def graph():
@@ -310,6 +314,54 @@ def test_repeating_is_bounded_by_rounds_and_by_time():
         and len(count) == 5
     )
     assert fastest(repeat_parts({"a": part(*never)}, seconds_left=lambda: -1.0)["a"]) == {"t": 0.5}
+
+
+class Shares:
+    """In place of `CoreWait`: the share of each round, one after the other."""
+
+    def __init__(self, *shares):
+        self.left = list(shares)
+
+    def __call__(self, *, threads):
+        return self
+
+    def share(self):
+        return self.left.pop(0)
+
+
+def watched(monkeypatch, *shares):
+    """A part whose times are always the same, and how long ranks had no core in its rounds."""
+    monkeypatch.setattr(calibrations, "CoreWait", Shares(*shares))
+    monkeypatch.setattr(calibrations, "is_busy", core_wait.is_busy)
+    monkeypatch.setattr(core_wait, "usable_cores", lambda: 64)
+    return WatchedPart(lambda: {"t": 1.0}, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("shares", "rounds", "busy"),
+    [
+        ((0.05, 0.5), 2, 0.0),  # a quiet round is enough: the fastest counts
+        ((0.5, 0.4, 0.1), 3, 0.0),
+        ((0.9, 0.8, 0.5, 0.7, 0.6), 5, 0.5),
+        ((float("nan"), float("nan")), 2, 0.0),
+    ],
+)
+def test_a_part_is_repeated_until_a_round_is_quiet(monkeypatch, shares, rounds, busy):
+    part = watched(monkeypatch, *shares)
+    found = repeat_parts(
+        {"a": part}, seconds_left=lambda: 1.0, busy=lambda _: bool(part.busy_share)
+    )
+    assert len(found["a"]) == rounds and part.busy_share == busy
+
+
+@linux
+def test_a_calibration_among_other_programs_is_marked(monkeypatch):
+    """On every core three of them: at best it has a quarter of the time."""
+    monkeypatch.setattr(calibrations, "is_busy", core_wait.is_busy)
+    with other_programs(os.sched_getaffinity(0), on_each=3):
+        cluster = calibrate(budget_seconds=0.3)
+    assert cluster.busy_share > core_wait.BUSY_SHARE
+    assert Cluster.from_dict(cluster.to_dict()) == cluster
 
 
 def test_opening_connections_takes_no_time_from_a_collective():

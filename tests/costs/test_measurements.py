@@ -10,14 +10,18 @@ import os
 import random
 import time
 import warnings
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn, optim
 
+from lightning_topt.basics import core_wait
+from lightning_topt.costs import calibrate as calibrations
 from lightning_topt.costs import measurements
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.measurements import (
@@ -32,6 +36,7 @@ from lightning_topt.costs.optimizer import OptimizerError
 from tests.costs.graphs import cluster_of
 from tests.costs.test_calibrate import graph, states
 from tests.launch import run_ranks
+from tests.test_core_wait import linux, other_programs
 
 SETUP = {"machines": ["a"], "world_size": 2}
 
@@ -309,6 +314,92 @@ def test_values_that_are_no_measurements_are_measured_again(tmp_path, counted):
         before = len(counted)
         again = everything(tmp_path)
         assert len(counted) == before + 4 and again[1].keys() == first[1].keys()
+
+
+# ---- What was measured on a busy machine
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """How busy it is (`share`), and how many calibrations there were (`count`)."""
+    machine = SimpleNamespace(share=0.0, count=0)
+
+    def calibrate(**options):
+        machine.count += 1
+        return replace(cluster_of(1, backend="gloo"), busy_share=machine.share)
+
+    monkeypatch.setattr(measurements, "calibrate", calibrate)
+    monkeypatch.setattr(measurements, "busy_share", lambda share, *, ranks: machine.share)
+    return machine
+
+
+def start(directory, *, lines=None, **options):
+    progress = None if lines is None else lines.append
+    found = Measurements.open(directory=directory, progress=progress, **options)
+    found.cluster()
+    return found
+
+
+def test_a_busy_machine_is_measured_again_by_the_first_start_that_finds_it_quiet(tmp_path, machine):
+    lines = []
+    machine.share = 0.4
+    assert start(tmp_path, lines=lines).busy_share == 0.4
+    assert "busy" not in lines[0] and "was busy while it was measured" in lines[1]
+    # still busy: what is there will do
+    assert start(tmp_path, lines=lines).busy_share == 0.4
+    assert machine.count == 1 and len(lines) == 3 and lines[2] == lines[1]
+    machine.share = 0.0
+    assert start(tmp_path).busy_share == 0.0 and machine.count == 2
+    # what a quiet machine gave stays
+    machine.share = 0.4
+    assert start(tmp_path).busy_share == 0.0 and machine.count == 2
+
+
+def test_a_busy_machine_changes_nothing_that_was_measured_on_a_quiet_one(tmp_path, machine):
+    quiet = start(tmp_path).entries
+    machine.share = 0.4
+    again = start(tmp_path, refresh=True)  # as `topt calibrate`
+    assert machine.count == 2 and again.busy_share == 0.4
+    assert load_entries(tmp_path, again.setup) == quiet
+    machine.share = 0.0
+    start(tmp_path, refresh=True)
+    assert load_entries(tmp_path, again.setup) != quiet
+
+
+def test_kernels_and_updates_are_marked_too(tmp_path, machine, counted):
+    machine.share = 0.4
+    first = everything(tmp_path)
+    (file,) = tmp_path.glob("*.json")
+    entries = json.loads(file.read_text())["entries"]
+    kinds = {name.split()[0] for name, entry in entries.items() if entry["busy"] == 0.4}
+    assert kinds == {"update", "kernel", "graph"}  # `counted` has a calibration of its own
+    measured = len(counted)
+    assert everything(tmp_path) == first and len(counted) == measured
+    machine.share = 0.0
+    everything(tmp_path)
+    assert sorted(counted[measured:]) == ["measure_kernels", "measure_kind", "measure_kind"]
+
+
+def test_a_measurement_of_an_earlier_start_can_be_renewed(tmp_path, machine):
+    first = start(tmp_path)
+    assert not first.renew()  # it has just been made
+    assert start(tmp_path).renew() and machine.count == 1
+    assert start(tmp_path).busy_share == 0 and machine.count == 2
+
+
+def look_on_rank(rank):
+    return measurements._machine_is_busy(ranks=2)
+
+
+@linux
+def test_ranks_agree_whether_the_machine_is_busy():
+    calibrations.is_busy, before = core_wait.is_busy, calibrations.is_busy
+    try:
+        with other_programs(os.sched_getaffinity(0), on_each=3):
+            assert run_ranks(look_on_rank, 2) == [True, True]
+    finally:
+        calibrations.is_busy = before
+    assert run_ranks(look_on_rank, 2) == [False, False]  # nothing counts as busy
 
 
 def test_old_entries_and_those_of_the_future_are_not_used(tmp_path):

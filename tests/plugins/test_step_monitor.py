@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -68,6 +64,16 @@ def fit(module, *, warmup_steps=2, batches=12, **options):
     return monitor.measurement
 
 
+class Waits:
+    """In place of `CoreWait`: what went by on the clock `waited`."""
+
+    def __init__(self, waited):
+        self.waited, self.before = waited, waited.now
+
+    def seconds(self):
+        return self.waited.now - self.before
+
+
 def test_the_share_without_a_core_is_that_of_steady_steps(clock, monkeypatch):
     """A quarter of each second: the first two steps, which take a hundred, do not count."""
     waits = {100.0: 0.0, 1.0: 0.25}
@@ -81,28 +87,9 @@ def test_the_share_without_a_core_is_that_of_steady_steps(clock, monkeypatch):
         return loss
 
     monkeypatch.setattr(Known, "training_step", training_step)
-    monkeypatch.setattr(monitors, "_core_wait_seconds", lambda: waited.now)
-    assert fit(Known(clock)).core_wait_share == pytest.approx(0.25)
-
-
-@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs Linux's /proc")
-def test_a_thread_whose_core_others_have_waits():
-    cores = os.sched_getaffinity(0)
-    core = {min(cores)}
-    other = subprocess.Popen(
-        [sys.executable, "-S", "-c", "while True: pass"],
-        preexec_fn=lambda: os.sched_setaffinity(0, core),
-    )
-    os.sched_setaffinity(0, core)
-    try:
-        waited, start = monitors._core_wait_seconds(), time.perf_counter()
-        while time.perf_counter() - start < 0.4:
-            pass
-        assert 0.05 < monitors._core_wait_seconds() - waited < 0.45
-    finally:
-        os.sched_setaffinity(0, cores)
-        other.kill()
-        other.wait()
+    monkeypatch.setattr(monitors, "CoreWait", lambda *, threads: Waits(waited))
+    measurement = fit(Known(clock))
+    assert measurement.core_wait_share == pytest.approx(0.25) and measurement.machine_was_busy
 
 
 def test_median_leaves_out_the_first_steps(clock):

@@ -33,6 +33,7 @@ from lightning_topt.plan.plan_search import search_plans
 from lightning_topt.plan.scenarios import ModelFacts, of_steps
 from lightning_topt.plugins.planning import Planning
 from lightning_topt.plugins.searched_plan import choose_for
+from topt_console.status_line import STATUS
 
 
 def run(config: DictConfig) -> None:
@@ -41,6 +42,7 @@ def run(config: DictConfig) -> None:
     Raises:
         ValueError: the strategy is not one that plans; and what capturing and choosing raise.
     """
+    STATUS.clear()
     pl.seed_everything(config.seed, workers=True)
     # read in any case: what one scenario does not need is refused all the same where it is wrong
     what_if.WhatIfOptions.read(config)
@@ -58,6 +60,7 @@ def run(config: DictConfig) -> None:
         print(meshes.words(request.cluster))
 
     # the step, its costs, and the search
+    STATUS.show(f"capturing the step of {type(setup.model).__name__}")
     example, capture_seconds = setup.capture(splits=meshes.tensor)
     # data.batch_size is that of each rank: of those of the trainer, where several numbers are given
     ranks = trainer.world_size if len(meshes.device_counts) > 1 else meshes.device_counts[0]
@@ -65,17 +68,21 @@ def run(config: DictConfig) -> None:
     unpriced = UnpricedSearch.of(
         setup, meshes, example, request, global_batch_size=samples, capture_seconds=capture_seconds
     )
+    STATUS.clear()  # ranks that measure say so by themselves
     search = setup.with_costs(unpriced.request, request)
     if search is None:  # another rank of torchrun goes on
         return
     # of a step, which may have several batches
     facts = ModelFacts.of(search.graph, search.optimizer, search.cluster)
     parts = trainer.accumulate_grad_batches
-    frontier = of_steps(search_plans(search), accumulate=parts, facts=facts)
+    frontier = of_steps(
+        search_plans(search, progress=STATUS.show), accumulate=parts, facts=facts
+    )
     folder = Path(HydraConfig.get().runtime.output_dir)
     frontier.save(folder / "frontier.json")  # worth having even when no plan fits
 
     # the choice and the report
+    STATUS.show("writing the report")
     notes = meshes.notes(search, frontier, unpriced.unsplit)
     notes += meshes.pipelines.notes(search, example, request, trainer, unstaged=unpriced.unstaged)
     notes.append(sentence_of(search.cluster.accuracy))

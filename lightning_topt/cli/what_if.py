@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ from lightning_topt.plan.scenarios import (
 )
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning
+from topt_console.status_line import STATUS
 
 # Plans that others beat by less than this in time and memory may be left out: predictions are not
 # that good.
@@ -106,6 +107,7 @@ def run(config: DictConfig) -> None:
         raise
 
     # the plan of the chosen scenario, then the scenarios
+    STATUS.show("writing the report")
     best = next(each for each in found if each.chosen is chosen)
     planned = dataclasses.replace(best.scenario, spot=False)
     search = next(search for scenario, search in searches if scenario == planned)
@@ -264,7 +266,9 @@ def _on_clusters(
     requests = [dataclasses.replace(setup.request, cluster=cluster) for cluster in clusters]
     # meshes first: whether any of them has a tensor axis decides how the step is captured
     meshes = [SearchedMeshes.read(config, request, setup.trainer) for request in requests]
+    STATUS.show(f"capturing the step of {type(setup.model).__name__}")
     example, capture_seconds = setup.capture(splits=any(each.tensor for each in meshes))
+    STATUS.clear()
 
     for request, searched in zip(requests, meshes, strict=True):
         unpriced = UnpricedSearch.of(
@@ -300,7 +304,9 @@ def search_all(
     """
     outcomes: dict[int, ScenarioResult | ValueError] = {}
     processes = asked.processes or most_processes(len(searches))
-    search = functools.partial(_search, request, asked)
+    # of several scenarios a bar says how many are done, of one a line what is searched
+    alone = len(searches) < 2
+    search = functools.partial(_search, request, asked, STATUS.show if alone else None)
     # helpers are forked here, before the bar starts a thread
     coming = outcomes_of(search, searches, processes=min(processes, len(searches)))
     columns = (
@@ -310,11 +316,12 @@ def search_all(
         TimeElapsedColumn(),
     )
     bar = Progress(
-        *columns, disable=len(searches) < 2, transient=True, console=Console(stderr=True)
+        *columns, disable=alone, transient=True, console=Console(stderr=True)
     )
     with bar:
         for index, outcome in bar.track(coming, total=len(searches), description="searching"):
             outcomes[index] = outcome
+    STATUS.clear()
 
     # a scenario alone may have no plan, or none that fits
     each = [(scenario, outcomes[index]) for index, (scenario, _) in enumerate(searches)]
@@ -328,7 +335,10 @@ def search_all(
 
 
 def _search(
-    request: PlanRequest, asked: WhatIfOptions, of: tuple[Scenario, SearchRequest]
+    request: PlanRequest,
+    asked: WhatIfOptions,
+    progress: Callable[[str], None] | None,
+    of: tuple[Scenario, SearchRequest],
 ) -> ScenarioResult:
     scenario, search = of
     gc.collect(0)  # what the search before left
@@ -341,6 +351,7 @@ def _search(
         memory_margin=request.memory_margin,
         accumulate=asked.accumulate,
         work=asked.work,
+        progress=progress,
     )
 
 

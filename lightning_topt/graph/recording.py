@@ -20,7 +20,7 @@ import json
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -165,6 +165,8 @@ def assemble(
     name: str,
     sizes: Sizes,
     input_bytes: tuple[int, int],
+    fit: Fit | None = None,
+    repeatable: Collection[str] = (),
 ) -> OpGraph:
     """Return the graph of `module` from its recordings at two batch sizes, as one block.
 
@@ -176,6 +178,8 @@ def assemble(
         name: of the model in the graph.
         sizes: samples of the two batches.
         input_bytes: bytes of the two batches.
+        fit: makes the values of the graph; None: those of both recordings.
+        repeatable: paths of the modules that may be called again.
     """
     _check_equal(recordings, sizes)
     first, second = recordings
@@ -186,7 +190,7 @@ def assemble(
         for index, op in enumerate(first.ops)
         if op.forward or op.backward or index in runs
     }
-    fit = _Fit(sizes)
+    fit = fit or Fit(sizes)
     ops = [fit.op(first.ops[index], second.ops[index]) for index in kept]
     return OpGraph(
         model=name,
@@ -200,7 +204,11 @@ def assemble(
         parameters=tuple(_parameters(module)),
         blocks=(Block("", group=0, recomputable=False),),
         step=_step(
-            module, recordings, fit, numbers={index: number for number, index in enumerate(kept)}
+            module,
+            recordings,
+            fit,
+            numbers={index: number for number, index in enumerate(kept)},
+            repeatable=repeatable,
         ),
         buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
         input_bytes=Amount.fit(sizes, input_bytes),
@@ -240,7 +248,7 @@ def _check_equal(recordings: tuple[Recording, Recording], sizes: Sizes) -> None:
         )
 
 
-class _Fit:
+class Fit:
     """Values of the graph from two measurements.
 
     What is the same object in both recordings is made once.
@@ -253,13 +261,19 @@ class _Fit:
         self._kernels: dict[tuple[int, int], tuple[str, Kernel]] = {}
         self._groups: dict[tuple[int, ...], tuple[Kernel, ...]] = {}
 
-    def amount(self, first: float, second: float) -> Amount:
+    def line(self, first: float, second: float) -> Amount:
+        """Return the line through a number at both sizes."""
         key = first, second
         if key not in self._amounts:
             self._amounts[key] = Amount.fit(self.sizes, key)
         return self._amounts[key]
 
+    def amount(self, first: float, second: float) -> Amount:
+        """Return what an amount of both recordings is in the graph."""
+        return self.line(first, second)
+
     def spec(self, first: Shape, second: Shape) -> TensorSpec:
+        """Return what a shape of both recordings is in the graph."""
         key = first, second
         if key not in self._specs:
             # the dim that follows the batch is the first that differs
@@ -281,9 +295,17 @@ class _Fit:
             ),
             forward=self.kernels(first.forward, second.forward),
             backward=self.kernels(first.backward, second.backward),
-            saved_bytes=self.amount(first.saved_bytes, second.saved_bytes),
+            saved_bytes=self.saved(first, second),
             stack=first.stack,
         )
+
+    def saved(self, first: OpRecord, second: OpRecord) -> Amount:
+        """Return the bytes that an operator saved."""
+        return self.amount(first.saved_bytes, second.saved_bytes)
+
+    def workspace(self, first: Measured, second: Measured) -> Amount:
+        """Return the bytes that a kernel takes inside."""
+        return self.line(first.workspace, second.workspace)
 
     def kernels(self, first: Sequence[Measured], second: Sequence[Measured]) -> tuple[Kernel, ...]:
         """Return one Kernel for all identical calls, in the order of their first call."""
@@ -303,17 +325,18 @@ class _Fit:
         # recorders make one object for all equal calls
         found = self._kernels.get((id(first), id(second)))
         if found is None:
-            # work, bytes read and written, bytes allocated: lines in the number of samples
-            flops = self.amount(first.flops, second.flops)
-            size = self.amount(first.bytes, second.bytes)
-            allocated = self.amount(
-                first.allocated + first.workspace, second.allocated + second.workspace
-            )
-            # equal texts are identical calls, which the graph counts together
-            text = json.dumps([first.name, first.arguments, flops.per_sample, size.per_sample])
-            found = text, Kernel(first.name, first.arguments, flops, size, allocated=allocated)
-            self._kernels[id(first), id(second)] = found
+            found = self._kernels[id(first), id(second)] = self._measured(first, second)
         return found
+
+    def _measured(self, first: Measured, second: Measured) -> tuple[str, Kernel]:
+        # work, bytes read and written, bytes allocated: lines in the number of samples
+        flops, size = self.line(first.flops, second.flops), self.line(first.bytes, second.bytes)
+        allocated = self.line(
+            first.allocated + first.workspace, second.allocated + second.workspace
+        )
+        # equal texts are identical calls, which the graph counts together
+        text = json.dumps([first.name, first.arguments, flops.per_sample, size.per_sample])
+        return text, Kernel(first.name, first.arguments, flops, size, allocated=allocated)
 
 
 def _parameters(module: nn.Module) -> list[Parameter]:
@@ -339,9 +362,10 @@ def _parameters(module: nn.Module) -> list[Parameter]:
 def _step(
     module: nn.Module,
     recordings: tuple[Recording, Recording],
-    fit: _Fit,
+    fit: Fit,
     *,
     numbers: Mapping[int, int],
+    repeatable: Collection[str],
 ) -> Step:
     first, second = recordings
     ticks = len(first.kernel_ops)
@@ -356,9 +380,9 @@ def _step(
             for a, b in zip(first.storages, second.storages, strict=True)
         ),
         calls=tuple(_calls(first, indices)),
-        modules=tuple(_modules(module)),
+        modules=tuple(_modules(module, repeatable)),
         workspaces=tuple(
-            (tick, fit.amount(a.workspace, b.workspace))
+            (tick, fit.workspace(a, b))
             for tick, (a, b) in enumerate(zip(first.kernels, second.kernels, strict=True))
             if a is not None and b is not None and (a.workspace or b.workspace)
         ),
@@ -366,7 +390,7 @@ def _step(
 
 
 def _tensor(
-    first: StorageRecord, second: StorageRecord, fit: _Fit, *, names: Sequence[OpRecord], ticks: int
+    first: StorageRecord, second: StorageRecord, fit: Fit, *, names: Sequence[OpRecord], ticks: int
 ) -> StepTensor:
     """Return a tensor of the graph; one that the step leaves behind ends after its last tick."""
     return StepTensor(
@@ -397,7 +421,7 @@ def _calls(recording: Recording, indices: Mapping[int, int]) -> Iterable[ModuleC
         )
 
 
-def _modules(root: nn.Module) -> Iterable[Module]:
+def _modules(root: nn.Module, repeatable: Collection[str]) -> Iterable[Module]:
     """Return the submodules, parents first; see `Module` for what makes them equal."""
     numbers: dict[Hashable, int] = {}
     found: list[Module] = []
@@ -418,7 +442,7 @@ def _modules(root: nn.Module) -> Iterable[Module]:
         # equal numbers for modules of equal class, parameters and children
         structure = numbers.setdefault((type(module), parameters, children), len(numbers))
         if path:
-            found.insert(position, Module(path, structure))
+            found.insert(position, Module(path, structure, repeatable=path in repeatable))
         return structure
 
     visit(root, "", frozenset({id(root)}))
@@ -434,59 +458,61 @@ class Unclear(Exception):
     """It is not clear whether a size follows the batch."""
 
 
-# ---- one recording at other sizes ----------------------------------------------------------------
+# ---- one recording for two sizes ----------------------------------------------------------------
 
 
-def recording_at(recording: Recording, place: int) -> Recording:
-    """Return `recording`, of `PRIME` batches, as if made with ``TIMES[place]`` batches.
+class FitOfOne(Fit):
+    """Values of the graph from one recording, of `PRIME` batches; see [Note: one recording].
 
     Raises Unclear.
     """
-    times, measured = TIMES[place], recording.measured_at
-    # bytes that each operator saved, by its storages: then, and at the new size
-    saved: Counter[int] = Counter()
-    saved_now: Counter[int] = Counter()
-    new: dict[int, StorageRecord] = {}
-    for storage in recording.storages:
-        resized = changed(
-            storage, bytes=number_at(times, storage.bytes), shape=shape_at(times, storage.shape)
-        )
-        new[id(storage)] = resized
-        if storage.saved_by is not None:
-            saved[storage.saved_by] += storage.bytes
-            saved_now[storage.saved_by] += resized.bytes
-    # bytes without a tensor have no shape from which the new size would follow
-    if any(saved[index] != op.saved_bytes for index, op in enumerate(recording.ops)):
-        raise Unclear("bytes were saved that are in no tensor")
-    # all that has a size, at the new one; storages keep their identity in calls
-    ops = [
-        changed(
-            op,
-            outputs=[shape_at(times, shape) for shape in op.outputs],
-            forward=[measured[id(kernel)][place] for kernel in op.forward],
-            backward=[measured[id(kernel)][place] for kernel in op.backward],
-            saved_bytes=saved_now[index],
-        )
-        for index, op in enumerate(recording.ops)
-    ]
-    calls = [
-        changed(
-            call,
-            inputs=[new[id(storage)] for storage in call.inputs],
-            outputs=[new[id(s)] for s in call.outputs],
-        )
-        for call in recording.calls
-    ]
-    return changed(
-        recording,
-        ops=ops,
-        edges={pair: shape_at(times, shape) for pair, shape in recording.edges.items()},
-        storages=[*new.values()],
-        calls=calls,
-        kernels=[
-            None if kernel is None else measured[id(kernel)][place] for kernel in recording.kernels
-        ],
-    )
+
+    def __init__(self, sizes: Sizes, recording: Recording) -> None:
+        super().__init__(sizes)
+        self._at_sizes = recording.measured_at
+        # bytes that each operator saved, by its storages: then, and at both sizes
+        saved = [[0, 0, 0] for _ in recording.ops]
+        for storage in recording.storages:
+            if storage.saved_by is not None:
+                total = saved[storage.saved_by]
+                total[0] += storage.bytes
+                for place, times in enumerate(TIMES):
+                    total[1 + place] += number_at(times, storage.bytes)
+        # bytes without a tensor have no shape from which the new size would follow
+        if any(total[0] != op.saved_bytes for total, op in zip(saved, recording.ops, strict=True)):
+            raise Unclear("bytes were saved that are in no tensor")
+        self._saved = {
+            id(op): total[1:] for total, op in zip(saved, recording.ops, strict=True) if total[0]
+        }
+        # also of operators and edges that a graph leaves out
+        for shape in {
+            *recording.edges.values(),
+            *(shape for op in recording.ops for shape in op.outputs),
+        }:
+            self.spec(shape, shape)
+
+    def amount(self, first: float, second: float) -> Amount:
+        """Return the line through an amount, which is the same in both recordings."""
+        return self.line(number_at(TIMES[0], first), number_at(TIMES[1], second))
+
+    def spec(self, first: Shape, second: Shape) -> TensorSpec:
+        """Return the tensor of a shape, which is the same in both recordings."""
+        key = first, second
+        if key not in self._specs:
+            self._specs[key] = super().spec(shape_at(TIMES[0], first), shape_at(TIMES[1], second))
+        return self._specs[key]
+
+    def saved(self, first: OpRecord, second: OpRecord) -> Amount:
+        """Return the bytes that an operator saved: the sum of its storages."""
+        small, large = self._saved.get(id(first), (0, 0))
+        return self.line(small, large)
+
+    def workspace(self, first: Measured, second: Measured) -> Amount:
+        """Return what was measured at both sizes."""
+        return super().workspace(*self._at_sizes[id(first)])
+
+    def _measured(self, first: Measured, second: Measured) -> tuple[str, Kernel]:
+        return super()._measured(*self._at_sizes[id(first)])
 
 
 def measure_at_sizes(

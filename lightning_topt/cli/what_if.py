@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -120,6 +121,9 @@ def run(config: DictConfig) -> None:
     print_scenarios(estimates, chosen, limits=asked.limits, console=console)
     for line in (reason, *notes, f"run folder: {folder}"):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+    # The process ends: nothing is gained by a look at millions of objects that nobody needs.
+    if HydraConfig.get().mode is not RunMode.MULTIRUN:
+        gc.freeze()
 
 
 # ---- what is asked

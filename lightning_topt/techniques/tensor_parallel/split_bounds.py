@@ -202,7 +202,7 @@ class _BoundGraph:
         key = id(kernels), share
         if key not in self._scaled:
             self._scaled[key] = tuple(
-                _scaled(each, share) for each in kernels if share and not _may_be_left_out(each)
+                _scaled(each, share) for each in kernels if share and each.name not in _COPIES
             )
         return self._scaled[key]
 
@@ -212,7 +212,7 @@ class _BoundGraph:
             op.name
             for op in self.graph.ops
             if self.shares[op.name] < 1
-            and any(map(_may_be_left_out, (*op.forward, *op.backward)))
+            and any(kernel.name in _COPIES for kernel in (*op.forward, *op.backward))
         }
         return np.array(
             [self._tensor_share(tensor, copies) for tensor in self.graph.step.tensors], float
@@ -224,15 +224,6 @@ class _BoundGraph:
             return share
         saves_otherwise = tensor.saved_by is not None and not self.shares[tensor.saved_by]
         return 0.0 if saves_otherwise or tensor.producer in copies else share
-
-
-def _may_be_left_out(kernel: Kernel) -> bool:
-    """Return whether a slice may not need this copy; a change of dtype is made in any case."""
-    if kernel.name not in _COPIES:
-        return False
-    arguments, target = kernel.arguments["args"], kernel.arguments["kwargs"].get("dtype")
-    source = arguments[0].get("tensor") if arguments and isinstance(arguments[0], dict) else None
-    return target is None or source is None or target == {"dtype": source[2]}
 
 
 def _places(placed: PlacedCall) -> list[Placement]:

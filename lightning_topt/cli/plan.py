@@ -75,9 +75,7 @@ def run(config: DictConfig) -> None:
     # of a step, which may have several batches
     facts = ModelFacts.of(search.graph, search.optimizer, search.cluster)
     parts = trainer.accumulate_grad_batches
-    frontier = of_steps(
-        search_plans(search, progress=STATUS.show), accumulate=parts, facts=facts
-    )
+    frontier = of_steps(search_plans(search, progress=STATUS.show), accumulate=parts, facts=facts)
     folder = Path(HydraConfig.get().runtime.output_dir)
     frontier.save(folder / "frontier.json")  # worth having even when no plan fits
 

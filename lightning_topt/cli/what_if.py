@@ -319,9 +319,7 @@ def search_all(
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    bar = Progress(
-        *columns, disable=alone, transient=True, console=Console(stderr=True)
-    )
+    bar = Progress(*columns, disable=alone, transient=True, console=Console(stderr=True))
     with bar:
         for index, outcome in bar.track(coming, total=len(searches), description="searching"):
             outcomes[index] = outcome

@@ -19,7 +19,6 @@ import functools
 import json
 import math
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -249,7 +248,7 @@ def _check_equal(recordings: tuple[Recording, Recording], sizes: Sizes) -> None:
 
 
 class Fit:
-    """Values of the graph from two measurements.
+    """Values of the graph from two recordings.
 
     What is the same object in both recordings is made once.
     """
@@ -284,6 +283,7 @@ class Fit:
         return self._specs[key]
 
     def op(self, first: OpRecord, second: OpRecord) -> Op:
+        """Return an operator of both recordings."""
         return Op(
             name=first.name,
             kind=first.kind,

@@ -75,15 +75,13 @@ class _LightModule(ModuleType):
         return value
 
 
-def read_in_full(module: ModuleType) -> None:
+def read_in_full(module: Any) -> None:
     """Read a light module as any other is; others are left as they are."""
-    if type(module) is not _LightModule:
-        return
-    module.__class__ = ModuleType
-    spec = module.__spec__
-    assert spec is not None and isinstance(spec.loader, _LightLoader)
-    spec.loader = module.__loader__ = spec.loader.usual
-    spec.loader.exec_module(module)
+    if type(module) is _LightModule:
+        spec = module.__spec__
+        module.__class__ = ModuleType
+        spec.loader = module.__loader__ = spec.loader.usual
+        spec.loader.exec_module(module)
 
 
 class LightPackages(MetaPathFinder):

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_topt.graph.kernels import Frozen, freeze, is_view
+from lightning_topt.graph.kernels import Frozen, freeze, is_strided, is_view
 from lightning_topt.graph.module_copy import Like, empty_fake
 
 _MOST = 8192  # calls that are known
@@ -108,7 +108,7 @@ def _likes(out: object, call: FrozenCall) -> tuple[Like, ...] | None:
     memory = {tensor.untyped_storage()._cdata for tensor in call.tensors}
     likes: list[Like] = []
     for tensor in made:
-        if type(tensor) is not FakeTensor or tensor.constant is not None:
+        if type(tensor) is not FakeTensor or tensor.constant is not None or not is_strided(tensor):
             return None
         storage, address = tensor.untyped_storage(), tensor.untyped_storage()._cdata
         # memory of its own, and no more of it than its elements take

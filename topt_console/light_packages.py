@@ -75,9 +75,10 @@ class _LightModule(ModuleType):
         return value
 
 
-def read_in_full(module: Any) -> None:
+def read_in_full(package: object) -> None:
     """Read a light module as any other is; others are left as they are."""
-    if type(module) is _LightModule:
+    module: Any = package
+    if type(package) is _LightModule:
         spec = module.__spec__
         module.__class__ = ModuleType
         spec.loader = module.__loader__ = spec.loader.usual

@@ -67,7 +67,13 @@ from lightning_topt.graph.no_trace import no_collection, no_trace
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.python_state import describe, host_random_state
 from lightning_topt.graph.recorder import Recorder
-from lightning_topt.graph.recording import PRIME, FitOfOne, Recording, assemble
+from lightning_topt.graph.recording import (
+    PRIME,
+    GraphValues,
+    OneRecording,
+    Recording,
+    assemble,
+)
 from lightning_topt.graph.skipped_calls import SkippedCalls, find_equal, make_results
 from lightning_topt.graph.structures import (
     batch_sizes,
@@ -205,7 +211,7 @@ def _from_one_recording(step: StepRun, batch: object, like: OpGraph) -> OpGraph 
     try:
         many = batch_sizes(batch, None)[0], PRIME * sizes[0]
         copied, recording, _ = step.record(batch, samples=many, unlike=set(), resizes=True)
-        fit = FitOfOne(sizes, recording)
+        values = GraphValues(sizes, OneRecording(recording))
     except Exception:
         # torch refuses some large sizes; errors of the step itself are raised for a batch that
         # users know
@@ -217,7 +223,7 @@ def _from_one_recording(step: StepRun, batch: object, like: OpGraph) -> OpGraph 
         name=type(step.module).__name__,
         sizes=sizes,
         input_bytes=(small, large),
-        fit=fit,
+        values=values,
         repeatable={m.path for m in like.step.modules if m.repeatable},
     )
     return graph.with_blocks(like.blocks)

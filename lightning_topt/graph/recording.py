@@ -164,7 +164,7 @@ def assemble(
     name: str,
     sizes: Sizes,
     input_bytes: tuple[int, int],
-    fit: Fit | None = None,
+    values: GraphValues | None = None,
     repeatable: Collection[str] = (),
 ) -> OpGraph:
     """Return the graph of `module` from its recordings at two batch sizes, as one block.
@@ -177,7 +177,7 @@ def assemble(
         name: of the model in the graph.
         sizes: samples of the two batches.
         input_bytes: bytes of the two batches.
-        fit: makes the values of the graph; None: those of both recordings.
+        values: makes the values of the graph; None: of both recordings.
         repeatable: paths of the modules that may be called again.
     """
     _check_equal(recordings, sizes)
@@ -189,14 +189,14 @@ def assemble(
         for index, op in enumerate(first.ops)
         if op.forward or op.backward or index in runs
     }
-    fit = fit or Fit(sizes)
-    ops = [fit.op(first.ops[index], second.ops[index]) for index in kept]
+    values = values or GraphValues(sizes)
+    ops = [values.op(first.ops[index], second.ops[index]) for index in kept]
     return OpGraph(
         model=name,
         batch_size=sizes[0],
         ops=tuple(ops),
         edges=tuple(
-            TensorEdge(first.ops[i].name, first.ops[j].name, fit.spec(shape, second.edges[i, j]))
+            TensorEdge(first.ops[i].name, first.ops[j].name, values.spec(shape, second.edges[i, j]))
             for (i, j), shape in first.edges.items()
             if i in kept and j in kept
         ),
@@ -205,7 +205,7 @@ def assemble(
         step=_step(
             module,
             recordings,
-            fit,
+            values,
             numbers={index: number for number, index in enumerate(kept)},
             repeatable=repeatable,
         ),
@@ -247,14 +247,14 @@ def _check_equal(recordings: tuple[Recording, Recording], sizes: Sizes) -> None:
         )
 
 
-class Fit:
-    """Values of the graph from two recordings.
+class GraphValues:
+    """Values of the graph from two recordings, or from `one` that stands for both.
 
     What is the same object in both recordings is made once.
     """
 
-    def __init__(self, sizes: Sizes) -> None:
-        self.sizes = sizes
+    def __init__(self, sizes: Sizes, one: OneRecording | None = None) -> None:
+        self.sizes, self._one = sizes, one
         self._amounts: dict[tuple[float, float], Amount] = {}
         self._specs: dict[tuple[Shape, Shape], TensorSpec] = {}
         self._kernels: dict[tuple[int, int], tuple[str, Kernel]] = {}
@@ -269,18 +269,33 @@ class Fit:
 
     def amount(self, first: float, second: float) -> Amount:
         """Return what an amount of both recordings is in the graph."""
+        if self._one is not None:
+            first, second = number_at(TIMES[0], first), number_at(TIMES[1], second)
         return self.line(first, second)
 
     def spec(self, first: Shape, second: Shape) -> TensorSpec:
         """Return what a shape of both recordings is in the graph."""
         key = first, second
         if key not in self._specs:
+            if self._one is not None:
+                first, second = shape_at(TIMES[0], first), shape_at(TIMES[1], second)
             # the dim that follows the batch is the first that differs
             differing = [
                 dim for dim, (m, n) in enumerate(zip(first[0], second[0], strict=True)) if m != n
             ]
             self._specs[key] = TensorSpec(first[0], first[1], differing[0] if differing else None)
         return self._specs[key]
+
+    def saved(self, first: OpRecord, second: OpRecord) -> Amount:
+        """Return the bytes that an operator saved."""
+        if self._one is not None:
+            return self.line(*self._one.saved(first))
+        return self.line(first.saved_bytes, second.saved_bytes)
+
+    def workspace(self, first: Measured, second: Measured) -> Amount:
+        """Return the bytes that a kernel takes inside."""
+        first, second = self._measured(first, second)
+        return self.line(first.workspace, second.workspace)
 
     def op(self, first: OpRecord, second: OpRecord) -> Op:
         """Return an operator of both recordings."""
@@ -298,14 +313,6 @@ class Fit:
             saved_bytes=self.saved(first, second),
             stack=first.stack,
         )
-
-    def saved(self, first: OpRecord, second: OpRecord) -> Amount:
-        """Return the bytes that an operator saved."""
-        return self.amount(first.saved_bytes, second.saved_bytes)
-
-    def workspace(self, first: Measured, second: Measured) -> Amount:
-        """Return the bytes that a kernel takes inside."""
-        return self.line(first.workspace, second.workspace)
 
     def kernels(self, first: Sequence[Measured], second: Sequence[Measured]) -> tuple[Kernel, ...]:
         """Return one Kernel for all identical calls, in the order of their first call."""
@@ -325,10 +332,12 @@ class Fit:
         # recorders make one object for all equal calls
         found = self._kernels.get((id(first), id(second)))
         if found is None:
-            found = self._kernels[id(first), id(second)] = self._measured(first, second)
+            found = self._kernels[id(first), id(second)] = self._made(
+                *self._measured(first, second)
+            )
         return found
 
-    def _measured(self, first: Measured, second: Measured) -> tuple[str, Kernel]:
+    def _made(self, first: Measured, second: Measured) -> tuple[str, Kernel]:
         # work, bytes read and written, bytes allocated: lines in the number of samples
         flops, size = self.line(first.flops, second.flops), self.line(first.bytes, second.bytes)
         allocated = self.line(
@@ -337,6 +346,9 @@ class Fit:
         # equal texts are identical calls, which the graph counts together
         text = json.dumps([first.name, first.arguments, flops.per_sample, size.per_sample])
         return text, Kernel(first.name, first.arguments, flops, size, allocated=allocated)
+
+    def _measured(self, first: Measured, second: Measured) -> tuple[Measured, Measured]:
+        return (first, second) if self._one is None else self._one.measured(first)
 
 
 def _parameters(module: nn.Module) -> list[Parameter]:
@@ -362,7 +374,7 @@ def _parameters(module: nn.Module) -> list[Parameter]:
 def _step(
     module: nn.Module,
     recordings: tuple[Recording, Recording],
-    fit: Fit,
+    values: GraphValues,
     *,
     numbers: Mapping[int, int],
     repeatable: Collection[str],
@@ -372,17 +384,17 @@ def _step(
     # calls refer to storages by their place in `tensors`
     indices = {id(storage): index for index, storage in enumerate(first.storages)}
     return Step(
-        batch_sizes=fit.sizes,
+        batch_sizes=values.sizes,
         order=tuple(numbers[index] for index in first.kernel_ops),
         backward_start=first.backward_start,
         tensors=tuple(
-            _tensor(a, b, fit, names=first.ops, ticks=ticks)
+            _tensor(a, b, values, names=first.ops, ticks=ticks)
             for a, b in zip(first.storages, second.storages, strict=True)
         ),
         calls=tuple(_calls(first, indices)),
         modules=tuple(_modules(module, repeatable)),
         workspaces=tuple(
-            (tick, fit.workspace(a, b))
+            (tick, values.workspace(a, b))
             for tick, (a, b) in enumerate(zip(first.kernels, second.kernels, strict=True))
             if a is not None and b is not None and (a.workspace or b.workspace)
         ),
@@ -390,13 +402,18 @@ def _step(
 
 
 def _tensor(
-    first: StorageRecord, second: StorageRecord, fit: Fit, *, names: Sequence[OpRecord], ticks: int
+    first: StorageRecord,
+    second: StorageRecord,
+    values: GraphValues,
+    *,
+    names: Sequence[OpRecord],
+    ticks: int,
 ) -> StepTensor:
     """Return a tensor of the graph; one that the step leaves behind ends after its last tick."""
     return StepTensor(
         producer=names[first.op].name,
-        spec=fit.spec(first.shape, second.shape),
-        bytes=fit.amount(first.bytes, second.bytes),
+        spec=values.spec(first.shape, second.shape),
+        bytes=values.amount(first.bytes, second.bytes),
         first=first.born,
         end=ticks + 1 if first.is_left else max(first.born, int(min(first.died, ticks + 1))),
         saved_by=None if first.saved_by is None else names[first.saved_by].name,
@@ -461,14 +478,13 @@ class Unclear(Exception):
 # ---- one recording for two sizes ----------------------------------------------------------------
 
 
-class FitOfOne(Fit):
-    """Values of the graph from one recording, of `PRIME` batches; see [Note: one recording].
+class OneRecording:
+    """A recording of `PRIME` batches that stands for two; see [Note: one recording].
 
     Raises Unclear.
     """
 
-    def __init__(self, sizes: Sizes, recording: Recording) -> None:
-        super().__init__(sizes)
+    def __init__(self, recording: Recording) -> None:
         self._at_sizes = recording.measured_at
         # bytes that each operator saved, by its storages: then, and at both sizes
         saved = [[0, 0, 0] for _ in recording.ops]
@@ -482,37 +498,22 @@ class FitOfOne(Fit):
         if any(total[0] != op.saved_bytes for total, op in zip(saved, recording.ops, strict=True)):
             raise Unclear("bytes were saved that are in no tensor")
         self._saved = {
-            id(op): total[1:] for total, op in zip(saved, recording.ops, strict=True) if total[0]
+            id(op): (small, large)
+            for (_, small, large), op in zip(saved, recording.ops, strict=True)
         }
-        # also of operators and edges that a graph leaves out
-        for shape in {
-            *recording.edges.values(),
-            *(shape for op in recording.ops for shape in op.outputs),
-        }:
-            self.spec(shape, shape)
+        # shapes are clear also of operators and edges that a graph leaves out
+        outputs = {shape for op in recording.ops for shape in op.outputs}
+        for shape in {*recording.edges.values(), *outputs, *(s.shape for s in recording.storages)}:
+            shape_at(TIMES[0], shape)
 
-    def amount(self, first: float, second: float) -> Amount:
-        """Return the line through an amount, which is the same in both recordings."""
-        return self.line(number_at(TIMES[0], first), number_at(TIMES[1], second))
+    def saved(self, op: OpRecord) -> tuple[int, int]:
+        """Return the bytes that an operator saves at both sizes."""
+        return self._saved[id(op)]
 
-    def spec(self, first: Shape, second: Shape) -> TensorSpec:
-        """Return the tensor of a shape, which is the same in both recordings."""
-        key = first, second
-        if key not in self._specs:
-            self._specs[key] = super().spec(shape_at(TIMES[0], first), shape_at(TIMES[1], second))
-        return self._specs[key]
-
-    def saved(self, first: OpRecord, second: OpRecord) -> Amount:
-        """Return the bytes that an operator saved: the sum of its storages."""
-        small, large = self._saved.get(id(first), (0, 0))
-        return self.line(small, large)
-
-    def workspace(self, first: Measured, second: Measured) -> Amount:
-        """Return what was measured at both sizes."""
-        return super().workspace(*self._at_sizes[id(first)])
-
-    def _measured(self, first: Measured, second: Measured) -> tuple[str, Kernel]:
-        return super()._measured(*self._at_sizes[id(first)])
+    def measured(self, kernel: Measured) -> tuple[Measured, Measured]:
+        """Return a kernel at both sizes."""
+        small, large = self._at_sizes[id(kernel)]
+        return small, large
 
 
 def measure_at_sizes(

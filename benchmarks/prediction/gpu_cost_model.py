@@ -34,7 +34,7 @@ from scipy.optimize import least_squares
 from scipy.stats import kendalltau
 
 from benchmarks.common import RESULTS, machine
-from lightning_topt.cli.megatron_rows import MegatronRow, read_rows
+from lightning_topt.cli.training_runs import TrainingRun, read_run_file
 from lightning_topt.costs.cluster import Link
 from lightning_topt.costs.communication import ring_seconds
 from lightning_topt.costs.compute import SHARPNESS, host_bound_seconds
@@ -86,17 +86,19 @@ Constants = dict[str, float]
 
 
 def direction_seconds(
-    row: MegatronRow, c: Constants, *, layers: float, heads: int, backward: bool
+    row: TrainingRun, c: Constants, *, layers: float, heads: int, backward: bool
 ) -> float:
     """Seconds of one micro batch in a stage of so many layers and `heads` (0 or 1)."""
-    b, s, h, t = row.samples, row.sequence, row.hidden, row.tensor
+    b, s, h, t = row.samples, row.sequence, row.model.hidden, row.tensor
     times = c.get("backward", 2.0) if backward else 1.0
     flops = (24 * b * s * h**2 + 4 * b * s**2 * h) / t
     rate = c["flops"] / (1 + c["half"] / flops) if "half" in c else c["flops"]
     device = layers * flops / rate + heads * 2 * b * s * h * VOCABULARY / t / rate
     if "memory" in c:
         device += (
-            layers * (2 * (10 + 24 / t) * s * b * h + 10 * row.heads * s**2 * b / t) / c["memory"]
+            layers
+            * (2 * (10 + 24 / t) * s * b * h + 10 * row.model.heads * s**2 * b / t)
+            / c["memory"]
         )
     device *= times
     link = Link(c.get("tensor_latency", 0.0), c.get("tensor_bandwidth", c["bandwidth"]))
@@ -113,9 +115,9 @@ def direction_seconds(
     )
 
 
-def iteration_seconds(row: MegatronRow, c: Constants) -> float:
+def iteration_seconds(row: TrainingRun, c: Constants) -> float:
     """Seconds of an iteration of `row` as the constants say."""
-    layers, count = row.layers / row.pipeline, row.batch // (row.data * row.samples)
+    layers, count = row.model.layers / row.pipeline, row.batch // (row.data * row.samples)
 
     def stage(heads: int) -> float:
         both = (
@@ -126,9 +128,9 @@ def iteration_seconds(row: MegatronRow, c: Constants) -> float:
 
     slowest = stage(1)
     passes = (count - 1) * slowest + slowest + (row.pipeline - 1) * stage(0)
-    message = 2 * row.samples * row.sequence * row.hidden
+    message = 2 * row.samples * row.sequence * row.model.hidden
     sent = 2 * (row.pipeline - 1) * message / c["bandwidth"]
-    parameters = (12 * row.hidden**2 * layers + row.hidden * VOCABULARY) / row.tensor
+    parameters = (12 * row.model.hidden**2 * layers + row.model.hidden * VOCABULARY) / row.tensor
     link = Link(0.0, c.get("data_bandwidth", c["bandwidth"]))
     exchange = (
         ring_seconds("all_reduce", size=2 * parameters, ranks=row.data, link=link)
@@ -140,7 +142,7 @@ def iteration_seconds(row: MegatronRow, c: Constants) -> float:
 
 
 def fit(
-    rows: Sequence[MegatronRow], names: Sequence[str], *, given: Constants | None = None
+    rows: Sequence[TrainingRun], names: Sequence[str], *, given: Constants | None = None
 ) -> Constants:
     """Return the constants that fit `rows` best, beside those `given`.
 
@@ -162,7 +164,7 @@ def fit(
     return given | dict(zip(names, np.exp(usual + found.x), strict=True))
 
 
-def judge(rows: Sequence[MegatronRow], predict: Callable[[MegatronRow], float]) -> dict[str, float]:
+def judge(rows: Sequence[TrainingRun], predict: Callable[[TrainingRun], float]) -> dict[str, float]:
     """Errors over `rows`; regret and Kendall's tau over the plans of each job that has several."""
     errors = [abs(predict(row) / row.seconds - 1) for row in rows]
     jobs = defaultdict(list)
@@ -185,7 +187,7 @@ def judge(rows: Sequence[MegatronRow], predict: Callable[[MegatronRow], float]) 
 
 
 def table_row(
-    rows: Sequence[MegatronRow], term: str, names: Sequence[str], *, given: Constants | None = None
+    rows: Sequence[TrainingRun], term: str, names: Sequence[str], *, given: Constants | None = None
 ) -> tuple[str, list[Constants]]:
     """A line of the table, the mean over all splits, and the constants of each."""
     fits, results = [], []
@@ -200,7 +202,7 @@ def table_row(
     return line, fits
 
 
-def tables(rows: Sequence[MegatronRow]) -> str:
+def tables(rows: Sequence[TrainingRun]) -> str:
     """The terms one after another, and the constants of the host."""
     lines = [
         "| terms | constants | mean error | p90 | regret | Kendall's tau |",
@@ -235,7 +237,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("path", type=Path, help="CSV of measured iterations")
-    rows = read_rows(parser.parse_args().path, need_times=True).rows
+    rows = read_run_file(parser.parse_args().path, need_times=True).runs
     text = f"""# Terms of a cost model of GPUs
 
 `python -m benchmarks.prediction.gpu_cost_model a100_megatron_sample.csv`: {len(rows)} iterations of

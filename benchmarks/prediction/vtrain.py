@@ -19,41 +19,42 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.common import RESULTS, machine
+from benchmarks.common import RESULTS, ROOT, machine
 from benchmarks.prediction.gpu_cost_model import FITTED, SPLITS, judge
-from lightning_topt.cli.megatron_rows import (
-    MegatronCosts,
-    MegatronRow,
+from lightning_topt.cli.run_prices import (
+    RunPrices,
     cluster_for,
-    fit_rows,
-    measured_rows,
+    completed,
+    fit_runs,
+    measured_runs,
 )
+from lightning_topt.cli.training_runs import TrainingRun
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.fitted_constants import CONSTANTS, FittedConstants
 
-CLUSTER = Path(__file__).parent.parent / "conf" / "cluster" / "a100_64x8.yaml"
+CLUSTER = ROOT / "conf" / "cluster" / "a100_64x8.yaml"
 HEADER = (
     "| constants | rows | mean error | p90 | regret | Kendall's tau |\n|---|---|---|---|---|---|"
 )
-KINDS: dict[str, Callable[[MegatronRow], object]] = {
+KINDS: dict[str, Callable[[TrainingRun], object]] = {
     "tensor parallel size": lambda row: row.tensor,
     "pipeline parallel size": lambda row: row.pipeline,
     "data parallel size": lambda row: row.data,
     "micro batch": lambda row: row.samples,
-    "hidden size": lambda row: row.hidden,
+    "hidden size": lambda row: row.model.hidden,
     "GPUs": lambda row: row.gpus,
 }
 
 
-def predictor(cluster: Cluster, rows: Sequence[MegatronRow]) -> Callable[[MegatronRow], float]:
+def predictor(cluster: Cluster, rows: Sequence[TrainingRun]) -> Callable[[TrainingRun], float]:
     """What the cluster's constants say of each of `rows`."""
-    costs = MegatronCosts(cluster_for(rows, cluster))
+    costs = RunPrices(cluster_for(rows, cluster))
     known = {id(row): costs.step_seconds(row) for row in rows}
     return lambda row: known[id(row)]
 
 
 def cells(
-    label: str, rows: Sequence[MegatronRow], cluster: Cluster
+    label: str, rows: Sequence[TrainingRun], cluster: Cluster
 ) -> tuple[str, dict[str, float]]:
     """A line of the table, and its numbers."""
     found = judge(rows, predictor(cluster, rows))  # type: ignore[arg-type]
@@ -69,13 +70,13 @@ def line(label: str, rows: int, found: dict[str, float]) -> str:
 
 
 def splits(
-    rows: Sequence[MegatronRow], cluster: Cluster
+    rows: Sequence[TrainingRun], cluster: Cluster
 ) -> tuple[list[str], list[FittedConstants]]:
     """A line for each split and their mean, and what was fitted."""
     lines, results, fits = [], [], []
     for seed in range(SPLITS):
         shuffled = random.Random(seed).sample(rows, len(rows))
-        fits.append(fit_rows(cluster, shuffled[:FITTED]))
+        fits.append(fit_runs(cluster, shuffled[:FITTED]))
         text, found = cells(
             f"fitted to {FITTED} other rows, split {seed}", shuffled[FITTED:], fits[-1].cluster
         )
@@ -100,7 +101,7 @@ def constants_table(cluster: Cluster, fits: Sequence[FittedConstants]) -> str:
     return "\n".join(lines)
 
 
-def by_kind(rows: Sequence[MegatronRow], cluster: Cluster) -> str:
+def by_kind(rows: Sequence[TrainingRun], cluster: Cluster) -> str:
     """Signed and absolute errors by what rows have in common."""
     predict = predictor(cluster, rows)
     lines = [
@@ -120,6 +121,10 @@ def by_kind(rows: Sequence[MegatronRow], cluster: Cluster) -> str:
     return "\n".join(lines)
 
 
+def _completed(rows: Sequence[TrainingRun], cluster: Cluster) -> Sequence[TrainingRun]:
+    return completed(rows, {"": cluster_for(rows, cluster)})
+
+
 def main() -> None:
     """Predict, test, and write the results."""
     parser = argparse.ArgumentParser(
@@ -129,19 +134,24 @@ def main() -> None:
     parser.add_argument("--other", type=Path, help="CSV of iterations that nothing is fitted to")
     parser.add_argument("--cluster", type=Path, default=CLUSTER, help="a cluster file")
     options = parser.parse_args()
-    rows, cluster = measured_rows(options.path), Cluster.load(options.cluster)
-    other = [] if options.other is None else measured_rows(options.other)
+    cluster = Cluster.load(options.cluster)
+    rows, other = (
+        [] if path is None else [*_completed(measured_runs(path), cluster)]
+        for path in (options.path, options.other)
+    )
     start = time.perf_counter()
     sheet, _ = cells("the cluster file's, nothing fitted", rows, cluster)
     seconds = time.perf_counter() - start
     print(sheet, flush=True)
     lines, fits = splits(rows, cluster)
-    whole = fit_rows(cluster, rows)
+    whole = fit_runs(cluster, rows)
     lines.append(cells("fitted to all rows", rows, whole.cluster)[0])
     if other:
+        both = fit_runs(cluster_for(other, cluster), [*rows, *other])
         for label, constants in (
             ("the file's", cluster),
             ("fitted to the first file", whole.cluster),
+            ("fitted to both files, these rows among them", both.cluster),
         ):
             lines.append(cells(f"{label}, {options.other.name}", other, constants)[0])
             print(lines[-1], flush=True)

@@ -18,6 +18,8 @@ from hydra.utils import instantiate
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_topt.costs.cluster import Cluster
+from lightning_topt.graph.accelerator_kernels import OnAccelerator
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.errors import CaptureError, may_need_values
 from lightning_topt.graph.module_copy import is_on_meta
@@ -59,15 +61,15 @@ def capture_example(
     trainer: pl.Trainer,
     *,
     splits: bool = False,
+    accelerator: bool = False,
 ) -> ExampleStep:
-    """Return the step of `model` on a batch of its data.
+    """Return the step of `model` on a batch of its data; see `capture_batches`.
 
     Raises:
         NeedsValues: for a model on the meta device.
     """
-    return capture_batches(
-        model, example_batches(model, datamodule, trainer), trainer, splits=splits
-    )
+    batches = example_batches(model, datamodule, trainer)
+    return capture_batches(model, batches, trainer, splits=splits, accelerator=accelerator)
 
 
 def example_batches(
@@ -91,6 +93,7 @@ def capture_batches(
     trainer: pl.Trainer,
     *,
     splits: bool = False,
+    accelerator: bool = False,
 ) -> ExampleStep:
     """Return the step of `model` on what `example_batches` returned.
 
@@ -99,6 +102,7 @@ def capture_batches(
         batches: a batch, and one of twice as many samples or None.
         trainer: that of the model.
         splits: return it as a step that can be split as well.
+        accelerator: it will run on accelerators, whatever this machine has.
 
     Raises:
         NeedsValues: for a model on the meta device.
@@ -107,9 +111,13 @@ def capture_batches(
     batch, second_batch = batches
     # the model computes in the trainer's precision, on its kind of device
     trainer.precision_plugin.convert_module(model)
+    device = trainer.strategy.root_device.type
+    precision = trainer.precision_plugin.forward_context
+
+    elsewhere = accelerator and device == "cpu"
     given: dict[str, Any] = {
-        "forward_context": trainer.precision_plugin.forward_context,
-        "device": trainer.strategy.root_device.type,
+        "forward_context": OnAccelerator(precision) if elsewhere else precision,
+        "device": device,
     }
     trace, reads_values = FunctionTrace() if splits else None, False
     traced = {**given, "adapt": None if trace is None else trace.of}
@@ -127,13 +135,18 @@ def capture_batches(
         # unknown. A step that reads values runs on real tensors, and cannot be split.
         if reads_values:
             trace = None
-            graph = observe_step(model, batch, forward_context=given["forward_context"])
+            graph = observe_step(model, batch, forward_context=precision)
         else:
             graph = capture(model, batch, batch_scaling=False, **traced)
         second_batch, sizes = None, (graph.batch_size, graph.batch_size)
     # a split model reuses the trace of the functions that the capture has called
     split = None if trace is None else SplitModel(model, batch, graph, trace, second_batch, **given)
     return ExampleStep(graph, sizes[0], split, reads_values=reads_values, batch=batch)
+
+
+def has_accelerators(*clusters: Cluster | None) -> bool:
+    """Return whether any of these clusters has accelerators; None is this machine."""
+    return any(cluster is not None and cluster.backend == "nccl" for cluster in clusters)
 
 
 # ---- what commands read of a configuration

@@ -24,12 +24,14 @@ import lightning.pytorch as pl
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from lightning_topt.basics.units import format_seconds
 from lightning_topt.cli import what_if
+from lightning_topt.cli.example_step import has_accelerators
 from lightning_topt.cli.plan_steps import PlanSetup, UnpricedSearch, report_plan
 from lightning_topt.cli.search_space import SearchedMeshes
 from lightning_topt.costs.cluster import sentence_of
 from lightning_topt.plan.choose import check_objective
-from lightning_topt.plan.plan_search import search_plans
+from lightning_topt.plan.plan_search import SearchRequest, search_plans
 from lightning_topt.plan.scenarios import ModelFacts, of_steps
 from lightning_topt.plugins.planning import Planning
 from lightning_topt.plugins.searched_plan import choose_for
@@ -61,7 +63,9 @@ def run(config: DictConfig) -> None:
 
     # the step, its costs, and the search
     STATUS.show(f"capturing the step of {type(setup.model).__name__}")
-    example, capture_seconds = setup.capture(splits=meshes.tensor)
+    example, capture_seconds = setup.capture(
+        splits=meshes.tensor, accelerator=has_accelerators(request.cluster)
+    )
     # data.batch_size is that of each rank: of those of the trainer, where several numbers are given
     ranks = trainer.world_size if len(meshes.device_counts) > 1 else meshes.device_counts[0]
     samples = meshes.global_batch_size(example.samples, world_size=ranks)
@@ -86,4 +90,24 @@ def run(config: DictConfig) -> None:
     notes.append(sentence_of(search.cluster.accuracy))
     request = dataclasses.replace(request, objective=objective)
     planning = Planning(frontier, choose_for(request, frontier, search.cluster), example.graph)
+    notes += interval_notes(planning, search)
     report_plan(planning, search, request, folder=folder, notes=notes)
+
+
+def interval_notes(planning: Planning, search: SearchRequest) -> list[str]:
+    """Return the interval of the chosen plan's step time, where anything was measured."""
+    plan, accuracy = planning.chosen.plan, search.cluster.accuracy
+    if plan.predicted is None or accuracy is None:
+        return []
+    sizes = {
+        "devices": float(plan.mesh.size),
+        "parameters": float(sum(p.numel for p in search.graph.parameters)),
+    }
+    found = accuracy.interval(plan.predicted.step_seconds, sizes)
+    note = (
+        f"Nine of ten such predictions are right within {format_seconds(found.low)} to "
+        f"{format_seconds(found.high)} for this step."
+    )
+    if found.outside:
+        note += f" Outside of what was measured, so less sure: {', '.join(found.outside)}."
+    return [note]

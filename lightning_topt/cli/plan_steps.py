@@ -91,7 +91,7 @@ class PlanSetup:
         """The user's request to the planner."""
         return self.strategy.request
 
-    def capture(self, *, splits: bool) -> tuple[ExampleStep, float]:
+    def capture(self, *, splits: bool, accelerator: bool = False) -> tuple[ExampleStep, float]:
         """Return the captured step, and the seconds that it took.
 
         Raises:
@@ -99,7 +99,9 @@ class PlanSetup:
         """
         start = time.perf_counter()
         try:
-            example = capture_example(self.model, self.datamodule, self.trainer, splits=splits)
+            example = capture_example(
+                self.model, self.datamodule, self.trainer, splits=splits, accelerator=accelerator
+            )
         except NeedsValues as reason:
             # parameters and their gradients
             size = 2 * sum(p.nbytes for p in self.model.parameters())
@@ -113,7 +115,9 @@ class PlanSetup:
                 ) from reason
             # a real model, whose step cannot be split
             self.model = self.make_model()
-            example = capture_example(self.model, self.datamodule, self.trainer)
+            example = capture_example(
+                self.model, self.datamodule, self.trainer, accelerator=accelerator
+            )
         return example, time.perf_counter() - start
 
     def with_costs(

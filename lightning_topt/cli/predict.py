@@ -2,7 +2,7 @@
 
     plan=FILE or a name     `predict_plan`: one plan of a model, and what its time is made of
     runs=FOLDER             `predict_runs`: recorded runs (`run.json`), predicted and measured
-    runs=FILE.csv           `megatron_rows.predict_rows`: rows of Megatron-LM runs
+    runs=FILE.csv           `predict_rows`: runs of a CSV file (`training_runs`, `run_prices`)
 
 Recorded runs also tell how wrong the constants of a cluster are:
 
@@ -15,6 +15,7 @@ better. Each run is predicted from the others to say by how much.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,10 +36,19 @@ from lightning_topt.cli.example_step import (
     ExampleStep,
     NeedsValues,
     capture_example,
+    has_accelerators,
     one_device_trainer,
     plain_value,
 )
-from lightning_topt.cli.megatron_rows import predict_rows
+from lightning_topt.cli.run_prices import (
+    RunPrice,
+    RunPrices,
+    clusters_of,
+    completed,
+    fit_runs,
+    measured_runs,
+)
+from lightning_topt.cli.training_runs import RunsAgain, TrainingRun, read_run_file
 from lightning_topt.costs.cluster import (
     Accuracy,
     Cluster,
@@ -47,7 +57,8 @@ from lightning_topt.costs.cluster import (
     Link,
     sentence_of,
 )
-from lightning_topt.costs.fitted_constants import least_factors
+from lightning_topt.costs.fitted_constants import CONSTANTS, FittedConstants, least_factors
+from lightning_topt.costs.intervals import Domain, Interval
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.costs.plain_values import number, parse_json, read_text, shown
 from lightning_topt.graph.module_copy import build_on_meta
@@ -103,7 +114,7 @@ def run(config: DictConfig) -> None:
             for name in ("calibrate_on", "out", "save_cluster")
             if config[name]
         }
-        predict_rows(_path(config.runs, "runs"), _known(cluster), **paths, console=console)
+        predict_rows(_path(config.runs, "runs"), cluster, **paths, console=console)
 
 
 def _read_cluster(config: DictConfig) -> Cluster | None:
@@ -162,7 +173,7 @@ def predict_plan(config: DictConfig, cluster: Cluster, *, console: Console) -> N
         )
     # the step is captured as one that can be split where the plan splits it
     splits = isinstance(given, ParallelPlan) and bool(given.mesh.tensor_axes)
-    example, profile = _captured(config, splits=splits)
+    example, profile = _captured(config, splits=splits, accelerator=has_accelerators(cluster))
     parts = config.trainer.get("accumulate_grad_batches") or 1
     plan = _complete_plan(given, config.ranks, example, cluster, accumulate=parts)
     priced = price_plan(_request_of(plan, example, cluster, profile), plan)
@@ -174,18 +185,22 @@ def predict_plan(config: DictConfig, cluster: Cluster, *, console: Console) -> N
         console.print(f"plan with its prediction: {out}", highlight=False, soft_wrap=True)
 
 
-def _captured(config: DictConfig, *, splits: bool) -> tuple[ExampleStep, OptimizerProfile]:
+def _captured(
+    config: DictConfig, *, splits: bool, accelerator: bool
+) -> tuple[ExampleStep, OptimizerProfile]:
     """Return the step of the configuration's model on one device, and its optimizer."""
     make_model = functools.partial(instantiate, config.model)
     datamodule: pl.LightningDataModule = instantiate(config.data)
     model: pl.LightningModule = build_on_meta(make_model)
     trainer = one_device_trainer(config)
     try:
-        example = capture_example(model, datamodule, trainer, splits=splits)
+        example = capture_example(
+            model, datamodule, trainer, splits=splits, accelerator=accelerator
+        )
     # a step that reads values is captured once more, with real weights
     except NeedsValues:
         model = make_model()
-        example = capture_example(model, datamodule, trainer)
+        example = capture_example(model, datamodule, trainer, accelerator=accelerator)
     optimizers, named = make_fake_optimizers(model, device=torch.device("cpu"))
     return example, read_optimizer(optimizers, named_parameters=named)
 
@@ -266,6 +281,194 @@ def _print_priced(priced: PricedPlan, cluster: Cluster, *, console: Console) -> 
         print_explanation(priced.blocks, console=console)
     if priced.stages:
         print_stages(priced.stages, console=console)
+
+
+# ---- rows of a file
+
+# parts of an iteration, and how they are printed
+_PARTS = {
+    "forward": "forward",
+    "backward": "backward",
+    "once": "exchanges and update",
+    "pipeline": "waiting in the pipeline",
+}
+
+
+def predict_rows(
+    runs: Path,
+    cluster: Cluster | None,
+    *,
+    calibrate_on: Path | None = None,
+    out: Path | None = None,
+    save_cluster: Path | None = None,
+    console: Console,
+) -> None:
+    """Predict the rows of a file, and print a summary.
+
+    Args:
+        runs: the file.
+        cluster: where they run; it gets as many more nodes as the rows need. None: where their
+            column `gpu` says.
+        calibrate_on: a file of measured rows, to which the constants of the cluster are fitted.
+        out: gets the rows with what is predicted.
+        save_cluster: gets the cluster.
+        console: where to print.
+
+    Raises:
+        ValueError: files that cannot be read, and rows that no run can have.
+    """
+    # clusters for the rows that are predicted, and for those they are fitted to
+    file = read_run_file(runs)
+    known: Sequence[TrainingRun] = () if calibrate_on is None else measured_runs(calibrate_on)
+    clusters = clusters_of([*file.runs, *known], cluster)
+    file = replace(file, runs=_completed(file.runs, clusters, runs, console))
+    if calibrate_on is not None:
+        known = _completed(known, clusters, calibrate_on, console)
+    for name, found in clusters.items():
+        console.print(
+            f"{found.name}: {found.num_nodes} nodes of {found.devices_per_node} devices"
+            f"{f' for rows on {name}' if name else ''}.",
+            highlight=False,
+        )
+
+    # their constants
+    for name, found in [*clusters.items()] if calibrate_on is not None else ():
+        own = [run for run in known if cluster is not None or run.gpu == name]
+        if len(own) < 2:
+            raise ValueError(
+                f"{calibrate_on} has {len(own)} measured rows on {name!r}: constants are fitted to "
+                "at least two"
+            )
+        fitted = fit_runs(found, own)
+        _print_constants(found, fitted, console)
+        domain = Domain.of([run.sizes for run in own], [run.techniques for run in own])
+        source = f"the {len(own)} rows of {calibrate_on and calibrate_on.name} it was fitted to"
+        accuracy = Accuracy(fitted.error, source=source, domain=domain)
+        clusters[name] = replace(fitted.cluster, accuracy=accuracy)
+
+    # the rows
+    costs = {name: RunPrices(found) for name, found in clusters.items()}
+    of_run = [run.gpu if cluster is None else "" for run in file.runs]
+    priced = [costs[name].price(run) for name, run in zip(of_run, file.runs, strict=True)]
+    _print_summary(file.runs, priced, console)
+    for found in clusters.values():
+        console.print(sentence_of(found.accuracy), highlight=False)
+    intervals = [
+        _interval(clusters[name].accuracy, run, cost)
+        for name, run, cost in zip(of_run, file.runs, priced, strict=True)
+    ]
+    _print_intervals(file.runs, intervals, console)
+    if out is not None:
+        added: dict[str, Sequence[float | str]] = {
+            "predicted_seconds": [each.step_seconds for each in priced],
+            "predicted_peak_bytes": [each.peak_bytes for each in priced],
+        }
+        if known_all := [each for each in intervals if each is not None]:
+            ends = [("", "") if each is None else (each.low, each.high) for each in intervals]
+            added["predicted_seconds_low"], added["predicted_seconds_high"] = zip(
+                *ends, strict=True
+            )
+            if any(each.outside for each in known_all):
+                added["outside"] = [
+                    "" if each is None else "; ".join(each.outside) for each in intervals
+                ]
+        file.save(out, added)
+        console.print(f"predictions: {out}", highlight=False, soft_wrap=True)
+    if save_cluster is not None:
+        if len(clusters) > 1:
+            raise ValueError(
+                f"save_cluster is a file for one cluster, and the rows are on {len(clusters)}: "
+                "give rows of one kind of GPU"
+            )
+        save_cluster.parent.mkdir(parents=True, exist_ok=True)
+        next(iter(clusters.values())).save(save_cluster)
+        console.print(f"cluster: {save_cluster}", highlight=False, soft_wrap=True)
+
+
+def _completed(
+    runs: Sequence[TrainingRun], clusters: Mapping[str, Cluster], path: Path, console: Console
+) -> Sequence[TrainingRun]:
+    found = completed(runs, clusters)
+    if unsaid := sum(run.recompute is None for run in runs):
+        again = next(
+            run.recompute for run, before in zip(found, runs, strict=True) if not before.recompute
+        )
+        what = (
+            "everything, as some would not fit otherwise"
+            if again == RunsAgain(1.0)
+            else "nothing, as all of them fit"
+        )
+        console.print(
+            f"{unsaid} rows of {path.name} do not say what they recompute: {what}.",
+            highlight=False,
+        )
+    return found
+
+
+def _print_constants(before: Cluster, fitted: FittedConstants, console: Console) -> None:
+    table = Table(
+        "constant", "in the file", "fitted", "factor", title=f"Constants of {before.name}"
+    )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for constant in CONSTANTS:
+        name = f"{constant.part}.{constant.entry}"
+        if name in fitted.factors:
+            values = constant.of(before), constant.of(fitted.cluster), fitted.factors[name]
+            table.add_row(name, *(f"{value:.3g}" for value in values))
+    console.print(table)
+
+
+def _interval(accuracy: Accuracy | None, run: TrainingRun, cost: RunPrice) -> Interval | None:
+    """Return the interval of a run's seconds; None where nothing was measured on its cluster."""
+    if accuracy is None:
+        return None
+    return accuracy.interval(cost.step_seconds, run.sizes, run.techniques)
+
+
+def _print_intervals(
+    runs: Sequence[TrainingRun], intervals: Sequence[Interval | None], console: Console
+) -> None:
+    """Print how many measured times are in their intervals, and what is outside of the domain."""
+    both = [
+        (run.seconds in interval)
+        for run, interval in zip(runs, intervals, strict=True)
+        if interval is not None and run.seconds is not None
+    ]
+    if both:
+        console.print(
+            f"{sum(both)} of {len(both)} measured times are in their intervals, which are for nine "
+            "of ten.",
+            highlight=False,
+        )
+    outside = Counter(what for each in intervals if each is not None for what in each.outside)
+    if outside:
+        parts = ", ".join(f"{what} ({count} rows)" for what, count in outside.most_common())
+        console.print(f"Outside of what was measured, so less sure: {parts}.", highlight=False)
+
+
+def _print_summary(
+    runs: Sequence[TrainingRun], priced: Sequence[RunPrice], console: Console
+) -> None:
+    """Print what the predicted time is made of, and its error where times were measured."""
+    # all rows together
+    seconds = {part: sum(each.seconds[part] for each in priced) for part in _PARTS}
+    total = sum(seconds.values()) or 1.0
+    made = ", ".join(f"{name} {100 * seconds[part] / total:.0f} %" for part, name in _PARTS.items())
+    console.print(f"{len(runs)} rows; of their predicted time: {made}.", highlight=False)
+    pairs = [
+        (cost.step_seconds, run.seconds)
+        for cost, run in zip(priced, runs, strict=True)
+        if run.seconds is not None
+    ]
+    if pairs:
+        # two figures: the mean error, and how far most of them are off
+        figure = ErrorFigure.of(*zip(*pairs, strict=True))
+        mean = sum(abs(a / b - 1) for a, b in pairs) / len(pairs)
+        console.print(
+            f"Against the times in the file: mean error {100 * mean:.1f} %; {figure}.",
+            highlight=False,
+        )
 
 
 # ---- recorded runs

@@ -27,6 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lightning_topt.basics.argument_checks import check_real, check_whole
 from lightning_topt.basics.units import parse_seconds
+from lightning_topt.cli.example_step import has_accelerators
 from lightning_topt.cli.local_processes import most_processes, outcomes_of
 from lightning_topt.cli.plan_steps import PlanSetup, UnpricedSearch, report_plan
 from lightning_topt.cli.report import model_name
@@ -271,7 +272,9 @@ def _on_clusters(
     # meshes first: whether any of them has a tensor axis decides how the step is captured
     meshes = [SearchedMeshes.read(config, request, setup.trainer) for request in requests]
     STATUS.show(f"capturing the step of {type(setup.model).__name__}")
-    example, capture_seconds = setup.capture(splits=any(each.tensor for each in meshes))
+    example, capture_seconds = setup.capture(
+        splits=any(each.tensor for each in meshes), accelerator=has_accelerators(*clusters)
+    )
     STATUS.clear()
 
     for request, searched in zip(requests, meshes, strict=True):

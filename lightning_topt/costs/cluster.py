@@ -16,16 +16,16 @@ data sheet; each file says how it got there.
 Errors of predictions against what was measured stand beside new predictions:
 
     error of a run    |predicted / measured - 1|
-    median, p90       the error that half of the runs, and nine of ten, stay below; of runs that
-                      constants were fitted to, times sqrt(n / (n - k)) for n runs and k constants
-                      (the residuals of a fit are that much too small)
+    median, p90       the error that half of the runs, and nine of ten, stay below (`intervals`)
+    fitted runs       residuals of a fit are too small: of n runs and k constants times
+                      sqrt(n / (n - k))
 """
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ import numpy as np
 
 from lightning_topt.basics.units import parse_bandwidth, parse_bytes, parse_flops, parse_seconds
 from lightning_topt.costs.failures import Failures
+from lightning_topt.costs.intervals import Domain, Interval, interval_of, quantile_of_groups
 from lightning_topt.costs.plain_values import (
     ValueReader,
     check_plain,
@@ -167,6 +168,12 @@ class Cluster:
             del data[name]
         if self.accuracy is None:
             del data["accuracy"]
+        elif self.accuracy.domain is None:
+            del data["accuracy"]["domain"]
+        else:
+            sizes = {name: [*ends] for name, ends in self.accuracy.domain.sizes.items()}
+            techniques = [*self.accuracy.domain.techniques]
+            data["accuracy"]["domain"] = {"sizes": sizes, "techniques": techniques}
         data["collectives"] = [
             {
                 "op": op,
@@ -247,6 +254,8 @@ class Device:
         launch_seconds: what the host takes for a kernel of a step where it does (accelerators).
         half_rate_flops: FLOPs of a matrix product that runs at half of the rate in `flops`: smaller
             ones do not fill the device.
+        attention_flops: achieved FLOP/s of attention in half precision over many positions, where
+            it is one kernel (0: half of that of matrix products).
         caching_allocator: torch keeps freed memory in segments, as on CUDA; what these take beside
             tensors counts as memory of a plan (`reserved_memory`).
     """
@@ -263,6 +272,7 @@ class Device:
     framework_seconds: float = 0.0
     launch_seconds: float = 0.0
     half_rate_flops: float = 0.0
+    attention_flops: float = 0.0
     caching_allocator: bool = False
 
     def __post_init__(self) -> None:
@@ -355,8 +365,14 @@ def slowest_device(devices: Sequence[Device], counts: Sequence[int]) -> Device:
         framework_seconds=max(device.framework_seconds for device in devices),
         launch_seconds=max(device.launch_seconds for device in devices),
         half_rate_flops=max(device.half_rate_flops for device in devices),
+        attention_flops=_least_rate([device.attention_flops for device in devices]),
         caching_allocator=any(device.caching_allocator for device in devices),
     )
+
+
+def _least_rate(rates: Sequence[float]) -> float:
+    """Return the least rate; 0, which stands for a share of products' rate, where one is."""
+    return 0.0 if 0 in rates else min(rates)
 
 
 def _mean(prices: Sequence[float | None], counts: Sequence[int]) -> float | None:
@@ -423,6 +439,9 @@ class CollectiveCurve:
 # ---- How far predictions are from what was measured
 
 
+_NO_SIZES: Mapping[str, float] = {}
+
+
 @dataclass(frozen=True)
 class ErrorFigure:
     """Shares of what was measured: `median` and `p90` of the errors of `runs` predictions."""
@@ -440,16 +459,22 @@ class ErrorFigure:
 
     @classmethod
     def of(
-        cls, predicted: Sequence[float], measured: Sequence[float], *, fitted: int = 0
+        cls,
+        predicted: Sequence[float],
+        measured: Sequence[float],
+        *,
+        fitted: int = 0,
+        groups: Sequence[Hashable] = (),
     ) -> ErrorFigure:
         """Return the figure of predictions by a model.
 
-        `fitted` of its constants are from the same runs.
+        `fitted` of its constants are from the same runs; `groups` as in `quantile_of_groups`.
         """
-        errors = np.abs(np.asarray(predicted, float) / np.asarray(measured, float) - 1)
-        left = max(len(errors) - fitted, 1)
-        median, p90 = np.quantile(errors, (0.5, 0.9)) * math.sqrt(len(errors) / left)
-        return cls(float(median), float(p90), len(errors))
+        ratios = np.log(np.asarray(predicted, float) / np.asarray(measured, float))
+        errors = np.expm1(np.abs(ratios))
+        larger = math.sqrt(len(errors) / max(len(errors) - fitted, 1))
+        p90 = quantile_of_groups(errors.tolist(), groups)
+        return cls(min(float(np.median(errors)), p90) * larger, p90 * larger, len(errors))
 
     def __str__(self) -> str:
         return (
@@ -462,12 +487,21 @@ class ErrorFigure:
 class Accuracy:
     """Errors of predictions with the constants of a cluster.
 
-    `seconds` of a step, `bytes` at its peak (None: not known), and the `source` of the runs.
+    `seconds` of a step, `bytes` at its peak (None: not known), the `source` of the runs, and their
+    `domain` (None: not known, so that nothing is outside).
     """
 
     seconds: ErrorFigure
     bytes: ErrorFigure | None = None
     source: str = ""
+    domain: Domain | None = None
+
+    def interval(
+        self, seconds: float, sizes: Mapping[str, float] = _NO_SIZES, techniques: Sequence[str] = ()
+    ) -> Interval:
+        """Return the interval of predicted seconds of a run with these sizes and techniques."""
+        outside = {} if self.domain is None else self.domain.outside(sizes, techniques)
+        return interval_of(seconds, error=self.seconds.p90, outside=outside)
 
     def sentence(self) -> str:
         """Return a line for people."""
@@ -581,6 +615,7 @@ _device = record(
     framework_seconds=parse_seconds,
     launch_seconds=parse_seconds,
     half_rate_flops=number,
+    attention_flops=parse_flops,
     caching_allocator=truth,
     price_per_hour=number,
     spot_price_per_hour=number,
@@ -597,6 +632,22 @@ _failures = record(
     restart_seconds=parse_seconds,
     checkpoint_bandwidth=parse_bandwidth,
 )
+
+
+def _ranges(data: Any, *, name: str) -> dict[str, tuple[float, float]]:
+    """Return the least and the most of each size."""
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{name} maps sizes to the least and the most, got {shown(data)}")
+    found = {}
+    for key, value in data.items():
+        ends = list_of(number)(value, name=f"{name}.{key}")
+        if len(ends) != 2:
+            raise ValueError(f"{name}.{key} is the least and the most, got {shown(value)}")
+        found[text(key, name=name)] = (ends[0], ends[1])
+    return found
+
+
+_domain = record(Domain, sizes=_ranges, techniques=list_of(text))
 _error_figure = record(ErrorFigure, median=number, p90=number, runs=whole)
 _OF_DEVICE: dict[str, ValueReader[Any]] = {
     "device": _device,
@@ -613,5 +664,7 @@ _COMMON: dict[str, ValueReader[Any]] = {
     "backend": text,
     "source": text,
     "failures": _failures,
-    "accuracy": record(Accuracy, seconds=_error_figure, bytes=_error_figure, source=text),
+    "accuracy": record(
+        Accuracy, seconds=_error_figure, bytes=_error_figure, source=text, domain=_domain
+    ),
 }

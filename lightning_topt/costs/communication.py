@@ -28,6 +28,10 @@ time.
     one rank a node      a, b of inter
     g > 1 on a node      a = max(a_intra, a_inter), b = min(b_intra, (d / s) b_inter)
 
+Of rings the latency is the mean of their hops, n of which are between n nodes. NCCL's trees carry
+as many bytes as rings, and have 2 ((g-1) a_intra + ceil(log2 n) a_inter) of latency: an all_reduce
+takes whichever is less (`ring_latency`; Sanders, Speck & Traeff, Parallel Computing 35(12), 2009).
+
 Patarasuk & Yuan, J. Parallel Distrib. Comput. 69(2), 2009, section 3; Thakur, Rabenseifner & Gropp,
 IJHPCA 19(1), 2005, sections 4.1, 4.3 (large messages, pipelined), 4.4, and pairwise exchange. A
 ring visits the nodes one after another. So one of g > 1 ranks a node enters each once, and the s
@@ -38,11 +42,12 @@ reduce_scatter moves as many bytes as an all_reduce): calibrate there.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_topt.costs.cluster import COLLECTIVES, Cluster, Link
 
 _MOST_GROUPS = 32
+RING_OPS = ("all_reduce", "reduce_scatter", "all_gather")
 
 
 def estimate_collective_seconds(cluster: Cluster, *, op: str, size: float, group: Group) -> float:
@@ -61,7 +66,10 @@ def estimate_collective_seconds(cluster: Cluster, *, op: str, size: float, group
         return curve.seconds_at(size) + curve.wait_seconds
     if op == "all_to_all":
         return all_to_all_seconds(cluster, size=size, group=group)
-    return ring_seconds(op, size=size, ranks=group.size, link=bottleneck_link(cluster, group=group))
+    link = bottleneck_link(cluster, group=group)
+    if op in RING_OPS:
+        link = replace(link, latency_seconds=ring_latency(cluster, op=op, group=group))
+    return ring_seconds(op, size=size, ranks=group.size, link=link)
 
 
 def estimate_wait_seconds(cluster: Cluster, *, op: str, group: Group) -> float:
@@ -139,6 +147,26 @@ def bottleneck_link(cluster: Cluster, *, group: Group) -> Link:
             cluster.inter.bandwidth * devices / group.groups_on_node(devices),
         ),
     )
+
+
+def ring_latency(cluster: Cluster, *, op: str, group: Group) -> float:
+    """Return the latency of a step of a ring, in the mean over its steps.
+
+    Parts of a message make all hops of the ring but one, at worst all hops between nodes. NCCL
+    sends an all_reduce through trees where that takes less.
+    """
+    hops, near = group.size - 1, group.ranks_on_node(cluster.devices_per_node)
+    nodes = group.size // near
+    intra, inter = cluster.intra.latency_seconds, 0.0
+    if nodes > 1:
+        assert cluster.inter is not None
+        inter = cluster.inter.latency_seconds
+    across = 0 if nodes == 1 else min(nodes, hops)
+    latency = ((hops - across) * intra + across * inter) / hops
+    if op == "all_reduce" and cluster.backend == "nccl":
+        tree = (near - 1) * intra + math.ceil(math.log2(nodes)) * inter
+        latency = min(latency, tree / hops)
+    return latency
 
 
 def check_world_size(cluster: Cluster, *, world_size: int) -> None:

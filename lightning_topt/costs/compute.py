@@ -2,20 +2,23 @@
 
     equation                                                function
     t = max((flops + f) / F, bytes / M) + o                 roofline_seconds [1]
+    t = max(flops (1 + s / S) / A, bytes / M) + o           of attention on accelerators [3]
     t(B) = measured(B0) * roofline(B) / roofline(B0)        estimate_kernel_seconds
     device T = sum of t and of collectives, host H = h n
     T = T + H             where host and device are one     estimate_pass_seconds (CPUs: `timers`)
     T = (T^q + H^q)^(1/q) where the host runs ahead         host_bound_seconds [2]
 
 [1] Williams, Waterman & Patterson, CACM 52(4), 2009 (roofline); f is Hockney's half-performance
-length, 1988. [2] benchmarks/prediction/gpu_cost_model.py.
+length, 1988. [2] benchmarks/prediction/gpu_cost_model.py. [3] Dao, arXiv 2307.08691, figures 4 to
+6: causal attention of 2,048 positions runs at three quarters of the rate of 16,384.
 
 The host issues kernels while the device runs earlier ones: a pass takes as long as the slower of
 the two, and a little more where they are close (q). h is `Device.launch_seconds` on accelerators,
 `Device.framework_seconds` on CPUs. F FLOP/s of the dtype, f FLOPs of a matrix product that runs at
-half of F (`Device.half_rate_flops`; 0 for what is no product), M memory bandwidth in bytes/s, o
-seconds a kernel costs at least, n kernels and collectives, B batch size per rank, B0 the batch size
-at which the kernel was measured.
+half of F (`Device.half_rate_flops`; 0 for what is no product), A FLOP/s of attention over many
+positions (`Device.attention_flops`), S positions and s those at half of A, M memory bandwidth in
+bytes/s, o seconds a kernel costs at least, n kernels and collectives, B batch size per rank, B0 the
+batch size at which the kernel was measured.
 """
 
 from __future__ import annotations
@@ -38,6 +41,10 @@ RECOMPUTED_LAUNCHES = 4.0
 # and 11 us for each to the host of a GPT and a ConvNeXt, whose other kernels took it 31
 # (benchmarks/results/gpu_report.md).
 CAST_LAUNCHES = 0.25
+HALF_RATE_POSITIONS = 600  # s
+_ENDLESS = 2**40  # positions
+ATTENTION_SHARE = 0.5  # of F, where A is not known [3]
+WIDE_HEAD, NARROW_HEADS = 128, 0.25  # heads of 64 run at 0.84 of the rate of 128 [3]
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -52,9 +59,14 @@ def roofline_seconds(kernel: Kernel, *, batch_size: float, device: Device) -> fl
     Bound by arithmetic or by memory, whichever takes longer.
     """
     flops = max(kernel.flops.at(batch_size), 0.0)
-    arithmetic = (flops + device.half_rate_flops * (flops > 0)) / device.flops_of(
-        kernel_dtype(kernel)
-    )
+    positions, width = attention_sizes(kernel)
+    rate = device.flops_of(kernel_dtype(kernel))
+    if positions:
+        rate = device.attention_flops or ATTENTION_SHARE * rate
+        rate *= float(min(width / WIDE_HEAD, 1.0) ** NARROW_HEADS)
+        arithmetic = flops * (1 + HALF_RATE_POSITIONS / positions) / rate
+    else:
+        arithmetic = (flops + device.half_rate_flops * (flops > 0)) / rate
     traffic = max(kernel.bytes.at(batch_size), 0.0) / device.memory_bandwidth
     return max(arithmetic, traffic) + device.op_overhead_seconds
 
@@ -63,6 +75,24 @@ def roofline_seconds(kernel: Kernel, *, batch_size: float, device: Device) -> fl
 def kernel_dtype(kernel: Kernel) -> str:
     """Return the first floating-point dtype among the arguments; float32 when there is none."""
     return next((text for text in _texts(kernel.arguments) if text in DTYPES), "float32")
+
+
+@once_per_object
+def attention_sizes(kernel: Kernel) -> tuple[int, int]:
+    """Return positions and the width of a head of attention in half precision; else zeros."""
+    if "_scaled_dot_product_" not in kernel.name or kernel_dtype(kernel) == "float32":
+        return 0, 0
+    shapes = [each["tensor"][0] for each in kernel.arguments["args"] if _is_tensor(each)]
+    # keys come after queries, in backward after the gradient of the output too
+    place = 2 if "backward" in kernel.name else 1
+    if len(shapes) <= place:  # a bound of kernels on slices, which knows no shapes
+        return _ENDLESS, WIDE_HEAD
+    keys = shapes[place]
+    return int(keys[-2]), int(keys[-1])
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Mapping) and "tensor" in value
 
 
 def estimate_kernel_seconds(

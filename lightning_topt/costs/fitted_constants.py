@@ -77,6 +77,7 @@ CONSTANTS = (
     Constant("device", "flops", 0.2),
     Constant("device", "memory_bandwidth", 0.25),
     Constant("device", "half_rate_flops", 1.5, 1e9),
+    Constant("device", "attention_flops", 0.3),
     Constant("device", "op_overhead_seconds", 0.7, 3e-6),
     Constant("device", "launch_seconds", 1.5, 1e-5),
     Constant("intra", "latency_seconds", 0.7, 5e-6),

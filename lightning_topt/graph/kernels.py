@@ -2,7 +2,7 @@
 
 quantity   rule                                                           source
 flops      2 per multiply-add of matrix products, convolutions,           torch.utils.flop_counter,
-           attention; otherwise 0                                         `_extra_formulas`
+           attention (causal: of one half of the scores); otherwise 0     `_extra_formulas`
 bytes      every tensor read and every tensor written, once               roofline convention
 allocated  the storages of the results that are not those of arguments,   torch's allocators;
            and what convolutions copy again for each of their passes      measured: page faults
@@ -106,6 +106,8 @@ def measure(
         return Measured(str(func), {"args": [], "kwargs": {}}, 0.0, 0.0)
     formula = FLOPS.get(func._overloadpacket)
     flops = float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
+    if flops and _is_causal(func, args, kwargs):
+        flops /= 2
     given: list[Tensor] = []
     freeze((args, tuple(kwargs.values())), given)
     old = {tensor.untyped_storage()._cdata for tensor in given}
@@ -117,6 +119,24 @@ def measure(
         workspace = float(_workspace(func, args, given, out))
         allocated += float(_copied_again(func, args, given, out))
     return Measured(str(func), encode_arguments(args, kwargs), flops, size, allocated, workspace)
+
+
+def _is_causal(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+    """Return whether the call is attention that leaves out later positions.
+
+    Kernels pass over them; torch counts all.
+    """
+    place = _argument_place(func, "is_causal")
+    if place is None:
+        return False
+    return bool(args[place] if place < len(args) else kwargs.get("is_causal", False))
+
+
+@functools.cache
+def _argument_place(func: OpOverload, name: str) -> int | None:
+    """Return the place of an argument of `func`, None where it has none of this name."""
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index(name) if name in names else None
 
 
 def hidden_bytes(func: OpOverload, args: tuple[Any, ...]) -> tuple[int, float]:

@@ -182,12 +182,13 @@ def assemble(
     """
     _check_equal(recordings, sizes)
     first, second = recordings
-    # Operators that only made views run no kernel: they are dropped, the others renumbered.
+    # Operators that only made views run no kernel: they are dropped, the others renumbered. A
+    # Function that returns a view has saved by it what it saves.
     runs = {*first.kernel_ops}
     kept = {
         index: None
         for index, op in enumerate(first.ops)
-        if op.forward or op.backward or index in runs
+        if op.forward or op.backward or index in runs or op.saved_bytes
     }
     values = values or GraphValues(sizes)
     ops = [values.op(first.ops[index], second.ops[index]) for index in kept]

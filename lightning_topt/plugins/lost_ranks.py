@@ -255,7 +255,8 @@ def destroy_process_group() -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         # its thread needs no interpreter, which a call into gloo may hold
-        faulthandler.dump_traceback_later(_END_SECONDS, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
+        nowhere = open(os.devnull, "w")  # noqa: SIM115
+        faulthandler.dump_traceback_later(_END_SECONDS, exit=True, file=nowhere)
     gc.collect()
     dist.destroy_process_group()
     gc.collect()

@@ -125,7 +125,7 @@ def test_all_files_speak_of_steps_not_of_micro_batches(
     data = json.loads(page.split('id="data">')[1].split("</script>")[0])
     shown = data["points"][data["chosen"]]
     assert shown["y"] == only["step_seconds"] and shown["numbers"]["Micro-batches per step"] == "4"
-    assert data["limit"]["text"] == "memory of a device 74.51 GiB"
+    assert data["limit"]["text"] == "memory of a device 79.00 GiB"
     printed = capsys.readouterr().out
     assert "gpt (42.9 k parameters) on a100_8x8, 8 devices\n" in printed
     assert "<h1>gpt (42.9 k parameters) on a100_8x8, 8 devices</h1>" in page

@@ -45,7 +45,7 @@ from tests.models import GPT, batch_for
 
 INTRA, INTER = Link(1e-4, 1e6), Link(3e-3, 2e4)
 DEVICE = Device("toy", 10**6, {"float32": 1e7}, 1e6, 1e-5)
-CLUSTER = Cluster("toy", DEVICE, 2, 3, INTRA, INTER, overlap=0.5)
+CLUSTER = Cluster("toy", DEVICE, 2, 3, INTRA, INTER, overlap=0.5, backend="gloo")
 WEIGHT, BIAS = 40 * 30, 30
 BASE = TopK(density=0.1)
 OPTIONS = [
@@ -98,12 +98,15 @@ def ring_pass(sizes: list[float], links: list[Link]) -> float:
     return max(clocks)
 
 
-# one ring has the node's whole network
-WORLD = Link(INTER.latency_seconds, min(INTRA.bandwidth, 2 * INTER.bandwidth))
+# one ring has the node's whole network; every second hop is between nodes
+WORLD = [
+    Link(link.latency_seconds, min(INTRA.bandwidth, 2 * INTER.bandwidth))
+    for link in (INTRA, INTER) * 3
+]
 
 
 def world_ring(size: float, *, passes: int = 1) -> float:
-    return passes * ring_pass([size] * 6, [WORLD] * 6)
+    return passes * ring_pass([size] * 6, WORLD)
 
 
 def message_of(options: TopK, numel: int, k: int) -> MessageFormat | LevelMessage:
@@ -124,7 +127,7 @@ def seconds_by_hand(options: GradientMethod) -> float:
         )
     if options.name == "sign":
         message = 4 + WEIGHT // 8 + 2  # in whole words
-        return world_ring(message) + small - 5 * WORLD.latency_seconds
+        return world_ring(message) + small - world_ring(0)
     total = 4 * (WEIGHT + BIAS)
     in_node = ring_pass([total / 2] * 2, [INTRA] * 2)
     if options.name == "dense":
@@ -134,7 +137,7 @@ def seconds_by_hand(options: GradientMethod) -> float:
     density = options.density or 0.16 / (3 if options.hierarchical else 6)
     if not options.hierarchical:
         form = message_of(options, WEIGHT + BIAS, round(density * entries))
-        return world_ring(form.nbytes) + small - (5 * WORLD.latency_seconds if exempt else 0)
+        return world_ring(form.nbytes) + small - (world_ring(0) if exempt else 0)
     form = message_of(options, (WEIGHT + BIAS) // 2, round(density * entries / 2))
     back = total if 6 * form.nbytes > total else 6 * form.nbytes
     across = ring_pass([form.nbytes] * 3, [INTER] * 3)

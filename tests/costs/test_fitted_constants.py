@@ -109,12 +109,12 @@ def test_error_figures():
     figure = ErrorFigure.of([1.1, 0.8, 1.0], [1.0, 1.0, 1.0])
     assert (
         figure.median == pytest.approx(0.1)
-        and figure.p90 == pytest.approx(0.18)
+        and figure.p90 == pytest.approx(0.25)
         and figure.runs == 3
     )
     fitted = ErrorFigure.of([1.1, 0.8, 1.0, 1.0], [1.0] * 4, fitted=3)
     assert fitted.p90 == pytest.approx(2 * ErrorFigure.of([1.1, 0.8, 1.0, 1.0], [1.0] * 4).p90)
-    assert str(figure) == "half of 3 runs within 10 %, nine of ten within 18 %"
+    assert str(figure) == "half of 3 runs within 10 %, nine of ten within 25 %"
     assert (
         "half of 3 runs within 10 %" in sentence_of(Accuracy(figure, source="here"))
         and sentence_of(None) == UNKNOWN

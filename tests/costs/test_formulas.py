@@ -44,7 +44,10 @@ def cluster(**changes):
         ("send_recv", Group(4), 1 + 10),
         ("all_to_all", Group(4), 3 * (1 + 1000 / (16 * 100))),
         # 4 devices share the network of a node: 40 bytes/s
-        ("all_reduce", Group(8), 2 * 7 * (2 + 1000 / (8 * 40))),
+        # a tree: three hops in the node, one between nodes
+        ("all_reduce", Group(8), 2 * (3 * 1 + 2) + 2 * 7 * 1000 / (8 * 40)),
+        # a ring: of seven hops two at most are between nodes
+        ("all_gather", Group(8), 5 * 1 + 2 * 2 + 7 * 1000 / (8 * 40)),
         ("broadcast", Group(8), 3 * 2 + 25),
         ("send_recv", Group(8), 2 + 25),
         ("all_to_all", Group(8), 3 * (1 + 1000 / (64 * 100)) + 4 * (2 + 1000 / (64 * 10))),
@@ -53,7 +56,7 @@ def cluster(**changes):
         ("all_gather", Group(2, 4), 2 + 50),
         ("all_to_all", Group(2, 4), 2 + 1000 / (4 * 10)),
         ("send_recv", Group(2, 4), 2 + 100),
-        ("all_reduce", Group(4, 2), 2 * 3 * (2 + 1000 / (4 * 20))),  # two such groups
+        ("all_reduce", Group(4, 2), 2 * (1 + 2) + 2 * 3 * 1000 / (4 * 20)),  # two such groups
         ("all_to_all", Group(4, 2), (1 + 1000 / (16 * 100)) + 2 * (2 + 1000 / (16 * 10))),
         ("all_reduce", Group(1, 8), 0),
     ],
@@ -68,7 +71,27 @@ def test_a_fast_network_is_bound_inside_the_node():
     fast = cluster(inter=Link(2.0, 1000.0))
     assert estimate_collective_seconds(
         fast, op="all_gather", size=800, group=Group(8)
-    ) == pytest.approx(7 * (2 + 1))
+    ) == pytest.approx(5 * 1 + 2 * 2 + 7 * 1)
+
+
+@pytest.mark.parametrize("group", [Group(8), Group(16), Group(4, 2), Group(4, 4), Group(8, 2)])
+def test_latency_of_a_ring_is_that_of_messages_passed_on(group):
+    """Parts that all ranks pass on at once, a clock each; gloo has no trees."""
+    slow = cluster(num_nodes=4, backend="gloo")
+    rings = ranks_of_groups(group, 16)
+    last = 0.0
+    for ring in rings:
+        clocks = [0.0] * len(ring)
+        hops = [
+            1.0 if source // 4 == target // 4 else 2.0
+            for source, target in zip(ring, [*ring[1:], ring[0]], strict=True)
+        ]
+        for _ in range(len(ring) - 1):
+            arrivals = [clock + hop for clock, hop in zip(clocks, hops, strict=True)]
+            clocks = [max(clock, arrivals[n - 1]) for n, clock in enumerate(clocks)]
+        last = max(last, *clocks)
+    seconds = estimate_collective_seconds(slow, op="all_gather", size=1e-9, group=group)
+    assert seconds == pytest.approx(last)
 
 
 def network_bytes(groups: list[list[int]], devices_per_node: int, *, size: float) -> float:
@@ -273,3 +296,30 @@ def test_kernels_take_their_large_results_anew():
         Kernel("b", {}, Amount(), Amount(), 3, large),
     ]
     assert kernels_bytes(kernels, batch_size=2) == 3 * 2 * (1 << 16)
+
+
+def attention_kernel(positions: int, *, width: int = 128, backward: bool = False) -> Kernel:
+    """A call on (1, 2, positions, width) in bfloat16 with 1e9 FLOPs and few bytes."""
+    tensor = {"tensor": [[1, 2, positions, width], [1, 1, 1, 1], "bfloat16"]}
+    name = f"aten._scaled_dot_product_flash_attention{'_backward' * backward}.default"
+    count = 4 if backward else 3
+    arguments = {"args": [*[tensor] * count, {"float": 0.0}, True], "kwargs": {}}
+    return Kernel(name, arguments, Amount(1e9), Amount(1.0), 1)
+
+
+def test_attention_has_a_rate_of_its_own():
+    device = Device("d", 1, {"float32": 1e9, "bfloat16": 2e9}, 1e9, attention_flops=1e9)
+    seconds = [
+        estimate_kernel_seconds(attention_kernel(p), batch_size=1, device=device)
+        for p in (600, 6000, 600_000)
+    ]
+    assert seconds == pytest.approx([2.0, 1.1, 1.001])
+    narrow = estimate_kernel_seconds(attention_kernel(600, width=8), batch_size=1, device=device)
+    assert narrow == pytest.approx(2 * 2.0)
+    back = attention_kernel(600, backward=True)
+    assert estimate_kernel_seconds(back, batch_size=1, device=device) == pytest.approx(2.0)
+    # not known: half of the rate of products
+    unknown = replace(device, attention_flops=0.0)
+    assert estimate_kernel_seconds(
+        attention_kernel(600), batch_size=1, device=unknown
+    ) == pytest.approx(2.0)

@@ -58,7 +58,8 @@ def test_flops_of_a_gpt() -> None:
     module = GPT(layers, width, heads, vocab, time)
     graph = capture(module, batch_for(module, batch_size))
     matmuls = 2 * batch_size * time * (layers * 12 * width**2 + width * vocab)
-    attention = layers * 4 * batch_size * time * time * width  # torch counts the masked half too
+    # of the causal half of the scores; torch counts the masked half too
+    attention = layers * 2 * batch_size * time * time * width
     assert flops(graph, "forward", batch_size) == matmuls + attention
     # Flash attention computes its scores again: five products instead of two.
     assert flops(graph, "backward", batch_size) == 2 * matmuls + attention * 5 / 2
@@ -460,3 +461,31 @@ def test_one_sample_is_captured_as_two():
             for g in (graph, two)
         ]
         assert flops[0] == pytest.approx(flops[1])
+
+
+class _SavesForAView(torch.autograd.Function):
+    """Saves its input, and returns a view of what it makes."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return (x * 2).view(-1, 4)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient.reshape(x.shape) * 2
+
+
+def test_functions_that_return_a_view_may_save() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return _SavesForAView.apply(self.first(batch)).sum()
+
+    graph = capture(Net(), torch.zeros(4, 8))
+    # what it saved is kept until backward: its input, 8 floats of a sample
+    assert sum(op.saved_bytes.at(4) for op in graph.ops if "view" in op.name) == 4 * 4 * 8

@@ -1,4 +1,4 @@
-"""`topt predict runs=FILE.csv`: rows of Megatron runs, priced as the search prices pipelines."""
+"""`topt predict runs=FILE.csv`: rows of training runs, priced as the search prices plans."""
 
 from __future__ import annotations
 
@@ -11,18 +11,26 @@ import pytest
 
 from hydra_plugins.lightning_topt_searchpath import conf_dir
 from lightning_topt.cli import main
-from lightning_topt.cli.megatron_gpt import takes_fused_softmax
-from lightning_topt.cli.megatron_rows import (
-    COLUMNS,
-    TIME,
-    MegatronCosts,
-    MegatronRow,
+from lightning_topt.cli.run_prices import (
+    RunPrices,
     captured_step,
     cluster_for,
-    fit_rows,
-    read_rows,
+    cluster_named,
+    completed,
+    fit_runs,
     sizes_of,
 )
+from lightning_topt.cli.training_runs import (
+    COLUMNS,
+    SIZES,
+    TIME,
+    ModelSizes,
+    RunsAgain,
+    TrainingRun,
+    model_named,
+    read_run_file,
+)
+from lightning_topt.cli.transformer import takes_fused_softmax
 from lightning_topt.costs.cluster import Cluster, NodeType
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.frontier.stage_search import StagePoint
@@ -35,7 +43,19 @@ from lightning_topt.plan.stage_simulation import (
 )
 from lightning_topt.plan.stage_tables import PipelineShape
 
-HEADER = [*COLUMNS.values(), TIME]
+HEADER = [
+    "# GPUs",
+    "global batch",
+    "micro batch",
+    "hidden size",
+    "attention heads",
+    "# layers",
+    "sequence length",
+    "tensor parallelism",
+    "data parallelism",
+    "pipeline parallelism",
+    TIME,
+]
 # Iterations of github VIA-Research/vTrain, data/ground_truth_single.csv (MIT, Copyright (c) 2024
 # VIA Research Group).
 LINES = [
@@ -44,9 +64,14 @@ LINES = [
     [4, 4, 1, 1024, 16, 20, 1024, 1, 2, 2, 108.849175],
     [8, 32, 2, 1024, 16, 16, 1024, 2, 4, 1, 250.414646],
 ]
-SMALL = MegatronRow(
-    4, 8, 2, hidden=64, heads=4, layers=4, sequence=32, tensor=1, data=2, pipeline=2
-)
+TINY = ModelSizes("gpt", 64, 4, 4, 4, 256, 50_257)
+SMALL = TrainingRun(4, 8, 2, 32, TINY, tensor=1, data=2, pipeline=2, attention="softmax")
+
+
+def changed(run: TrainingRun, **values) -> TrainingRun:
+    """The run with other sizes of its model, or of its own."""
+    of_model = {name: values.pop(name) for name in [*values] if hasattr(TINY, name)}
+    return replace(run, model=replace(run.model, **of_model), **values)
 
 
 def cluster(name: str = "a100_64x8") -> Cluster:
@@ -112,7 +137,12 @@ def test_constants_are_fitted_to_another_file(topt_predict, tmp_path):
         and fitted.device.launch_seconds != cluster().device.launch_seconds
     )
     row = next(iter(csv.DictReader(out.open())))
-    assert float(row["predicted_error"]) == pytest.approx(fitted.accuracy.seconds.p90)
+    predicted, low, high = (
+        float(row[name])
+        for name in ("predicted_seconds", "predicted_seconds_low", "predicted_seconds_high")
+    )
+    assert low * high == pytest.approx(predicted**2)
+    assert high / predicted >= 1 + fitted.accuracy.seconds.p90 - 1e-6
     code, _ = topt_predict(f"runs={runs}", f"cluster_file={saved}", f"out={tmp_path}/again.csv")
     again = next(iter(csv.DictReader((tmp_path / "again.csv").open())))
     assert code == 0 and float(again["predicted_seconds"]) == pytest.approx(
@@ -124,11 +154,11 @@ def test_a_fit_never_learns_a_row():
     """Rows that cannot be told apart by what is known of them get one time, whatever was
     measured.
     """
-    predicted = MegatronCosts(cluster("a100_8x8")).step_seconds(SMALL)
-    fitted = fit_rows(
-        cluster("a100_8x8"), [replace(SMALL, seconds=factor * predicted) for factor in (1.0, 1.44)]
+    predicted = RunPrices(cluster("a100_8x8")).step_seconds(SMALL)
+    fitted = fit_runs(
+        cluster("a100_8x8"), [changed(SMALL, seconds=factor * predicted) for factor in (1.0, 1.44)]
     )
-    assert 1.05 * predicted < MegatronCosts(fitted.cluster).step_seconds(SMALL) < 1.4 * predicted
+    assert 1.05 * predicted < RunPrices(fitted.cluster).step_seconds(SMALL) < 1.4 * predicted
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -136,10 +166,9 @@ def test_repeated_blocks_are_the_model_of_that_depth(tensor):
     """Five layers from three of them, against five that were captured; with the head's tied weights
     on both stages.
     """
-    row = replace(SMALL, layers=5, pipeline=1, data=2, tensor=tensor, gpus=2 * tensor)
+    row = changed(SMALL, layers=5, pipeline=1, data=2, tensor=tensor, gpus=2 * tensor)
     machines = cluster("a100_8x8")
-    sizes = sizes_of(row)
-    assert sizes.layers == 3
+    sizes = sizes_of(row, layers=3)
     base, slow = captured_step(sizes), captured_step(replace(sizes, layers=5))
     twin = StageBlocks(
         TrainingStep(
@@ -167,49 +196,51 @@ def test_repeated_blocks_are_the_model_of_that_depth(tensor):
 
 
 def test_a_row_costs_what_its_stages_cost():
-    costs = MegatronCosts(cluster("a100_8x8"))
+    costs = RunPrices(cluster("a100_8x8"))
     priced = costs.price(SMALL)
     assert priced.step_seconds == costs.step_seconds(SMALL)
     assert sum(priced.seconds.values()) == pytest.approx(priced.step_seconds)
-    deeper = costs.price(replace(SMALL, layers=8))
+    deeper = costs.price(changed(SMALL, layers=8))
     assert deeper.step_seconds > 1.3 * priced.step_seconds and deeper.peak_bytes > priced.peak_bytes
-    more = costs.price(replace(SMALL, batch=80))
+    more = costs.price(changed(SMALL, batch=80))
     assert more.step_seconds > 5 * priced.step_seconds and more.peak_bytes == pytest.approx(
         priced.peak_bytes, rel=0.01
     )
 
 
 def test_layers_that_stages_cannot_share_evenly():
-    costs = MegatronCosts(cluster("a100_8x8"))
-    five, six = (costs.step_seconds(replace(SMALL, layers=layers)) for layers in (5, 6))
+    costs = RunPrices(cluster("a100_8x8"))
+    five, six = (costs.step_seconds(changed(SMALL, layers=layers)) for layers in (5, 6))
     assert costs.step_seconds(SMALL) < five < six
 
 
-def test_recomputation_where_memory_would_not_do():
-    """A run that was measured did fit."""
-    row = replace(SMALL, hidden=128, sequence=128, layers=8, samples=16, batch=128)
-    roomy = cluster("a100_8x8")
-    plain = MegatronCosts(roomy).price(row)
-    tight = replace(roomy, device=replace(roomy.device, memory_bytes=int(plain.peak_bytes) - 1))
-    again = MegatronCosts(tight).price(row)
-    assert (
-        again.peak_bytes < plain.peak_bytes
-        and again.seconds["backward"] > 1.2 * plain.seconds["backward"]
-    )
-    assert again.step_seconds == pytest.approx(MegatronCosts(tight).step_seconds(row))
-    # not for any run: nothing follows
-    tiny = replace(roomy, device=replace(roomy.device, memory_bytes=1000))
-    assert MegatronCosts(tiny).price(row) == plain
+def test_recomputation_takes_time_and_saves_memory():
+    """What is between nothing and everything lies there."""
+    costs = RunPrices(cluster("a100_8x8"))
+    row = changed(SMALL, hidden=128, inner=512, sequence=128, layers=8, samples=16, batch=128)
+    names = ["none", "selective(op)", "selective(2)", "full"]
+    found = {name: costs.price(replace(row, recompute=RunsAgain.named(name))) for name in names}
+    seconds = [found[name].step_seconds for name in names]
+    assert seconds == sorted(seconds) and len({*seconds}) == 4
+    assert found["full"].seconds["backward"] > 1.2 * found["none"].seconds["backward"]
+    for name in names[1:3]:
+        assert found["full"].peak_bytes < found[name].peak_bytes < found["none"].peak_bytes
+    # scores are kept only without
+    attention = costs.price(replace(row, recompute=RunsAgain(attention=True)))
+    assert attention.peak_bytes < found["none"].peak_bytes
+    assert found["none"].step_seconds < attention.step_seconds < found["full"].step_seconds
+    with pytest.raises(ValueError, match="recompute is none, full"):
+        RunsAgain.named("some")
 
 
 def test_tensor_groups_pay_for_their_sums():
-    whole = replace(SMALL, pipeline=1, data=1, tensor=1, gpus=1)
+    whole = changed(SMALL, pipeline=1, data=1, tensor=1, gpus=1)
     slow = cluster("a100_8x8")
     slow = replace(slow, intra=replace(slow.intra, latency_seconds=1.0))
-    split = MegatronCosts(slow).step_seconds(replace(whole, tensor=2, gpus=2))
+    split = RunPrices(slow).step_seconds(changed(whole, tensor=2, gpus=2))
     # a microbatch: 4 sums of a layer and 1 of either end, 3 of the loss, each 2 x 1 s of latency
     assert split == pytest.approx(
-        4 * 2 * (4 * 4 + 2 + 3) + MegatronCosts(slow).step_seconds(whole), rel=0.05
+        4 * 2 * (4 * 4 + 2 + 3) + RunPrices(slow).step_seconds(whole), rel=0.05
     )
 
 
@@ -218,13 +249,14 @@ def test_fused_softmax_where_megatron_has_it():
     assert not takes_fused_softmax(samples=1, heads=2, sequence=1024)
     assert not takes_fused_softmax(samples=1, heads=4, sequence=16)
     fused, plain = (
-        captured_step(replace(sizes_of(SMALL), fused=fused)).graph for fused in (True, False)
+        captured_step(replace(sizes_of(SMALL, layers=3), fused=fused)).graph
+        for fused in (True, False)
     )
     assert sum(len(op.forward) for op in plain.ops) > sum(len(op.forward) for op in fused.ops)
 
 
 def test_more_nodes_where_rows_need_them():
-    row = replace(SMALL, data=64, batch=256, gpus=128)
+    row = changed(SMALL, data=64, batch=256, gpus=128)
     assert cluster_for([row], cluster("a100_8x8")).num_nodes == 16
     assert cluster_for([row], cluster()) == cluster()
     with pytest.raises(ValueError, match="network between nodes"):
@@ -235,20 +267,22 @@ def test_more_nodes_where_rows_need_them():
     with pytest.raises(ValueError, match="several kinds"):
         cluster_for([row], mixed)
     with pytest.raises(ValueError, match=r"cluster\.num_nodes=16"):
-        MegatronCosts(cluster("a100_8x8")).price(row)
+        RunPrices(cluster("a100_8x8")).price(row)
 
 
 def test_columns_in_any_order_and_more_of_them(tmp_path):
     lines = [["x", *reversed(line)] for line in LINES]
     path = write(tmp_path / "runs.csv", lines, ["comment", *reversed(HEADER)])
-    file = read_rows(path)
-    assert [row.gpus for row in file.rows] == [4, 4, 4, 8] and file.rows[
+    file = read_run_file(path)
+    assert [row.gpus for row in file.runs] == [4, 4, 4, 8] and file.runs[
         0
     ].seconds == pytest.approx(0.760096736)
     file.save(tmp_path / "out.csv", {"predicted_seconds": [1.0, 2.0, 3.0, 4.0]})
     assert (tmp_path / "out.csv").read_text().splitlines()[1].endswith("4,1")
-    untimed = read_rows(write(tmp_path / "untimed.csv", [line[:-1] for line in LINES], HEADER[:-1]))
-    assert [row.seconds for row in untimed.rows] == [None] * 4
+    untimed = read_run_file(
+        write(tmp_path / "untimed.csv", [line[:-1] for line in LINES], HEADER[:-1])
+    )
+    assert [row.seconds for row in untimed.runs] == [None] * 4
 
 
 @pytest.mark.parametrize(
@@ -318,7 +352,114 @@ def test_one_sentence_for_what_cannot_be(tmp_path, topt_predict, arguments, sent
 
 def test_a_batch_of_one_data_rank():
     """Data ranks exchange gradients once for any number of microbatches."""
-    costs = MegatronCosts(cluster("a100_8x8"))
-    alone = replace(SMALL, data=1, batch=4, gpus=2)
+    costs = RunPrices(cluster("a100_8x8"))
+    alone = changed(SMALL, data=1, batch=4, gpus=2)
     assert costs.step_seconds(SMALL) > costs.step_seconds(alone)
     assert costs.price(SMALL).seconds["once"] > costs.price(alone).seconds["once"]
+
+
+# ---- published tables
+
+PUBLISHED = """model,arch,gpu,gpus,tp,pp,dp,cp,seq,mbs,gbs,recompute,sharding,extras,step_seconds
+mpt-1b,mpt,h100_80gb,8,1,1,8,1,2048,14,112,none,FULL_SHARD,,0.6308
+gpt-1024-8-16,megatron,a100_80gb,64,8,8,1,1,2048,1,64,selective,,"sequence parallel, m=1",
+llama3_8b,llama,h100_96gb_hbm2e_500w,8,1,1,8,1,8192,2,16,selective(op),FULL_SHARD,compile,2.8435
+"""
+
+
+def test_published_tables_are_read(tmp_path, topt_predict):
+    path, out = tmp_path / "published.csv", tmp_path / "out.csv"
+    path.write_text(PUBLISHED)
+    first, second, third = read_run_file(path).runs
+    assert first.level == 3 and first.model == model_named("mpt-1b") and not first.fused
+    assert second.sequence_parallel and second.recompute.attention and second.seconds is None
+    assert second.attention == "softmax" and second.stages_per_rank == 1
+    assert third.recompute.operators and third.fused and third.model.key_heads == 8
+    # each on the machine that it names
+    code, output = topt_predict(f"runs={path}", f"out={out}")
+    assert code == 0 and "for rows on h100_96gb_hbm2e_500w" in output
+    found = [*csv.DictReader(out.open())]
+    assert all(0.05 < float(row["predicted_seconds"]) < 20 for row in found)
+    assert all(1e8 < float(row["predicted_peak_bytes"]) < 90e9 for row in found)
+
+
+def test_sequence_parallelism_saves_memory_between_products():
+    model = ModelSizes("gpt", 1024, 16, 16, 16, 4096, 50_257)
+    run = TrainingRun(4, 8, 4, 1024, model, tensor=4, data=1, attention="flash")
+    costs = RunPrices(cluster("a100_8x8"))
+    plain, split = (costs.price(replace(run, sequence_parallel=each)) for each in (False, True))
+    assert split.peak_bytes < 0.85 * plain.peak_bytes
+    # the same bytes travel, and norms and dropout run on a part
+    assert 0.8 * plain.step_seconds < split.step_seconds < plain.step_seconds
+    with pytest.raises(ValueError, match="as sequence parallelism does"):
+        replace(run, sequence=1022, sequence_parallel=True)
+
+
+def test_interleaving_shrinks_the_bubble():
+    row = changed(SMALL, layers=8, data=1, batch=8, gpus=2)
+    costs = RunPrices(cluster("a100_8x8"))
+    plain, interleaved = costs.price(row), costs.price(replace(row, stages_per_rank=4))
+    assert interleaved.seconds["pipeline"] < plain.seconds["pipeline"]
+
+
+def test_shards_over_more_ranks_take_less_memory():
+    model = ModelSizes("llama", 512, 4, 8, 2, 1536, 32_000)
+    run = TrainingRun(8, 32, 4, 512, model, data=8)
+    costs = RunPrices(cluster("h100_2x8"))
+    levels = [costs.price(replace(run, level=level)) for level in (0, 1, 2, 3)]
+    peaks = [each.peak_bytes for each in levels]
+    assert peaks[0] > peaks[1] > peaks[3]
+    wide = costs.price(replace(run, level=3, data=16, gpus=16, batch=64))
+    assert wide.peak_bytes < peaks[3]
+    hybrid = costs.price(replace(run, level=3, data=16, gpus=16, batch=64, hybrid=True))
+    assert hybrid.peak_bytes == pytest.approx(peaks[3], rel=0.02)
+
+
+def test_ranks_that_share_a_sample():
+    model = ModelSizes("llama", 512, 4, 8, 2, 1536, 32_000)
+    run = TrainingRun(8, 8, 1, 4096, model, data=8, level=3)
+    costs = RunPrices(cluster("h100_2x8"))
+    whole = costs.price(run)
+    shared = costs.price(replace(run, data=2, context=4, batch=2))
+    assert shared.peak_bytes < 0.6 * whole.peak_bytes and shared.step_seconds < whole.step_seconds
+
+
+def test_other_ways_to_say_it(tmp_path):
+    """Microbatches instead of a batch, remarks in brackets, guesses."""
+    path = tmp_path / "runs.csv"
+    path.write_text(
+        "model,gpus,tp,pp,dp,seq,mbs,ga,sharding,gbs,extras\n"
+        "mpt-1b,16,1,1,16,2048,2?,4,Hybrid_Shard,,float8\n"
+        "llama3_405b,128,8,16,1,8192,1,32,ZeRO-2(not resharded),32,interleaved\n"
+    )
+    hybrid, staged = read_run_file(path).runs
+    assert hybrid.batch == 128 and hybrid.hybrid and hybrid.level == 3 and hybrid.dtype == "float8"
+    assert hybrid.num_microbatches == 4 and staged.num_microbatches == 32
+    # 126 layers: 64 stages of two, and not 96 of one or two
+    assert staged.level == 2 and staged.stages_per_rank == 4 and staged.sequence_parallel
+
+
+def test_models_that_are_known_and_not():
+    assert model_named("gpt-8192-48-64").parameters == pytest.approx(39.1e9, rel=0.02)
+    assert model_named("llama3_70b").parameters == pytest.approx(70.6e9, rel=0.02)
+    assert model_named("mpt-7b").parameters == pytest.approx(6.65e9, rel=0.02)
+    with pytest.raises(ValueError, match="give its sizes in the columns"):
+        model_named("gpt-5")
+    with pytest.raises(ValueError, match="is not known: write one of"):
+        cluster_named("../x")
+    assert {*SIZES} == {"hidden", "heads", "layers"} and "gpus" in COLUMNS
+
+
+def test_rows_that_do_not_say_what_they_recompute(tmp_path, topt_predict):
+    """All of a file recompute where one of them would not fit otherwise."""
+    wide = [64, 256, 16, 8192, 64, 24, 2048, 8, 4, 2, 1.0]
+    runs = read_run_file(write(tmp_path / "runs.csv", [LINES[0], wide])).runs
+    machines = {"": cluster()}
+    assert [run.recompute for run in runs] == [None, None]
+    assert all(run.recompute == RunsAgain(1.0) for run in completed(runs, machines))
+    assert completed(runs[:1], machines)[0].recompute == RunsAgain()
+    # those that say it keep it
+    said = [replace(runs[0], recompute=RunsAgain()), runs[1]]
+    assert [run.recompute.layers for run in completed(said, machines)] == [0.0, 1.0]
+    code, output = topt_predict(f"runs={tmp_path}/runs.csv", "cluster=a100_64x8")
+    assert code == 0 and "2 rows of runs.csv do not say what they recompute: everything" in output

@@ -1,0 +1,72 @@
+"""Intervals of predictions: quantiles of measured errors, and how far a run is outside."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from lightning_topt.costs.cluster import Accuracy, Cluster, ErrorFigure
+from lightning_topt.costs.intervals import (
+    WIDER,
+    Domain,
+    interval_of,
+    quantile_of_groups,
+)
+from tests.costs.test_formulas import cluster
+
+
+def test_nine_of_ten_new_runs_are_inside():
+    """Errors of runs drawn alike, many times: the level holds, and not by far more."""
+    draw, inside = random.Random(3), []
+    for _ in range(400):
+        errors = [abs(draw.gauss(0, 0.1)) for _ in range(30)]
+        inside.append(abs(draw.gauss(0, 0.1)) <= quantile_of_groups(errors))
+    assert 0.86 < sum(inside) / len(inside) < 0.96
+
+
+def test_quantiles_by_hand():
+    errors = [n / 100 for n in range(1, 20)]
+    assert quantile_of_groups(errors) == 0.18  # the 18th of 19
+    assert quantile_of_groups([0.3, 0.1]) == 0.3  # of so few the largest
+    # a group of one run counts as much as that of many
+    many = [0.01] * 38 + [0.5]
+    assert quantile_of_groups(many) == 0.01
+    assert quantile_of_groups(many, ["a"] * 38 + ["b"]) == 0.5
+
+
+def test_runs_outside_are_less_sure():
+    domain = Domain.of(
+        [{"devices": 8, "parameters": 1e9}, {"devices": 64, "parameters": 7e9}],
+        [("tensor",), ("pipeline",)],
+    )
+    assert domain.outside({"devices": 16, "parameters": 2e9}, ("tensor",)) == {}
+    outside = domain.outside({"devices": 256, "parameters": 5e8, "other": 3.0}, ("sharded",))
+    assert outside == {"devices": 2.0, "parameters": 1.0, "sharded": 1.0}
+    accuracy = Accuracy(ErrorFigure(0.05, 0.1, 20), domain=domain)
+    inside = accuracy.interval(2.0, {"devices": 16})
+    assert (inside.low, inside.high) == pytest.approx((2 / 1.1, 2 * 1.1)) and 2.1 in inside
+    wide = accuracy.interval(2.0, {"devices": 256})
+    assert wide.outside == ("devices",)
+    assert wide.high == pytest.approx(2 * 1.1 * math.exp(2 * WIDER))
+    assert interval_of(1.0, error=0.0).low == 1.0
+    with pytest.raises(ValueError, match="domain of devices"):
+        Domain({"devices": (0.0, 1.0)})
+
+
+def test_a_file_keeps_the_domain(tmp_path):
+    accuracy = Accuracy(
+        ErrorFigure(0.05, 0.1, 20), source="x", domain=Domain({"devices": (8.0, 64.0)}, ("tensor",))
+    )
+    known = cluster(accuracy=accuracy)
+    known.save(tmp_path / "c.yaml")
+    assert Cluster.load(tmp_path / "c.yaml") == known
+    for wrong in ("devices: [8]", "devices: 8", "devices: [9, 8]"):
+        text = (tmp_path / "c.yaml").read_text()
+        start = text.index("      devices:") if "      devices:" in text else -1
+        assert start > 0
+        lines = text[:start] + f"      {wrong}\n" + text[text.index("    techniques:") :]
+        (tmp_path / "wrong.yaml").write_text(lines)
+        with pytest.raises(ValueError, match="devices"):
+            Cluster.load(tmp_path / "wrong.yaml")

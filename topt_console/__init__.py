@@ -13,6 +13,8 @@ import sys
 from types import ModuleType
 from typing import NoReturn
 
+from topt_console.status_line import STATUS
+
 __version__ = "0.1.0"
 COMMANDS = ("plan", "train", "calibrate", "predict", "verify", "stalls", "advise")
 WRONG_USE = 2
@@ -57,6 +59,11 @@ def main() -> None:
     elif first not in COMMANDS:
         refuse(f"there is no command {first!r}; choose one of {', '.join(COMMANDS)}")
     else:
+        if first == "plan":
+            STATUS.show("importing torch and Lightning")
+        from topt_console.light_packages import LightPackages  # noqa: PLC0415  (help needs none)
+
+        sys.meta_path.insert(0, LightPackages())
         _import_without_collection("lightning_topt.cli.main").run(first)
 
 
@@ -78,6 +85,7 @@ def _import_without_collection(name: str) -> ModuleType:
 
 def refuse(sentence: str) -> NoReturn:
     """End with `sentence` and the exit code of wrong use."""
+    STATUS.clear()
     sys.stderr.write(f"topt: {sentence}\n")  # one write: ranks share the terminal
     sys.exit(WRONG_USE)
 

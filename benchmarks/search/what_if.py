@@ -30,6 +30,12 @@ CASES = {
         "batch_size=1024",
         "tensor=false",
     ],
+    "Llama 3 405B on 512 H100": [
+        "model=llama3_405b",
+        "cluster=h100_128x8",
+        "device_counts=[512]",
+        "batch_size=512",
+    ],
     "Llama 3 70B, 5 counts x 3 clusters": ["model=llama3_70b", CLUSTERS, COUNTS, "batch_size=1024"],
     "GPT of 48 layers, 5 counts x 3 clusters": [
         *(
@@ -53,7 +59,7 @@ def measure(words: list[str]) -> dict[str, Any]:
         command = [
             sys.executable,
             "-m",
-            "lightning_topt.cli.main",
+            "topt_console",
             "plan",
             *words,
             f"hydra.run.dir={folder}/run",

@@ -28,6 +28,7 @@ import topt_console
 from hydra_plugins.lightning_topt_searchpath import conf_dir
 from lightning_topt.basics.argument_checks import check_whole
 from lightning_topt.cli.several_clusters import as_hydra_reads
+from topt_console.status_line import STATUS
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 # whole numbers with the least and the most that they may be; Lightning itself looks at them late
@@ -58,6 +59,7 @@ def run(command: str) -> None:
     try:
         hydra_main(command, importlib.import_module(f"lightning_topt.cli.{command}").run)
     except Exception as error:
+        STATUS.clear()
         sentence = None if wants_traceback else _sentence(error)
         if sentence is None:
             traceback.print_exc()

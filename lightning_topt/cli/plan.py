@@ -35,6 +35,7 @@ from lightning_topt.plan.plan_search import SearchRequest, search_plans
 from lightning_topt.plan.scenarios import ModelFacts, of_steps
 from lightning_topt.plugins.planning import Planning
 from lightning_topt.plugins.searched_plan import choose_for
+from topt_console.status_line import STATUS
 
 
 def run(config: DictConfig) -> None:
@@ -43,6 +44,7 @@ def run(config: DictConfig) -> None:
     Raises:
         ValueError: the strategy is not one that plans; and what capturing and choosing raise.
     """
+    STATUS.clear()
     pl.seed_everything(config.seed, workers=True)
     # read in any case: what one scenario does not need is refused all the same where it is wrong
     what_if.WhatIfOptions.read(config)
@@ -60,6 +62,7 @@ def run(config: DictConfig) -> None:
         print(meshes.words(request.cluster))
 
     # the step, its costs, and the search
+    STATUS.show(f"capturing the step of {type(setup.model).__name__}")
     example, capture_seconds = setup.capture(
         splits=meshes.tensor, accelerator=has_accelerators(request.cluster)
     )
@@ -69,17 +72,19 @@ def run(config: DictConfig) -> None:
     unpriced = UnpricedSearch.of(
         setup, meshes, example, request, global_batch_size=samples, capture_seconds=capture_seconds
     )
+    STATUS.clear()  # ranks that measure say so by themselves
     search = setup.with_costs(unpriced.request, request)
     if search is None:  # another rank of torchrun goes on
         return
     # of a step, which may have several batches
     facts = ModelFacts.of(search.graph, search.optimizer, search.cluster)
     parts = trainer.accumulate_grad_batches
-    frontier = of_steps(search_plans(search), accumulate=parts, facts=facts)
+    frontier = of_steps(search_plans(search, progress=STATUS.show), accumulate=parts, facts=facts)
     folder = Path(HydraConfig.get().runtime.output_dir)
     frontier.save(folder / "frontier.json")  # worth having even when no plan fits
 
     # the choice and the report
+    STATUS.show("writing the report")
     notes = meshes.notes(search, frontier, unpriced.unsplit)
     notes += meshes.pipelines.notes(search, example, request, trainer, unstaged=unpriced.unstaged)
     notes.append(sentence_of(search.cluster.accuracy))

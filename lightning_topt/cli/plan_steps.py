@@ -51,6 +51,7 @@ from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
 from lightning_topt.plugins.plan_request import PlanRequest, steps_of_fit
 from lightning_topt.plugins.planning import Planning, make_fake_optimizers, on_rank_0
 from lightning_topt.techniques.tensor_parallel.split_model import Captured
+from topt_console.status_line import STATUS
 
 RequestWithoutCosts = Callable[..., SearchRequest]  # called with the costs
 
@@ -299,6 +300,7 @@ def report_plan(
     plan.save(folder / "plan.yaml")
 
     # the terminal
+    STATUS.clear()
     console = Console()
     console.print(title, style="bold", highlight=False, markup=False)
     print_table(points, planning.chosen, console=console, memory_limit=limit)

@@ -14,12 +14,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -53,6 +54,7 @@ from lightning_topt.plan.scenarios import (
 )
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning
+from topt_console.status_line import STATUS
 
 # Plans that others beat by less than this in time and memory may be left out: predictions are not
 # that good.
@@ -107,6 +109,7 @@ def run(config: DictConfig) -> None:
         raise
 
     # the plan of the chosen scenario, then the scenarios
+    STATUS.show("writing the report")
     best = next(each for each in found if each.chosen is chosen)
     planned = dataclasses.replace(best.scenario, spot=False)
     search = next(search for scenario, search in searches if scenario == planned)
@@ -119,6 +122,9 @@ def run(config: DictConfig) -> None:
     print_scenarios(estimates, chosen, limits=asked.limits, console=console)
     for line in (reason, *notes, f"run folder: {folder}"):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+    # The process ends: nothing is gained by a look at millions of objects that nobody needs.
+    if HydraConfig.get().mode is not RunMode.MULTIRUN:
+        gc.freeze()
 
 
 # ---- what is asked
@@ -265,9 +271,11 @@ def _on_clusters(
     requests = [dataclasses.replace(setup.request, cluster=cluster) for cluster in clusters]
     # meshes first: whether any of them has a tensor axis decides how the step is captured
     meshes = [SearchedMeshes.read(config, request, setup.trainer) for request in requests]
+    STATUS.show(f"capturing the step of {type(setup.model).__name__}")
     example, capture_seconds = setup.capture(
         splits=any(each.tensor for each in meshes), accelerator=has_accelerators(*clusters)
     )
+    STATUS.clear()
 
     for request, searched in zip(requests, meshes, strict=True):
         unpriced = UnpricedSearch.of(
@@ -303,7 +311,9 @@ def search_all(
     """
     outcomes: dict[int, ScenarioResult | ValueError] = {}
     processes = asked.processes or most_processes(len(searches))
-    search = functools.partial(_search, request, asked)
+    # of several scenarios a bar says how many are done, of one a line what is searched
+    alone = len(searches) < 2
+    search = functools.partial(_search, request, asked, STATUS.show if alone else None)
     # helpers are forked here, before the bar starts a thread
     coming = outcomes_of(search, searches, processes=min(processes, len(searches)))
     columns = (
@@ -312,12 +322,11 @@ def search_all(
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    bar = Progress(
-        *columns, disable=len(searches) < 2, transient=True, console=Console(stderr=True)
-    )
+    bar = Progress(*columns, disable=alone, transient=True, console=Console(stderr=True))
     with bar:
         for index, outcome in bar.track(coming, total=len(searches), description="searching"):
             outcomes[index] = outcome
+    STATUS.clear()
 
     # a scenario alone may have no plan, or none that fits
     each = [(scenario, outcomes[index]) for index, (scenario, _) in enumerate(searches)]
@@ -331,7 +340,10 @@ def search_all(
 
 
 def _search(
-    request: PlanRequest, asked: WhatIfOptions, of: tuple[Scenario, SearchRequest]
+    request: PlanRequest,
+    asked: WhatIfOptions,
+    progress: Callable[[str], None] | None,
+    of: tuple[Scenario, SearchRequest],
 ) -> ScenarioResult:
     scenario, search = of
     gc.collect(0)  # what the search before left
@@ -344,6 +356,7 @@ def _search(
         memory_margin=request.memory_margin,
         accumulate=asked.accumulate,
         work=asked.work,
+        progress=progress,
     )
 
 

@@ -29,7 +29,7 @@ from typing import Any
 
 from lightning_topt.basics.once import once_per_object
 from lightning_topt.costs.cluster import Device
-from lightning_topt.graph.op_graph import Kernel
+from lightning_topt.graph.op_graph import Kernel, OpGraph
 
 KernelKey = tuple[str, str]  # name, JSON of the arguments
 SHARPNESS = 4.0  # q
@@ -180,6 +180,12 @@ def launches_of(kernels: Iterable[Kernel]) -> float:
         kernel.count * (CAST_LAUNCHES if kernel.name.startswith("aten._to_copy.") else 1.0)
         for kernel in kernels
     )
+
+
+@once_per_object
+def launches_of_step(graph: OpGraph) -> float:
+    """Return what the host takes to issue all kernels of a step once, in launches."""
+    return sum(launches_of((*op.forward, *op.backward)) for op in graph.ops)
 
 
 def host_bound_seconds(

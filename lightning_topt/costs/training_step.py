@@ -30,7 +30,7 @@ from lightning_topt.costs.compute import (
     KernelKey,
     estimate_pass_seconds,
     kernel_key,
-    launches_of,
+    launches_of_step,
 )
 from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.exchange_model import ExchangeModel, make_exchange_model
@@ -394,7 +394,7 @@ class TrainingStep:
         kernels = sum(float(times.sum()) for times in self.compute.values())
         launch = self.cluster.device.launch_seconds
         if launch and self.split_calls:
-            count = sum(launches_of((*op.forward, *op.backward)) for op in self.graph.ops)
+            count = launches_of_step(self.graph)
             host = (count + self.split_calls * SPLIT_CALL_LAUNCHES) * launch
             return self.num_microbatches * max(host - kernels, 0.0)
         if self.num_microbatches == 1 and not self.joint:

@@ -68,7 +68,13 @@ from lightning_topt.graph.no_trace import no_collection, no_trace
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.python_state import describe, host_random_state
 from lightning_topt.graph.recorder import Recorder
-from lightning_topt.graph.recording import PRIME, Recording, assemble, recording_at
+from lightning_topt.graph.recording import (
+    PRIME,
+    GraphValues,
+    OneRecording,
+    Recording,
+    assemble,
+)
 from lightning_topt.graph.skipped_calls import SkippedCalls, find_equal, make_results
 from lightning_topt.graph.structures import (
     batch_sizes,
@@ -94,6 +100,7 @@ def capture(
     adapt: Adapt | None = None,
     like: OpGraph | None = None,
     one_recording: bool = False,
+    equal_modules: Mapping[str, int] | None = None,
 ) -> OpGraph:
     """Return the operator graph of one training step of `module`.
 
@@ -118,6 +125,7 @@ def capture(
             of second calls.
         one_recording: of fake tensors, at a large batch size, instead of two where that says as
             much; for `like` that `one_is_enough`.
+        equal_modules: what `find_equal` says of `module`; None: it is asked.
 
     Raises:
         CaptureError: the step depends on values of tensors or uses an operator without a shape-only
@@ -131,7 +139,7 @@ def capture(
     _check(module, torch.device(device))
     if second_batch is not None and not batch_scaling:
         raise ValueError("batch_scaling=False captures one batch; leave out second_batch")
-    step = StepRun(module, forward_context, torch.device(device), adapt)
+    step = StepRun(module, forward_context, torch.device(device), adapt, equal_modules)
     # compiled modules run eagerly; nothing that user code does in a capture stays
     with no_trace(module), torch.compiler.set_stance("force_eager"), no_collection():
         # one size: one recording, taken for both
@@ -161,6 +169,7 @@ def one_is_enough(
     *,
     forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
     device: torch.device | str = "cpu",
+    equal_modules: Mapping[str, int] | None = None,
 ) -> bool:
     """Return whether one recording of a step says all that `like` does.
 
@@ -168,11 +177,9 @@ def one_is_enough(
     """
     if not like.batch_scaling:
         return False
+    step = StepRun(module, forward_context, torch.device(device), equal_modules=equal_modules)
     with no_trace(module), torch.compiler.set_stance("force_eager"), no_collection():
-        return (
-            _from_one_recording(StepRun(module, forward_context, torch.device(device)), batch, like)
-            == like
-        )
+        return _from_one_recording(step, batch, like) == like
 
 
 def _capture_two_sizes(
@@ -205,16 +212,22 @@ def _from_one_recording(step: StepRun, batch: object, like: OpGraph) -> OpGraph 
     try:
         many = batch_sizes(batch, None)[0], PRIME * sizes[0]
         copied, recording, _ = step.record(batch, samples=many, unlike=set(), resizes=True)
-        recordings = recording_at(recording, 0), recording_at(recording, 1)
+        values = GraphValues(sizes, OneRecording(recording))
     except Exception:
         # torch refuses some large sizes; errors of the step itself are raised for a batch that
         # users know
         return None
     small, large = (int(like.input_bytes.at(size)) for size in sizes)
     graph = assemble(
-        copied, recordings, name=type(step.module).__name__, sizes=sizes, input_bytes=(small, large)
+        copied,
+        (recording, recording),
+        name=type(step.module).__name__,
+        sizes=sizes,
+        input_bytes=(small, large),
+        values=values,
+        repeatable={m.path for m in like.step.modules if m.repeatable},
     )
-    return _as_in(like, graph)
+    return graph.with_blocks(like.blocks)
 
 
 def _finish(
@@ -289,16 +302,18 @@ class StepRun:
         device: the type of device that trains.
         adapt: may change the copy that is recorded before anything reads it, and returns a context
             around its forward, inside of the other.
+        equal_modules: as in `capture`.
     """
 
     module: nn.Module
     forward_context: Callable[[], AbstractContextManager[object]] = nullcontext
     device: torch.device = CPU
     adapt: Adapt | None = None
+    equal_modules: Mapping[str, int] | None = None
 
     @cached_property
-    def _equal_modules(self) -> dict[str, int]:
-        return find_equal(self.module)
+    def _equal_modules(self) -> Mapping[str, int]:
+        return find_equal(self.module) if self.equal_modules is None else self.equal_modules
 
     @contextmanager
     def prepared(self, batch: object, *, samples: tuple[int, int] = (1, 1)) -> Iterator[Prepared]:

@@ -152,6 +152,7 @@ class SavedContainers:
 
     def __init__(self, roots: Iterable[object]) -> None:
         self._undo: list[Undo] = []
+        self._empty: list[dict[Any, Any]] = []  # most dicts of modules, such as those of hooks
         self._seen: dict[int, object] = {}
         todo = collections.deque(roots)  # breadth first: what is near is saved before the limit
         while todo and len(self._seen) < MAX_VISITS:
@@ -163,6 +164,9 @@ class SavedContainers:
 
     def restore(self) -> None:
         """Put back in place what has changed."""
+        for empty in self._empty:
+            if dict.__len__(empty):
+                _restore_dict(empty, [])
         for undo in self._undo:
             undo()
 
@@ -170,6 +174,9 @@ class SavedContainers:
         """Save `value` shallowly, and return what is inside of it."""
         # containers
         if isinstance(value, dict):
+            if not dict.__len__(value):
+                self._empty.append(value)
+                return ()
             return self._save(
                 value, [*_base(value).items(value)], _restore_dict, dict.values(value)
             )

@@ -43,12 +43,12 @@ from torch.utils._python_dispatch import (
 from torch.utils.hooks import RemovableHandle
 
 from lightning_topt.graph.equal_calls import ObservedCall
+from lightning_topt.graph.fake_results import RESULTS, FrozenCall, makes_new_tensors
 from lightning_topt.graph.kernels import (
     ALLOCATIONS,
     QUERIES,
     Frozen,
     Measured,
-    freeze,
     hidden_bytes,
     is_collective,
     is_strided,
@@ -376,15 +376,19 @@ class Recorder(LiveMode):
         # A copy: the operator is found before the call, since its autograd nodes follow.
         index = self._backward_op() if self.is_backward else self._forward_op(func)
         self.failed = func
+        frozen: FrozenCall | None = None
         if is_collective(func):
             self.recording.has_collectives = True
             if self.observed is not None:
                 self.observed.is_like_others = False
             out = skip_collective(func, args, kwargs)
+        elif makes_new_tensors(func):
+            frozen = FrozenCall.of(func, args, kwargs)
+            out = RESULTS.of(frozen, func, args, kwargs)
         else:
             out = func(*args, **kwargs)
         self.failed = None
-        self._record(index, func, args, kwargs, out)
+        self._record(index, func, args, kwargs, out, frozen)
         return out
 
     def _live_dispatch(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
@@ -422,13 +426,15 @@ class Recorder(LiveMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         out: object,
+        frozen: FrozenCall | None = None,
     ) -> None:
         if is_view(func):
             op = self.recording.ops[index]
             if not self.is_backward and not op.outputs:
                 op.outputs = [shape_of(tensor) for tensor in tensors_in(out)]
         else:
-            self._record_kernel(index, func, args, kwargs, out)
+            frozen = frozen or FrozenCall.of(func, args, kwargs)
+            self._record_kernel(index, func, args, kwargs, out, frozen)
 
     def _forward_op(self, func: OpOverload) -> int:
         """Return the operator that a call belongs to: its leaf module, or one of its own."""
@@ -485,13 +491,13 @@ class Recorder(LiveMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         out: Any,
+        frozen: FrozenCall,
     ) -> None:
         # one `Measured` for all equal calls
-        tensors: list[Tensor] = []
-        key = (func, freeze(args, tensors), freeze(tuple(kwargs.items()), tensors))
-        kernel = self._measured.get(key)
+        tensors = frozen.tensors
+        kernel = self._measured.get(frozen.key)
         if kernel is None:
-            kernel = self._measured[key] = measure(func, args, kwargs, out)
+            kernel = self._measured[frozen.key] = measure(func, args, kwargs, out)
             if self._resizes is not None:
                 self.recording.measured_at[id(kernel)] = measure_at_sizes(
                     func, args, kwargs, out, self._resizes

@@ -19,8 +19,7 @@ import functools
 import json
 import math
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -165,6 +164,8 @@ def assemble(
     name: str,
     sizes: Sizes,
     input_bytes: tuple[int, int],
+    values: GraphValues | None = None,
+    repeatable: Collection[str] = (),
 ) -> OpGraph:
     """Return the graph of `module` from its recordings at two batch sizes, as one block.
 
@@ -176,6 +177,8 @@ def assemble(
         name: of the model in the graph.
         sizes: samples of the two batches.
         input_bytes: bytes of the two batches.
+        values: makes the values of the graph; None: of both recordings.
+        repeatable: paths of the modules that may be called again.
     """
     _check_equal(recordings, sizes)
     first, second = recordings
@@ -187,21 +190,25 @@ def assemble(
         for index, op in enumerate(first.ops)
         if op.forward or op.backward or index in runs or op.saved_bytes
     }
-    fit = _Fit(sizes)
-    ops = [fit.op(first.ops[index], second.ops[index]) for index in kept]
+    values = values or GraphValues(sizes)
+    ops = [values.op(first.ops[index], second.ops[index]) for index in kept]
     return OpGraph(
         model=name,
         batch_size=sizes[0],
         ops=tuple(ops),
         edges=tuple(
-            TensorEdge(first.ops[i].name, first.ops[j].name, fit.spec(shape, second.edges[i, j]))
+            TensorEdge(first.ops[i].name, first.ops[j].name, values.spec(shape, second.edges[i, j]))
             for (i, j), shape in first.edges.items()
             if i in kept and j in kept
         ),
         parameters=tuple(_parameters(module)),
         blocks=(Block("", group=0, recomputable=False),),
         step=_step(
-            module, recordings, fit, numbers={index: number for number, index in enumerate(kept)}
+            module,
+            recordings,
+            values,
+            numbers={index: number for number, index in enumerate(kept)},
+            repeatable=repeatable,
         ),
         buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
         input_bytes=Amount.fit(sizes, input_bytes),
@@ -241,28 +248,38 @@ def _check_equal(recordings: tuple[Recording, Recording], sizes: Sizes) -> None:
         )
 
 
-class _Fit:
-    """Values of the graph from two measurements.
+class GraphValues:
+    """Values of the graph from two recordings, or from `one` that stands for both.
 
     What is the same object in both recordings is made once.
     """
 
-    def __init__(self, sizes: Sizes) -> None:
-        self.sizes = sizes
+    def __init__(self, sizes: Sizes, one: OneRecording | None = None) -> None:
+        self.sizes, self._one = sizes, one
         self._amounts: dict[tuple[float, float], Amount] = {}
         self._specs: dict[tuple[Shape, Shape], TensorSpec] = {}
         self._kernels: dict[tuple[int, int], tuple[str, Kernel]] = {}
         self._groups: dict[tuple[int, ...], tuple[Kernel, ...]] = {}
 
-    def amount(self, first: float, second: float) -> Amount:
+    def line(self, first: float, second: float) -> Amount:
+        """Return the line through a number at both sizes."""
         key = first, second
         if key not in self._amounts:
             self._amounts[key] = Amount.fit(self.sizes, key)
         return self._amounts[key]
 
+    def amount(self, first: float, second: float) -> Amount:
+        """Return what an amount of both recordings is in the graph."""
+        if self._one is not None:
+            first, second = number_at(TIMES[0], first), number_at(TIMES[1], second)
+        return self.line(first, second)
+
     def spec(self, first: Shape, second: Shape) -> TensorSpec:
+        """Return what a shape of both recordings is in the graph."""
         key = first, second
         if key not in self._specs:
+            if self._one is not None:
+                first, second = shape_at(TIMES[0], first), shape_at(TIMES[1], second)
             # the dim that follows the batch is the first that differs
             differing = [
                 dim for dim, (m, n) in enumerate(zip(first[0], second[0], strict=True)) if m != n
@@ -270,7 +287,19 @@ class _Fit:
             self._specs[key] = TensorSpec(first[0], first[1], differing[0] if differing else None)
         return self._specs[key]
 
+    def saved(self, first: OpRecord, second: OpRecord) -> Amount:
+        """Return the bytes that an operator saved."""
+        if self._one is not None:
+            return self.line(*self._one.saved(first))
+        return self.line(first.saved_bytes, second.saved_bytes)
+
+    def workspace(self, first: Measured, second: Measured) -> Amount:
+        """Return the bytes that a kernel takes inside."""
+        first, second = self._measured(first, second)
+        return self.line(first.workspace, second.workspace)
+
     def op(self, first: OpRecord, second: OpRecord) -> Op:
+        """Return an operator of both recordings."""
         return Op(
             name=first.name,
             kind=first.kind,
@@ -282,7 +311,7 @@ class _Fit:
             ),
             forward=self.kernels(first.forward, second.forward),
             backward=self.kernels(first.backward, second.backward),
-            saved_bytes=self.amount(first.saved_bytes, second.saved_bytes),
+            saved_bytes=self.saved(first, second),
             stack=first.stack,
         )
 
@@ -304,17 +333,23 @@ class _Fit:
         # recorders make one object for all equal calls
         found = self._kernels.get((id(first), id(second)))
         if found is None:
-            # work, bytes read and written, bytes allocated: lines in the number of samples
-            flops = self.amount(first.flops, second.flops)
-            size = self.amount(first.bytes, second.bytes)
-            allocated = self.amount(
-                first.allocated + first.workspace, second.allocated + second.workspace
+            found = self._kernels[id(first), id(second)] = self._made(
+                *self._measured(first, second)
             )
-            # equal texts are identical calls, which the graph counts together
-            text = json.dumps([first.name, first.arguments, flops.per_sample, size.per_sample])
-            found = text, Kernel(first.name, first.arguments, flops, size, allocated=allocated)
-            self._kernels[id(first), id(second)] = found
         return found
+
+    def _made(self, first: Measured, second: Measured) -> tuple[str, Kernel]:
+        # work, bytes read and written, bytes allocated: lines in the number of samples
+        flops, size = self.line(first.flops, second.flops), self.line(first.bytes, second.bytes)
+        allocated = self.line(
+            first.allocated + first.workspace, second.allocated + second.workspace
+        )
+        # equal texts are identical calls, which the graph counts together
+        text = json.dumps([first.name, first.arguments, flops.per_sample, size.per_sample])
+        return text, Kernel(first.name, first.arguments, flops, size, allocated=allocated)
+
+    def _measured(self, first: Measured, second: Measured) -> tuple[Measured, Measured]:
+        return (first, second) if self._one is None else self._one.measured(first)
 
 
 def _parameters(module: nn.Module) -> list[Parameter]:
@@ -340,26 +375,27 @@ def _parameters(module: nn.Module) -> list[Parameter]:
 def _step(
     module: nn.Module,
     recordings: tuple[Recording, Recording],
-    fit: _Fit,
+    values: GraphValues,
     *,
     numbers: Mapping[int, int],
+    repeatable: Collection[str],
 ) -> Step:
     first, second = recordings
     ticks = len(first.kernel_ops)
     # calls refer to storages by their place in `tensors`
     indices = {id(storage): index for index, storage in enumerate(first.storages)}
     return Step(
-        batch_sizes=fit.sizes,
+        batch_sizes=values.sizes,
         order=tuple(numbers[index] for index in first.kernel_ops),
         backward_start=first.backward_start,
         tensors=tuple(
-            _tensor(a, b, fit, names=first.ops, ticks=ticks)
+            _tensor(a, b, values, names=first.ops, ticks=ticks)
             for a, b in zip(first.storages, second.storages, strict=True)
         ),
         calls=tuple(_calls(first, indices)),
-        modules=tuple(_modules(module)),
+        modules=tuple(_modules(module, repeatable)),
         workspaces=tuple(
-            (tick, fit.amount(a.workspace, b.workspace))
+            (tick, values.workspace(a, b))
             for tick, (a, b) in enumerate(zip(first.kernels, second.kernels, strict=True))
             if a is not None and b is not None and (a.workspace or b.workspace)
         ),
@@ -367,13 +403,18 @@ def _step(
 
 
 def _tensor(
-    first: StorageRecord, second: StorageRecord, fit: _Fit, *, names: Sequence[OpRecord], ticks: int
+    first: StorageRecord,
+    second: StorageRecord,
+    values: GraphValues,
+    *,
+    names: Sequence[OpRecord],
+    ticks: int,
 ) -> StepTensor:
     """Return a tensor of the graph; one that the step leaves behind ends after its last tick."""
     return StepTensor(
         producer=names[first.op].name,
-        spec=fit.spec(first.shape, second.shape),
-        bytes=fit.amount(first.bytes, second.bytes),
+        spec=values.spec(first.shape, second.shape),
+        bytes=values.amount(first.bytes, second.bytes),
         first=first.born,
         end=ticks + 1 if first.is_left else max(first.born, int(min(first.died, ticks + 1))),
         saved_by=None if first.saved_by is None else names[first.saved_by].name,
@@ -398,7 +439,7 @@ def _calls(recording: Recording, indices: Mapping[int, int]) -> Iterable[ModuleC
         )
 
 
-def _modules(root: nn.Module) -> Iterable[Module]:
+def _modules(root: nn.Module, repeatable: Collection[str]) -> Iterable[Module]:
     """Return the submodules, parents first; see `Module` for what makes them equal."""
     numbers: dict[Hashable, int] = {}
     found: list[Module] = []
@@ -419,7 +460,7 @@ def _modules(root: nn.Module) -> Iterable[Module]:
         # equal numbers for modules of equal class, parameters and children
         structure = numbers.setdefault((type(module), parameters, children), len(numbers))
         if path:
-            found.insert(position, Module(path, structure))
+            found.insert(position, Module(path, structure, repeatable=path in repeatable))
         return structure
 
     visit(root, "", frozenset({id(root)}))
@@ -435,59 +476,45 @@ class Unclear(Exception):
     """It is not clear whether a size follows the batch."""
 
 
-# ---- one recording at other sizes ----------------------------------------------------------------
+# ---- one recording for two sizes ----------------------------------------------------------------
 
 
-def recording_at(recording: Recording, place: int) -> Recording:
-    """Return `recording`, of `PRIME` batches, as if made with ``TIMES[place]`` batches.
+class OneRecording:
+    """A recording of `PRIME` batches that stands for two; see [Note: one recording].
 
     Raises Unclear.
     """
-    times, measured = TIMES[place], recording.measured_at
-    # bytes that each operator saved, by its storages: then, and at the new size
-    saved: Counter[int] = Counter()
-    saved_now: Counter[int] = Counter()
-    new: dict[int, StorageRecord] = {}
-    for storage in recording.storages:
-        resized = changed(
-            storage, bytes=number_at(times, storage.bytes), shape=shape_at(times, storage.shape)
-        )
-        new[id(storage)] = resized
-        if storage.saved_by is not None:
-            saved[storage.saved_by] += storage.bytes
-            saved_now[storage.saved_by] += resized.bytes
-    # bytes without a tensor have no shape from which the new size would follow
-    if any(saved[index] != op.saved_bytes for index, op in enumerate(recording.ops)):
-        raise Unclear("bytes were saved that are in no tensor")
-    # all that has a size, at the new one; storages keep their identity in calls
-    ops = [
-        changed(
-            op,
-            outputs=[shape_at(times, shape) for shape in op.outputs],
-            forward=[measured[id(kernel)][place] for kernel in op.forward],
-            backward=[measured[id(kernel)][place] for kernel in op.backward],
-            saved_bytes=saved_now[index],
-        )
-        for index, op in enumerate(recording.ops)
-    ]
-    calls = [
-        changed(
-            call,
-            inputs=[new[id(storage)] for storage in call.inputs],
-            outputs=[new[id(s)] for s in call.outputs],
-        )
-        for call in recording.calls
-    ]
-    return changed(
-        recording,
-        ops=ops,
-        edges={pair: shape_at(times, shape) for pair, shape in recording.edges.items()},
-        storages=[*new.values()],
-        calls=calls,
-        kernels=[
-            None if kernel is None else measured[id(kernel)][place] for kernel in recording.kernels
-        ],
-    )
+
+    def __init__(self, recording: Recording) -> None:
+        self._at_sizes = recording.measured_at
+        # bytes that each operator saved, by its storages: then, and at both sizes
+        saved = [[0, 0, 0] for _ in recording.ops]
+        for storage in recording.storages:
+            if storage.saved_by is not None:
+                total = saved[storage.saved_by]
+                total[0] += storage.bytes
+                for place, times in enumerate(TIMES):
+                    total[1 + place] += number_at(times, storage.bytes)
+        # bytes without a tensor have no shape from which the new size would follow
+        if any(total[0] != op.saved_bytes for total, op in zip(saved, recording.ops, strict=True)):
+            raise Unclear("bytes were saved that are in no tensor")
+        self._saved = {
+            id(op): (small, large)
+            for (_, small, large), op in zip(saved, recording.ops, strict=True)
+        }
+        # shapes are clear also of operators and edges that a graph leaves out
+        outputs = {shape for op in recording.ops for shape in op.outputs}
+        for shape in {*recording.edges.values(), *outputs, *(s.shape for s in recording.storages)}:
+            shape_at(TIMES[0], shape)
+
+    def saved(self, op: OpRecord) -> tuple[int, int]:
+        """Return the bytes that an operator saves at both sizes."""
+        return self._saved[id(op)]
+
+    def measured(self, kernel: Measured) -> tuple[Measured, Measured]:
+        """Return a kernel at both sizes."""
+        small, large = self._at_sizes[id(kernel)]
+        return small, large
 
 
 def measure_at_sizes(

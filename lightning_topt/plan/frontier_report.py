@@ -28,10 +28,11 @@ from rich.table import Table
 
 from lightning_topt.basics.units import format_bytes, format_seconds
 from lightning_topt.costs.plain_values import dump_yaml
+from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan
 from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.plan_report import schedule_svg
-from lightning_topt.plan.plan_values import describe_config
+from lightning_topt.plan.plan_values import config_to_dict, describe_config
 from lightning_topt.plan.report_page import (
     BYTES,
     COLOURS,
@@ -393,32 +394,20 @@ def _embedded(
     first, their number, and 1 where they are not as in the plan at `chosen`.
     """
     positions: dict[tuple[BlockPlan, tuple[str, ...]], int] = {}
+    known: dict[tuple[int, tuple[str, ...]], int] = {}  # by identity, which is quick to compare
     blocks: list[dict[str, object]] = []
     entries: list[dict[str, Any]] = []
     # plans share most blocks: each is written once, and points refer to it
     for point in points:
-        fields, mesh = point.plan.to_dict(), point.plan.mesh
-        stages = fields.pop("stages")
-        of_stages = [block for stage in point.plan.stages for block in stage.blocks]
-        for block, values in zip(
-            of_stages, (each for stage in stages for each in stage["blocks"]), strict=True
-        ):
+        mesh, found = point.plan.mesh, list[int]()
+        for block in (block for stage in point.plan.stages for block in stage.blocks):
             # equal blocks on meshes of other axes read differently
-            if (block, mesh.names) not in positions:
-                positions[block, mesh.names] = len(blocks)
-                text = textwrap.indent(dump_yaml([values]), "  ")
-                placed = {
-                    name: _in_words(values[name])
-                    for name in ("parameters", "gradients", "optimizer_state")
-                }
-                blocks.append(
-                    {
-                        "block": block.block,
-                        "runs": describe_config(block.config, mesh),
-                        **placed,
-                        "yaml": text,
-                    }
-                )
+            key = id(block), mesh.names
+            if key not in known:
+                known[key] = positions.setdefault((block, mesh.names), len(blocks))
+                if known[key] == len(blocks):
+                    blocks.append(_embedded_block(block, mesh))
+            found.append(known[key])
         entries.append(
             {
                 "x": point.peak_bytes,
@@ -426,8 +415,8 @@ def _embedded(
                 "devices": point.devices,
                 "summary": point.plan.summary(),
                 "numbers": _numbers(point),
-                "header": dump_yaml(fields) + "stages:\n",
-                "blocks": [positions[block, mesh.names] for block in of_stages],
+                "header": dump_yaml(point.plan.to_dict(stages=False)) + "stages:\n",
+                "blocks": found,
                 "stages": [len(stage.blocks) for stage in point.plan.stages],
             }
         )
@@ -443,6 +432,15 @@ def _embedded(
             names = block_ranges([str(blocks[at]["block"]) for at in members])
             entry["rows"].append([names, members[0], len(members), int(differs)])
     return blocks, entries
+
+
+def _embedded_block(block: BlockPlan, mesh: Mesh) -> dict[str, object]:
+    values: dict[str, Any] = {"block": block.block, **config_to_dict(block.config, mesh)}
+    placed = {
+        name: _in_words(values[name]) for name in ("parameters", "gradients", "optimizer_state")
+    }
+    runs, text = describe_config(block.config, mesh), textwrap.indent(dump_yaml([values]), "  ")
+    return {"block": block.block, "runs": runs, **placed, "yaml": text}
 
 
 def _in_words(placed: str | dict[str, str]) -> str:

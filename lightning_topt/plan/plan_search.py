@@ -129,10 +129,16 @@ class SearchRequest:
 
 
 @no_collection()  # it takes long, with all that a capture leaves
-def search_plans(request: SearchRequest) -> PlanFrontier:
+def search_plans(
+    request: SearchRequest, *, progress: Callable[[str], None] | None = None
+) -> PlanFrontier:
     """Return the frontier over all meshes and exchanges at every number of devices.
 
     Uniform plans are kept beside it.
+
+    Args:
+        request: what to search.
+        progress: is called with what is searched now.
 
     Raises:
         ValueError: a device count does not divide the batch.
@@ -141,10 +147,11 @@ def search_plans(request: SearchRequest) -> PlanFrontier:
     start, error_bound = time.perf_counter(), 0.0
     points: list[PlanPoint] = []
     uniform: list[PlanPoint] = []
+    show = progress or (lambda _: None)
     for count in request.device_counts:
         found_spaces = 0
         # chains of blocks, on meshes without and with a tensor axis
-        for spaces, found in _searched(request, count):
+        for spaces, found in _searched(request, count, show):
             points += [point for batch in found.batches for point in points_of(batch)]
             uniform += [
                 point for space in spaces if space.own for point in points_of(space.uniform)
@@ -153,6 +160,7 @@ def search_plans(request: SearchRequest) -> PlanFrontier:
             found_spaces += len(spaces)
         # stages of pipelines
         if request.pipelines is not None and request.mesh is None and not request.own_batches:
+            show(f"searching plans with stages for {count} devices")
             staged, plain, error = search_pipelines_for(
                 stage_blocks(request),
                 count,
@@ -180,7 +188,7 @@ def search_plans(request: SearchRequest) -> PlanFrontier:
 
 
 def _searched(
-    request: SearchRequest, count: int
+    request: SearchRequest, count: int, show: Callable[[str], None]
 ) -> Iterator[tuple[Sequence[PlanSpace], FoundPlans]]:
     """Yield spaces of plans for `count` ranks with the best plans of them.
 
@@ -191,6 +199,7 @@ def _searched(
         return
     # one budget of CPU seconds for all searches of this number of ranks
     left, batches = request.max_seconds, list[PlanBatch]()
+    show(f"searching plans for {count} devices")
     for spaces in _by_views(_spaces(request, count)):
         start = time.thread_time()
         found = search_chains(
@@ -209,6 +218,8 @@ def _searched(
         return
     # with a tensor axis, where a bound leaves a chance against the plans found so far
     known = KnownPlans.of(batches).scaled(1 / (1 + request.epsilon))
+    if request.split is not None:
+        show(f"searching plans with tensor axes for {count} devices")
     for spaces in _by_views(_tensor_spaces(request, count, known)):
         start = time.thread_time()
         # chains whose lower bound known plans beat are left out

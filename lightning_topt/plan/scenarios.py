@@ -357,6 +357,7 @@ def search_scenario(
     memory_margin: float = 0.05,
     accumulate: Sequence[int] | None = None,
     work: Workload | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> ScenarioResult:
     """Return the plans of `request`, on one number of devices, and the best that fits.
 
@@ -373,6 +374,7 @@ def search_scenario(
         accumulate: numbers of micro-batches to try; None: 1, and powers of 2 until more of them
             take longer.
         work: of a whole run.
+        progress: as in `search_plans`.
     """
     # what is the same for every number of micro-batches
     limit = request.cluster.device.memory_bytes if memory_limit is None else memory_limit
@@ -395,7 +397,9 @@ def search_scenario(
         if stopped and asked.split is None:
             continue
         try:
-            frontier = of_steps(search_plans(asked), accumulate=count, facts=facts)
+            frontier = of_steps(
+                search_plans(asked, progress=progress), accumulate=count, facts=facts
+            )
         except (PlanError, ValueError):
             # Not every number can be searched: an error only where the first one cannot be.
             if best is None and unfit is None:

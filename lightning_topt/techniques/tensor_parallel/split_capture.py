@@ -70,6 +70,7 @@ def capture_split(
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     device: torch.device | str = "cpu",
     one_recording: bool = False,
+    equal_modules: Mapping[str, int] | None = None,
 ) -> OpGraph:
     """Return the graph of the step that one rank of `axes` (without groups) runs.
 
@@ -89,6 +90,7 @@ def capture_split(
         forward_context: as in `capture`
         device: as in `capture`
         one_recording: `like` is one that `one_is_enough`
+        equal_modules: as in `capture`
 
     Raises:
         ValueError: a parameter cannot be cut so; the split step makes something else than the
@@ -106,7 +108,7 @@ def capture_split(
         "batch_scaling": like.batch_scaling,
         "forward_context": forward_context,
     }
-    options["one_recording"] = one_recording
+    options |= {"one_recording": one_recording, "equal_modules": equal_modules}
     try:
         graph = capture(
             module,

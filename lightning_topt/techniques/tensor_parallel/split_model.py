@@ -33,6 +33,7 @@ from lightning_topt.graph.errors import WAY_OUT
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import JointModule, Placement, Replicate, Shard
 from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.graph.skipped_calls import find_equal
 from lightning_topt.techniques.tensor_parallel.decisions import DRAWING
 from lightning_topt.techniques.tensor_parallel.function_trace import Border, FunctionTrace
 from lightning_topt.techniques.tensor_parallel.joint_run import JointRefusal
@@ -210,6 +211,7 @@ class SplitModel:
                     forward_context=self.forward_context,
                     device=self.device,
                     one_recording=self._one_recording_suffices,
+                    equal_modules=self._equal_modules,
                 )
             except ValueError as error:  # code that cannot run on slices
                 self._known.graphs[key] = None
@@ -233,7 +235,12 @@ class SplitModel:
             self.graph,
             forward_context=self.forward_context,
             device=self.device,
+            equal_modules=self._equal_modules,
         )
+
+    @cached_property
+    def _equal_modules(self) -> dict[str, int]:
+        return find_equal(self.module)
 
     def joint_layout(self, split: ModelSplit, prices: SplitPrices) -> SplitLayout | None:
         """Return `split` as far as its parameters are in modules that may run all ranks' batches.

@@ -73,10 +73,10 @@ class LlamaBlock(nn.Module):
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
-def trace(module: nn.Module, batch: Any) -> tuple[FunctionTrace, OpGraph]:
-    """Return the calls of one step, and its graph."""
+def trace(module: nn.Module, batch: Any, **given: Any) -> tuple[FunctionTrace, OpGraph]:
+    """Return the calls of one step, and its graph; `given` are more arguments of `capture`."""
     found = FunctionTrace()
-    return found, capture(module, batch, adapt=found.of, batch_scaling=False)
+    return found, capture(module, batch, adapt=found.of, batch_scaling=False, **given)
 
 
 def prices(module: nn.Module, ranks: int, *, cluster: Cluster = FAST) -> SplitPrices:

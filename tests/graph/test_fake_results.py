@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_topt.graph.fake_results import FakeResults, FrozenCall, makes_new_tensors
 from lightning_topt.graph.module_copy import ShapeMode
+from lightning_topt.graph.recorder import FakeResults, FrozenCall, makes_new_tensors
 
 aten = torch.ops.aten
 

@@ -12,7 +12,7 @@ scores, which costs several times the memory. CUDA chooses among these (torch 2.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,15 +34,12 @@ class OnAccelerator:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Enter both."""
-        with self.forward_context(), AcceleratorAttention():
+        with self.forward_context(), self.kernels():
             yield
 
-
-def kernels_of(
-    forward_context: Callable[[], AbstractContextManager[object]],
-) -> AbstractContextManager[object]:
-    """Return what of a step's context holds for its backward as well: which kernels run."""
-    return AcceleratorAttention() if isinstance(forward_context, OnAccelerator) else nullcontext()
+    def kernels(self) -> AbstractContextManager[object]:
+        """Return what of it holds for the backward pass as well: which kernels run."""
+        return AcceleratorAttention()
 
 
 class AcceleratorAttention(TorchFunctionMode):

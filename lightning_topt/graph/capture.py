@@ -44,7 +44,6 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_topt.graph.accelerator_kernels import kernels_of
 from lightning_topt.graph.blocks import choose_blocks, mark_repeatable, repeat_candidates
 from lightning_topt.graph.equal_calls import CallsDiffer, ObservedCall, expand, rebuild
 from lightning_topt.graph.errors import (
@@ -472,6 +471,8 @@ def find_repeatable(
             for the models holds for these.
     """
     skipped, wanted = repetitions or {}, list(candidates)
+    # which kernels run holds for second calls too, unlike the rest of the context (`OnAccelerator`)
+    kernels = getattr(step.forward_context, "kernels", nullcontext)
     if not wanted:
         return set()
     try:
@@ -498,7 +499,7 @@ def find_repeatable(
             # second calls, of the modules that were called once
             counts = Counter(map(id, run.order))
             run.is_over = True
-            with kernels_of(step.forward_context), trace:
+            with kernels(), trace:
                 _repeat([candidate for candidate in run.order if counts[id(candidate)] == 1], trace)
             found = {path for path, candidate in calls.items() if candidate.passed}
     except Exception:

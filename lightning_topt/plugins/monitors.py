@@ -23,7 +23,6 @@ from typing_extensions import override
 from lightning_topt.basics.argument_checks import check_whole
 from lightning_topt.basics.core_wait import CoreWait, is_busy
 from lightning_topt.communication.hook import ExchangeStatistics
-from lightning_topt.costs.measuring import synchronize
 
 if TYPE_CHECKING:
     from lightning_topt.execution.memory import MemoryMeter
@@ -34,6 +33,12 @@ _HOOKS = (
     "_on_before_fetch",
     "_on_after_fetch",
 )  # which Lightning's training loop calls around each `next` of its loader
+
+
+def _synchronize(device: torch.device) -> None:
+    """Wait for all work of an accelerator."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ class StepMonitor(pl.Callback):
         assert self._meter is not None
         # Peak and time are of the step alone, with an idle device at both ends.
         self._meter.reset_peak()
-        synchronize(trainer.strategy.root_device)
+        _synchronize(trainer.strategy.root_device)
         self._core_wait = self._watch()
         self._started = time.perf_counter()
 
@@ -122,7 +127,7 @@ class StepMonitor(pl.Callback):
         batch_idx: int,
     ) -> None:
         assert self._meter is not None
-        synchronize(trainer.strategy.root_device)
+        _synchronize(trainer.strategy.root_device)
         self._seconds += time.perf_counter() - self._started
         self._kept += self._core_wait.seconds()
         # A strategy whose plan has taken over in this step knows its idle rank better. The step's

@@ -163,8 +163,9 @@ def cluster_named(gpu: str) -> Cluster:
     Raises:
         ValueError: there is none.
     """
-    path = conf_dir() / "cluster" / f"{GPUS.get(gpu, gpu)}.yaml"
-    if not path.stem.isidentifier() or not path.exists():
+    name = GPUS.get(gpu, gpu)
+    path = conf_dir() / "cluster" / f"{name}.yaml"
+    if not name.isidentifier() or not path.exists():
         raise ValueError(
             f"the GPU {shown(gpu)} is not known: write one of {names(GPUS)}, a name of the group "
             "of clusters, or give cluster_file=FILE for all rows"
@@ -230,7 +231,8 @@ class RunPrices:
         """Return the costs of a run; without its bytes, which do not depend on rates, 0 of them.
 
         Raises:
-            ValueError: it has more ranks than the cluster has devices, or ZeRO-3 in a pipeline.
+            ValueError: it has more ranks than the cluster has devices, or hybrid sharding on one
+                node.
         """
         if run.gpus > self.cluster.num_devices:
             raise ValueError(

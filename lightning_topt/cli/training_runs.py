@@ -310,7 +310,7 @@ class TrainingRun:
 
     @property
     def sizes(self) -> dict[str, float]:
-        """Sizes by which runs are told to be like others (`costs.intervals`)."""
+        """Sizes by which a run is like others or not (`costs.intervals`)."""
         tokens = self.samples * self.sequence / self.context
         return {
             "devices": self.gpus,
@@ -322,7 +322,7 @@ class TrainingRun:
 
     @property
     def techniques(self) -> tuple[str, ...]:
-        """Techniques by which runs are told to be like others."""
+        """Techniques by which a run is like others or not."""
         recompute = self.recompute or RunsAgain()
         used = {
             "tensor": self.tensor > 1,

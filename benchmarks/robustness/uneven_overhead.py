@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from benchmarks.common import QUIET, RESULTS, ROOT, machine
 from lightning_topt import AutoParallelStrategy
+from lightning_topt.plugins.presence import Votes
 
 KINDS = {
     "length": "all loaders have a length",
@@ -152,8 +153,29 @@ def work(rounds: int, scale: float, out: str) -> None:
             found[f"{kind} {milliseconds}"] = seconds
             if dist.get_rank() == 0:
                 print(kind, milliseconds, seconds, flush=True)
+    found["calls"] = {"seconds": vote_seconds(times_for(0.02))}
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(found))
+
+
+def vote_seconds(times: int) -> list[float]:
+    """Return the median seconds of the calls of a vote, to send it and to read it.
+
+    The vote travels while this rank computes. Ranks come to the second call together, so that it
+    has no wait for a slower one.
+    """
+    votes, sent, read = Votes(), list[float](), list[float]()
+    for _ in range(100):
+        begun = perf_counter()
+        votes.send(1)
+        sent.append(perf_counter() - begun)
+        compute(times)
+        dist.barrier()
+        begun = perf_counter()
+        votes.read()
+        read.append(perf_counter() - begun)
+    votes.close()
+    return [statistics.median(sent), statistics.median(read)]
 
 
 def rows_of(found: dict[str, dict[str, list[float]]]) -> list[str]:
@@ -208,6 +230,10 @@ def main() -> None:
         "| training data | step, as Lightning | default adds | share, median | rounds | target |",
         "|---|---|---|---|---|---|",
         *rows_of(found),
+        "",
+        "The calls themselves, where ranks come to them together, at steps of 20 ms: "
+        f"{1e6 * found['calls']['seconds'][0]:.0f} µs to send a vote, "
+        f"{1e6 * found['calls']['seconds'][1]:.0f} µs to read it.",
     ]
     print("\n".join(lines))
     options.results.write_text("\n".join(lines) + "\n")

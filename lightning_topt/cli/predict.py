@@ -450,25 +450,33 @@ def _print_intervals(
 def _print_summary(
     runs: Sequence[TrainingRun], priced: Sequence[RunPrice], console: Console
 ) -> None:
-    """Print what the predicted time is made of, and its error where times were measured."""
+    """Print what the predicted time is made of, and errors where times or peaks were measured."""
     # all rows together
     seconds = {part: sum(each.seconds[part] for each in priced) for part in _PARTS}
     total = sum(seconds.values()) or 1.0
     made = ", ".join(f"{name} {100 * seconds[part] / total:.0f} %" for part, name in _PARTS.items())
     console.print(f"{len(runs)} rows; of their predicted time: {made}.", highlight=False)
-    pairs = [
+    seconds_of = [
         (cost.step_seconds, run.seconds)
         for cost, run in zip(priced, runs, strict=True)
         if run.seconds is not None
     ]
-    if pairs:
+    if seconds_of:
         # two figures: the mean error, and how far most of them are off
-        figure = ErrorFigure.of(*zip(*pairs, strict=True))
-        mean = sum(abs(a / b - 1) for a, b in pairs) / len(pairs)
+        figure = ErrorFigure.of(*zip(*seconds_of, strict=True))
+        mean = sum(abs(a / b - 1) for a, b in seconds_of) / len(seconds_of)
         console.print(
             f"Against the times in the file: mean error {100 * mean:.1f} %; {figure}.",
             highlight=False,
         )
+    bytes_of = [
+        (cost.peak_bytes, run.bytes)
+        for cost, run in zip(priced, runs, strict=True)
+        if run.bytes is not None
+    ]
+    if bytes_of:
+        memory = ErrorFigure.of(*zip(*bytes_of, strict=True))
+        console.print(f"Against the peaks of memory in the file: {memory}.", highlight=False)
 
 
 # ---- recorded runs

@@ -424,6 +424,18 @@ def test_ranks_that_share_a_sample():
     assert shared.peak_bytes < 0.6 * whole.peak_bytes and shared.step_seconds < whole.step_seconds
 
 
+def test_errors_of_times_and_of_memory(tmp_path, topt_predict):
+    path = tmp_path / "runs.csv"
+    path.write_text(
+        "model,gpus,tp,pp,dp,seq,mbs,gbs,sharding,step_seconds,memory_gib\n"
+        "mpt-1b,8,1,1,8,2048,4,32,FULL_SHARD,0.2,20\n"
+    )
+    code, output = topt_predict(f"runs={path}", "cluster=h100_2x8")
+    assert code == 0 and "Against the times in the file: mean error" in output
+    assert "Against the peaks of memory in the file: half of 1 runs within" in output
+    assert "1 of 1 measured times are in their intervals" in output
+
+
 def test_other_ways_to_say_it(tmp_path):
     """Microbatches instead of a batch, remarks in brackets, guesses."""
     path = tmp_path / "runs.csv"

@@ -456,27 +456,26 @@ def _print_summary(
     total = sum(seconds.values()) or 1.0
     made = ", ".join(f"{name} {100 * seconds[part] / total:.0f} %" for part, name in _PARTS.items())
     console.print(f"{len(runs)} rows; of their predicted time: {made}.", highlight=False)
-    seconds_of = [
-        (cost.step_seconds, run.seconds)
-        for cost, run in zip(priced, runs, strict=True)
-        if run.seconds is not None
-    ]
-    if seconds_of:
+    times = _measured([cost.step_seconds for cost in priced], [run.seconds for run in runs])
+    if times:
         # two figures: the mean error, and how far most of them are off
-        figure = ErrorFigure.of(*zip(*seconds_of, strict=True))
-        mean = sum(abs(a / b - 1) for a, b in seconds_of) / len(seconds_of)
+        figure = ErrorFigure.of(*zip(*times, strict=True))
+        mean = sum(abs(a / b - 1) for a, b in times) / len(times)
         console.print(
             f"Against the times in the file: mean error {100 * mean:.1f} %; {figure}.",
             highlight=False,
         )
-    bytes_of = [
-        (cost.peak_bytes, run.bytes)
-        for cost, run in zip(priced, runs, strict=True)
-        if run.bytes is not None
-    ]
-    if bytes_of:
-        memory = ErrorFigure.of(*zip(*bytes_of, strict=True))
+    if peaks := _measured([cost.peak_bytes for cost in priced], [run.bytes for run in runs]):
+        memory = ErrorFigure.of(*zip(*peaks, strict=True))
         console.print(f"Against the peaks of memory in the file: {memory}.", highlight=False)
+
+
+def _measured(
+    predicted: Sequence[float], measured: Sequence[float | None]
+) -> list[tuple[float, float]]:
+    """Return pairs of what is predicted and measured, where it was."""
+    pairs = zip(predicted, measured, strict=True)
+    return [(value, known) for value, known in pairs if known is not None]
 
 
 # ---- recorded runs

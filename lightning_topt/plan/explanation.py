@@ -219,17 +219,17 @@ def explain_plan(request: SearchRequest, plan: ParallelPlan) -> PlanExplanation:
     configs = {block.block: replace(block.config, **plain) for block in plan.blocks}
     costs = PlanCosts(step)
     total, blocks = explain(costs, configs), explain_blocks(costs, configs)
-    if plan.joint or not plan.mesh.tensor_axes or layout_of_plan(plan).rules:
-        return PlanExplanation(plan, total, blocks)
     return PlanExplanation(plan, total, blocks, unsplit_operators(request, plan))
 
 
 def unsplit_operators(request: SearchRequest, plan: ParallelPlan) -> tuple[WholeOperator, ...]:
     """Return the functions that run unsplit on every rank of the one tensor axis of `plan`.
 
-    There are none without one.
+    There are none without one, and none are known where tensors between layers are split too.
     """
-    if not plan.mesh.tensor_axes or request.split is None:
+    if request.split is None or not plan.mesh.tensor_axes:
+        return ()
+    if plan.joint or layout_of_plan(plan).rules:
         return ()
     prices = prices_on(step_on(request, plan.mesh), request.split, mesh=plan.mesh)
     return tuple(whole_operators(request.split.priced_calls(split_of(plan), prices)))

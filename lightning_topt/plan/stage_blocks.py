@@ -10,7 +10,7 @@ parameters that it reads there. Every stage with a reader of a parameter keeps i
     blocks.crossing_bytes(...)  what is sent over the boundary before each block
 
 A `RepeatedBlocks` has a captured block in several places: a model of any depth from a step that was
-captured at another.
+captured at another. `EqualShares` is what a rank takes at least where several share all of a chain.
 
     captured     first   middle                     last
     repeated     first   middle   middle   middle   last       places 0 1 1 1 2
@@ -456,6 +456,59 @@ class RepeatedBlocks(StageBlocks):
             return self
         if kinds not in self._on_kinds:
             self._on_kinds[kinds] = repeat_blocks(self.base.on(kinds), self.places)
+        return self._on_kinds[kinds]
+
+
+# ---- a lower bound for slices
+
+
+@dataclass(eq=False, repr=False)
+class EqualShares(StageBlocks):
+    """The chain `base` where each of `parts` ranks has an equal part of all that is not sent.
+
+    No way to split its tensors takes less, wherever these are between blocks.
+    """
+
+    base: Any = None
+    parts: int = 1
+
+    @classmethod
+    def of(cls, base: StageBlocks, parts: int) -> EqualShares:
+        """Return the shares of `parts` ranks of the unsplit chain `base`."""
+        found = cls(base.step, base.every, base=base, parts=parts)
+        found._take(base, *_OF_THE_GRAPH)
+        return found
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """A number for each block, from 0 in order; equal for equal blocks."""
+        found: tuple[int, ...] = self.base.kinds
+        return found
+
+    def passes(self, samples: float) -> Passes:
+        """Return the passes of a microbatch of so many samples."""
+        if samples not in self._passes:
+            known = self.base.passes(samples)
+            rows = {each.name: getattr(known, each.name) / self.parts for each in fields(Passes)}
+            self._passes[samples] = Passes(**rows)
+        return self._passes[samples]
+
+    def once(self, mesh: Mesh, level: int, *, crosses_nodes: bool = True) -> Once:
+        """Return what a step on the data ranks of `mesh` takes besides its passes."""
+        key = mesh, level, crosses_nodes
+        if key not in self._once:
+            known = self.base.once(mesh, level, crosses_nodes=crosses_nodes)
+            shared = None if known.shared is None else known.shared / self.parts
+            rows = (each / self.parts for each in (known.seconds, known.static, known.update))
+            self._once[key] = Once(*rows, shared)
+        return self._once[key]
+
+    def on(self, kinds: tuple[int, ...]) -> StageBlocks:
+        """Return the chain on the slowest devices of these kinds of nodes."""
+        if not self.step.cluster.nodes:
+            return self
+        if kinds not in self._on_kinds:
+            self._on_kinds[kinds] = EqualShares.of(self.base.on(kinds), self.parts)
         return self._on_kinds[kinds]
 
 

@@ -442,13 +442,14 @@ def transfer_seconds(blocks: StageBlocks, shape: PipelineShape) -> dict[str, Arr
             for size in np.unique(sizes)
         }
         found[link] = np.array([[distinct[float(size)] for size in row] for row in sizes])
-    # a stage on slices gathers, before it sends on, what it has in slices
+    # A stage on slices gathers, before it sends on, what it has in slices. Where blocks take slices
+    # the stage after it cuts what it gets, and gathers its gradient.
     if blocks.tensor > 1:
         slices, axes = blocks.gathered_bytes(shape.samples), blocks.step.mesh.tensor_axes
         for n in np.flatnonzero(slices):
             gather = blocks.step.collective_seconds("all_gather", float(slices[n]), axes=axes)
             for seconds in found.values():
-                seconds[0, n] += gather
+                seconds[: 1 + bool(blocks.step.computes), n] += gather
     blocks.transfers[shape.samples, shape.width] = found
     return found
 

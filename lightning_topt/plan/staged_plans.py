@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -31,6 +32,7 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.segments import chain_of
 from lightning_topt.costs.sizes import ROOT
+from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.frontier.stage_search import StagePoint, search_stages
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig
@@ -55,7 +57,7 @@ from lightning_topt.plan.pipeline_search import (
     why_no_pipeline,
 )
 from lightning_topt.plan.plan_frontier import PlanPoint
-from lightning_topt.plan.stage_blocks import StageBlocks
+from lightning_topt.plan.stage_blocks import EqualShares, StageBlocks
 from lightning_topt.plan.stage_simulation import (
     peak_bytes_of,
     stage_bytes,
@@ -65,13 +67,17 @@ from lightning_topt.plan.stage_simulation import (
 )
 from lightning_topt.plan.stage_tables import ContinuousShape, PipelineShape, continuous_table
 from lightning_topt.plan.tensor_meshes import (
+    layout_of_plan,
     placed_tensors,
     prices_on,
     split_of,
+    step_in,
     step_of,
+    step_under,
     tensor_sizes,
 )
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
+from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
 from lightning_topt.techniques.tensor_parallel.split_search import ModelSplit
@@ -438,7 +444,8 @@ def splits_of_stages(
 ) -> Iterator[tuple[SplitStages, list[PipelineShape]]]:
     """Yield the chain under each split that is a candidate, with the wanted pipelines of its size.
 
-    Candidates are those for meshes of `count` ranks.
+    Candidates are those for meshes of `count` ranks, and last of each size the layout
+    ``tensor_sequence``, if the model can run in it.
     """
     for size in filter(wanted.takes, stage_tensor_sizes(whole.step.cluster, count)):
         shapes = [*pipeline_shapes(whole, count, global_batch_size, wanted, tensor=size)]
@@ -453,6 +460,10 @@ def splits_of_stages(
             prices = prices_on(step, split, mesh=mesh)
             for chosen in split.candidates(prices):
                 yield SplitStages(whole, split, chosen, size, prices), shapes
+            # tensors between products split as well, if the model can run so
+            with suppress(ValueError):
+                layout = split.layout("tensor_sequence", prices, (Axis("tensor", size),))
+                yield SplitStages(whole, split, layout, size, prices), shapes
 
 
 def stage_tensor_sizes(cluster: Cluster, count: int) -> list[int]:
@@ -465,42 +476,40 @@ def stage_tensor_sizes(cluster: Cluster, count: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class SplitStages:
-    """The chain `whole` under the split `chosen` of `split`, over `size` ranks.
+    """The chain `whole` on slices over `size` ranks, as `chosen` of `split` says.
 
     `prices` are those that it was found with.
     """
 
     whole: StageBlocks
     split: SplitModel
-    chosen: ModelSplit
+    chosen: ModelSplit | SplitLayout
     size: int
     prices: SplitPrices
 
     @cached_property
     def bound(self) -> StageBlocks:
         """A chain that takes at most as much, without a capture."""
-        return self._on(self.split.bound_graph(self.chosen, self.prices), same_operators=True)
+        if isinstance(self.chosen, SplitLayout):
+            return EqualShares.of(self.whole, self.size)
+        local = self.split.bound_graph(self.chosen, self.prices)
+        step = step_of(self.whole.step, local, mesh=slices_mesh(self.size), split=self.chosen)
+        calls = self.split.calls(self.chosen)
+        return blocks_on_slices(self.whole, step, calls=calls, same_operators=True)
 
     @cached_property
     def blocks(self) -> StageBlocks | None:
         """The chain, whose step is captured once; None where it cannot be, or runs other blocks."""
-        local = self.local
-        return None if local is None or chain_of(local) != self.whole.names else self._on(local)
+        step = step_on_slices(self.whole, self.split, self.chosen, size=self.size)
+        if step is None or chain_of(step.graph) != self.whole.names:
+            return None
+        return blocks_on_slices(self.whole, step, calls=self.split.calls(self.chosen))
 
     @property
     def local(self) -> OpGraph | None:
         """The step of one of these ranks; None where it cannot be captured."""
-        return self.split.local_graph(self.chosen, self.size)
-
-    def _on(self, local: OpGraph, *, same_operators: bool = False) -> StageBlocks:
-        return blocks_on_slices(
-            self.whole,
-            local,
-            self.chosen,
-            size=self.size,
-            calls=self.split.calls(self.chosen),
-            same_operators=same_operators,
-        )
+        step = step_on_slices(self.whole, self.split, self.chosen, size=self.size)
+        return None if step is None else step.graph
 
 
 def blocks_of_plan(whole: StageBlocks, split: SplitModel | None, plan: ParallelPlan) -> StageBlocks:
@@ -516,29 +525,40 @@ def blocks_of_plan(whole: StageBlocks, split: SplitModel | None, plan: ParallelP
             "a plan with a tensor axis is explained by the model that can be split: give it in the "
             "request"
         )
-    chosen, size = split_of(plan), plan.mesh.ranks_along(plan.mesh.tensor_axes)
-    local = split.local_graph(chosen, size)
-    if local is None:
+    layout, size = layout_of_plan(plan), plan.mesh.ranks_along(plan.mesh.tensor_axes)
+    chosen = layout if layout.rules else split_of(plan)
+    step = step_on_slices(whole, split, chosen, size=size)
+    if step is None:
         raise PlanError(f"the plan's step on slices is not known: {split.why_whole(size)}")
-    return blocks_on_slices(whole, local, chosen, size=size, calls=split.calls(chosen))
+    return blocks_on_slices(whole, step, calls=split.calls(chosen))
+
+
+def slices_mesh(size: int) -> Mesh:
+    """Return a mesh of `size` ranks with slices; data ranks come with the pipeline's shape."""
+    return Mesh((Axis("data", 1), Axis("tensor", size)))
+
+
+def step_on_slices(
+    whole: StageBlocks, split: SplitModel, chosen: ModelSplit | SplitLayout, *, size: int
+) -> TrainingStep | None:
+    """Return the step of one of `size` ranks; None where it cannot be captured."""
+    mesh = slices_mesh(size)
+    if isinstance(chosen, SplitLayout):
+        return step_in(chosen, whole.step, split, mesh=mesh)
+    return step_under(chosen, whole.step, split, mesh=mesh)
 
 
 def blocks_on_slices(
     whole: StageBlocks,
-    local: OpGraph,
-    chosen: ModelSplit,
+    step: TrainingStep,
     *,
-    size: int,
     calls: Mapping[str, int],
     same_operators: bool = False,
 ) -> StageBlocks:
-    """Return the chain of the step `local` of one of `size` ranks.
+    """Return the chain of the `step` of a rank with slices.
 
     `calls` as in `SplitModel.calls`, `same_operators` as in `StageBlocks.of_slices`.
     """
-    # data ranks come with the pipeline's shape
-    mesh = Mesh((Axis("data", 1), Axis("tensor", size)))
-    step = step_of(whole.step, local, mesh=mesh, split=chosen)
     # calls outside of all blocks count with the first one
     once = {whole.names[0]: calls[ROOT]} if ROOT in calls else {}
     return whole.of_slices(step, calls={**calls, **once}, same_operators=same_operators)

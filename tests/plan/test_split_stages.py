@@ -14,6 +14,7 @@ from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.costs.training_step import SPLIT_CALL_SECONDS
 from lightning_topt.frontier.stage_search import search_stages
 from lightning_topt.graph.capture import capture
+from lightning_topt.graph.kernels import shown_collective
 from lightning_topt.graph.op_config import Replicate, Shard
 from lightning_topt.plan.explanation import explain_stages, unsplit_operators
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
@@ -27,6 +28,7 @@ from lightning_topt.plan.plan_search import (
     why_unsplit,
 )
 from lightning_topt.plan.stage_blocks import StageBlocks
+from lightning_topt.plan.stage_simulation import cut_of_plan, peak_bytes_of, stage_bytes
 from lightning_topt.plan.stage_tables import (
     PipelineShape,
     shape_of_plan,
@@ -39,8 +41,10 @@ from lightning_topt.plan.staged_plans import (
     splits_of_stages,
     stage_tensor_sizes,
 )
+from lightning_topt.plan.tensor_meshes import layout_of_plan
 from lightning_topt.techniques.registry import check_runs
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
+from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 from tests.frontier.brute_force import brute_force_stages
 from tests.models import GPT
@@ -168,6 +172,75 @@ def test_calls_on_slices_take_time_beside_kernels_but_on_cpus(
     assert more[1] == pytest.approx(SPLIT_CALL_SECONDS * calls) and 0 < more[0] < more[1]
 
 
+def sequence_chains(request: SearchRequest) -> list[tuple[SplitStages, list[PipelineShape]]]:
+    return [each for each in split_chains(request) if isinstance(each[0].chosen, SplitLayout)]
+
+
+def test_stages_under_sequence_parallelism_hold_and_send_what_a_count_by_hand_says(
+    request_of_gpt: SearchRequest,
+) -> None:
+    """Of each layer a rank keeps 1 / t; two sums are scattered and two inputs gathered."""
+    whole, samples = stage_blocks(request_of_gpt), 2.0
+    chains = sequence_chains(request_of_gpt)
+    assert [chain.size for chain, _ in chains] == [2, 4]
+    width, steps = 256, 128
+    of_layer = int(samples) * steps * width * 4  # bytes of activations, float32
+    for chain, _ in chains:
+        blocks, size = chain.blocks, chain.size
+        assert blocks is not None
+        # layers but the first and the last, which have embedding and head
+        middle = slice(1, LAYERS - 1)
+        kept = blocks.passes(samples).kept[middle]
+        assert kept * size == pytest.approx(whole.passes(samples).kept[middle], rel=0.01)
+        # collectives of a layer: forward, and backward with the inputs gathered once more
+        ops = [op for op in blocks.step.graph.ops if op.block == "blocks.1"]
+        for direction, expected in (
+            ("forward", {"reduce_scatter": 2, "all_gather": 2}),
+            ("backward", {"reduce_scatter": 2, "all_gather": 4}),
+        ):
+            sent: dict[str, list[float]] = {}
+            for kernel in (kernel for op in ops for kernel in getattr(op, direction)):
+                if (found := shown_collective(kernel)) is not None:
+                    size_of_call = kernel.bytes.at(int(samples))
+                    sent.setdefault(found[0], []).extend([size_of_call] * kernel.count)
+            large = {op: [n for n in sizes if n == of_layer] for op, sizes in sent.items()}
+            assert {op: len(sizes) for op, sizes in large.items() if sizes} == expected
+        # what crosses is unsharded: gathered before it is sent, as is its gradient
+        assert (blocks.crossing_bytes(samples) == whole.crossing_bytes(samples)).all()
+        shape = PipelineShape(8 // size // 1, 1, "1f1b", 1, 4, samples, tensor=size)
+        gather = blocks.step.collective_seconds(
+            "all_gather",
+            float(blocks.gathered_bytes(samples)[2]),
+            axes=blocks.step.mesh.tensor_axes,
+        )
+        plain = StageBlocks(whole.step)
+        for link in ("intra", "inter"):
+            more = transfer_seconds(blocks, shape)[link] - transfer_seconds(plain, shape)[link]
+            assert more[:, 2] == pytest.approx(gather) and gather > 0
+
+
+def test_plans_under_sequence_parallelism_are_found_saved_and_explained(
+    request_of_gpt: SearchRequest,
+) -> None:
+    points = [
+        p for p in staged(search_plans(request_of_gpt).points) if layout_of_plan(p.plan).rules
+    ]
+    assert points
+    for point in points:
+        plan = ParallelPlan.from_yaml(point.plan.to_yaml())
+        assert plan == point.plan
+        check_runs(plan.mesh, plan.configs, schedule=plan.schedule)
+        rows = (Replicate(), Replicate(), Shard(1))
+        assert plan.configs["blocks.1"].inputs == plan.configs["blocks.1"].outputs == (rows,)
+        assert plan.configs["blocks.1"].sums == plan.configs[""].sums == rows
+        # the file alone says which chain it is
+        blocks, shape = stage_blocks(request_of_gpt, plan), shape_of_plan(plan)
+        cut = cut_of_plan(blocks, plan)
+        (peak,) = peak_bytes_of(blocks, shape, stage_bytes(blocks, shape, [cut]))
+        assert peak == pytest.approx(point.peak_bytes, rel=1e-6)
+        assert explain_stages(request_of_gpt, plan) and not unsplit_operators(request_of_gpt, plan)
+
+
 def test_slices_are_made_whole_before_they_cross(request_of_gpt: SearchRequest) -> None:
     (chain, shapes), *_ = split_chains(request_of_gpt)
     assert chain.blocks is not None
@@ -254,7 +327,6 @@ def test_a_plan_is_explained_by_the_step_on_slices(request_of_gpt: SearchRequest
         point.plan.batch_size
     )
     assert most + fixed == pytest.approx(point.peak_bytes, rel=1e-4)
-    assert unsplit_operators(request_of_gpt, point.plan)
     with pytest.raises(PlanError, match="give it in the request"):
         explain_stages(replace(request_of_gpt, split=None), point.plan)
 

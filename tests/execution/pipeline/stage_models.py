@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -199,6 +199,7 @@ def plan_of(
     recompute: bool = False,
     data_first: bool = False,
     tensor: int = 1,
+    rows: bool = False,
 ) -> ParallelPlan:
     axes = [Axis("pipeline", pipeline), *([Axis("data", data)] if data > 1 else [])]
     axes = [
@@ -210,12 +211,16 @@ def plan_of(
     whole = (Replicate(),) * (len(axes) - 1)
     slices = {"0.weight": Shard(0), "0.bias": Shard(0), "3.weight": Shard(1)} if tensor > 1 else {}
     split = tuple((name, (*whole, placement)) for name, placement in slices.items())
+    # between products a rank has a part of the samples, as under sequence parallelism of steps
+    part = (*whole, Shard(0))
+    border: dict[str, Any] = {"inputs": (part,), "outputs": (part,)}
 
     def block(name: str) -> BlockPlan:
         is_block = name.startswith("blocks")
-        return BlockPlan(
-            name, OpConfig(placed, recompute and is_block, parameters=split if is_block else ())
-        )
+        config = OpConfig(placed, recompute and is_block, parameters=split if is_block else ())
+        if rows:
+            config = replace(config, sums=part, **border if is_block else {})
+        return BlockPlan(name, config)
 
     named = [StagePlan(tuple(map(block, names))) for names in cut(stages or pipeline)]
     named[0] = StagePlan((*named[0].blocks, block("")))

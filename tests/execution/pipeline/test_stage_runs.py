@@ -189,6 +189,16 @@ CASES: dict[str, Case] = {
     "tensor 2 handed zero bubble": Case(
         "handed", plan_of(2, "interleaved_zero_bubble", stages=8, tensor=2)
     ),
+    "tensor 2 rows": Case("tied", plan_of(2, "1f1b", tensor=2, rows=True), clip=0.1, accumulate=2),
+    "tensor 2 rows zbv, uneven": Case(
+        "skips",
+        plan_of(2, "zbv", stages=4, tensor=2, recompute=True, rows=True),
+        sizes=(3, 3, 2),
+        clip=0.1,
+    ),
+    "tensor 2 rows recomputed": Case(
+        "spare", plan_of(2, "interleaved", stages=4, tensor=2, recompute=True, rows=True)
+    ),
     "4 ranks": Case("skips", plan_of(4, "1f1b", microbatches=6), sizes=(1, 2, 1, 2, 1, 1)),
     "4 ranks zbv": Case("tied", plan_of(4, "zbv", stages=8), clip=0.1),
 }

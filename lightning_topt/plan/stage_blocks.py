@@ -499,8 +499,12 @@ class EqualShares(StageBlocks):
         if key not in self._once:
             known = self.base.once(mesh, level, crosses_nodes=crosses_nodes)
             shared = None if known.shared is None else known.shared / self.parts
-            rows = (each / self.parts for each in (known.seconds, known.static, known.update))
-            self._once[key] = Once(*rows, shared)
+            self._once[key] = Once(
+                known.seconds / self.parts,
+                known.static / self.parts,
+                known.update / self.parts,
+                shared,
+            )
         return self._once[key]
 
     def on(self, kinds: tuple[int, ...]) -> StageBlocks:

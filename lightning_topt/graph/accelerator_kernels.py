@@ -79,6 +79,8 @@ def _attention(
             scale=scale,
             enable_gqa=enable_gqa,
         )
+    # autocast lowers all that attention is given, as it does for the function that is replaced
+    query, key, value = (_lowered(each) for each in (query, key, value))
     if enable_gqa and key.shape[1] != query.shape[1]:  # heads that share keys
         count = query.shape[1] // key.shape[1]
         key, value = (each.repeat_interleave(count, dim=1) for each in (key, value))
@@ -94,3 +96,11 @@ def _attention(
     efficient = aten._scaled_dot_product_efficient_attention
     found = efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
     return found
+
+
+def _lowered(tensor: Tensor) -> Tensor:
+    """Return `tensor` in the dtype of autocast where that is on; float64 stays."""
+    kind = tensor.device.type
+    if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))

@@ -61,6 +61,32 @@ def test_masks_and_float32_are_memory_efficient_attention(options, dtype):
     ]
 
 
+class Rotated(Attention):
+    """Queries and keys in float32 and values in bfloat16, as with positions that are rotated."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        heads = self.qkv(batch).unflatten(-1, (-1, 16)).transpose(1, 2)
+        query, key, value = heads.split([4, 4, 4], dim=1)
+        angles = torch.ones(64, 16)
+        mixed = F.scaled_dot_product_attention(query * angles, key * angles, value, is_causal=True)
+        assert mixed.dtype == torch.bfloat16
+        return mixed.float().sum()
+
+
+def test_autocast_lowers_what_attention_is_given():
+    """CUDA's autocast has it in the list of functions in lower precision; so has the CPU's."""
+
+    def autocast():
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+
+    graph = capture(Rotated(), torch.zeros(2, 64, 64), forward_context=OnAccelerator(autocast))
+    names = [k.name for op in graph.ops for k in (*op.forward, *op.backward)]
+    assert [name.split(".")[1] for name in names if "scaled_dot" in name] == [
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_backward",
+    ]
+
+
 def test_a_cpu_writes_scores_with_dropout():
     """What is captured without it, and would be planned for a GPU."""
     found = kernels(Attention(), torch.bfloat16, accelerator=False)

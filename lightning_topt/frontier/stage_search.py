@@ -84,12 +84,14 @@ def search_stages(
     known: Array | None = None,
     epsilon: float = 0.0,
     max_seconds: float = 10.0,
+    between: tuple[float, float] = (0.0, np.inf),
 ) -> StageFrontier:
     """Return every plan of `table` that no other one beats, nor a known one.
 
-    `known` plans are (n, [seconds, bytes]). After `max_seconds` of CPU time the
-    plans found so far are returned, with the largest bytes first. What is left takes less memory
-    than all of them, so nothing bounds by how much it is better: then `error_bound` is infinite.
+    `known` plans are (n, [seconds, bytes]). Plans have bytes `between` two numbers; below the lower
+    one there may be some, and others missing. After `max_seconds` of CPU time the plans found so
+    far are returned, with the largest bytes first. What is left takes less memory than all of them,
+    so nothing bounds by how much it is better: then `error_bound` is infinite.
     """
     if not 0 <= epsilon < 1:
         raise ValueError(f"epsilon is a share from 0 to below 1, got {epsilon}")
@@ -97,7 +99,8 @@ def search_stages(
     cuts, share = StageCuts(table, epsilon / 4), 1 + epsilon / 2  # (1 + e/4) (1 + e/2) < 1 + e
     beaten = _KnownPlans(table, known, share)
     found: list[Cut] = []
-    size, hint, is_done = np.inf, 0.0, False
+    least, size = (each - table.fixed_bytes for each in between)
+    hint, is_done = 0.0, False
     # From the fastest plan on: each next one is the fastest of those that need less memory.
     while not is_done and time.thread_time() <= deadline:
         best = fastest_below(cuts, size=size, hint=hint, share=share)
@@ -107,6 +110,7 @@ def search_stages(
             if best.size < limit:
                 found.append(best)
             size = min(best.size, limit) / share
+            is_done = size <= least
     # with the costs of the table: the search has them rounded
     points = _frontier(table, cuts, found)
     error = cuts.error_bound if not epsilon else max(epsilon, (1 + cuts.error_bound) * share - 1)

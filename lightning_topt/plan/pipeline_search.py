@@ -118,31 +118,43 @@ def search_pipelines(
 ) -> FoundPipelines:
     """Return the plans of `shapes` that neither one another nor `known` plans beat, by formulas.
 
-    With `epsilon`, pipelines whose plans known ones beat but for this share are not searched.
+    With `epsilon`, pipelines whose plans known ones beat but for this share are not searched. Plans
+    that fit into the memory of a device are searched first, the others in what is left of the time.
     """
     deadline = time.thread_time() + max_seconds
     found = FoundPipelines(error_bound=epsilon, tables=len(shapes))
     plain = known  # and what 1F1B adds to it
     bounds, shapes = _bounded(blocks, shapes, known, known.scaled(1 / (1 + epsilon)))
-    # 1F1B first: what it finds is compared with plans without stages.
-    for index in sorted(
-        range(len(shapes)),
-        key=lambda index: (shapes[index].schedule != PLAIN, bounds.least[index, 0]),
-    ):
-        shape = shapes[index]
-        # by now more plans may be known than when the shapes were bounded
-        if not bounds.may_gain(index, known.scaled(1 / (1 + epsilon))):
-            continue
-        table = stage_table(blocks, shape)
-        found.searched += 1
-        left = deadline - time.thread_time()
-        result = search_stages(table, known=known.costs, epsilon=epsilon, max_seconds=left)
-        found.error_bound = max(found.error_bound, result.error_bound)
-        found.plans += [(shape, point) for point in result.points]
-        costs = np.array([(p.step_seconds, p.peak_bytes) for p in result.points]).reshape(-1, 2)
-        known = KnownPlans.best([known.costs, costs])
-        if shape.schedule == PLAIN:
-            plain = known
+    room, searched = float(blocks.step.cluster.device.memory_bytes), set[int]()
+    for between in ((0.0, room), (room, np.inf)):
+        # 1F1B first: what it finds is compared with plans without stages.
+        seconds = bounds.seconds_within(between[1])
+        order = sorted(range(len(shapes)), key=lambda n: (shapes[n].schedule != PLAIN, seconds[n]))
+        for index in order:
+            shape = shapes[index]
+            # by now more plans may be known than when the shapes were bounded
+            if np.isinf(seconds[index]) or not bounds.may_gain(
+                index, known.scaled(1 / (1 + epsilon))
+            ):
+                continue
+            if time.thread_time() > deadline:
+                found.error_bound = np.inf
+                break
+            searched.add(index)
+            result = search_stages(
+                stage_table(blocks, shape),
+                known=known.costs,
+                epsilon=epsilon,
+                max_seconds=deadline - time.thread_time(),
+                between=between,
+            )
+            found.error_bound = max(found.error_bound, result.error_bound)
+            found.plans += [(shape, point) for point in result.points]
+            costs = np.array([(p.step_seconds, p.peak_bytes) for p in result.points]).reshape(-1, 2)
+            known = KnownPlans.best([known.costs, costs])
+            if shape.schedule == PLAIN:
+                plain = known
+    found.searched = len(searched)
     # plans that later ones beat are dropped; `plain` keeps 1F1B plans that only other stages beat
     found.plain = [each for each in _on(found.plans, plain) if each[0].schedule == PLAIN]
     found.plans = _on(found.plans, known)
@@ -311,6 +323,12 @@ class StageBounds:
     prices: Array
     least: Array
     fewest: Array
+
+    def seconds_within(self, room: float) -> Array:
+        """Return seconds (n,) that no plan of so many bytes takes less than; inf: there is none."""
+        seconds = self.least if np.isinf(room) else self.least - self.prices * room
+        found = seconds[:, 0] if np.isinf(room) else seconds.max(axis=1)
+        return np.where(self.fewest > room, np.inf, found)
 
     def may_gain(self, index: int, known: KnownPlans) -> bool:
         """Return whether a plan of pipeline `index` may beat all known ones; False is certain."""

@@ -145,24 +145,24 @@ def search_stages_for(
     Raises:
         PlanError: something is wanted that no pipeline of `count` ranks has.
     """
-    # one deadline and one set of known costs for all searches below
-    deadline, best = time.thread_time() + max_seconds, KnownPlans.best([_costs_for(known, count)])
-    search = _Search(wanted, global_batch_size, epsilon, deadline, best, error=epsilon)
+    # one budget of time, without captures, and one set of known costs for all searches below
+    best = KnownPlans.best([_costs_for(known, count)])
+    search = _Search(wanted, global_batch_size, epsilon, max_seconds, best, error=epsilon)
     shapes = [*pipeline_shapes(blocks, count, global_batch_size, wanted)] if wanted.takes(1) else []
-    # stages of unsplit blocks, then on slices under each split
+    chains: list[tuple[SplitStages, list[PipelineShape]]] = []
+    if split is not None:
+        chains += splits_of_stages(blocks, split, count, wanted, global_batch_size)
+    # Stages of unsplit blocks, then on slices under each split. Each has an equal part of the time
+    # that is left.
     if shapes:
-        search.add(blocks, shapes)
+        search.add(blocks, shapes, share=1 / (1 + len(chains)))
     is_any = bool(shapes)
-    for chain, of_size in (
-        splits_of_stages(blocks, split, count, wanted, global_batch_size)
-        if split is not None
-        else ()
-    ):
+    for n, (chain, of_size) in enumerate(chains):
         if not blocks.step.kernel_seconds:  # formulas bound no measured kernels
             of_size = hopeful_shapes(chain.bound, of_size, search.known.scaled(1 / (1 + epsilon)))
         if of_size:
             is_any |= chain.blocks is not None
-            search.add(chain.blocks, of_size)
+            search.add(chain.blocks, of_size, share=1 / (len(chains) - n))
     # nothing to search, though stages are insisted on: say whether slices or stages are why
     if not is_any and wanted.is_given:
         size = wanted.tensor or 1
@@ -185,7 +185,7 @@ class _Search:
     wanted: PipelineRequest
     global_batch_size: int
     epsilon: float
-    deadline: float
+    left: float  # CPU seconds
     known: KnownPlans
     error: float = 0.0
     found: list[tuple[StageBlocks, FoundPipelines]] = field(default_factory=list)
@@ -195,13 +195,16 @@ class _Search:
     def __post_init__(self) -> None:
         self.plain.append(self.known.costs)
 
-    def add(self, blocks: StageBlocks | None, shapes: Sequence[PipelineShape]) -> None:
+    def add(
+        self, blocks: StageBlocks | None, shapes: Sequence[PipelineShape], *, share: float
+    ) -> None:
         """Search the pipelines of these shapes; None: a step that cannot be captured."""
         if blocks is None:
             return
-        # the time that is left, and a moment in any case
-        left = max(self.deadline - time.thread_time(), 1e-3)
+        # a share of the time that is left, and a moment in any case
+        start, left = time.thread_time(), max(self.left * share, 1e-3)
         found = search_pipelines(blocks, shapes, self.known, epsilon=self.epsilon, max_seconds=left)
+        self.left -= time.thread_time() - start
         self.found.append((blocks, found))
         self.plain.append(
             _costs([each for each in (*found.plans, *found.plain) if each[0].schedule == PLAIN])

@@ -276,7 +276,10 @@ def table(rows: Sequence[Row]) -> list[str]:
             setting.name,
             f"{layout(run)}{mark} {measured}".strip(),
             f"{price.step_seconds:.2f} s, {format_bytes(price.peak_bytes)}",
-            *(_cell(each, named=named) for each, named in ((row.same_mesh, False), (row.chosen, True))),
+            *(
+                _cell(each, named=named)
+                for each, named in ((row.same_mesh, False), (row.chosen, True))
+            ),
             _exposed(row.chosen),
             f"{row.cpu_seconds:.0f} s",
         ]

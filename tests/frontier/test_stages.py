@@ -158,6 +158,27 @@ def test_compiled_cuts_are_those_of_arrays(schedule, monkeypatch):
     assert feasible > 7
 
 
+def test_plans_between_two_sizes_are_those_of_the_whole_search():
+    rng, cut = np.random.default_rng(7), 0
+    for _ in range(20):
+        table = random_stages(rng, "1f1b", blocks=6, stages=3)
+        every = [(p.step_seconds, p.peak_bytes) for p in search_stages(table).points]
+        if len(every) < 3:
+            continue
+        room = (every[0][1] + every[-1][1]) / 2
+        below, above = (
+            search_stages(table, between=between) for between in ((0.0, room), (room, np.inf))
+        )
+        assert below.exact and above.exact
+        found = [[(p.step_seconds, p.peak_bytes) for p in each.points] for each in (below, above)]
+        assert found[0] == [each for each in every if each[1] < room]
+        assert [each for each in found[1] if each[1] >= room] == [
+            each for each in every if each[1] >= room
+        ]
+        cut += bool(found[0]) and bool(found[1])
+    assert cut
+
+
 def test_plans_that_known_ones_beat_are_left_out():
     rng = np.random.default_rng(6)
     for _ in range(40):

@@ -80,6 +80,7 @@ from lightning_topt.techniques.tensor_parallel.user_code import (
 )
 
 PLAIN = BlockRule()
+LOWERED_KINDS = ("linear", "addmm", "matmul")  # which autocast runs in lower precision
 _MAX_KNOWN = 10_000  # prepared calls: batches may have ever new lengths
 
 
@@ -290,9 +291,13 @@ class SplitMode(PythonFunctionMode):
             return tensors
         local = [*tensors]
         decision = prepared.decision
+        is_product = prepared.kind is not None and prepared.kind.name in LOWERED_KINDS
         for place in prepared.moving:
             where = prepared.sources[place], decision.inputs[place], decision.enters[place]
-            local[place] = self.mover.move(tensors[place], *where)
+            # what autocast lowers anyway is sent, and saved for backward, as it is then
+            gathers = is_product and where[0] != where[1]
+            given = self.mover.lowered(tensors[place]) if gathers else tensors[place]
+            local[place] = self.mover.move(given, *where)
         if decision.writes_back:
             if prepared.call.func.__name__ in REFUSED:
                 raise refusal(prepared.call.func, prepared.sources[0])

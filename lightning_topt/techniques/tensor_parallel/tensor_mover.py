@@ -30,6 +30,7 @@ from lightning_topt.techniques.tensor_parallel.layout import (
 )
 
 MOVED = "_topt_moved"
+_LOWERED = "_topt_lowered"
 _GATHERED = "_topt_gathered"
 
 
@@ -88,6 +89,30 @@ class TensorMover:
             self._shared = moved
         known[key] = tensor._version, moved._version, weakref.ref(moved) if is_copy else moved
         return moved
+
+    def lowered(self, tensor: Tensor) -> Tensor:
+        """Return a slice in the dtype of autocast, where that is on and would lower it.
+
+        It is remembered as what `move` returns is: several calls share one.
+        """
+        kind = tensor.device.type
+        if tensor.dtype != torch.float32 or not torch.is_autocast_enabled(kind):
+            return tensor
+        # parameters are cast, and remembered, by autocast
+        if tensor.is_leaf and tensor.requires_grad:
+            return tensor
+        key = torch.get_autocast_dtype(kind), torch.is_grad_enabled()
+        known = tensor.__dict__.get(_LOWERED)
+        if known is not None and known[:2] == (key, tensor._version):
+            found: Tensor = known[2]
+            return found
+        with torch._C.DisableTorchFunction():
+            found = tensor.to(key[0])
+        if (layout := layout_of(tensor)) is not None:
+            with_layout(found, layout)
+        if not tensor.is_inference():
+            tensor.__dict__[_LOWERED] = key, tensor._version, found
+        return found
 
     def _made(
         self, tensor: Tensor, source: Placements, target: Placements, enters: tuple[bool, ...]

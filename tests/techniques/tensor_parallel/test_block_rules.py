@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_topt.graph.mesh_axes import Axis, Mesh
@@ -90,6 +91,22 @@ def test_steps_are_split() -> None:
     results = run_ranks(all_of, 4, cases)
     for name in cases:
         check([found[name] for found in results])
+
+
+def lowered(loss_of: Callable[[nn.Module], Tensor], module: nn.Module) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return loss_of(module)
+
+
+def test_steps_are_split_under_autocast() -> None:
+    """What is gathered for products is bfloat16; one process rounds as often."""
+    cases = {}
+    for model in ("llama", "gpt2"):
+        make, loss, *rest = of_sequence(model)
+        cases[model] = make, partial(lowered, loss), *rest
+    results = run_ranks(all_of, 4, cases)
+    for name in cases:
+        check([found[name] for found in results], tolerance=0.05)
 
 
 # ---- two and three axes --------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from lightning_topt.costs.communication import Group
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.graph import capture as step_run
 from lightning_topt.graph.capture import capture
+from lightning_topt.graph.kernels import shown_collective
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import Replicate, Shard
 from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule
@@ -254,6 +255,27 @@ def test_blocks_alike_are_captured_once(
     monkeypatch.setattr(step_run, "find_equal", lambda module: {})
     model._known.graphs.clear()
     assert model.local_graph_of(*found) == short is not None
+
+
+def test_inputs_of_products_are_gathered_in_the_dtype_of_autocast() -> None:
+    """As many gathers as without it, of half the bytes; of llama's norms, which are in float32."""
+    sent: dict[str, Counter[float]] = {}
+    for name, context in (("float32", nullcontext), ("bfloat16", bfloat16)):
+        model = split_model("llama", context)
+        graph = model.local_graph_of(*layout_of_model(model, "tensor_sequence"))
+        assert graph is not None
+        kernels = [
+            kernel
+            for op in graph.ops
+            for kernel in op.forward
+            if op.block == "model.model.layers.1" and shown_collective(kernel) is not None
+        ]
+        sent[name] = Counter()
+        for kernel in kernels:
+            if kernel.arguments["args"][1] == "all_gather":
+                sent[name][kernel.bytes.at(BATCH)] += kernel.count
+    assert sent["float32"] == {2 * size: count for size, count in sent["bfloat16"].items()}
+    assert sum(sent["bfloat16"].values()) == 2
 
 
 @pytest.mark.parametrize("layout", ["tensor_sequence", "tensor_2d"])

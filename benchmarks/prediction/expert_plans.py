@@ -77,9 +77,13 @@ class Row:
 
 
 def gpt(layers: int, hidden: int, heads: int) -> tuple[str, ...]:
-    """Return the words of Megatron's GPT, whose vocabulary is padded to 51,200."""
+    """Return the words of Megatron's GPT, whose vocabulary is padded to 51,200.
+
+    Without dropout: on slices torch's attention with dropout writes all scores.
+    """
     return (
         "model=gpt3_175b",
+        *(f"++model.config.{name}_pdrop=0.0" for name in ("attn", "resid", "embd")),
         "model.config.vocab_size=51200",
         f"model.config.n_layer={layers}",
         f"model.config.n_embd={hidden}",

@@ -169,6 +169,12 @@ def hopeful_shapes(
     return _bounded(blocks, shapes, known, known)[1]
 
 
+def least_seconds_of(blocks: StageBlocks, shapes: Sequence[PipelineShape]) -> float:
+    """Return seconds that no plan of `shapes` takes less than; inf where none fits a device."""
+    bounds = bounds_of(blocks, shapes, np.zeros(1))
+    return float(bounds.seconds_within(float(blocks.step.cluster.device.memory_bytes)).min())
+
+
 def _bounded(
     blocks: StageBlocks, shapes: Sequence[PipelineShape], known: KnownPlans, beaten_by: KnownPlans
 ) -> tuple[StageBounds, list[PipelineShape]]:

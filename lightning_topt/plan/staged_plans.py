@@ -52,6 +52,7 @@ from lightning_topt.plan.pipeline_search import (
     StaleWeights,
     continuous_shapes,
     hopeful_shapes,
+    least_seconds_of,
     pipeline_shapes,
     search_pipelines,
     why_no_pipeline,
@@ -152,6 +153,8 @@ def search_stages_for(
     chains: list[tuple[SplitStages, list[PipelineShape]]] = []
     if split is not None:
         chains += splits_of_stages(blocks, split, count, wanted, global_batch_size)
+    if not blocks.step.kernel_seconds:  # the most promising first
+        chains.sort(key=lambda each: least_seconds_of(each[0].bound, each[1]))
     # Stages of unsplit blocks, then on slices under each split. Each has an equal part of the time
     # that is left.
     if shapes:

@@ -14,7 +14,8 @@ update. Transfers decide where they take too long for the minibatches in flight
 weights as the rule of prediction has it.
 
 Stages on slices have the splits of meshes with a tensor axis of as many ranks. So a step on slices
-is captured once for both.
+is captured once for both. In the layout ``tensor_sequence`` tensors between products are in slices
+as well; what crosses between stages is gathered first, and cut again.
 """
 
 from __future__ import annotations

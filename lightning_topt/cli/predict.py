@@ -45,6 +45,7 @@ from lightning_topt.cli.run_prices import (
     RunPrices,
     clusters_of,
     completed,
+    difference_of,
     fit_runs,
     measured_runs,
 )
@@ -64,6 +65,7 @@ from lightning_topt.costs.plain_values import number, parse_json, read_text, sho
 from lightning_topt.graph.module_copy import build_on_meta
 from lightning_topt.plan.explanation import PricedPlan, price_plan
 from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plan.plan_intervals import Intervals, KnownErrors, interval_sentences
 from lightning_topt.plan.plan_report import print_explanation, print_stages
 from lightning_topt.plan.plan_search import SearchRequest
 from lightning_topt.plugins.plan_options import (
@@ -177,7 +179,9 @@ def predict_plan(config: DictConfig, cluster: Cluster, *, console: Console) -> N
     parts = config.trainer.get("accumulate_grad_batches") or 1
     plan = _complete_plan(given, config.ranks, example, cluster, accumulate=parts)
     priced = price_plan(_request_of(plan, example, cluster, profile), plan)
-    _print_priced(priced, cluster, console=console)
+    costs = priced.predicted.step_seconds, priced.predicted.peak_bytes
+    sure = KnownErrors.of(cluster, example.graph).intervals(priced.plan, *costs)
+    _print_priced(priced, cluster, sure, console=console)
     if config.out is not None:
         out = Path(config.out)
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -254,7 +258,9 @@ def _request_of(
     )
 
 
-def _print_priced(priced: PricedPlan, cluster: Cluster, *, console: Console) -> None:
+def _print_priced(
+    priced: PricedPlan, cluster: Cluster, sure: Intervals, *, console: Console
+) -> None:
     """Print what a plan is predicted to cost, the kinds of work, and its blocks or stages."""
     predicted, plan = priced.predicted, priced.plan
     several = f"{plan.accumulate} micro-" if plan.accumulate > 1 else ""
@@ -267,7 +273,8 @@ def _print_priced(priced: PricedPlan, cluster: Cluster, *, console: Console) -> 
         f"{format_bytes(predicted.peak_bytes)} of each rank",
         highlight=False,
     )
-    console.print(sentence_of(cluster.accuracy), highlight=False)
+    for sentence in (sentence_of(cluster.accuracy), *interval_sentences(sure, cluster)):
+        console.print(sentence, highlight=False)
     # kinds of work, the longest first
     table = Table("of a step", "seconds", "share", caption=_CAPTION, caption_justify="left")
     for column in table.columns[1:]:
@@ -343,7 +350,9 @@ def predict_rows(
         _print_constants(found, fitted, console)
         domain = Domain.of([run.sizes for run in own], [run.techniques for run in own])
         source = f"the {len(own)} rows of {calibrate_on and calibrate_on.name} it was fitted to"
-        accuracy = Accuracy(fitted.error, source=source, domain=domain)
+        prices = RunPrices(fitted.cluster)
+        pairs = difference_of(own, [prices.step_seconds(run) for run in own])
+        accuracy = Accuracy(fitted.error, source=source, domain=domain, difference=pairs)
         clusters[name] = replace(fitted.cluster, accuracy=accuracy)
 
     # the rows
@@ -711,4 +720,4 @@ def corrected(cluster: Cluster, runs: Sequence[RecordedRun]) -> Cluster:
 
 def _bytes_error(runs: Sequence[RecordedRun]) -> ErrorFigure | None:
     pairs = [(run.predicted_bytes, run.measured_bytes) for run in runs if run.measured_bytes]
-    return ErrorFigure.of(*zip(*pairs, strict=True)) if pairs else None
+    return ErrorFigure.of(*zip(*pairs, strict=True), above=True) if pairs else None

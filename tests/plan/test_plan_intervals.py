@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,14 @@ from lightning.pytorch import LightningModule
 from rich.console import Console
 from torch import nn
 
-from lightning_topt.costs.cluster import Accuracy, Cluster, Device, ErrorFigure, Link
+from lightning_topt.costs.cluster import (
+    CPU_BYTES,
+    Accuracy,
+    Cluster,
+    Device,
+    ErrorFigure,
+    Link,
+)
 from lightning_topt.costs.intervals import WIDER, Domain, Interval
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.op_config import OpConfig
@@ -29,6 +37,7 @@ from lightning_topt.plan.plan_intervals import (
 )
 from tests.models import GPT, MLP, batch_for
 
+ROOT = Path(__file__).parents[2]
 SECONDS, BYTES = ErrorFigure(0.1, 0.25, 20), ErrorFigure(0.1, 0.5, 9, above=0.3)
 MEASURED = ["sharded", "tensor", "flash attention"]
 
@@ -171,3 +180,24 @@ def test_files_of_the_version_before_have_no_intervals():
     data = json.loads(frontier.to_json())
     assert "seconds_interval" not in data["points"][0]
     assert PlanFrontier.from_json(json.dumps(data | {"schema_version": 2})) == frontier
+
+
+def test_files_of_clusters_have_the_figures_that_were_measured():
+    """Those of benchmarks/results/uncertainty.md, to a tenth of a percent."""
+    text = (ROOT / "benchmarks" / "results" / "uncertainty.md").read_text()
+
+    def row(label: str) -> list[float]:
+        (line,) = (line for line in text.splitlines() if line.startswith(f"| {label} |"))
+        return [float(cell.strip(" %")) for cell in line.strip("| ").split("|")[1:]]
+
+    def shown(figure: ErrorFigure) -> list[float]:
+        shares = (figure.median, figure.p90, *([] if figure.above is None else [figure.above]))
+        return [figure.runs, *(pytest.approx(100 * share) for share in shares)]
+
+    assert row("CPU ranks, our own") == shown(CPU_BYTES)
+    clusters = [Cluster.load(path) for path in sorted((ROOT / "conf" / "cluster").glob("*00_*"))]
+    assert len(clusters) >= 6
+    for cluster in clusters:
+        if cluster.accuracy is not None:
+            assert row("H100, published") == shown(cluster.accuracy.bytes)
+            assert row("all") == shown(cluster.accuracy.difference)

@@ -39,6 +39,7 @@ from lightning_topt.cli.run_prices import (
 )
 from lightning_topt.cli.training_runs import TrainingRun, read_run_file
 from lightning_topt.costs.cluster import ErrorFigure
+from lightning_topt.costs.intervals import Domain
 
 Priced = tuple[TrainingRun, RunPrice]
 Choice = Callable[[Sequence[Priced]], TrainingRun]
@@ -98,6 +99,14 @@ def gpu_bytes(runs: Sequence[Priced]) -> ErrorFigure:
     known = [(price.peak_bytes, run.bytes, run.source) for run, price in runs if run.bytes]
     predicted, measured, sources = zip(*known, strict=True)
     return ErrorFigure.of(predicted, measured, groups=sources, above=True)
+
+
+def gpu_domain(runs: Sequence[Priced]) -> str:
+    """Return what the published runs with a measured peak were like."""
+    known = [run for run, _ in runs if run.bytes]
+    domain = Domain.of([run.sizes for run in known], [run.techniques for run in known])
+    sizes = ", ".join(f"{name} {a:.4g} to {b:.4g}" for name, (a, b) in domain.sizes.items())
+    return f"{sizes}; {', '.join(domain.techniques)}"
 
 
 # ---- differences
@@ -196,6 +205,8 @@ were above the predicted one by at most this. Of so few runs as on GPUs these ar
 |---|---|---|---|---|
 {line("H100, published", gpu_bytes(rows))}
 {line("CPU ranks, our own", cpu_bytes())}
+
+Published runs were of {gpu_domain(rows)}.
 
 With a margin of 5 %, {cpu_kept(0.05)} of the plans on CPU ranks stay below a limit that they fit.
 

@@ -350,10 +350,10 @@ def predict_rows(
         _print_constants(found, fitted, console)
         domain = Domain.of([run.sizes for run in own], [run.techniques for run in own])
         source = f"the {len(own)} rows of {calibrate_on and calibrate_on.name} it was fitted to"
-        prices = RunPrices(fitted.cluster)
-        pairs = difference_of(own, [prices.step_seconds(run) for run in own])
-        accuracy = Accuracy(fitted.error, source=source, domain=domain, difference=pairs)
-        clusters[name] = replace(fitted.cluster, accuracy=accuracy)
+        accuracy = Accuracy(fitted.error, source=source, domain=domain)
+        clusters[name] = replace(
+            fitted.cluster, accuracy=_of_pairs_and_peaks(accuracy, fitted, own)
+        )
 
     # the rows
     costs = {name: RunPrices(found) for name, found in clusters.items()}
@@ -392,6 +392,24 @@ def predict_rows(
         save_cluster.parent.mkdir(parents=True, exist_ok=True)
         next(iter(clusters.values())).save(save_cluster)
         console.print(f"cluster: {save_cluster}", highlight=False, soft_wrap=True)
+
+
+def _of_pairs_and_peaks(
+    accuracy: Accuracy, fitted: FittedConstants, runs: Sequence[TrainingRun]
+) -> Accuracy:
+    """Return `accuracy` with what pairs of runs, and measured peaks, say beside it."""
+    prices = RunPrices(fitted.cluster)
+    pairs = difference_of(runs, [prices.step_seconds(run) for run in runs])
+    known = [run for run in runs if run.bytes is not None]
+    if not known:
+        return replace(accuracy, difference=pairs)
+    peaks = _measured([prices.price(run).peak_bytes for run in known], [r.bytes for r in known])
+    return replace(
+        accuracy,
+        difference=pairs,
+        bytes=ErrorFigure.of(*zip(*peaks, strict=True), above=True),
+        bytes_domain=Domain.of([run.sizes for run in known], [run.techniques for run in known]),
+    )
 
 
 def _completed(

@@ -203,12 +203,12 @@ class Cluster:
         """Return the interval of a predicted peak; None where nothing is known of their errors."""
         if self.bytes_error is None:
             return None
-        domain = None if self.accuracy is None else self.accuracy.domain
+        domain = None if self.accuracy is None else self.accuracy.bytes_domain
         outside = {} if domain is None else domain.outside(sizes, techniques)
         return interval_of(size, error=self.bytes_error.p90, outside=outside, level=level)
 
     def memory_margin(self, level: float = LEVEL) -> float:
-        """Return the share that keeps a limit of memory in so many of the runs.
+        """Return the share that keeps a limit of memory in so many of the runs like those measured.
 
         Of a cluster whose errors of bytes are not known, 5 % at the usual level.
         """
@@ -561,8 +561,9 @@ class Accuracy:
     """Errors of predictions with the constants of a cluster.
 
     `seconds` of a step, `bytes` at its peak (None: not known), the `source` of the runs, and their
-    `domain` (None: not known, so that nothing is outside). `difference`: errors of the ratio of two
-    times, of pairs of plans for one job; what both have in common is not in it (None: not known).
+    `domain` (None: not known, so that nothing is outside); `bytes_domain` is that of the peaks.
+    `difference`: errors of the ratio of two times, of pairs of plans for one job; what both have in
+    common is not in it (None: not known).
     """
 
     seconds: ErrorFigure
@@ -570,6 +571,7 @@ class Accuracy:
     source: str = ""
     domain: Domain | None = None
     difference: ErrorFigure | None = None
+    bytes_domain: Domain | None = None
 
     def interval(
         self,
@@ -592,9 +594,10 @@ class Accuracy:
         }
         if self.difference is not None:
             data["difference"] = self.difference.to_dict()
-        if self.domain is not None:
-            sizes = {name: [*ends] for name, ends in self.domain.sizes.items()}
-            data["domain"] = {"sizes": sizes, "techniques": [*self.domain.techniques]}
+        for name, domain in (("domain", self.domain), ("bytes_domain", self.bytes_domain)):
+            if domain is not None:
+                sizes = {size: [*ends] for size, ends in domain.sizes.items()}
+                data[name] = {"sizes": sizes, "techniques": [*domain.techniques]}
         return data
 
     def sentence(self) -> str:
@@ -771,6 +774,7 @@ _COMMON: dict[str, ValueReader[Any]] = {
         source=text,
         domain=_domain,
         difference=_error_figure,
+        bytes_domain=_domain,
     ),
     "busy_share": number,
 }

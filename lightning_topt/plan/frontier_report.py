@@ -498,13 +498,10 @@ def _numbers(point: PlanPoint) -> dict[str, str]:
         numbers["Samples per second"] = f"{samples / point.step_seconds:,.1f}"
     if accumulate > 1:
         numbers["Micro-batches per step"] = str(accumulate)
-    outside = {
-        name: None
-        for each in (point.seconds_interval, point.bytes_interval)
-        for name in (each.outside if each is not None else ())
-    }
-    if outside:
-        numbers["Unlike what was measured"] = ", ".join(outside)
+    both = {"times": point.seconds_interval, "peaks": point.bytes_interval}
+    for of, interval in both.items():
+        if interval is not None and interval.outside:
+            numbers[f"Unlike measured {of}"] = ", ".join(interval.outside)
     return numbers
 
 

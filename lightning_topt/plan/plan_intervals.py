@@ -57,10 +57,13 @@ def interval_sentences(intervals: Intervals, cluster: Cluster) -> list[str]:
     if size is not None:
         known.append(f"{format_bytes(size.low)} to {format_bytes(size.high)} at the peak")
     says = f"Intervals, right for {_in_words(first.level)} such predictions: {', '.join(known)}."
-    if first.outside:
-        return [f"{says} Outside of what was measured, so less sure: {', '.join(first.outside)}."]
+    for of, interval in (("times", seconds), ("peaks", size)):
+        if interval is not None and interval.outside:
+            names = ", ".join(interval.outside)
+            says += f" Outside of measured {of}, so less sure: {names}."
     has_domain = cluster.accuracy is not None and cluster.accuracy.domain is not None
-    return [says + (" Inside of what was measured." if has_domain else "")]
+    inside = has_domain and "Outside" not in says
+    return [says + (" Inside of what was measured." if inside else "")]
 
 
 def _in_words(level: float) -> str:

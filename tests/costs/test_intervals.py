@@ -104,6 +104,7 @@ def test_a_file_keeps_the_domain(tmp_path):
         source="x",
         domain=Domain({"devices": (8.0, 64.0)}, ("tensor",)),
         difference=ErrorFigure(0.06, 0.27, 9),
+        bytes_domain=Domain({"parameters": (1e9, 8e9)}),
     )
     known = cluster(accuracy=accuracy)
     known.save(tmp_path / "c.yaml")

@@ -73,7 +73,7 @@ def point(level: int = 0, *, devices: int = 4, recompute: bool = False) -> PlanP
 
 def test_a_plan_like_those_measured_and_others():
     graph = gpt()
-    cluster = machines(Accuracy(SECONDS, BYTES, domain=domain(graph)))
+    cluster = machines(Accuracy(SECONDS, BYTES, domain=domain(graph), bytes_domain=domain(graph)))
     points = [
         point(2),
         point(2, devices=16),
@@ -145,7 +145,7 @@ def test_what_is_not_known_has_no_interval():
 
 def test_tables_pages_and_files_show_intervals(tmp_path):
     graph = gpt()
-    cluster = machines(Accuracy(SECONDS, BYTES, domain=domain(graph)))
+    cluster = machines(Accuracy(SECONDS, BYTES, domain=domain(graph), bytes_domain=domain(graph)))
     points = [point(2), dataclasses.replace(point(1, devices=16), peak_bytes=1e5)]
     frontier = with_intervals(PlanFrontier.of(points), cluster, graph, level=0.5)
     assert PlanFrontier.from_json(frontier.to_json()) == frontier
@@ -165,14 +165,16 @@ def test_tables_pages_and_files_show_intervals(tmp_path):
     save_html(tmp_path / "page.html", frontier.points, frontier.points[0])
     page = (tmp_path / "page.html").read_text()
     assert f'"50 % interval of the time":"{low:.3g} s to {high:.3g} s"' in page
-    assert page.count('"Unlike what was measured":"devices"') == 1
+    assert page.count('"Unlike measured times":"devices"') == 1
+    assert page.count('"Unlike measured peaks":"devices"') == 1
 
     both = frontier.points[0].seconds_interval, frontier.points[0].bytes_interval
     (sentence,) = interval_sentences(both, cluster)
     assert sentence.startswith("Intervals, right for 50 % of such predictions: ")
     assert sentence.endswith("Inside of what was measured.")
     outside = frontier.points[1].seconds_interval, frontier.points[1].bytes_interval
-    assert interval_sentences(outside, cluster)[0].endswith("so less sure: devices.")
+    said = interval_sentences(outside, cluster)[0]
+    assert "Outside of measured times, so less sure: devices. Outside of measured peaks" in said
 
 
 def test_files_of_the_version_before_have_no_intervals():

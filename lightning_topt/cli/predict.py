@@ -362,25 +362,29 @@ def predict_rows(
     _print_summary(file.runs, priced, console)
     for found in clusters.values():
         console.print(sentence_of(found.accuracy), highlight=False)
-    intervals = [
-        _interval(clusters[name].accuracy, run, cost)
+    sure = [
+        (
+            clusters[name].seconds_interval(cost.step_seconds, run.sizes, run.techniques),
+            clusters[name].bytes_interval(cost.peak_bytes, run.sizes, run.techniques),
+        )
         for name, run, cost in zip(of_run, file.runs, priced, strict=True)
     ]
+    intervals = [seconds for seconds, _ in sure]
     _print_intervals(file.runs, intervals, console)
     if out is not None:
         added: dict[str, Sequence[float | str]] = {
             "predicted_seconds": [each.step_seconds for each in priced],
             "predicted_peak_bytes": [each.peak_bytes for each in priced],
         }
-        if known_all := [each for each in intervals if each is not None]:
-            ends = [("", "") if each is None else (each.low, each.high) for each in intervals]
-            added["predicted_seconds_low"], added["predicted_seconds_high"] = zip(
-                *ends, strict=True
-            )
-            if any(each.outside for each in known_all):
-                added["outside"] = [
-                    "" if each is None else "; ".join(each.outside) for each in intervals
-                ]
+        for column, of in (("seconds", intervals), ("peak_bytes", [size for _, size in sure])):
+            if any(each is not None for each in of):
+                ends = [("", "") if each is None else (each.low, each.high) for each in of]
+                low, high = f"predicted_{column}_low", f"predicted_{column}_high"
+                added[low], added[high] = zip(*ends, strict=True)
+        if any(each.outside for each in intervals if each is not None):
+            added["outside"] = [
+                "" if each is None else "; ".join(each.outside) for each in intervals
+            ]
         file.save(out, added)
         console.print(f"predictions: {out}", highlight=False, soft_wrap=True)
     if save_cluster is not None:
@@ -444,13 +448,6 @@ def _print_constants(before: Cluster, fitted: FittedConstants, console: Console)
             values = constant.of(before), constant.of(fitted.cluster), fitted.factors[name]
             table.add_row(name, *(f"{value:.3g}" for value in values))
     console.print(table)
-
-
-def _interval(accuracy: Accuracy | None, run: TrainingRun, cost: RunPrice) -> Interval | None:
-    """Return the interval of a run's seconds; None where nothing was measured on its cluster."""
-    if accuracy is None:
-        return None
-    return accuracy.interval(cost.step_seconds, run.sizes, run.techniques)
 
 
 def _print_intervals(

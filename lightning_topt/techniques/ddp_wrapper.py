@@ -140,7 +140,8 @@ def _is_equal(module: nn.Module, ignored: Collection[str], group: dist.ProcessGr
         digest = xxhash.xxh3_64()
         for name, tensor in tensors.items():
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(memoryview(tensor.detach().flatten().view(torch.uint8).numpy()))
+            data: Any = tensor.detach().flatten().view(torch.uint8).numpy()
+            digest.update(data)
         number = digest.intdigest() >> 1  # of 63 bits
     else:
         number = dist.get_rank()  # another one on each

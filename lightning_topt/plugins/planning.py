@@ -37,11 +37,11 @@ from lightning_topt.graph.module_copy import fake_copy
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
-from lightning_topt.plan.plan_intervals import Intervals, KnownErrors
 from lightning_topt.plugins.plan_request import PlanRequest
 
 if TYPE_CHECKING:  # what measures is not imported where nothing is planned
     from lightning_topt.costs.measurements import Measurements
+    from lightning_topt.plan.plan_intervals import Intervals
 
 # where the plan comes from (`planned_by`), as long as none is made
 UNTIL_WATCHED = "ddp until a plan is made of its first steps"
@@ -65,6 +65,8 @@ class Planning:
 
         None where its errors on `cluster` are not known, or nothing was predicted.
         """
+        from lightning_topt.plan.plan_intervals import KnownErrors  # noqa: PLC0415 - fits rarely ask
+
         predicted = self.chosen.plan.predicted
         if predicted is None:
             return None, None

@@ -59,7 +59,9 @@ def run(config: DictConfig) -> None:
     measurement = measure(
         model,
         datamodule,
-        trainer=lambda: instantiate(config.trainer, **QUIET, _convert_="all"),
+        trainer=lambda: instantiate(
+            config.trainer, **QUIET, **plugins_of_planning(config.trainer), _convert_="all"
+        ),
         directory=config.directory,
         options=MeasurementOptions(
             seconds=config.seconds,

@@ -68,7 +68,7 @@ def run(config: DictConfig) -> None:
         PlanError: the plan cannot be read.
     """
     pl.seed_everything(config.seed, workers=True)
-    cluster = read_cluster(plain_value(config.cluster))
+    cluster = read_cluster(instantiate(config.cluster, _convert_="all"))
     subject = Subject.of(config)
 
     # the plan alone

@@ -77,7 +77,7 @@ SchedulerParameters=bf_interval=1,sched_interval=1,sched_min_interval=0
 SlurmdParameters=config_overrides
 ReturnToService=2
 
-KillWait=5
+KillWait=30
 MinJobAge=600
 InactiveLimit=0
 SlurmdTimeout=60

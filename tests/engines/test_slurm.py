@@ -1,0 +1,120 @@
+"""Fits under a SLURM of one machine, two nodes: `slurm_up.sh` says what it is made of."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from tests.engines.slurm_job import SAMPLES, Cluster, Run, wait_for
+
+pytestmark = pytest.mark.timeout(400)  # each rank imports torch and Lightning anew
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("slurm") / "cluster")
+    if missing := cluster.start():
+        pytest.skip(missing)
+    try:
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+SRUN = "srun --nodes=2 --ntasks-per-node=1 --kill-on-bad-exit=0"
+
+
+def batch(run: Run) -> str:
+    return f"{SRUN} {shlex.join(run.command())}\n"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Return the losses under `ddp` of two ranks, by steps."""
+    run = Run(tmp_path_factory.mktemp("undisturbed") / "run", kinds=["ddp"])
+    slurm.call("srun", "--nodes=2", "--ntasks-per-node=1", *run.command())
+    return run.losses("ddp")
+
+
+def check_samples(run: Run) -> None:
+    """Each step was made once, and each sample was in one step of each epoch."""
+    steps = Counter((note["step"], note["rank"]) for note in run.notes() if "step" in note)
+    assert set(steps.values()) == {1}, steps
+    counts = Counter(index for note in run.notes() for index in note.get("samples", []))
+    assert counts == dict.fromkeys(range(SAMPLES), 2), counts
+
+
+def test_a_script_trains_under_srun_as_under_ddp(slurm, tmp_path):
+    run = Run(tmp_path / "run", devices=2, kinds=["ddp", "topt"])
+    slurm.call("srun", "--nodes=2", "--ntasks-per-node=2", *run.command())
+    check_samples(run)
+    assert run.losses() == pytest.approx(run.losses("ddp"), rel=1e-4)
+    ends = {note["rank"]: note for note in run.notes() if "ended" in note}
+    assert sorted(ends) == [0, 1, 2, 3]
+    for rank, note in ends.items():
+        node, local = divmod(rank, 2)  # ranks are numbered node by node
+        assert (note["world"], note["environment"]) == (4, "SLURMEnvironment")
+        assert (note["node_rank"], note["local_rank"]) == (node, local)
+        assert note["variables"] == ["node1", str(local), str(node)]
+        assert note["host"] == f"node{node + 1}" and note["ended"] == 24
+    ddp = next(note for note in run.notes("ddp") if "ended" in note)
+    assert ends[0]["val_loss"] == pytest.approx(ddp["val_loss"], rel=1e-4)
+
+
+def test_a_requeued_job_goes_on_after_its_last_batch(slurm, tmp_path, undisturbed):
+    run = Run(tmp_path / "run", kinds=["topt"], holds_at=6)
+    job = slurm.submit(batch(run), run.folder, "--nodes=2", "--ntasks-per-node=1", "--requeue")
+    wait_for((run.folder / "holds").exists, lambda: run.output() + slurm.logs())
+    slurm.call("scancel", "--signal=USR1", job)  # as at the time of --signal=SIGUSR1@120
+    wait_for((run.folder / "hpc_ckpt_1.ckpt").exists, run.output)
+    (run.folder / "held").touch()
+    state = slurm.wait(job, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), run.output()
+    check_samples(run)
+    assert run.losses() == pytest.approx(undisturbed, rel=1e-4)
+    before = [note["step"] for note in run.notes() if note["restarts"] == 0]
+    after = [note["step"] for note in run.notes() if note["restarts"] == 1 and "step" in note]
+    assert 6 <= max(before) <= 8 and min(after) == max(before) + 1, (before, after)
+
+
+def test_jobs_go_on_after_a_killed_rank_and_after_scancel(slurm, tmp_path, undisturbed):
+    folder = tmp_path / "run"
+    killed = Run(folder, killed=[1, 6])
+    options = "--nodes=2", "--ntasks-per-node=1"
+    job = slurm.submit(batch(killed), folder, *options)
+    assert slurm.wait(job, "COMPLETED", "FAILED")["JobState"] == "FAILED"
+    assert "rank 1" in killed.output(), killed.output()  # of the error of rank 0
+    assert max(killed.losses()) == 6
+
+    # another job, which is told to end: it saves beside the last checkpoint
+    (folder / "notes").unlink()
+    cancelled = Run(folder, holds_at=10)
+    job = slurm.submit(batch(cancelled), folder, *options)
+    wait_for((folder / "holds").exists, cancelled.output)
+    slurm.call("scancel", job)
+    assert slurm.wait(job, "COMPLETED", "CANCELLED")["JobState"] == "CANCELLED"
+    (folder / "held").touch()
+    assert (folder / "last-signal.ckpt").exists(), cancelled.output()
+    made = sorted(cancelled.losses())
+    assert made[0] == 5 and 10 <= made[-1] <= 12, made  # every fourth step was saved
+
+    last = Run(folder)
+    slurm.wait(slurm.submit(batch(last), folder, *options), "COMPLETED", "FAILED")
+    assert sorted(last.losses()) == list(range(5, 25)), last.output()
+    expected = {step: loss for step, loss in undisturbed.items() if step > 4}
+    assert last.losses() == pytest.approx(expected, rel=1e-4)
+
+
+def test_other_numbers_of_ranks_are_refused(slurm, tmp_path):
+    run = Run(tmp_path / "run", devices=2, elastic=True)
+    command = run.command()
+    for options, words in {
+        ("--nodes=2", "--ntasks-per-node=1"): "HINT: Set `devices=1`",
+        ("--nodes=1", "--ntasks-per-node=2"): "HINT: Set `num_nodes=1`",
+        ("--nodes=2", "--ntasks-per-node=2"): "elastic=True needs ranks that torchrun starts",
+    }.items():
+        output = slurm.call("srun", *options, *command, succeeds=False)
+        assert words in output, output

@@ -133,7 +133,7 @@ class PlanSetup:
         Costs are those of the cluster of `request`; without one they are measured here.
 
         Returns:
-            None on ranks of torchrun that have nothing more to do.
+            None on ranks of torchrun and srun that have nothing more to do.
         """
         # costs are given with the cluster, or measured on ranks of this machine
         if request.cluster is not None:

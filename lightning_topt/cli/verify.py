@@ -107,7 +107,7 @@ def run(config: DictConfig) -> None:
             )
             verification = replace(verification, problems=(*verification.problems, problem))
         else:
-            if seen is None:  # another rank of torchrun goes on
+            if seen is None:  # another rank of torchrun or srun goes on
                 return
             verification = with_observations(verification, seen, where="of this machine")
 

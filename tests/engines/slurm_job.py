@@ -11,6 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SAMPLES = 96
@@ -25,6 +28,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from lightning_topt import AutoParallelStrategy
+from tests.engines.slurm_job import Hold
 from tests.plugins.trainer_ranks import mean_over_ranks
 
 torch.set_num_threads(1)
@@ -51,13 +55,6 @@ class Module(L.LightningModule):
         step = self.trainer.global_step
         loss = mean_over_ranks(outputs["loss"])
         self.note(step=step, loss=loss, samples=batch[0].tolist())
-        if self.kind == "topt" and step == options["holds_at"] and not (folder / "held").exists():
-            if self.global_rank == 0:
-                (folder / "holds").touch()
-            note = self.trainer.strategy._training_data._preemption._note
-            end = time.monotonic() + 60
-            while not note.any() and time.monotonic() < end:
-                time.sleep(0.02)
         if self.kind == "topt" and options["killed"] == [self.global_rank, step]:
             os.kill(os.getpid(), signal.SIGKILL)
     def on_fit_end(self):
@@ -80,11 +77,13 @@ class Module(L.LightningModule):
 
 for kind in options["kinds"]:
     strategy = "ddp" if kind == "ddp" else AutoParallelStrategy(elastic=options["elastic"])
-    saves = kind == "topt"
-    callbacks = [ModelCheckpoint(folder, save_last=True, every_n_train_steps=4, save_top_k=0)]
+    saves, callbacks = kind == "topt", []
+    if saves:
+        callbacks = [ModelCheckpoint(folder, save_last=True, every_n_train_steps=4, save_top_k=0)]
+        callbacks.append(Hold(folder, options["holds_at"]))
     trainer = L.Trainer(
         accelerator="cpu", devices=options["devices"], num_nodes=2, strategy=strategy,
-        logger=False, callbacks=callbacks if saves else [], enable_checkpointing=saves,
+        logger=False, callbacks=callbacks, enable_checkpointing=saves,
         default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False,
         max_epochs=2, num_sanity_val_steps=0,
     )
@@ -99,7 +98,7 @@ for kind in options["kinds"]:
 """
 
 
-class Cluster:
+class Slurm:
     """The SLURM of one machine, whose files are in a folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -183,6 +182,24 @@ class Cluster:
 
     def logs(self) -> str:
         return "\n".join(path.read_text()[-1500:] for path in self.folder.glob("slurm*.log"))
+
+
+class Hold(Callback):
+    """Wait after a step until a signal has come; but not where a file ``held`` is there."""
+
+    def __init__(self, folder: str | Path, step: int | None, array_task: int | None = None) -> None:
+        self.folder, self.step, self.array_task = Path(folder), step, array_task
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        is_other = str(self.array_task) != os.environ.get("SLURM_ARRAY_TASK_ID", "None")
+        if trainer.global_step != self.step or is_other or (self.folder / "held").exists():
+            return
+        strategy: Any = trainer.strategy
+        end = time.monotonic() + SECONDS
+        if trainer.is_global_zero:
+            (self.folder / "holds").touch()
+        while not strategy._training_data._preemption._note.any() and time.monotonic() < end:
+            time.sleep(0.02)
 
 
 class Run:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+import sys
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
-from tests.engines.slurm_job import SAMPLES, Cluster, Run, wait_for
+from lightning_topt.costs.cluster import Cluster
+from lightning_topt.plan.parallel_plan import ParallelPlan
+from tests.engines.slurm_job import SAMPLES, Run, Slurm, wait_for
 
 pytestmark = pytest.mark.timeout(400)  # each rank imports torch and Lightning anew
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path_factory.mktemp("slurm") / "cluster")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    cluster = Slurm(tmp_path_factory.mktemp("slurm") / "cluster")
     if missing := cluster.start():
         pytest.skip(missing)
     try:
@@ -32,7 +36,7 @@ def batch(run: Run) -> str:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+def undisturbed(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """Return the losses under `ddp` of two ranks, by steps."""
     run = Run(tmp_path_factory.mktemp("undisturbed") / "run", kinds=["ddp"])
     slurm.call("srun", "--nodes=2", "--ntasks-per-node=1", *run.command())
@@ -108,13 +112,67 @@ def test_jobs_go_on_after_a_killed_rank_and_after_scancel(slurm, tmp_path, undis
     assert last.losses() == pytest.approx(expected, rel=1e-4)
 
 
-def test_other_numbers_of_ranks_are_refused(slurm, tmp_path):
-    run = Run(tmp_path / "run", devices=2, elastic=True)
-    command = run.command()
-    for options, words in {
-        ("--nodes=2", "--ntasks-per-node=1"): "HINT: Set `devices=1`",
-        ("--nodes=1", "--ntasks-per-node=2"): "HINT: Set `num_nodes=1`",
-        ("--nodes=2", "--ntasks-per-node=2"): "elastic=True needs ranks that torchrun starts",
-    }.items():
-        output = slurm.call("srun", *options, *command, succeeds=False)
-        assert words in output, output
+def test_another_number_of_ranks_is_refused(slurm, tmp_path):
+    run = Run(tmp_path / "run", devices=1)
+    output = slurm.call("srun", "--nodes=2", "--ntasks-per-node=2", *run.command(), succeeds=False)
+    assert "HINT: Set `devices=2`" in output, output
+
+
+TOPT = f"{sys.executable} -m lightning_topt.cli.main"
+TINY = (
+    "model.num_layers=2 model.hidden=32 model.num_heads=2 model.seq_len=32 data.max_bytes=40000 "
+    "trainer.limit_val_batches=2"
+)
+ARRAY = f"""
+SIZES=(4 6)
+{SRUN} {TOPT} train {TINY} trainer.devices=1 trainer.num_nodes=2 trainer.max_steps=16 \
+    data.batch_size=${{SIZES[$SLURM_ARRAY_TASK_ID]}} \
+    "+callbacks.hold={{_target_:tests.engines.slurm_job.Hold,folder:$PWD,step:9,array_task:0}}" \
+    hydra.run.dir=runs/$SLURM_ARRAY_TASK_ID
+"""
+
+
+def test_an_array_of_the_command_whose_first_job_is_requeued(slurm, tmp_path):
+    """Each job has a folder; a file to go on from is found by its own job alone."""
+    options = "--nodes=2", "--ntasks-per-node=1", "--requeue", f"--chdir={tmp_path}"
+    job = slurm.submit(ARRAY, tmp_path / "output", "--array=0-1", *options)
+
+    def output() -> str:
+        return "\n".join(path.read_text()[-6000:] for path in tmp_path.glob("output/output-*"))
+
+    wait_for((tmp_path / "holds").exists, output)
+    slurm.call("scancel", "--signal=USR1", f"{job}_0")
+    hpc = tmp_path / "runs" / "0" / "hpc_ckpt_1.ckpt"
+    wait_for(hpc.exists, output)
+    (tmp_path / "held").touch()
+    for task, batch_size in enumerate((4, 6)):
+        state = slurm.wait(f"{job}_{task}", "COMPLETED", "FAILED", "CANCELLED")
+        found = state["JobState"], state["Restarts"]
+        assert found == ("COMPLETED", str(1 - task)), output()
+        record = json.loads((tmp_path / "runs" / str(task) / "run.json").read_text())
+        assert (record["world_size"], record["global_step"]) == (2, 16)
+        assert f"data.batch_size={batch_size}" in record["command"]
+        logs = (tmp_path / "output" / f"output-{task}").read_text()
+        assert (f"Restored all states from the checkpoint at {hpc}" in logs) == (task == 0), logs
+    assert not [*tmp_path.glob("*.ckpt"), *tmp_path.glob("runs/1/*.ckpt")]
+
+
+def test_a_plan_is_for_the_nodes_and_devices_of_the_job(slurm, tmp_path):
+    # Lightning would refuse 4 tasks of the batch script, and their number for the trainer's
+    options = "--nodes=2", "--gpus-per-node=2", "--ntasks=4"
+    words = f"plan {TINY} tensor=false pipeline=false cluster=slurm cluster.like=a100_8x8"
+    script = f"{TOPT} {words} hydra.run.dir={tmp_path}/run\n"
+    slurm.submit(script, tmp_path / "output", "--wait", *options)
+    output = "\n".join(path.read_text() for path in (tmp_path / "output").glob("output-*"))
+    assert "Planning for all 4 devices of 2 x 2 of SLURM, like a100_8x8." in output, output
+    assert ParallelPlan.load(tmp_path / "run" / "plan.yaml").mesh.size == 4
+
+
+def test_a_calibration_joins_the_tasks_of_srun(slurm, tmp_path):
+    path = tmp_path / "cluster.yaml"
+    words = [*TOPT.split(), "calibrate", "accelerator=cpu", f"output={path}"]
+    words.append(f"hydra.run.dir={tmp_path}/run")
+    slurm.call("srun", "--nodes=2", "--ntasks-per-node=1", *words)
+    cluster = Cluster.load(path)
+    assert (cluster.num_nodes, cluster.devices_per_node) == (2, 1)
+    assert cluster.inter is not None

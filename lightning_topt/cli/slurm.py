@@ -19,10 +19,9 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from hydra_plugins.lightning_topt_searchpath import conf_dir
 from lightning_topt.costs.cluster import Cluster, ClusterError
@@ -122,8 +121,8 @@ class Allocation:
         counts = {int(part[1]) for part in parts if part}
         if None in parts or len(counts) != 1 or 0 in counts:
             raise ClusterError(
-                f"SLURM job {self.number} has {text} tasks on its nodes (SLURM_TASKS_PER_NODE), not "
-                "equally many on each: ask for --ntasks-per-node in place of --ntasks"
+                f"SLURM job {self.number} has {text} tasks on its nodes (SLURM_TASKS_PER_NODE), "
+                "not equally many on each: ask for --ntasks-per-node in place of --ntasks"
             )
         return counts.pop()
 
@@ -159,13 +158,11 @@ def _cluster_like(name: str | None) -> Cluster:
     return Cluster.load(path)
 
 
-def _merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    found = dict(base)
-    for key, value in given.items():
-        below = found.get(key)
-        is_part = isinstance(below, Mapping) and isinstance(value, Mapping)
-        found[key] = _merged(below, value) if is_part else value
-    return found
+def _merged(base: Any, given: Any) -> Any:
+    """Return `given` in place of `base`; of two mappings, entry by entry."""
+    if not isinstance(base, Mapping) or not isinstance(given, Mapping):
+        return given
+    return {**base, **{key: _merged(base.get(key), value) for key, value in given.items()}}
 
 
 # ---- a Trainer that starts nothing

@@ -53,7 +53,8 @@ def check_samples(run: Run) -> None:
 
 def test_a_script_trains_under_srun_as_under_ddp(slurm, tmp_path):
     run = Run(tmp_path / "run", devices=2, kinds=["ddp", "topt"])
-    slurm.call("srun", "--nodes=2", "--ntasks-per-node=2", *run.command())
+    output = slurm.call("srun", "--nodes=2", "--ntasks-per-node=2", *run.command())
+    assert "--distribution=block" not in output, output
     check_samples(run)
     assert run.losses() == pytest.approx(run.losses("ddp"), rel=1e-4)
     ends = {note["rank"]: note for note in run.notes() if "ended" in note}
@@ -66,6 +67,21 @@ def test_a_script_trains_under_srun_as_under_ddp(slurm, tmp_path):
         assert note["host"] == f"node{node + 1}" and note["ended"] == 24
     ddp = next(note for note in run.notes("ddp") if "ended" in note)
     assert ends[0]["val_loss"] == pytest.approx(ddp["val_loss"], rel=1e-4)
+
+
+def test_ranks_that_are_dealt_out_in_turn_are_known(slurm):
+    """The variable that the strategies read; what they say then is tested without SLURM."""
+    words = (
+        "srun",
+        "--nodes=2",
+        "--ntasks-per-node=2",
+        "--distribution=cyclic",
+        "--label",
+        "sh",
+        "-c",
+    )
+    output = slurm.call(*words, "echo $SLURM_GTIDS")
+    assert sorted(output.split("\n"))[1:] == ["0: 0,2", "1: 1,3", "2: 0,2", "3: 1,3"]
 
 
 def test_a_requeued_job_goes_on_after_its_last_batch(slurm, tmp_path, undisturbed):

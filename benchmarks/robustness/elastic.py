@@ -6,7 +6,8 @@ Starts torchrun on this machine (gloo, CPU) twice: undisturbed, and with one ran
 every `--every` seconds, one after the other. Prints, and writes with ``--output``:
 
     restart_seconds   of each loss, from the kill to the end of the next optimizer step, in parts:
-                      the kill until the process group begins again, and from there to the step
+                      the kill until the process group begins again, from there to the step's
+                      begin on the last rank, and to its end
     goodput           samples per second with the losses, as a share of those without
 
 Of a rank that was killed the process is another one. So restarts by torchrun, which happen where
@@ -52,7 +53,7 @@ def main() -> None:
         "losses": disturbed["losses"],
     }
     print(json.dumps(result, indent=1))
-    for name in ("to_group_seconds", "group_to_step_seconds"):
+    for name in ("to_group_seconds", "group_to_begin_seconds", "group_to_step_seconds"):
         values = [loss[name] for loss in disturbed["losses"]]
         if values:
             print(f"{name}: median {statistics.median(values):.2f}, largest {max(values):.2f}")
@@ -95,9 +96,14 @@ def lose(events: Path, job: subprocess.Popen[bytes], rank: int, *, kind: str) ->
     os.kill(begun[-1][kind], signal.SIGKILL)
     group = wait_for(events, job, lambda each: each["what"] == "group" and each["at"] > killed)
     step = wait_for(events, job, lambda each: each["what"] == "step" and each["at"] > group["at"])
+    first: dict[int, float] = {}
+    for each in read(events):
+        if each["what"] == "batch" and each["at"] > group["at"]:
+            first.setdefault(each["rank"], each["at"])
     return {
         "rank": rank,
         "to_group_seconds": group["at"] - killed,
+        "group_to_begin_seconds": max(first.values()) - group["at"],
         "group_to_step_seconds": step["at"] - group["at"],
     }
 

@@ -65,6 +65,9 @@ class Module(L.LightningModule):
     def on_train_start(self) -> None:
         write("begun", rank=self.global_rank, training=os.getpid(), waiting=os.getppid())
 
+    def on_train_batch_start(self, *_: Any) -> None:
+        write("batch", rank=self.global_rank)
+
     def on_train_batch_end(self, *_: Any) -> None:
         if self.global_rank == 0:
             write("step", step=self.trainer.global_step)

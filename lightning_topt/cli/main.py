@@ -67,7 +67,7 @@ def run(command: str) -> None:
         topt_console.refuse(sentence)
 
 
-def hydra_main(command: str, run: Callable[[DictConfig], None]) -> None:
+def hydra_main(command: str, run: Callable[[DictConfig], object]) -> None:
     """Compose the configuration of `command` from the command line and pass it to `run`.
 
     Hydra reads its overrides from `sys.argv`, and reports errors in its own way unless an
@@ -80,7 +80,7 @@ def hydra_main(command: str, run: Callable[[DictConfig], None]) -> None:
     _check_words(words)
     has_begun = False
 
-    def task(config: DictConfig) -> None:
+    def task(config: DictConfig) -> object:
         nonlocal has_begun
         has_begun = True
         for name, (least, most) in _WHOLE.items():
@@ -88,7 +88,7 @@ def hydra_main(command: str, run: Callable[[DictConfig], None]) -> None:
                 check_whole(value, name=name, least=least, most=most)
         # the user's state again, inside of Hydra's
         with _process_state(arguments, full_error):
-            run(config)
+            return run(config)  # what sweepers read
 
     # "1": Hydra raises its errors instead of printing them
     try:

@@ -21,7 +21,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -49,17 +48,12 @@ _MEANINGS = {
 }
 
 
-def run(config: DictConfig) -> None:
+def run(config: DictConfig) -> float | None:
     """Train what `config` describes; files go to Hydra's run folder.
 
-    Raises:
-        ValueError: for a multirun. Ranks run the command line again, which would start the whole
-            sweep on each.
+    Returns:
+        the configuration's metric of the best checkpoint, which Hydra's sweepers go by
     """
-    if HydraConfig.get().mode == RunMode.MULTIRUN:
-        raise ValueError(
-            "topt train does not run sweeps (--multirun): start one `topt train` for each value"
-        )
     folder = Path(HydraConfig.get().runtime.output_dir)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_fits_terminal)
     # before the model is built: its weights come from the seed too
@@ -97,6 +91,7 @@ def run(config: DictConfig) -> None:
     # of several monitors the first one counts
     if trainer.is_global_zero:
         report(trainer, folder, measurement=next(iter(measurements), None), metrics=metrics)
+    return metrics.get(config.metric.name)
 
 
 def report(

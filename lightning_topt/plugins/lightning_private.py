@@ -53,12 +53,18 @@ PRIVATE_NAMES = (
     ),
     PrivateName(f"{_SUBPROCESSES}._call_children_scripts", "starts the other ranks", ("self",)),
     PrivateName(
+        f"{_SUBPROCESSES.partition(':')[0]}:_hydra_subprocess_cmd",
+        "starts a rank of a Hydra app; in a sweep, of one job of it",
+        ("local_rank",),
+    ),
+    PrivateName(
         _OBSERVER,
         "its patient twin lets the main process end by itself",
         ("main_pid", "child_processes", "sleep_period"),
     ),
     PrivateName(f"{_OBSERVER}._terminate_all", "is put off", ("self",)),
     PrivateName(f"{_OBSERVER}._child_processes", "they are ended"),
+    PrivateName(f"{_OBSERVER}._finished", "a sweep goes on without them"),
     PrivateName(f"{_OBSERVER}._termination_signal", "by this signal"),
     PrivateName(_PROCESSES, "ranks by fork or spawn name a lost one", ("strategy", "start_method")),
     PrivateName(

@@ -29,6 +29,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import (
     _MultiProcessingLauncher,
     _SubprocessScriptLauncher,
+    subprocess_script,
 )
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
@@ -43,6 +44,7 @@ from lightning_topt.communication.rank_watch import (
     shares_store_between_attempts,
     watch_ranks,
 )
+from lightning_topt.plugins.sweep_jobs import begin_job, job_folder, know_ranks, rank_command
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +66,7 @@ class LostRankWatch:
     """
 
     def __init__(self) -> None:
+        begin_job()
         self.ranks: RankWatch | None = None
         self._ended_with_error = False
         self._launchers: tuple[Any, Any] = (None, None)  # Lightning's, and ours in its place
@@ -215,22 +218,49 @@ class PatientLauncher(_SubprocessScriptLauncher):
         )
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
-            PatientObserver(main_pid=os.getpid(), child_processes=self.procs).start()
+            observer = PatientObserver(main_pid=os.getpid(), child_processes=self.procs)
+            observer.start()
+            know_ranks(self.procs, observer.stop)
         _set_num_threads_if_needed(num_processes=self.num_processes)
         if self.runs is not None and trainer is not None:
             return self.runs(trainer, function, args, kwargs)
         return function(*args, **kwargs)
 
+    @override
+    def _call_children_scripts(self) -> None:
+        with _commands_of_jobs():
+            super()._call_children_scripts()
+
+
+@contextmanager
+def _commands_of_jobs() -> Generator[None, None, None]:
+    """Let Lightning start the ranks of a job of a sweep, not of all of the sweep."""
+    if job_folder() is None:
+        yield
+        return
+    scripts: Any = subprocess_script
+    own, scripts._hydra_subprocess_cmd = scripts._hydra_subprocess_cmd, rank_command
+    try:
+        yield
+    finally:
+        scripts._hydra_subprocess_cmd = own
+
 
 class PatientObserver(_ChildProcessObserver):
     """Kills what is left of a run only where its main process has not ended by itself."""
+
+    def stop(self) -> None:
+        """Let the main process go on without these ranks, with the next job of a sweep."""
+        self._finished = True
 
     @override
     def _terminate_all(self) -> None:
         # The main process waits in a collective call until that names the lost rank.
         main, deadline = threading.main_thread(), time.monotonic() + LAST_SECONDS
-        while main.is_alive() and time.monotonic() < deadline:
+        while main.is_alive() and not self._finished and time.monotonic() < deadline:
             time.sleep(0.1)
+        if self._finished:
+            return
         if main.is_alive():
             super()._terminate_all()
             return

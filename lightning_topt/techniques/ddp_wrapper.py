@@ -8,12 +8,14 @@ there is little to hide, and more calls wait for one another (benchmarks/results
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -110,6 +112,9 @@ def wrap_in_ddp(
             nodes says nothing in
     """
     device_ids = None if device.type == "cpu" else [device.index]
+    if device.type == "cpu" and "init_sync" not in arguments:
+        group = arguments.get("process_group")
+        arguments = {**arguments, "init_sync": not _is_equal(module, ignored, group)}
     if not _BUCKET_ARGUMENTS & set(arguments):
         averaged = averaged_parameters(module, {*names_to_ignore(module), *ignored})
         # DDP says what is wrong with lazy ones.
@@ -120,6 +125,36 @@ def wrap_in_ddp(
     # the module tells DDP what to ignore, while it is made
     with _ignoring(module, ignored), _side_stream(device):
         return DistributedDataParallel(module, device_ids=device_ids, **arguments)
+
+
+def _is_equal(module: nn.Module, ignored: Collection[str], group: dist.ProcessGroup | None) -> bool:
+    """Return whether all ranks have the same parameters and buffers, on the host.
+
+    Then DDP need not send those of rank 0, which takes five times as long as their checksums. A
+    collective call.
+    """
+    left_out = {*names_to_ignore(module), *ignored}
+    named = itertools.chain(module.named_parameters(), module.named_buffers())
+    tensors = {name: each for name, each in named if name not in left_out}
+    if all(map(_has_plain_bytes, tensors.values())):
+        digest = xxhash.xxh3_64()
+        for name, tensor in tensors.items():
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            data: Any = tensor.detach().flatten().view(torch.uint8).numpy()
+            digest.update(data)
+        number = digest.intdigest() >> 1  # of 63 bits
+    else:
+        number = dist.get_rank()  # another one on each
+    largest = torch.tensor([number, -number])
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    return bool(largest[0] == -largest[1])
+
+
+def _has_plain_bytes(tensor: torch.Tensor) -> bool:
+    if is_lazy(tensor) or type(tensor.detach()) is not torch.Tensor:
+        return False
+    is_strided = tensor.layout == torch.strided and not tensor.is_quantized
+    return is_strided and tensor.device.type == "cpu"
 
 
 def register_hook(

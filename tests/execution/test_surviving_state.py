@@ -17,6 +17,7 @@ import torch
 
 from lightning_topt.execution import surviving_state
 from lightning_topt.execution.surviving_state import (
+    FoundState,
     Place,
     SurvivingStates,
     find_newest,
@@ -163,6 +164,44 @@ def test_machines_go_on_from_the_newest_state_of_any(
         assert results[0] is None
     else:
         assert results[0][:2] == (expected, expected)
+
+
+def _find_of_two(rank: int, folder: str, is_on_first: bool) -> Any:
+    """Ranks 0 and 1 are on a machine, 2 and 3 on another."""
+    states = SurvivingStates(Path(folder) / str(rank // 2))
+    if rank == (0 if is_on_first else 2):
+        states.write(Place(0, 1, 1), lambda: {"state_dict": state(3), "other": [state(4)]})
+    looked: list[int] = []
+    newest = states.newest
+    states.newest = lambda fit: looked.append(fit) or newest(fit)  # type: ignore[method-assign, func-returns-value]
+    found = find_newest(states, fit=0)
+    assert found is not None
+    assert looked == [0] * (rank % 2 == 0)
+    loaded = found.load()
+    return (
+        float(loaded["state_dict"]["tensor"][0]),
+        float(loaded["other"][0]["tensor"][0]),
+        found.received is not None,
+    )
+
+
+@pytest.mark.parametrize("is_on_first", [True, False])
+def test_the_first_rank_of_a_machine_looks_for_all_of_it(tmp_path: Path, is_on_first: bool) -> None:
+    has_it, lacks_it = (3.0, 4.0, False), (3.0, 4.0, True)
+    expected = [has_it] * 2 + [lacks_it] * 2 if is_on_first else [lacks_it] * 2 + [has_it] * 2
+    assert run_ranks(_find_of_two, 4, str(tmp_path), is_on_first) == expected
+
+
+def test_what_was_loaded_outlives_its_file(states: SurvivingStates) -> None:
+    states.write(Place(0, 1, 1), lambda: {"state_dict": state(3), "other": state(4)})
+    newest = states.newest(0)
+    assert newest is not None
+    loaded = FoundState(*newest).load()
+    states.remove_before(Place(0, 2, 2))
+    assert not newest[1].exists()
+    loaded["state_dict"]["tensor"] += 1
+    loaded["other"]["tensor"] += 1
+    assert (loaded["state_dict"]["tensor"][0], loaded["other"]["tensor"][0]) == (4, 5)
 
 
 def test_the_folder_goes_with_its_owner(tmp_path: Path) -> None:

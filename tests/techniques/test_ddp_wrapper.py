@@ -9,15 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_topt.communication.topology import Topology
 from lightning_topt.techniques.ddp_wrapper import bucket_bytes, bucket_limits, wrap_in_ddp
+from tests.launch import run_ranks
 
 MIB = 1 << 20
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Two ranks on a node each."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
@@ -60,6 +62,7 @@ def sent(
     return sizes
 
 
+@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(
     ("count", "expected"), [(3, [MIB] * 3), (16, [MIB] * 16), (40, [3 * MIB] * 13 + [MIB])]
 )
@@ -69,11 +72,13 @@ def test_a_sixteenth_and_one_mebibyte_at_least(count: int, expected: list[int]) 
     assert bucket_bytes([p.detach() for p in reversed([*module.parameters()])]) == expected
 
 
+@pytest.mark.usefixtures("group")
 def test_no_bucket_is_larger_than_one_of_torch() -> None:
     assert bucket_limits(16 * 25 * MIB) == bucket_limits(1 << 40) == [MIB, 25 * MIB]
     assert bucket_limits(16 * 25 * MIB - 16) == [25 * MIB - 1]
 
 
+@pytest.mark.usefixtures("group")
 def test_only_what_is_averaged_counts() -> None:
     module = layers(60)
     for layer in module[:20]:
@@ -82,6 +87,7 @@ def test_only_what_is_averaged_counts() -> None:
     assert sent(module, ignored=ignored) == [2 * MIB] * 10
 
 
+@pytest.mark.usefixtures("group")
 def test_one_node_has_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert sent(layers(40)) == [MIB, 25 * MIB, 14 * MIB]
@@ -90,10 +96,12 @@ def test_one_node_has_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sent(layers(40))[0] == 3 * MIB
 
 
+@pytest.mark.usefixtures("group")
 def test_own_bucket_sizes_stay() -> None:
     assert sent(layers(20), bucket_cap_mb=5) == [5 * MIB] * 4
 
 
+@pytest.mark.usefixtures("group")
 def test_nodes_that_the_environment_does_not_name_are_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -103,3 +111,36 @@ def test_nodes_that_the_environment_does_not_name_are_given(
     assert bucket_limits(16 * MIB, Topology(2, 1, 0)) == [MIB]
     assert sent(layers(3)) == [MIB, 2 * MIB]
     assert sent(layers(3), topology=Topology(2, 1, 0)) == [MIB] * 3
+
+
+def _start(rank: int, differs: str) -> tuple[bool, list[float]]:
+    """Whether rank 0's were sent, and what a rank has then."""
+    module = nn.BatchNorm1d(2)
+    if rank == 1 and differs == "weight":
+        module.weight.data[1] += 1e-7
+    if rank == 1 and differs == "buffer":
+        assert module.num_batches_tracked is not None
+        module.num_batches_tracked += 1
+    if rank == 1 and differs == "ignored":
+        module.bias.data += 1
+    sent: list[object] = []
+    synchronize = distributed._sync_module_states
+
+    def note(*args: Any, **kwargs: Any) -> None:
+        sent.append(args)
+        synchronize(*args, **kwargs)
+
+    distributed._sync_module_states = note  # type: ignore[assignment]
+    wrap_in_ddp(module, device=torch.device("cpu"), arguments={}, ignored=("bias",))
+    values = torch.cat([each.flatten().double() for each in module.state_dict().values()])
+    return bool(sent), values.tolist()
+
+
+@pytest.mark.parametrize("differs", ["", "weight", "buffer", "ignored"])
+def test_equal_parameters_are_not_sent(differs: str) -> None:
+    (first_sent, first), (second_sent, second) = run_ranks(_start, 2, differs)
+    assert first_sent == second_sent == (differs in ("weight", "buffer"))
+    if differs == "ignored":
+        assert second == [*first[:2], *(each + 1 for each in first[2:4]), *first[4:]]
+    else:
+        assert first == second

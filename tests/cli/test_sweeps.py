@@ -1,0 +1,171 @@
+"""Hydra's sweeps (``-m``) of apps whose jobs have several ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hydra.core.hydra_config import HydraConfig
+
+from lightning_topt.plugins import sweep_jobs
+from tests.preloaded import preloaded_python
+
+ROOT = Path(__file__).parents[2]
+
+APP = """
+import json
+import os
+import hydra
+import lightning as L
+import torch
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+from torch.utils.data import DataLoader
+import lightning_topt
+
+class Module(L.LightningModule):
+    def __init__(self, rate):
+        super().__init__()
+        self.net, self.rate = torch.nn.Linear(8, 1), rate
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch).square().mean()
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), self.rate)
+
+@hydra.main(version_base="1.3", config_path=".", config_name="app")
+def main(config):
+    if config.fails and config.rate == 0.1:
+        raise RuntimeError("a job that fails")
+    L.seed_everything(0)
+    trainer = L.Trainer(
+        strategy=config.strategy, accelerator="cpu", devices=2, max_steps=3, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )
+    loader = DataLoader(torch.linspace(0, 1, 512).reshape(64, 8), batch_size=4)
+    trainer.fit(Module(config.rate), loader)
+    loss = float(trainer.callback_metrics["loss"])
+    note = {
+        **OmegaConf.to_container(config, resolve=True), "ranks": trainer.world_size, "loss": loss,
+        "process": os.getpid(), "overrides": list(HydraConfig.get().overrides.task),
+    }
+    with open(f"{config.folder}/rank-{trainer.global_rank}.json", "w") as file:
+        json.dump(note, file)
+    return loss
+
+main()
+"""
+CONFIG = """
+rate: 1.0
+fails: false
+strategy: topt_compressed
+number: ${hydra:job.num}
+folder: ${hydra:runtime.output_dir}
+sweep: ${hydra:sweep.dir}
+"""
+
+
+def swept(folder: Path, *words: str, python: str = sys.executable) -> dict[str, list[Any]]:
+    """What each rank of each job has noted, by the job's folder."""
+    (folder / "app.yaml").write_text(CONFIG)
+    (folder / "app.py").write_text(APP)
+    command = [python, "app.py", "--multirun", f"hydra.sweep.dir={folder}/sweep", *words]
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    result = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return {
+        job.name: [json.loads(path.read_text()) for path in sorted(job.glob("rank-*.json"))]
+        for job in sorted((folder / "sweep").iterdir())
+        if job.is_dir()
+    }
+
+
+def test_each_job_has_its_own_ranks_values_and_folder(tmp_path: Path) -> None:
+    subdir = 'hydra.sweep.subdir="rate=${rate}"'
+    jobs = swept(tmp_path, "rate=0.1,0.2", subdir, python=preloaded_python())
+    assert jobs.keys() == {"rate=0.1", "rate=0.2"}
+    for number, (name, ranks) in enumerate(jobs.items()):
+        first, second = ranks
+        assert first["ranks"] == second["ranks"] == 2
+        assert first["rate"] == second["rate"] == (0.1, 0.2)[number]
+        assert first["number"] == second["number"] == number
+        assert first["folder"] == second["folder"] == f"{tmp_path}/sweep/{name}"
+        assert first["sweep"] == second["sweep"] == f"{tmp_path}/sweep"
+        assert first["overrides"] == second["overrides"]
+        assert first["loss"] == second["loss"]
+        assert first["process"] != second["process"]
+    first_job, second_job = jobs.values()
+    assert first_job[0]["loss"] != second_job[0]["loss"]
+    # The sweep's process is rank 0 of all jobs; each has another rank 1.
+    assert first_job[0]["process"] == second_job[0]["process"]
+    assert first_job[1]["process"] != second_job[1]["process"]
+
+
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [
+        (["train", "-m", "a=1,2", "~b", "+c=3"], ["train"]),
+        (
+            ["--multirun", "-cn", "other", "--config-dir=x=y", "a=1"],
+            ["-cn", "other", "--config-dir=x=y"],
+        ),
+        (["a=1", "hydra/launcher=joblib"], []),
+    ],
+)
+def test_commands_and_options_stay_and_overrides_go(words: list[str], left: list[str]) -> None:
+    assert sweep_jobs._without_overrides(words) == left
+
+
+def test_a_rank_gets_the_overrides_of_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = SimpleNamespace(
+        mode=None,
+        runtime=SimpleNamespace(output_dir='/runs/a="b"', cwd="/work"),
+        sweep=SimpleNamespace(dir="/runs", subdir='a="b"'),
+        job=SimpleNamespace(num=3, id="3", name="app"),
+        overrides=SimpleNamespace(
+            task=["a=1"],
+            hydra=["hydra.mode=MULTIRUN", "hydra/launcher=joblib", "hydra.sweep.dir=/runs"],
+        ),
+    )
+    monkeypatch.setattr(HydraConfig, "get", lambda: job)
+    monkeypatch.setattr(sys, "argv", ["app.py", "-m", "a=1,2"])
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=None))
+    monkeypatch.delitem(sys.modules, "__mp_main__", raising=False)
+    command, folder = sweep_jobs.rank_command(1)
+    assert folder == "/work"
+    assert command[:4] == [sys.executable, "/work/app.py", "a=1", "hydra/launcher=joblib"]
+    given = dict(word.split("=", 1) for word in command[4:])
+    assert given["hydra.mode"] == "RUN" and given["hydra.job.num"] == "3"
+    assert given["hydra.run.dir"] == '"/runs/a=\\"b\\""'
+    # A module of a package is one for a rank, too.
+    main = SimpleNamespace(__spec__=SimpleNamespace(name="package.app"))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert sweep_jobs.rank_command(1)[0][:3] == [sys.executable, "-m", "package.app"]
+
+
+def test_a_rank_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep_jobs, "END_SECONDS", 0.1)
+    processes = [subprocess.Popen(["sleep", "60"]), subprocess.Popen(["true"])]
+    stopped: list[int] = []
+    monkeypatch.setattr(sweep_jobs, "_started", [])
+    monkeypatch.setattr(sweep_jobs, "job_folder", lambda: "first")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    sweep_jobs.know_ranks(processes, lambda: stopped.append(1))
+    sweep_jobs.begin_job()  # of the same job
+    assert "LOCAL_RANK" in os.environ and not stopped
+    monkeypatch.setattr(sweep_jobs, "job_folder", lambda: "second")
+    sweep_jobs.begin_job()
+    assert stopped == [1] and "LOCAL_RANK" not in os.environ
+    assert [process.returncode for process in processes] == [-9, 0]

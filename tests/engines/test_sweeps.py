@@ -1,0 +1,65 @@
+"""Hydra's launchers and sweepers with jobs of two ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cli.test_sweeps import swept
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_joblib_runs_jobs_side_by_side(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="no hydra-joblib-launcher")
+    jobs = swept(tmp_path, "rate=0.1,0.2,0.3", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+    assert [[rank["rate"] for rank in ranks] for ranks in jobs.values()] == [
+        [rate] * 2 for rate in (0.1, 0.2, 0.3)
+    ]
+    assert all(first["loss"] == second["loss"] for first, second in jobs.values())
+    assert len({rank["process"] for ranks in jobs.values() for rank in ranks}) >= 5
+
+
+def test_optuna_goes_on_after_a_job_that_fails(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="no hydra-optuna-sweeper")
+    jobs = swept(
+        tmp_path,
+        "rate=choice(0.1,0.2)",
+        "fails=true",
+        "hydra/sweeper=optuna",
+        "hydra/sweeper/sampler=grid",
+        "hydra.sweeper.n_jobs=1",
+        "hydra.sweeper.n_trials=2",
+        "hydra.sweeper.max_failure_rate=0.5",
+    )
+    assert sorted(len(ranks) for ranks in jobs.values()) == [0, 2]
+
+
+def test_optuna_optimizes_the_metric_of_the_best_checkpoint(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="no hydra-optuna-sweeper")
+    words = ["experiment=digits", "strategy=topt_compressed", "gradient_exchange=dense"]
+    words += ["trainer.max_epochs=1", "trainer.limit_train_batches=4"]
+    words += ["hydra/sweeper=optuna", "hydra.sweeper.n_jobs=1", "hydra.sweeper.n_trials=2"]
+    words += ["hydra.sweeper.direction=maximize", "+hydra.sweeper.sampler.seed=0"]
+    words += ["+model.learning_rate=interval(0.0001,0.01)", f"hydra.sweep.dir={tmp_path}/sweep"]
+    command = [sys.executable, "-m", "lightning_topt.cli.main", "train", "-m", *words]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    best = yaml.safe_load((tmp_path / "sweep" / "optimization_results.yaml").read_text())
+    records = [
+        json.loads(path.read_text()) for path in sorted((tmp_path / "sweep").glob("*/run.json"))
+    ]
+    assert [record["world_size"] for record in records] == [2, 2]
+    assert best["best_value"] == max(record["metrics"]["val_accuracy"] for record in records)

@@ -1,4 +1,4 @@
-"""Jobs of the SLURM that `slurm_up.sh` starts on one machine, and the script that they train with."""
+"""Jobs of the SLURM that `slurm_up.sh` starts on one machine, and the script they train with."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_a_script_trains_under_srun_as_under_ddp(slurm, tmp_path):
         assert (note["world"], note["environment"]) == (4, "SLURMEnvironment")
         assert (note["node_rank"], note["local_rank"]) == (node, local)
         assert note["variables"] == ["node1", str(local), str(node)]
-        assert note["host"] == f"node{node + 1}" and note["ended"] == 24
+        assert note["host"] == f"node{node + 1}" and note["ended"] == 12
     ddp = next(note for note in run.notes("ddp") if "ended" in note)
     assert ends[0]["val_loss"] == pytest.approx(ddp["val_loss"], rel=1e-4)
 

@@ -63,6 +63,13 @@ class StepMeasurement:
 class StepMonitor(pl.Callback):
     """Times optimizer steps, and takes the peak memory of all.
 
+    It logs when the Trainer does, each of the logging rank (0):
+
+    - ``topt/step_seconds``: the mean of the steps since the last report;
+    - ``topt/predicted_step_seconds``: what the plan that runs was predicted to take, where a plan
+      runs and its prediction is of as many batches;
+    - ``topt/peak_bytes``: above the idle rank, so far, where the platform can say.
+
     After a fit they are in `measurement`; the first `warmup_steps` are not timed. A step is the
     time between `on_train_batch_start` and `on_train_batch_end`, summed over the batches of an
     accumulated gradient: forward, backward, exchange and update, with the device idle at both ends;
@@ -84,6 +91,7 @@ class StepMonitor(pl.Callback):
         self._peak_bytes: int | None = None
         self._steps_done, self._global_step = 0, global_step
         self._started, self._seconds = 0.0, 0.0
+        self._since_report: list[float] = []
         # seconds in which this thread was kept from running, in the step and in all steady steps
         self._core_wait, self._kept, self._kept_in_steps = self._watch(), 0.0, 0.0
 
@@ -144,13 +152,27 @@ class StepMonitor(pl.Callback):
         peak = self._meter.peak_bytes()
         if peak is not None:
             self._peak_bytes = max(peak, self._peak_bytes or 0)
-        if trainer.global_step > self._global_step:  # not in the middle of an accumulated gradient
+        last = self._global_step
+        if trainer.global_step > last:  # not in the middle of an accumulated gradient
             self._global_step = trainer.global_step
             self._steps_done += 1
+            self._since_report.append(self._seconds)
+            if _is_due(trainer, last, every=None):
+                self._report(trainer, pl_module)
             if steady:
                 self._step_seconds.append(self._seconds)
                 self._kept_in_steps += self._kept
             self._seconds = self._kept = 0.0
+
+    def _report(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pl_module.log("topt/step_seconds", statistics.mean(self._since_report))
+        self._since_report.clear()
+        plan: Any = getattr(trainer.strategy, "parallel_plan", None)
+        has_predicted = plan is not None and plan.predicted is not None
+        if has_predicted and plan.accumulate == trainer.accumulate_grad_batches:
+            pl_module.log("topt/predicted_step_seconds", plan.predicted.step_seconds)
+        if self._peak_bytes is not None:
+            pl_module.log("topt/peak_bytes", float(self._peak_bytes))
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -196,13 +218,13 @@ class ExchangeMonitor(pl.Callback):
     once after the second step, the first that compresses. All values are those of the logging rank
     (0); bytes and seconds are means per step since the last report:
 
-    - ``exchange/bytes_per_step`` and ``exchange/dense_bytes_per_step``: sent, and what DDP's
-      all-reduce would have sent;
-    - ``exchange/exposed_seconds``: how long the step waited for the network after its backward
-      pass;
-    - ``exchange/residual_norm`` (a pass over the residual, so not computed every step) and
-      ``exchange/density``: now;
-    - more of some methods, such as ``exchange/lost_share`` of `BoundedLoss`.
+    - ``topt/exchange_bytes_per_step``: sent;
+    - ``topt/exchange_dense_bytes_per_step``: what DDP's all-reduce would have sent;
+    - ``topt/exchange_exposed_seconds``: how long the step waited for the network after its
+      backward pass;
+    - ``topt/exchange_residual_norm`` (a pass over the residual, so not computed every step) and
+      ``topt/exchange_density``: now;
+    - more of some methods, such as ``topt/exchange_lost_share`` of `BoundedLoss`.
 
     In the progress bar: ``compression`` (dense bytes / bytes sent) and ``exposed_ms``.
     """
@@ -263,12 +285,12 @@ def _is_due(trainer: pl.Trainer, last: int, *, every: int | None) -> bool:
 def log_metrics(statistics: ExchangeStatistics) -> Mapping[str, float]:
     """Return the names and values for the logger."""
     return {
-        "exchange/bytes_per_step": statistics.bytes_sent / statistics.steps,
-        "exchange/dense_bytes_per_step": statistics.dense_bytes / statistics.steps,
-        "exchange/exposed_seconds": statistics.exposed_seconds / statistics.steps,
-        "exchange/residual_norm": statistics.residual_norm,
-        "exchange/density": statistics.density,
-        **{f"exchange/{name}": value for name, value in statistics.details.items()},
+        "topt/exchange_bytes_per_step": statistics.bytes_sent / statistics.steps,
+        "topt/exchange_dense_bytes_per_step": statistics.dense_bytes / statistics.steps,
+        "topt/exchange_exposed_seconds": statistics.exposed_seconds / statistics.steps,
+        "topt/exchange_residual_norm": statistics.residual_norm,
+        "topt/exchange_density": statistics.density,
+        **{f"topt/exchange_{name}": value for name, value in statistics.details.items()},
     }
 
 
@@ -331,9 +353,10 @@ class StallMonitor(pl.Callback):
 
     It does so every `every_n_steps` optimizer steps (None: when the Trainer logs).
 
-    - ``stall/fraction``: of the time since the last report, 0 to 1; also in the progress bar, as
-      ``stall``;
-    - ``stall/wait_seconds`` and ``stall/batch_seconds``: means per batch since the last report.
+    - ``topt/data_wait_share``: of the time since the last report, 0 to 1; also in the progress
+      bar, as ``stall``;
+    - ``topt/data_wait_seconds`` and ``topt/data_batch_seconds``: means per batch since the last
+      report.
 
     All are those of the logging rank (0). Validation, what happens between epochs and the start of
     an epoch's workers are in none of them; the wait for the workers' first batch is. On a CUDA
@@ -419,9 +442,9 @@ class StallMonitor(pl.Callback):
 
     def _report(self, pl_module: pl.LightningModule) -> None:
         since = self._take()
-        pl_module.log("stall/fraction", since.fraction)
-        pl_module.log("stall/wait_seconds", since.wait_seconds / since.batches)
-        pl_module.log("stall/batch_seconds", since.seconds / since.batches)
+        pl_module.log("topt/data_wait_share", since.fraction)
+        pl_module.log("topt/data_wait_seconds", since.wait_seconds / since.batches)
+        pl_module.log("topt/data_batch_seconds", since.seconds / since.batches)
         pl_module.log("stall", since.fraction, prog_bar=True, logger=False)
 
     def _take(self) -> DataWait:

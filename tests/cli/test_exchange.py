@@ -43,10 +43,10 @@ def test_train(exchange, strategy, least, tmp_path):
     )
     assert record["metrics"]["val_accuracy"] > 0.05
     with (tmp_path / "run" / "csv" / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["exchange/bytes_per_step"]]
+        rows = [row for row in csv.DictReader(file) if row["topt/exchange_bytes_per_step"]]
     assert len(rows) >= 5
     dense, sent = (
-        float(rows[-1][f"exchange/{name}_per_step"]) for name in ("dense_bytes", "bytes")
+        float(rows[-1][f"topt/exchange_{name}_per_step"]) for name in ("dense_bytes", "bytes")
     )
     assert dense > least * sent
 

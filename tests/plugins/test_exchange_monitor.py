@@ -97,35 +97,44 @@ def test_values_of_every_step(tmp_path: Path) -> None:
     )  # float32 and at most 16 bits of index; a rank sends its message once
     rows = [logged[step] for step in range(1, 4)]
     assert all(
-        row["exchange/dense_bytes_per_step"] == pytest.approx(dense, rel=1e-3) for row in rows
+        row["topt/exchange_dense_bytes_per_step"] == pytest.approx(dense, rel=1e-3) for row in rows
     )
     for row in rows:
-        assert 0.6 * sparse < row["exchange/bytes_per_step"] < 1.05 * sparse
-        assert row["exchange/density"] == pytest.approx(0.1)
-        assert 0 < row["exchange/exposed_seconds"] < 5
-    assert [row["exchange/residual_norm"] for row in rows] == pytest.approx(
+        assert 0.6 * sparse < row["topt/exchange_bytes_per_step"] < 1.05 * sparse
+        assert row["topt/exchange_density"] == pytest.approx(0.1)
+        assert 0 < row["topt/exchange_exposed_seconds"] < 5
+    assert [row["topt/exchange_residual_norm"] for row in rows] == pytest.approx(
         norms[1:4], rel=1e-5
     ) and norms[1] > 0
-    ratio = rows[-1]["exchange/dense_bytes_per_step"] / rows[-1]["exchange/bytes_per_step"]
+    ratio = (
+        rows[-1]["topt/exchange_dense_bytes_per_step"] / rows[-1]["topt/exchange_bytes_per_step"]
+    )
     assert shown[-1]["compression"] == pytest.approx(ratio, rel=1e-3) and ratio > 5
     assert shown[-1]["exposed_ms"] > 0
 
 
 def test_dense_sends_what_ddp_sends(tmp_path: Path) -> None:
     _, logged, _ = on_ranks(run, tmp_path, {"method": "dense"}, {})[0]
-    assert logged[2]["exchange/bytes_per_step"] == logged[2]["exchange/dense_bytes_per_step"]
+    assert (
+        logged[2]["topt/exchange_bytes_per_step"] == logged[2]["topt/exchange_dense_bytes_per_step"]
+    )
 
 
 def test_datagrams_say_what_was_lost(tmp_path: Path) -> None:
     _, logged, _ = on_ranks(run, tmp_path, {"method": "bounded_loss", "tolerance": 0.05}, {})[0]
     rows = [logged[step] for step in range(1, 8)]
     for row in rows:
-        assert 0 <= row["exchange/lost_share"] <= 0.05 and row["exchange/rejected_datagrams"] == 0
-        assert row["exchange/bytes_per_second"] > 0 and row["exchange/stalled_seconds"] >= 0
+        assert (
+            0 <= row["topt/exchange_lost_share"] <= 0.05
+            and row["topt/exchange_rejected_datagrams"] == 0
+        )
+        assert (
+            row["topt/exchange_bytes_per_second"] > 0 and row["topt/exchange_stalled_seconds"] >= 0
+        )
     # A datagram counts when the kernel takes it, which may be after the step that it belongs to was
     # read.
     sent, dense = (
-        sum(row[f"exchange/{name}"] for row in rows)
+        sum(row[f"topt/exchange_{name}"] for row in rows)
         for name in ("bytes_per_step", "dense_bytes_per_step")
     )
     assert sent > 0.9 * dense
@@ -136,15 +145,15 @@ def test_means_between_reports_and_an_early_first_one(tmp_path: Path) -> None:
     assert "compression" not in shown[0] and "compression" in shown[1]
     assert sorted(logged) == [2, 5]
     # Step 3 alone, and 4 to 6: the dense step is in neither.
-    assert logged[2]["exchange/bytes_per_step"] == logged[5]["exchange/bytes_per_step"]
+    assert logged[2]["topt/exchange_bytes_per_step"] == logged[5]["topt/exchange_bytes_per_step"]
 
 
 def test_accumulated_batches_are_one_step(tmp_path: Path) -> None:
     _, logged, _ = on_ranks(run, tmp_path, {"method": "dense"}, {"accumulate_grad_batches": 2})[0]
     assert {
-        row["exchange/bytes_per_step"]
+        row["topt/exchange_bytes_per_step"]
         for row in logged.values()
-        if "exchange/bytes_per_step" in row
+        if "topt/exchange_bytes_per_step" in row
     } == {WEIGHT_BYTES + BIAS_BYTES}
 
 
@@ -154,7 +163,7 @@ def test_the_users_own_monitor_takes_its_place(tmp_path: Path) -> None:
         0
     ]
     # reports after steps 2, 4 and 8
-    seconds = [logged[step]["exchange/exposed_seconds"] for step in range(1, 8)]
+    seconds = [logged[step]["topt/exchange_exposed_seconds"] for step in range(1, 8)]
     assert (
         monitors == 1
         and len(set(seconds)) == 3
@@ -182,8 +191,8 @@ def local(rank: int, folder: Path) -> Any:
 def test_local_steps(tmp_path: Path) -> None:
     shown, logged, _ = on_ranks(local, tmp_path)[0]
     last = logged[max(logged)]
-    assert last["exchange/dense_bytes_per_step"] == WEIGHT_BYTES + BIAS_BYTES
-    assert last["exchange/bytes_per_step"] == pytest.approx(
+    assert last["topt/exchange_dense_bytes_per_step"] == WEIGHT_BYTES + BIAS_BYTES
+    assert last["topt/exchange_bytes_per_step"] == pytest.approx(
         (WEIGHT_BYTES + BIAS_BYTES) / 2, rel=0.05
     )
     assert shown[-1]["compression"] == pytest.approx(2, rel=0.05)

@@ -128,7 +128,7 @@ def planned(rank: int, allow: Any, cluster: Cluster) -> Any:
     monitored = {
         name: float(value)
         for name, value in trainer.logged_metrics.items()
-        if name.startswith("exchange/")
+        if name.startswith("topt/exchange_")
     }
     return plan, plan.reason, searched, module.losses, monitored
 
@@ -144,7 +144,7 @@ def test_a_slow_network_is_answered_by_compression_where_allowed() -> None:
     assert None in searched  # exact plans stay: they need less memory
     assert (
         len(losses) == 3
-        and metrics["exchange/bytes_per_step"] < metrics["exchange/dense_bytes_per_step"]
+        and metrics["topt/exchange_bytes_per_step"] < metrics["topt/exchange_dense_bytes_per_step"]
     )
 
 

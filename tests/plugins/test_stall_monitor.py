@@ -131,12 +131,12 @@ def test_values_of_every_report(clock, tmp_path):
     }
     fit(Step(clock), DataLoader(Items(clock), batch_size=1), monitor=monitor, **options)
     with (tmp_path / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["stall/fraction"]]
+        rows = [row for row in csv.DictReader(file) if row["topt/data_wait_share"]]
     assert [int(row["step"]) for row in rows] == [1, 3, 5, 7]
     for row in rows:
-        assert float(row["stall/fraction"]) == pytest.approx(WAIT / (WAIT + STEP))
-        assert float(row["stall/wait_seconds"]) == pytest.approx(WAIT)
-        assert float(row["stall/batch_seconds"]) == pytest.approx(WAIT + STEP)
+        assert float(row["topt/data_wait_share"]) == pytest.approx(WAIT / (WAIT + STEP))
+        assert float(row["topt/data_wait_seconds"]) == pytest.approx(WAIT)
+        assert float(row["topt/data_batch_seconds"]) == pytest.approx(WAIT + STEP)
     assert bar.shown[0] is None and bar.shown[-1] == pytest.approx(0.75)
     assert (
         monitor.total == total(8, wait=8 * WAIT, seconds=8 * (WAIT + STEP))
@@ -155,7 +155,7 @@ def test_a_report_is_on_what_came_since_the_last(clock):
             logged.append((name, value))
 
     fit(Slower(clock), DataLoader(items, batch_size=1), monitor=StallMonitor(every_n_steps=4))
-    assert [value for name, value in logged if name == "stall/fraction"] == [0.75, 0.0]
+    assert [value for name, value in logged if name == "topt/data_wait_share"] == [0.75, 0.0]
 
 
 def test_validation_is_no_time_of_training(clock):
@@ -185,7 +185,10 @@ def test_batches_of_several_samples_and_accumulated_gradients(clock):
         accumulate_grad_batches=2,
     )
     assert monitor.total == total(4, wait=8 * WAIT, seconds=8 * WAIT + 4 * STEP)
-    assert [value for name, value in logged if name == "stall/wait_seconds"] == [2 * WAIT, 2 * WAIT]
+    assert [value for name, value in logged if name == "topt/data_wait_seconds"] == [
+        2 * WAIT,
+        2 * WAIT,
+    ]
 
 
 @pytest.mark.parametrize("kind", ["unsized", "several", "own", "iterator"])

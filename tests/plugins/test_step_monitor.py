@@ -8,13 +8,15 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.execution.memory import MemoryMeter
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.plan.parallel_plan import preset_plan
-from lightning_topt.plan.plan_values import PRESETS
+from lightning_topt.plan.plan_values import PRESETS, StepEstimate
 from lightning_topt.plugins import monitors
 from lightning_topt.plugins.monitors import StepMonitor
 from tests.clock import Clock
@@ -100,6 +102,48 @@ def test_median_leaves_out_the_first_steps(clock):
 def test_a_step_is_all_batches_of_an_accumulated_gradient(clock):
     measurement = fit(Known(clock), accumulate_grad_batches=3)
     assert (measurement.steps, measurement.median_step_seconds) == (2, 3)
+
+
+class Logged(DummyLogger):
+    """Keeps what is logged of ours."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = {}
+
+    def log_metrics(self, metrics, step=None):
+        if "topt/step_seconds" in metrics:
+            self.steps[step] = {name: metrics[name] for name in metrics if "topt/" in name}
+
+
+class Planned(SingleDeviceStrategy):
+    """A strategy that runs a plan of a known prediction, for steps of two batches."""
+
+    parallel_plan = dataclasses.replace(
+        preset_plan(PRESETS["ddp"], mesh=data_mesh(2)),
+        predicted=StepEstimate(7.0, MIB, 7.0, 0.0),
+        accumulate=2,
+    )
+
+
+@linux
+@pytest.mark.parametrize("accumulates", [1, 2])
+def test_steps_are_logged_beside_what_was_predicted(clock, accumulates):
+    logger = Logged()
+    trainer = pl.Trainer(
+        strategy=Planned(torch.device("cpu")), max_epochs=1, callbacks=[StepMonitor()],
+        logger=logger, log_every_n_steps=2, accumulate_grad_batches=accumulates,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Known(clock), DataLoader(torch.ones(4 * accumulates, 1)))
+    # by the step as Lightning counts when it logs; the first two took a hundred seconds a batch
+    assert [each["topt/step_seconds"] for each in logger.steps.values()] == [
+        100 * accumulates,
+        accumulates,
+    ]
+    for each in logger.steps.values():
+        assert each["topt/peak_bytes"] >= 0
+        assert each.get("topt/predicted_step_seconds") == (7 if accumulates == 2 else None)
 
 
 class TakesOver(pl.Callback):

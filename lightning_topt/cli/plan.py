@@ -74,7 +74,7 @@ def run(config: DictConfig) -> None:
     )
     STATUS.clear()  # ranks that measure say so by themselves
     search = setup.with_costs(unpriced.request, request)
-    if search is None:  # another rank of torchrun goes on
+    if search is None:  # another rank of torchrun or srun goes on
         return
     # of a step, which may have several batches
     facts = ModelFacts.of(search.graph, search.optimizer, search.cluster)

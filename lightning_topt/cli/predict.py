@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
@@ -127,8 +127,7 @@ def _read_cluster(config: DictConfig) -> Cluster | None:
             "a prediction is for one cluster: give one name, and predict for each of them"
         )
     if config.cluster_file is None:
-        value: Any = None if config.cluster is None else OmegaConf.to_container(config.cluster)
-        return read_cluster(value)
+        return read_cluster(instantiate(config.cluster, _convert_="all"))
     if config.cluster is not None:
         raise ValueError("cluster and cluster_file are two clusters: leave out one of them")
     return read_cluster(str(config.cluster_file))

@@ -284,7 +284,7 @@ def _on_clusters(
         search = setup.with_costs(
             functools.partial(unpriced.request, global_batch_size=example.samples), request
         )
-        if search is None:  # another rank of torchrun goes on
+        if search is None:  # another rank of torchrun or srun goes on
             raise SystemExit(0)
         # the costs of a cluster serve all its scenarios
         search = dataclasses.replace(search, max_seconds=_SECONDS)

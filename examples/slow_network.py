@@ -99,7 +99,9 @@ def main() -> None:
     trainer.fit(Classifier(), datamodule=Digits())
     if trainer.is_global_zero:
         seen = trainer.callback_metrics
-        sent, dense = (float(seen[f"exchange/{name}bytes_per_step"]) for name in ("", "dense_"))
+        sent, dense = (
+            float(seen[f"topt/exchange_{name}bytes_per_step"]) for name in ("", "dense_")
+        )
         print(f"sent per step: {sent / 1e3:.1f} kB; ddp sends {dense / 1e3:.1f} kB")
         print(f"accuracy: {float(seen['val_accuracy']):.3f}")
 

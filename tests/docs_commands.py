@@ -81,6 +81,7 @@ FORMS = [
     Form(r"^topt .*--config-dir configs ", "skip", (), "a project's files (cli/test_own_classes)"),
     Form(r"^topt .*accelerator=cuda", "compose", (), "needs CUDA devices"),
     Form(r"^topt .*_target_=mine\.", "compose", (), "names classes of the reader's own"),
+    Form(r"^topt .*cluster=slurm", "compose", (), "reads the job of SLURM that it runs in"),
     Form(r"^topt .*/shared/", "compose", (), "reads a file that a cluster's nodes share"),
     Form(r"^topt predict .*runs=", "compose", (), "reads records of runs (tests/cli/test_predict)"),
     Form(r"^topt .*plan=\S+\.yaml", "compose", (), "reads a plan file (tests/cli/test_predict)"),
@@ -165,7 +166,7 @@ def commands_of(block: Block, folder: Path) -> list[Command]:
     (folder / ".venv" / "bin" / "activate").touch()
     log.touch()
     environment = {"PATH": f"{programs}:/usr/bin:/bin", "COMMANDS": str(log), "HOME": str(folder)}
-    environment["SLURM_JOB_ID"] = "1"
+    environment |= dict.fromkeys(("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"), "1")
     ended = subprocess.run(
         ["bash", "-ec", block.text],
         cwd=folder,

@@ -29,7 +29,11 @@ class AutoParallelConfig:
     # null: search
     plan: Any = None
     cluster: Any = _CLUSTER
-    memory_margin: float = 0.05
+    memory_margin: float | None = None  # null: as much as keeps a limit at the confidence
+    confidence: float = 0.9  # share of the runs that intervals of predictions are for
+    # plans whose times differ by at most this share count as equally fast; 0: the fastest alone;
+    # null: by what the ratio of two predictions may be off
+    equal_within: float | None = None
     # true, or methods such as [topk, {method: powersgd, rank: 4}]: plans may send gradients
     # compressed
     allow_compression: Any = False

@@ -249,7 +249,9 @@ def _compressed_points(
         if point.plan.keeps_gradients_whole
     ]
     fits = fitting_points(
-        points, memory_limit=_memory_limit(at, request), memory_margin=request.memory_margin
+        points,
+        memory_limit=_memory_limit(at, request),
+        memory_margin=request.margin_on(at.scenario.cluster),
     )
     why = "it is for whole gradients, and no plan that keeps these whole fits into memory"
     return fits, "" if fits else why

@@ -42,7 +42,7 @@ def run(config: DictConfig) -> None:
         ValueError: the machine lacks what `config` asks for.
     """
     found = run_on_ranks(_measure, accelerator=config.accelerator, devices=config.devices)
-    if found is None:  # another rank of torchrun writes it
+    if found is None:  # another rank of torchrun or srun writes it
         return
 
     # files

@@ -18,6 +18,7 @@ from hydra.utils import instantiate
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_topt.cli.slurm import plugins_of_planning
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.graph.accelerator_kernels import OnAccelerator
 from lightning_topt.graph.capture import capture
@@ -160,6 +161,7 @@ def one_device_trainer(config: DictConfig) -> pl.Trainer:
         "num_nodes": 1,
         "logger": False,
         "enable_checkpointing": False,
+        **plugins_of_planning(config.trainer),
     }
     trainer: pl.Trainer = instantiate(config.trainer, **given, _convert_="all")
     return trainer

@@ -3,8 +3,8 @@
     run_on_ranks(measure, accelerator="cpu", devices=4)     # a collective function, rank 0's result
     for index, outcome in outcomes_of(search, items, processes=2): ...     # independent items
 
-`run_on_ranks` starts ranks with a process group, or uses those that torchrun has started. There
-`topt calibrate`, `topt plan` and `topt verify` measure and try steps. `outcomes_of` divides
+`run_on_ranks` starts ranks with a process group, or uses those that torchrun or srun has started.
+There `topt calibrate`, `topt plan` and `topt verify` measure and try steps. `outcomes_of` divides
 searches that need nothing of one another among helper processes and this one.
 """
 
@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 
 from lightning_topt.basics.argument_checks import check_whole
@@ -60,7 +61,7 @@ def run_on_ranks(
     devices: int,
     threads: int | None = None,
 ) -> Result | None:
-    """Call `function` on `devices` new ranks, or on those that torchrun has started.
+    """Call `function` on `devices` new ranks, or on those that torchrun or srun has started.
 
     Args:
         function: called as ``function(device, num_nodes, *arguments)`` in a process group.
@@ -71,7 +72,7 @@ def run_on_ranks(
             process has computed with several threads, which a forked rank would wait for.
 
     Returns:
-        The result of rank 0; None on ranks of torchrun other than 0.
+        The result of rank 0; None on ranks of torchrun and srun other than 0.
 
     Raises:
         ValueError: the machine lacks the devices.
@@ -94,6 +95,22 @@ def run_on_ranks(
         num_nodes = int(os.environ["WORLD_SIZE"]) // local_world_size
         return _call_in_group(
             function, kind, local_rank, num_nodes, arguments, init_method="env://"
+        )
+
+    # in a step of several tasks it is one of these
+    if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        slurm = SLURMEnvironment(auto_requeue=False)
+        num_nodes = int(os.environ["SLURM_STEP_NUM_NODES"])
+        _set_num_threads_if_needed(num_processes=slurm.world_size() // num_nodes)
+        return _call_in_group(
+            function,
+            kind,
+            slurm.local_rank(),
+            num_nodes,
+            arguments,
+            init_method=f"tcp://{slurm.main_address}:{slurm.main_port}",
+            rank=slurm.global_rank(),
+            world_size=slurm.world_size(),
         )
 
     # else ranks are started, which meet in a file; rank 0 leaves its result beside it

@@ -24,14 +24,14 @@ import lightning.pytorch as pl
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from lightning_topt.basics.units import format_seconds
 from lightning_topt.cli import what_if
 from lightning_topt.cli.example_step import has_accelerators
 from lightning_topt.cli.plan_steps import PlanSetup, UnpricedSearch, report_plan
 from lightning_topt.cli.search_space import SearchedMeshes
 from lightning_topt.costs.cluster import sentence_of
 from lightning_topt.plan.choose import check_objective
-from lightning_topt.plan.plan_search import SearchRequest, search_plans
+from lightning_topt.plan.plan_intervals import interval_sentences, with_intervals
+from lightning_topt.plan.plan_search import search_plans
 from lightning_topt.plan.scenarios import ModelFacts, of_steps
 from lightning_topt.plugins.planning import Planning
 from lightning_topt.plugins.searched_plan import choose_for
@@ -74,12 +74,14 @@ def run(config: DictConfig) -> None:
     )
     STATUS.clear()  # ranks that measure say so by themselves
     search = setup.with_costs(unpriced.request, request)
-    if search is None:  # another rank of torchrun goes on
+    if search is None:  # another rank of torchrun or srun goes on
         return
     # of a step, which may have several batches
     facts = ModelFacts.of(search.graph, search.optimizer, search.cluster)
     parts = trainer.accumulate_grad_batches
     frontier = of_steps(search_plans(search, progress=STATUS.show), accumulate=parts, facts=facts)
+    level = request.confidence
+    frontier = with_intervals(frontier, search.cluster, search.graph, level=level)
     folder = Path(HydraConfig.get().runtime.output_dir)
     frontier.save(folder / "frontier.json")  # worth having even when no plan fits
 
@@ -90,20 +92,6 @@ def run(config: DictConfig) -> None:
     notes.append(sentence_of(search.cluster.accuracy))
     request = dataclasses.replace(request, objective=objective)
     planning = Planning(frontier, choose_for(request, frontier, search.cluster), example.graph)
-    notes += interval_notes(planning, search)
+    intervals = planning.intervals(search.cluster, level=level)
+    notes += interval_sentences(intervals, search.cluster)
     report_plan(planning, search, request, folder=folder, notes=notes)
-
-
-def interval_notes(planning: Planning, search: SearchRequest) -> list[str]:
-    """Return the interval of the chosen plan's step time, where anything was measured."""
-    accuracy = search.cluster.accuracy
-    found = None if accuracy is None else planning.interval(accuracy)
-    if found is None:
-        return []
-    note = (
-        f"Nine of ten such predictions are right within {format_seconds(found.low)} to "
-        f"{format_seconds(found.high)} for this step."
-    )
-    if found.outside:
-        note += f" Outside of what was measured, so less sure: {', '.join(found.outside)}."
-    return [note]

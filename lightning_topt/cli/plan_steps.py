@@ -32,6 +32,7 @@ from lightning_topt.cli.example_step import ExampleStep, NeedsValues, capture_ex
 from lightning_topt.cli.local_processes import run_on_ranks
 from lightning_topt.cli.report import memory_limit_of, save_frontier_page
 from lightning_topt.cli.search_space import SearchedMeshes
+from lightning_topt.cli.slurm import plugins_of_planning
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
@@ -82,7 +83,11 @@ class PlanSetup:
                 "topt plan needs strategy=topt: the other strategies have nothing to plan"
             )
         trainer: pl.Trainer = instantiate(
-            config.trainer, strategy=strategy, logger=False, _convert_="all"
+            config.trainer,
+            strategy=strategy,
+            logger=False,
+            **plugins_of_planning(config.trainer),
+            _convert_="all",
         )
         return cls(model, make_model, datamodule, strategy, trainer)
 
@@ -128,7 +133,7 @@ class PlanSetup:
         Costs are those of the cluster of `request`; without one they are measured here.
 
         Returns:
-            None on ranks of torchrun that have nothing more to do.
+            None on ranks of torchrun and srun that have nothing more to do.
         """
         # costs are given with the cluster, or measured on ranks of this machine
         if request.cluster is not None:

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
@@ -45,6 +45,7 @@ from lightning_topt.cli.run_prices import (
     RunPrices,
     clusters_of,
     completed,
+    difference_of,
     fit_runs,
     measured_runs,
 )
@@ -64,6 +65,7 @@ from lightning_topt.costs.plain_values import number, parse_json, read_text, sho
 from lightning_topt.graph.module_copy import build_on_meta
 from lightning_topt.plan.explanation import PricedPlan, price_plan
 from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plan.plan_intervals import Intervals, KnownErrors, interval_sentences
 from lightning_topt.plan.plan_report import print_explanation, print_stages
 from lightning_topt.plan.plan_search import SearchRequest
 from lightning_topt.plugins.plan_options import (
@@ -125,8 +127,7 @@ def _read_cluster(config: DictConfig) -> Cluster | None:
             "a prediction is for one cluster: give one name, and predict for each of them"
         )
     if config.cluster_file is None:
-        value: Any = None if config.cluster is None else OmegaConf.to_container(config.cluster)
-        return read_cluster(value)
+        return read_cluster(instantiate(config.cluster, _convert_="all"))
     if config.cluster is not None:
         raise ValueError("cluster and cluster_file are two clusters: leave out one of them")
     return read_cluster(str(config.cluster_file))
@@ -177,7 +178,9 @@ def predict_plan(config: DictConfig, cluster: Cluster, *, console: Console) -> N
     parts = config.trainer.get("accumulate_grad_batches") or 1
     plan = _complete_plan(given, config.ranks, example, cluster, accumulate=parts)
     priced = price_plan(_request_of(plan, example, cluster, profile), plan)
-    _print_priced(priced, cluster, console=console)
+    costs = priced.predicted.step_seconds, priced.predicted.peak_bytes
+    sure = KnownErrors.of(cluster, example.graph).intervals(priced.plan, *costs)
+    _print_priced(priced, cluster, sure, console=console)
     if config.out is not None:
         out = Path(config.out)
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -254,7 +257,9 @@ def _request_of(
     )
 
 
-def _print_priced(priced: PricedPlan, cluster: Cluster, *, console: Console) -> None:
+def _print_priced(
+    priced: PricedPlan, cluster: Cluster, sure: Intervals, *, console: Console
+) -> None:
     """Print what a plan is predicted to cost, the kinds of work, and its blocks or stages."""
     predicted, plan = priced.predicted, priced.plan
     several = f"{plan.accumulate} micro-" if plan.accumulate > 1 else ""
@@ -267,7 +272,8 @@ def _print_priced(priced: PricedPlan, cluster: Cluster, *, console: Console) -> 
         f"{format_bytes(predicted.peak_bytes)} of each rank",
         highlight=False,
     )
-    console.print(sentence_of(cluster.accuracy), highlight=False)
+    for sentence in (sentence_of(cluster.accuracy), *interval_sentences(sure, cluster)):
+        console.print(sentence, highlight=False)
     # kinds of work, the longest first
     table = Table("of a step", "seconds", "share", caption=_CAPTION, caption_justify="left")
     for column in table.columns[1:]:
@@ -344,7 +350,9 @@ def predict_rows(
         domain = Domain.of([run.sizes for run in own], [run.techniques for run in own])
         source = f"the {len(own)} rows of {calibrate_on and calibrate_on.name} it was fitted to"
         accuracy = Accuracy(fitted.error, source=source, domain=domain)
-        clusters[name] = replace(fitted.cluster, accuracy=accuracy)
+        clusters[name] = replace(
+            fitted.cluster, accuracy=_of_pairs_and_peaks(accuracy, fitted, own)
+        )
 
     # the rows
     costs = {name: RunPrices(found) for name, found in clusters.items()}
@@ -353,25 +361,29 @@ def predict_rows(
     _print_summary(file.runs, priced, console)
     for found in clusters.values():
         console.print(sentence_of(found.accuracy), highlight=False)
-    intervals = [
-        _interval(clusters[name].accuracy, run, cost)
+    sure = [
+        (
+            clusters[name].seconds_interval(cost.step_seconds, run.sizes, run.techniques),
+            clusters[name].bytes_interval(cost.peak_bytes, run.sizes, run.techniques),
+        )
         for name, run, cost in zip(of_run, file.runs, priced, strict=True)
     ]
+    intervals = [seconds for seconds, _ in sure]
     _print_intervals(file.runs, intervals, console)
     if out is not None:
         added: dict[str, Sequence[float | str]] = {
             "predicted_seconds": [each.step_seconds for each in priced],
             "predicted_peak_bytes": [each.peak_bytes for each in priced],
         }
-        if known_all := [each for each in intervals if each is not None]:
-            ends = [("", "") if each is None else (each.low, each.high) for each in intervals]
-            added["predicted_seconds_low"], added["predicted_seconds_high"] = zip(
-                *ends, strict=True
-            )
-            if any(each.outside for each in known_all):
-                added["outside"] = [
-                    "" if each is None else "; ".join(each.outside) for each in intervals
-                ]
+        for column, of in (("seconds", intervals), ("peak_bytes", [size for _, size in sure])):
+            if any(each is not None for each in of):
+                ends = [("", "") if each is None else (each.low, each.high) for each in of]
+                low, high = f"predicted_{column}_low", f"predicted_{column}_high"
+                added[low], added[high] = zip(*ends, strict=True)
+        if any(each.outside for each in intervals if each is not None):
+            added["outside"] = [
+                "" if each is None else "; ".join(each.outside) for each in intervals
+            ]
         file.save(out, added)
         console.print(f"predictions: {out}", highlight=False, soft_wrap=True)
     if save_cluster is not None:
@@ -383,6 +395,24 @@ def predict_rows(
         save_cluster.parent.mkdir(parents=True, exist_ok=True)
         next(iter(clusters.values())).save(save_cluster)
         console.print(f"cluster: {save_cluster}", highlight=False, soft_wrap=True)
+
+
+def _of_pairs_and_peaks(
+    accuracy: Accuracy, fitted: FittedConstants, runs: Sequence[TrainingRun]
+) -> Accuracy:
+    """Return `accuracy` with what pairs of runs, and measured peaks, say beside it."""
+    prices = RunPrices(fitted.cluster)
+    pairs = difference_of(runs, [prices.step_seconds(run) for run in runs])
+    known = [run for run in runs if run.bytes is not None]
+    if not known:
+        return replace(accuracy, difference=pairs)
+    peaks = _measured([prices.price(run).peak_bytes for run in known], [r.bytes for r in known])
+    return replace(
+        accuracy,
+        difference=pairs,
+        bytes=ErrorFigure.of(*zip(*peaks, strict=True), above=True),
+        bytes_domain=Domain.of([run.sizes for run in known], [run.techniques for run in known]),
+    )
 
 
 def _completed(
@@ -417,13 +447,6 @@ def _print_constants(before: Cluster, fitted: FittedConstants, console: Console)
             values = constant.of(before), constant.of(fitted.cluster), fitted.factors[name]
             table.add_row(name, *(f"{value:.3g}" for value in values))
     console.print(table)
-
-
-def _interval(accuracy: Accuracy | None, run: TrainingRun, cost: RunPrice) -> Interval | None:
-    """Return the interval of a run's seconds; None where nothing was measured on its cluster."""
-    if accuracy is None:
-        return None
-    return accuracy.interval(cost.step_seconds, run.sizes, run.techniques)
 
 
 def _print_intervals(
@@ -711,4 +734,4 @@ def corrected(cluster: Cluster, runs: Sequence[RecordedRun]) -> Cluster:
 
 def _bytes_error(runs: Sequence[RecordedRun]) -> ErrorFigure | None:
     pairs = [(run.predicted_bytes, run.measured_bytes) for run in runs if run.measured_bytes]
-    return ErrorFigure.of(*zip(*pairs, strict=True)) if pairs else None
+    return ErrorFigure.of(*zip(*pairs, strict=True), above=True) if pairs else None

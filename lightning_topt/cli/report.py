@@ -34,10 +34,11 @@ def model_name(graph: OpGraph) -> str:
 def memory_limit_of(request: PlanRequest, cluster: Cluster | None) -> MemoryLimit | None:
     """Return the limit that was given, else the memory of a device; None: neither is known."""
     if request.memory_limit is not None:
-        return MemoryLimit(request.memory_limit, request.memory_margin)
+        return MemoryLimit(request.memory_limit, request.margin_on(cluster))
     if cluster is None:
         return None
-    return MemoryLimit(cluster.device.memory_bytes, request.memory_margin, "memory of a device")
+    margin = request.margin_on(cluster)
+    return MemoryLimit(cluster.device.memory_bytes, margin, "memory of a device")
 
 
 def save_frontier_page(

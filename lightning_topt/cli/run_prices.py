@@ -23,6 +23,7 @@ are neighbours, then data ranks, then stages. What has no model of its own is be
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ import torch
 from hydra_plugins.lightning_topt_searchpath import conf_dir
 from lightning_topt.cli.training_runs import ModelSizes, RunsAgain, TrainingRun, read_run_file
 from lightning_topt.cli.transformer import RankTransformer, TransformerSizes, takes_fused_softmax
-from lightning_topt.costs.cluster import Cluster, Device, Link
+from lightning_topt.costs.cluster import Cluster, Device, ErrorFigure, Link
 from lightning_topt.costs.communication import Group, estimate_collective_seconds
 from lightning_topt.costs.fitted_constants import (
     CONSTANTS,
@@ -82,6 +83,7 @@ STATE_BYTES, MOVED_BYTES = 12, 2 + 4 + 4 + 4 + 2 * 12 + 2
 OPERATORS_AGAIN, OPERATORS_KEPT = 0.4, 0.55
 # What products gain in float8, of twice the rate: scales and casts take the rest.
 FLOAT8_GAIN = 1.5
+NEAR = 0.25  # plans that a choice is between are predicted as close as this
 _PLACES = 3  # layers that are captured of a repeated model
 
 Seconds = Mapping[str, float]
@@ -136,6 +138,33 @@ def fit_runs(
 
     measured = [run.seconds for run in runs if run.seconds is not None]
     return fit_constants(cluster, predict, measured, constants=constants)
+
+
+def difference_of(
+    runs: Sequence[TrainingRun], seconds: Sequence[float], *, near: float = NEAR
+) -> ErrorFigure | None:
+    """Return the errors of ratios of two predicted times, of pairs of measured runs for one job.
+
+    Jobs count alike, however many pairs they have. None where there is no pair.
+
+    Args:
+        runs: with measured times; pairs are of one source, GPU, model, batch and number of devices.
+        seconds: predicted, with constants that fit, so that what runs have in common is left out.
+        near: by how much, as a share, the two predicted times of a pair may differ.
+    """
+    by_job: dict[tuple[object, ...], list[tuple[float, float]]] = {}
+    for run, value in zip(runs, seconds, strict=True):
+        if run.seconds is not None:
+            pair = value, run.seconds
+            by_job.setdefault((run.source, run.gpu, *run.job), []).append(pair)
+    predicted, measured, jobs = [], [], []
+    for job, several in by_job.items():
+        for (a, was_a), (b, was_b) in itertools.combinations(several, 2):
+            if abs(math.log(a / b)) <= math.log1p(near):
+                predicted.append(a / b)
+                measured.append(was_a / was_b)
+                jobs.append(job)
+    return ErrorFigure.of(predicted, measured, groups=jobs) if jobs else None
 
 
 def clusters_of(runs: Sequence[TrainingRun], cluster: Cluster | None) -> dict[str, Cluster]:

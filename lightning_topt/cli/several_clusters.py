@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from hydra.utils import instantiate
+from omegaconf import DictConfig
 
 from lightning_topt.costs.cluster import Cluster, ClusterError
 
@@ -67,4 +68,5 @@ def _composed(name: str) -> Cluster | None:
         return None
     if not isinstance(cluster, DictConfig):
         raise ClusterError(f"the cluster {name!r} is not a mapping")
-    return Cluster.from_dict(OmegaConf.to_container(cluster, resolve=True))
+    found = instantiate(cluster, _convert_="all")  # slurm.yaml names a function that makes it
+    return found if isinstance(found, Cluster) else Cluster.from_dict(found)

@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from lightning_topt.basics.units import parse_bandwidth
+from lightning_topt.cli.slurm import plugins_of_planning
 from lightning_topt.data.stalls.loop import Watched
 from lightning_topt.data.stalls.measurement import (
     MeasurementOptions,
@@ -59,7 +60,9 @@ def run(config: DictConfig) -> None:
     measurement = measure(
         model,
         datamodule,
-        trainer=lambda: instantiate(config.trainer, **QUIET, _convert_="all"),
+        trainer=lambda: instantiate(
+            config.trainer, **QUIET, **plugins_of_planning(config.trainer), _convert_="all"
+        ),
         directory=config.directory,
         options=MeasurementOptions(
             seconds=config.seconds,

@@ -70,6 +70,8 @@ def run(config: DictConfig) -> float | None:
         strategy=instantiate(config.strategy, _convert_="all"),
         callbacks=callbacks,
         logger=CSVLogger(folder, name="csv", version=""),
+        # SLURM's requeued jobs go on from a file there, which no other job may find
+        default_root_dir=config.trainer.get("default_root_dir") or folder,
         _convert_="all",
     )
 

@@ -68,7 +68,7 @@ def run(config: DictConfig) -> None:
         PlanError: the plan cannot be read.
     """
     pl.seed_everything(config.seed, workers=True)
-    cluster = read_cluster(plain_value(config.cluster))
+    cluster = read_cluster(instantiate(config.cluster, _convert_="all"))
     subject = Subject.of(config)
 
     # the plan alone
@@ -107,7 +107,7 @@ def run(config: DictConfig) -> None:
             )
             verification = replace(verification, problems=(*verification.problems, problem))
         else:
-            if seen is None:  # another rank of torchrun goes on
+            if seen is None:  # another rank of torchrun or srun goes on
                 return
             verification = with_observations(verification, seen, where="of this machine")
 

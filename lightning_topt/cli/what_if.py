@@ -284,7 +284,7 @@ def _on_clusters(
         search = setup.with_costs(
             functools.partial(unpriced.request, global_batch_size=example.samples), request
         )
-        if search is None:  # another rank of torchrun goes on
+        if search is None:  # another rank of torchrun or srun goes on
             raise SystemExit(0)
         # the costs of a cluster serve all its scenarios
         search = dataclasses.replace(search, max_seconds=_SECONDS)
@@ -353,7 +353,9 @@ def _search(
         scenario,
         objective=request.objective,
         memory_limit=request.memory_limit,
-        memory_margin=request.memory_margin,
+        memory_margin=request.margin_on(search.cluster),
+        difference=request.difference_on(search.cluster),
+        confidence=request.confidence,
         accumulate=asked.accumulate,
         work=asked.work,
         progress=progress,

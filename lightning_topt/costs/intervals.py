@@ -12,6 +12,9 @@ Runs come in groups, such as those of one table, whose errors are alike. So q is
 each run counts as much as any other, or each group does, whatever the number of its runs. d is how
 far outside of the measured runs a new one is: doublings beyond the least or the most of each size,
 and 1 for each technique that none had.
+
+Other levels than 0.9 have a w whose logarithm is in proportion, as that of normal errors is: at 0
+nothing is left of it, at 0.99 it is 1.57 times as large.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import NormalDist
 
 import numpy as np
 
@@ -78,7 +82,7 @@ class Domain:
 
 @dataclass(frozen=True)
 class Interval:
-    """From `low` to `high`, with the truth inside for nine of ten runs.
+    """From `low` to `high`, with the truth inside for a share `level` of runs.
 
     `outside` names what of the run no measured one had.
     """
@@ -86,22 +90,52 @@ class Interval:
     low: float
     high: float
     outside: tuple[str, ...] = ()
+    level: float = LEVEL
 
     def __contains__(self, value: float) -> bool:
         """Return whether `value` is inside."""
         return self.low <= value <= self.high
 
 
-def interval_of(value: float, *, error: float, outside: Mapping[str, float] = _NOTHING) -> Interval:
+def interval_of(
+    value: float,
+    *,
+    error: float,
+    outside: Mapping[str, float] = _NOTHING,
+    level: float = LEVEL,
+) -> Interval:
     """Return the interval of a prediction.
 
     Args:
         value: what is predicted.
         error: nine of ten predictions of measured runs were off by at most this factor, less 1.
         outside: see `Domain.outside`.
+        level: the share of runs that are inside.
     """
-    width = math.log1p(error) + WIDER * sum(outside.values())
-    return Interval(value * math.exp(-width), value * math.exp(width), tuple(outside))
+    width = (math.log1p(error) + WIDER * sum(outside.values())) * _widths_of(level)
+    return Interval(value * math.exp(-width), value * math.exp(width), tuple(outside), level)
+
+
+def share_at(share: float, level: float) -> float:
+    """Return what the share by which nine of ten runs are off is at another level."""
+    return math.expm1(math.log1p(share) * _widths_of(level))
+
+
+def check_level(level: float) -> None:
+    """Raise ValueError unless `level` is a share below 1."""
+    if not 0 <= level < 1:
+        raise ValueError(
+            f"confidence is the share of runs that an interval is for, from 0 to below 1 such as "
+            f"0.9, got {level}"
+        )
+
+
+def _widths_of(level: float) -> float:
+    """Return the width of normal intervals at this level, in widths at `LEVEL`."""
+    if level == LEVEL:
+        return 1.0
+    at, usual = (NormalDist().inv_cdf((1 + each) / 2) for each in (level, LEVEL))
+    return at / usual
 
 
 def quantile_of_groups(

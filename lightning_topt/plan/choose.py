@@ -7,12 +7,17 @@ Objectives are least time, least memory or fewest devices, within the limits: th
 TensorOpt (arXiv 2004.10856, section 5), mini-time, and mini-parallelism for ``"devices"``.
 Predictions have errors, so among the plans that are as good as the best up to that error the
 simplest one is chosen.
+
+What two plans have in common, such as the rate of matrix products, does not change which of them is
+faster. Where it is known by how much the ratio of two predicted times is off (`difference`), plans
+within that count as equally fast, whatever the error of either time is. Of these run the simplest
+mechanism, then the one that waits least for communication, then the one with most free memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 from lightning_topt.basics.units import format_bytes, format_seconds
 from lightning_topt.costs.plain_values import shown
@@ -50,6 +55,7 @@ def choose(
     time_error: float = TIME_ERROR,
     time_error_seconds: float = TIME_ERROR_SECONDS,
     alike_time_error: float = ALIKE_TIME_ERROR,
+    difference: float | None = None,
 ) -> PlanPoint:
     """Return the simplest point that is as good as the best by `objective`.
 
@@ -72,6 +78,9 @@ def choose(
             fast.
         time_error_seconds: seconds that are added to that share.
         alike_time_error: the share among plans that run by the same mechanism.
+        difference: the share by which the ratio of two predicted times may be off, in place of
+            `time_error`; plans of one mesh are compared by `alike_time_error` all the same. 0: the
+            fastest alone. None: not known.
 
     Raises:
         ValueError: an unknown objective, or a number of devices without plans.
@@ -89,9 +98,10 @@ def choose(
         raise NoPlanFitsError(_why_none_fits(candidates, memory_limit, memory_margin))
 
     # the error between mechanisms, the one within a mechanism, and seconds on top of both
-    error, alike_error, least = time_error, min(alike_time_error, time_error), time_error_seconds
+    error = time_error if difference is None else difference
+    alike_error, least = min(alike_time_error, error), 0.0 if error == 0 else time_error_seconds
     if objective == "memory":
-        error, alike_error, least = MEMORY_ERROR, MEMORY_ERROR, 0.0
+        error, alike_error, least, difference = MEMORY_ERROR, MEMORY_ERROR, 0.0, None
 
     def cost(point: PlanPoint) -> tuple[float, float]:
         # the objective first; the other cost decides between equals
@@ -111,10 +121,18 @@ def choose(
     # of these, the simplest mechanism, and the simplest plan that runs by it
     simplest = min(_mechanism(point.plan) for point in equal)
     alike = [point for point in equal if _mechanism(point.plan) == simplest]
-    most = min(cost(point)[0] for point in alike) * (1 + alike_error) + least
-    chosen = min(
-        (p for p in alike if cost(p)[0] <= most), key=lambda p: (_complexity(p.plan), cost(p))
-    )
+
+    def simplest_of(several: Sequence[PlanPoint]) -> PlanPoint:
+        most = min(cost(point)[0] for point in several) * (1 + alike_error) + least
+        close = (p for p in several if cost(p)[0] <= most)
+        return min(close, key=lambda p: (_complexity(p.plan), cost(p)))
+
+    if difference is None:
+        chosen = simplest_of(alike)
+    else:
+        # a plan of each mesh: what is not in common is how these communicate
+        of_meshes = [simplest_of(several) for several in _by_mesh(alike)]
+        chosen = min(of_meshes, key=lambda p: (_waits(p), p.peak_bytes, cost(p)))
 
     reason = "; ".join(
         [
@@ -123,8 +141,9 @@ def choose(
                 best,
                 objective=objective,
                 memory_limit=memory_limit,
-                error=alike_error if best in alike else error,
+                error=alike_error if best in alike and difference is None else error,
                 error_seconds=least,
+                by_difference=difference is not None,
             ),
             *_neighbours(
                 chosen, candidates, memory_limit=memory_limit, memory_margin=memory_margin
@@ -166,6 +185,24 @@ def _mechanism(plan: ParallelPlan) -> tuple[int, ...]:
         int(plan.schedule is not None),
         int(plan.gradient_views),
     )
+
+
+def _by_mesh(points: Iterable[PlanPoint]) -> list[list[PlanPoint]]:
+    """Return the points by their meshes and schedules; only blocks differ within one of these."""
+    found: dict[Hashable, list[PlanPoint]] = {}
+    for point in points:
+        plan = point.plan
+        stages = plan.schedule, len(plan.stages), plan.num_microbatches, plan.accumulate
+        found.setdefault((plan.mesh, *stages, plan.own_batches), []).append(point)
+    return [*found.values()]
+
+
+def _waits(point: PlanPoint) -> int:
+    """Return the percent of a step that nothing but communication runs in."""
+    predicted = point.plan.predicted
+    if predicted is None or not predicted.step_seconds:
+        return 0
+    return round(100 * predicted.exposed_communication_seconds / predicted.step_seconds)
 
 
 def _complexity(plan: ParallelPlan) -> tuple[int, ...]:
@@ -237,6 +274,7 @@ def _why(
     memory_limit: float | None,
     error: float,
     error_seconds: float,
+    by_difference: bool,
 ) -> str:
     """Return the first sentence: what the plan is the best of, and what it costs."""
     limit = (
@@ -262,11 +300,17 @@ def _why(
         "devices": f"The fewest devices with a plan{limit}, as fast as any of theirs",
     }
     # a simpler one was taken, so the reason says what the best would save
-    within = f"{100 * error:g} %"
+    within = f"{100 * error:.3g} %"
     # of steps of a few milliseconds the seconds of the error are what counts
     if objective != "memory" and chosen.step_seconds > best.step_seconds * (1 + error):
         within += f" and {format_seconds(error_seconds)}"
     simplest = f", within the prediction's error of {within}, and the simplest of these"
+    if by_difference:
+        simplest = (
+            f", within {within}, which the ratio of two predicted times may be off by. Of these it "
+            f"is the simplest kind that waits least for communication ({_waits(chosen)} % of the "
+            "step), then has most free memory"
+        )
     if objective == "memory":
         saved = (
             f"the smallest ({best.plan.summary()}) saves "

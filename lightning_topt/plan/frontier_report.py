@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_topt.basics.units import format_bytes, format_seconds
+from lightning_topt.costs.intervals import Interval
 from lightning_topt.costs.plain_values import dump_yaml
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan
@@ -121,7 +122,16 @@ def print_table(
         caption += f"; {left_out} of {len(ordered)} plans left out"
     # the number of devices is a column where it says something
     several = len({point.devices for point in ordered}) > 1
-    names = ["", *(["devices"] * several), "step time", "peak memory", "plan"]
+    titles = {
+        "step time": ordered[index].seconds_interval,
+        "peak memory": ordered[index].bytes_interval,
+    }
+    names = ["", *(["devices"] * several)]
+    for title, interval in titles.items():
+        names.append(title if interval is None else f"{title}\n{100 * interval.level:g} % interval")
+    names.append("plan")
+    if any(_is_outside(ordered[i]) for i in shown):
+        caption += "; ~ unlike what was measured"
     table = Table(*names, caption=caption, caption_justify="left")
     for column in table.columns[1:-1]:
         column.justify, column.no_wrap = "right", True
@@ -129,13 +139,31 @@ def print_table(
         point = ordered[i]
         numbers = [
             *([str(point.devices)] * several),
-            format_seconds(point.step_seconds),
-            format_bytes(point.peak_bytes),
+            _with_ends(point.step_seconds, point.seconds_interval, format_seconds),
+            _with_ends(point.peak_bytes, point.bytes_interval, format_bytes),
         ]
         fits = point.peak_bytes <= most
         mark, style = ("*", "bold green") if i == index else ("", "") if fits else ("!", "dim")
         table.add_row(mark, *numbers, point.plan.summary(), style=style)
     console.print(table)
+
+
+def _is_outside(point: PlanPoint) -> bool:
+    both = point.seconds_interval, point.bytes_interval
+    return any(each is not None and bool(each.outside) for each in both)
+
+
+def _with_ends(value: float, interval: Interval | None, written: Callable[[float], str]) -> str:
+    """Return the cell of a number, with its interval in a second line.
+
+    A unit is written once, where both ends have it.
+    """
+    if interval is None:
+        return written(value)
+    low, high = written(interval.low), written(interval.high)
+    if low.split()[-1] == high.split()[-1]:
+        low = low.split()[0]
+    return f"{written(value)}\n{low} to {high}{' ~' if interval.outside else ''}"
 
 
 def _selection(points: Points, chosen: int, *, limit: int) -> list[int]:
@@ -455,7 +483,9 @@ def _numbers(point: PlanPoint) -> dict[str, str]:
     plan, accumulate = point.plan, point.plan.accumulate
     numbers = {
         "Time per step": format_seconds(point.step_seconds),
+        **_interval_numbers("time", point.seconds_interval, format_seconds),
         "Peak memory per device": format_bytes(point.peak_bytes),
+        **_interval_numbers("memory", point.bytes_interval, format_bytes),
         "Devices": str(point.devices),
     }
     if plan.predicted is not None:
@@ -468,4 +498,17 @@ def _numbers(point: PlanPoint) -> dict[str, str]:
         numbers["Samples per second"] = f"{samples / point.step_seconds:,.1f}"
     if accumulate > 1:
         numbers["Micro-batches per step"] = str(accumulate)
+    both = {"times": point.seconds_interval, "peaks": point.bytes_interval}
+    for of, interval in both.items():
+        if interval is not None and interval.outside:
+            numbers[f"Unlike measured {of}"] = ", ".join(interval.outside)
     return numbers
+
+
+def _interval_numbers(
+    of: str, interval: Interval | None, written: Callable[[float], str]
+) -> dict[str, str]:
+    if interval is None:
+        return {f"Interval of the {of}": "its errors are not known"}
+    low, high = written(interval.low), written(interval.high)
+    return {f"{100 * interval.level:g} % interval of the {of}": f"{low} to {high}"}

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lightning_topt.costs.intervals import Interval
 from lightning_topt.costs.plain_values import (
     ValueReader,
     anything,
@@ -41,7 +42,8 @@ from lightning_topt.plan.plan_values import (
     config_to_dict,
 )
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+_READ = (2, SCHEMA_VERSION)  # files of version 2 have no intervals
 T = TypeVar("T")
 
 
@@ -54,12 +56,25 @@ class PlanPoint:
         peak_bytes: per device, at the peak.
         devices: number of them.
         plan: the plan.
+        seconds_interval, bytes_interval: how sure both are (`plan_intervals`); None: not known.
     """
 
     step_seconds: float
     peak_bytes: float
     devices: int
     plan: ParallelPlan
+    seconds_interval: Interval | None = None
+    bytes_interval: Interval | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, without the plan, and without intervals that are not known."""
+        intervals = {
+            name: asdict(value)
+            for name in ("seconds_interval", "bytes_interval")
+            if (value := getattr(self, name)) is not None
+        }
+        costs = {name: getattr(self, name) for name in ("step_seconds", "peak_bytes", "devices")}
+        return {**costs, **intervals}
 
 
 @dataclass(frozen=True)
@@ -133,7 +148,7 @@ class PlanFrontier:
         # one numbering for both lists; its tables go last, when all plans have been through it
         lists, shared = {"points": self.points, "uniform": self.uniform}, _SharedBlocks()
         plain = {
-            key: [{**vars(p), "plan": shared.plain(p.plan)} for p in points]
+            key: [{**p.to_dict(), "plan": shared.plain(p.plan)} for p in points]
             for key, points in lists.items()
         }
         return json.dumps(
@@ -158,14 +173,21 @@ def _read_frontier(data: object) -> PlanFrontier:
     if not isinstance(data, dict):
         raise ValueError(f"it is a mapping, got {type(data).__name__}")
     # a whole number exactly, not 2.0
-    if type(data.get("schema_version")) is not int or data.pop("schema_version") != SCHEMA_VERSION:
+    if type(data.get("schema_version")) is not int or data.pop("schema_version") not in _READ:
         raise ValueError(
-            f"it was not written by schema version {SCHEMA_VERSION}; run `topt plan` again"
+            f"it was not written by schema version {' or '.join(map(str, _READ))}; run `topt plan` "
+            "again"
         )
     entries = read_entries(data, _READERS, needed=_READERS, name="frontier")
     tables = _BlockTables(entries.pop("blocks"), entries.pop("configs"))
     read_point = record(
-        PlanPoint, step_seconds=number, peak_bytes=number, devices=whole, plan=tables.read_plan
+        PlanPoint,
+        step_seconds=number,
+        peak_bytes=number,
+        devices=whole,
+        plan=tables.read_plan,
+        seconds_interval=_read_interval,
+        bytes_interval=_read_interval,
     )
     for key in ("points", "uniform"):
         entries[key] = list_of(read_point)(entries[key], name=f"frontier.{key}")
@@ -173,6 +195,7 @@ def _read_frontier(data: object) -> PlanFrontier:
     return PlanFrontier(**{**entries, "exact": entries["error_bound"] == 0})
 
 
+_read_interval = record(Interval, low=number, high=number, level=number, outside=list_of(text))
 _READERS: dict[str, ValueReader[Any]] = {
     "blocks": list_of(text),
     "configs": list_of(anything),  # as plans on some mesh need them

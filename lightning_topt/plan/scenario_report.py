@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lightning_topt.basics.units import format_bytes, format_duration, format_money, format_seconds
+from lightning_topt.costs.intervals import Interval
 from lightning_topt.plan.report_page import (
     COLOURS,
     INK,
@@ -199,6 +201,8 @@ def estimate_to_dict(
         "price_per_hour": scenario.price_per_hour,
         "accumulate": each.accumulate,
         "step_seconds": each.step_seconds,
+        "seconds_interval": _interval(each.point.seconds_interval),
+        "bytes_interval": _interval(each.point.bytes_interval),
         "samples_per_second": each.samples_per_second,
         "tokens_per_second": each.tokens_per_second,
         "peak_bytes": each.peak_bytes,
@@ -216,6 +220,10 @@ def estimate_to_dict(
         "best": best,
         "chosen": chosen,
     }
+
+
+def _interval(interval: Interval | None) -> dict[str, Any] | None:
+    return None if interval is None else asdict(interval)
 
 
 def _finite(value: float) -> float | None:

@@ -32,6 +32,7 @@ from lightning_topt.basics.units import (
 )
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.failures import RunTime, run_time
+from lightning_topt.costs.intervals import LEVEL
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.costs.sizes import parameter_bytes
 from lightning_topt.graph.op_graph import OpGraph
@@ -45,6 +46,7 @@ from lightning_topt.plan.choose import (
 )
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, StepEstimate
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
+from lightning_topt.plan.plan_intervals import with_intervals
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
 
 
@@ -355,6 +357,8 @@ def search_scenario(
     objective: str = "time",
     memory_limit: float | None = None,
     memory_margin: float = 0.05,
+    difference: float | None = None,
+    confidence: float = LEVEL,
     accumulate: Sequence[int] | None = None,
     work: Workload | None = None,
     progress: Callable[[str], None] | None = None,
@@ -371,6 +375,8 @@ def search_scenario(
         objective: as in `choose`.
         memory_limit: bytes per device; None: the memory of a device.
         memory_margin: as in `choose`.
+        difference: as in `choose`.
+        confidence: the level of the intervals.
         accumulate: numbers of micro-batches to try; None: 1, and powers of 2 until more of them
             take longer.
         work: of a whole run.
@@ -397,8 +403,11 @@ def search_scenario(
         if stopped and asked.split is None:
             continue
         try:
-            frontier = of_steps(
-                search_plans(asked, progress=progress), accumulate=count, facts=facts
+            frontier = with_intervals(
+                of_steps(search_plans(asked, progress=progress), accumulate=count, facts=facts),
+                request.cluster,
+                request.graph,
+                level=confidence,
             )
         except (PlanError, ValueError):
             # Not every number can be searched: an error only where the first one cannot be.
@@ -418,6 +427,7 @@ def search_scenario(
                     objective=goal,
                     memory_limit=limit,
                     memory_margin=memory_margin,
+                    difference=difference,
                 )
             )
         except NoPlanFitsError as none:

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_topt.communication.hook import CompressedExchange, ExchangeStatistics
 from lightning_topt.costs.cluster import Cluster
+from lightning_topt.costs.intervals import LEVEL
 from lightning_topt.execution.memory import MemoryMeter
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.ddp_options import check_devices, known_options, name_own_strategy
@@ -75,7 +76,13 @@ class AutoParallelStrategy(DDPStrategy):
         cluster: a `Cluster`, its YAML file, or a mapping; None measures the one it runs on (about
             two seconds, the first time).
         memory_margin: share by which a prediction must stay below the limit, for what the cost
-            model does not see.
+            model does not see. None: as much as keeps the limit at `confidence`: what the file of
+            the cluster says (`accuracy`), else 5 %.
+        confidence: share of the runs that intervals of predictions are for, and that keep a limit
+            of memory where `memory_margin` is None.
+        equal_within: share within which predicted times count as equally fast; 0 chooses the
+            fastest. None: what the ratio of two predictions may be off by (docs/concepts/
+            plan_and_frontier.md).
         allow_compression: whether a plan, searched or given, may exchange gradients compressed:
             another training, whose time per step is predicted, not its time to a given loss. True:
             searches bf16, top-k (1 %) and top-k in 2 bits too, those that hold for the optimizer
@@ -129,7 +136,9 @@ class AutoParallelStrategy(DDPStrategy):
         objective: str | None = None,
         plan: ParallelPlan | PipelinePlan | Mapping[str, Any] | str | Path | None = None,
         cluster: Cluster | Mapping[str, Any] | str | Path | None = None,
-        memory_margin: float = 0.05,
+        memory_margin: float | None = None,
+        confidence: float = LEVEL,
+        equal_within: float | None = None,
         allow_compression: Allow = False,
         allow_staleness: AllowStaleness = False,
         watch_steps: int = WATCHED_STEPS,
@@ -146,6 +155,8 @@ class AutoParallelStrategy(DDPStrategy):
             plan=plan,
             cluster=cluster,
             memory_margin=memory_margin,
+            confidence=confidence,
+            equal_within=equal_within,
             allow_compression=allow_compression,
             allow_staleness=allow_staleness,
             ddp_kwargs=self._ddp_kwargs,

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+log = logging.getLogger(__name__)
 HOOK_OPTIONS = (
     "ddp_comm_hook",
     "ddp_comm_state",
@@ -68,12 +72,25 @@ def known_options(
 def check_devices(strategy: DDPStrategy) -> None:
     """Raise ValueError where DDP does not run on the devices of `strategy`.
 
-    Lightning finds it out by the word ``ddp`` in a strategy's name, which ours do not have.
+    Lightning finds it out by the word ``ddp`` in a strategy's name, which ours do not have. Warn
+    where srun has not numbered ranks node by node.
     """
     if any(device.type == "mps" for device in strategy.parallel_devices or ()):
         raise ValueError(
             f"{type(strategy).__name__} runs on CPU and CUDA devices, not on MPS: use "
             "Trainer(accelerator='cpu'), or another strategy"
+        )
+    # of the first node, on which rank 0 is: "0,1", or "0,2" where srun deals ranks out in turn
+    numbers = os.environ.get("SLURM_GTIDS", "0").split(",")
+    if (
+        isinstance(strategy.cluster_environment, SLURMEnvironment)
+        and strategy.cluster_environment.global_rank() == 0
+        and numbers != [str(rank) for rank in range(len(numbers))]
+    ):
+        log.warning(
+            "the first node has ranks %s, but plans take ranks that follow each other to be on one "
+            "node, so they may be slower than predicted: srun --distribution=block numbers them so",
+            ", ".join(numbers),
         )
 
 

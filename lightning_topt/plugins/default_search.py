@@ -45,6 +45,7 @@ from lightning_topt.plan.choose import (
 from lightning_topt.plan.own_batches import least_own_batch_seconds, search_own_batches
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
+from lightning_topt.plan.plan_intervals import with_intervals
 from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
 from lightning_topt.plan.scenarios import ModelFacts, of_steps
 from lightning_topt.plan.tensor_meshes import least_seconds, tensor_sizes
@@ -174,6 +175,7 @@ def search_with_axes(
     if (parts := trainer.accumulate_grad_batches) > 1:
         facts = ModelFacts.of(search.graph, search.optimizer, search.cluster)
         frontier = of_steps(frontier, accumulate=parts, facts=facts)
+    frontier = with_intervals(frontier, search.cluster, search.graph, level=request.confidence)
     try:
         return Planning(
             frontier, choose_for(request, frontier, search.cluster), search.graph, left_out
@@ -485,7 +487,8 @@ def fastest(
         search.cluster.device.memory_bytes if request.memory_limit is None else request.memory_limit
     )
     points = (point for frontier in found for point in frontier.candidates)
-    fitting = fitting_points(points, memory_limit=limit, memory_margin=request.memory_margin)
+    margin = request.margin_on(search.cluster)
+    fitting = fitting_points(points, memory_limit=limit, memory_margin=margin)
     return min((point.step_seconds for point in fitting), default=None)
 
 

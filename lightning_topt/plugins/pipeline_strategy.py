@@ -75,6 +75,8 @@ class PipelineStrategy(AutoParallelStrategy):
             "memory_limit",
             "objective",
             "memory_margin",
+            "confidence",
+            "equal_within",
             "allow_compression",
             "allow_staleness",
         ):

@@ -225,9 +225,9 @@ class PlanController:
         assert self.plan is not None and self.plan.predicted is not None
         if self._measurements is not None:
             return interval_of(self.plan.predicted.step_seconds, error=USUAL_ERROR)
-        if self.planning is None or cluster is None or cluster.accuracy is None:
+        if self.planning is None or cluster is None:
             return None
-        return self.planning.interval(cluster.accuracy)
+        return self.planning.intervals(cluster)[0]
 
     def _compare(self, seconds: float, was_busy: bool) -> None:
         """Say so where steps take other `seconds` than predicted; let the next fit measure again.

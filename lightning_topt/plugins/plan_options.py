@@ -20,6 +20,7 @@ from typing import Any
 from lightning_topt.basics.argument_checks import check_choice, check_real, check_whole
 from lightning_topt.basics.units import parse_bytes
 from lightning_topt.costs.cluster import Cluster, ClusterError
+from lightning_topt.costs.intervals import LEVEL, check_level
 from lightning_topt.costs.plain_values import shown
 from lightning_topt.graph.mesh_axes import (
     DATA_AXES,
@@ -362,13 +363,23 @@ def read_cluster(cluster: Cluster | Mapping[str, Any] | str | Path | None) -> Cl
 
 
 def check_planner_options(
-    *, memory_margin: Any, objective: Any, objectives: Sequence[str] = ("time", "memory")
+    *,
+    memory_margin: Any,
+    objective: Any,
+    confidence: Any = LEVEL,
+    equal_within: Any = None,
+    objectives: Sequence[str] = ("time", "memory"),
 ) -> None:
-    """Raise ValueError for a margin or an objective that `AutoParallelStrategy` cannot have."""
+    """Raise ValueError for options that `AutoParallelStrategy` cannot have."""
     check_objective(objective, allowed=objectives)
-    check_real(memory_margin, name="memory_margin")
-    if not 0 <= memory_margin < 1:
-        raise ValueError(f"memory_margin is a share between 0 and 1, got {memory_margin}")
+    check_real(confidence, name="confidence")
+    check_level(confidence)
+    for name, share in (("memory_margin", memory_margin), ("equal_within", equal_within)):
+        if share is None:
+            continue
+        check_real(share, name=name)
+        if not 0 <= share < 1:
+            raise ValueError(f"{name} is a share between 0 and 1, got {share}")
 
 
 def read_memory_limit(limit: int | float | str | None) -> int | None:

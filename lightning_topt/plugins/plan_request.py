@@ -50,7 +50,8 @@ from lightning_topt.communication.exchange_method import (
 )
 from lightning_topt.communication.method_registry import gradient_methods
 from lightning_topt.communication.topology import Topology
-from lightning_topt.costs.cluster import Cluster
+from lightning_topt.costs.cluster import USUAL_MARGIN, Cluster
+from lightning_topt.costs.intervals import LEVEL, share_at
 from lightning_topt.costs.measuring import device_memory_bytes, usable_memory_bytes
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.costs.plain_values import shown
@@ -97,7 +98,9 @@ class PlanRequest:
     objective_given: bool = False
     plan: GivenPlan | None = None
     cluster: Cluster | None = None
-    memory_margin: float = 0.05
+    memory_margin: float | None = None
+    confidence: float = LEVEL
+    equal_within: float | None = None
     only_replicated: bool = False
     allowed: AllowedExchanges = field(default_factory=lambda: AllowedExchanges())
     own_hook: bool = False
@@ -126,6 +129,21 @@ class PlanRequest:
                 "ddp_comm_hook and mixed_precision, or allow_compression and the plan's "
                 "gradient_exchange"
             )
+
+    def margin_on(self, cluster: Cluster | None) -> float:
+        """Return the share that a predicted peak stays below a limit; None: an unknown cluster."""
+        if self.memory_margin is not None:
+            return self.memory_margin
+        if cluster is None:
+            return share_at(USUAL_MARGIN, self.confidence)
+        return cluster.memory_margin(self.confidence)
+
+    def difference_on(self, cluster: Cluster) -> float | None:
+        """Return the share within which plans are equally fast; None: that is not known."""
+        if self.equal_within is not None:
+            return self.equal_within
+        known = None if cluster.accuracy is None else cluster.accuracy.difference
+        return None if known is None else known.median
 
     @property
     def must_be_planned(self) -> bool:
@@ -233,7 +251,9 @@ def read_request(
     objective: str | None,
     plan: ParallelPlan | PipelinePlan | Mapping[str, Any] | str | Path | None,
     cluster: Cluster | Mapping[str, Any] | str | Path | None,
-    memory_margin: float,
+    memory_margin: float | None,
+    confidence: float,
+    equal_within: float | None,
     allow_compression: Allow,
     allow_staleness: AllowStaleness,
     ddp_kwargs: Mapping[str, Any],
@@ -244,7 +264,10 @@ def read_request(
     `ddp_kwargs` are those of DistributedDataParallel, of which `has_hook` is a communication hook.
     """
     check_planner_options(
-        memory_margin=memory_margin, objective="time" if objective is None else objective
+        memory_margin=memory_margin,
+        confidence=confidence,
+        equal_within=equal_within,
+        objective="time" if objective is None else objective,
     )
     given = read_plan_option(plan)
     if objective == "memory" and memory_limit is None and _is_fixed(given):
@@ -260,6 +283,8 @@ def read_request(
         plan=given,
         cluster=read_cluster(cluster),
         memory_margin=memory_margin,
+        confidence=confidence,
+        equal_within=equal_within,
         only_replicated=bool(ddp_kwargs) or has_hook,
         allowed=AllowedExchanges.read(allow_compression),
         stale=AllowedStaleness.read(allow_staleness),

@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_map, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_topt.communication.rank_watch import is_of_collective
-from lightning_topt.costs.cluster import Accuracy
-from lightning_topt.costs.intervals import Interval
+from lightning_topt.costs.cluster import Cluster
+from lightning_topt.costs.intervals import LEVEL
 from lightning_topt.data.resumable_loader import TrackedLoader
 from lightning_topt.graph.errors import may_need_values
 from lightning_topt.graph.module_copy import fake_copy
@@ -41,6 +41,7 @@ from lightning_topt.plugins.plan_request import PlanRequest
 
 if TYPE_CHECKING:  # what measures is not imported where nothing is planned
     from lightning_topt.costs.measurements import Measurements
+    from lightning_topt.plan.plan_intervals import Intervals
 
 # where the plan comes from (`planned_by`), as long as none is made
 UNTIL_WATCHED = "ddp until a plan is made of its first steps"
@@ -59,16 +60,19 @@ class Planning:
     graph: OpGraph
     left_out: Mapping[str, str] = field(default_factory=dict)
 
-    def interval(self, accuracy: Accuracy) -> Interval | None:
-        """Return the interval of the chosen plan's step time; None without a prediction."""
-        plan = self.chosen.plan
-        if plan.predicted is None:
-            return None
-        sizes = {
-            "devices": float(plan.mesh.size),
-            "parameters": float(sum(p.numel for p in self.graph.parameters)),
-        }
-        return accuracy.interval(plan.predicted.step_seconds, sizes)
+    def intervals(self, cluster: Cluster, *, level: float = LEVEL) -> Intervals:
+        """Return the intervals of the chosen plan's seconds and bytes.
+
+        None where its errors on `cluster` are not known, or nothing was predicted.
+        """
+        from lightning_topt.plan.plan_intervals import KnownErrors  # noqa: PLC0415 - fits rarely ask
+
+        predicted = self.chosen.plan.predicted
+        if predicted is None:
+            return None, None
+        costs = predicted.step_seconds, predicted.peak_bytes
+        known = KnownErrors.of(cluster, self.graph)
+        return known.intervals(self.chosen.plan, *costs, level=level)
 
 
 class PlanDecision(NamedTuple):

@@ -41,6 +41,7 @@ from lightning_topt.graph.step_observer import observe_step
 from lightning_topt.plan.choose import choose
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
+from lightning_topt.plan.plan_intervals import with_intervals
 from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
 from lightning_topt.plugins.plan_options import MeshPlan
 from lightning_topt.plugins.plan_request import PlanRequest, exchanges_of_run
@@ -269,7 +270,12 @@ def search_mesh(
 
     def search() -> dict[str, Any]:
         nonlocal planning
-        frontier = search_plans(dataclasses.replace(wanted, kernel_seconds=kernels))
+        frontier = with_intervals(
+            search_plans(dataclasses.replace(wanted, kernel_seconds=kernels)),
+            costs.cluster,
+            graph,
+            level=request.confidence,
+        )
         if given.preset:
             chosen = _with_what_is_left(_preset_of(given, frontier), graph)
         else:
@@ -332,7 +338,10 @@ def choose_for(request: PlanRequest, frontier: PlanFrontier, cluster: Cluster) -
     No limit means the memory of a device. Raises NoPlanFitsError.
     """
     limit = cluster.device.memory_bytes if request.memory_limit is None else request.memory_limit
-    margin = request.memory_margin
     return choose(
-        frontier.candidates, objective=request.objective, memory_limit=limit, memory_margin=margin
+        frontier.candidates,
+        objective=request.objective,
+        memory_limit=limit,
+        memory_margin=request.margin_on(cluster),
+        difference=request.difference_on(cluster),
     )

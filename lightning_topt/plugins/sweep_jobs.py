@@ -49,7 +49,9 @@ def job_folder() -> str | None:
     if hydra is None or not hydra.HydraConfig.initialized():
         return None
     job = hydra.HydraConfig.get()
-    return str(job.runtime.output_dir) if job.mode.name == "MULTIRUN" else None
+    if job.mode is None or job.mode.name != "MULTIRUN":  # None: composed by a program itself
+        return None
+    return str(job.runtime.output_dir)
 
 
 def rank_command(local_rank: int) -> tuple[list[str], str]:

@@ -46,7 +46,7 @@ def test_train(exchange, strategy, least, tmp_path):
         rows = [row for row in csv.DictReader(file) if row["topt/exchange_bytes_per_step"]]
     assert len(rows) >= 5
     dense, sent = (
-        float(rows[-1][f"exchange/{name}_per_step"]) for name in ("dense_bytes", "bytes")
+        float(rows[-1][f"topt/exchange_{name}_per_step"]) for name in ("dense_bytes", "bytes")
     )
     assert dense > least * sent
 

@@ -38,11 +38,11 @@ def main(config):
     trainer = pl.Trainer(
         strategy="topt", accelerator="cpu", devices=2, logger=False, enable_checkpointing=False
     )
-    print(type(trainer.strategy).__name__, config.strategy.memory_margin)
+    print(type(trainer.strategy).__name__, config.strategy.confidence)
 
 main()
 """
-    assert run_app(tmp_path, body, python=preloaded_python()) == ["AutoParallelStrategy", "0.05"]
+    assert run_app(tmp_path, body, python=preloaded_python()) == ["AutoParallelStrategy", "0.9"]
 
 
 # As made from lightning-hydra-template: its own model=gpt, and a Trainer whose strategy is a word.

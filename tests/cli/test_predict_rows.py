@@ -17,6 +17,7 @@ from lightning_topt.cli.run_prices import (
     cluster_for,
     cluster_named,
     completed,
+    difference_of,
     fit_runs,
     sizes_of,
 )
@@ -148,6 +149,44 @@ def test_constants_are_fitted_to_another_file(topt_predict, tmp_path):
     assert code == 0 and float(again["predicted_seconds"]) == pytest.approx(
         float(row["predicted_seconds"])
     )
+
+
+def test_a_fit_says_how_far_pairs_of_plans_and_peaks_are_off(topt_predict, tmp_path):
+    columns = "model,gpus,tp,pp,dp,seq,mbs,gbs,sharding,step_seconds,memory_gib\n"
+    plans = [
+        "mpt-1b,8,1,1,8,2048,4,32,FULL_SHARD,0.20,20\n",
+        "mpt-1b,8,1,1,8,2048,4,32,ZeRO-1,0.21,24\n",
+        "mpt-1b,8,2,1,4,2048,4,32,ZeRO-1,0.24,\n",
+    ]
+    runs, saved, out = (tmp_path / name for name in ("runs.csv", "cluster.yaml", "out.csv"))
+    runs.write_text(columns + "".join(plans))
+    given = f"runs={runs}", "cluster=h100_2x8", f"calibrate_on={runs}", f"save_cluster={saved}"
+    code, _ = topt_predict(*given, f"out={out}")
+    accuracy = Cluster.load(saved).accuracy
+    assert code == 0 and accuracy.difference.runs <= 3
+    assert accuracy.bytes.runs == 2 and accuracy.bytes.above is not None
+    assert accuracy.bytes_domain.sizes["devices"] == (8.0, 8.0)
+    assert accuracy.bytes_domain.techniques == (
+        "flash attention",
+        "model mpt",
+        "sharded",
+    )
+    rows = [*csv.DictReader(out.open())]
+    for row in rows:
+        low, high = (float(row[f"predicted_peak_bytes_{end}"]) for end in ("low", "high"))
+        assert low * high == pytest.approx(float(row["predicted_peak_bytes"]) ** 2)
+
+
+def test_differences_of_pairs_by_hand():
+    """What is common to a job's runs does not count; runs far apart and alone do not."""
+    runs = [changed(SMALL, seconds=seconds) for seconds in (1.0, 1.1)]
+    other = changed(SMALL, seconds=3.0, batch=2 * SMALL.batch)
+    assert difference_of([*runs, other], [2.0, 2.2, 3.0]).p90 == pytest.approx(0, abs=1e-9)
+    found = difference_of([*runs, other], [2.0, 2.0, 3.0])
+    assert found.runs == 1 and found.median == pytest.approx(0.1)
+    assert difference_of(runs, [2.0, 2.6]) is None, "predicted more than 25 % apart"
+    assert difference_of([runs[0], other], [1.0, 1.0]) is None
+    assert difference_of([changed(SMALL, seconds=None)] * 2, [1.0, 1.0]) is None
 
 
 def test_a_fit_never_learns_a_row():

@@ -7,12 +7,15 @@ import random
 
 import pytest
 
-from lightning_topt.costs.cluster import Accuracy, Cluster, ErrorFigure
+from lightning_topt.costs.cluster import CPU_BYTES, Accuracy, Cluster, ErrorFigure
 from lightning_topt.costs.intervals import (
+    LEVEL,
     WIDER,
     Domain,
+    check_level,
     interval_of,
     quantile_of_groups,
+    share_at,
 )
 from tests.costs.test_formulas import cluster
 
@@ -55,9 +58,57 @@ def test_runs_outside_are_less_sure():
         Domain({"devices": (0.0, 1.0)})
 
 
+def test_other_levels_scale_the_width():
+    """As normal errors do: drawn ones are inside so often as the level says."""
+    draw = random.Random(1)
+    errors = [draw.gauss(0, 0.1) for _ in range(4000)]
+    nine = quantile_of_groups([abs(e) for e in errors])
+    for level in (0.2, 0.5, 0.8, 0.98):
+        interval = interval_of(1.0, error=math.expm1(nine), level=level)
+        assert interval.level == level
+        inside = sum(math.exp(error) in interval for error in errors) / len(errors)
+        assert inside == pytest.approx(level, abs=0.02)
+    nothing = interval_of(3.0, error=0.5, outside={"devices": 2.0}, level=0.0)
+    assert nothing.low == nothing.high == 3.0
+    assert share_at(0.05, LEVEL) == pytest.approx(0.05) and share_at(0.05, 0.0) == 0.0
+    for wrong in (1.0, -0.1, math.nan):
+        with pytest.raises(ValueError, match="confidence"):
+            check_level(wrong)
+
+
+def test_bytes_above_the_prediction():
+    """Nine of ten measured peaks are above by at most `above`; those below do not count."""
+    measured = [80.0] * 50 + [100 + n for n in range(50)]
+    figure = ErrorFigure.of([100.0] * 100, measured, above=True)
+    assert figure.above == pytest.approx(0.40, abs=0.02) and figure.p90 >= figure.above
+    assert ErrorFigure.of([100.0] * 100, measured).above is None
+    with pytest.raises(ValueError, match="above"):
+        ErrorFigure(0.1, 0.2, 3, above=-0.1)
+    known = cluster(accuracy=Accuracy(ErrorFigure(0.1, 0.2, 9), figure), backend="nccl")
+    limit = 1000.0
+    assert known.memory_margin() == figure.above
+    kept = [m / 100 * limit / (1 + figure.above) <= limit for m in measured]
+    assert 0.88 < sum(kept) / len(kept) < 0.96
+    # eight peaks: the largest of so many is above 89 % of all
+    for runs, margin in ((8, 0.05), (9, 0.35)):
+        few = Accuracy(figure, ErrorFigure(0.2, 0.35, runs, above=0.35))
+        assert cluster(accuracy=few, backend="nccl").memory_margin() == margin
+    # what is not known, and what CPU ranks have shown
+    unknown = cluster(backend="nccl")
+    assert unknown.bytes_interval(100.0, {}) is unknown.seconds_interval(1.0, {}) is None
+    ranks = cluster(backend="gloo")
+    assert ranks.memory_margin() == unknown.memory_margin() == 0.05 > CPU_BYTES.above
+    assert ranks.bytes_interval(100.0, {}).high == pytest.approx(107.5)
+
+
 def test_a_file_keeps_the_domain(tmp_path):
     accuracy = Accuracy(
-        ErrorFigure(0.05, 0.1, 20), source="x", domain=Domain({"devices": (8.0, 64.0)}, ("tensor",))
+        ErrorFigure(0.05, 0.1, 20),
+        ErrorFigure(0.1, 0.3, 4, above=0.2),
+        source="x",
+        domain=Domain({"devices": (8.0, 64.0)}, ("tensor",)),
+        difference=ErrorFigure(0.06, 0.27, 9),
+        bytes_domain=Domain({"parameters": (1e9, 8e9)}),
     )
     known = cluster(accuracy=accuracy)
     known.save(tmp_path / "c.yaml")

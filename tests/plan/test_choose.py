@@ -9,9 +9,17 @@ import random
 import pytest
 
 from lightning_topt.communication import Dense, TopK
+from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.choose import NoPlanFitsError, choose
-from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, uniform_plan
+from lightning_topt.plan.parallel_plan import (
+    BlockPlan,
+    ParallelPlan,
+    PlanError,
+    StagePlan,
+    StepEstimate,
+    uniform_plan,
+)
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 
 MIB = 2.0**20
@@ -316,3 +324,80 @@ def test_a_frontier_has_plans_of_both_kinds_of_gradients() -> None:
     frontier = PlanFrontier.of(points)
     assert frontier.points == (points[1], points[0])
     assert PlanFrontier.from_json(frontier.to_json()) == frontier
+
+
+# ---- equally fast up to what the ratio of two predictions may be off by
+
+
+def on_mesh(
+    seconds: float,
+    mib: float,
+    *,
+    tensor: int,
+    waits: float,
+    recomputed: int = 0,
+    stages: bool = False,
+) -> PlanPoint:
+    """A plan of 16 ranks that waits for communication in a share of its step."""
+    data = 16 // tensor // (2 if stages else 1)
+    axes = [Axis("pipeline", 2)] * stages + [Axis("data", data), Axis("tensor", tensor)]
+    mesh = Mesh(tuple(axes))
+    count = len(mesh.axes)
+    blocks = [
+        BlockPlan(f"b{k}", OpConfig.zero(0, recompute=k < recomputed, axes=count)) for k in range(4)
+    ]
+    rest = BlockPlan("", OpConfig.zero(0, axes=count))
+    parts = [blocks[:2], [*blocks[2:], rest]] if stages else [[*blocks, rest]]
+    predicted = StepEstimate(seconds, mib * MIB, seconds * (1 - waits), seconds * waits)
+    plan = ParallelPlan(
+        mesh,
+        tuple(StagePlan(tuple(part)) for part in parts),
+        schedule="1f1b" if stages else None,
+        num_microbatches=4 if stages else 1,
+        predicted=predicted,
+    )
+    return PlanPoint(seconds, mib * MIB, 16, plan)
+
+
+def test_of_meshes_as_fast_the_one_that_waits_least_then_the_one_of_least_memory() -> None:
+    fastest = on_mesh(1.00, 500, tensor=8, waits=0.3)
+    waits_less = on_mesh(1.04, 700, tensor=4, waits=0.1)
+    same, smaller = (on_mesh(1.05, 600, tensor=2, waits=0.1), on_mesh(1.2, 100, tensor=16, waits=0))
+    points = [fastest, waits_less, smaller]
+    assert choose(points) == fastest, "of one mechanism only 3 % are equal where nothing is known"
+    assert choose(points, difference=0.06) == waits_less
+    assert choose([*points, same], difference=0.06) == same
+    assert choose(points, difference=0.3) == smaller
+    assert choose(points, difference=0.0) == fastest
+    # the limit decides before
+    assert choose(points, difference=0.06, memory_limit=600 * MIB) == fastest
+    reason = choose(points, difference=0.061).plan.reason
+    assert reason.startswith("As fast as any plan, within 6.1 %, which the ratio of two predicted")
+    assert "waits least for communication (10 % of the step)" in reason
+    assert "the fastest (" in reason and "saves 40 ms" in reason
+    # a percent of the step is no difference
+    close = [on_mesh(1.0, 500, tensor=4, waits=0.101), on_mesh(1.01, 400, tensor=8, waits=0.103)]
+    assert choose(close, difference=0.06) == close[1]
+
+
+def test_simple_mechanisms_come_before_waiting_less() -> None:
+    split = on_mesh(1.05, 900, tensor=4, waits=0.3)
+    staged = on_mesh(1.0, 500, tensor=4, waits=0.0, stages=True)
+    assert choose([split, staged], difference=0.06) == split
+    assert choose([split, staged], difference=0.03) == staged
+
+
+def test_plans_of_one_mesh_differ_by_what_is_well_known() -> None:
+    """Recomputation costs products, whose rate is the same: no memory is bought with 5 %."""
+    plain = on_mesh(1.0, 900, tensor=4, waits=0.1)
+    again = on_mesh(1.05, 500, tensor=4, waits=0.1, recomputed=1)
+    assert choose([plain, again], difference=0.06) == plain
+    assert choose([plain, again], difference=0.06, memory_limit=600 * MIB) == again
+
+
+def test_strictly_the_fastest() -> None:
+    points = [mixed(1.0001, 900, (0, False)), mixed(1.0, 500, (3, False))]
+    assert choose(points) == points[0]
+    assert choose(points, difference=0.0) == points[1]
+    ties = [dataclasses.replace(each, step_seconds=1.0) for each in points]
+    assert choose(ties, difference=0.0) == ties[0], "of exact ties the simplest"

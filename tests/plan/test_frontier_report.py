@@ -294,7 +294,14 @@ def test_page_numbers(tmp_path):
     ]
     _, parsed = page(tmp_path, points, points[0], memory_limit=MemoryLimit(80 * GIB))
     bare, full = (entry["numbers"] for entry in parsed.data["points"])
-    assert bare == {"Time per step": "250 ms", "Peak memory per device": "2.00 GiB", "Devices": "2"}
+    unknown = "its errors are not known"
+    assert bare == {
+        "Time per step": "250 ms",
+        "Interval of the time": unknown,
+        "Peak memory per device": "2.00 GiB",
+        "Interval of the memory": unknown,
+        "Devices": "2",
+    }
     assert full["Computing"] == "375 ms" and full["Waiting for communication"] == "125 ms"
     assert full["Samples per second"] == "64.0"  # 8 samples on each of 4 ranks in half a second
     limit = parsed.data["limit"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from lightning_topt import (
     ParallelOptimizerStep,
 )
 from lightning_topt.communication import ExchangeSettings, LinkCosts, PowerSGD, Sign, TopK
+from lightning_topt.costs.cluster import Accuracy, Cluster, ErrorFigure
 from lightning_topt.plugins import plan_request
 from lightning_topt.plugins.monitors import ExchangeMonitor, StepMonitor
 from lightning_topt.plugins.plan_options import (
@@ -26,6 +29,8 @@ from lightning_topt.plugins.plan_options import (
     read_memory_limit,
 )
 from tests.models import GPT
+
+CLUSTER = Cluster.load(Path(__file__).parents[2] / "conf" / "cluster" / "cloud_25gbe_16x8.yaml")
 
 NAN, INF = math.nan, math.inf
 NO_COUNT: list[Any] = [0, -1, 1.5, 2.0, NAN, True, "2", [2]]
@@ -162,10 +167,29 @@ def test_right_memory_limits() -> None:
     assert [read_memory_limit(limit) for limit in (None, "8GiB", 5, 2.4)] == [None, 8 * 2**30, 5, 2]
 
 
-@pytest.mark.parametrize("margin", [-0.1, 1, NAN, INF, "0.1", True, None])
-def test_wrong_margins(margin: Any) -> None:
-    with pytest.raises(ValueError, match="memory_margin"):
-        check_planner_options(memory_margin=margin, objective="time")
+@pytest.mark.parametrize("share", [-0.1, 1, NAN, INF, "0.1", True])
+@pytest.mark.parametrize("name", ["memory_margin", "equal_within", "confidence"])
+def test_wrong_shares(name: str, share: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        check_planner_options(**{"memory_margin": None, "objective": "time", name: share})
+
+
+def test_a_margin_follows_from_the_cluster_and_the_confidence() -> None:
+    def margin(accuracy: Accuracy | None, **options: Any) -> float:
+        request = AutoParallelStrategy(**options).request
+        return request.margin_on(replace(CLUSTER, accuracy=accuracy))
+
+    known = Accuracy(ErrorFigure(0.1, 0.2, 9), ErrorFigure(0.1, 0.3, 9, above=0.25))
+    assert margin(known) == 0.25 and margin(known, memory_margin=0.1) == 0.1
+    assert margin(known, confidence=0.5) < 0.12 < 0.25 < margin(known, confidence=0.99)
+    assert margin(None) == margin(Accuracy(ErrorFigure(0.1, 0.2, 9))) == 0.05
+    assert margin(None, confidence=0) == 0
+    request = AutoParallelStrategy().request
+    assert request.margin_on(None) == 0.05 and request.difference_on(CLUSTER) is None
+    pairs = replace(known, difference=ErrorFigure(0.07, 0.3, 9))
+    machines = replace(CLUSTER, accuracy=pairs)
+    assert request.difference_on(machines) == 0.07
+    assert AutoParallelStrategy(equal_within=0.0).request.difference_on(machines) == 0.0
 
 
 @pytest.mark.parametrize("objective", ["fastest", None, 3, ["time"], "devices"])

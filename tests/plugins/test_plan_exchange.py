@@ -128,7 +128,7 @@ def planned(rank: int, allow: Any, cluster: Cluster) -> Any:
     monitored = {
         name: float(value)
         for name, value in trainer.logged_metrics.items()
-        if name.startswith("exchange/")
+        if name.startswith("topt/exchange_")
     }
     return plan, plan.reason, searched, module.losses, monitored
 

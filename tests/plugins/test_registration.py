@@ -12,6 +12,7 @@ import textwrap
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 import lightning_topt
@@ -22,6 +23,7 @@ from lightning_topt import (
     PipelineStrategy,
 )
 from lightning_topt.plan.parallel_plan import uniform_plan
+from lightning_topt.plugins import ddp_options
 from tests.models import GPT
 from tests.plugins.trainer_ranks import loader, make_trainer
 from tests.preloaded import preloaded_python
@@ -145,6 +147,26 @@ def test_gpus_of_apple_are_refused(make: type[DDPStrategy]) -> None:
     trainer.strategy.parallel_devices = [torch.device("mps", 0)]
     with pytest.raises(ValueError, match=f"{make.__name__} runs on CPU and CUDA devices, not on"):
         trainer.fit(GPT(), loader(4))
+
+
+@pytest.mark.parametrize("numbers", ["0,1", "0,2"])
+def test_ranks_that_follow_each_other_on_other_nodes_are_known(
+    monkeypatch: pytest.MonkeyPatch, numbers: str
+) -> None:
+    """As ``srun --distribution=cyclic`` numbers those of two nodes with two tasks each."""
+    said: list[str] = []
+    monkeypatch.setattr(ddp_options.log, "warning", lambda text, *args: said.append(text % args))
+    monkeypatch.setenv("SLURM_GTIDS", numbers)
+    strategy = AutoParallelStrategy()
+    strategy.cluster_environment = LightningEnvironment()
+    ddp_options.check_devices(strategy)
+    assert not said
+    for name, value in {"NTASKS": "4", "NTASKS_PER_NODE": "2", "PROCID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    strategy.cluster_environment = SLURMEnvironment()
+    ddp_options.check_devices(strategy)
+    assert bool(said) == (numbers == "0,2")
+    assert all("first node has ranks 0, 2" in text for text in said)
 
 
 def test_environment_variable() -> None:

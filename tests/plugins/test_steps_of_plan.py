@@ -139,7 +139,7 @@ def compared(
     controller = PlanController(request, watch_steps=1)
     predicted = StepEstimate(1.0, 1, 1.0, 0.0)
     plan = replace(uniform_plan(0, data_parallel_size=2), predicted=predicted)
-    point, graph = PlanPoint(1.0, 1.0, 2, plan), SimpleNamespace(parameters=())
+    point, graph = PlanPoint(1.0, 1.0, 2, plan), SimpleNamespace(parameters=(), ops=())
     planning: Any = Planning(SimpleNamespace(), point, graph)  # type: ignore[arg-type]
     trainer: Any = SimpleNamespace(
         strategy=SimpleNamespace(root_device=torch.device("cpu")),

@@ -131,7 +131,7 @@ def test_commands_and_options_stay_and_overrides_go(words: list[str], left: list
 def test_a_rank_gets_the_overrides_of_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
     job = SimpleNamespace(
         mode=None,
-        runtime=SimpleNamespace(output_dir='/runs/a="b"', cwd="/work"),
+        runtime=SimpleNamespace(output_dir='/runs/a="b"', cwd="/home"),
         sweep=SimpleNamespace(dir="/runs", subdir='a="b"'),
         job=SimpleNamespace(num=3, id="3", name="app"),
         overrides=SimpleNamespace(
@@ -144,8 +144,8 @@ def test_a_rank_gets_the_overrides_of_its_job(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=None))
     monkeypatch.delitem(sys.modules, "__mp_main__", raising=False)
     command, folder = sweep_jobs.rank_command(1)
-    assert folder == "/work"
-    assert command[:4] == [sys.executable, "/work/app.py", "a=1", "hydra/launcher=joblib"]
+    assert folder == "/home"
+    assert command[:4] == [sys.executable, "/home/app.py", "a=1", "hydra/launcher=joblib"]
     given = dict(word.split("=", 1) for word in command[4:])
     assert given["hydra.mode"] == "RUN" and given["hydra.job.num"] == "3"
     assert given["hydra.run.dir"] == '"/runs/a=\\"b\\""'

@@ -6,9 +6,9 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -31,8 +31,7 @@ def installed(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("release")
     (sdist,) = SdistBuilder(str(ROOT)).build(directory=str(folder), versions=["standard"])
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder / "source", filter="data")
+    shutil.unpack_archive(sdist, folder / "source")
     (source,) = (folder / "source").iterdir()
     (wheel,) = WheelBuilder(str(source)).build(directory=str(folder), versions=["standard"])
     assert Path(sdist).name == f"lightning_topt-{__version__}.tar.gz"

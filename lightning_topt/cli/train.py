@@ -75,6 +75,9 @@ def run(config: DictConfig) -> float | None:
         _convert_="all",
     )
 
+    if trainer.is_global_zero:
+        keep_metrics(folder / "csv")
+
     # the fit, and the metrics of its best checkpoint; of the last weights where none was saved
     trainer.fit(model, datamodule=datamodule)
     checkpoint = trainer.checkpoint_callback
@@ -92,6 +95,17 @@ def run(config: DictConfig) -> float | None:
     if trainer.is_global_zero:
         report(trainer, folder, measurement=next(iter(measurements), None), metrics=metrics)
     return metrics.get(config.metric.name)
+
+
+def keep_metrics(folder: Path) -> None:
+    """Rename the metrics of an earlier fit in a folder, which Lightning's logger would delete.
+
+    A requeued job goes on there: its earlier steps are in ``metrics.1.csv``, ``metrics.2.csv`` ...
+    """
+    metrics = folder / "metrics.csv"
+    if metrics.is_file():
+        earlier = len([*folder.glob("metrics.*.csv")])
+        metrics.rename(folder / f"metrics.{earlier + 1}.csv")
 
 
 def report(

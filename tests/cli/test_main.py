@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger
 
 from lightning_topt.cli import main
-from lightning_topt.cli.train import build_record, print_record, report
+from lightning_topt.cli.train import build_record, keep_metrics, print_record, report
 from lightning_topt.communication import TopK
 from lightning_topt.costs.cluster import Accuracy, Cluster, ErrorFigure
 from lightning_topt.graph.mesh_axes import Mesh
@@ -135,7 +136,6 @@ def test_wrong_use_is_one_sentence_and_exit_code_2(arguments, words, tmp_path):
         (["plan", "cluster=mine"], "Could not find 'cluster/mine'"),
         (["train", "+trainer.colour=red"], "colour"),
         (["train", "strategy.memory_limit=2 bananas"], "bananas"),
-        (["train", "-m", "seed=1,2"], "sweeps"),
         (["plan", *ALONE, "strategy.memory_limit=1KiB", "cluster=local_cpu"], "memory"),
         (["plan", "strategy=ddp"], "needs strategy=topt"),
         (
@@ -375,6 +375,19 @@ def test_the_demo_ends_with_what_was_planned_predicted_and_measured(tmp_path):
     assert "<h1>gpt (1.9 M parameters) on " in page and "memory limit 96.00 MiB" in page
     # but for those that end with a path
     assert all(len(line) <= 80 for line in end.splitlines() if str(tmp_path) not in line)
+
+
+def test_metrics_of_earlier_fits_in_a_folder_are_kept(tmp_path):
+    """Lightning's CSVLogger would delete them."""
+    for fit in range(3):
+        keep_metrics(tmp_path / "csv")
+        logger = CSVLogger(tmp_path, name="csv", version="")
+        logger.log_metrics({"loss": fit})
+        logger.save()
+    names = ("metrics.1.csv", "metrics.2.csv", "metrics.csv")
+    files = [(tmp_path / "csv" / name).read_text().split() for name in names]
+    assert [file[1].split(",")[0] for file in files] == ["0", "1", "2"]
+    assert {path.name for path in (tmp_path / "csv").glob("metrics*")} == {*names}
 
 
 def test_the_record_for_people(capsys, monkeypatch):

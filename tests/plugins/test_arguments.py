@@ -179,7 +179,7 @@ def test_a_margin_follows_from_the_cluster_and_the_confidence() -> None:
         request = AutoParallelStrategy(**options).request
         return request.margin_on(replace(CLUSTER, accuracy=accuracy))
 
-    known = Accuracy(ErrorFigure(0.1, 0.2, 9), ErrorFigure(0.1, 0.3, 9, above=0.25))
+    known = Accuracy(ErrorFigure(0.1, 0.2, 9), ErrorFigure(0.1, 0.3, 99, above=0.25))
     assert margin(known) == 0.25 and margin(known, memory_margin=0.1) == 0.1
     assert margin(known, confidence=0.5) < 0.12 < 0.25 < margin(known, confidence=0.99)
     assert margin(None) == margin(Accuracy(ErrorFigure(0.1, 0.2, 9))) == 0.05

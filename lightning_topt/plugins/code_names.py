@@ -101,7 +101,7 @@ def own_functions(owner: Any, name: str) -> Iterator[tuple[Any, tuple[Any, ...]]
     for cls in type(owner).__mro__:
         if name in vars(cls) and not is_library(cls.__module__):
             function = vars(cls)[name]
-            is_bound = hasattr(function, "__get__") and not isinstance(function, _UNBOUND)
+            is_bound = hasattr(type(function), "__get__") and not isinstance(function, _UNBOUND)
             yield function, ((owner,) if is_bound else ())
 
 
@@ -521,7 +521,8 @@ def _plain(function: Any) -> tuple[types.FunctionType | None, tuple[Any, ...]]:
 
 def _wrappers_of(function: Any) -> Iterator[types.FunctionType]:
     """Yield what `functools.wraps` has put around a function."""
-    while hasattr(function, "__func__"):
+    # by their types: an object may answer for any attribute, or raise
+    while isinstance(function, types.MethodType | staticmethod | classmethod):
         function = function.__func__
     while isinstance(function, types.FunctionType) and hasattr(function, "__wrapped__"):
         yield function

@@ -274,6 +274,25 @@ def test_ordinary_hooks_and_callbacks() -> None:
     assert reason_of(Ordinary(), Printer(), *usual) is None
 
 
+class NotConnected:
+    """As clients of clusters are: what is asked of them without a connection raises."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("not connected")
+
+
+CLIENT = NotConnected()
+
+
+class AsksClient(Net):
+    def on_train_epoch_end(self) -> None:
+        CLIENT.report("an epoch")
+
+
+def test_objects_that_raise_at_any_attribute() -> None:
+    assert reason_of(AsksClient()) is None
+
+
 class CallbackLooks(L.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         self.norms = {name: tensor.norm() for name, tensor in trainer.model.named_parameters()}

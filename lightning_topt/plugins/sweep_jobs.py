@@ -81,11 +81,13 @@ def rank_command(local_rank: int) -> tuple[list[str], str]:
 
 def _program(folder: str) -> list[str]:
     """Return how Python runs the user's program from a folder, in workers of a launcher too."""
-    # In a worker it is the main module of the process that started it.
-    main = sys.modules.get("__mp_main__") or sys.modules["__main__"]
-    if main.__spec__ is not None and main.__spec__.name not in ("__main__", "__mp_main__"):
-        return [sys.executable, "-m", main.__spec__.name]
-    return [sys.executable, os.path.join(folder, sys.argv[0])]
+    # In a worker of a launcher `__main__` is another program, and the arguments are the user's.
+    path = os.path.join(folder, sys.argv[0])
+    for name in ("__mp_main__", "__main__"):
+        spec = getattr(sys.modules.get(name), "__spec__", None)
+        if spec is not None and spec.origin == path:
+            return [sys.executable, "-m", spec.name]
+    return [sys.executable, path]
 
 
 def _without_overrides(words: Sequence[str]) -> list[str]:

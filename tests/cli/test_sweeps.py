@@ -27,7 +27,6 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
-import lightning_topt
 
 class Module(L.LightningModule):
     def __init__(self, rate):
@@ -44,6 +43,7 @@ class Module(L.LightningModule):
 
 @hydra.main(version_base="1.3", config_path=".", config_name="app")
 def main(config):
+    import lightning_topt  # workers of a launcher get this function alone
     if config.fails and config.rate == 0.1:
         raise RuntimeError("a job that fails")
     L.seed_everything(0)
@@ -150,9 +150,12 @@ def test_a_rank_gets_the_overrides_of_its_job(monkeypatch: pytest.MonkeyPatch) -
     assert given["hydra.mode"] == "RUN" and given["hydra.job.num"] == "3"
     assert given["hydra.run.dir"] == '"/runs/a=\\"b\\""'
     # A module of a package is one for a rank, too.
-    main = SimpleNamespace(__spec__=SimpleNamespace(name="package.app"))
-    monkeypatch.setitem(sys.modules, "__main__", main)
+    spec = SimpleNamespace(name="package.app", origin="/home/app.py")
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=spec))
     assert sweep_jobs.rank_command(1)[0][:3] == [sys.executable, "-m", "package.app"]
+    # That of a worker is not the user's.
+    spec.origin = "/launcher/worker.py"
+    assert sweep_jobs.rank_command(1)[0][:2] == [sys.executable, "/home/app.py"]
 
 
 def test_a_rank_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:

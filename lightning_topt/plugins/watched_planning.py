@@ -34,6 +34,7 @@ from torchmetrics import Metric
 
 from lightning_topt.basics.forked_call import ForkedCall
 from lightning_topt.communication.rank_watch import is_of_collective
+from lightning_topt.communication.topology import is_equal_on_ranks
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements
@@ -205,11 +206,8 @@ class WatchedPlanning:
 
         Values beside parameters and buffers count. A collective call.
         """
-        # The greatest digest equals the least one where all are equal.
         own = on_every_rank(lambda: _digest_of_values(self._trainer.lightning_module))
-        digests = torch.tensor([own, -own], device=self._trainer.strategy.root_device)
-        dist.all_reduce(digests, dist.ReduceOp.MAX)
-        return int(digests[0]) == -int(digests[1])
+        return is_equal_on_ranks(own, device=self._trainer.strategy.root_device)
 
     def _look(self) -> Any:
         """Return the plan where it is known, or what comes before one.

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from lightning_topt.communication.hook import averaged_parameters
-from lightning_topt.communication.topology import Topology
+from lightning_topt.communication.topology import Topology, is_equal_on_ranks
 
 _BUCKETS = 16
 # torch 2.13 `distributed.py`, `_BucketCapacityConfig`
@@ -145,9 +145,7 @@ def _is_equal(module: nn.Module, ignored: Collection[str], group: dist.ProcessGr
         number = digest.intdigest() >> 1  # of 63 bits
     else:
         number = dist.get_rank()  # another one on each
-    largest = torch.tensor([number, -number])
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-    return bool(largest[0] == -largest[1])
+    return is_equal_on_ranks(number, group=group)
 
 
 def _has_plain_bytes(tensor: torch.Tensor) -> bool:

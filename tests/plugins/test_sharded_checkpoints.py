@@ -20,7 +20,7 @@ from lightning_topt import (
     read_sharded_checkpoint,
 )
 from lightning_topt.communication import TopK
-from lightning_topt.execution.sharded_checkpoint import holds_shards, replace_by_file
+from lightning_topt.execution.checkpoint_files import holds_shards, replace_by_file
 from lightning_topt.graph.mesh_axes import hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan

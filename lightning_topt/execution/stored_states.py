@@ -60,6 +60,11 @@ class StoredModule(Mapping[str, Any]):
             if key.startswith(prefix)
         }
 
+    @property
+    def stored(self) -> Mapping[str, TensorStorageMetadata]:
+        """What is known of its tensors, none of which is read."""
+        return self._known
+
     def read(
         self,
         like: Mapping[str, Any] | None = None,
@@ -135,6 +140,11 @@ class StoredOptimizer(Mapping[str, Any]):
             for group in self.param_groups
         ]
         return StoredOptimizer(self._folder, entries, values=values, param_groups=groups)
+
+    @property
+    def stored(self) -> Mapping[str, TensorStorageMetadata]:
+        """What is known of its tensors, by key; none of them is read."""
+        return self._known
 
     def whole(self) -> State:
         """Return the ``state_dict`` of one process, with CPU tensors."""

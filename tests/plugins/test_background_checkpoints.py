@@ -1,6 +1,4 @@
-"""``async_checkpoint=True``: a fit goes on while a checkpoint is written, and the checkpoint is that
-of its step.
-"""
+"""``async_checkpoint=True``: a fit goes on while a checkpoint of one of its steps is written."""
 
 from __future__ import annotations
 
@@ -74,7 +72,7 @@ def goes_on_while_it_is_written(rank: int, folder: Path) -> list[str]:
                 assert gate.wait(120)
                 own(*args, **kwargs)
 
-            place = folder / f"{form}, {[*way][0]}"
+            place = folder / f"{form}, {next(iter(way))}"
             with pytest.MonkeyPatch.context() as patch:
                 if form == "sharded":
                     patch.setattr(sharded_checkpoint, "write_state", waits)
@@ -141,7 +139,7 @@ def test_errors_are_raised_by_the_next_save_or_at_the_end_on_all_ranks(tmp_path:
 
 
 def keeps_one(rank: int, folder: Path) -> Any:
-    """With one checkpoint kept, the one before goes once the next is whole, not where that fails."""
+    """With one checkpoint kept, the one before goes once the next is whole."""
     seen: list[list[str]] = []
     write = sharded_checkpoint.write_state
 
@@ -175,7 +173,7 @@ def test_the_checkpoint_before_goes_once_the_next_is_whole(tmp_path: Path) -> No
 
 
 def after_a_fit(rank: int, folder: Path) -> Any:
-    trainer, module = fit(folder, "sharded", async_checkpoint=True)
+    trainer, _ = fit(folder, "sharded", async_checkpoint=True)
     trainer.save_checkpoint(folder / "after.ckpt")  # there when this returns
     return read(folder / "after.ckpt")["global_step"]
 

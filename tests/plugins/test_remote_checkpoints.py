@@ -88,7 +88,7 @@ def test_in_memory() -> None:
 
 
 def by_url(rank: int, folder: Path) -> Any:
-    trainer, module = fit("sharded", str(folder / "kept"))
+    trainer, _ = fit("sharded", str(folder / "kept"))
     url = f"file://{folder}/by-url.ckpt"
     trainer.save_checkpoint(url)
     torch.manual_seed(1)

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_topt.basics.argument_checks import check_choice
 from lightning_topt.basics.units import format_bytes
+from lightning_topt.cli.main import CHECKPOINT_ACTIONS
 from lightning_topt.execution.checkpoint_files import (
     MANIFEST,
     METADATA,
@@ -48,8 +49,6 @@ from lightning_topt.execution.sharded_checkpoint import (
 from lightning_topt.execution.stored_states import stored_tensors
 from lightning_topt.plan.parallel_plan import ParallelPlan
 
-ACTIONS = ("inspect", "verify", "convert")
-
 
 def run(config: DictConfig) -> None:
     """Do what `config` says with a checkpoint; end with exit code 1 where it is damaged.
@@ -57,7 +56,7 @@ def run(config: DictConfig) -> None:
     Raises:
         ValueError: there is no checkpoint at `path`, or options contradict one another.
     """
-    check_choice(config.action, name="action", allowed=ACTIONS)
+    check_choice(config.action, name="action", allowed=CHECKPOINT_ACTIONS)
     if config.path is None:
         raise ValueError("say which checkpoint: path=<file or folder>, also path=s3://...")
     if (config.to is not None) != (config.action == "convert"):

@@ -122,11 +122,12 @@ def test_wrong_use_ends_with_a_sentence(saved: Path, tmp_path: Path) -> None:
 
 
 def test_words_of_the_command_line() -> None:
-    words = ["verify", "path=a/step=6.ckpt", "to='b=c'", "trusted=true", "--cfg"]
+    words = ["verify", "path=a/step=6.ckpt", "to='b=c'", "trusted=true", "--cfg", "job"]
     assert [_as_action_or_path(word) for word in words] == [
         "action=verify",
         "path='a/step=6.ckpt'",
         "to='b=c'",
         "trusted=true",
         "--cfg",
+        "job",
     ]

@@ -18,8 +18,8 @@ from lightning_topt import (
 )
 from lightning_topt.execution.checkpoint_files import holds_shards
 from tests.plugins.trainer_ranks import (
-    OwnShare,
     RecordingGPT,
+    loader,
     make_trainer,
     on_ranks,
     topt_trainer,
@@ -28,7 +28,7 @@ from tests.plugins.trainer_ranks import (
 
 class Trained(RecordingGPT):
     def train_dataloader(self) -> Any:
-        return OwnShare(8, length=64)
+        return loader(8)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -51,6 +51,7 @@ def fit(form: str, folder: str, **options: Any) -> Any:
         "zero2",
         options={"checkpoint": form, **options},
         max_steps=8,
+        max_epochs=4,
         callbacks=[keep],
         enable_checkpointing=True,
     )
@@ -92,7 +93,7 @@ def by_url(rank: int, folder: Path) -> Any:
     url = f"file://{folder}/by-url.ckpt"
     trainer.save_checkpoint(url)
     torch.manual_seed(1)
-    again = topt_trainer("zero3", max_steps=9)
+    again = topt_trainer("zero3", max_steps=9, max_epochs=4)
     again.fit(Trained(), ckpt_path=url)
     return holds_shards(folder / "by-url.ckpt"), again.global_step
 

@@ -306,9 +306,9 @@ class PlanCheckpoints:
     # ---- in the background -----------------------------------------------------------------------
 
     def _may_go_on(self, strategy: Strategy) -> bool:
-        """Return whether the fit goes on while a checkpoint is written.
+        """Return whether the fit goes on while a checkpoint is written. A collective call.
 
-        Not where it ends after this one.
+        Not where it ends after this one: by a signal, of which ranks may know at different times.
         """
         assert strategy.lightning_module is not None
         trainer = strategy.lightning_module.trainer
@@ -316,7 +316,7 @@ class PlanCheckpoints:
             (self._in_background or _writes_later(strategy))
             and trainer.state.fn == TrainerFn.FITTING
             and trainer.state.status == TrainerStatus.RUNNING
-            and not trainer.received_sigterm
+            and not strategy.reduce_boolean_decision(trainer.received_sigterm, all=False)
         )
 
     def _save_later(

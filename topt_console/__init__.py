@@ -17,6 +17,7 @@ from topt_console.status_line import STATUS
 
 __version__ = "0.1.0"
 COMMANDS = ("plan", "train", "calibrate", "predict", "verify", "stalls", "advise", "checkpoint")
+CHECKPOINT_ACTIONS = ("inspect", "verify", "convert")  # of `topt checkpoint`, its first word
 WRONG_USE = 2
 COMPLETION = ("-sc", "--shell-completion")
 

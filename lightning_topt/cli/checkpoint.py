@@ -30,7 +30,6 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_topt.basics.argument_checks import check_choice
 from lightning_topt.basics.units import format_bytes
-from lightning_topt.cli.main import CHECKPOINT_ACTIONS
 from lightning_topt.execution.checkpoint_files import (
     MANIFEST,
     METADATA,
@@ -48,6 +47,7 @@ from lightning_topt.execution.sharded_checkpoint import (
 )
 from lightning_topt.execution.stored_states import stored_tensors
 from lightning_topt.plan.parallel_plan import ParallelPlan
+from topt_console import CHECKPOINT_ACTIONS
 
 
 def run(config: DictConfig) -> None:

@@ -31,7 +31,6 @@ from lightning_topt.cli.several_clusters import as_hydra_reads
 from topt_console.status_line import STATUS
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
-CHECKPOINT_ACTIONS = ("inspect", "verify", "convert")  # of `topt checkpoint`, its first word
 # whole numbers with the least and the most that they may be; Lightning itself looks at them late
 _WHOLE = {
     "seed": (0, 2**32 - 1),
@@ -109,7 +108,7 @@ def hydra_main(command: str, run: Callable[[DictConfig], object]) -> None:
 def _as_action_or_path(word: str) -> str:
     """Return ``verify`` as ``action=verify``, and a path with ``=`` in it in quotes."""
     name, _, value = word.partition("=")
-    if word in CHECKPOINT_ACTIONS:
+    if word in topt_console.CHECKPOINT_ACTIONS:
         return f"action={word}"
     if name in ("path", "to") and "=" in value and value[0] not in "'\"":
         return f"{name}='{value}'"

@@ -9,7 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
-from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+from lightning.pytorch.strategies import fsdp as lightning_fsdp
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    StateDictType,
+)
 
 from lightning_topt import read_sharded_checkpoint
 from lightning_topt.execution.sharded_checkpoint import is_folder, open_sharded
@@ -32,14 +38,18 @@ class CPUFSDP(FSDPStrategy):
     def _setup_model(self, model: Any) -> Any:
         return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
 
-    def lightning_module_state_dict(self) -> Any:
-        if self._state_dict_type == "sharded":
-            return super().lightning_module_state_dict()
-        # parameters that are moved from the CPU to the CPU end torch 2.13 with a segmentation fault
-        config = FullStateDictConfig(offload_to_cpu=False, rank0_only=True)
-        kind = StateDictType.FULL_STATE_DICT
-        with FullyShardedDataParallel.state_dict_type(self.model, kind, config):
-            return self.model.state_dict()
+
+def full_states(module: Any, world_size: int, rank0_only: bool = True) -> Any:
+    """Lightning's, without the copy from the CPU to the CPU: under torch 2.13 that ends with a
+    segmentation fault, or with states of freed memory.
+    """
+    options = {"offload_to_cpu": False, "rank0_only": rank0_only}
+    return FullyShardedDataParallel.state_dict_type(
+        module,
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(**options),
+        FullOptimStateDictConfig(**options),
+    )
 
 
 def fsdp(form: str) -> CPUFSDP:
@@ -83,7 +93,9 @@ def there_and_back(rank: int, folder: Path) -> Any:
     for form in ("full", "sharded"):
         path = folder / f"{form}.ckpt"
         trainer, _ = fit(f"fsdp {form}", epochs=1)
-        trainer.save_checkpoint(path)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lightning_fsdp, "_get_full_state_dict_context", full_states)
+            trainer.save_checkpoint(path)
         for plan in PLANS:
             trainer, module = fit(plan, epochs=2, path=path)
             resumed[form, plan] = module.losses

@@ -3,9 +3,10 @@
     python -m benchmarks.robustness.saves --folder /mnt/checkpoints      # some 5 minutes on 2 cores
 
 A module of 89.5 million parameters under AdamW, 1 GiB of parameters and optimizer states, on one
-rank with one thread. Its checkpoint is one file or sharded. A fit saves after every 10 steps, four times. The time of `Trainer.save_checkpoint` is what
-training stands still; the first save, which allocates buffers, is not counted. Both kinds of fits
-alternate. Then one process reads what was saved.
+rank with one thread. Its checkpoint is one file or sharded. A fit saves after every 10 steps, four
+times. The time of `Trainer.save_checkpoint` is what training stands still; the first save, which
+allocates buffers, is not counted. Both kinds of fits alternate. Then one process reads what was
+saved.
 """
 
 from __future__ import annotations

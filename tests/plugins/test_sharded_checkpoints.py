@@ -232,14 +232,14 @@ def test_what_was_a_folder_stays_until_the_file_is_whole(tmp_path: Path) -> None
     target.mkdir()
     (target / "part").write_text("shards")
 
-    def fails(path: Path) -> None:
-        path.write_text("half")
+    def fails(path: str) -> None:
+        Path(path).write_text("half")
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
         replace_by_file(target, fails)
     assert (target / "part").read_text() == "shards"
-    replace_by_file(target, lambda path: path.write_text("whole") and None)
+    replace_by_file(target, lambda path: Path(path).write_text("whole"))
     assert target.read_text() == "whole" and [*tmp_path.iterdir()] == [target]
 
 

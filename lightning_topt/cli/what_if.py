@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -35,7 +34,6 @@ from lightning_topt.cli.search_space import SearchedMeshes
 from lightning_topt.cli.several_clusters import read_clusters
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import check_world_size
-from lightning_topt.graph.no_trace import no_collection
 from lightning_topt.plan.choose import OBJECTIVES, NoPlanFitsError
 from lightning_topt.plan.plan_search import SearchRequest
 from lightning_topt.plan.scenario_report import print_scenarios, save_scenarios
@@ -71,8 +69,6 @@ def is_asked(config: DictConfig) -> bool:
     return any(value is not None for value in given) or config.spot is not False or is_new
 
 
-# No collections but between searches: there are millions of objects, and most stay to the end.
-@no_collection()
 def run(config: DictConfig) -> None:
     """Search every scenario that `config` describes, choose one, and report all.
 
@@ -122,9 +118,6 @@ def run(config: DictConfig) -> None:
     print_scenarios(estimates, chosen, limits=asked.limits, console=console)
     for line in (reason, *notes, f"run folder: {folder}"):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    # The process ends: nothing is gained by a look at millions of objects that nobody needs.
-    if HydraConfig.get().mode is not RunMode.MULTIRUN:
-        gc.freeze()
 
 
 # ---- what is asked

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -120,11 +120,8 @@ class OpGraph:
             )
         return replace(
             self,
-            ops=tuple(
-                _moved(op, next((path for path in op.stack if path in names), ""))
-                for op in self.ops
-            ),
-            parameters=tuple(_moved(p, next(_around(p.name, names), "")) for p in self.parameters),
+            ops=tuple(_moved(op, block_of_op(op.stack, names)) for op in self.ops),
+            parameters=tuple(_moved(p, block_of_parameter(p.name, names)) for p in self.parameters),
             blocks=chosen,
         )
 
@@ -163,15 +160,16 @@ def _moved(item: Item, block: str) -> Item:
     return item if item.block == block else replace(item, block=block)
 
 
-def _around(name: str, paths: Container[str]) -> Iterator[str]:
-    """Return the modules among `paths` that parameter `name` is in, outermost first."""
+def block_of_op(stack: Iterable[str], blocks: Container[str]) -> str:
+    """Return the outermost of `blocks` among the modules around an operator, "" for none."""
+    return next((path for path in stack if path in blocks), "")
+
+
+def block_of_parameter(name: str, blocks: Container[str]) -> str:
+    """Return the outermost of `blocks` that parameter `name` is in, "" for none."""
     # the last part is the parameter's own name
     parts = name.split(".")[:-1]
-    return (
-        path
-        for path in (".".join(parts[:count]) for count in range(1, len(parts) + 1))
-        if path in paths
-    )
+    return block_of_op((".".join(parts[:count]) for count in range(1, len(parts) + 1)), blocks)
 
 
 # ---- parts ---------------------------------------------------------------------------------------

@@ -51,6 +51,8 @@ class OpGraph:
         unused: trainable parameters that the step gave no gradient.
         whole_model: the step is that of one rank, whose parameters are slices of those of the
             model with this fingerprint.
+        compiled: chains of elementwise operators are one kernel each (`fused_chains`); else each
+            operator is its own, as the step runs eagerly.
     """
 
     model: str
@@ -65,6 +67,7 @@ class OpGraph:
     batch_scaling: bool = True
     unused: tuple[str, ...] = ()
     whole_model: str | None = None
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         # names are unique, and everything that refers to one of them finds it
@@ -86,6 +89,11 @@ class OpGraph:
             if item.block not in blocks:
                 raise ValueError(f"{item} is in block {item.block!r}, which does not exist")
         self.step.check(known, count=len(names))
+
+    @property
+    def predicted_as(self) -> str:
+        """What its costs are those of: an "eager" step, or a "compiled" one."""
+        return "compiled" if self.compiled else "eager"
 
     @cached_property
     def fingerprint(self) -> str:

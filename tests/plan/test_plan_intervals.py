@@ -165,6 +165,8 @@ def test_tables_pages_and_files_show_intervals(tmp_path):
     save_html(tmp_path / "page.html", frontier.points, frontier.points[0])
     page = (tmp_path / "page.html").read_text()
     assert f'"50 % interval of the time":"{low:.3g} s to {high:.3g} s"' in page
+    assert f'"ends":{{"x":[{frontier.points[0].bytes_interval.low!r},' in page  # of the whiskers
+    assert f'"y":[{low!r},{high!r}]}}' in page
     assert page.count('"Unlike measured times":"devices"') == 1
     assert page.count('"Unlike measured peaks":"devices"') == 1
 

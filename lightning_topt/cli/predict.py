@@ -400,6 +400,12 @@ def predict_rows(
     of_run = [run.gpu if cluster is None else "" for run in file.runs]
     priced = [costs[name].price(run) for name, run in zip(of_run, file.runs, strict=True)]
     _print_summary(file.runs, priced, console)
+    fused = sum(run.fused for run in file.runs)
+    console.print(
+        f"Predicted as compiled, elementwise chains as one kernel: {fused} rows; as eager: "
+        f"{len(file.runs) - fused}.",
+        highlight=False,
+    )
     _print_predicted_only(
         [name for name in _PREDICTED_ONLY if any(getattr(run, name) for run in file.runs)], console
     )

@@ -89,7 +89,8 @@ def step_seconds(output: str) -> float:
 
 def test_a_compiled_step_is_planned_and_priced(topt, tmp_path):
     """The plan page, frontier.json and the terminal say which step is predicted."""
-    model = ["cluster=a100_8x8", "data.batch_size=64", "model.hidden=128"]
+    target = "model._target_=tests.cli.reads_values.Elementwise"
+    model = ["cluster=a100_8x8", "data.batch_size=64", target]
     seconds = {}
     for kind, given in (("eager", []), ("compiled", ["compiled=true"])):
         code, output = topt("plan", *model, "device_counts=[8]", "mesh={data:4,tensor:2}", *given)

@@ -113,6 +113,7 @@ def test_rows_of_a_file_are_predicted(topt_predict, tmp_path):
     runs, out = write(tmp_path / "runs.csv"), tmp_path / "out" / "predictions.csv"
     code, output = topt_predict(f"runs={runs}", "cluster=a100_64x8", f"out={out}")
     assert code == 0 and "4 rows" in output and "mean error" in output
+    assert "as one kernel: 4 rows; as eager: 0." in output
     with out.open() as file:
         found = [*csv.DictReader(file)]
     assert [[row[name] for name in HEADER] for row in found] == [
@@ -600,9 +601,8 @@ def test_activations_wait_in_the_host(changes):
     layer = fast.peak_bytes - again.peak_bytes
     layers = run.model.layers / run.pipeline
     held = run.pipeline if run.level == 0 else 1  # microbatches of the first stage
-    assert plain.peak_bytes - again.peak_bytes == pytest.approx(
-        (held * layers - 1) * layer, rel=0.15
-    )
+    saved = (plain.peak_bytes - again.peak_bytes) / layer
+    assert 0.85 * (held * layers - 1) < saved < 1.05 * held * layers
     # a slow one is all that counts: both ways of every microbatch, and of those that fill stages
     slow = [price(bandwidth, offload=True).step_seconds for bandwidth in (1e3, 5e2)]
     passes = run.num_microbatches + run.pipeline - 1

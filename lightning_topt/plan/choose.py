@@ -49,6 +49,12 @@ def errors_of(
     return share, 0.0 if share == 0 else seconds
 
 
+def equal_in_words(difference: float | None) -> str:
+    """Return the share within which times count as equal, and that it is assumed where it is."""
+    share, _ = errors_of(difference)
+    return f"{100 * share:.3g} %" + (", which is assumed" if difference is None else "")
+
+
 class NoPlanFitsError(ValueError):
     """No plan meets the limits; the message names the smallest plan and what it needs."""
 

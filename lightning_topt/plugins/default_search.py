@@ -36,7 +36,12 @@ from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.step_purity import PurityWatch
 from lightning_topt.graph.structures import map_tensors
-from lightning_topt.plan.choose import NoPlanFitsError, errors_of, fitting_points
+from lightning_topt.plan.choose import (
+    NoPlanFitsError,
+    equal_in_words,
+    errors_of,
+    fitting_points,
+)
 from lightning_topt.plan.own_batches import least_own_batch_seconds, search_own_batches
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
@@ -327,7 +332,7 @@ class TensorSearch:
             )
             least = min(least_seconds(step, size) for size in sizes)
             if not pays(least, best, request.difference_on(search.cluster)):
-                return "computation alone takes so long that the rest is not worth it"
+                return _why_computation(request, search)
         fit = Fit(trainer, graph=search.graph, only_replicated=request.only_replicated)
         return why_not(fit, SHARDED) or why_not(Fit(trainer), SEQUENTIAL)
 
@@ -381,7 +386,7 @@ def add_pipelines(
         and limit is not None
         and least_own_batch_seconds(search) >= limit
     ):
-        return "computation alone takes so long that the rest is not worth it"
+        return _why_computation(request, search)
     traced = dataclasses.replace(search, graph=step.graph)
     if reason := why_left_out(request, trainer, batch, traced):
         return reason
@@ -499,6 +504,14 @@ def pays(seconds: float, best: float, difference: float | None) -> bool:
     """
     share, more = errors_of(difference)
     return seconds * (1 + share) + more < best
+
+
+def _why_computation(request: PlanRequest, search: SearchRequest) -> str:
+    words = equal_in_words(request.difference_on(search.cluster))
+    return (
+        "computation alone takes so long that the rest is not worth it: steps within "
+        f"{words} count as equally fast"
+    )
 
 
 def seconds_that_pay(

@@ -26,6 +26,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from lightning_topt.basics.argument_checks import check_flag
 from lightning_topt.cli import what_if
 from lightning_topt.cli.example_step import has_accelerators
 from lightning_topt.cli.plan_steps import PlanSetup, UnpricedSearch, report_plan
@@ -76,7 +77,9 @@ def _plan_once(config: DictConfig) -> None:
     # the step, its costs, and the search
     STATUS.show(f"capturing the step of {type(setup.model).__name__}")
     example, capture_seconds = setup.capture(
-        splits=meshes.tensor, accelerator=has_accelerators(request.cluster)
+        splits=meshes.tensor,
+        accelerator=has_accelerators(request.cluster),
+        compiled=bool(check_flag(config.compiled, name="compiled")),
     )
     # data.batch_size is that of each rank: of those of the trainer, where several numbers are given
     ranks = trainer.world_size if len(meshes.device_counts) > 1 else meshes.device_counts[0]

@@ -281,12 +281,12 @@ def _held(fit: Fit) -> str | None:
 
 def _averages_apart(fit: Fit) -> str | None:
     """Return why averaged weights cannot be in shards like those of the module, as a clause."""
-    strategy, device = fit.trainer.strategy, fit.trainer.strategy.root_device
+    strategy = fit.trainer.strategy
     for callback in fit.trainer.callbacks:  # type: ignore[attr-defined]
         if not isinstance(callback, StochasticWeightAveraging | WeightAveraging):
             continue
         name, own = type(callback).__name__, callback._device
-        if own is not None and torch.device(own).type != device.type:
+        if own is not None and torch.device(own).type != strategy.root_device.type:
             return f"{name} keeps its averages on another device ({own}); give it device=None"
         if getattr(strategy, "checkpoint_form", "full") != "full":
             return f"{name} saves full weights; leave out checkpoint='sharded'"

@@ -303,8 +303,9 @@ def _arriving_lifetimes(block: ShardedBlock, first: int, last: int) -> Iterator[
     """Yield the bfloat16 copies of a block whose segments are `first` to `last`."""
     arriving, following = block.arriving, block.beside.following
     if block.name == ROOT and following and not block.step.segments.of_block[following][0]:
-        # the root's are gone when the first block is gathered, in the same phase
-        beside = ShardedBlock(block.step, following, block.level, block.axes)
+        # the root's are gone when the first block is gathered, in the same phase; its level is not
+        # known here, and level 2 gathers less
+        beside = ShardedBlock(block.step, following, 2, block.axes)
         arriving = max(arriving - beside.flat - beside.arriving - beside.whole, 0.0)
     yield Lifetime(
         "gathered parameters", arriving, ("gather_forward", first), ("gather_forward", first)

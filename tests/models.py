@@ -110,11 +110,11 @@ class LowRank(nn.Module):
 class TunedGPT(GPT):
     """A frozen GPT with adapters in later blocks; to the first ones no gradient comes."""
 
-    def __init__(self, *, plain: int = 1, **options: Any) -> None:
+    def __init__(self, *, plain: int = 1, rank: int = 2, **options: Any) -> None:
         super().__init__(**options)
         self.requires_grad_(False)
         for block in self.blocks[plain:]:
-            block.qkv, block.up = LowRank(block.qkv), LowRank(block.up)
+            block.qkv, block.up = LowRank(block.qkv, rank), LowRank(block.up, rank)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)

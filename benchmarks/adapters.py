@@ -37,7 +37,7 @@ from tests.launch import run_ranks
 from tests.models import GPT, TunedGPT, batch_for
 
 CPU, MIB, RANKS, SAMPLES, STEPS = torch.device("cpu"), 2**20, 2, 4, 6
-SIZES = {"layers": 6, "width": 512, "heads": 8, "vocab": 512, "context": 64}
+SIZES: dict[str, Any] = {"layers": 6, "width": 512, "heads": 8, "vocab": 512, "context": 64}
 MODELS: dict[str, Any] = {
     "whole model": lambda: GPT(**SIZES),
     "adapters": lambda: TunedGPT(plain=3, rank=8, **SIZES),

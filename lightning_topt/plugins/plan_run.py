@@ -257,14 +257,15 @@ def shard_averages(trainer: pl.Trainer, engine: Engine) -> ShardedAverages | Non
 
     None where there are no shards, or no such callbacks.
     """
-    kept = []
+    kept: list[nn.Module] = []
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
-            average = callback._average_model
-            kept.append(average.module if isinstance(average, AveragedModel) else average)
+            average: nn.Module | None = callback._average_model
+            if isinstance(average, AveragedModel):
+                average = average.module
+            kept += [] if average is None else [average]
     named = engine.module.named_parameters(remove_duplicate=False)
     shards = {name: parameter for name, parameter in named if isinstance(parameter, DTensor)}
-    kept = [average for average in kept if average is not None]
     return ShardedAverages(trainer, engine, kept, shards) if kept and shards else None
 
 

@@ -19,7 +19,9 @@ STEPS = {"topt/step_seconds", "topt/predicted_step_seconds"}
 WAITS = {"topt/data_wait_seconds", "topt/data_wait_share", "topt/data_batch_seconds"}
 EXCHANGE = {"topt/exchange_bytes_per_step", "topt/exchange_exposed_seconds"}
 LINK = Link(1e-5, 1e9)
-CLUSTER = Cluster("toy", Device("toy", 1 << 40, {"float32": 1e10}, 1e10), 2, 1, LINK, LINK, "gloo")
+CLUSTER = Cluster(
+    "toy", Device("toy", 1 << 40, {"float32": 1e10}, 1e10), 2, 1, LINK, LINK, backend="gloo"
+)
 
 
 def read_csv(folder: str) -> set[str]:

@@ -101,7 +101,23 @@ class OpGraph:
 
         The backward pass runs through it in reverse.
         """
-        return segments(self.step, [block.name for block in self.blocks])
+        return segments(
+            self.step, [block.name for block in self.blocks], casts=self.casts_of_parameters
+        )
+
+    @cached_property
+    def casts_of_parameters(self) -> tuple[int, ...]:
+        """The tensors of the step that are parameters in 16 bits, kept for backward."""
+        shapes = {p.name: p.shape for p in self.parameters if p.dtype == "float32"}
+        of_op = {op.name: {shapes.get(name) for name in op.parameters} for op in self.ops}
+        return tuple(
+            index
+            for index, tensor in enumerate(self.step.tensors)
+            if tensor.spec.dtype in ("bfloat16", "float16")
+            and tensor.bytes.per_sample == 0.0
+            and self.step.is_kept(tensor)
+            and tensor.spec.shape in of_op[tensor.producer]
+        )
 
     def with_blocks(self, blocks: Iterable[Block]) -> OpGraph:
         """Return the same step with other `blocks` to decide about.

@@ -41,6 +41,9 @@ from lightning_topt.plugins.planning import Planning
 from lightning_topt.plugins.searched_plan import choose_for
 from topt_console.status_line import STATUS
 
+# Of more devices an exact search seldom ends within its budget: it is given up without a bound.
+_EXACT_DEVICES = 64
+
 
 # No collections but between searches: there are millions of objects, and most stay to the end.
 @no_collection()
@@ -82,7 +85,13 @@ def _plan_once(config: DictConfig) -> None:
     ranks = trainer.world_size if len(meshes.device_counts) > 1 else meshes.device_counts[0]
     samples = meshes.global_batch_size(example.samples, world_size=ranks)
     unpriced = UnpricedSearch.of(
-        setup, meshes, example, request, global_batch_size=samples, capture_seconds=capture_seconds
+        setup,
+        meshes,
+        example,
+        request,
+        global_batch_size=samples,
+        capture_seconds=capture_seconds,
+        epsilon=what_if.EPSILON if max(meshes.device_counts) > _EXACT_DEVICES else 0.0,
     )
     STATUS.clear()  # ranks that measure say so by themselves
     search = setup.with_costs(unpriced.request, request)

@@ -56,7 +56,7 @@ from topt_console.status_line import STATUS
 
 # Plans that others beat by less than this in time and memory may be left out: predictions are not
 # that good.
-_EPSILON = 0.01
+EPSILON = 0.01
 _SECONDS = 3.0  # of the search of one scenario with one number of micro-batches
 _CHOICES = ("clusters", "batch_size", "seq_len", "accumulate")
 
@@ -274,7 +274,7 @@ def _on_clusters(
 
     for request, searched in zip(requests, meshes, strict=True):
         unpriced = UnpricedSearch.of(
-            setup, searched, example, request, epsilon=_EPSILON, capture_seconds=capture_seconds
+            setup, searched, example, request, epsilon=EPSILON, capture_seconds=capture_seconds
         )
         search = setup.with_costs(
             functools.partial(unpriced.request, global_batch_size=example.samples), request

@@ -40,6 +40,7 @@ from lightning_topt.costs.lifetimes import Lifetime, Phases, phases_of
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.costs.segments import (
     Segments,
+    blocks_gathered_once,
     blocks_reduced_last,
     locate,
     passes_of,
@@ -171,6 +172,11 @@ class TrainingStep:
         What waits for that gradient waits until backward is over.
         """
         return blocks_reduced_last(self.graph) - {ROOT}
+
+    @property
+    def gathered_once(self) -> frozenset[str]:
+        """Blocks that are not gathered in backward, since no gradient comes to them."""
+        return blocks_gathered_once(self.graph)
 
     @cached_property
     def tied(self) -> frozenset[str]:
@@ -453,7 +459,8 @@ def _signature(step: TrainingStep, block: str) -> Hashable:
     # to nanoseconds: sums of equal kernels may differ in their last bits
     seconds = tuple(round(float(direction[first]), 9) for direction in step.compute[block])
     work = step.exchange_model.work[block] if step.exchange_model is not None else None
-    return structure, updates, seconds, work, block in step.reduced_last
+    passes = block in step.reduced_last, block in step.gathered_once
+    return structure, updates, seconds, work, *passes
 
 
 # ---- Memory of a block and of the update

@@ -70,6 +70,7 @@ from lightning_topt.plugins.requirements import (
     OWN_BATCHES,
     SEQUENTIAL,
     SHARDED,
+    SLICES,
     STAGES,
     Fit,
     is_compiled,
@@ -241,7 +242,8 @@ def _check_features(
 
     # Sharded parameters and gradients.
     shards = not plan.keeps_gradients_whole
-    if shards and (reason := why_not(fit, SHARDED)):
+    kinds = (SHARDED, SLICES) if split else (SHARDED,)
+    if shards and (reason := why_not(fit, *kinds)):
         way_out = "choose a plan without tensor axes" if split else "choose ZeRO level 0 or 1"
         if plan.schedule is not None:
             raise PlanError(

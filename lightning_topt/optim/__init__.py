@@ -8,7 +8,7 @@
     fused with DDP       reduce_scatter
     sharded parameters   local_step, clipping
 
-`lars` and `lamb` are optimizers for large batches.
+`lars` and `lamb` are optimizers for large batches, `basis_rotation` one for stale gradients.
 """
 
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from lightning_topt.basics.lazy_names import lazy_names
 
 if TYPE_CHECKING:  # the same names, for type checkers and editors
+    from lightning_topt.optim.basis_rotation import BasisRotation
     from lightning_topt.optim.lamb import LAMB
     from lightning_topt.optim.lars import LARS, share_trust_ratios, unshare_trust_ratios
     from lightning_topt.optim.parallel_step import ParallelStep, install_parallel_step
@@ -24,6 +25,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
 
 # Each name, and the module that it is imported from at its first use.
 _HOMES = {
+    "BasisRotation": "basis_rotation",
     "LAMB": "lamb",
     "LARS": "lars",
     "share_trust_ratios": "lars",
@@ -37,6 +39,7 @@ _HOMES = {
 __all__ = [
     "LAMB",
     "LARS",
+    "BasisRotation",
     "ParallelStep",
     "Piece",
     "UnsplittableOptimizer",

@@ -100,7 +100,7 @@ def train_stages(
     torch.manual_seed(run.seed)
     stages, batches = deal(task.pieces(), run.stages), task.batches(run.seed)
     parameters = [list(stage.parameters()) for stage in stages]
-    rules = {
+    rules: dict[str, Any] = {
         SYNCHRONOUS: "none",
         "pipemare": {"rule": "pipemare", "annealing_updates": len(batches) // 4},
         FEEDBACK: {"rule": "two_versions", "error_feedback": True},
@@ -335,6 +335,7 @@ short ones.
 {machine}
 - {seconds:.0f} s of CPU time, beside other work, for {count} of {total} runs and {tuned} with
   rates of their own; the command makes those that are left
+- the former were made earlier, on 4 x AMD EPYC (commit 7ddf73f) and, long ones, on 2 (476ae4e)
 """
 
 

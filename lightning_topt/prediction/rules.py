@@ -477,7 +477,7 @@ class _StashedWeights(StagePrediction):
     def _feed_back(self, parameters: list[Tensor], before: list[Tensor]) -> None:
         """Make the update's move twice, and take back the one of the update before."""
         with torch.no_grad(), unseen(parameters):
-            moves = torch._foreach_sub(parameters, before)
+            moves = list(torch._foreach_sub(parameters, before))
             if self._moves:
                 torch._foreach_add_(parameters, torch._foreach_sub(moves, self._moves))
         self._moves = moves

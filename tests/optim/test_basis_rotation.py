@@ -251,6 +251,6 @@ def test_what_it_does_not_take():
 def test_sharded_matrices_are_refused(monkeypatch):
     [parameter] = make_parameters([(4, 4)])
     parameter.grad = torch.ones(4, 4)
-    monkeypatch.setattr("lightning_topt.optim.basis_rotation.DTensor", torch.nn.Parameter)
+    monkeypatch.setattr("lightning_topt.optim.adam_variants.DTensor", torch.nn.Parameter)
     with pytest.raises(ValueError, match="whole matrices"):
         BasisRotation([parameter]).step()

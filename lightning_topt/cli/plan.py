@@ -24,6 +24,7 @@ import lightning.pytorch as pl
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from lightning_topt.basics.argument_checks import check_flag
 from lightning_topt.cli import what_if
 from lightning_topt.cli.example_step import has_accelerators
 from lightning_topt.cli.plan_steps import PlanSetup, UnpricedSearch, report_plan
@@ -64,7 +65,9 @@ def run(config: DictConfig) -> None:
     # the step, its costs, and the search
     STATUS.show(f"capturing the step of {type(setup.model).__name__}")
     example, capture_seconds = setup.capture(
-        splits=meshes.tensor, accelerator=has_accelerators(request.cluster)
+        splits=meshes.tensor,
+        accelerator=has_accelerators(request.cluster),
+        compiled=bool(check_flag(config.compiled, name="compiled")),
     )
     # data.batch_size is that of each rank: of those of the trainer, where several numbers are given
     ranks = trainer.world_size if len(meshes.device_counts) > 1 else meshes.device_counts[0]

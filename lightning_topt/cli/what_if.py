@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lightning_topt.basics.argument_checks import check_real, check_whole
+from lightning_topt.basics.argument_checks import check_flag, check_real, check_whole
 from lightning_topt.basics.units import parse_seconds
 from lightning_topt.cli.example_step import has_accelerators
 from lightning_topt.cli.local_processes import most_processes, outcomes_of
@@ -273,7 +273,9 @@ def _on_clusters(
     meshes = [SearchedMeshes.read(config, request, setup.trainer) for request in requests]
     STATUS.show(f"capturing the step of {type(setup.model).__name__}")
     example, capture_seconds = setup.capture(
-        splits=any(each.tensor for each in meshes), accelerator=has_accelerators(*clusters)
+        splits=any(each.tensor for each in meshes),
+        accelerator=has_accelerators(*clusters),
+        compiled=bool(check_flag(config.get("compiled", False), name="compiled")),
     )
     STATUS.clear()
 

@@ -31,6 +31,8 @@ from lightning_topt.costs.compute import (
     estimate_pass_seconds,
     kernel_key,
     launches_of_step,
+    overlapped_seconds,
+    product_seconds,
 )
 from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.exchange_model import ExchangeModel, make_exchange_model
@@ -95,6 +97,8 @@ class TrainingStep:
             are tensors of their own.
         narrow: parameters that travel in bfloat16 where they are gathered, and arrive in their own
             dtype.
+        tensor_overlap: gathers and scatters along tensor axes run beside the products that they
+            belong to, in parts. Predicted only: no plan runs so.
 
     Raises ValueError for more ranks than the cluster has devices, a batch smaller than one sample
     or of a size that the graph says nothing about, and an exchange that these ranks cannot have.
@@ -117,6 +121,7 @@ class TrainingStep:
     in_place: bool = False
     gradient_views: bool = False
     narrow: frozenset[str] = frozenset()
+    tensor_overlap: bool = False
 
     def __post_init__(self) -> None:
         check_world_size(self.cluster, world_size=self.mesh.size)
@@ -274,21 +279,31 @@ class TrainingStep:
             else kernels
         )
         calls: list[float] = []  # seconds of each call of a collective
+        beside, parts = 0.0, 1  # those that may run beside products, and in how many parts
         for kernel in communication:
             shown = self.shown(kernel)
             assert shown is not None
             op, size, axis = shown
-            calls += [self.collective_seconds(op, size, axes=[axis])] * kernel.count
+            each = self.collective_seconds(op, size, axes=[axis])
+            calls += [each] * kernel.count
+            if op in ("all_gather", "reduce_scatter"):
+                beside, parts = beside + each * kernel.count, self.mesh.shape[axis]
+        known: dict[str, Any] = {
+            "batch_size": self.batch_size,
+            "device": self.cluster.device,
+            "measured": self.kernel_seconds,
+            "measured_batch_size": self.graph.batch_size,
+        }
         seconds = estimate_pass_seconds(
             computation,
-            batch_size=self.batch_size,
-            device=self.cluster.device,
-            measured=self.kernel_seconds,
-            measured_batch_size=self.graph.batch_size,
             collectives=calls,
             launches=launches,
             more_launches=more_launches,
+            **known,
         )
+        if self.tensor_overlap and beside:
+            products = product_seconds(computation, **known)
+            seconds -= products + beside - overlapped_seconds(products, beside, parts=parts)
         if self.in_place:  # measured kernels contain the taking of memory
             kernels = [
                 kernel for kernel in kernels if kernel_key(kernel) not in self.kernel_seconds

@@ -51,6 +51,8 @@ class OpGraph:
         unused: trainable parameters that the step gave no gradient.
         whole_model: the step is that of one rank, whose parameters are slices of those of the
             model with this fingerprint.
+        compiled: chains of elementwise operators are one kernel each (`fused_chains`); else each
+            operator is its own, as the step runs eagerly.
     """
 
     model: str
@@ -65,6 +67,7 @@ class OpGraph:
     batch_scaling: bool = True
     unused: tuple[str, ...] = ()
     whole_model: str | None = None
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         # names are unique, and everything that refers to one of them finds it
@@ -87,6 +90,11 @@ class OpGraph:
                 raise ValueError(f"{item} is in block {item.block!r}, which does not exist")
         self.step.check(known, count=len(names))
 
+    @property
+    def predicted_as(self) -> str:
+        """What its costs are those of: an "eager" step, or a "compiled" one."""
+        return "compiled" if self.compiled else "eager"
+
     @cached_property
     def fingerprint(self) -> str:
         """Identifies the model, not the batch; see `model_fingerprint`."""
@@ -101,7 +109,23 @@ class OpGraph:
 
         The backward pass runs through it in reverse.
         """
-        return segments(self.step, [block.name for block in self.blocks])
+        return segments(
+            self.step, [block.name for block in self.blocks], casts=self.casts_of_parameters
+        )
+
+    @cached_property
+    def casts_of_parameters(self) -> tuple[int, ...]:
+        """The tensors of the step that are parameters in 16 bits, kept for backward."""
+        shapes = {p.name: p.shape for p in self.parameters if p.dtype == "float32"}
+        of_op = {op.name: {shapes.get(name) for name in op.parameters} for op in self.ops}
+        return tuple(
+            index
+            for index, tensor in enumerate(self.step.tensors)
+            if tensor.spec.dtype in ("bfloat16", "float16")
+            and tensor.bytes.per_sample == 0.0
+            and self.step.is_kept(tensor)
+            and tensor.spec.shape in of_op[tensor.producer]
+        )
 
     def with_blocks(self, blocks: Iterable[Block]) -> OpGraph:
         """Return the same step with other `blocks` to decide about.

@@ -185,6 +185,7 @@ class Segment:
     forward_peak   highest live memory during its forward, minus the `kept` of those before it
     backward_peak  highest live memory during its backward, minus the `kept` of the segments up to
                    and including it; the gradient of its output is in it
+    cast           of `kept`: parameters in 16 bits, as autocast makes them
 
     Live memory is thus a sum: ``sum(kept of earlier segments) + forward_peak`` in the forward pass
     of a segment, ``sum(kept of earlier segments and its own) + backward_peak`` in its backward
@@ -197,6 +198,7 @@ class Segment:
     output_bytes: Amount
     forward_peak_bytes: Amount
     backward_peak_bytes: Amount
+    cast_bytes: Amount = NOTHING
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,16 +215,21 @@ class StepPart:
 
 
 def segments(
-    step: Step, blocks: Iterable[str], *, part: StepPart | None = None
+    step: Step,
+    blocks: Iterable[str],
+    *,
+    casts: Sequence[int] = (),
+    part: StepPart | None = None,
 ) -> tuple[Segment, ...]:
     """Cut the forward pass of `step` at the calls of the modules `blocks`, in forward order.
 
-    What lies between these calls is block ``""``. With `part` the bytes are those of one rank.
+    What lies between these calls is block ``""``. `casts` are the tensors that are parameters in 16
+    bits. With `part` the bytes are those of one rank.
     """
     stretches = stretches_of(step, blocks)
     # exact bytes at both batch sizes: amounts are the lines through them
     small, large = (
-        _sizes(StepMemory(step, size, part=part), stretches) for size in step.batch_sizes
+        _sizes(StepMemory(step, size, part=part), stretches, casts) for size in step.batch_sizes
     )
     return tuple(
         Segment(block, *(Amount.fit(step.batch_sizes, values) for values in zip(a, b, strict=True)))
@@ -247,8 +254,11 @@ def stretches_of(step: Step, blocks: Iterable[str]) -> list[Stretch]:
     return [stretch for stretch in stretches if stretch[1] < stretch[2]]
 
 
-def _sizes(memory: StepMemory, stretches: list[Stretch]) -> list[tuple[int, int, int, int]]:
-    """Return the bytes (kept, output, forward peak, backward peak) of each stretch."""
+def _sizes(
+    memory: StepMemory, stretches: list[Stretch], casts: Sequence[int]
+) -> list[tuple[int, int, int, int, int]]:
+    """Return the bytes (kept, output, forward peak, backward peak, casts) of each stretch."""
+    made = [(memory.step.tensors[i].first, int(memory.bytes[i])) for i in casts]
     # peaks are above what earlier segments keep (in backward: and this one)
     peaks = _backward_peaks(memory, stretches)
     rows = []
@@ -258,7 +268,8 @@ def _sizes(memory: StepMemory, stretches: list[Stretch]) -> list[tuple[int, int,
         output = kept if call is None else memory.output(call)
         forward_peak = int(memory.live[first:end].max()) - before
         backward_peak = peaks[index] - before - kept if index in peaks else 0
-        rows.append((kept, output, forward_peak, backward_peak))
+        cast = sum(size for position, size in made if first <= position < end)
+        rows.append((kept, output, forward_peak, backward_peak, cast))
     return rows
 
 

@@ -98,6 +98,8 @@ class SearchRequest:
         gradient_views: whether unsharded gradients are views of DDP's buckets (see `ParallelPlan`):
             what plans may have. Those that have different ones are not compared with one another.
         epsilon: plans that others beat by less than this share, in both costs, may be left out.
+        tensor_overlap: plans are priced as in `TrainingStep`. Searches find plans that run, so they
+            do without.
     """
 
     graph: OpGraph
@@ -121,6 +123,7 @@ class SearchRequest:
     stale: StaleWeights | None = None
     gradient_views: Sequence[bool] = (False,)
     epsilon: float = 0.0
+    tensor_overlap: bool = False
 
     @property
     def kernels(self) -> Mapping[KernelKey, float]:
@@ -144,6 +147,7 @@ def search_plans(
         ValueError: a device count does not divide the batch.
         PlanError: only plans that split the model are asked for, and nothing of it can be split.
     """
+    assert not request.tensor_overlap, "predicted only"
     start, error_bound = time.perf_counter(), 0.0
     points: list[PlanPoint] = []
     uniform: list[PlanPoint] = []
@@ -184,6 +188,7 @@ def search_plans(
         capture_seconds=request.capture_seconds,
         search_seconds=time.perf_counter() - start,
         error_bound=error_bound,
+        predicted_as=request.graph.predicted_as,
     )
 
 
@@ -270,6 +275,7 @@ def step_on(request: SearchRequest, mesh: Mesh) -> TrainingStep:
         returns_memory=request.returns_memory,
         in_place=request.in_place,
         num_microbatches=batches,
+        tensor_overlap=request.tensor_overlap,
     )
 
 
@@ -288,6 +294,7 @@ def stage_blocks(request: SearchRequest, plan: ParallelPlan | None = None) -> St
             request.graph.batch_size,
             request.kernels,
             returns_memory=request.returns_memory,
+            tensor_overlap=request.tensor_overlap,
         )
     )
     return blocks if plan is None else blocks_of_plan(blocks, request.split, plan)

@@ -42,6 +42,7 @@ from lightning_topt.costs.stage_table import StageBlock, StageChain
 from lightning_topt.costs.training_step import SPLIT_CALL_SECONDS, TrainingStep, temporaries_seconds
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_graph import OpGraph, Parameter
+from lightning_topt.graph.step_flow import LEAST_SHARED_BYTES
 from lightning_topt.graph.step_memory import Amount
 
 # what of a chain follows from the graph and its segments alone
@@ -86,7 +87,7 @@ class StageBlocks:
     _passes: dict[float, Passes] = field(default_factory=dict, init=False)
     _crossing_bytes: dict[float, Array] = field(default_factory=dict, init=False)
     _once: dict[tuple[Mesh, int, bool], Once] = field(default_factory=dict, init=False)
-    _chains: dict[tuple[float, tuple[bool, ...], int], StageChain] = field(
+    _chains: dict[tuple[float, tuple[bool, ...], int, int], StageChain] = field(
         default_factory=dict, init=False
     )
 
@@ -196,13 +197,21 @@ class StageBlocks:
             )
         return self._crossing_bytes[samples]
 
-    def chain(self, samples: float, *, recomputes: tuple[bool, ...], parts: int = 1) -> StageChain:
+    def chain(
+        self,
+        samples: float,
+        *,
+        recomputes: tuple[bool, ...],
+        parts: int = 1,
+        cast_copies: int = 1,
+    ) -> StageChain:
         """Return the passes as a chain: configuration 0 does not recompute, 1 does.
 
         Blocks that can recompute have the configurations in `recomputes`; backward has one or two
-        `parts`.
+        `parts`. Microbatches share `cast_copies` of each block's 16-bit casts of parameters; 0:
+        they do not share them.
         """
-        key = samples, recomputes, parts
+        key = samples, recomputes, parts, cast_copies
         if key not in self._chains:
             passes = self.passes(samples)
             if parts > 1:
@@ -211,7 +220,12 @@ class StageBlocks:
             first = [self.kinds.index(kind) for kind in range(max(self.kinds) + 1)]
             able = {block.name for block in self.step.graph.blocks if block.recomputable}
             blocks = tuple(
-                _stage_block(passes, n, recomputes if self.names[n] in able else (False,))
+                _stage_block(
+                    passes,
+                    n,
+                    recomputes if self.names[n] in able else (False,),
+                    cast_copies=cast_copies,
+                )
                 for n in first
             )
             self._chains[key] = StageChain(blocks, self.kinds)
@@ -271,15 +285,17 @@ class StageBlocks:
     def _of_samples(self, samples: float) -> Passes:
         step, places = self.step.with_batch_size(samples), list(self.crossings.places)
         # of each block, summed or maximised over its segments
-        rows = np.zeros((4, len(self.names)))  # forward, backward, kept, hump
+        rows = np.zeros((5, len(self.names)))  # forward, backward, kept, hump, casts
         recomputed = np.zeros((2, len(self.names)))  # kept, hump
         # of each segment: seconds (direction, segment), and bytes
         compute = np.sum([*step.compute.values()], axis=0)
         sizes, is_block = _sizes_of_segments(step.graph)
         # linear in the samples
-        kept, output, forward, backward = sizes[..., 0] + sizes[..., 1] * samples
+        kept, output, forward, backward, casts = sizes[..., 0] + sizes[..., 1] * samples
+        casts = np.where(casts >= LEAST_SHARED_BYTES, casts, 0.0)
         between, hump = np.where(is_block, output, kept), np.maximum(backward, forward - kept)
         sums = *((rows[n], compute[n]) for n in (0, 1)), (rows[2], kept), (recomputed[0], between)
+        sums = *sums, (rows[4], casts)
         for total, values in sums:
             np.add.at(total, places, values)
         # what is outside of all blocks is never recomputed
@@ -301,6 +317,7 @@ class StageBlocks:
             weights=rows[1] * self._weight_shares,
             kept=rows[2],
             hump=rows[3],
+            casts=rows[4],
             recomputed_kept=recomputed[0],
             recomputed_hump=recomputed[1],
             waiting=waiting,
@@ -528,6 +545,7 @@ class Passes:
         weights: seconds of backward for gradients of parameters.
         kept: bytes from forward to backward.
         hump: bytes, the most above these while the block runs.
+        casts: of `kept`: parameters in 16 bits. Microbatches of a synchronous pipeline share them.
         recomputed_kept, recomputed_hump: the same with recomputation.
         waiting: bytes of gradients that are kept besides where gradients of parameters come later.
         split: seconds that a backward in two parts takes besides.
@@ -538,6 +556,7 @@ class Passes:
     weights: Array
     kept: Array
     hump: Array
+    casts: Array
     recomputed_kept: Array
     recomputed_hump: Array
     waiting: Array
@@ -546,11 +565,15 @@ class Passes:
 
 @once_per_object
 def _sizes_of_segments(graph: OpGraph) -> tuple[Array, NDArray[np.bool_]]:
-    """Return bytes of segments ([4], segment, [fixed, per sample]), and which are blocks'.
+    """Return bytes of segments ([5], segment, [fixed, per sample]), and which are blocks'.
 
-    The four are bytes kept, those of the output, and the peaks of forward and of backward.
+    The five are bytes kept, those of the output, the peaks of forward and of backward, and casts.
     """
-    names = "kept_bytes", "output_bytes", "forward_peak_bytes", "backward_peak_bytes"
+    names = (
+        *("kept_bytes", "output_bytes", "forward_peak_bytes"),
+        "backward_peak_bytes",
+        "cast_bytes",
+    )
     amounts = [[getattr(segment, name) for segment in graph.timeline] for name in names]
     sizes = np.array(
         [[(amount.fixed, amount.per_sample) for amount in each] for each in amounts], float
@@ -558,27 +581,30 @@ def _sizes_of_segments(graph: OpGraph) -> tuple[Array, NDArray[np.bool_]]:
     return sizes, np.array([segment.block != ROOT for segment in graph.timeline])
 
 
-def _stage_block(passes: Passes, n: int, recomputes: Sequence[bool]) -> StageBlock:
+def _stage_block(
+    passes: Passes, n: int, recomputes: Sequence[bool], *, cast_copies: int
+) -> StageBlock:
     """Return what block `n` takes: without recomputation, then with it, if it can.
 
     Without, it takes endless time where it has to recompute.
     """
     seconds = passes.forward[n] + passes.backward[n]
-    # (seconds, kept, hump)
-    plain = seconds, passes.kept[n], passes.hump[n]
+    # seconds, bytes kept and those of the hump, and what all microbatches share
+    shared = passes.casts[n] if cast_copies else 0.0
+    plain = seconds, passes.kept[n] - shared, passes.hump[n], cast_copies * shared
     # forward once more, before its backward
-    again = seconds + passes.forward[n], passes.recomputed_kept[n], passes.recomputed_hump[n]
+    again = seconds + passes.forward[n], passes.recomputed_kept[n], passes.recomputed_hump[n], 0.0
     several = [
-        plain if False in recomputes else (np.inf, 0.0, 0.0),
+        plain if False in recomputes else (np.inf, 0.0, 0.0, 0.0),
         *([again] if True in recomputes else []),
     ]
-    time, kept, hump = np.maximum(np.array(several).T, 0.0)
+    time, kept, hump, static = np.maximum(np.array(several).T, 0.0)
     nothing = np.zeros(len(several))
     return StageBlock(
         tuple(range(len(several))),
         np.round(time, 9),
         nothing,
-        nothing,
+        np.round(static),
         np.round(kept),
         np.round(hump),
     )

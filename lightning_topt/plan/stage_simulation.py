@@ -223,10 +223,12 @@ def stage_bytes(
     crosses = np.array(
         [s > 0 and shape.ranks[s - 1] != shape.ranks[s] for s in range(shape.num_stages)]
     )
-    kept = (
-        by_stage(np.add, np.where(again, passes.recomputed_kept, passes.kept))
-        + (arrives[first] * crosses).T
-    )
+    held = np.where(again, passes.recomputed_kept, passes.kept)
+    if shape.cast_copies:  # all microbatches share them; they are gone when the optimizer steps
+        casts = np.where(again, 0.0, passes.casts)
+        held, of_stages = held - casts, by_stage(np.add, casts)
+        static, update = static + of_stages, np.maximum(update - of_stages, 0.0)
+    kept = by_stage(np.add, held) + (arrives[first] * crosses).T
     hump = by_stage(np.maximum, np.where(again, passes.recomputed_hump, passes.hump))
     waiting = by_stage(np.add, passes.waiting) * shape.splits_backward
     if shape.splits_backward and shape.num_stages > 1:

@@ -90,6 +90,11 @@ class PipelineShape:
     tensor: int = 1
 
     @property
+    def cast_copies(self) -> int:
+        """Of 16-bit casts of a stage's parameters, which microbatches share: one for each stage."""
+        return self.stages_per_rank
+
+    @property
     def num_stages(self) -> int:
         """Number of stages on all ranks."""
         return self.pipeline * self.stages_per_rank
@@ -178,6 +183,11 @@ class ContinuousShape(PipelineShape):
     """
 
     copies: tuple[int, ...] = ()
+
+    @property
+    def cast_copies(self) -> int:
+        """None are shared, as weights change between the passes of a minibatch."""
+        return 0
 
     @classmethod
     def of(
@@ -382,7 +392,12 @@ def parts_of(
     kinds = [blocks.kinds.index(kind) for kind in range(max(blocks.kinds) + 1)]
     once, splits = shape.once(blocks), shape.splits_backward
     # A recomputed block would recompute in either half of its backward.
-    chain = blocks.chain(shape.samples, recomputes=(False,) if splits else recomputes, parts=parts)
+    chain = blocks.chain(
+        shape.samples,
+        recomputes=(False,) if splits else recomputes,
+        parts=parts,
+        cast_copies=shape.cast_copies,
+    )
     weights = blocks.passes(shape.samples).weights[kinds] if splits else np.zeros(len(kinds))
     return chain, weights, np.stack([once.seconds, once.static, once.update])[:, kinds]
 

@@ -165,6 +165,11 @@ class Requirement:
     check: Callable[[Fit], str | bool | None]
 
 
+def is_compiled(part: nn.Module) -> bool:
+    """Return whether `part` is compiled; by name, since importing torch._dynamo takes a second."""
+    return type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None
+
+
 def why_not(fit: Fit, *kinds: str) -> str | None:
     """Return the first reason against plans of any of these kinds, as a clause, or None.
 
@@ -445,12 +450,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(
         _TOGETHER,
         "the calls of a compiled module are not seen",
-        # By name: importing torch._dynamo takes a second.
-        lambda fit: fit.part(
-            lambda part: (
-                type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None
-            )
-        ),
+        lambda fit: fit.part(is_compiled),
     ),
     Requirement(
         _TOGETHER,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,7 +52,9 @@ NODES = Cluster(
 )
 
 
-def make_request(*, layers: int = 6, tied: bool = False) -> SearchRequest:
+def make_request(
+    *, layers: int = 6, tied: bool = False, context: Any = nullcontext
+) -> SearchRequest:
     module, batch = (
         GPT(layers, 256, 8, vocab=512, context=128, tied=tied),
         (torch.zeros(4, 128, dtype=torch.long),) * 2,
@@ -58,9 +62,8 @@ def make_request(*, layers: int = 6, tied: bool = False) -> SearchRequest:
     optimizer = read_optimizer(
         [module.configure_optimizers()], named_parameters=module.named_parameters()
     )
-    return SearchRequest(
-        capture(module, batch), NODES, optimizer, (8,), 32, pipelines=PipelineRequest()
-    )
+    graph = capture(module, batch, forward_context=context)
+    return SearchRequest(graph, NODES, optimizer, (8,), 32, pipelines=PipelineRequest())
 
 
 @pytest.fixture(scope="module")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_topt.costs.cluster import Link
 from lightning_topt.execution.pipeline.split_backward import SplitBackward
 from lightning_topt.frontier.stage_search import StagePoint, search_stages
+from lightning_topt.plan import stage_blocks as stage_blocks_module
 from lightning_topt.plan.explanation import explain_stages
 from lightning_topt.plan.pipeline_search import PipelineRequest
 from lightning_topt.plan.plan_frontier import PlanPoint
@@ -21,7 +24,9 @@ from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_simulation import (
     costs_of_stages,
     cut_of_plan,
+    peak_bytes_of,
     simulated_schedule,
+    stage_bytes,
     stage_seconds,
     step_of_plan,
     step_seconds_of,
@@ -93,6 +98,52 @@ def test_a_rank_of_1f1b_holds_what_the_search_counts() -> None:
         assert max(step.peak_bytes) == pytest.approx(point.peak_bytes, rel=0.05)
         costs = costs_of_stages(blocks, shape_of_plan(point.plan), cut_of_plan(blocks, point.plan))
         assert costs.static_bytes is not None and sum(costs.static_bytes) > 0
+
+
+class OwnCasts(PipelineShape):
+    """The twin: each microbatch in flight keeps its own casts."""
+
+    cast_copies = 0
+
+
+def test_microbatches_in_flight_have_one_cast_of_each_weight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Autocast rounds weights for each forward pass; graphs of synchronous pipelines share that."""
+    monkeypatch.setattr(stage_blocks_module, "LEAST_SHARED_BYTES", 0)
+    autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16, cache_enabled=False)
+    request = make_request(layers=4, context=autocast)
+    graph, blocks = request.graph, stage_blocks(request)
+    # backward of a layer needs its matrix, not its bias
+    kept = [graph.step.tensors[index] for index in graph.casts_of_parameters]
+    linear = [m.weight for m in GPT(4, 256, 8, vocab=512, context=128).modules() if is_linear(m)]
+    assert sorted(t.spec.shape for t in kept) == sorted(tuple(w.shape) for w in linear)
+    casts = sum(t.bytes.fixed for t in kept)
+    assert casts == 2 * sum(weight.numel() for weight in linear)
+
+    # two stages: the first rank holds two microbatches at most, the second one
+    count, sizes = len(blocks.names), (2, 1, "1f1b", 1, 8, 4.0)
+    for again in (False, True):
+        point = StagePoint(0.0, 0.0, (count // 2, count), (0, 0), (int(again),) * count)
+        shared = stage_bytes(blocks, PipelineShape(*sizes), [point])
+        own = stage_bytes(blocks, OwnCasts(*sizes), [point])
+        of_stages = own.kept - shared.kept
+        np.testing.assert_allclose(of_stages, shared.static - own.static)
+        assert of_stages.sum() == pytest.approx(0 if again else casts)
+        both = own.static + 2 * own.kept + own.hump, shared.static + 2 * shared.kept + shared.hump
+        assert (both[0] - both[1])[0] == pytest.approx(of_stages[0])
+    # what the search sums up is what the simulation counts
+    table = stage_table(blocks, PipelineShape(*sizes), recomputes=(False,))
+    peak = table.evaluate((count // 2, count), (0, 0), (0,) * count)[1]
+    plain = StagePoint(0.0, 0.0, (count // 2, count), (0, 0), (0,) * count)
+    simulated = peak_bytes_of(
+        blocks, PipelineShape(*sizes), stage_bytes(blocks, PipelineShape(*sizes), [plain])
+    )
+    assert peak == pytest.approx(simulated[0], rel=0.05)
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
 
 
 def test_gradients_that_wait_for_parameters_are_those_of_a_run() -> None:

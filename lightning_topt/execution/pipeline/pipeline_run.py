@@ -98,7 +98,9 @@ class PipelineRun:
         # Trace the example: it says which parameters each stage needs.
         names = [[block.block for block in stage.blocks if block.block] for stage in plan.stages]
         order = RandomOrder(device) if self.lag_per_hop is None else OneStageOrder(device)
-        self.flows = StepFlows(module, names, device=device, order=order)
+        # An asynchronous run changes parameters between a microbatch's passes.
+        shares_casts = self.lag_per_hop is None
+        self.flows = StepFlows(module, names, device=device, order=order, shares_casts=shares_casts)
         (first,) = self.flows.of(example.step, [example.microbatch])
         ranks = self.schedule.rank_of_stage
         self._carried = first.flow.carried

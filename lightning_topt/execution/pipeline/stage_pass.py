@@ -9,15 +9,21 @@ stand-in: the tensors that this stage received, and shapes for all others. Calls
 The first call of a later stage ends the pass. Functional operators run wherever their inputs are
 real, and on shapes elsewhere. The last stage runs to the end.
 
-In the order of this module: passes, their state, stand-ins, how calls of modules are intercepted,
-checks.
+[Note: casts] Under autocast each forward pass rounds parameters to 16 bits, and autograd keeps
+these casts for backward. With n microbatches in flight that would be n equal copies of a stage's
+weights. Graphs keep the first instead, as long as one of them needs it. It costs calls of Python
+for each tensor that is kept, so small blocks are left alone.
+
+In the order of this module: passes, their state, casts, stand-ins, how calls of modules are
+intercepted, checks.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -35,6 +41,7 @@ from lightning_topt.graph.errors import CaptureError, explain, user_line
 from lightning_topt.graph.flow_trace import unit_modules
 from lightning_topt.graph.module_copy import ShapeMode, empty_fake, runs_metrics
 from lightning_topt.graph.step_flow import (
+    LEAST_SHARED_BYTES,
     PLAIN,
     LeafSpec,
     StepFlow,
@@ -50,6 +57,8 @@ Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], A
 LOGS = ("log", "log_dict", "print")
 METRIC_METHODS = ("update", "compute", "forward", "_compiled_call_impl")
 MOST_SHAPES = 10_000  # results of operators on shapes that are remembered
+HALVES = (torch.bfloat16, torch.float16)
+VIEWS = ("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0")
 
 
 class StageDone(BaseException):
@@ -78,6 +87,7 @@ class StagePass:
         order: of random numbers; one object for all passes of a rank.
         whole: makes split tensors full, in what later stages need and in what the step
             returns.
+        shares_casts: see [Note: casts]. Not where parameters change while passes are open.
     """
 
     def __init__(
@@ -90,8 +100,16 @@ class StagePass:
         device: torch.device | str = "cpu",
         order: RandomOrder | None = None,
         whole: Callable[[Any], Any] | None = None,
+        shares_casts: bool = True,
     ) -> None:
         self._whole = whole or (lambda value: value)
+        self._casts = SavedCasts() if shares_casts else None
+        # units with casts that are worth sharing; here they have their parameters of any stage
+        self._large = {
+            path
+            for path, unit in unit_modules(module, units)
+            if 2 * sum(p.numel() for p in unit.parameters()) >= LEAST_SHARED_BYTES
+        }
         self.flow, self.stage_of_call = flow, tuple(stage_of_call)
         self._last = max(stage_of_call, default=0)
         self._stand_ins = StandIns(torch.device(device))
@@ -216,11 +234,18 @@ class StagePass:
         _check_real((args, kwargs), f"block {path!r} is given")
         state.is_inside = True
         try:
-            result = call(*args, **kwargs)
+            with self._sharing_casts(path):
+                result = call(*args, **kwargs)
         finally:
             state.is_inside = False
         self._keep(state, unit.index, result)
         return result
+
+    def _sharing_casts(self, path: str) -> AbstractContextManager[Any]:
+        is_on = torch.is_autocast_enabled(self._stand_ins.device.type)
+        if self._casts is None or not is_on or path not in self._large:
+            return nullcontext()
+        return self._casts.shared()
 
     def _keep(self, state: StageForward, index: int, result: object) -> None:
         """Keep what a call of this stage returned and later stages need."""
@@ -382,6 +407,71 @@ class StageForward:
 
 
 # ---- stand-ins -----------------------------------------------------------------------------------
+
+
+class SavedCasts:
+    """What autograd keeps of casts of parameters: one copy for all graphs, see [Note: casts].
+
+    It shares casts whose parameter has not changed in between. Their values are equal then.
+    """
+
+    def __init__(self) -> None:
+        # by parameter: what it held, and a cast that graphs keep
+        self._casts: dict[tuple[int, torch.dtype], tuple[Hashable, weakref.ref[_Cast]]] = {}
+
+    def shared(self) -> AbstractContextManager[Any]:
+        """Return a context in whose graphs casts are shared."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    def _pack(self, tensor: Tensor) -> tuple[Tensor, int] | tuple[_Cast, Any]:
+        if (parameter := _cast_parameter(tensor)) is None:
+            # detached: the graph must not keep itself alive
+            return tensor.detach(), tensor._version
+        view = tensor.size(), tensor.stride(), tensor.storage_offset()
+        key, holds = (id(parameter), tensor.dtype), (parameter._version, parameter.data_ptr())
+        known = self._casts.get(key)
+        cast = known[1]() if known is not None and known[0] == holds else None
+        if cast is None:
+            cast = _Cast(tensor.detach(), parameter)
+            self._casts[key] = holds, weakref.ref(cast)
+        return cast, view
+
+
+@dataclass(eq=False)
+class _Cast:
+    """A cast, and its parameter, which keeps its identity as long."""
+
+    tensor: Tensor
+    parameter: Tensor
+
+
+def _unpack(packed: tuple[Any, Any]) -> Tensor:
+    kept, rest = packed
+    is_cast = isinstance(kept, _Cast)
+    tensor: Tensor = kept.tensor if is_cast else kept
+    if tensor._version != (0 if is_cast else rest):  # autograd leaves this check to hooks
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: a {tensor.dtype} of shape {tuple(tensor.shape)} is at version "
+            f"{tensor._version}; expected version {0 if is_cast else rest} instead"
+        )
+    return tensor.as_strided(*rest) if is_cast else tensor
+
+
+def _cast_parameter(tensor: Tensor) -> Tensor | None:
+    """Return the parameter of which `tensor` is a cast, or a view of one; None for all else."""
+    node = tensor.grad_fn
+    if tensor.dtype not in HALVES or node is None or tensor._version:
+        return None
+    while node.name() in VIEWS:
+        node = node.next_functions[0][0]
+        if node is None:
+            return None
+    if node.name() != "ToCopyBackward0":
+        return None
+    leaf = node.next_functions[0][0]
+    parameter: Tensor | None = getattr(leaf, "variable", None)
+    return parameter
 
 
 class StandIns(ShapeMode):

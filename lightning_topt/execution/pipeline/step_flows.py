@@ -53,7 +53,7 @@ class StepFlows:
 
     `of` traces: all ranks must ask for the same, in the same order. Once techniques are applied,
     `whole` makes split tensors full, and parameters are unsharded within
-    `unsharded`.
+    `unsharded`. With `shares_casts` microbatches share 16-bit casts of parameters (`StagePass`).
     """
 
     def __init__(
@@ -63,8 +63,9 @@ class StepFlows:
         *,
         device: torch.device,
         order: RandomOrder | None = None,
+        shares_casts: bool = True,
     ) -> None:
-        self._module, self._device = module, device
+        self._module, self._device, self._shares_casts = module, device, shares_casts
         self._stages = [tuple(blocks) for blocks in stages]
         self.order = RandomOrder(device) if order is None else order
         self.whole: Callable[[Any], Any] = lambda value: value
@@ -138,6 +139,7 @@ class StepFlows:
             device=self._device,
             order=self.order,
             whole=lambda value: self.whole(value),  # known once techniques have been applied
+            shares_casts=self._shares_casts,
         )
         return StageFlow(flow, stage_of_call, crossings, passes)
 

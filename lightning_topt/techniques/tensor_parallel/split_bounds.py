@@ -146,7 +146,9 @@ def bound_graph(
         parameters=tuple(_local(parameter, placements, ranks) for parameter in graph.parameters),
         whole_model=graph.fingerprint,
     )
-    found.__dict__["timeline"] = segments(step, [block.name for block in graph.blocks], part=part)
+    found.__dict__["timeline"] = segments(
+        step, [block.name for block in graph.blocks], casts=graph.casts_of_parameters, part=part
+    )
     return found
 
 

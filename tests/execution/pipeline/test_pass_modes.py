@@ -16,6 +16,7 @@ import transformers as hf
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_topt.execution.pipeline import stage_pass as stage_pass_module
 from lightning_topt.execution.pipeline.random_order import RandomOrder
 from lightning_topt.execution.pipeline.stage_pass import StagePass
 from lightning_topt.graph.capture import call_training_step
@@ -67,7 +68,9 @@ def forward_all(passes: StagePass, run: Any, microbatch: int = 0) -> Any:
     return output.result
 
 
-def test_autocast():
+@pytest.mark.parametrize("least", [0, 1 << 24])
+def test_autocast(least, monkeypatch):
+    monkeypatch.setattr(stage_pass_module, "LEAST_SHARED_BYTES", least)
     module = GPT(dropout=0.1)
     batches = microbatches(module, 2)
     context = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
@@ -76,6 +79,96 @@ def test_autocast():
     assert_same(got, plain)
     assert got.flow.calls[2].leaves[0].dtype == torch.float32  # residuals stay wide
     assert got.flow.calls[-1].leaves[0].dtype == torch.bfloat16
+
+
+def saved_matrices(passes: StagePass, microbatch: int) -> set[int]:
+    """Where the 16-bit matrices lie that the open passes of a microbatch keep for backward."""
+    found: set[int] = set()
+    for (_, index), state in passes._passes.items():
+        nodes, seen = [edge.node for edge in state.edges.values() if index == microbatch], set()
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+            for name in ("_saved_weight", "_saved_mat2"):
+                saved = getattr(node, name, None)
+                if saved is not None and saved.dtype == torch.bfloat16 and saved.ndim == 2:
+                    found.add(saved.data_ptr())
+    return found
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_microbatches_in_flight_keep_one_cast_of_each_weight(shares, monkeypatch):
+    monkeypatch.setattr(stage_pass_module, "LEAST_SHARED_BYTES", 0)
+    module = Chain()
+    batches = [(torch.randn(3, 4),) for _ in range(3)]
+
+    def step(module: Any, batch: Any) -> Any:
+        return module.c(module.b(module.a(batch[0]))).float().square().mean()
+
+    autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16, cache_enabled=False)
+    flow = trace_flow(module, step, batches[0], units=["a", "b", "c"], forward_context=autocast)
+    passes = StagePass(
+        module,
+        flow,
+        assign_calls(flow, [["a", "b"], ["c"]]),
+        units=["a", "b", "c"],
+        shares_casts=shares,
+    )
+    for index, batch in enumerate(batches):
+        with autocast():
+            passes.forward(0, index, partial(step, module, batch), {})
+    first, second = (saved_matrices(passes, index) for index in range(2))
+    assert first and bool(first & second) is shares
+    # once the graphs are gone no copy is left
+    casts = passes._casts
+    del passes
+    gc.collect()
+    assert casts is None or all(cast() is None for _, cast in casts._casts.values())
+
+
+def test_a_weight_that_a_step_changes_is_not_shared(monkeypatch):
+    """Each microbatch's backward has the cast of its own forward."""
+    monkeypatch.setattr(stage_pass_module, "LEAST_SHARED_BYTES", 0)
+    module = Chain()
+    batches = [(torch.randn(3, 4),) for _ in range(3)]
+
+    def step(module: Any, batch: Any) -> Any:
+        with torch.no_grad():
+            module.b.weight.mul_(0.5)
+        return module.c(module.b(module.a(batch[0]))).float().square().mean()
+
+    context = partial(torch.autocast, "cpu", dtype=torch.bfloat16, cache_enabled=False)
+    plain = run_plain(module, batches, step=step, context=context)
+    stages = [["a", "b", "c"]]
+    got = run_stages(module, batches, stages, step=step, context=context, poison=False)
+    assert_same(got, plain)
+
+
+def test_a_change_of_what_backward_needs_is_noticed(monkeypatch):
+    monkeypatch.setattr(stage_pass_module, "LEAST_SHARED_BYTES", 0)
+
+    class Changes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.inner(x).sigmoid()
+            y.mul_(2)  # the backward of sigmoid needs what it returned
+            return y
+
+    module = nn.Sequential(Changes(), nn.Linear(4, 4))
+    context = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+
+    def step(module: Any, batch: Any) -> Any:
+        return module(batch[0]).float().square().mean()
+
+    for run in (run_plain, partial(run_stages, stages=[["0"], ["1"]])):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            run(module, [(torch.randn(3, 4),)], step=step, context=context)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

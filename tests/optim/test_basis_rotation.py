@@ -178,7 +178,6 @@ def test_one_parameter_at_a_time_is_the_same():
                 each.step()
     assert all(torch.equal(a, b) for a, b in zip(whole, split, strict=True))
     assert update_rule(optimizer) == "parameters"
-    assert update_rule(BasisRotation(make_parameters(), rotate=False)) == "elements"
 
 
 def test_resumes_exactly():

@@ -32,6 +32,7 @@ _HOMES = {
     "Sign": "communication.methods.sign",
     "SparseLoCo": "communication.methods.sparse_loco",
     "TopK": "communication.methods.top_k",
+    "newest_checkpoint": "execution.checkpoint_files",
     "read_sharded_checkpoint": "execution.sharded_checkpoint",
     "ParallelPlan": "plan.parallel_plan",
     "AutoParallelStrategy": "plugins.auto_parallel",
@@ -61,6 +62,7 @@ if TYPE_CHECKING:  # the same for type checkers and editors, which do not run `_
     from lightning_topt.communication.methods.sign import Sign as Sign
     from lightning_topt.communication.methods.sparse_loco import SparseLoCo as SparseLoCo
     from lightning_topt.communication.methods.top_k import TopK as TopK
+    from lightning_topt.execution.checkpoint_files import newest_checkpoint as newest_checkpoint
     from lightning_topt.execution.sharded_checkpoint import (
         read_sharded_checkpoint as read_sharded_checkpoint,
     )

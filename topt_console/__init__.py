@@ -16,7 +16,8 @@ from typing import NoReturn
 from topt_console.status_line import STATUS
 
 __version__ = "0.1.0"
-COMMANDS = ("plan", "train", "calibrate", "predict", "verify", "stalls", "advise")
+COMMANDS = ("plan", "train", "calibrate", "predict", "verify", "stalls", "advise", "checkpoint")
+CHECKPOINT_ACTIONS = ("inspect", "verify", "convert")  # of `topt checkpoint`, its first word
 WRONG_USE = 2
 COMPLETION = ("-sc", "--shell-completion")
 
@@ -34,6 +35,7 @@ number of ranks
 remove it
   topt advise    [overrides]   which batch, how many devices, what is slow, what is worth \
 allowing; no training
+  topt checkpoint [action] [overrides]   inspect, verify or convert a checkpoint
   topt --version
 
 Overrides are Hydra's; what has [ or { is in quotes. For instance

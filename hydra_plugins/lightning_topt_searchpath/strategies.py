@@ -42,6 +42,7 @@ class AutoParallelConfig:
     allow_staleness: Any = False
     watch_steps: int = 3  # real steps that are timed or recorded before anything is decided
     checkpoint: str = "full"  # or sharded: a folder to which every rank writes what it keeps
+    async_checkpoint: bool = False  # whether a fit goes on while a checkpoint is written
     # join, stop or error: what ranks with fewer training batches do; null: as in Lightning
     uneven: str | None = "join"
     pad_evaluation: bool | None = None  # whether samples are repeated until ranks have equally many
@@ -76,6 +77,7 @@ class PipelineConfig:
     recompute: bool = False
     cluster: Any = _CLUSTER
     checkpoint: str = "full"
+    async_checkpoint: bool = False
 
 
 STRATEGIES = {

@@ -76,7 +76,11 @@ def hydra_main(command: str, run: Callable[[DictConfig], object]) -> None:
     """
     arguments, full_error = sys.argv, os.environ.get(FULL_ERROR)
     # arguments: the program, the command, then overrides
-    words = as_hydra_reads(arguments[2:]) if command == "plan" else arguments[2:]
+    words = arguments[2:]
+    if command == "plan":
+        words = as_hydra_reads(words)
+    elif command == "checkpoint":
+        words = [_as_action_or_path(word) for word in words]
     _check_words(words)
     has_begun = False
 
@@ -99,6 +103,16 @@ def hydra_main(command: str, run: Callable[[DictConfig], object]) -> None:
         if has_begun or isinstance(error, HydraException):
             raise
         raise ValueError(_one_line(_why_not_composed(error))) from error
+
+
+def _as_action_or_path(word: str) -> str:
+    """Return ``verify`` as ``action=verify``, and a path with ``=`` in it in quotes."""
+    name, _, value = word.partition("=")
+    if word in topt_console.CHECKPOINT_ACTIONS:
+        return f"action={word}"
+    if name in ("path", "to") and "=" in value and value[0] not in "'\"":
+        return f"{name}='{value}'"
+    return word
 
 
 def _why_not_composed(error: OSError | yaml.YAMLError | UnicodeDecodeError) -> str:

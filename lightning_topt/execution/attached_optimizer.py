@@ -33,7 +33,7 @@ from lightning_topt.execution.gathered_state import (
     place_optimizer_state,
 )
 from lightning_topt.execution.pipeline.pipeline_run import PipelineRun, share_value
-from lightning_topt.execution.sharded_checkpoint import StoredOptimizer, chunks_of, rows_of_tensor
+from lightning_topt.execution.stored_states import StoredOptimizer, chunks_of, rows_of_tensor
 from lightning_topt.optim.full_state import laid_out, parameters_of
 from lightning_topt.optim.local_step import install_local_step
 from lightning_topt.optim.parallel_step import ParallelStep

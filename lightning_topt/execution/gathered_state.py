@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_topt.execution.sharded_checkpoint import StoredModule, chunks_of
+from lightning_topt.execution.stored_states import StoredModule, chunks_of
 from lightning_topt.optim.full_state import laid_out, parameters_of
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
 

@@ -48,7 +48,7 @@ from lightning_topt.execution.planned_collectives import (
     differences_of_rows,
     rows_of,
 )
-from lightning_topt.execution.sharded_checkpoint import TensorChunks
+from lightning_topt.execution.stored_states import TensorChunks
 from lightning_topt.execution.verify_plan import OptimizersOf, Verification
 from lightning_topt.graph.capture import CPU, call_training_step, loss_of
 from lightning_topt.graph.module_copy import VALUE_NEEDED, fake_copy, filled_copy, silence

@@ -101,6 +101,9 @@ class AutoParallelStrategy(DDPStrategy):
         checkpoint: ``"full"`` saves the plain file of ``ddp``, for which rank 0 collects the whole
             state; ``"sharded"`` a folder, to which every rank writes what it keeps. Both are
             loaded, under any plan and number of ranks.
+        async_checkpoint: whether a fit goes on while a checkpoint is written, of a copy in host
+            memory; also by Lightning's plugin ``AsyncCheckpointIO``. An error of it is raised by
+            the next save, or at the end of the fit, which waits (docs/how_to/resume.md).
         uneven: what ranks with fewer batches do in training: ``"join"``, they take part in the
             steps of the others, whose gradients are the mean over the ranks that have a batch;
             ``"stop"``, all end with the first; ``"error"``; None, as under ``ddp``, which needs
@@ -143,6 +146,7 @@ class AutoParallelStrategy(DDPStrategy):
         allow_staleness: AllowStaleness = False,
         watch_steps: int = WATCHED_STEPS,
         checkpoint: str = "full",
+        async_checkpoint: bool = False,
         uneven: str | None = "join",
         pad_evaluation: bool | None = None,
         elastic: bool = False,
@@ -166,7 +170,7 @@ class AutoParallelStrategy(DDPStrategy):
         self._forward_redirection = WatchingRedirection(self._controller.forward)  # within DDP
         self.rank_watch = LostRankWatch()
         self._guard = ExchangeGuard(self.rank_watch)
-        self._checkpoints = PlanCheckpoints(checkpoint, self._guard)
+        self._checkpoints = PlanCheckpoints(checkpoint, self._guard, in_background=async_checkpoint)
         self._run = PlanRun(self, self._checkpoints)
         preemption = Preemption()
         self._training_data = TrainingData(self, preemption)
@@ -174,6 +178,7 @@ class AutoParallelStrategy(DDPStrategy):
         if elastic:
             check_elastic(
                 checkpoint=checkpoint,
+                async_checkpoint=async_checkpoint,
                 uneven=uneven,
                 allow_staleness=allow_staleness,
                 start_method=self._start_method,
@@ -349,6 +354,7 @@ class AutoParallelStrategy(DDPStrategy):
         self._batches.end(failed=self._failed)
         self._controller.end_fit(failed=self._failed, world_size=self.world_size)
         self._run.end(failed=self._failed)
+        self._checkpoints.end_fit()
         self._training_data.end()
         if self._start_method != "popen":  # such ranks end without running what `atexit` holds
             self._guard.close()
@@ -541,6 +547,15 @@ class AutoParallelStrategy(DDPStrategy):
         self._checkpoints.save(
             checkpoint, filepath, storage_options, self, plan=plan, runner=runner, as_file=as_file
         )
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        self._checkpoints.remove(filepath, super().remove_checkpoint, self)
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._checkpoints.end_training(self)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -413,9 +413,19 @@ def set_buffers(module: nn.Module, values: dict[str, Tensor]) -> None:
 
 
 def check_elastic(
-    *, checkpoint: str, uneven: str | None, allow_staleness: object, start_method: str
+    *,
+    checkpoint: str,
+    async_checkpoint: bool,
+    uneven: str | None,
+    allow_staleness: object,
+    start_method: str,
 ) -> None:
     """Raise ValueError for options of a strategy with which a fit cannot outlive its ranks."""
+    if async_checkpoint:
+        raise ValueError(
+            "elastic=True ends processes while a checkpoint may be written in the background: "
+            "leave out async_checkpoint"
+        )
     if checkpoint != "full":
         raise ValueError(
             'elastic=True keeps the state of all ranks in one piece: use checkpoint="full"'

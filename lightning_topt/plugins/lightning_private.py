@@ -260,6 +260,7 @@ PRIVATE_NAMES = (
             "_sync",
         ),
     ),
+    PrivateName(f"{_RESULTS}:_Metadata._sync", "which is not compared between ranks"),
     PrivateName(
         f"{_RESULTS}:_Sync",
         "how ranks reduce it",

@@ -315,7 +315,7 @@ class LocalStepsStrategy(DDPStrategy):
             own = {**checkpoint.get(CHECKPOINT_KEY, {}), EXCHANGE_KEY: self._outer_state()}
             checkpoint = {**checkpoint, CHECKPOINT_KEY: own}
         as_file = partial(super().save_checkpoint, storage_options=storage_options)
-        if os.path.isdir(filepath):
+        if os.path.isdir(filepath) or "://" in str(filepath):
             plugins.save_file(self, checkpoint, filepath, as_file)
         else:
             as_file(checkpoint, filepath)
@@ -374,7 +374,7 @@ class LocalStepsStrategy(DDPStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         load = super().load_checkpoint
-        if os.path.isdir(checkpoint_path):
+        if os.path.isdir(checkpoint_path) or "://" in str(checkpoint_path):
             load = partial(plugins.load_whole, load=load)
         checkpoint = load(checkpoint_path, *args, **kwargs)
         self._training_data.take(checkpoint)

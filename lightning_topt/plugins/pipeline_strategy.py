@@ -48,6 +48,7 @@ class PipelineStrategy(AutoParallelStrategy):
             activations.
         cluster: as in `AutoParallelStrategy`: the machines that stages are balanced for.
         checkpoint: as there.
+        async_checkpoint: as there.
         ddp_options: arguments of Lightning's `DDPStrategy`, such as ``timeout`` and
             ``process_group_backend``.
 
@@ -68,6 +69,7 @@ class PipelineStrategy(AutoParallelStrategy):
         recompute: bool = False,
         cluster: Cluster | Mapping[str, Any] | str | Path | None = None,
         checkpoint: str = "full",
+        async_checkpoint: bool = False,
         **ddp_options: Any,
     ) -> None:
         for name in (
@@ -95,7 +97,12 @@ class PipelineStrategy(AutoParallelStrategy):
         )
         stale = schedule in CONTINUOUS_SCHEDULES
         super().__init__(
-            plan=given, allow_staleness=stale, cluster=cluster, checkpoint=checkpoint, **ddp_options
+            plan=given,
+            allow_staleness=stale,
+            cluster=cluster,
+            checkpoint=checkpoint,
+            async_checkpoint=async_checkpoint,
+            **ddp_options,
         )
 
     @classmethod

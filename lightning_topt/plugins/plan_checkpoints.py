@@ -4,40 +4,43 @@
     sharded   a folder, to which every rank writes what it keeps
 
 Both have the plan, and are loaded under any plan and number of ranks; before, with and after the
-engine that runs it.
+engine that runs it. So are those of Lightning's FSDPStrategy and ModelParallelStrategy. During a
+fit they may be written in the background, while it goes on.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_topt.basics.argument_checks import check_choice
+from lightning_topt.communication.topology import destroy_groups
 from lightning_topt.execution.engine import Engine
-from lightning_topt.execution.sharded_checkpoint import (
-    StoredOptimizer,
-    holds_shards,
-    open_sharded,
-    read_sharded_checkpoint,
-    replace_by_file,
-    save_sharded,
-)
+from lightning_topt.execution.stored_states import StoredOptimizer
 from lightning_topt.graph.module_copy import is_on_meta
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.exchange_guard import CHECKPOINT_KEY, ExchangeGuard
 from lightning_topt.plugins.step_runner import PlainRunner, StepRunner
+
+if TYPE_CHECKING:
+    from lightning_topt.execution.background_save import BackgroundSaves
+
+FAILED_SECONDS = 30.0  # that a fit which failed waits for saves in the background
 
 
 class PlanCheckpoints:
@@ -49,13 +52,18 @@ class PlanCheckpoints:
     Args:
         form: ``"full"`` or ``"sharded"``: which are written; both are read.
         guard: of the exchange whose state is saved too.
+        in_background: whether a fit goes on while they are written.
 
     Raises ValueError for another form.
     """
 
-    def __init__(self, form: str, guard: ExchangeGuard) -> None:
+    def __init__(self, form: str, guard: ExchangeGuard, *, in_background: bool) -> None:
         check_choice(form, name="checkpoint", allowed=("full", "sharded"))
-        self.form = form
+        if not isinstance(in_background, bool):
+            raise ValueError(f"async_checkpoint is True or False, not {in_background!r}")
+        self.form, self._in_background = form, in_background
+        self._background: BackgroundSaves | None = None
+        self._group: dist.ProcessGroup | None = None  # of the thread that writes
         self.engine: Engine | None = None
         # Whether optimizers that are loaded get all but their tensors, until there is an engine:
         # the device may not have room for unsharded ones.
@@ -149,7 +157,13 @@ class PlanCheckpoints:
 
         By `without_plan` where no plan has begun.
         """
-        states, optimizers = checkpoint["optimizer_states"], strategy.optimizers
+        optimizers = strategy.optimizers
+        module = strategy.lightning_module
+        states = [
+            _numbered(state, optimizer, module)
+            for state, optimizer in zip(checkpoint["optimizer_states"], optimizers, strict=False)
+        ]
+        checkpoint = {**checkpoint, "optimizer_states": states}
         # The engine takes full and sharded states.
         if self.engine is not None:
             for optimizer, state in zip(optimizers, states, strict=False):
@@ -204,34 +218,74 @@ class PlanCheckpoints:
                 self.guard.add_state(checkpoint, module)
         if not is_bare and strategy.is_global_zero:  # which saves them
             checkpoint = self._arguments.replaced(checkpoint, fill=self.are_full)
-        if is_bare or self.are_full:
+        later = not is_bare and self._may_go_on(strategy)
+        self._meet_background(strategy, waits=not later)
+        if later:
+            self._save_later(checkpoint, path, storage_options, strategy)
+        elif is_bare or self.are_full:
+            if _writes_later(strategy):  # by its plugin, which is to write now
+                as_file = partial(_save_now, strategy)
             save_file(strategy, checkpoint, path, as_file, storage_options=storage_options)
-        elif storage_options is not None or type(strategy.checkpoint_io) is not TorchCheckpointIO:
-            # torch.distributed.checkpoint writes for all ranks.
-            raise ValueError(
-                "sharded checkpoints are written by torch.distributed.checkpoint, which takes "
-                "neither storage_options nor a "
-                'checkpoint_io plugin: leave them out, or use checkpoint="full"'
-            )
         else:
-            self._save_folder(checkpoint, path, strategy)
+            from lightning_topt.execution.sharded_checkpoint import write_state  # noqa: PLC0415
+
+            state, save_rest = self._collected(checkpoint, storage_options, strategy)
+            write_state(path, state, save_rest=save_rest)
 
     def load(self, path: Any, load: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
         """Return the checkpoint at `path`, a file or a folder, of which `load` reads plain files.
 
         `args` are those of `load` after the path.
         """
-        if not holds_shards(path):
+        from lightning_topt.execution.sharded_checkpoint import (  # noqa: PLC0415  (resumed)
+            is_folder,
+            open_sharded,
+        )
+
+        if self._background is not None:
+            self._background.wait()
+        if not is_folder(path):
             return load(path, *args)
         return open_sharded(path, lambda rest: load(rest, *args))
 
-    def _save_folder(self, checkpoint: dict[str, Any], folder: Any, strategy: Strategy) -> None:
-        """Let every rank write what it keeps of `checkpoint`."""
-        if "://" in str(folder):
+    def remove(self, path: Any, remove: Callable[[Any], None], strategy: Strategy) -> None:
+        """Remove the checkpoint at `path`, on rank 0; by `remove` where it is no folder of ours.
+
+        Where newer ones are still being written, it stays until they are complete.
+        """
+
+        def act() -> None:
+            from lightning_topt.execution.checkpoint_files import (  # noqa: PLC0415  (a folder)
+                holds_shards,
+                remove_folder,
+            )
+
+            if holds_shards(path):
+                remove_folder(path)
+            else:
+                remove(path)
+
+        if not strategy.is_global_zero:
+            return
+        if self._background is None:
+            act()
+        else:
+            self._background.then(act)
+
+    def _collected(
+        self, checkpoint: dict[str, Any], storage_options: Any, strategy: Strategy
+    ) -> tuple[dict[str, Any], Callable[..., None]]:
+        """Return what ranks write of a sharded checkpoint, and what writes the rest of it."""
+        from lightning_topt.execution.sharded_checkpoint import collect_state  # noqa: PLC0415
+
+        plain_io = _plain_io(strategy)
+        if storage_options is not None or type(plain_io) is not TorchCheckpointIO:
+            # torch.distributed.checkpoint writes for all ranks.
             raise ValueError(
-                "sharded checkpoints are folders on a file system that all ranks see, and "
-                f"{str(folder)!r} is none: save to "
-                'a path there, or use checkpoint="full"'
+                "sharded checkpoints are written by torch.distributed.checkpoint, which takes "
+                "neither storage_options nor a checkpoint_io plugin but AsyncCheckpointIO: leave "
+                "them out (fsspec reads options of an object store from its own configuration "
+                'files and the environment), or use checkpoint="full"'
             )
         rest = {
             name: value
@@ -239,16 +293,109 @@ class PlanCheckpoints:
             if name not in ("state_dict", "optimizer_states")
         }
         exchange = self.guard.exchange
-        save_sharded(
-            folder,
+        state = collect_state(
             module=checkpoint["state_dict"],
             optimizers=checkpoint.get("optimizer_states", []),
             exchange=exchange.own_state_dict()
             if exchange and self.guard.saves_state(checkpoint, strategy.lightning_module)
             else None,
             rest=rest,
-            save_rest=strategy.checkpoint_io.save_checkpoint,
         )
+        return state, plain_io.save_checkpoint
+
+    # ---- in the background -----------------------------------------------------------------------
+
+    def _may_go_on(self, strategy: Strategy) -> bool:
+        """Return whether the fit goes on while a checkpoint is written. A collective call.
+
+        Not where it ends after this one: by a signal, of which ranks may know at different times.
+        """
+        assert strategy.lightning_module is not None
+        trainer = strategy.lightning_module.trainer
+        return (
+            (self._in_background or _writes_later(strategy))
+            and trainer.state.fn == TrainerFn.FITTING
+            and trainer.state.status == TrainerStatus.RUNNING
+            and not strategy.reduce_boolean_decision(trainer.received_sigterm, all=False)
+        )
+
+    def _save_later(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any, strategy: Strategy
+    ) -> None:
+        """Copy what this rank keeps of `checkpoint`, which a thread writes. A collective call."""
+        from lightning_topt.execution.background_save import BackgroundSaves  # noqa: PLC0415
+
+        if self._background is None:
+            self._background = BackgroundSaves()
+        if self.are_full:
+            save = partial(_plain_io(strategy).save_checkpoint, storage_options=storage_options)
+            if strategy.is_global_zero:
+                write = partial(save_file, strategy, path=path, save=save)
+                self._background.submit(checkpoint, write, name=str(path))
+            return
+        from lightning_topt.execution.sharded_checkpoint import write_state  # noqa: PLC0415
+
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        state, save_rest = self._collected(checkpoint, storage_options, strategy)
+        write = partial(write_state, path, save_rest=save_rest, group=self._group)
+        self._background.submit(state, write, name=str(path))
+
+    def _meet_background(self, strategy: Strategy, *, waits: bool) -> None:
+        """Raise on all ranks what a save in the background has raised on one. A collective call.
+
+        With `waits`, once none is left.
+        """
+        if self._background is None:
+            return
+        if waits:
+            self._background.wait()
+        if strategy.reduce_boolean_decision(self._background.has_failed, all=False):
+            self._background.wait()
+            error = self._background.take_error()
+            why = "see the error of another rank" if error is None else f"{error!r}"
+            raise RuntimeError(
+                f"a checkpoint could not be written in the background: {why}"
+            ) from error
+
+    def end_training(self, strategy: Strategy) -> None:
+        """Wait for what is written in the background. A collective call."""
+        self._meet_background(strategy, waits=True)
+        if self._group is not None:
+            destroy_groups([self._group], meets=True)
+            self._group = None
+
+    def end_fit(self) -> None:
+        """Leave what is written in the background, which after an error may take some seconds."""
+        background, self._background = self._background, None
+        self._group = None
+        if background is None:
+            return
+        try:
+            background.wait(FAILED_SECONDS)
+        except TimeoutError as late:
+            rank_zero_warn(str(late))
+        error = background.take_error()
+        if error is not None:
+            rank_zero_warn(f"a checkpoint could not be written in the background: {error!r}")
+
+
+def _writes_later(strategy: Strategy) -> bool:
+    return isinstance(strategy.checkpoint_io, AsyncCheckpointIO)
+
+
+def _plain_io(strategy: Strategy) -> CheckpointIO:
+    """Return what writes files, without the plugin that lets it write later."""
+    plugin = strategy.checkpoint_io
+    if isinstance(plugin, AsyncCheckpointIO):
+        assert plugin.checkpoint_io is not None
+        return plugin.checkpoint_io
+    return plugin
+
+
+def _save_now(strategy: Strategy, checkpoint: dict[str, Any], path: Any, **options: Any) -> None:
+    if strategy.is_global_zero:
+        _plain_io(strategy).save_checkpoint(checkpoint, path, **options)
 
 
 def save_file(
@@ -259,20 +406,30 @@ def save_file(
     A sharded one that is at `path` stays until the file is whole. Lightning would write the file
     into its folder.
     """
+    from lightning_topt.execution.checkpoint_files import (  # noqa: PLC0415  (a folder)
+        holds_shards,
+        replace_by_file,
+    )
+
     if not strategy.is_global_zero or not holds_shards(path):
         save(checkpoint, path, **options)
         return
-    if type(strategy.checkpoint_io) is not TorchCheckpointIO:
+    if type(_plain_io(strategy)) is not TorchCheckpointIO:
         raise ValueError(
             f"{str(path)!r} is the folder of a sharded checkpoint, which a checkpoint_io plugin "
             "does not replace by a file: remove it, or save under another name"
         )
-    replace_by_file(Path(path), lambda file: save(checkpoint, file, **options))
+    replace_by_file(path, lambda file: save(checkpoint, file, **options))
 
 
 def load_whole(path: Any, weights_only: bool | None = None, *, load: Any) -> dict[str, Any]:
     """Return the checkpoint at `path`, a file or a folder, as one process has it."""
-    if holds_shards(path):
+    from lightning_topt.execution.sharded_checkpoint import (  # noqa: PLC0415  (resumed)
+        is_folder,
+        read_sharded_checkpoint,
+    )
+
+    if is_folder(path):
         return read_sharded_checkpoint(path, weights_only=weights_only is not False)
     checkpoint: dict[str, Any] = load(path, weights_only)
     return checkpoint
@@ -387,6 +544,40 @@ def release_engine(
 
 def _whole(state: Mapping[str, Any]) -> dict[str, Any]:
     return state.whole() if isinstance(state, StoredOptimizer) else dict(state)
+
+
+def _numbered(
+    state: Mapping[str, Any], optimizer: Optimizer, module: pl.LightningModule | None
+) -> Any:
+    """Return the state of an optimizer by the positions of its parameters, as ddp has it.
+
+    Lightning's FSDPStrategy numbers them in the module's order, or names them.
+    """
+    if isinstance(state, StoredOptimizer):
+        if state.names is None or module is None:
+            return state
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        own = [names.get(p) for group in optimizer.param_groups for p in group["params"]]
+        position = {name: index for index, name in enumerate(own)}
+        unknown = [name for name in state.names if name not in position]
+        if unknown:
+            raise ValueError(
+                f"the checkpoint has an optimizer's state of {unknown[0]!r}, which this optimizer "
+                "does not have: load it with the optimizer that it was saved with"
+            )
+        return state.renumbered({index: position[name] for index, name in enumerate(state.names)})
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    if indices == list(range(len(indices))):
+        return state
+    position = {index: place for place, index in enumerate(indices)}
+    return {
+        **state,
+        "state": {position[index]: values for index, values in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [position[index] for index in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    }
 
 
 def _is_held_by(module: nn.Module, optimizer: Optimizer) -> bool:

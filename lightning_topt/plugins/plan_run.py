@@ -31,7 +31,7 @@ from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.gathered_state import place_like
 from lightning_topt.execution.memory import release_free_memory
 from lightning_topt.execution.pipeline.pipeline_run import Example
-from lightning_topt.execution.sharded_checkpoint import StoredModule
+from lightning_topt.execution.stored_states import StoredModule
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.clipping import clip_sharded

@@ -25,15 +25,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lightning_topt.execution import sharded_checkpoint
-from lightning_topt.execution.sharded_checkpoint import (
+from lightning_topt.execution import checkpoint_files
+from lightning_topt.execution.checkpoint_files import (
     _VALUES,
     MANIFEST,
     REST,
     ShardFolder,
-    _beside,
     _digest,
+    beside,
     holds_shards,
+)
+from lightning_topt.execution.sharded_checkpoint import (
     open_sharded,
     read_sharded_checkpoint,
     save_sharded,
@@ -207,7 +209,7 @@ def test_a_flipped_bit_is_found_in_every_file(copied: Path) -> None:
 
 
 def test_a_newer_form_is_refused(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_topt.execution.sharded_checkpoint._VERSION", 0)
+    monkeypatch.setattr("lightning_topt.execution.checkpoint_files._VERSION", 0)
     with pytest.raises(ValueError, match="written by a newer release"):
         read_sharded_checkpoint(copied)
 
@@ -280,8 +282,8 @@ def killed_at_every_operation(rank: int, folder: Path, saved: Path) -> dict[str,
             if "left" in name:
                 (target / "shards.left").mkdir()
                 (target / "shards.left" / REST).touch()
-                for beside in _beside(target):
-                    shutil.copytree(form or target, beside)
+                for left_over in beside(target):
+                    shutil.copytree(form or target, left_over)
             left = operation
             try:
                 save(target, 8)
@@ -338,7 +340,7 @@ def fails_on_rank_0(rank: int, path: Path) -> list[str]:
         assert step_of(target) == 7
     # What cannot be tidied up stays.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded_checkpoint, "_remove", broken)
+        patch.setattr(checkpoint_files, "_remove", broken)
         save(target, 8)
     return [*said, str(step_of(target))]
 
@@ -352,6 +354,6 @@ def test_errors_of_rank_0_are_raised_on_all_ranks(tmp_path: Path) -> None:
 
 def test_names_beside_a_checkpoint_are_none_of_checkpoints() -> None:
     target = Path("somewhere") / "hpc_ckpt_3.ckpt"
-    for path in _beside(target):
+    for path in beside(target):
         assert path.parent == target.parent and "ckpt" not in path.name
-    assert _beside(target) != _beside(target.with_name("hpc_ckpt_4.ckpt"))
+    assert beside(target) != beside(target.with_name("hpc_ckpt_4.ckpt"))

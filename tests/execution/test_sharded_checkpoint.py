@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from lightning_topt.execution.attached_optimizer import AttachedOptimizer
+from lightning_topt.execution.checkpoint_files import holds_shards
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.sharded_checkpoint import (
-    TensorChunks,
-    holds_shards,
     open_sharded,
     read_sharded_checkpoint,
     save_sharded,
 )
+from lightning_topt.execution.stored_states import TensorChunks
 from lightning_topt.optim.parallel_step import install_parallel_step
 from lightning_topt.optim.pieces import Share, assign_pieces
 from lightning_topt.plan.parallel_plan import ParallelPlan, uniform_plan

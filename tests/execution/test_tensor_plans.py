@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.sharded_checkpoint import (
-    TensorChunks,
     open_sharded,
     read_sharded_checkpoint,
     save_sharded,
 )
+from lightning_topt.execution.stored_states import TensorChunks
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig, Placement, Replicate, Shard
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, uniform_plan

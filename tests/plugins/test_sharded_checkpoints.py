@@ -20,7 +20,7 @@ from lightning_topt import (
     read_sharded_checkpoint,
 )
 from lightning_topt.communication import TopK
-from lightning_topt.execution.sharded_checkpoint import holds_shards, replace_by_file
+from lightning_topt.execution.checkpoint_files import holds_shards, replace_by_file
 from lightning_topt.graph.mesh_axes import hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan
@@ -140,13 +140,10 @@ def held_back(folder: Path) -> Any:
 
 
 def refused(folder: Path) -> list[str]:
-    messages = []
     trainer, _ = fit("ddp", max_epochs=1)
-    for path, options in (("s3://bucket/a.ckpt", None), (str(folder / "b.ckpt"), {"anything": 1})):
-        with pytest.raises(ValueError) as error:
-            trainer.save_checkpoint(path, storage_options=options)
-        messages.append(str(error.value))
-    return messages
+    with pytest.raises(ValueError) as error:
+        trainer.save_checkpoint(str(folder / "b.ckpt"), storage_options={"anything": 1})
+    return [str(error.value)]
 
 
 @pytest.fixture(scope="module")
@@ -180,10 +177,7 @@ def test_resumed_on_other_ranks_and_as_a_plain_file(four: Any, folder: Path) -> 
         assert compressed == pytest.approx(undisturbed, rel=1e-5) and dense[1] != pytest.approx(
             undisturbed[1], rel=1e-5
         )
-        assert (
-            "file system that all ranks see" in refusals[0]
-            and "takes neither storage_options" in refusals[1]
-        )
+        assert "takes neither storage_options" in refusals[0]
     held = read_sharded_checkpoint(folder / "compressed" / "step=6.ckpt")["lightning_topt"][
         "gradient_exchange"
     ]

@@ -1,0 +1,605 @@
+"""The files of a checkpoint folder, on a disk or in an object store.
+
+    place = place_of("s3://bucket/run/last.ckpt")       # or a path of the disk
+    folder = begin_folder(place)                        # rank 0: where the files of a save go
+    writer = ShardWriter(folder)                        # each rank, for torch's `save`
+    commit(folder, place, checksums)                    # rank 0: they are the checkpoint now
+    ShardReader(ShardFolder.at(place))
+
+    in the folder                                    what
+    `MANIFEST`                                       names the folder of the files, and has their
+                                                     checksums
+    ``shards.<random>/``                             the files of one save
+
+A save writes a new folder of files, then replaces the manifest, then removes the files before: at
+every moment the manifest names a complete checkpoint. A folder without one is of a save that was
+cut off, and is none. Folders of releases before have the files themselves, without a manifest; they
+are read without checksums. On a disk, what is no such folder is renamed (`beside`) before a new one
+takes its name. Object stores rename nothing: there the manifest comes last, in one request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import functools
+import io
+import json
+import os
+import pickle
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import IO, Any, ClassVar, NoReturn, cast
+
+import fsspec
+import torch
+import xxhash
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as RemoteFiles
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageInfo,
+)
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _create_file_view
+from torch.futures import Future
+
+# Of a file, by the first byte of an entry: how many bytes it has, and their XXH3.
+Checksums = Mapping[str, Sequence[Any]]
+MANIFEST = "checkpoint.json"
+FILES_IN = "shards."  # how the name of a folder of files begins
+REST = "trainer_state.pt"  # whatever is no tensor
+METADATA = ".metadata"  # torch.distributed.checkpoint's
+_VERSION = 1  # of the manifest
+_BLOCK = 1 << 20  # bytes that are read at a time for a checksum
+# The classes whose instances ``.metadata`` has, beside numbers, texts, containers and `_VALUES`.
+_FILLED = (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+    _StorageInfo,
+)
+
+
+# ---- where it is ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RemotePath:
+    """A path of fsspec, such as ``s3://bucket/run``, with what is needed of `pathlib.Path`."""
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __truediv__(self, name: str) -> RemotePath:
+        return RemotePath(f"{self.url}/{name}")
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> RemotePath:
+        """All but the last part."""
+        return RemotePath(self.url.rpartition("/")[0])
+
+    @property
+    def files(self) -> Any:
+        """The file system, as it is now: fsspec makes one in each process, which keeps listings."""
+        files, path = fsspec.core.url_to_fs(self.url)
+        files.invalidate_cache(path)
+        return files
+
+    def is_file(self) -> bool:
+        """Return whether there is a file."""
+        return bool(self.files.isfile(self.url))
+
+    def glob(self, pattern: str) -> list[RemotePath]:
+        """Return what is in this folder, by name; nothing where it is none."""
+        try:
+            found = self.files.ls(self.url, detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        names = sorted({each.rstrip("/").rpartition("/")[2] for each in found})
+        return [self / name for name in names if fnmatch.fnmatchcase(name, pattern)]
+
+    def open(self, mode: str = "rb") -> IO[bytes]:
+        """Open the file; what is written is there once it is closed."""
+        opened: IO[bytes] = self.files.open(self.url, mode)
+        return opened
+
+    def read_bytes(self, start: int | None = None, end: int | None = None) -> bytes:
+        """Return the file, or a part of it."""
+        content: bytes = self.files.cat_file(self.url, start=start, end=end)
+        return content
+
+    def size(self) -> int:
+        """Return the bytes of the file."""
+        return int(self.files.size(self.url))
+
+
+Place = Path | RemotePath
+
+
+def place_of(path: str | os.PathLike[str] | RemotePath) -> Place:
+    """Return where `path` is: on a disk, or in a file system of fsspec."""
+    if isinstance(path, RemotePath):
+        return path
+    text = os.fspath(path)
+    protocol, separator, _ = text.partition("://")
+    if not separator:
+        return Path(path)
+    if protocol in ("file", "local"):
+        return Path(fsspec.core.url_to_fs(text)[1])
+    return RemotePath(text.rstrip("/"))
+
+
+def holds_shards(path: str | os.PathLike[str] | RemotePath) -> bool:
+    """Return whether `path` is a folder that `save_sharded` wrote, in one piece."""
+    place = place_of(path)
+    if (place / MANIFEST).is_file():  # as files of others may be called
+        return any(True for _ in place.glob(f"{FILES_IN}*"))
+    if isinstance(place, RemotePath):
+        return False  # releases before wrote to disks only
+    return (place / REST).is_file() and (place / METADATA).is_file()
+
+
+def newest_checkpoint(folder: str | os.PathLike[str], name: str = "last") -> str | None:
+    """Return the path of the newest complete checkpoint in `folder`; None where there is none.
+
+    ``fit(ckpt_path=newest_checkpoint("s3://bucket/run"))`` is what ``ckpt_path="last"`` is on a
+    disk: Lightning does not look into object stores. What a save left that was cut off is no
+    checkpoint.
+
+    Args:
+        folder: on a disk or in a file system of fsspec.
+        name: how names of checkpoints begin; all of them end with ``.ckpt``.
+    """
+    found = []
+    for place in place_of(folder).glob(f"{name}*.ckpt"):
+        file = place
+        if not place.is_file():
+            if not holds_shards(place):
+                continue
+            has_manifest = (place / MANIFEST).is_file()
+            file = place / (MANIFEST if has_manifest else METADATA)
+        files, path = fsspec.core.url_to_fs(str(file))
+        found.append((files.modified(path).timestamp(), str(place)))
+    return max(found)[1] if found else None
+
+
+# ---- a save --------------------------------------------------------------------------------------
+
+
+def begin_folder(target: Place) -> Place:
+    """Make an empty folder for the files of a save, and return it.
+
+    It is in the checkpoint folder that is to be replaced; where there is none on a disk, in one
+    beside it.
+    """
+    name = f"{FILES_IN}{secrets.token_hex(4)}"
+    if isinstance(target, RemotePath):
+        _tidy_leftovers(target)
+        return target / name
+    home, (unfinished, _) = target, beside(target)
+    # A kill may have come before the very last step.
+    if holds_shards(unfinished) and not os.path.lexists(target):
+        unfinished.rename(target)
+    if target.is_symlink() or not holds_shards(target):
+        home = unfinished
+        _remove(home)
+    else:
+        _tidy_leftovers(home)
+    folder = home / name
+    folder.mkdir(parents=True)
+    return folder
+
+
+def _tidy_leftovers(home: Place) -> None:
+    """Remove what a save left that was cut off."""
+    with contextlib.suppress(ValueError):  # of a damaged manifest it is not known
+        _tidy(home.glob(f"{FILES_IN}*"), but=ShardFolder.at(home).path)
+
+
+def beside(target: Path) -> tuple[Path, Path]:
+    """Return the folder that is to be `target`, and what was there, while one replaces the other.
+
+    Lightning takes what has a checkpoint's name in its own for a checkpoint.
+    """
+    name = xxhash.xxh3_64_hexdigest(os.fsencode(target.name))
+    return target.with_name(f"{name}.unfinished"), target.with_name(f"{name}.old")
+
+
+def commit(folder: Place, target: Place, checksums: Mapping[str, Checksums]) -> None:
+    """Make the files in `folder` the checkpoint at `target`, and remove those that it had."""
+    for name in checksums:
+        if not (folder / name).is_file():
+            raise FileNotFoundError(
+                f"{name} was written to {str(folder)!r}, and rank 0 does not find it there: all "
+                "ranks must see one file system"
+            )
+    content = {"version": _VERSION, "folder": folder.name, "checksums": checksums}
+    manifest = json.dumps({"content": content, "checksum": _digest(content)}).encode()
+    if isinstance(target, RemotePath):
+        target.files.pipe_file(f"{target}/{MANIFEST}", manifest)  # one request: all of it or none
+        _tidy(target.glob(f"{FILES_IN}*"), but=folder)
+        if target.is_file():  # beside a folder of its name, as in object stores
+            target.files.rm_file(str(target))
+        return
+    assert isinstance(folder, Path)
+    home, (unfinished, old) = folder.parent, beside(target)
+    new = home / f"{MANIFEST}.unfinished"
+    new.write_bytes(manifest)
+    sync(new)
+    sync(folder)
+    new.replace(home / MANIFEST)
+    sync(home)
+    # Nothing was there, or something else: no folder can replace that in one step.
+    if home != target:
+        if os.path.lexists(target):
+            _remove(old)
+            target.rename(old)
+        home.rename(target)
+        sync(target.parent)
+    before = [*target.glob("*.distcp"), target / METADATA, target / REST]
+    _tidy([*target.glob(f"{FILES_IN}*"), *before, unfinished, old], but=target / folder.name)
+
+
+def replace_by_file(path: str | os.PathLike[str], write: Callable[[str], object]) -> None:
+    """Let a file, which ``write(path)`` writes, be where a folder of shards is now.
+
+    The folder stays until the file is whole. On a disk there is neither under its name between two
+    renamings.
+    """
+    target = place_of(path)
+    if isinstance(target, RemotePath):
+        write(str(target))
+        remove_folder(target)
+        return
+    unfinished, old = beside(target)
+    _tidy([unfinished, old], but=target)
+    write(str(unfinished))
+    sync(unfinished)
+    target.rename(old)
+    unfinished.rename(target)
+    sync(target.parent)
+    _tidy([old], but=target)
+
+
+def remove_folder(path: str | os.PathLike[str] | RemotePath) -> None:
+    """Remove a checkpoint folder: the manifest first, so that what remains is none."""
+    place = place_of(path)
+    for name in (MANIFEST, METADATA):
+        if (place / name).is_file():
+            _remove(place / name)
+    if isinstance(place, Path):
+        _remove(place)
+        return
+    for part in place.glob("*"):  # where a file has its name too, that stays
+        _remove(part)
+    if not place.is_file():  # the folder itself, which not every store has
+        with contextlib.suppress(FileNotFoundError):
+            place.files.rm(str(place), recursive=True)
+
+
+def _tidy(paths: Iterable[Place], *, but: Place) -> None:
+    """Remove `paths`, but one. What cannot be removed stays until the next save."""
+    for path in [*paths]:
+        if path != but:
+            with contextlib.suppress(OSError):
+                _remove(path)
+
+
+def _remove(path: Place) -> None:
+    if isinstance(path, RemotePath):
+        path.files.rm(str(path), recursive=True)
+    elif path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Let the system write a file, or the names in a folder, to its disk."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        if not path.is_dir():  # which not every file system can write by itself
+            raise
+
+
+# ---- files, and their checksums ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ShardFolder:
+    """The files of a checkpoint; `checksums` by file, None where they were saved without."""
+
+    path: Place
+    checksums: Mapping[str, Checksums] | None
+    of_others: bool = False  # written by other programs, which have pickles beside the tensors
+
+    @staticmethod
+    def at(path: Place) -> ShardFolder:
+        """Return the files that the manifest in `path` names. Raises ValueError: it is damaged."""
+        if not (path / MANIFEST).is_file():
+            return ShardFolder(path, None)
+        try:
+            manifest = json.loads((path / MANIFEST).read_bytes())
+            content = manifest["content"]
+            undamaged = manifest["checksum"] == _digest(content)
+            version, name = content["version"], PurePath(content["folder"]).name
+        except (ValueError, LookupError, TypeError):
+            undamaged = False
+        if not undamaged or not name.startswith(FILES_IN):
+            _refuse(path / MANIFEST, "is damaged: it is not what was saved")
+        if version > _VERSION:
+            _refuse(path / MANIFEST, "was written by a newer release of lightning_topt")
+        return ShardFolder(path / name, content["checksums"])
+
+    @functools.cached_property
+    def metadata(self) -> Metadata:
+        """What ``.metadata`` has, read once. Raises ValueError where that is anything else."""
+        self.verify(METADATA)
+        file = self.path / METADATA
+        unpickler = _OthersUnpickler if self.of_others else _MetadataUnpickler
+        try:
+            metadata = unpickler(io.BytesIO(file.read_bytes())).load()
+        # the bytes decide what is raised
+        except Exception as error:
+            _refuse(file, f"cannot be read: {error}")
+        if not isinstance(metadata, Metadata):
+            _refuse(file, f"cannot be read: it is a {type(metadata).__name__}")
+        return metadata
+
+    def verify(self, name: str, offset: int = 0) -> None:
+        """Raise ValueError where an entry of a file is not what was saved."""
+        file = self._file(name)
+        if self.checksums is None:
+            return
+        size, digest = self.checksums.get(name, {}).get(str(offset), (0, None))
+        if _file_digest(file, offset, size) != digest:
+            _refuse(file, "is damaged: it is not what was saved")
+
+    @contextlib.contextmanager
+    def entry(self, name: str, offset: int, size: int) -> Iterator[IO[bytes]]:
+        """Open an entry of a file. Raises ValueError where it is not what was saved."""
+        file = self._file(name)
+        if isinstance(file, Path):
+            self.verify(name, offset)
+            with file.open("rb") as stream:
+                view: Any = _create_file_view(stream, offset, size)
+                yield view
+            return
+        # it is fetched once
+        content = file.read_bytes(offset, offset + size)
+        if self.checksums is not None:
+            saved = self.checksums.get(name, {}).get(str(offset), (0, None))
+            if [size, xxhash.xxh3_64_hexdigest(content)] != [*saved]:
+                _refuse(file, "is damaged: it is not what was saved")
+        yield io.BytesIO(content)
+
+    def _file(self, name: str) -> Place:
+        file = self.path / name
+        if PurePath(name).name != name or not file.is_file():
+            _refuse(file, "is missing")
+        return file
+
+
+def _refuse(file: Place, reason: str) -> NoReturn:
+    raise ValueError(f"{file.name} of the checkpoint in {str(file.parent)!r} {reason}")
+
+
+def _digest(content: object) -> str:
+    """Return the checksum of a manifest's content."""
+    return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
+
+
+def _file_digest(path: Place, offset: int, size: int) -> str:
+    """Return the checksum of `size` bytes of a file from `offset` on."""
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        file.seek(offset)
+        while block := file.read(min(_BLOCK, size)):
+            digest.update(block)
+            size -= len(block)
+    return digest.hexdigest()
+
+
+def of_whole_file(path: Place) -> Checksums:
+    """Return the checksum of a file, as that of one entry."""
+    size = path.size() if isinstance(path, RemotePath) else path.stat().st_size
+    return {"0": (size, _file_digest(path, 0, size))}
+
+
+class ShardWriter(FileSystemWriter):
+    """Writes this rank's files, and then knows the `checksums` of what it wrote, by file."""
+
+    def __init__(self, folder: Place) -> None:
+        if isinstance(folder, RemotePath):
+            super().__init__("", sync_files=False)
+            self.fs: Any = RemoteFiles()
+            self.path: Any = self.fs.init_path(str(folder))
+        else:
+            super().__init__(folder)
+        self.checksums: dict[str, dict[str, tuple[int, str]]] = {}
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write one file, an entry for each chunk of a tensor."""
+        written: list[WriteResult] = []
+        if plan.items:
+            name = f"{plan.storage_data.prefix}0.distcp"
+            of_file = self.checksums[name] = {}
+            with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
+                offset = 0
+                for item in plan.items:
+                    tensor = planner.resolve_data(item)
+                    assert isinstance(tensor, torch.Tensor)
+                    tensor = tensor.detach().cpu()
+                    # of a view, torch would save all that it is a view of
+                    if tensor.untyped_storage().nbytes() != tensor.nbytes:
+                        tensor = tensor.clone()
+                    entry = _Entry(stream)
+                    torch.save(tensor, cast(IO[bytes], entry))
+                    at = _StorageInfo(name, offset, entry.size)
+                    written.append(WriteResult(item.index, entry.size, at))
+                    of_file[str(offset)] = entry.size, entry.digest.hexdigest()
+                    offset += entry.size
+                if self.sync_files:
+                    stream.flush()
+                    os.fsync(stream.fileno())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(written)
+        return done
+
+
+class _Entry:
+    """An entry of a file that is being written: how many bytes it has, and their checksum."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream, self.size, self.digest = stream, 0, xxhash.xxh3_64()
+
+    def write(self, content: Any) -> int:
+        self.digest.update(content)
+        self.size += len(content)
+        return self._stream.write(content)
+
+    def flush(self) -> None:
+        """Do nothing: the file is flushed at its end."""
+
+
+class ShardReader(FileSystemReader):
+    """Reads nothing that is not what was saved, and runs no code of the files."""
+
+    def __init__(self, folder: ShardFolder) -> None:
+        super().__init__(str(folder.path))
+        self._folder = folder
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Return what ``.metadata`` has."""
+        return self._folder.metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read each entry once, whatever is wanted of it."""
+        wanted: dict[MetadataIndex, list[ReadItem]] = {}
+        for item in plan.items:
+            wanted.setdefault(item.storage_index, []).append(item)
+        for index, items in wanted.items():
+            at = self.storage_data[index]
+            with self._folder.entry(at.relative_path, at.offset, at.length) as stream:
+                if items[0].type == LoadItemType.BYTE_IO:
+                    content = io.BytesIO(stream.read())
+                    planner.load_bytes(items[0], content)
+                    continue
+                tensor = torch.load(stream, map_location="cpu", weights_only=True)
+            for item in items:
+                part = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
+                target = planner.resolve_tensor(item).detach()
+                assert target.shape == part.shape, f"{index}: {target.shape}, {part.shape}"
+                target.copy_(part)
+                planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def _layout(name: str) -> torch.layout:
+    return _LAYOUTS[name]
+
+
+def _memory_format(*of: Any) -> _MEM_FORMAT_ENCODING:
+    # Python 3.11 makes members of an enumeration of the class and a name, later ones of a value
+    return _MEM_FORMAT_ENCODING[of[1]] if len(of) == 2 else _MEM_FORMAT_ENCODING(*of)
+
+
+_LAYOUTS = {str(of): of for of in vars(torch).values() if isinstance(of, torch.layout)}
+# What ``.metadata`` has, by module and name, beside `_FILLED`. Functions are of this module, so
+# that they do no more than is written here.
+_VALUES: dict[tuple[str, str], Any] = {
+    **{("torch", name): of for name, of in vars(torch).items() if isinstance(of, torch.dtype)},
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _layout,
+    (_MEM_FORMAT_ENCODING.__module__, _MEM_FORMAT_ENCODING.__name__): _memory_format,
+    ("builtins", "getattr"): _memory_format,
+    **{(of.__module__, of.__name__): of for of in _FILLED},
+}
+
+
+class _MetadataUnpickler(pickle._Unpickler):
+    """Makes the values that ``.metadata`` has, and no others.
+
+    pickle itself would call anything, and set attributes of anything: of classes and functions,
+    too. Its form in C cannot be kept from that.
+    """
+
+    stack: list[Any]  # pickle's
+    filled: tuple[type, ...] = _FILLED
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class or function by its name. Raises UnpicklingError for another one."""
+        if module.partition(".")[0] == "pathlib":  # of the folder that was written to
+            return PurePath
+        if (module, name) == (BytesStorageMetadata.__module__, BytesStorageMetadata.__name__):
+            if BytesStorageMetadata in self.filled:
+                return BytesStorageMetadata
+        elif (module, name) in _VALUES:
+            return _VALUES[module, name]
+        raise pickle.UnpicklingError(f"it has {module}.{name}, which would run code")
+
+    def load_build(self) -> None:
+        """Set the attributes of an instance that was just made, and of nothing else."""
+        state, made = self.stack.pop(), self.stack[-1]
+        if type(made) not in self.filled:
+            raise pickle.UnpicklingError(f"it sets attributes of {made!r}")
+        if isinstance(made, TensorProperties):
+            TensorProperties.__setstate__(made, state)  # as torch has it
+        else:
+            made.__dict__.update(state)
+
+    # without what other programs have registered with copyreg
+    dispatch: ClassVar[dict[int, Any]] = {
+        **{
+            code: of
+            for code, of in pickle._Unpickler.dispatch.items()
+            if code not in pickle.EXT1 + pickle.EXT2 + pickle.EXT4
+        },
+        pickle.BUILD[0]: load_build,
+    }
+
+
+class _OthersUnpickler(_MetadataUnpickler):
+    """Also makes what says that an entry is a pickle, whose readers run no code of it."""
+
+    filled = (*_FILLED, BytesStorageMetadata)

@@ -1,0 +1,181 @@
+"""Checkpoints of Lightning's FSDPStrategy, DeepSpeed's files and ddp's, into any plan and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from lightning.pytorch.strategies import fsdp as lightning_fsdp
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    StateDictType,
+)
+
+from lightning_topt import read_sharded_checkpoint
+from lightning_topt.execution.sharded_checkpoint import is_folder, open_sharded
+from tests.models import GPTBlock
+from tests.plugins.trainer_ranks import (
+    OwnShare,
+    RecordingGPT,
+    loader,
+    make_trainer,
+    on_ranks,
+    topt_trainer,
+)
+
+PLANS = ("ddp", "zero2", "zero3")
+
+
+class CPUFSDP(FSDPStrategy):
+    """Lightning and torch ask for GPUs; where they are told of the CPU, torch shards there too."""
+
+    def _setup_model(self, model: Any) -> Any:
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
+
+
+def full_states(module: Any, world_size: int, rank0_only: bool = True) -> Any:
+    """Lightning's, without the copy from the CPU to the CPU: under torch 2.13 that ends with a
+    segmentation fault, or with states of freed memory.
+    """
+    options = {"offload_to_cpu": False, "rank0_only": rank0_only}
+    return FullyShardedDataParallel.state_dict_type(
+        module,
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(**options),
+        FullOptimStateDictConfig(**options),
+    )
+
+
+def fsdp(form: str) -> CPUFSDP:
+    return CPUFSDP(state_dict_type=form, auto_wrap_policy={GPTBlock})
+
+
+class Trained(RecordingGPT):
+    def train_dataloader(self) -> Any:
+        return OwnShare(8, length=32)
+
+    def configure_optimizers(self) -> Any:
+        # by their names: shards of FSDP have one dimension, whatever the parameter has
+        named = [*self.named_parameters()]
+        groups = [
+            {"params": [p for name, p in named if name.endswith("bias") == is_bias], **options}
+            for is_bias, options in ((False, {"weight_decay": 0.1}), (True, {}))
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+def trainer_of(name: str, **kwargs: Any) -> Any:
+    devices = dist.get_world_size()
+    if name.startswith("fsdp"):
+        return make_trainer(fsdp(name.removeprefix("fsdp ")), devices=devices, **kwargs)
+    if name == "lightning":
+        return make_trainer(DDPStrategy(), devices=devices, **kwargs)
+    return topt_trainer(name, **kwargs)
+
+
+def fit(name: str, *, epochs: int, path: Any = None) -> tuple[Any, Any]:
+    torch.manual_seed(0 if path is None else 1)
+    trainer, module = trainer_of(name, max_epochs=epochs), Trained()
+    trainer.fit(module, ckpt_path=path)
+    return trainer, module
+
+
+def there_and_back(rank: int, folder: Path) -> Any:
+    undisturbed = fit("lightning", epochs=2)[1].losses
+    resumed = {}
+    for form in ("full", "sharded"):
+        path = folder / f"{form}.ckpt"
+        trainer, _ = fit(f"fsdp {form}", epochs=1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lightning_fsdp, "_get_full_state_dict_context", full_states)
+            trainer.save_checkpoint(path)
+        for plan in PLANS:
+            trainer, module = fit(plan, epochs=2, path=path)
+            resumed[form, plan] = module.losses
+        # back to plain, from a plan that was resumed
+        trainer.save_checkpoint(folder / f"{form}, ours.ckpt")
+        tested = trainer.test(module, loader(4), verbose=False)[0]["test_loss"]
+        plain = trainer_of("lightning").test(
+            Trained(), loader(4), ckpt_path=folder / f"{form}, ours.ckpt", verbose=False
+        )
+        resumed[form, "tested"] = tested, plain[0]["test_loss"]
+    return undisturbed, resumed
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("of-lightning")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> Any:
+    return on_ranks(there_and_back, folder)
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_checkpoints_of_fsdp_go_on_under_any_plan(results: Any, folder: Path, form: str) -> None:
+    assert is_folder(folder / f"{form}.ckpt") == (form == "sharded")
+    for undisturbed, resumed in results:
+        for plan in PLANS:
+            assert resumed[form, plan] == pytest.approx(undisturbed[4:], rel=1e-5), plan
+        tested, plain = resumed[form, "tested"]
+        assert plain == pytest.approx(tested, rel=1e-5)
+
+
+def on_ddp(rank: int, path: str) -> list[float]:
+    return fit("lightning", epochs=2, path=path)[1].losses
+
+
+def test_a_folder_of_fsdp_becomes_a_plain_file(results: Any, folder: Path, tmp_path: Path) -> None:
+    plain = read_sharded_checkpoint(folder / "sharded.ckpt")
+    torch.save(plain, tmp_path / "plain.ckpt")
+    for losses in on_ranks(on_ddp, str(tmp_path / "plain.ckpt")):
+        assert losses == pytest.approx(results[0][0][4:], rel=1e-5)
+
+
+def one_rank(rank: int, path: str) -> list[float]:
+    return fit("zero3", epochs=2, path=path)[1].losses
+
+
+def test_entries_of_fsdp_are_read_when_asked_for_by_their_names(results: Any, folder: Path) -> None:
+    full = torch.load(folder / "full.ckpt", weights_only=True)
+    stored = open_sharded(folder / "sharded.ckpt")
+    assert {*stored["state_dict"]} == {*full["state_dict"]}
+    for name, value in full["state_dict"].items():
+        torch.testing.assert_close(stored["state_dict"][name], value, rtol=0, atol=0)
+    (optimizer,) = stored["optimizer_states"]
+    assert len(optimizer.names) == len(full["optimizer_states"][0]["state"])
+
+
+def test_weights_of_deepspeed_are_loaded_from_one_file(tmp_path: Path) -> None:
+    # as convert_zero_checkpoint_to_fp32_state_dict of Lightning writes it: no optimizer states
+    module = Trained()
+    weights = {name: value.float() for name, value in module.state_dict().items()}
+    content = {
+        "state_dict": weights,
+        "pytorch-lightning_version": "2.6.6",
+        "epoch": 1,
+        "global_step": 4,
+    }
+    torch.save(content, tmp_path / "weights.ckpt")
+    for losses in on_ranks(alike_when_tested, str(tmp_path / "weights.ckpt")):
+        assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    folder = tmp_path / "zero.ckpt"
+    (folder / "checkpoint").mkdir(parents=True)
+    (folder / "checkpoint" / "mp_rank_00_model_states.pt").touch()
+    with pytest.raises(ValueError, match="is a folder of DeepSpeed: turn it into one file"):
+        is_folder(folder)
+
+
+def alike_when_tested(rank: int, path: str) -> list[float]:
+    return [
+        trainer_of(name).test(Trained(), loader(4), ckpt_path=path, verbose=False)[0]["test_loss"]
+        for name in ("lightning", "zero3")
+    ]

@@ -94,6 +94,32 @@ class GPT(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+class LowRank(nn.Module):
+    """A frozen linear layer and a trained low-rank term beside it (LoRA), written by hand."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.lora_a = nn.Parameter(torch.randn(rank, base.in_features) / base.in_features**0.5)
+        self.lora_b = nn.Parameter(torch.randn(base.out_features, rank) / 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + F.linear(F.linear(x, self.lora_a), self.lora_b)
+
+
+class TunedGPT(GPT):
+    """A frozen GPT with adapters in later blocks; to the first ones no gradient comes."""
+
+    def __init__(self, *, plain: int = 1, rank: int = 2, **options: Any) -> None:
+        super().__init__(**options)
+        self.requires_grad_(False)
+        for block in self.blocks[plain:]:
+            block.qkv, block.up = LowRank(block.qkv, rank), LowRank(block.up, rank)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
 class ConvNet(L.LightningModule):
     """Plain chain of leaf modules for images (batch, 1, 8, 8) with labels (batch,), and a
     torchmetrics accuracy.

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from lightning_topt.communication.node.rows import NodeRows, node_rows
+from lightning_topt.optim.adam_variants import LAMB
 from lightning_topt.optim.adaptive_step import TRIAL_STEPS, AdaptiveStep, Sharing
-from lightning_topt.optim.lamb import LAMB
 from lightning_topt.optim.reduce_scatter import ScatteredStep
 from lightning_topt.optim.step_costs import MEASURED_STEPS, WARMUP_STEPS
 from lightning_topt.optim.update_rule import update_rule

@@ -310,6 +310,7 @@ class DefinedTraining:
             update's minibatches, of earlier stages that of the latest update they had made when
             they ran the forward pass that this stage has run last.
         annealing_updates: PipeMare's.
+        error_feedback: of two versions.
         seed_of: a seed to set before each forward pass, by minibatch.
     """
 
@@ -327,6 +328,7 @@ class DefinedTraining:
         lag_per_hop: int = 1,
         accumulate: int = 1,
         annealing_updates: int = 1000,
+        error_feedback: bool = False,
         seed_of: Callable[[int], int] | None = None,
     ) -> None:
         self.module, self.loss, self.rule, self.rate, self.max_norm = (
@@ -338,6 +340,7 @@ class DefinedTraining:
         )
         self.num_stages, self.hop, self.accumulate = num_stages, lag_per_hop, accumulate
         self.annealing, self.seed_of = annealing_updates, seed_of
+        self.error_feedback = error_feedback
         parameters = dict(module.named_parameters())
         assert parameters.keys() == stage_of.keys()
         self.own = [
@@ -361,6 +364,8 @@ class DefinedTraining:
         self.made += len(self.history[0]) - 1
         self.history = [[versions[-1]] for versions in self.history]
         self.norms = [[] for _ in self.history]
+        # by stage and update, without feedback: they say what an update of fresh gradients had been
+        self.moves: list[list[dict[str, Tensor]]] = [[] for _ in self.history]
         self.passes = passes_by_clock(self.num_stages, self.count, self.hop, self.accumulate)
         losses = []
         for minibatch, batch in enumerate(batches):
@@ -461,8 +466,21 @@ class DefinedTraining:
             optimizer.step()
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
+            self._feed_back(stage)
             self.history[stage].append(self._snapshot(stage))
         self.module.zero_grad()
+
+    def _feed_back(self, stage: int) -> None:
+        """Two versions: the error of an update is what the next one's move adds to its own.
+
+        An update's gradient is of the weights that the one before began with. So the one before
+        should have made this move. The first one of a run did: its gradient was not old.
+        """
+        before, moves = self.history[stage][-1].weights, self.moves[stage]
+        moves.append({n: p.detach() - before[n] for n, p in self.own[stage]})
+        if self.error_feedback and self.num_stages > 1 and len(moves) > 2:
+            missed = {n: moves[-1][n] - moves[-2][n] for n in before}
+            self._write(stage, {n: before[n] + moves[-1][n] + missed[n] for n in before})
 
     def _earlier_squares(self, stage: int, minibatch: int) -> float:
         # the forward pass that this stage has run last

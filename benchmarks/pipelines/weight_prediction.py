@@ -7,6 +7,8 @@ learning rate and schedule for all rules of a model. There are 5 seeds on 4 and 
 seeds on 16 and 32. 2BW has one update of delay on every number of stages (its minibatches become
 smaller instead), so it is run once, on two stages. Models are deep and narrow: prediction is about
 the delay of each layer, not its size.
+
+In a second table every way of training the transformer has a learning rate of its own (`WAYS`).
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from torch.optim import Optimizer
 from benchmarks.common import RESULTS, machine
 from benchmarks.pipelines.simulators import ContinuousTraining, Step
 from lightning_topt.cli.tasks.byte_lm import ByteGPT, StdlibBytesDataModule, TransformerBlock
+from lightning_topt.optim import BasisRotation
 
 FILE = RESULTS / "prediction_accuracy.json"
 MODELS = {"transformer": "AdamW", "long transformer": "AdamW", "cnn": "SGD", "lstm": "SGD"}
@@ -48,6 +51,9 @@ RULES = (
 OF_LONG = ("two_versions", "spectrain", "multistep")
 SEEDS = {1: 5, 2: 5, 4: 5, 8: 5, 16: 2, 32: 2}
 SYNCHRONOUS = "synchronous"
+
+
+# ---- the first table: one learning rate for each model
 
 
 class Run(NamedTuple):
@@ -82,17 +88,27 @@ def _is_run(model: str, rule: str, stages: int) -> bool:
 
 def train(run: Run) -> dict[str, Any]:
     """Train from the run's seed; the metric is None where training diverged."""
+    optimizer = make_task(run.model).optimizer
+    return train_stages(run, lambda parameters: optimizer(parameters, run.rule))
+
+
+def train_stages(
+    run: Run | Tuned, optimizer: Callable[[Sequence[nn.Parameter]], Optimizer]
+) -> dict[str, Any]:
     torch.set_num_threads(1)
     started, task = time.process_time(), make_task(run.model)
     torch.manual_seed(run.seed)
     stages, batches = deal(task.pieces(), run.stages), task.batches(run.seed)
     parameters = [list(stage.parameters()) for stage in stages]
-    name = "none" if run.rule == SYNCHRONOUS else run.rule
-    rule = {"rule": name, "annealing_updates": len(batches) // 4} if name == "pipemare" else name
+    rules: dict[str, Any] = {
+        SYNCHRONOUS: "none",
+        "pipemare": {"rule": "pipemare", "annealing_updates": len(batches) // 4},
+        FEEDBACK: {"rule": "two_versions", "error_feedback": True},
+    }
     training = ContinuousTraining(
         stages,
-        [task.optimizer(own, name) if own else None for own in parameters],
-        rule=rule,
+        [optimizer(own) if own else None for own in parameters],
+        rule=rules.get(run.rule, run.rule),
         loss=task.loss,
         step=Step(lambda minibatch: schedule(minibatch, len(batches))),
     )
@@ -164,6 +180,136 @@ def tables(runs: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+# ---- the second table: a learning rate for each way
+
+
+class Way(NamedTuple):
+    """An optimizer under a rule, and the index in `LADDER` at which the search for its rate begins.
+
+    two_versions is run on two stages, and stands for any number of them.
+    """
+
+    optimizer: str
+    rule: str
+    stages: int
+    begin: int
+
+
+class Tuned(NamedTuple):
+    model: str
+    optimizer: str
+    rule: str
+    stages: int
+    rate: float
+    seed: int
+
+    @property
+    def key(self) -> str:
+        return "/".join(map(str, self))
+
+
+FEEDBACK = "two_versions, error_feedback"
+LADDER = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1)
+WAYS = (
+    Way("AdamW", SYNCHRONOUS, 1, 3),
+    Way("BasisRotation", SYNCHRONOUS, 1, 4),
+    Way("BasisRotation", FEEDBACK, 2, 4),
+    Way("BasisRotation", "stash", 8, 4),
+    Way("AdamW", FEEDBACK, 2, 3),
+    Way("AdamW", "two_versions", 2, 3),
+    Way("BasisRotation", "two_versions", 2, 4),
+    Way("AdamW", "spectrain", 8, 2),
+    Way("NAdam", "nesterov", 8, 2),
+    Way("BasisRotation", "stash", 32, 3),
+    Way("BasisRotation", "stash", 16, 3),
+)
+TUNED_SEEDS = {"transformer": 5, "long transformer": 2}
+# ways with long runs, at the rate of the short ones
+OF_LONG_WAYS = (WAYS[0], WAYS[1], WAYS[2])
+
+
+def make_optimizer(name: str, parameters: Sequence[nn.Parameter], rate: float) -> Optimizer:
+    groups = _decay_groups(parameters)
+    if name == "BasisRotation":
+        # the vocabulary's side keeps its coordinates
+        return BasisRotation(groups, lr=rate, betas=(0.9, 0.95), max_dimension=128)
+    if name == "NAdam":
+        return optim.NAdam(groups, lr=rate, betas=(0.99, 0.999), decoupled_weight_decay=True)
+    return optim.AdamW(groups, lr=rate, betas=(0.9, 0.95))
+
+
+def train_tuned(run: Tuned) -> tuple[str, dict[str, Any]]:
+    found = train_stages(run, lambda own: make_optimizer(run.optimizer, own, run.rate))
+    return run.key, found
+
+
+def tuned_run(way: Way, rung: int, seed: int = 0, model: str = "transformer") -> Tuned:
+    return Tuned(model, way.optimizer, way.rule, way.stages, LADDER[rung], seed)
+
+
+def bits(done: dict[str, Any], run: Tuned) -> float:
+    """The metric of a run; infinite where training diverged or is still to come."""
+    metric = done.get(run.key, {}).get("metric")
+    return math.inf if metric is None else metric
+
+
+def climb(done: dict[str, Any], way: Way) -> tuple[int, list[Tuned]]:
+    """The rung with the best rate by seed 0, and the runs that are left to be sure of it.
+
+    Both neighbours of the best one are tried.
+    """
+    rungs = range(len(LADDER))
+    tried = [rung for rung in rungs if tuned_run(way, rung).key in done]
+    best = min(tried, key=lambda rung: bits(done, tuned_run(way, rung)), default=way.begin)
+    around = [rung for rung in (best, best - 1, best + 1) if rung in rungs]
+    return best, [tuned_run(way, rung) for rung in around if rung not in tried]
+
+
+def left_of(done: dict[str, Any], way: Way) -> list[Tuned]:
+    """Runs of a way that are left now: first of seed 0 at other rates, then of the other seeds."""
+    best, left = climb(done, way)
+    if left:
+        return left
+    found = [tuned_run(way, best, seed) for seed in range(TUNED_SEEDS["transformer"])]
+    return [run for run in found if run.key not in done]
+
+
+def long_left(done: dict[str, Any]) -> list[Tuned]:
+    """Long runs that are left, one seed after the other."""
+    runs = [
+        tuned_run(way, climb(done, way)[0], seed, "long transformer")
+        for seed in range(TUNED_SEEDS["long transformer"])
+        for way in OF_LONG_WAYS
+    ]
+    return [run for run in runs if run.key not in done]
+
+
+def tuned_table(done: dict[str, Any]) -> str:
+    def found(way: Way, model: str) -> list[float]:
+        best, _ = climb(done, way)
+        runs = [tuned_run(way, best, seed, model) for seed in range(TUNED_SEEDS[model])]
+        return [bits(done, run) for run in runs if run.key in done]
+
+    lines = []
+    for model in TUNED_SEEDS:
+        reference = found(WAYS[0], model)
+        lines += [
+            f"\n## {model}, a learning rate for each way: {METRICS[model]}\n",
+            "| optimizer | rule | stages | learning rate | bits per byte | of AdamW's median, "
+            "synchronous |\n|---|---|---|---|---|---|",
+        ]
+        for way in WAYS:
+            if not (here := found(way, model)):
+                continue
+            part = statistics.median(here) / statistics.median(reference) - 1
+            stages = "any" if "two_versions" in way.rule else way.stages
+            lines.append(
+                f"| {way.optimizer} | {way.rule} | {stages} | {LADDER[climb(done, way)[0]]:g} | "
+                f"{cell(here, reference)} | {100 * part:+.1f} % |"
+            )
+    return "\n".join(lines)
+
+
 COMMAND = "python -m benchmarks.pipelines.weight_prediction --processes 2"
 HEAD = """# Prediction rules on simulated stages
 
@@ -180,11 +326,16 @@ against 0.184 (lstm), medians of 5 seeds.
 
 The long transformer is the transformer with 4,000 updates instead of 1,000 and as much more text.
 
+In the last tables each way has the learning rate that was best for seed 0 among {ladder}:
+lower and higher ones were tried until both neighbours were worse. Long runs have the rate of the
+short ones.
+
     {command}
 
 {machine}
-- {seconds:.0f} s of CPU time, beside other work, for {count} of {total} runs; the command makes
-  those that are left
+- {seconds:.0f} s of CPU time, beside other work, for {count} of {total} runs and {tuned} with
+  rates of their own; the command makes those that are left
+- the former were made earlier, on 4 x AMD EPYC (commit 7ddf73f) and, long ones, on 2 (476ae4e)
 """
 
 
@@ -197,20 +348,29 @@ def main() -> None:
         "--report", action="store_true", help="only write the page, of the runs that have been made"
     )
     options = parser.parse_args()
-    runs: dict[str, Any] = json.loads(FILE.read_text())["runs"] if FILE.exists() else {}
-    left = [] if options.report else [run for run in all_runs() if run.key not in runs]
-    with mp.get_context("spawn").Pool(options.processes) as pool:
-        for key, result in pool.imap_unordered(keyed, left):
-            runs[key] = result
+    kept: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {}
+    runs, tuned = (kept.setdefault(name, {}) for name in ("runs", "tuned"))
+
+    def keep(results: Iterator[tuple[str, dict[str, Any]]], into: dict[str, Any]) -> None:
+        for key, result in results:
+            into[key] = result
             print(key, result, flush=True)
-            FILE.write_text(
-                json.dumps({"command": COMMAND, "machine": machine(), "runs": runs}, indent=1)
-                + "\n"
-            )
-    seconds = sum(result["cpu_seconds"] for result in runs.values())
-    counts = {"count": len(runs), "total": sum(1 for _ in all_runs())}
-    head = HEAD.format(command=COMMAND, machine=machine(), seconds=seconds, **counts)
-    FILE.with_suffix(".md").write_text(head + tables(runs) + "\n")
+            content = {"command": COMMAND, "machine": machine(), "runs": runs, "tuned": tuned}
+            FILE.write_text(json.dumps(content, indent=1) + "\n")
+
+    if not options.report:
+        with mp.get_context("spawn").Pool(options.processes) as pool:
+            left = [run for run in all_runs() if run.key not in runs]
+            keep(pool.imap_unordered(keyed, left), runs)
+            for way in WAYS:
+                while left_here := left_of(tuned, way):
+                    keep(pool.imap_unordered(train_tuned, left_here), tuned)
+            keep(pool.imap_unordered(train_tuned, long_left(tuned)), tuned)
+    seconds = sum(result["cpu_seconds"] for made in (runs, tuned) for result in made.values())
+    counts = {"count": len(runs), "total": sum(1 for _ in all_runs()), "tuned": len(tuned)}
+    ladder = ", ".join(f"{rate:g}" for rate in LADDER)
+    head = HEAD.format(command=COMMAND, machine=machine(), seconds=seconds, ladder=ladder, **counts)
+    FILE.with_suffix(".md").write_text(head + tables(runs) + "\n" + tuned_table(tuned) + "\n")
 
 
 # ---- three small models as chains of pieces, and their tasks -------------------------------------
@@ -363,15 +523,16 @@ def _next_byte(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def _adamw(parameters: Sequence[nn.Parameter], rule: str) -> Optimizer:
+def _decay_groups(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.1},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
-    if rule == "nesterov":
-        return optim.NAdam(groups, lr=TEXT_RATE, betas=(0.99, 0.999), decoupled_weight_decay=True)
-    return optim.AdamW(groups, lr=TEXT_RATE, betas=(0.9, 0.95))
+    return [group for group in groups if group["params"]]
+
+
+def _adamw(parameters: Sequence[nn.Parameter], rule: str) -> Optimizer:
+    return make_optimizer("NAdam" if rule == "nesterov" else "AdamW", parameters, TEXT_RATE)
 
 
 # ---- images of digits, and their rows as sequences

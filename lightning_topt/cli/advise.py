@@ -78,10 +78,11 @@ def run(config: DictConfig) -> None:
     # how gradients are exchanged: by servers, compressed, with lost messages
     size = float(sum(map(parameter_bytes, search.graph.parameters)))
     points, why = _compressed_points(at, chosen, request)
+    within = request.equal_within
     advice += [
         advise_servers(at.chosen, parameter_bytes=size),
-        advise_compression(points, at=at.chosen, why_none=why),
-        advise_bounded_loss(at.chosen, tail=options.exchange_tail),
+        advise_compression(points, at=at.chosen, why_none=why, equal_within=within),
+        advise_bounded_loss(at.chosen, tail=options.exchange_tail, equal_within=within),
     ]
 
     # files and the terminal

@@ -23,6 +23,7 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.graph.accelerator_kernels import OnAccelerator
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.errors import CaptureError, may_need_values
+from lightning_topt.graph.fused_chains import fused
 from lightning_topt.graph.module_copy import is_on_meta
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.step_observer import observe_step
@@ -30,6 +31,15 @@ from lightning_topt.graph.structures import batch_sizes
 from lightning_topt.plugins.planning import batches_of
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
+
+# what kind of step was predicted, by `OpGraph.predicted_as`
+PREDICTED_AS = {
+    "eager": "Predicted as eager: each operator is a kernel (compiled=true: as torch.compile).",
+    "compiled": (
+        "Predicted as compiled: chains of elementwise operators are one kernel, as torch.compile "
+        "makes them; memory is that of the eager step."
+    ),
+}
 
 
 class NeedsValues(Exception):
@@ -63,6 +73,7 @@ def capture_example(
     *,
     splits: bool = False,
     accelerator: bool = False,
+    compiled: bool = False,
 ) -> ExampleStep:
     """Return the step of `model` on a batch of its data; see `capture_batches`.
 
@@ -70,7 +81,8 @@ def capture_example(
         NeedsValues: for a model on the meta device.
     """
     batches = example_batches(model, datamodule, trainer)
-    return capture_batches(model, batches, trainer, splits=splits, accelerator=accelerator)
+    kind = {"accelerator": accelerator, "compiled": compiled}
+    return capture_batches(model, batches, trainer, splits=splits, **kind)
 
 
 def example_batches(
@@ -95,6 +107,7 @@ def capture_batches(
     *,
     splits: bool = False,
     accelerator: bool = False,
+    compiled: bool = False,
 ) -> ExampleStep:
     """Return the step of `model` on what `example_batches` returned.
 
@@ -104,6 +117,7 @@ def capture_batches(
         trainer: that of the model.
         splits: return it as a step that can be split as well.
         accelerator: it will run on accelerators, whatever this machine has.
+        compiled: it will run as `torch.compile` runs it (`graph.fused_chains`).
 
     Raises:
         NeedsValues: for a model on the meta device.
@@ -141,7 +155,9 @@ def capture_batches(
             graph = capture(model, batch, batch_scaling=False, **traced)
         second_batch, sizes = None, (graph.batch_size, graph.batch_size)
     # a split model reuses the trace of the functions that the capture has called
+    given["compiled"] = compiled
     split = None if trace is None else SplitModel(model, batch, graph, trace, second_batch, **given)
+    graph = fused(graph) if compiled else graph
     return ExampleStep(graph, sizes[0], split, reads_values=reads_values, batch=batch)
 
 

@@ -18,17 +18,21 @@ What `run` calls, and what comes out:
 from __future__ import annotations
 
 import dataclasses
+import gc
 from pathlib import Path
 
 import lightning.pytorch as pl
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from lightning_topt.basics.argument_checks import check_flag
 from lightning_topt.cli import what_if
 from lightning_topt.cli.example_step import has_accelerators
 from lightning_topt.cli.plan_steps import PlanSetup, UnpricedSearch, report_plan
 from lightning_topt.cli.search_space import SearchedMeshes
 from lightning_topt.costs.cluster import sentence_of
+from lightning_topt.graph.no_trace import no_collection
 from lightning_topt.plan.choose import check_objective
 from lightning_topt.plan.plan_intervals import interval_sentences, with_intervals
 from lightning_topt.plan.plan_search import search_plans
@@ -37,7 +41,12 @@ from lightning_topt.plugins.planning import Planning
 from lightning_topt.plugins.searched_plan import choose_for
 from topt_console.status_line import STATUS
 
+# Of more devices an exact search seldom ends within its budget: it is given up without a bound.
+_EXACT_DEVICES = 64
 
+
+# No collections but between searches: there are millions of objects, and most stay to the end.
+@no_collection()
 def run(config: DictConfig) -> None:
     """Plan what `config` describes; files go to Hydra's run folder.
 
@@ -48,10 +57,14 @@ def run(config: DictConfig) -> None:
     pl.seed_everything(config.seed, workers=True)
     # read in any case: what one scenario does not need is refused all the same where it is wrong
     what_if.WhatIfOptions.read(config)
-    if what_if.is_asked(config):
-        what_if.run(config)
-        return
+    (what_if.run if what_if.is_asked(config) else _plan_once)(config)
+    # The process ends: nothing is gained by a look at millions of objects that nobody needs.
+    if HydraConfig.get().mode is not RunMode.MULTIRUN:
+        gc.freeze()
 
+
+def _plan_once(config: DictConfig) -> None:
+    """Plan for one scenario, whose batch the data have."""
     # what is asked
     setup = PlanSetup.of(config)
     request, trainer = setup.request, setup.trainer
@@ -64,13 +77,21 @@ def run(config: DictConfig) -> None:
     # the step, its costs, and the search
     STATUS.show(f"capturing the step of {type(setup.model).__name__}")
     example, capture_seconds = setup.capture(
-        splits=meshes.tensor, accelerator=has_accelerators(request.cluster)
+        splits=meshes.tensor,
+        accelerator=has_accelerators(request.cluster),
+        compiled=bool(check_flag(config.compiled, name="compiled")),
     )
     # data.batch_size is that of each rank: of those of the trainer, where several numbers are given
     ranks = trainer.world_size if len(meshes.device_counts) > 1 else meshes.device_counts[0]
     samples = meshes.global_batch_size(example.samples, world_size=ranks)
     unpriced = UnpricedSearch.of(
-        setup, meshes, example, request, global_batch_size=samples, capture_seconds=capture_seconds
+        setup,
+        meshes,
+        example,
+        request,
+        global_batch_size=samples,
+        capture_seconds=capture_seconds,
+        epsilon=what_if.EPSILON if max(meshes.device_counts) > _EXACT_DEVICES else 0.0,
     )
     STATUS.clear()  # ranks that measure say so by themselves
     search = setup.with_costs(unpriced.request, request)

@@ -28,7 +28,12 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from lightning_topt.basics.units import format_bytes
-from lightning_topt.cli.example_step import ExampleStep, NeedsValues, capture_example
+from lightning_topt.cli.example_step import (
+    PREDICTED_AS,
+    ExampleStep,
+    NeedsValues,
+    capture_example,
+)
 from lightning_topt.cli.local_processes import run_on_ranks
 from lightning_topt.cli.report import memory_limit_of, save_frontier_page
 from lightning_topt.cli.search_space import SearchedMeshes
@@ -96,16 +101,20 @@ class PlanSetup:
         """The user's request to the planner."""
         return self.strategy.request
 
-    def capture(self, *, splits: bool, accelerator: bool = False) -> tuple[ExampleStep, float]:
+    def capture(
+        self, *, splits: bool, accelerator: bool = False, compiled: bool = False
+    ) -> tuple[ExampleStep, float]:
         """Return the captured step, and the seconds that it took.
+
+        The arguments are those of `capture_batches`.
 
         Raises:
             ValueError: the model must be real, and is larger than the memory of this machine.
         """
-        start = time.perf_counter()
+        start, kind = time.perf_counter(), {"accelerator": accelerator, "compiled": compiled}
         try:
             example = capture_example(
-                self.model, self.datamodule, self.trainer, splits=splits, accelerator=accelerator
+                self.model, self.datamodule, self.trainer, splits=splits, **kind
             )
         except NeedsValues as reason:
             # parameters and their gradients
@@ -120,9 +129,7 @@ class PlanSetup:
                 ) from reason
             # a real model, whose step cannot be split
             self.model = self.make_model()
-            example = capture_example(
-                self.model, self.datamodule, self.trainer, accelerator=accelerator
-            )
+            example = capture_example(self.model, self.datamodule, self.trainer, **kind)
         return example, time.perf_counter() - start
 
     def with_costs(
@@ -290,13 +297,13 @@ def report_plan(
     step = None if plan.schedule is None else step_of_plan(stage_blocks(search, plan), plan)
 
     # files
-    limit = memory_limit_of(request, search.cluster)
+    limit, kind = memory_limit_of(request, search.cluster), PREDICTED_AS[search.graph.predicted_as]
     _, title = save_frontier_page(
         folder,
         planning,
         where=search.cluster.name,
         memory_limit=limit,
-        notes=[*notes, *whole],
+        notes=[kind, *notes, *whole],
         step=step,
     )
     save_png(folder / "frontier.png", points, planning.chosen, memory_limit=limit, title=title)
@@ -309,7 +316,7 @@ def report_plan(
     console = Console()
     console.print(title, style="bold", highlight=False, markup=False)
     print_table(points, planning.chosen, console=console, memory_limit=limit)
-    console.print(f"{plan.summary()}\n{plan.reason}", highlight=False)
+    console.print(f"{plan.summary()}\n{plan.reason}\n{kind}", highlight=False)
     if plan.accumulate > 1:
         console.print(
             f"A step has {plan.accumulate} micro-batches: trainer.accumulate_grad_batches="

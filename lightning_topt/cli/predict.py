@@ -30,9 +30,10 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from lightning_topt.basics.argument_checks import check_whole
+from lightning_topt.basics.argument_checks import check_flag, check_whole
 from lightning_topt.basics.units import format_bytes, format_seconds
 from lightning_topt.cli.example_step import (
+    PREDICTED_AS,
     ExampleStep,
     NeedsValues,
     capture_example,
@@ -63,7 +64,7 @@ from lightning_topt.costs.intervals import Domain, Interval
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.costs.plain_values import number, parse_json, read_text, shown
 from lightning_topt.graph.module_copy import build_on_meta
-from lightning_topt.plan.explanation import PricedPlan, price_plan
+from lightning_topt.plan.explanation import PricedPlan, price_offloaded, price_plan
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_intervals import Intervals, KnownErrors, interval_sentences
 from lightning_topt.plan.plan_report import print_explanation, print_stages
@@ -81,6 +82,12 @@ from lightning_topt.plugins.planning import make_fake_optimizers
 MOST_RUNS, SHOWN, ENOUGH = 10_000, 20, 3
 WIDTHS = 0.3, 0.5  # how far the factors stray, as logarithms
 
+_OF_PLANS = "compiled", "tensor_overlap", "offload"  # rows say it in columns
+# configurations that are priced and that nothing here runs, by their options
+_PREDICTED_ONLY = {
+    "tensor_overlap": "exchanges of tensor axes beside products",
+    "offload": "activations in the memory of the host",
+}
 _CAPTION = (
     "work of the rank that works longest; exchanges run beside other work, so shares may add up to "
     "more than 100 %"
@@ -104,13 +111,18 @@ def run(config: DictConfig) -> None:
     cluster, console = _read_cluster(config), Console()
     if config.plan is not None:
         _refuse(config, ("calibrate_on", "save_cluster"), why="of runs")
+        if config.out is not None and (config.offload or config.tensor_overlap):
+            raise ValueError(
+                "out is a plan that runs, and no plan runs with offload or tensor_overlap: leave "
+                "out one of them"
+            )
         predict_plan(config, _known(cluster), console=console)
     elif _path(config.runs, "runs").is_dir():
-        _refuse(config, ("calibrate_on", "out", "ranks"), why="of a CSV file or a plan")
+        _refuse(config, ("calibrate_on", "out", "ranks", *_OF_PLANS), why="of a CSV file or a plan")
         save = None if config.save_cluster is None else _path(config.save_cluster, "save_cluster")
         predict_runs(_path(config.runs, "runs"), cluster, save=save, console=console)
     else:
-        _refuse(config, ("ranks",), why="of a plan")
+        _refuse(config, ("ranks", *_OF_PLANS), why="of a plan")
         paths = {
             name: _path(config[name], name)
             for name in ("calibrate_on", "out", "save_cluster")
@@ -145,7 +157,7 @@ def _known(cluster: Cluster | None) -> Cluster:
 def _refuse(config: DictConfig, names: tuple[str, ...], *, why: str) -> None:
     """Raise ValueError where options are given that belong to another kind of prediction."""
     for name in names:
-        if config[name] is not None:
+        if config[name] not in (None, False):
             raise ValueError(f"{name} belongs to the prediction {why}: leave it out")
 
 
@@ -177,15 +189,45 @@ def predict_plan(config: DictConfig, cluster: Cluster, *, console: Console) -> N
     example, profile = _captured(config, splits=splits, accelerator=has_accelerators(cluster))
     parts = config.trainer.get("accumulate_grad_batches") or 1
     plan = _complete_plan(given, config.ranks, example, cluster, accumulate=parts)
-    priced = price_plan(_request_of(plan, example, cluster, profile), plan)
+    request = _request_of(plan, example, cluster, profile)
+    priced = _priced(request, plan, **{name: _flag(config, name) for name in _PREDICTED_ONLY})
     costs = priced.predicted.step_seconds, priced.predicted.peak_bytes
     sure = KnownErrors.of(cluster, example.graph).intervals(priced.plan, *costs)
     _print_priced(priced, cluster, sure, console=console)
+    console.print(PREDICTED_AS[example.graph.predicted_as], highlight=False)
+    _print_predicted_only([name for name in _PREDICTED_ONLY if config[name]], console)
     if config.out is not None:
         out = Path(config.out)
         out.parent.mkdir(parents=True, exist_ok=True)
         priced.plan.save(out)
         console.print(f"plan with its prediction: {out}", highlight=False, soft_wrap=True)
+
+
+def _flag(config: DictConfig, name: str) -> bool:
+    return bool(check_flag(config[name], name=name))
+
+
+def _priced(
+    request: SearchRequest, plan: ParallelPlan, *, tensor_overlap: bool, offload: bool
+) -> PricedPlan:
+    """Return the costs of a plan, also of configurations that are predicted only."""
+    price = price_offloaded if offload else price_plan
+    found = price(request, plan)
+    if not tensor_overlap:
+        return found
+    overlapped = price(replace(request, tensor_overlap=True), plan)
+    if overlapped.predicted.step_seconds >= found.predicted.step_seconds:
+        raise ValueError(
+            "tensor_overlap is of gathers and scatters beside products, of which this plan has "
+            "none: give one whose tensor axis splits activations too, or leave it out"
+        )
+    return overlapped
+
+
+def _print_predicted_only(names: Sequence[str], console: Console) -> None:
+    if names:
+        parts = ", ".join(_PREDICTED_ONLY[name] for name in names)
+        console.print(f"Predicted only, nothing here runs it: {parts}.", highlight=False)
 
 
 def _captured(
@@ -196,14 +238,13 @@ def _captured(
     datamodule: pl.LightningDataModule = instantiate(config.data)
     model: pl.LightningModule = build_on_meta(make_model)
     trainer = one_device_trainer(config)
+    kind = {"accelerator": accelerator, "compiled": _flag(config, "compiled")}
     try:
-        example = capture_example(
-            model, datamodule, trainer, splits=splits, accelerator=accelerator
-        )
+        example = capture_example(model, datamodule, trainer, splits=splits, **kind)
     # a step that reads values is captured once more, with real weights
     except NeedsValues:
         model = make_model()
-        example = capture_example(model, datamodule, trainer, accelerator=accelerator)
+        example = capture_example(model, datamodule, trainer, **kind)
     optimizers, named = make_fake_optimizers(model, device=torch.device("cpu"))
     return example, read_optimizer(optimizers, named_parameters=named)
 
@@ -359,6 +400,15 @@ def predict_rows(
     of_run = [run.gpu if cluster is None else "" for run in file.runs]
     priced = [costs[name].price(run) for name, run in zip(of_run, file.runs, strict=True)]
     _print_summary(file.runs, priced, console)
+    fused = sum(run.fused for run in file.runs)
+    console.print(
+        f"Predicted as compiled, elementwise chains as one kernel: {fused} rows; as eager: "
+        f"{len(file.runs) - fused}.",
+        highlight=False,
+    )
+    _print_predicted_only(
+        [name for name in _PREDICTED_ONLY if any(getattr(run, name) for run in file.runs)], console
+    )
     for found in clusters.values():
         console.print(sentence_of(found.accuracy), highlight=False)
     sure = [

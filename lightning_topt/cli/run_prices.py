@@ -19,6 +19,9 @@ are neighbours, then data ranks, then stages. What has no model of its own is be
     every n-th layer recomputed          1 / n of the way from none to all
     every second product recomputed      `OPERATORS_AGAIN` of the seconds of that way, and
                                          `OPERATORS_KEPT` of its bytes
+    activations offloaded to the host    the seconds of none, where passes do not wait for the
+                                         host (`compute.offloaded_seconds`); the bytes of all, and
+                                         of the layer that comes back while another one runs
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from lightning_topt.cli.training_runs import ModelSizes, RunsAgain, TrainingRun,
 from lightning_topt.cli.transformer import RankTransformer, TransformerSizes, takes_fused_softmax
 from lightning_topt.costs.cluster import Cluster, Device, ErrorFigure, Link
 from lightning_topt.costs.communication import Group, estimate_collective_seconds
+from lightning_topt.costs.compute import offloaded_seconds
 from lightning_topt.costs.fitted_constants import (
     CONSTANTS,
     Constant,
@@ -249,8 +253,8 @@ class RunPrices:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self._chains: dict[tuple[TransformerSizes, str], StageBlocks] = {}
-        self._repeated: dict[tuple[TransformerSizes, str, int], RepeatedBlocks] = {}
+        self._chains: dict[tuple[TransformerSizes, str, bool], StageBlocks] = {}
+        self._repeated: dict[tuple[TransformerSizes, str, bool, int], RepeatedBlocks] = {}
 
     def step_seconds(self, run: TrainingRun) -> float:
         """Return the seconds of an iteration; raises what `price` raises."""
@@ -260,8 +264,8 @@ class RunPrices:
         """Return the costs of a run; without its bytes, which do not depend on rates, 0 of them.
 
         Raises:
-            ValueError: it has more ranks than the cluster has devices, or hybrid sharding on one
-                node.
+            ValueError: it has more ranks than the cluster has devices, hybrid sharding on one
+                node, or offloads to a host whose bandwidth is not known.
         """
         if run.gpus > self.cluster.num_devices:
             raise ValueError(
@@ -269,6 +273,8 @@ class RunPrices:
                 f"{self.cluster.name!r}: say "
                 f"cluster.num_nodes={math.ceil(run.gpus / self.cluster.devices_per_node)}"
             )
+        if run.offload:
+            return self._offloaded(run, with_bytes=with_bytes)
         # between nothing and all that runs again
         recompute = run.recompute or RunsAgain()
         of_seconds = of_bytes = recompute.layers
@@ -288,6 +294,32 @@ class RunPrices:
         }
         steps, peaks = [e.step_seconds for e in ends], [e.peak_bytes for e in ends]
         return RunPrice(between(of_seconds, *steps), between(of_bytes, *peaks), seconds)
+
+    def _offloaded(self, run: TrainingRun, *, with_bytes: bool) -> RunPrice:
+        """Return the costs of a run whose layers keep their inputs alone on the device."""
+        device = self.cluster.device
+        if not device.host_bandwidth:
+            raise ValueError(
+                f"how fast activations go to the host is not known of {device.name}: say "
+                "device.host_bandwidth in the cluster's file, such as 25GB/s"
+            )
+        price = self._sharded if run.level > 1 and run.pipeline == 1 else self._staged
+        plain = price(run, again=False, with_bytes=False)
+        # what a layer keeps beside its input, of one microbatch
+        graph = captured_step(sizes_of(run, layers=min(run.model.layers, _PLACES))).graph
+        layer = next(part for part in graph.timeline if part.block == graph.blocks[-1].name)
+        size = layer.kept_bytes.at(run.samples) - layer.output_bytes.at(run.samples)
+        # one microbatch in all layers of a rank
+        count, layers = run.num_microbatches, math.ceil(run.model.layers / run.pipeline)
+        seconds, waits = {**plain.seconds}, 0.0
+        for part in ("forward", "backward"):
+            alone = seconds[part] / count
+            there = offloaded_seconds(alone, size=layers * size, bandwidth=device.host_bandwidth)
+            seconds[part], waits = count * there, waits + there - alone
+        step = plain.step_seconds + (count + run.pipeline - 1) * waits
+        seconds["pipeline"] = max(step - sum(seconds[p] for p in seconds if p != "pipeline"), 0.0)
+        peak = price(run, again=True, with_bytes=True).peak_bytes + size if with_bytes else 0.0
+        return RunPrice(step, peak, seconds)
 
     # ---- stages of a pipeline, or one
 
@@ -355,23 +387,28 @@ class RunPrices:
         """
         count = run.model.layers
         sizes = sizes_of(run, layers=min(count, _PLACES))
-        key = sizes, run.dtype, count
+        key = sizes, run.dtype, run.tensor_overlap, count
         if key not in self._repeated:
             places = tuple(range(count)) if count <= _PLACES else (0, *[1] * (count - 2), 2)
-            self._repeated[key] = repeat_blocks(self._captured_chain(sizes, run.dtype), places)
+            self._repeated[key] = repeat_blocks(self._captured_chain(sizes, run), places)
         return self._repeated[key]
 
-    def _captured_chain(self, sizes: TransformerSizes, dtype: str) -> StageBlocks:
+    def _captured_chain(self, sizes: TransformerSizes, run: TrainingRun) -> StageBlocks:
         """Return the captured chain on this cluster."""
-        if (sizes, dtype) not in self._chains:
+        key = sizes, run.dtype, run.tensor_overlap
+        if key not in self._chains:
             known = captured_step(sizes)
-            step = replace(known.base, cluster=self._cluster_of(dtype))
+            step = replace(
+                known.base,
+                cluster=self._cluster_of(run.dtype),
+                tensor_overlap=run.tensor_overlap,
+            )
             # What follows from the graph alone is not worked out again: a fit asks for the costs
             # of the same runs on hundreds of clusters.
             for name in ("segments", "reduced_last", "tied", "phases", "_parameters"):
                 step.__dict__[name] = getattr(known.base, name)
-            self._chains[sizes, dtype] = known.blocks.of_same_graph(step)
-        return self._chains[sizes, dtype]
+            self._chains[key] = known.blocks.of_same_graph(step)
+        return self._chains[key]
 
     def _cluster_of(self, dtype: str) -> Cluster:
         """Return the cluster with the rate of `dtype` for products, captured as float16."""
@@ -392,6 +429,7 @@ class RunPrices:
             cluster=self._cluster_of(run.dtype),
             mesh=mesh,
             batch_size=float(run.samples),
+            tensor_overlap=run.tensor_overlap,
         )
         costs = PlanCosts(step)
         preset = f"zero{run.level}" if not run.hybrid else "hybrid"

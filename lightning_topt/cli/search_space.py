@@ -39,7 +39,7 @@ from lightning_topt.plugins.plan_options import (
 )
 from lightning_topt.plugins.plan_request import PlanRequest, rule_for
 from lightning_topt.plugins.planning import make_fake_optimizers
-from lightning_topt.plugins.requirements import SHARDED, STAGES, Fit, why_not
+from lightning_topt.plugins.requirements import SHARDED, SLICES, STAGES, Fit, why_not
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
 
 _WAY_OUT = "leave out tensor=true"
@@ -337,7 +337,7 @@ class SearchedMeshes:
         elif example.graph.unused:
             reason = f"the step gives {example.graph.unused[0]!r} no gradient"
         else:
-            reason = why_not(_unbuilt(request, trainer), SHARDED)
+            reason = why_not(_unbuilt(request, trainer), SHARDED, SLICES)
         if reason is not None and self.insists:
             raise PlanError(
                 f"plans with tensor axes split parameters, but {reason}; choose a mesh without, or "

@@ -21,6 +21,7 @@
     sequence parallel    `sequence parallel`: yes or no              yes of llama
     attention            `attention`: flash, softmax                 flash; softmax of Megatron's
     elementwise chains   `compiled`: yes (fused) or no               by the architecture
+    predicted only       `tensor overlap`, `offload`: yes or no      no
     numbers              `dtype`: bfloat16, float16, float8          bfloat16
     measured             `step_seconds` or `iteration time (ms)`,    -
                          `memory_gib`
@@ -80,6 +81,8 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "sequence_parallel": ("sequence parallel",),
     "attention": ("attention",),
     "compiled": ("compiled",),
+    "tensor_overlap": ("tensor overlap",),
+    "offload": ("offload",),
     "dtype": ("dtype",),
     "gpu": ("gpu",),
     "source": ("source",),
@@ -224,6 +227,8 @@ class TrainingRun:
         sequence_parallel: between split products a rank has a part of the positions.
         attention: "flash" or "softmax".
         fused: elementwise chains are one kernel.
+        tensor_overlap: gathers and scatters of tensor parallelism run beside products, in parts.
+        offload: activations wait for backward in the memory of the host.
         dtype: of matrix products.
         gpu: what the `gpu` column says.
         source: where the row is from.
@@ -250,6 +255,8 @@ class TrainingRun:
     sequence_parallel: bool = False
     attention: str = "flash"
     fused: bool = True
+    tensor_overlap: bool = False
+    offload: bool = False
     dtype: str = "bfloat16"
     gpu: str = ""
     source: str = ""
@@ -292,6 +299,16 @@ class TrainingRun:
                 f"{self.sequence // self.context} positions cannot be divided evenly over "
                 f"{self.tensor} ranks, as sequence parallelism does"
             )
+        if self.tensor_overlap and not (self.sequence_parallel and self.tensor > 1):
+            raise ValueError(
+                "tensor overlap is of gathers and scatters, which sequence parallelism has: give "
+                "tp above 1 and sequence parallel yes"
+            )
+        if self.offload and self.recompute not in (None, RunsAgain()):
+            raise ValueError(
+                "offload keeps activations in the host's memory, and recompute makes them again: "
+                "give recompute none"
+            )
         stages = self.pipeline * self.stages_per_rank
         if model.layers < stages:
             raise ValueError(
@@ -332,6 +349,8 @@ class TrainingRun:
             "sharded": self.level > 1,
             "recomputation": recompute != RunsAgain(),
             "float8": self.dtype == "float8",
+            "tensor overlap": self.tensor_overlap,
+            "offloading": self.offload,
             f"{self.attention} attention": True,
             f"model {self.model.kind}": True,
         }
@@ -454,6 +473,8 @@ def _run_of(cells: Mapping[str, str]) -> TrainingRun:
     if dtype not in DTYPES:
         raise ValueError(f"dtype is one of {names(DTYPES)}, not {shown(dtype)}")
     recompute = RunsAgain.named(cells["recompute"]) if cells.get("recompute") else None
+    if (offload := _truth(cells, "offload", False)) and recompute is None:
+        recompute = RunsAgain()
     # recomputing attention's scores is nothing where they are never written
     if recompute is not None and recompute.attention and attention == "flash":
         recompute = RunsAgain(operators=True)
@@ -483,6 +504,8 @@ def _run_of(cells: Mapping[str, str]) -> TrainingRun:
         sequence_parallel=_truth(cells, "sequence_parallel", split),
         attention=attention,
         fused=_truth(cells, "compiled", megatron or said["compiled"] > 0),
+        tensor_overlap=_truth(cells, "tensor_overlap", False),
+        offload=offload,
         dtype=dtype,
         gpu=cells.get("gpu", ""),
         source=cells.get("source", ""),

@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lightning_topt.basics.argument_checks import check_real, check_whole
+from lightning_topt.basics.argument_checks import check_flag, check_real, check_whole
 from lightning_topt.basics.units import parse_seconds
 from lightning_topt.cli.example_step import has_accelerators
 from lightning_topt.cli.local_processes import most_processes, outcomes_of
@@ -35,7 +34,6 @@ from lightning_topt.cli.search_space import SearchedMeshes
 from lightning_topt.cli.several_clusters import read_clusters
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import check_world_size
-from lightning_topt.graph.no_trace import no_collection
 from lightning_topt.plan.choose import OBJECTIVES, NoPlanFitsError
 from lightning_topt.plan.plan_search import SearchRequest
 from lightning_topt.plan.scenario_report import print_scenarios, save_scenarios
@@ -58,7 +56,7 @@ from topt_console.status_line import STATUS
 
 # Plans that others beat by less than this in time and memory may be left out: predictions are not
 # that good.
-_EPSILON = 0.01
+EPSILON = 0.01
 _SECONDS = 3.0  # of the search of one scenario with one number of micro-batches
 _CHOICES = ("clusters", "batch_size", "seq_len", "accumulate")
 
@@ -71,8 +69,6 @@ def is_asked(config: DictConfig) -> bool:
     return any(value is not None for value in given) or config.spot is not False or is_new
 
 
-# No collections but between searches: there are millions of objects, and most stay to the end.
-@no_collection()
 def run(config: DictConfig) -> None:
     """Search every scenario that `config` describes, choose one, and report all.
 
@@ -122,9 +118,6 @@ def run(config: DictConfig) -> None:
     print_scenarios(estimates, chosen, limits=asked.limits, console=console)
     for line in (reason, *notes, f"run folder: {folder}"):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    # The process ends: nothing is gained by a look at millions of objects that nobody needs.
-    if HydraConfig.get().mode is not RunMode.MULTIRUN:
-        gc.freeze()
 
 
 # ---- what is asked
@@ -273,13 +266,15 @@ def _on_clusters(
     meshes = [SearchedMeshes.read(config, request, setup.trainer) for request in requests]
     STATUS.show(f"capturing the step of {type(setup.model).__name__}")
     example, capture_seconds = setup.capture(
-        splits=any(each.tensor for each in meshes), accelerator=has_accelerators(*clusters)
+        splits=any(each.tensor for each in meshes),
+        accelerator=has_accelerators(*clusters),
+        compiled=bool(check_flag(config.get("compiled", False), name="compiled")),
     )
     STATUS.clear()
 
     for request, searched in zip(requests, meshes, strict=True):
         unpriced = UnpricedSearch.of(
-            setup, searched, example, request, epsilon=_EPSILON, capture_seconds=capture_seconds
+            setup, searched, example, request, epsilon=EPSILON, capture_seconds=capture_seconds
         )
         search = setup.with_costs(
             functools.partial(unpriced.request, global_batch_size=example.samples), request

@@ -312,6 +312,7 @@ class Device:
             ones do not fill the device.
         attention_flops: achieved FLOP/s of attention in half precision over many positions, where
             it is one kernel (0: half of that of matrix products).
+        host_bandwidth: bytes/s to the memory of the host and back, each way (0: not known).
         caching_allocator: torch keeps freed memory in segments, as on CUDA; what these take beside
             tensors counts as memory of a plan (`reserved_memory`).
     """
@@ -330,6 +331,7 @@ class Device:
     half_rate_flops: float = 0.0
     attention_flops: float = 0.0
     caching_allocator: bool = False
+    host_bandwidth: float = 0.0
 
     def __post_init__(self) -> None:
         if "float32" not in self.flops:
@@ -423,6 +425,7 @@ def slowest_device(devices: Sequence[Device], counts: Sequence[int]) -> Device:
         half_rate_flops=max(device.half_rate_flops for device in devices),
         attention_flops=_least_rate([device.attention_flops for device in devices]),
         caching_allocator=any(device.caching_allocator for device in devices),
+        host_bandwidth=min(device.host_bandwidth for device in devices),
     )
 
 
@@ -721,6 +724,7 @@ _device = record(
     half_rate_flops=number,
     attention_flops=parse_flops,
     caching_allocator=truth,
+    host_bandwidth=parse_bandwidth,
     price_per_hour=number,
     spot_price_per_hour=number,
 )

@@ -145,6 +145,19 @@ def blocks_reduced_last(graph: OpGraph) -> frozenset[str]:
 
 
 @once_per_object
+def blocks_gathered_once(graph: OpGraph) -> frozenset[str]:
+    """Return the blocks with parameters that FSDP2 does not gather in backward.
+
+    No gradient comes to them, as in a frozen backbone. The last of these is not among them: it is
+    gathered ahead, from the block after it, and in vain. A graph without kernels names none.
+    """
+    with_backward = {op.block for op in graph.ops if op.backward}
+    named = {parameter.block for parameter in graph.parameters} - with_backward
+    order = [*dict.fromkeys(op.block for op in graph.ops if op.block in named)]
+    return frozenset(order[:-1]) if with_backward else frozenset()
+
+
+@once_per_object
 def structures_of(graph: OpGraph) -> dict[str, int]:
     """Return a number for each named block with one segment.
 

@@ -31,6 +31,8 @@ from lightning_topt.costs.compute import (
     estimate_pass_seconds,
     kernel_key,
     launches_of_step,
+    overlapped_seconds,
+    product_seconds,
 )
 from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.exchange_model import ExchangeModel, make_exchange_model
@@ -38,6 +40,7 @@ from lightning_topt.costs.lifetimes import Lifetime, Phases, phases_of
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.costs.segments import (
     Segments,
+    blocks_gathered_once,
     blocks_reduced_last,
     locate,
     passes_of,
@@ -95,6 +98,8 @@ class TrainingStep:
             are tensors of their own.
         narrow: parameters that travel in bfloat16 where they are gathered, and arrive in their own
             dtype.
+        tensor_overlap: gathers and scatters along tensor axes run beside the products that they
+            belong to, in parts. Predicted only: no plan runs so.
 
     Raises ValueError for more ranks than the cluster has devices, a batch smaller than one sample
     or of a size that the graph says nothing about, and an exchange that these ranks cannot have.
@@ -117,6 +122,7 @@ class TrainingStep:
     in_place: bool = False
     gradient_views: bool = False
     narrow: frozenset[str] = frozenset()
+    tensor_overlap: bool = False
 
     def __post_init__(self) -> None:
         check_world_size(self.cluster, world_size=self.mesh.size)
@@ -166,6 +172,11 @@ class TrainingStep:
         What waits for that gradient waits until backward is over.
         """
         return blocks_reduced_last(self.graph) - {ROOT}
+
+    @property
+    def gathered_once(self) -> frozenset[str]:
+        """Blocks that are not gathered in backward, since no gradient comes to them."""
+        return blocks_gathered_once(self.graph)
 
     @cached_property
     def tied(self) -> frozenset[str]:
@@ -274,21 +285,31 @@ class TrainingStep:
             else kernels
         )
         calls: list[float] = []  # seconds of each call of a collective
+        beside, parts = 0.0, 1  # those that may run beside products, and in how many parts
         for kernel in communication:
             shown = self.shown(kernel)
             assert shown is not None
             op, size, axis = shown
-            calls += [self.collective_seconds(op, size, axes=[axis])] * kernel.count
+            each = self.collective_seconds(op, size, axes=[axis])
+            calls += [each] * kernel.count
+            if op in ("all_gather", "reduce_scatter"):
+                beside, parts = beside + each * kernel.count, self.mesh.shape[axis]
+        known: dict[str, Any] = {
+            "batch_size": self.batch_size,
+            "device": self.cluster.device,
+            "measured": self.kernel_seconds,
+            "measured_batch_size": self.graph.batch_size,
+        }
         seconds = estimate_pass_seconds(
             computation,
-            batch_size=self.batch_size,
-            device=self.cluster.device,
-            measured=self.kernel_seconds,
-            measured_batch_size=self.graph.batch_size,
             collectives=calls,
             launches=launches,
             more_launches=more_launches,
+            **known,
         )
+        if self.tensor_overlap and beside:
+            products = product_seconds(computation, **known)
+            seconds -= products + beside - overlapped_seconds(products, beside, parts=parts)
         if self.in_place:  # measured kernels contain the taking of memory
             kernels = [
                 kernel for kernel in kernels if kernel_key(kernel) not in self.kernel_seconds
@@ -438,7 +459,8 @@ def _signature(step: TrainingStep, block: str) -> Hashable:
     # to nanoseconds: sums of equal kernels may differ in their last bits
     seconds = tuple(round(float(direction[first]), 9) for direction in step.compute[block])
     work = step.exchange_model.work[block] if step.exchange_model is not None else None
-    return structure, updates, seconds, work, block in step.reduced_last
+    passes = block in step.reduced_last, block in step.gathered_once
+    return structure, updates, seconds, work, *passes
 
 
 # ---- Memory of a block and of the update

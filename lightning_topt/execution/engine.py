@@ -369,6 +369,10 @@ class Engine:
         if self.exchange is not None and state.get("exchange") is not None:
             self.load_exchange_state(state["exchange"])
 
+    def reshard(self) -> None:
+        """Free gathered parameters; the next forward gathers what the shards then hold."""
+        self._applied.reshard()
+
     def module_state(self, *, full: bool = True) -> State:
         """Return the module's state, `full` on rank 0, or in shards. A collective call.
 

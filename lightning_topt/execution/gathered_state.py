@@ -77,7 +77,7 @@ def place_module_state(
 ) -> State:
     """Return the entries of full `state`, placed like those of a module's own `module_state`."""
     return {
-        name: _place_like(_own(value, split.get(name)), module_state.get(name))
+        name: place_like(_own(value, split.get(name)), module_state.get(name))
         for name, value in state.items()
     }
 
@@ -116,7 +116,7 @@ def place_optimizer_state(
     parameters = dict(enumerate(parameters_of(optimizer)))
     placed = {
         index: {
-            key: _place_like(_own(value, split.get(index)), parameters[index])
+            key: place_like(_own(value, split.get(index)), parameters[index])
             for key, value in values.items()
         }
         for index, values in state["state"].items()
@@ -139,7 +139,7 @@ def follow_parameters(
     for parameter, values in state.items():
         target = replaced.get(parameter, parameter)
         own = {key: _own(value, split.get(parameter)) for key, value in values.items()}
-        optimizer.state[target] = {key: _place_like(value, target) for key, value in own.items()}
+        optimizer.state[target] = {key: place_like(value, target) for key, value in own.items()}
 
 
 # ---- one value -----------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def _own(value: Any, split: SplitTensor | None) -> Any:
     return split.own(value) if whole and split is not None else value
 
 
-def _place_like(value: object, target: object) -> Any:
+def place_like(value: object, target: object) -> Any:
     """Return a full value with the placements of `target`, a DTensor, or with its strides."""
     if not isinstance(target, DTensor):
         return laid_out(value, target) if isinstance(target, Tensor) else value

@@ -27,6 +27,7 @@ from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.pieces import Piece
 from lightning_topt.techniques.optimizer_sharding import is_shared, pieces_of
+from lightning_topt.techniques.technique import shard_axes
 
 KINDS = ("parameters", "gradients", "optimizer_state", "padding")
 _PARAMETERS, _GRADIENTS, _STATE, _PADDING = range(len(KINDS))
@@ -55,7 +56,8 @@ def held_bytes(
             _add_tensors(held[block], parameter, configs[block], mesh)
             if profile is not None and not (shared and is_shared(parameter)):
                 # A parameter's optimizer state on each rank, (rank,).
-                index, count = numbers_along(mesh, configs[block].storage.sharded_axes("gradients"))
+                axes = shard_axes(configs[block], is_trained=parameter.requires_grad)
+                index, count = numbers_along(mesh, axes)
                 # Shards of equally many rows have equal states: ask once for each number of rows.
                 rows, which = np.unique(
                     chunk_rows(parameter, index, count=count), return_inverse=True
@@ -139,9 +141,7 @@ def _add_tensors(held: Integers, parameter: nn.Parameter, config: OpConfig, mesh
     row_bytes = (
         parameter.nbytes // max(parameter.shape[0], 1) if parameter.dim() else parameter.nbytes
     )
-    # FSDP2 keeps parameters in shards between steps also at level 2, where it gathers them once for
-    # both passes.
-    axes = config.storage.sharded_axes("gradients")
+    axes = shard_axes(config, is_trained=parameter.requires_grad)
     index, count = numbers_along(mesh, axes)
     rows = chunk_rows(parameter, index, count=count)
     for kind in (_PARAMETERS, _GRADIENTS) if parameter.requires_grad else (_PARAMETERS,):

@@ -32,6 +32,7 @@ from lightning_topt.techniques.registry import (
     check_tied,
     parameters_by_block,
 )
+from lightning_topt.techniques.technique import shard_axes
 from lightning_topt.techniques.tensor_parallel.layout import TensorAxes
 from lightning_topt.techniques.tensor_parallel.split_parameters import check_split
 from lightning_topt.techniques.tensor_parallelism import split_placements
@@ -157,17 +158,22 @@ def shard_problems(
     ]
     for block in sharded:
         # A scalar has no rows.
-        scalars = [name for name, parameter in once(blocks[block]) if not parameter.dim()]
+        parts = [
+            (name, parameter)
+            for name, parameter in once(blocks[block])
+            if shard_axes(configs[block], is_trained=parameter.requires_grad)
+        ]
+        scalars = [name for name, parameter in parts if not parameter.dim()]
         if scalars:
             yield (
                 f"the parameter {scalars[0]!r} is a single number, which has no rows to shard: "
                 f"give it one dim, or keep the gradients of block {block!r} whole (ZeRO level 0 or "
                 "1)"
             )
-        dtypes = sorted({str(parameter.dtype) for _, parameter in once(blocks[block])})
+        dtypes = sorted({str(parameter.dtype) for _, parameter in parts if parameter.requires_grad})
         if len(dtypes) > 1:
             yield (
-                f"block {block!r} has parameters of {' and '.join(dtypes)}, and torch's FSDP2 "
+                f"block {block!r} trains parameters of {' and '.join(dtypes)}, and torch's FSDP2 "
                 "shards one dtype together: name the modules of each as blocks of their own, or "
                 "keep their gradients whole (ZeRO level 0 or 1)"
             )

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.communication import Collective, Group
 from lightning_topt.costs.optimizer import OptimizerProfile
+from lightning_topt.costs.segments import blocks_gathered_once
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.execution.held_bytes import Blocks, once, shared_pieces
 from lightning_topt.graph.mesh_axes import Mesh
@@ -68,12 +69,19 @@ def planned_collectives(
     configs = {block.block: block.config for block in plan.blocks}
     # Every technique says what a block costs; packed ones are asked for below.
     step = parameters_only_step(plan, module, blocks, cluster=cluster)
+    single = frozenset[str]()
+    if graph is not None:
+        named = tuple(Block(name, group=0, recomputable=False) for name in blocks)
+        single = blocks_gathered_once(graph.with_blocks(named))
+    not_again = {(block, "all_gather", "backward") for block in single}
     found = [
         collective
         for block, config in configs.items()
         for technique in TECHNIQUES
         if technique.takes_part(step, config)
         for collective in technique.collectives(step, block, config)
+        # The step has no operators; the graph knows to which blocks gradients come.
+        if (block, collective.op, collective.during) not in not_again
     ]
     # Those that are packed into messages: DDP's buckets, and updates from the ranks that share a
     # step. Techniques say how much there is, the packing says in how many calls.

@@ -217,7 +217,7 @@ def _from_one_recording(step: StepRun, batch: object, like: OpGraph) -> OpGraph 
         # users know
         return None
     small, large = (int(like.input_bytes.at(size)) for size in sizes)
-    graph = assemble(
+    return assemble(
         copied,
         (recording, recording),
         name=type(step.module).__name__,
@@ -225,8 +225,8 @@ def _from_one_recording(step: StepRun, batch: object, like: OpGraph) -> OpGraph 
         input_bytes=(small, large),
         values=values,
         repeatable={m.path for m in like.step.modules if m.repeatable},
+        blocks=like.blocks,
     )
-    return graph.with_blocks(like.blocks)
 
 
 def _finish(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -51,6 +51,8 @@ class OpGraph:
         unused: trainable parameters that the step gave no gradient.
         whole_model: the step is that of one rank, whose parameters are slices of those of the
             model with this fingerprint.
+        compiled: chains of elementwise operators are one kernel each (`fused_chains`); else each
+            operator is its own, as the step runs eagerly.
     """
 
     model: str
@@ -65,6 +67,7 @@ class OpGraph:
     batch_scaling: bool = True
     unused: tuple[str, ...] = ()
     whole_model: str | None = None
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         # names are unique, and everything that refers to one of them finds it
@@ -86,6 +89,11 @@ class OpGraph:
             if item.block not in blocks:
                 raise ValueError(f"{item} is in block {item.block!r}, which does not exist")
         self.step.check(known, count=len(names))
+
+    @property
+    def predicted_as(self) -> str:
+        """What its costs are those of: an "eager" step, or a "compiled" one."""
+        return "compiled" if self.compiled else "eager"
 
     @cached_property
     def fingerprint(self) -> str:
@@ -136,11 +144,8 @@ class OpGraph:
             )
         return replace(
             self,
-            ops=tuple(
-                _moved(op, next((path for path in op.stack if path in names), ""))
-                for op in self.ops
-            ),
-            parameters=tuple(_moved(p, next(_around(p.name, names), "")) for p in self.parameters),
+            ops=tuple(_moved(op, block_of_op(op.stack, names)) for op in self.ops),
+            parameters=tuple(_moved(p, block_of_parameter(p.name, names)) for p in self.parameters),
             blocks=chosen,
         )
 
@@ -179,15 +184,16 @@ def _moved(item: Item, block: str) -> Item:
     return item if item.block == block else replace(item, block=block)
 
 
-def _around(name: str, paths: Container[str]) -> Iterator[str]:
-    """Return the modules among `paths` that parameter `name` is in, outermost first."""
+def block_of_op(stack: Iterable[str], blocks: Container[str]) -> str:
+    """Return the outermost of `blocks` among the modules around an operator, "" for none."""
+    return next((path for path in stack if path in blocks), "")
+
+
+def block_of_parameter(name: str, blocks: Container[str]) -> str:
+    """Return the outermost of `blocks` that parameter `name` is in, "" for none."""
     # the last part is the parameter's own name
     parts = name.split(".")[:-1]
-    return (
-        path
-        for path in (".".join(parts[:count]) for count in range(1, len(parts) + 1))
-        if path in paths
-    )
+    return block_of_op((".".join(parts[:count]) for count in range(1, len(parts) + 1)), blocks)
 
 
 # ---- parts ---------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@
     fused with DDP       reduce_scatter
     sharded parameters   local_step, clipping
 
-`lars` and `lamb` are optimizers for large batches.
+`lars` and `adam_variants` have optimizers for large batches, and one for stale gradients.
 """
 
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from lightning_topt.basics.lazy_names import lazy_names
 
 if TYPE_CHECKING:  # the same names, for type checkers and editors
-    from lightning_topt.optim.lamb import LAMB
+    from lightning_topt.optim.adam_variants import LAMB, BasisRotation
     from lightning_topt.optim.lars import LARS, share_trust_ratios, unshare_trust_ratios
     from lightning_topt.optim.parallel_step import ParallelStep, install_parallel_step
     from lightning_topt.optim.pieces import Piece
@@ -24,7 +24,8 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
 
 # Each name, and the module that it is imported from at its first use.
 _HOMES = {
-    "LAMB": "lamb",
+    "BasisRotation": "adam_variants",
+    "LAMB": "adam_variants",
     "LARS": "lars",
     "share_trust_ratios": "lars",
     "unshare_trust_ratios": "lars",
@@ -37,6 +38,7 @@ _HOMES = {
 __all__ = [
     "LAMB",
     "LARS",
+    "BasisRotation",
     "ParallelStep",
     "Piece",
     "UnsplittableOptimizer",

@@ -29,8 +29,8 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_topt.optim.adam_variants import LAMB
 from lightning_topt.optim.full_state import parameters_of
-from lightning_topt.optim.lamb import LAMB
 from lightning_topt.optim.lars import LARS
 from lightning_topt.optim.pieces import Share, num_rows
 from lightning_topt.optim.update_rule import (

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from lightning_topt.optim.lamb import LAMB
+from lightning_topt.optim.adam_variants import LAMB, BasisRotation
 from lightning_topt.optim.lars import LARS
 from lightning_topt.optim.pieces import num_rows
 
@@ -54,6 +54,7 @@ BY_PARAMETER: tuple[type[Optimizer], ...] = (
     *ELEMENTWISE,
     LARS,
     LAMB,
+    BasisRotation,
     optim.Adafactor,
     *((optim.Muon,) if hasattr(optim, "Muon") else ()),
 )

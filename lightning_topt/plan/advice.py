@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.plan.choose import TIME_ERROR
+from lightning_topt.plan.choose import errors_of
 from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.scenarios import Estimate
 
@@ -42,7 +42,6 @@ ZOU = "Zou et al., Distributed Training Large-Scale Deep Architectures, arXiv 17
 MODEL = "the cost model of this package (docs/concepts/cost_model.md)"
 _NOISE = "McCandlish et al., An Empirical Model of Large-Batch Training, arXiv 1812.06162"
 NEARLY = 0.05  # fewer samples per second than the best: not worth a larger batch
-_WORTH = 0.1  # gain per step: less is within the error of predictions
 
 
 @dataclass(frozen=True)
@@ -350,6 +349,20 @@ def compute_seconds(each: Estimate) -> float:
 # ---- how gradients are exchanged
 
 
+def worth_from(cluster: Cluster, *, equal_within: float | None = None) -> tuple[float, str]:
+    """Return the gain per step from which a change pays, and where that is from, as a clause.
+
+    Less is within the error of a ratio of two predictions. `equal_within` is what the user said.
+    """
+    if equal_within is not None:
+        return equal_within, "as equal_within says"
+    known = None if cluster.accuracy is None else cluster.accuracy.difference
+    if known is None:
+        share, _ = errors_of(None)
+        return share, "assumed: no pairs of plans on these machines were compared"
+    return known.median, f"half of {known.runs} pairs of plans were predicted closer"
+
+
 def advise_servers(at: Estimate, *, parameter_bytes: float) -> Advice:
     """Return how many parameter servers the plan's workers would need.
 
@@ -388,13 +401,20 @@ def server_bandwidth(cluster: Cluster) -> float:
     return link.bandwidth * (cluster.devices_per_node if cluster.inter else 1)
 
 
-def advise_compression(points: Sequence[PlanPoint], *, at: Estimate, why_none: str = "") -> Advice:
+def advise_compression(
+    points: Sequence[PlanPoint],
+    *,
+    at: Estimate,
+    why_none: str = "",
+    equal_within: float | None = None,
+) -> Advice:
     """Return whether a compressed exchange is worth allowing.
 
     Args:
         points: plans with unsharded gradients, compressed or not, that fit into memory.
         at: the plan without compression.
         why_none: why there are no such points.
+        equal_within: as in `worth_from`.
     """
     # by exchange, in words
     fastest: dict[str, PlanPoint] = {}
@@ -425,7 +445,8 @@ def advise_compression(points: Sequence[PlanPoint], *, at: Estimate, why_none: s
     )
     gain = 0.0 if best is None else base / fastest[best].step_seconds - 1
     # a change of the training is suggested only for more than the error of predictions
-    if best is not None and gain > _WORTH:
+    worth, source = worth_from(at.scenario.cluster, equal_within=equal_within)
+    if best is not None and gain > worth:
         sentence = (
             f"{best} would be worth allowing (strategy.allow_compression=true): {100 * gain:.0f} % "
             "more steps per second than the plan without; it changes the training."
@@ -433,19 +454,26 @@ def advise_compression(points: Sequence[PlanPoint], *, at: Estimate, why_none: s
     else:
         sentence = (
             f"Not worth allowing: the best compressed exchange brings {100 * gain:.0f} % over the "
-            f"plan without, and times may be off by {100 * TIME_ERROR:.0f} %."
+            f"plan without, and it is worth it from {100 * worth:.0f} % on ({source})."
         )
     formula = "gain = T(plan) / T(fastest plan with the exchange) - 1"
-    inputs: Mapping[str, object] = {"T(plan)": base, "worth it from": _WORTH}
+    inputs: Mapping[str, object] = {
+        "T(plan)": base,
+        "worth it from": worth,
+        "which is from": source,
+    }
     return Advice(
         "compression", sentence, gain, "of the steps per second", formula, inputs, MODEL, rows
     )
 
 
-def advise_bounded_loss(at: Estimate, *, tail: float | None) -> Advice:
+def advise_bounded_loss(
+    at: Estimate, *, tail: float | None, equal_within: float | None = None
+) -> Advice:
     """Return what a transport that may lose part of the gradients could bring.
 
     `tail` is the slowest message of an exchange over the median one; None: not measured.
+    `equal_within` as in `worth_from`.
     """
     predicted = at.point.plan.predicted
     assert predicted is not None
@@ -472,12 +500,14 @@ def advise_bounded_loss(at: Estimate, *, tail: float | None) -> Advice:
         )
     # with one, that every message is as fast as the median
     gain = step / max(step - exposed * (1 - 1 / tail), 1e-12) - 1
-    worth = (
+    worth, why = worth_from(at.scenario.cluster, equal_within=equal_within)
+    inputs |= {"worth it from": worth, "which is from": why}
+    says = (
         "worth allowing ('strategy.allow_compression=[bounded_loss]')"
-        if gain > _WORTH
-        else "not worth it"
+        if gain > worth
+        else f"not worth it, which it is from {100 * worth:.0f} % on ({why})"
     )
-    sentence = f"At most {100 * gain:.0f} % more steps per second: {worth}."
+    sentence = f"At most {100 * gain:.0f} % more steps per second: {says}."
     return Advice(
         "bounded loss", sentence, gain, "of the steps per second", formula, inputs, source
     )

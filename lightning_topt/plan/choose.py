@@ -41,6 +41,20 @@ TIME_ERROR_SECONDS = 2e-3
 MEMORY_ERROR = 0.01
 
 
+def errors_of(
+    difference: float | None, *, share: float = TIME_ERROR, seconds: float = TIME_ERROR_SECONDS
+) -> tuple[float, float]:
+    """Return the share and the seconds within which times count as equal; see `choose`."""
+    share = share if difference is None else difference
+    return share, 0.0 if share == 0 else seconds
+
+
+def equal_in_words(difference: float | None) -> str:
+    """Return the share within which times count as equal, and that it is assumed where it is."""
+    share, _ = errors_of(difference)
+    return f"{100 * share:.3g} %" + (", which is assumed" if difference is None else "")
+
+
 class NoPlanFitsError(ValueError):
     """No plan meets the limits; the message names the smallest plan and what it needs."""
 
@@ -98,8 +112,8 @@ def choose(
         raise NoPlanFitsError(_why_none_fits(candidates, memory_limit, memory_margin))
 
     # the error between mechanisms, the one within a mechanism, and seconds on top of both
-    error = time_error if difference is None else difference
-    alike_error, least = min(alike_time_error, error), 0.0 if error == 0 else time_error_seconds
+    error, least = errors_of(difference, share=time_error, seconds=time_error_seconds)
+    alike_error = min(alike_time_error, error)
     if objective == "memory":
         error, alike_error, least, difference = MEMORY_ERROR, MEMORY_ERROR, 0.0, None
 

@@ -418,8 +418,9 @@ def _embedded(
     """Return the different blocks of all plans, each once, and the points with indices of these.
 
     The YAML of a plan is its `header` and the `yaml` of its blocks, one after the other, `stages`
-    of them in each stage. Its `rows` are neighbours that run alike: their names, the index of the
-    first, their number, and 1 where they are not as in the plan at `chosen`.
+    of them in each stage. `ends` are those of its intervals. Its `rows` are neighbours that run
+    alike: their names, the index of the first, their number, and 1 where they are not as in the
+    plan at `chosen`.
     """
     positions: dict[tuple[BlockPlan, tuple[str, ...]], int] = {}
     known: dict[tuple[int, tuple[str, ...]], int] = {}  # by identity, which is quick to compare
@@ -440,6 +441,7 @@ def _embedded(
             {
                 "x": point.peak_bytes,
                 "y": point.step_seconds,
+                "ends": {"x": _ends(point.bytes_interval), "y": _ends(point.seconds_interval)},
                 "devices": point.devices,
                 "summary": point.plan.summary(),
                 "numbers": _numbers(point),
@@ -460,6 +462,10 @@ def _embedded(
             names = block_ranges([str(blocks[at]["block"]) for at in members])
             entry["rows"].append([names, members[0], len(members), int(differs)])
     return blocks, entries
+
+
+def _ends(interval: Interval | None) -> list[float] | None:
+    return None if interval is None else [interval.low, interval.high]
 
 
 def _embedded_block(block: BlockPlan, mesh: Mesh) -> dict[str, object]:

@@ -27,6 +27,7 @@ from lightning_topt.costs.plain_values import (
     parse_json,
     read_entries,
     record,
+    shown,
     text,
     truth,
     whole,
@@ -42,8 +43,9 @@ from lightning_topt.plan.plan_values import (
     config_to_dict,
 )
 
-SCHEMA_VERSION = 3
-_READ = (2, SCHEMA_VERSION)  # files of version 2 have no intervals
+SCHEMA_VERSION = 4
+# files of version 2 have no intervals, those of 2 and 3 are all of eager steps
+_READ = (2, 3, SCHEMA_VERSION)
 T = TypeVar("T")
 
 
@@ -94,6 +96,7 @@ class PlanFrontier:
         uniform: plans that treat all blocks alike, whether others beat them or not: a choice may
             prefer them (see `choose`). With split parameters, where some plan of that split may be
             on the frontier.
+        predicted_as: the step whose costs these are, "eager" or "compiled".
     """
 
     points: tuple[PlanPoint, ...]
@@ -102,6 +105,7 @@ class PlanFrontier:
     search_seconds: float
     error_bound: float = 0.0
     uniform: tuple[PlanPoint, ...] = ()
+    predicted_as: str = "eager"
 
     @property
     def candidates(self) -> tuple[PlanPoint, ...]:
@@ -123,6 +127,7 @@ class PlanFrontier:
         capture_seconds: float = 0.0,
         search_seconds: float = 0.0,
         error_bound: float = 0.0,
+        predicted_as: str = "eager",
     ) -> PlanFrontier:
         """Return the frontier of any points: those that others for as many devices beat go."""
         # by ascending memory, a plan is on the frontier if it is faster than all before it
@@ -141,6 +146,7 @@ class PlanFrontier:
             search_seconds,
             error_bound,
             tuple(uniform),
+            predicted_as,
         )
 
     def to_json(self) -> str:
@@ -173,12 +179,14 @@ def _read_frontier(data: object) -> PlanFrontier:
     if not isinstance(data, dict):
         raise ValueError(f"it is a mapping, got {type(data).__name__}")
     # a whole number exactly, not 2.0
-    if type(data.get("schema_version")) is not int or data.pop("schema_version") not in _READ:
+    version = data.pop("schema_version", None)
+    if type(version) is not int or version not in _READ:
         raise ValueError(
             f"it was not written by schema version {' or '.join(map(str, _READ))}; run `topt plan` "
             "again"
         )
-    entries = read_entries(data, _READERS, needed=_READERS, name="frontier")
+    needed = [*_READERS] if version > 3 else [n for n in _READERS if n != "predicted_as"]
+    entries = read_entries(data, _READERS, needed=needed, name="frontier")
     tables = _BlockTables(entries.pop("blocks"), entries.pop("configs"))
     read_point = record(
         PlanPoint,
@@ -191,6 +199,10 @@ def _read_frontier(data: object) -> PlanFrontier:
     )
     for key in ("points", "uniform"):
         entries[key] = list_of(read_point)(entries[key], name=f"frontier.{key}")
+    if entries.get("predicted_as", "eager") not in ("eager", "compiled"):
+        raise ValueError(
+            f"frontier.predicted_as is eager or compiled, not {shown(entries['predicted_as'])}"
+        )
     # `exact` follows from `error_bound`
     return PlanFrontier(**{**entries, "exact": entries["error_bound"] == 0})
 
@@ -205,6 +217,7 @@ _READERS: dict[str, ValueReader[Any]] = {
     "capture_seconds": number,
     "search_seconds": number,
     "error_bound": number,
+    "predicted_as": text,
 }
 
 

@@ -57,7 +57,7 @@ from lightning_topt.plan.tensor_meshes import (
     tensor_steps,
 )
 from lightning_topt.techniques.data_parallel import has_buckets
-from lightning_topt.techniques.plan_costs import PlanBatch, PlanCosts
+from lightning_topt.techniques.plan_costs import PlanBatch, PlanCosts, Rows
 from lightning_topt.techniques.technique import has_unsharded_gradients
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 
@@ -98,6 +98,8 @@ class SearchRequest:
         gradient_views: whether unsharded gradients are views of DDP's buckets (see `ParallelPlan`):
             what plans may have. Those that have different ones are not compared with one another.
         epsilon: plans that others beat by less than this share, in both costs, may be left out.
+        tensor_overlap: plans are priced as in `TrainingStep`. Searches find plans that run, so they
+            do without.
     """
 
     graph: OpGraph
@@ -121,6 +123,7 @@ class SearchRequest:
     stale: StaleWeights | None = None
     gradient_views: Sequence[bool] = (False,)
     epsilon: float = 0.0
+    tensor_overlap: bool = False
 
     @property
     def kernels(self) -> Mapping[KernelKey, float]:
@@ -144,6 +147,7 @@ def search_plans(
         ValueError: a device count does not divide the batch.
         PlanError: only plans that split the model are asked for, and nothing of it can be split.
     """
+    assert not request.tensor_overlap, "predicted only"
     start, error_bound = time.perf_counter(), 0.0
     points: list[PlanPoint] = []
     uniform: list[PlanPoint] = []
@@ -152,9 +156,14 @@ def search_plans(
         found_spaces = 0
         # chains of blocks, on meshes without and with a tensor axis
         for spaces, found in _searched(request, count, show):
-            points += [point for batch in found.batches for point in points_of(batch)]
+            points += [
+                p for batch, rows in _best_rows(found.batches) for p in points_of(batch, rows)
+            ]
             uniform += [
-                point for space in spaces if space.own for point in points_of(space.uniform)
+                point
+                for space in spaces
+                if space.own
+                for point in points_of(space.uniform, np.arange(len(space.uniform.plans)))
             ]
             error_bound = max(error_bound, found.error_bound)
             found_spaces += len(spaces)
@@ -184,6 +193,7 @@ def search_plans(
         capture_seconds=request.capture_seconds,
         search_seconds=time.perf_counter() - start,
         error_bound=error_bound,
+        predicted_as=request.graph.predicted_as,
     )
 
 
@@ -270,6 +280,7 @@ def step_on(request: SearchRequest, mesh: Mesh) -> TrainingStep:
         returns_memory=request.returns_memory,
         in_place=request.in_place,
         num_microbatches=batches,
+        tensor_overlap=request.tensor_overlap,
     )
 
 
@@ -288,6 +299,7 @@ def stage_blocks(request: SearchRequest, plan: ParallelPlan | None = None) -> St
             request.graph.batch_size,
             request.kernels,
             returns_memory=request.returns_memory,
+            tensor_overlap=request.tensor_overlap,
         )
     )
     return blocks if plan is None else blocks_of_plan(blocks, request.split, plan)
@@ -556,8 +568,23 @@ def _storages(costs: PlanCosts) -> list[Storage]:
     return [*dict.fromkeys(config.storage for several in legal.values() for config in several)]
 
 
-def points_of(batch: PlanBatch) -> list[PlanPoint]:
-    """Return the plans of `batch` with their expected costs."""
+def _best_rows(batches: Sequence[PlanBatch]) -> Iterator[tuple[PlanBatch, Rows]]:
+    """Yield the batches with their plans (rows) that may be on a frontier; others are not made.
+
+    No plan of any of these batches beats them. Plans whose gradients are views are compared with
+    one another only, so all of these batches stay.
+    """
+    best = {tuple(costs) for costs in KnownPlans.of(batches).costs.tolist()}
+    for batch in batches:
+        every = zip(batch.seconds.tolist(), batch.peak_bytes.tolist(), strict=True)
+        rows = [
+            n for n, costs in enumerate(every) if batch.costs.step.gradient_views or costs in best
+        ]
+        yield batch, np.array(rows, np.intp)
+
+
+def points_of(batch: PlanBatch, rows: Rows) -> list[PlanPoint]:
+    """Return the plans of `rows` of `batch` with their expected costs."""
     step = batch.costs.step
     placed, known = placed_tensors(step), dict[tuple[int, int], OpConfig]()
     # a number for each block, equal for blocks that are split alike
@@ -582,11 +609,17 @@ def points_of(batch: PlanBatch) -> list[PlanPoint]:
     found = []
     # rows are indices into the configurations of each block
     for row, costs in zip(
-        batch.plans.tolist(),
-        zip(batch.seconds, batch.peak_bytes, batch.compute_seconds, strict=True),
+        batch.plans[rows].tolist(),
+        zip(
+            *(
+                each[rows].tolist()
+                for each in (batch.seconds, batch.peak_bytes, batch.compute_seconds)
+            ),
+            strict=True,
+        ),
         strict=True,
     ):
-        seconds, peak, compute = map(float, costs)
+        seconds, peak, compute = costs
         placed_blocks = [legal[index] for legal, index in zip(blocks, row, strict=True)]
         plan = ParallelPlan.of_blocks(
             placed_blocks,

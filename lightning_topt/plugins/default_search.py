@@ -37,9 +37,9 @@ from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.step_purity import PurityWatch
 from lightning_topt.graph.structures import map_tensors
 from lightning_topt.plan.choose import (
-    TIME_ERROR,
-    TIME_ERROR_SECONDS,
     NoPlanFitsError,
+    equal_in_words,
+    errors_of,
     fitting_points,
 )
 from lightning_topt.plan.own_batches import least_own_batch_seconds, search_own_batches
@@ -299,7 +299,11 @@ class TensorSearch:
         )
         # Where nothing fits at all, the error is to name the smallest plan, be it one of these.
         if best is not None and (
-            split_best is None or (request.objective == "time" and not pays(split_best, best))
+            split_best is None
+            or (
+                request.objective == "time"
+                and not pays(split_best, best, request.difference_on(self._search.cluster))
+            )
         ):
             return "no plan with a tensor axis is better", []
         return None, local_graphs(self._search)
@@ -326,8 +330,9 @@ class TensorSearch:
             step = TrainingStep(
                 search.graph, search.cluster, search.optimizer, mesh, samples, search.kernel_seconds
             )
-            if not pays(min(least_seconds(step, size) for size in sizes), best):
-                return "computation alone takes so long that the rest is not worth it"
+            least = min(least_seconds(step, size) for size in sizes)
+            if not pays(least, best, request.difference_on(search.cluster)):
+                return _why_computation(request, search)
         fit = Fit(trainer, graph=search.graph, only_replicated=request.only_replicated)
         return why_not(fit, SHARDED) or why_not(Fit(trainer), SEQUENTIAL)
 
@@ -381,7 +386,7 @@ def add_pipelines(
         and limit is not None
         and least_own_batch_seconds(search) >= limit
     ):
-        return "computation alone takes so long that the rest is not worth it"
+        return _why_computation(request, search)
     traced = dataclasses.replace(search, graph=step.graph)
     if reason := why_left_out(request, trainer, batch, traced):
         return reason
@@ -492,12 +497,21 @@ def fastest(
     return min((point.step_seconds for point in fitting), default=None)
 
 
-def pays(seconds: float, best: float) -> bool:
+def pays(seconds: float, best: float, difference: float | None) -> bool:
     """Return whether a step of `seconds` would be chosen before simpler ones of `best`.
 
-    See `choose`.
+    `difference` as in `choose`.
     """
-    return seconds * (1 + TIME_ERROR) + TIME_ERROR_SECONDS < best
+    share, more = errors_of(difference)
+    return seconds * (1 + share) + more < best
+
+
+def _why_computation(request: PlanRequest, search: SearchRequest) -> str:
+    words = equal_in_words(request.difference_on(search.cluster))
+    return (
+        "computation alone takes so long that the rest is not worth it: steps within "
+        f"{words} count as equally fast"
+    )
 
 
 def seconds_that_pay(
@@ -510,7 +524,8 @@ def seconds_that_pay(
     best = fastest(request, search, found)
     if best is None or request.objective != "time":
         return None
-    return max((best - TIME_ERROR_SECONDS) / (1 + TIME_ERROR), 0.0)
+    share, more = errors_of(request.difference_on(search.cluster))
+    return max((best - more) / (1 + share), 0.0)
 
 
 def together(found: Sequence[PlanFrontier]) -> PlanFrontier:

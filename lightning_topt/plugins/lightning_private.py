@@ -42,6 +42,8 @@ _SUBPROCESSES = f"{_PYTORCH}.strategies.launchers.subprocess_script:_SubprocessS
 _PROCESSES = f"{_PYTORCH}.strategies.launchers.multiprocessing:_MultiProcessingLauncher"
 _COMBINED = f"{_PYTORCH}.utilities.combined_loader:CombinedLoader"
 _HYPERPARAMETERS = f"{_PYTORCH}.core.mixins.hparams_mixin:HyperparametersMixin"
+_AVERAGING = f"{_PYTORCH}.callbacks.weight_averaging:WeightAveraging"
+_STOCHASTIC = f"{_PYTORCH}.callbacks.stochastic_weight_avg:StochasticWeightAveraging"
 _CHECKPOINT = f"{_PYTORCH}.callbacks.model_checkpoint:ModelCheckpoint"
 
 PRIVATE_NAMES = (
@@ -276,4 +278,8 @@ PRIVATE_NAMES = (
         f"{_EPOCH_LOOP}._on_before_fetch", "a monitor times how long the loop waits", ("self",)
     ),
     PrivateName(f"{_EPOCH_LOOP}._on_after_fetch", "until then", ("self",)),
+    PrivateName(f"{_AVERAGING}._average_model", "what it averages into is sharded as the module"),
+    PrivateName(f"{_AVERAGING}._device", "where: shards are on the module's"),
+    PrivateName(f"{_STOCHASTIC}._average_model", "the same of the other averaging callback"),
+    PrivateName(f"{_STOCHASTIC}._device", "where"),
 )

@@ -10,18 +10,25 @@ How steps run under the plan is its `StepRunner`'s (`run.runner`); who shares sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+from typing_extensions import override
 
 from lightning_topt import plugins
 from lightning_topt.communication.topology import Topology
 from lightning_topt.execution.engine import Engine
+from lightning_topt.execution.gathered_state import place_like
 from lightning_topt.execution.memory import release_free_memory
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.execution.stored_states import StoredModule
@@ -52,6 +59,7 @@ class PlanRun:
         self._strategy, self._checkpoints = strategy, checkpoints
         self._unclip: Callable[[], None] = _nothing
         self._example: Example | None = None  # of the last fit under a plan with stages
+        self._averages: ShardedAverages | None = None
 
     @property
     def engine(self) -> Engine | None:
@@ -126,6 +134,7 @@ class PlanRun:
         # From another engine: unshard, and begin anew. Else from DDP.
         if engine is not None:
             self._stop_clipping()
+            self._give_averages_back()
             self.data.end()
             self.runner.close(failed=False)
             engine.release()
@@ -148,6 +157,7 @@ class PlanRun:
         # them. They stay in shards.
         if engine is None or (failed and has_shards):
             return
+        self._give_averages_back()
         model, module = strategy.model, strategy.lightning_module
         assert module is not None
         strategy.model = module
@@ -179,6 +189,7 @@ class PlanRun:
             self._unclip = clip_sharded(strategy.precision_plugin, runner.clips)
         # Engine and module are there: steps run as the plan says.
         module.to(device)
+        self._averages = shard_averages(trainer, engine)
         self.runner = runner
         runner.begin(trainer)
         self.data.begin(None if plan.brings_batches else engine.data_group, module)
@@ -224,6 +235,11 @@ class PlanRun:
     def _device(self) -> Any:
         return self._strategy.root_device
 
+    def _give_averages_back(self) -> None:
+        averages, self._averages = self._averages, None
+        if averages is not None:
+            averages.give_back()
+
     def _stop_clipping(self) -> None:
         self._unclip()
         self._unclip = _nothing
@@ -231,6 +247,113 @@ class PlanRun:
 
 def _nothing() -> None:
     """Undo nothing."""
+
+
+# ---- averages of weights -------------------------------------------------------------------------
+
+
+def shard_averages(trainer: pl.Trainer, engine: Engine) -> ShardedAverages | None:
+    """Shard the weights that averaging callbacks of `trainer` keep, as `engine` does the module's.
+
+    None where there are no shards, or no such callbacks.
+    """
+    kept: list[nn.Module] = []
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            average: nn.Module | None = callback._average_model
+            if isinstance(average, AveragedModel):
+                average = average.module
+            kept += [] if average is None else [average]
+    named = engine.module.named_parameters(remove_duplicate=False)
+    shards = {name: parameter for name, parameter in named if isinstance(parameter, DTensor)}
+    return ShardedAverages(trainer, engine, kept, shards) if kept and shards else None
+
+
+class ShardedAverages(pl.Callback):
+    """Copies of the module that callbacks average into, in shards as the module is.
+
+    Averages are of element by element, so those of shards are the shards of the averages. Padding
+    is in no DTensor. State dicts of the copies have full tensors, and take them.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        engine: Engine,
+        kept: Sequence[nn.Module],
+        shards: Mapping[str, DTensor],
+    ) -> None:
+        self._trainer, self._engine, self._kept = trainer, engine, kept
+        for average in kept:
+            _replace_parameters(average, lambda name, own: _placed(own, shards.get(name)))
+        self._hooks = [average.register_state_dict_post_hook(_gather) for average in kept]
+        for module in (engine.module, *kept):  # callbacks load full states into both
+            self._hooks.append(module.register_load_state_dict_pre_hook(_place_loaded))
+        trainer.callbacks.insert(0, self)  # type: ignore[attr-defined]
+
+    def give_back(self) -> None:
+        """Give the callbacks full weights. A collective call."""
+        for hook in self._hooks:
+            hook.remove()
+        for average in self._kept:
+            _replace_parameters(average, lambda _, own: _full(own))
+        self._trainer.callbacks.remove(self)  # type: ignore[attr-defined]
+
+    # Before callbacks that average: what evaluation has gathered goes, so that they find shards.
+
+    @override
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self._engine.reshard()
+
+    @override
+    def on_validation_epoch_start(self, *_: Any) -> None:
+        self._engine.reshard()
+
+    @override
+    def on_validation_epoch_end(self, *_: Any) -> None:
+        self._engine.reshard()
+
+    @override
+    def on_train_end(self, *_: Any) -> None:
+        self._engine.reshard()
+
+
+@torch.no_grad()
+def _replace_parameters(module: nn.Module, by: Callable[[str, nn.Parameter], Tensor]) -> None:
+    """Put what ``by(name, parameter)`` returns in the place of each parameter; ties stay."""
+    known: dict[nn.Parameter, nn.Parameter] = {}
+    for name, own in [*module.named_parameters(remove_duplicate=False)]:
+        if own not in known:
+            known[own] = nn.Parameter(by(name, own), requires_grad=own.requires_grad)
+        path, _, last = name.rpartition(".")
+        module.get_submodule(path)._parameters[last] = known[own]
+
+
+def _placed(value: Tensor, like: Tensor | None) -> Tensor:
+    placed: Tensor = place_like(value.detach(), like) if isinstance(like, DTensor) else value
+    return placed
+
+
+def _full(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+@torch.no_grad()
+def _gather(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Put full tensors in the place of shards in the state dict of `module`. A collective call."""
+    for name, value in state.items():
+        if name.startswith(prefix) and isinstance(value, DTensor):
+            state[name] = value.full_tensor()
+
+
+def _place_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Cut full tensors in `state`, which `module` is about to load, into its shards."""
+    for name, own in module.named_parameters(remove_duplicate=False):
+        if isinstance(value := state.get(prefix + name), Tensor):
+            state[prefix + name] = _placed(value, own)
+
+
+# ---- how steps run -------------------------------------------------------------------------------
 
 
 def choose_runner(engine: Engine, module: pl.LightningModule, strategy: DDPStrategy) -> StepRunner:

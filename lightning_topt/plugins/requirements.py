@@ -7,6 +7,7 @@ what was found and, where there is one, the way out. The kinds:
     STAGES           the ranks of a pipeline run one step together
     OWN_BATCHES      the ranks of a pipeline bring a batch each
     SEQUENTIAL       the ranks of a tensor group run each other's batches
+    SLICES           parameters are cut along tensor axes
     CONTINUOUS       stages begin batches before the update of the batch before is done
     SEARCHED_STAGES  OWN_BATCHES that nobody asked for
 
@@ -59,7 +60,9 @@ from lightning_topt.plugins.value_exchange import check_packs
 from lightning_topt.techniques.ddp_wrapper import names_to_ignore
 
 SHARDED, STAGES, OWN_BATCHES = "sharded", "stages", "own batches"
-SEQUENTIAL, CONTINUOUS, SEARCHED_STAGES = "sequential batches", "continuous", "searched stages"
+SLICES, SEQUENTIAL, CONTINUOUS, SEARCHED_STAGES = (
+    *("slices", "sequential batches", "continuous", "searched stages"),
+)
 
 _RANKS = frozenset(
     ["global_rank", "local_rank", "node_rank", "is_global_zero", "get_rank", "is_local_zero"]
@@ -163,6 +166,11 @@ class Requirement:
     kinds: tuple[str, ...]
     reason: str
     check: Callable[[Fit], str | bool | None]
+
+
+def is_compiled(part: nn.Module) -> bool:
+    """Return whether `part` is compiled; by name, since importing torch._dynamo takes a second."""
+    return type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None
 
 
 def why_not(fit: Fit, *kinds: str) -> str | None:
@@ -274,6 +282,20 @@ def _held(fit: Fit) -> str | None:
     strategy = fit.trainer.strategy
     optimizers = [getattr(optimizer, "_optimizer", optimizer) for optimizer in strategy.optimizers]
     return why_held(fit.module, optimizers=optimizers, model=strategy.model)
+
+
+def _averages_apart(fit: Fit) -> str | None:
+    """Return why averaged weights cannot be in shards like those of the module, as a clause."""
+    strategy = fit.trainer.strategy
+    for callback in fit.trainer.callbacks:  # type: ignore[attr-defined]
+        if not isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            continue
+        name, own = type(callback).__name__, callback._device
+        if own is not None and torch.device(own).type != strategy.root_device.type:
+            return f"{name} keeps its averages on another device ({own}); give it device=None"
+        if getattr(strategy, "checkpoint_form", "full") != "full":
+            return f"{name} saves full weights; leave out checkpoint='sharded'"
+    return None
 
 
 def _own_backward(fit: Fit) -> str | None:
@@ -408,10 +430,11 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     ),
     # ---- code that needs whole parameters
     Requirement(
-        (SHARDED,),
+        (SLICES, *_TOGETHER),
         "weight-averaging callbacks copy whole parameters",
         lambda fit: fit.callback(StochasticWeightAveraging, WeightAveraging),
     ),
+    Requirement((SHARDED,), "{}", _averages_apart),
     Requirement(
         (SHARDED,), "callback {} prunes parameters", lambda fit: fit.callback(ModelPruning)
     ),
@@ -445,12 +468,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(
         _TOGETHER,
         "the calls of a compiled module are not seen",
-        # By name: importing torch._dynamo takes a second.
-        lambda fit: fit.part(
-            lambda part: (
-                type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None
-            )
-        ),
+        lambda fit: fit.part(is_compiled),
     ),
     Requirement(
         _TOGETHER,

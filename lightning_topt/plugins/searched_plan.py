@@ -52,7 +52,7 @@ from lightning_topt.plugins.planning import (
     on_rank_0,
     optimizers_of,
 )
-from lightning_topt.plugins.requirements import SHARDED, Fit, why_not
+from lightning_topt.plugins.requirements import SHARDED, SLICES, Fit, why_not
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 
@@ -246,7 +246,8 @@ def search_mesh(
     mesh, trace = given.mesh(dist.get_world_size(), num_nodes=trainer.num_nodes), FunctionTrace()
     graph = capture_on_ranks(trainer, batch, trace=trace)
     fit = Fit(trainer, graph=graph, only_replicated=request.only_replicated)
-    reason = on_every_rank(lambda: why_not(fit, SHARDED))
+    kinds = (SHARDED, SLICES) if mesh.tensor_axes else (SHARDED,)
+    reason = on_every_rank(lambda: why_not(fit, *kinds))
     if reason is not None and mesh.tensor_axes:
         raise PlanError(
             f"a mesh with tensor axes splits parameters, but {reason}; choose one without"

@@ -205,6 +205,13 @@ class PlainRunner(StepRunner):
         with evaluating(self.engine), self._recorded(name):
             return self.unsharded(step(*args, **kwargs))
 
+    @override
+    def end_evaluation(self) -> None:
+        # Level 2 keeps what evaluation has gathered; hooks may have changed the shards since, as
+        # schedule-free optimizers do.
+        if self.engine is not None:
+            self.engine.reshard()
+
     # ---- without a batch -------------------------------------------------------------------------
 
     @override

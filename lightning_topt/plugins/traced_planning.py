@@ -70,8 +70,10 @@ from lightning_topt.plugins.requirements import (
     OWN_BATCHES,
     SEQUENTIAL,
     SHARDED,
+    SLICES,
     STAGES,
     Fit,
+    is_compiled,
     why_not,
 )
 from lightning_topt.plugins.searched_plan import (
@@ -87,6 +89,7 @@ from lightning_topt.plugins.searched_plan import (
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 
+_EAGER = "Predicted as eager: the module is compiled, and what runs inside is not seen."
 MICROBATCHES_PER_RANK = 4  # at most; the bubble of 1F1B is then a fifth of the step, or less
 
 
@@ -118,10 +121,10 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> PlanDe
     mesh = data_mesh(world_size)
     if isinstance(given, PipelinePlan):
         _say_traced()
-        return _pipeline(request, trainer, batch, given)
+        return _of_eager_step(_pipeline(request, trainer, batch, given), module)
     if isinstance(given, MeshPlan):
         _say_traced()
-        return search_mesh(request, trainer, batch, given)
+        return _of_eager_step(search_mesh(request, trainer, batch, given), module)
     # Where blocks do not matter, or come with the first step, no batch is needed.
     if isinstance(given, UniformPlan):
         mesh = given.mesh(world_size, num_nodes=trainer.num_nodes)
@@ -158,7 +161,7 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> PlanDe
             if given.recompute:
                 say_what_stays(graph)
             return PlanDecision(plan, None, "given")
-        return search_default(request, trainer, batch, graph)
+        return _of_eager_step(search_default(request, trainer, batch, graph), module)
     except Exception as error:
         # A lost rank is no reason to go on as DDP: nobody would answer.
         if request.must_be_planned or is_of_collective(error):
@@ -169,6 +172,21 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> PlanDe
             f"nothing is lost but what a plan could have saved. The reason: {reason}"
         )
         return PlanDecision(plain, None, f"ddp: {reason}")
+
+
+def _of_eager_step(decision: PlanDecision, module: pl.LightningModule) -> PlanDecision:
+    """Return the decision; a plan for a compiled module says that its prediction is of eager code.
+
+    Captures run without compilation, and no real step was timed.
+    """
+    plan = decision.plan
+    if plan.predicted is None or not any(map(is_compiled, module.modules())):
+        return decision
+    rank_zero_info(f"topt: {_EAGER}")
+    plan, planning = replace(plan, reason=f"{plan.reason} {_EAGER}".strip()), decision.planning
+    if planning is not None:
+        planning = replace(planning, chosen=replace(planning.chosen, plan=plan))
+    return decision._replace(plan=plan, planning=planning)
 
 
 def _say_traced() -> None:
@@ -224,7 +242,8 @@ def _check_features(
 
     # Sharded parameters and gradients.
     shards = not plan.keeps_gradients_whole
-    if shards and (reason := why_not(fit, SHARDED)):
+    kinds = (SHARDED, SLICES) if split else (SHARDED,)
+    if shards and (reason := why_not(fit, *kinds)):
         way_out = "choose a plan without tensor axes" if split else "choose ZeRO level 0 or 1"
         if plan.schedule is not None:
             raise PlanError(

@@ -43,7 +43,7 @@ from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.python_state import describe, describe_surroundings
 from lightning_topt.graph.structures import tensors_in
-from lightning_topt.plan.choose import TIME_ERROR, TIME_ERROR_SECONDS
+from lightning_topt.plan.choose import equal_in_words, errors_of
 from lightning_topt.plan.explanation import price_plan
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, preset_plan
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
@@ -315,11 +315,13 @@ def _why_ddp_stays(request: PlanRequest, step: float | None, compute: float | No
     """
     if request.saves_memory or request.cluster is not None or step is None or compute is None:
         return None
-    if compute * (1 + TIME_ERROR) + TIME_ERROR_SECONDS < step:
+    share, more = errors_of(request.equal_within)
+    if compute * (1 + share) + more < step:
         return None
     return (
         f"Nothing to gain: of a step of {1e3 * step:.1f} ms, {1e3 * compute:.1f} ms are forward "
-        "and backward, which take as long under any plan on data axes"
+        "and backward, which take as long under any plan on data axes (steps within "
+        f"{equal_in_words(request.equal_within)} count as equally fast)"
     )
 
 

@@ -347,15 +347,25 @@ class TwoVersions(Prediction):
     ICML 2021, arXiv 2006.09503, section 3.1). An update takes at least as many minibatches as are
     in flight behind the first stage: then two versions suffice. After a drained state the first
     update has no older weights.
+
+    With `error_feedback` the optimizer's move d, which came one update late, is made good for in
+    the next one: W + 2 d - (the move before). That is the kind of correction of Zmushko et al.,
+    arXiv 2606.30634; the formula is this package's. It needs one more copy, for the last move, and
+    serves any optimizer.
     """
 
     name: ClassVar[str] = "two_versions"
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.error_feedback, bool):
+            raise ValueError(f"error_feedback is True or False; got {self.error_feedback!r}")
 
     @override
     def weight_copies(
         self, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1
     ) -> int:
-        return int(num_stages > 1)
+        return (1 + self.error_feedback) * (num_stages > 1)
 
     @override
     def on(
@@ -387,6 +397,7 @@ class TwoVersions(Prediction):
             # minibatches to come may use the newest version and the one before it
             keep=lambda version, now: is_delayed and version >= now - 1,
             copies=self.weight_copies(stage=stage, num_stages=num_stages),
+            feeds_back=is_delayed and self.error_feedback,
         )
 
 
@@ -402,7 +413,8 @@ class _StashedWeights(StagePrediction):
     """Keeps old versions of the weights, and swaps them in for passes.
 
     `choose` gives the version for the passes of a minibatch. `keep(version, now)` says whether
-    minibatches that have not come in yet may use `version` after `now` updates.
+    minibatches that have not come in yet may use `version` after `now` updates. `feeds_back`: moves
+    are corrected by the one before; it needs the newest version to be kept at each update.
     """
 
     def __init__(
@@ -412,8 +424,11 @@ class _StashedWeights(StagePrediction):
         choose: Callable[[_UpdateCounts], int],
         keep: Callable[[int, int], bool],
         copies: int,
+        feeds_back: bool = False,
     ) -> None:
         self._optimizer, self._choose, self._keep, self._copies = optimizer, choose, keep, copies
+        self._feeds_back = feeds_back
+        self._moves: list[Tensor] = []  # of the last update that was late, with `feeds_back`
         self._updates = self._drained_at = 0
         self._used: dict[int, int] = {}  # version by minibatch in flight
         self._versions: dict[int, list[Tensor]] = {}  # copies by version
@@ -454,12 +469,24 @@ class _StashedWeights(StagePrediction):
             self._versions[self._updates] = copies
         with unseen(trainable(self._optimizer)):
             yield
+        # the first update after a drained state was not late
+        if self._feeds_back and self._updates > self._drained_at:
+            self._feed_back(parameters, self._versions[self._updates])
         self._updates = after
+
+    def _feed_back(self, parameters: list[Tensor], before: list[Tensor]) -> None:
+        """Make the update's move twice, and take back the one of the update before."""
+        with torch.no_grad(), unseen(parameters):
+            moves = list(torch._foreach_sub(parameters, before))
+            if self._moves:
+                torch._foreach_add_(parameters, torch._foreach_sub(moves, self._moves))
+        self._moves = moves
 
     @override
     def drained(self) -> None:
         # Nothing is in flight, so no old version is wanted. Parameters may change now.
         assert not self._used, f"minibatches {sorted(self._used)} are in flight"
+        self._moves = []
         self._versions.clear()
         self._spare.clear()
         self._parameters, self._drained_at = None, self._updates
@@ -472,7 +499,8 @@ class _StashedWeights(StagePrediction):
     @property
     @override
     def held_bytes(self) -> int:
-        return sum(num_bytes(copies) for copies in (*self._versions.values(), *self._spare))
+        held = (*self._versions.values(), *self._spare, self._moves)
+        return sum(num_bytes(copies) for copies in held)
 
     @contextmanager
     def _in_place(self, version: int) -> Iterator[None]:

@@ -14,6 +14,9 @@ Both techniques may shard blocks of one model, each on its own mesh, beside bloc
 All share one root, which FSDP2 needs to order its gathers. It is the outermost wrapper: DDP's if
 there is one, else a `ShardedModule`. Costs are in `fsdp_costs`, what travels in other forms than
 FSDP2's in `fsdp_gathers`.
+
+Frozen parameters have no gradient and no state to shard. At level 2 every rank keeps them whole, so
+that nothing of them travels; level 3 shards them with all others.
 """
 
 from __future__ import annotations
@@ -63,6 +66,7 @@ from lightning_topt.techniques.technique import (
     Technique,
     has_data_axes,
     has_unsharded_gradients,
+    shard_axes,
 )
 
 
@@ -94,6 +98,8 @@ class FsdpTechnique(Technique):
             return []
         # FSDP2's root is needed until the end of the step: releasing its parameters saves nothing.
         levels = (2,) if block.name == ROOT else (2, 3)
+        if block.name != ROOT and not any(p.trainable for p in step.parameters(block.name)):
+            levels = (3,)  # level 2 would be as level 0: there is nothing to shard
         return [OpConfig.zero(level, axes=len(mesh.axes), over=axes) for level in levels]
 
     # ---- what it costs ---------------------------------------------------------------------------
@@ -249,13 +255,16 @@ class _Sharding:
         self._before: dict[nn.Module, _Snapshot] = {}
         self._hooks: list[RemovableHandle] = []
         self._originals = {
-            name: p for block in blocks for name, p in model.parameters[block].items()
+            name: p for block in blocks for name, p in _to_shard(model, block).items()
         }
         self._formats = {p: memory_format_of(p) for p in self._originals.values()}
         # The others have nothing to shard. And FSDP2 keeps modules in dictionaries, in which
         # metrics are lost: their hash changes with their state.
-        for name in (name for name in blocks if name and model.parameters[name]):
-            self._shard_block(model, name, mesh)
+        for name in filter(None, blocks):
+            if _to_shard(model, name):
+                self._shard_block(model, name, mesh)
+            else:
+                model.broadcast(model.parameters[name].values())
         # The root is on the mesh of the loose parameters, or else of the first sharded block.
         sharded = [
             name for name, config in model.configs.items() if not has_unsharded_gradients(config)
@@ -266,11 +275,17 @@ class _Sharding:
 
     def _shard_block(self, model: ParallelModel, name: str, mesh: DeviceMesh) -> None:
         # order: remember the plain module, get rank 0's values to the device, then shard
-        block = model.module.get_submodule(name)
+        block, named = model.module.get_submodule(name), _to_shard(model, name)
         self._remember(block.modules())
         model.broadcast([*model.parameters[name].values(), *block.buffers()])
+        kept = {*model.parameters[name].values()} - {*named.values()}
         self._shard(
-            model, block, mesh, model.parameters[name], after_forward=_in_shards(model, name)
+            model,
+            block,
+            mesh,
+            named,
+            after_forward=_in_shards(model, name),
+            ignored=kept or None,
         )
         if (before := model.before_block) is not None:
             hook = block.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
@@ -295,8 +310,9 @@ class _Sharding:
             [model.root, *(module for module in model.module.modules() if module not in elsewhere)]
         )
         # of the parameters outside, those that are not sharded are ignored
-        loose = model.parameters[""] if in_shards else {}
-        model.broadcast(loose.values())
+        loose = _to_shard(model, "") if in_shards else {}
+        if in_shards:
+            model.broadcast(model.parameters[""].values())
         ignored = {p for of_block in model.parameters.values() for p in of_block.values()} - set(
             loose.values()
         )
@@ -375,6 +391,16 @@ class _Sharding:
         for module in self.root.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+def _to_shard(model: ParallelModel, block: str) -> dict[str, nn.Parameter]:
+    """Return the parameters of `block` that get sharded: at level 2 those that are trained."""
+    config = model.configs[block]
+    return {
+        name: parameter
+        for name, parameter in model.parameters[block].items()
+        if shard_axes(config, is_trained=parameter.requires_grad)
+    }
 
 
 def _in_shards(model: ParallelModel, block: str) -> bool:

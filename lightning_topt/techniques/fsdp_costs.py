@@ -14,6 +14,8 @@ A cost model that is a subject of its own; `fsdp` uses it for both of its techni
 
 Symbols: k segment of the forward pass, N ranks that share one tensor, P parameter bytes, G gradient
 bytes, S optimizer state. Under gloo its exchanges block: nothing of them runs beside computation.
+Level 2 leaves frozen parameters whole on each rank. Level 3 shards them, and gathers blocks to
+which no gradient comes in forward alone.
 """
 
 from __future__ import annotations
@@ -70,8 +72,8 @@ class _Sizes(NamedTuple):
 
 
 @once_per_object
-def _known_sizes(graph: OpGraph) -> dict[tuple[str, int, frozenset[str]], _Sizes]:
-    """Return the sizes of blocks that were asked for so far, by name, ranks and what is narrow."""
+def _known_sizes(graph: OpGraph) -> dict[tuple[str, int, frozenset[str], int], _Sizes]:
+    """Return the sizes of blocks so far, by name, ranks, what is narrow, and level."""
     return {}
 
 
@@ -104,15 +106,37 @@ class ShardedBlock:
         return [parameter for parameter in self.parameters if parameter.trainable]
 
     @cached_property
+    def sharded(self) -> list[Parameter]:
+        """The parameters that are in shards, and gathered."""
+        return self.parameters if self.level == 3 else self.trainable
+
+    @cached_property
+    def kept(self) -> float:
+        """Bytes of the parameters that every rank keeps whole."""
+        whole = [] if self.level == 3 else [p for p in self.parameters if not p.trainable]
+        return float(sum(map(parameter_bytes, whole)))
+
+    @cached_property
+    def shards(self) -> float:
+        """Bytes of the largest shards of its parameters."""
+        return sum(shard_bytes(p, self.ranks) for p in self.sharded)
+
+    @cached_property
+    def is_gathered_again(self) -> bool:
+        """Whether FSDP2 gathers it in backward, if level 3 has released it."""
+        return self.name == ROOT or self.name not in self.step.gathered_once
+
+    @cached_property
     def _sizes(self) -> _Sizes:
-        known, key = _known_sizes(self.step.graph), (self.name, self.ranks, self.step.narrow)
+        known = _known_sizes(self.step.graph)
+        key = self.name, self.ranks, self.step.narrow, self.level
         if key not in known:
-            narrow = [p for p in self.parameters if p.name in self.step.narrow]
+            narrow = [p for p in self.sharded if p.name in self.step.narrow]
             flat, gradients, wide = (
                 sum(padded_bytes(p, self.ranks) for p in some)
-                for some in (self.parameters, self.trainable, narrow)
+                for some in (self.sharded, self.trainable, narrow)
             )
-            whole = float(sum(map(parameter_bytes, self.parameters)))
+            whole = float(sum(map(parameter_bytes, self.sharded)))
             shards = sum(shard_bytes(p, self.ranks) for p in self.trainable)
             known[key] = _Sizes(flat - wide / 2, gradients, whole, shards, wide / 2)
         return known[key]
@@ -141,7 +165,7 @@ class ShardedBlock:
 
     @property
     def whole(self) -> float:
-        """Bytes of its parameters."""
+        """Bytes of its parameters that are gathered."""
         return self._sizes.whole
 
     @property
@@ -189,7 +213,7 @@ def shard_lifetimes(block: ShardedBlock) -> Iterator[Lifetime]:
     states = sum(
         step.optimizer.state_bytes(p.name) * shard_share(p, ranks) for p in block.parameters
     )
-    yield step.phases.always("parameters", sum(shard_bytes(p, ranks) for p in block.parameters))
+    yield step.phases.always("parameters", block.kept + block.shards)
     yield step.phases.always("optimizer state", states)
     yield Lifetime("gradients", block.gradient_shards, REBUILD, FORWARD_OVER)
     yield Lifetime("gradients", block.gradient_shards, step.phases.after(block.reduce), UPDATE)
@@ -244,7 +268,7 @@ def gathered_lifetimes(block: ShardedBlock) -> Iterator[Lifetime]:
     # forward: gathered through a flat buffer
     step, following = block.step, block.beside.following
     spans, count = step.segments.of_block, step.segments.count
-    if not block.parameters or not count:
+    if not block.sharded or not count:
         return
     first, last = (0, count - 1) if block.name == ROOT else spans[block.name]
     until = FORWARD_OVER if following is None else ("gather_forward", spans[following][0])
@@ -265,6 +289,8 @@ def gathered_lifetimes(block: ShardedBlock) -> Iterator[Lifetime]:
         yield Lifetime("gathered parameters", block.whole, ("gather_forward", first), released)
         return
     yield Lifetime("gathered parameters", block.whole, ("gather_forward", first), ("forward", last))
+    if not block.is_gathered_again:
+        return
     yield Lifetime("gathered parameters", block.whole, ("gather_backward", last), released)
     # The block after this one in forward order prefetches it; for the last block the root does, at
     # the start of backward.
@@ -277,13 +303,14 @@ def _arriving_lifetimes(block: ShardedBlock, first: int, last: int) -> Iterator[
     """Yield the bfloat16 copies of a block whose segments are `first` to `last`."""
     arriving, following = block.arriving, block.beside.following
     if block.name == ROOT and following and not block.step.segments.of_block[following][0]:
-        # the root's are gone when the first block is gathered, in the same phase
-        beside = ShardedBlock(block.step, following, block.level, block.axes)
+        # the root's are gone when the first block is gathered, in the same phase; its level is not
+        # known here, and level 2 gathers less
+        beside = ShardedBlock(block.step, following, 2, block.axes)
         arriving = max(arriving - beside.flat - beside.arriving - beside.whole, 0.0)
     yield Lifetime(
         "gathered parameters", arriving, ("gather_forward", first), ("gather_forward", first)
     )
-    if block.level == 3 and block.name != ROOT:
+    if block.level == 3 and block.name != ROOT and block.is_gathered_again:
         yield Lifetime(
             "gathered parameters",
             block.arriving,
@@ -311,7 +338,7 @@ def plan_lifetimes(
 def _last_workspace(block: ShardedBlock) -> float:
     """Return the bytes that reducing takes, less the parameters and gradients freed before."""
     # what this reduction lets go of while its buffers come
-    released = sum(parameter_bytes(p) + gradient_bytes(p) for p in block.parameters)
+    released = block.whole + sum(map(gradient_bytes, block.trainable))
     flat = block.flat_gradients
     return max(flat + flat / block.ranks + block.workspace - released, 0.0)
 
@@ -325,10 +352,11 @@ def fsdp_collectives(block: ShardedBlock) -> Iterator[Collective]:
     Its shards of gradients are also summed along the other data axes.
     """
     step = block.step
-    if not block.parameters:
+    if not block.sharded:
         return
     # level 2 still has them in backward
-    for during in ("forward", "backward") if block.level == 3 else ("forward",):
+    again = block.level == 3 and block.is_gathered_again
+    for during in ("forward", "backward") if again else ("forward",):
         yield step.collective(during, "all_gather", block.flat, axes=block.axes)
     if block.trainable:
         yield step.collective("backward", "reduce_scatter", block.flat_gradients, axes=block.axes)
@@ -348,7 +376,7 @@ def add_fsdp_seconds(seconds: BlockSeconds, block: ShardedBlock) -> None:
     if block.arriving:  # to bfloat16 on the rank that has it, and back: two bytes and four
         out += step.copy_seconds(1.5 * block.arriving * (1 + 1 / block.ranks))
         out += step.taken_seconds(block.arriving)
-    hooks = HOOK_SECONDS + HOOK_PARAMETER_SECONDS * len(block.parameters) if step.on_gloo else 0.0
+    hooks = HOOK_SECONDS + HOOK_PARAMETER_SECONDS * len(block.sharded) if step.on_gloo else 0.0
     out += hooks
     gathers = [each for each in collectives if each.op == "all_gather"]
     for when, each in enumerate(gathers):

@@ -103,21 +103,23 @@ class PlanCosts:
         Blocks whose gradients are unsharded have none.
         """
         spans, last = self.step.segments.of_block, self.step.reduced_last
-        sharded = [
-            name for name, config in configs.items() if config.storage.sharded_axes("gradients")
-        ]
-        order = sorted(
-            (name for name in sharded if name in self._gathered), key=lambda name: spans[name]
-        )
+        gathered = [name for name, config in configs.items() if self.is_gathered(name, config)]
+        order = sorted((name for name in gathered if name != ROOT), key=lambda name: spans[name])
         found = {name: ALONE for name in configs}
         # the root is gathered first and reduced last: nothing is before it
-        if ROOT in sharded:
+        if ROOT in gathered:
             found[ROOT] = Neighbours(following=order[0] if order else None)
         previous = None
         for name, following in zip(order, [*order[1:], None], strict=False):
             found[name] = Neighbours(previous, following)
             previous = previous if name in last else name
         return found
+
+    def is_gathered(self, block: str, config: OpConfig) -> bool:
+        """Return whether FSDP2 gathers parameters of a block in forward; the root counts always."""
+        if not config.storage.sharded_axes("gradients"):
+            return False
+        return block == ROOT or block in self._gathered[config.storage.level]
 
     def block_memory(self, block: str, config: OpConfig, beside: Neighbours = ALONE) -> Array:
         """Return the bytes of one block in each phase (phase,)."""
@@ -377,10 +379,14 @@ class PlanCosts:
         return np.sum(backward, axis=0)  # type: ignore[no-any-return]
 
     @cached_property
-    def _gathered(self) -> frozenset[str]:
-        """Blocks, beside the root, that have parameters and a place in the forward pass."""
-        named = {parameter.block for parameter in self.step.graph.parameters} - {ROOT}
-        return frozenset(named & set(self.step.segments.of_block))
+    def _gathered(self) -> dict[int, frozenset[str]]:
+        """Blocks, beside the root, of which something is gathered in the forward pass, by level."""
+        placed = set(self.step.segments.of_block) - {ROOT}
+        named, trained = (
+            frozenset(p.block for p in self.step.graph.parameters if p.trainable or everything)
+            for everything in (True, False)
+        )
+        return {2: trained & placed, 3: named & placed}
 
 
 def _simplicity(config: OpConfig) -> tuple[bool, bool, int]:
@@ -500,17 +506,16 @@ class PlanBatch:
         return unused
 
     def _by_neighbours(self) -> Iterator[tuple[Rows, dict[str, Neighbours]]]:
-        """Plans that shard the gradients of the same blocks, and the neighbours of these."""
-        sharded = np.stack(
+        """Plans that gather the same blocks, and the neighbours of these."""
+        is_gathered = self.costs.is_gathered
+        gathered = np.stack(
             [
-                np.array([bool(config.storage.sharded_axes("gradients")) for config in legal])[
-                    self.plans[:, block]
-                ]
-                for block, legal in enumerate(self.configs.values())
+                np.array([is_gathered(name, config) for config in legal])[self.plans[:, block]]
+                for block, (name, legal) in enumerate(self.configs.items())
             ],
             axis=1,
         )
-        for rows, _ in _equal_rows(sharded):
+        for rows, _ in _equal_rows(gathered):
             yield rows, self.costs.neighbours(self.configs_of(int(rows[0])))
 
     @cached_property

@@ -356,6 +356,14 @@ def has_unsharded_gradients(config: OpConfig) -> bool:
     return not config.storage.sharded_axes("gradients")
 
 
+def shard_axes(config: OpConfig, *, is_trained: bool) -> tuple[int, ...]:
+    """Return the axes along which a parameter is in shards between steps.
+
+    FSDP2 keeps them with their gradients, also at level 2. A frozen one has none.
+    """
+    return config.storage.sharded_axes("gradients" if is_trained else "parameters")
+
+
 def has_data_axes(mesh: Mesh) -> bool:
     """Return whether the batch is split along axes of `mesh`, and every axis is known."""
     return bool(mesh.data_axes) and has_known_axes(mesh)

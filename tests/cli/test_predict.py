@@ -5,6 +5,7 @@ predicted and measured.
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
@@ -79,6 +80,59 @@ def test_a_plan_is_priced_as_it_was_searched(topt, tmp_path, cluster, options):
 def test_plans_by_name_and_what_they_are_made_of(topt):
     code, output = topt("predict", "plan=zero3", "ranks=16", "cluster=a100_8x8")
     assert code == 0 and "ZeRO-3" in output and "gather" in output
+
+
+def step_seconds(output: str) -> float:
+    number, unit = re.search(r"step time ([\d.]+) (\w+)", output).groups()
+    return float(number) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[unit]
+
+
+def test_a_compiled_step_is_planned_and_priced(topt, tmp_path):
+    """The plan page, frontier.json and the terminal say which step is predicted."""
+    target = "model._target_=tests.cli.reads_values.Elementwise"
+    model = ["cluster=a100_8x8", "data.batch_size=64", target]
+    seconds = {}
+    for kind, given in (("eager", []), ("compiled", ["compiled=true"])):
+        code, output = topt("plan", *model, "device_counts=[8]", "mesh={data:4,tensor:2}", *given)
+        assert code == 0 and f"Predicted as {kind}" in output
+        frontier = json.loads((tmp_path / "plan" / "frontier.json").read_text())
+        assert frontier["predicted_as"] == kind
+        assert f"Predicted as {kind}" in (tmp_path / "plan" / "frontier.html").read_text()
+        code, output = topt("predict", *model, "plan=zero1", "ranks=8", *given)
+        assert code == 0 and f"Predicted as {kind}" in output
+        seconds[kind] = (
+            min(point["step_seconds"] for point in frontier["points"]),
+            step_seconds(output),
+        )
+    assert all(b < a for a, b in zip(*seconds.values(), strict=True))
+    code, output = topt("plan", *model, "compiled=perhaps")
+    assert code == 2 and "compiled is True or False" in output
+
+
+def test_configurations_that_are_predicted_only(topt, tmp_path):
+    plain = ["plan=zero1", "ranks=8", "cluster=a100_8x8", "data.batch_size=64"]
+    code, output = topt("predict", *plain)
+    assert code == 0 and "Predicted only" not in output
+    # 1 MB/s: what goes to the host is all that counts
+    slow = "cluster.device.host_bandwidth=1MB/s"
+    code, waiting = topt("predict", *plain, "offload=true", slow)
+    assert code == 0 and "Predicted only, nothing here runs it: activations" in waiting
+    assert "offloading in backward" in waiting
+    assert step_seconds(waiting) > 10 * step_seconds(output)
+    refused = {
+        "leave out one of them": ["offload=true", f"out={tmp_path}/plan.yaml"],
+        "of which this plan has none": ["tensor_overlap=true"],
+        "host_bandwidth in the cluster's file": [
+            "offload=true",
+            "cluster.device.host_bandwidth=0",
+        ],
+    }
+    for sentence, given in refused.items():
+        code, output = topt("predict", *plain, *given)
+        assert code == 2 and sentence in output
+    again = ["plan=zero1+recompute", *plain[1:]]
+    code, output = topt("predict", *again, "offload=true")
+    assert code == 2 and "without recomputation" in output
 
 
 @pytest.mark.parametrize(

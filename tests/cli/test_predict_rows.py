@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from lightning_topt.cli.training_runs import (
 )
 from lightning_topt.cli.transformer import takes_fused_softmax
 from lightning_topt.costs.cluster import Cluster, NodeType
+from lightning_topt.costs.compute import roofline_seconds
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.frontier.stage_search import StagePoint
 from lightning_topt.plan.stage_blocks import StageBlocks, repeat_blocks
@@ -44,6 +46,7 @@ from lightning_topt.plan.stage_simulation import (
 )
 from lightning_topt.plan.stage_tables import PipelineShape
 
+ROOT = Path(__file__).parents[2]
 HEADER = [
     "# GPUs",
     "global batch",
@@ -110,6 +113,7 @@ def test_rows_of_a_file_are_predicted(topt_predict, tmp_path):
     runs, out = write(tmp_path / "runs.csv"), tmp_path / "out" / "predictions.csv"
     code, output = topt_predict(f"runs={runs}", "cluster=a100_64x8", f"out={out}")
     assert code == 0 and "4 rows" in output and "mean error" in output
+    assert "as one kernel: 4 rows; as eager: 0." in output
     with out.open() as file:
         found = [*csv.DictReader(file)]
     assert [[row[name] for name in HEADER] for row in found] == [
@@ -346,6 +350,20 @@ def test_rows_that_no_run_can_have(tmp_path, topt_predict, changes, sentence):
 
 
 @pytest.mark.parametrize(
+    ("columns", "sentence"),
+    [
+        ({"tensor overlap": "yes"}, "give tp above 1 and sequence parallel yes"),
+        ({"offload": "yes", "recompute": "full"}, "give recompute none"),
+        ({"offload": "perhaps"}, "offload is yes or no, not 'perhaps'"),
+    ],
+)
+def test_configurations_that_contradict(tmp_path, topt_predict, columns, sentence):
+    path = write(tmp_path / "runs.csv", [[*LINES[0], *columns.values()]], [*HEADER, *columns])
+    code, output = topt_predict(f"runs={path}", "cluster=a100_64x8")
+    assert code == 2 and sentence in output and "Traceback" not in output
+
+
+@pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["runs={runs}"], "say for which machines"),
@@ -364,6 +382,10 @@ def test_rows_that_no_run_can_have(tmp_path, topt_predict, changes, sentence):
         (
             ["runs={runs}", "cluster=a100_64x8", "ranks=4"],
             "ranks belongs to the prediction of a plan",
+        ),
+        (
+            ["runs={runs}", "cluster=a100_64x8", "compiled=true"],
+            "compiled belongs to the prediction of a plan",
         ),
         (
             ["plan=zero3", "cluster=a100_64x8", "calibrate_on={runs}"],
@@ -514,3 +536,108 @@ def test_rows_that_do_not_say_what_they_recompute(tmp_path, topt_predict):
     assert [run.recompute.layers for run in completed(said, machines)] == [0.0, 1.0]
     code, output = topt_predict(f"runs={tmp_path}/runs.csv", "cluster=a100_64x8")
     assert code == 0 and "2 rows of runs.csv do not say what they recompute: everything" in output
+
+
+LLAMA = TrainingRun(
+    8,
+    8,
+    1,
+    64,
+    ModelSizes("llama", 64, 6, 4, 4, 256, 512),
+    tensor=4,
+    data=2,
+    sequence_parallel=True,
+)
+
+
+def test_exchanges_run_beside_products():
+    """A pass loses what its products and its gathers and scatters have in common, but one part."""
+    machines = cluster("h100_2x8")
+    machines = replace(machines, device=replace(machines.device, launch_seconds=0.0))
+    known = captured_step(sizes_of(LLAMA, layers=3))
+    plain = replace(known.base, cluster=machines)
+    beside = replace(plain, tensor_overlap=True)
+    for direction in (0, 1):
+        products = exchanges = 0.0
+        for op in plain.graph.ops:
+            for kernel in (op.forward, op.backward)[direction] if op.block == "layers.1" else ():
+                found = plain.shown(kernel)
+                if found is not None:
+                    name, size, axis = found
+                    assert name in ("all_gather", "reduce_scatter")
+                    each = plain.collective_seconds(name, size, axes=[axis])
+                    exchanges += kernel.count * each
+                elif ".mm" in kernel.name:
+                    products += kernel.count * roofline_seconds(
+                        kernel, batch_size=plain.batch_size, device=machines.device
+                    )
+        saved = (plain.compute["layers.1"] - beside.compute["layers.1"])[direction].sum()
+        assert saved == pytest.approx(min(products, exchanges) * 3 / 4) and saved > 0
+    runs = LLAMA, replace(LLAMA, tensor_overlap=True), replace(LLAMA, level=3)
+    times = [RunPrices(machines).step_seconds(run) for run in runs]
+    assert times[1] < times[0]
+    sharded = RunPrices(machines).step_seconds(replace(runs[2], tensor_overlap=True))
+    assert sharded < times[2]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"pipeline": 2, "gpus": 2, "batch": 8}, {"level": 3, "data": 2, "gpus": 2}],
+    ids=["one rank", "stages", "ZeRO-3"],
+)
+def test_activations_wait_in_the_host(changes):
+    run = replace(LLAMA, tensor=1, data=1, gpus=1, sequence_parallel=False, sequence=512)
+    run = replace(run, recompute=RunsAgain(), **changes)
+    machines = cluster("h100_2x8")
+
+    def price(bandwidth: float, **of_run):
+        device = replace(machines.device, host_bandwidth=bandwidth)
+        return RunPrices(replace(machines, device=device)).price(replace(run, **of_run))
+
+    plain, again = price(1.0), price(1.0, recompute=RunsAgain(1.0))
+    # a host that is fast costs nothing, and saves what recomputation saves, but for one layer
+    fast = price(1e15, offload=True)
+    assert fast.step_seconds == pytest.approx(plain.step_seconds)
+    layer = fast.peak_bytes - again.peak_bytes
+    layers = run.model.layers / run.pipeline
+    held = run.pipeline if run.level == 0 else 1  # microbatches of the first stage
+    saved = (plain.peak_bytes - again.peak_bytes) / layer
+    assert 0.85 * (held * layers - 1) < saved < 1.05 * held * layers
+    # a slow one is all that counts: both ways of every microbatch, and of those that fill stages
+    slow = [price(bandwidth, offload=True).step_seconds for bandwidth in (1e3, 5e2)]
+    passes = run.num_microbatches + run.pipeline - 1
+    assert slow[1] - slow[0] == pytest.approx(passes * 2 * layers * layer / 1e3)
+    assert slow[1] == pytest.approx(2 * slow[0], rel=1e-3)
+
+
+def test_rows_that_are_predicted_only(tmp_path, topt_predict):
+    header = [*HEADER[:-1], "arch", "sequence parallel", "tensor overlap", "offload"]
+    line = [8, 8, 1, 64, 4, 6, 64, 4, 2, 1, "llama", "yes", "yes", "yes"]
+    path, out = write(tmp_path / "runs.csv", [line], header), tmp_path / "out.csv"
+    code, output = topt_predict(f"runs={path}", "cluster=h100_2x8", f"out={out}")
+    assert code == 0 and "Predicted only, nothing here runs it: exchanges" in output
+    assert "activations in the memory of the host" in output
+    (row,) = csv.DictReader(out.open())
+    assert "offloading" in row["outside"] and "tensor overlap" in row["outside"]
+
+
+def test_errors_of_the_shipped_constants_are_those_of_the_results():
+    """The table by kind of GPU, from the rows of benchmarks/results, which have three digits."""
+    rows = (ROOT / "benchmarks/results/published_predictions.md").read_text().split("## Each row")
+    page = (ROOT / "docs/results/predictions.md").read_text()
+    for gpu in ("a100", "h100"):
+        cells = [line.split(" | ") for line in rows[1].splitlines() if f" x {gpu}_" in line]
+        measured, *kinds = ([float(cell[place]) for cell in cells] for place in (2, 3, 4))
+        (line,) = (line for line in page.splitlines() if line.startswith(f"| `{gpu}_*`"))
+        count, *shown = line.strip("| ").split(" | ")[2:]
+        assert int(count) == len(cells)
+        for predicted, said in zip(kinds, shown, strict=True):
+            errors = [abs(a / b - 1) for a, b in zip(predicted, measured, strict=True)]
+            expected = statistics.median(errors), max(errors)
+            figures = [float(figure.strip(" %")) / 100 for figure in said.split(",")]
+            assert figures == pytest.approx(expected, abs=0.006)
+    one_node = (ROOT / "benchmarks/results/vtrain_predictions.md").read_text()
+    for name in ("nothing fitted | 240", "**mean of the splits** | 200"):
+        (line,) = (line for line in one_node.splitlines() if name in line)
+        mean, p90 = line.split(" | ")[2:4]
+        assert f"mean {mean.replace('%', ' %')}, p90 {p90.replace('%', ' %')}" in page

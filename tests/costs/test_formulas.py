@@ -15,6 +15,9 @@ from lightning_topt.costs.compute import (
     host_bound_seconds,
     kernel_dtype,
     kernel_key,
+    offloaded_seconds,
+    overlapped_seconds,
+    product_seconds,
 )
 from lightning_topt.costs.sizes import kernels_bytes
 from lightning_topt.graph.op_graph import Kernel
@@ -226,6 +229,21 @@ def test_a_pass_takes_the_slower_of_device_and_host():
         assert some == pytest.approx(expected * 3000, rel=1e-3)
     more = estimate_pass_seconds(kernels, batch_size=1, device=device, more_launches=5.0)
     assert more == pytest.approx(9 * 3000, rel=1e-3)
+
+
+def test_exchanges_beside_products_in_parts():
+    # 8 s of products and 6 s of gathers in 4 parts: 8 s, and the first gather of 1.5 s
+    assert overlapped_seconds(8.0, 6.0, parts=4) == 9.5
+    assert overlapped_seconds(6.0, 8.0, parts=4) == 9.5
+    assert overlapped_seconds(8.0, 6.0, parts=1) == 14.0
+    products = [kernel(flops=Amount(100, 0), count=2), kernel(traffic=Amount(10, 0))]
+    # the 10 bytes of the last one are no product
+    assert product_seconds(products, batch_size=1, device=DEVICE) == 3.0
+
+
+def test_passes_that_wait_for_the_host():
+    assert offloaded_seconds(2.0, size=30.0, bandwidth=10.0) == 3.0
+    assert offloaded_seconds(4.0, size=30.0, bandwidth=10.0) == 4.0
 
 
 def test_collectives_of_a_pass_are_the_devices_work():

@@ -48,7 +48,7 @@ from lightning_topt.techniques.tensor_parallel.layout import TensorAxes
 from lightning_topt.techniques.tensor_parallel.split_parameters import split_parameters
 from lightning_topt.techniques.tensor_parallelism import split_placements
 from tests.launch import run_ranks
-from tests.models import GPT, ConvNet, batch_for
+from tests.models import GPT, ConvNet, TunedGPT, batch_for
 
 LAYERS = 3
 BLOCKS = [f"blocks.{index}" for index in range(LAYERS)]
@@ -195,17 +195,27 @@ class Wide(GPT):
         super().__init__(layers=LAYERS, width=384, heads=2, vocab=512)
 
 
-MODELS = {"GPT": (gpt, BLOCKS), "ConvNet": (ConvNet, ["conv2", "hidden"]), "Wide": (Wide, BLOCKS)}
+def tuned(**given):
+    return TunedGPT(layers=LAYERS, plain=2, **given)
+
+
+MODELS = {
+    "GPT": (gpt, BLOCKS),
+    "ConvNet": (ConvNet, ["conv2", "hidden"]),
+    "Wide": (Wide, BLOCKS),
+    "adapters": (tuned, BLOCKS),
+}
 
 
 def plans_on(ranks):
     if ranks == 4:  # what two ranks cannot do, and shards of more than two
         recomputed = plan_of("zero3", ranks, recompute=BLOCKS)
         plans = [plan_of("zero1", ranks), plan_of("hybrid", ranks), mixed_plan(ranks), recomputed]
-        return [("GPT", plan) for plan in plans]
+        return [(model, plan) for plan in plans for model in ("GPT", "adapters")]
     plans = [("GPT", plan_of(name, ranks)) for name in ("ddp", "zero2")]
     plans.append(("GPT", replace(plan_of("zero3", ranks), gather_dtype="bfloat16")))
     plans.append(("ConvNet", plan_of("zero3", ranks, blocks=MODELS["ConvNet"][1])))
+    plans += [("adapters", plan_of(name, ranks)) for name in ("ddp", "zero1", "zero2", "zero3")]
     return [*plans, ("Wide", plan_of("zero1", ranks))]
 
 
@@ -417,7 +427,7 @@ BAD = {
         Scalar,
         plan_of("zero3", 4),
         {},
-        "'blocks.0' has parameters of torch.float16 and torch.float32",
+        "'blocks.0' trains parameters of torch.float16 and torch.float32",
     ),
     "nothing to train": (
         lambda: gpt().requires_grad_(False),

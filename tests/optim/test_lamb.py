@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 
-from lightning_topt.optim.lamb import LAMB, add_scaled
+from lightning_topt.optim.adam_variants import LAMB, add_scaled
 from tests.optim.test_lars import (
     SHAPES,
     assert_one_parameter_at_a_time_is_the_same,

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_topt.optim.lamb import LAMB
+from lightning_topt.optim.adam_variants import LAMB
 from lightning_topt.optim.lars import LARS, share_trust_ratios, unshare_trust_ratios
 from lightning_topt.optim.parallel_step import install_parallel_step
 from lightning_topt.optim.pieces import Piece, num_rows

@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from lightning_topt.communication import BF16, TopK
-from lightning_topt.costs.cluster import Cluster, Device, Link, NodeType
+from lightning_topt.costs.cluster import (
+    Accuracy,
+    Cluster,
+    Device,
+    ErrorFigure,
+    Link,
+    NodeType,
+)
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.data.stalls.model import SetUp, StallCosts
 from lightning_topt.graph.capture import capture
@@ -112,7 +119,17 @@ def test_a_transport_that_may_lose_brings_at_most_the_tail() -> None:
     at = of(1.0, Scenario(cluster(), 4, 32))  # 0.1 s of exchange in the way
     assert advise_bounded_loss(at, tail=None).value == pytest.approx(1 / 0.9 - 1)
     assert advise_bounded_loss(at, tail=2.0).value == pytest.approx(1 / 0.95 - 1)
-    assert "allow_compression=[bounded_loss]" in advise_bounded_loss(at, tail=1000.0).advice
+    # 11 %: within the 15 % that are assumed, more than what pairs of plans have shown, or users say
+    assumed = advise_bounded_loss(at, tail=1000.0)
+    assert "not worth it, which it is from 15 % on (assumed" in assumed.advice
+    figure = ErrorFigure(0.06, 0.27, 161)
+    known = replace(at.scenario.cluster, accuracy=Accuracy(figure, difference=figure))
+    measured = replace(at, scenario=replace(at.scenario, cluster=known))
+    found = advise_bounded_loss(measured, tail=1000.0)
+    assert "allow_compression=[bounded_loss]" in found.advice
+    assert found.inputs["worth it from"] == 0.06 and "161 pairs" in found.inputs["which is from"]
+    said = advise_bounded_loss(measured, tail=1000.0, equal_within=0.2)
+    assert "from 20 % on (as equal_within says)" in said.advice
     assert (
         advise_bounded_loss(at, tail=1.0).value == 0
         and "not worth it" in advise_bounded_loss(at, tail=1.0).advice

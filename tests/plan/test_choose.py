@@ -11,7 +11,14 @@ import pytest
 from lightning_topt.communication import Dense, TopK
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.plan.choose import NoPlanFitsError, choose
+from lightning_topt.plan.choose import (
+    TIME_ERROR,
+    TIME_ERROR_SECONDS,
+    NoPlanFitsError,
+    choose,
+    equal_in_words,
+    errors_of,
+)
 from lightning_topt.plan.parallel_plan import (
     BlockPlan,
     ParallelPlan,
@@ -21,6 +28,7 @@ from lightning_topt.plan.parallel_plan import (
     uniform_plan,
 )
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
+from lightning_topt.plugins.default_search import pays
 
 MIB = 2.0**20
 
@@ -401,3 +409,14 @@ def test_strictly_the_fastest() -> None:
     assert choose(points, difference=0.0) == points[1]
     ties = [dataclasses.replace(each, step_seconds=1.0) for each in points]
     assert choose(ties, difference=0.0) == ties[0], "of exact ties the simplest"
+
+
+def test_times_that_count_as_equal():
+    """By the difference where it is known, 0 takes the fastest; else 15 %, said to be assumed."""
+    assert errors_of(None) == (TIME_ERROR, TIME_ERROR_SECONDS)
+    assert errors_of(0.061) == (0.061, TIME_ERROR_SECONDS) and errors_of(0.0) == (0.0, 0.0)
+    assert equal_in_words(0.061) == "6.1 %"
+    assert equal_in_words(None) == "15 %, which is assumed"
+    # a further search goes on where a tenth less time is more than the difference
+    assert pays(0.9, 1.0, 0.061) and not pays(0.9, 1.0, None) and not pays(0.95, 1.0, 0.061)
+    assert pays(0.999, 1.0, 0.0)

@@ -165,6 +165,8 @@ def test_tables_pages_and_files_show_intervals(tmp_path):
     save_html(tmp_path / "page.html", frontier.points, frontier.points[0])
     page = (tmp_path / "page.html").read_text()
     assert f'"50 % interval of the time":"{low:.3g} s to {high:.3g} s"' in page
+    assert f'"ends":{{"x":[{frontier.points[0].bytes_interval.low!r},' in page  # of the whiskers
+    assert f'"y":[{low!r},{high!r}]}}' in page
     assert page.count('"Unlike measured times":"devices"') == 1
     assert page.count('"Unlike measured peaks":"devices"') == 1
 
@@ -181,7 +183,9 @@ def test_files_of_the_version_before_have_no_intervals():
     frontier = PlanFrontier.of([point()])
     data = json.loads(frontier.to_json())
     assert "seconds_interval" not in data["points"][0]
-    assert PlanFrontier.from_json(json.dumps(data | {"schema_version": 2})) == frontier
+    assert data.pop("predicted_as") == "eager"
+    for version in (2, 3):
+        assert PlanFrontier.from_json(json.dumps(data | {"schema_version": version})) == frontier
 
 
 def test_files_of_clusters_have_the_figures_that_were_measured():

@@ -12,9 +12,12 @@ import pytest
 from lightning_topt.communication import BF16, Dense, TopK
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.graph.mesh_axes import data_mesh, hybrid_mesh
+from lightning_topt.plan import plan_search
 from lightning_topt.plan.chains import Chain, Choices
 from lightning_topt.plan.explanation import explain_plan
+from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, _spaces, meshes, search_plans
+from lightning_topt.techniques.plan_costs import PlanBatch
 from tests.costs.graphs import cluster_of, profile_of, random_graph
 
 EXCHANGES = (
@@ -91,6 +94,35 @@ def test_the_smallest_plan_is_found(seed: int) -> None:
     )
     found = min(point.peak_bytes for point in search_plans(request).points)
     assert found == pytest.approx(every_plan(request, count)[:, 1].min())
+
+
+@pytest.mark.parametrize("views", [(False,), (False, True)])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_frontier_is_that_of_all_plans_that_were_found(
+    seed: int, views: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans that others beat are not made; which ones were left out changes nothing."""
+    graph = random_graph(seed, num_blocks=3)
+    request = SearchRequest(
+        graph, cluster_of(4), profile_of(graph), (4,), 12, exchanges=EXCHANGES, gradient_views=views
+    )
+    made, all_made = [0], [0]
+    points_of = plan_search.points_of
+
+    def counted(batch: PlanBatch, rows: np.ndarray) -> list[PlanPoint]:
+        made[0] += len(rows)
+        all_made[0] += len(batch.plans)
+        return points_of(batch, rows)
+
+    monkeypatch.setattr(plan_search, "points_of", counted)
+    found = search_plans(request)
+    monkeypatch.setattr(
+        plan_search,
+        "_best_rows",
+        lambda batches: [(batch, np.arange(len(batch.plans))) for batch in batches],
+    )
+    assert found.points == search_plans(request).points
+    assert made[0] < all_made[0]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -254,6 +254,30 @@ def test_compiled_blocks_stay_compiled() -> None:
         assert "torch.compile is in use" in planned_by
 
 
+class CompiledWide(Compiled):
+    def __init__(self) -> None:
+        super().__init__(**WIDE)
+
+
+def reason_for_compiled(rank: int) -> list[tuple[str, bool]]:
+    found = []
+    for kind in (CompiledWide, functools.partial(RecordingGPT, **WIDE)):
+        strategy = AutoParallelStrategy(cluster=CLUSTER, memory_limit="40MiB")
+        make_trainer(strategy, devices=2, max_steps=2).fit(kind(), loader(2))
+        plan = strategy.parallel_plan
+        assert plan is not None and plan.predicted is not None
+        chosen = strategy.planning.chosen.plan if rank == 0 and strategy.planning else plan
+        found.append((plan.reason, chosen.reason == plan.reason))
+    return found
+
+
+def test_a_plan_for_compiled_blocks_says_that_it_is_predicted_as_eager() -> None:
+    """It was made before the first step, so that no compiled one was timed."""
+    for (reason, is_shown), (plain, _) in on_ranks(reason_for_compiled):
+        assert reason.endswith("what runs inside is not seen.") and is_shown
+        assert "Predicted as eager" in reason and "Predicted as eager" not in plain
+
+
 def named_for_compiled(rank: int) -> tuple[list[float], list[float], str]:
     losses = []
     for strategy in (DDPStrategy(), AutoParallelStrategy(plan="zero3")):

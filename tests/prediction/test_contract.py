@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
-from lightning_topt.prediction import PREDICTIONS, Prediction, make_prediction
+from lightning_topt.prediction import PREDICTIONS, Prediction, TwoVersions, make_prediction
 from lightning_topt.prediction.weights import num_bytes
 from lightning_topt.schedules.staleness import Staleness
 from tests.prediction.stage_walk import (
@@ -18,7 +20,7 @@ from tests.prediction.stage_walk import (
     walk,
 )
 
-OPTIMIZERS = ("SGD", "Adam", "AdamW", "NAdam", "RMSprop")
+OPTIMIZERS = ("SGD", "Adam", "AdamW", "NAdam", "RMSprop", "BasisRotation")
 CASES = [
     pytest.param(rule, optimizer, id=f"{name}-{optimizer}")
     for name, rule in PREDICTIONS.items()
@@ -27,6 +29,7 @@ CASES = [
 every_rule = pytest.mark.parametrize(("rule", "optimizer"), CASES)
 # What is kept is counted by passes and updates, whatever an update is.
 ONCE = [(rule, (rule.optimizers or OPTIMIZERS)[0]) for rule in PREDICTIONS.values()]
+FEEDBACK = functools.partial(TwoVersions, error_feedback=True)
 
 
 def accumulated(rule: type[Prediction]) -> int:
@@ -93,11 +96,13 @@ def test_a_pass_restores_what_it_found(rule, optimizer):
         assert [p._version for p in parameters] == versions
 
 
-@pytest.mark.parametrize(("rule", "optimizer"), ONCE, ids=lambda each: getattr(each, "name", each))
+@pytest.mark.parametrize(
+    ("rule", "optimizer"), [*ONCE, (FEEDBACK, "SGD")], ids=lambda each: getattr(each, "name", None)
+)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize(("accumulate", "lag_per_hop"), [(1, 1), (1, 2), (3, 1), (6, 2)])
 def test_copies_are_those_of_the_formula(rule, optimizer, stage, accumulate, lag_per_hop):
-    if rule.name == "two_versions":
+    if rule().name == "two_versions":
         accumulate = max(accumulate, 3 * lag_per_hop)  # fewer are refused
     stepped = make_optimizer(optimizer, make_parameters())
     size = num_bytes(p for group in stepped.param_groups for p in group["params"])

@@ -267,6 +267,22 @@ def test_two_versions_are_one_update_behind_on_every_stage(stage):
         assert all(map(torch.equal, weights, versions[max(minibatch // 2 - 1, 0)]))
 
 
+def test_error_feedback_makes_good_for_the_update_before():
+    """SGD's moves are -lr times the gradients of two minibatches, whatever the weights."""
+    parameters = make_parameters()
+    start, optimizer = values(parameters), optim.SGD(parameters, lr=0.1)
+    rule = make_prediction({"rule": "two_versions", "error_feedback": True})
+    walk(rule, optimizer, stage=0, num_stages=3, num_minibatches=10, accumulate=2)
+    sums = [list(map(torch.add, gradients(2 * n), gradients(2 * n + 1))) for n in range(5)]
+    # the first update is not late, the second has nothing to make good for, the others make their
+    # own move twice and take back the one before: what is left of all is the last one once more
+    for index, parameter in enumerate(parameters):
+        moved = sum(each[index] for each in sums) + sums[4][index] - sums[1][index]
+        torch.testing.assert_close(parameter.detach(), start[index] - 0.1 * moved)
+    with pytest.raises(ValueError, match="error_feedback is True or False; got 1"):
+        make_prediction({"rule": "two_versions", "error_feedback": 1})
+
+
 def test_two_versions_refuse_updates_of_too_few_minibatches():
     optimizer = make_optimizer("SGD", make_parameters())
     with pytest.raises(ValueError, match="set accumulate_grad_batches=3"):

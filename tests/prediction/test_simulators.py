@@ -22,6 +22,7 @@ from lightning_topt.schedules.schedules import continuous_schedule
 from lightning_topt.schedules.staleness import staleness
 
 MINIBATCHES = 32
+FEEDBACK = {"rule": "two_versions", "error_feedback": True}
 RULES = {
     "SGD": ("none", "pipemare", "stash", "spectrain", "pipeoptim", "multistep"),
     "Adam": ("none", "pipemare", "stash", "spectrain", "pipeoptim", "multistep"),
@@ -87,7 +88,8 @@ def by_definition(optimizer, rule, num_stages, *, max_norm=1.0, parts=(MINIBATCH
         num_stages=num_stages,
         loss=lambda module, batch: F.mse_loss(module(batch[0]), batch[1]),
         make_optimizer=lambda named: make_optimizer(optimizer, named),
-        rule=rule,
+        rule=rule["rule"] if isinstance(rule, dict) else rule,
+        error_feedback=rule == FEEDBACK,
         rate=rate,
         max_norm=max_norm,
         annealing_updates=20,
@@ -155,6 +157,16 @@ def test_rules_are_as_defined_from_drain_to_drain(rule):
     )
 
 
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_error_feedback_is_as_defined(optimizer, accumulate):
+    sizes = {"parts": (17, 4, 11), "accumulate": accumulate}
+    fed = by_rules(optimizer, FEEDBACK, 3, **sizes)
+    assert_equal_training(fed, by_definition(optimizer, FEEDBACK, 3, **sizes))
+    plain = by_rules(optimizer, "two_versions", 3, **sizes)[1]
+    assert plain[:2] == fed[1][:2] and abs(plain[-1] - fed[1][-1]) > 1e-5
+
+
 def test_rules_differ():
     """Otherwise the tests above would say little."""
     ends = {
@@ -176,7 +188,7 @@ def test_one_stage_is_plain_training_bit_for_bit(optimizer, make):
         F.mse_loss(plain(inputs), targets).backward()
         stepped.step()
         stepped.zero_grad()
-    for rule in ("none", "spectrain", "multistep", "stash", "two_versions"):
+    for rule in ("none", "spectrain", "multistep", "stash", "two_versions", FEEDBACK):
         model, _ = make(optimizer, rule, 1, max_norm=None)
         assert all(
             torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True)

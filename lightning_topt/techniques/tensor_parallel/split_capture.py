@@ -27,7 +27,7 @@ from lightning_topt.graph.capture import capture
 from lightning_topt.graph.module_copy import contiguous_stride, empty_fake
 from lightning_topt.graph.op_config import JointModule, Placements, Shard
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.graph.recording import TIMES, number_at
+from lightning_topt.graph.recording import TIMES, changed, number_at
 from lightning_topt.graph.structures import tensors_in
 from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule, rules_by_block
 from lightning_topt.techniques.tensor_parallel.decisions import numbers_in
@@ -134,7 +134,7 @@ def capture_split(
         ],
         trace.results(),
     )
-    return replace(graph, whole_model=like.fingerprint)
+    return changed(graph, whole_model=like.fingerprint)
 
 
 class _SplitRun:

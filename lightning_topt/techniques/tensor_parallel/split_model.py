@@ -30,6 +30,7 @@ from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.graph.blocks import block_of
 from lightning_topt.graph.capture import one_is_enough
 from lightning_topt.graph.errors import WAY_OUT
+from lightning_topt.graph.fused_chains import fused
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import JointModule, Placement, Replicate, Shard
 from lightning_topt.graph.op_graph import OpGraph
@@ -87,7 +88,8 @@ class _SplitCache:
 class SplitModel:
     """A model whose step was captured unsharded as `graph`, under `trace`.
 
-    The other arguments are what `capture` was given.
+    With `compiled` the graphs of split steps are as if they were compiled (`fused_chains`). The
+    other arguments are what `capture` was given.
     """
 
     module: nn.Module
@@ -97,6 +99,7 @@ class SplitModel:
     second_batch: Any | None = None
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
     device: torch.device | str = "cpu"
+    compiled: bool = False
     _known: _SplitCache = field(default_factory=_SplitCache, compare=False, repr=False)
 
     @property
@@ -158,7 +161,7 @@ class SplitModel:
             regions.append(SplitRegion(blocks, walked if is_known else []))
         samples = prices.batch_scale * self.samples
         return bound_graph(
-            self.graph, regions, split.placements, ranks=prices.group.size, samples=samples
+            self._priced, regions, split.placements, ranks=prices.group.size, samples=samples
         )
 
     def calls(self, split: ModelSplit | SplitLayout) -> dict[str, int]:
@@ -198,7 +201,7 @@ class SplitModel:
             whole = (Replicate(),) * len(axes)
             placements = {name: layout.placements.get(name, whole) for name in names}
             try:
-                self._known.graphs[key] = capture_split(
+                graph = capture_split(
                     self.module,
                     self.batch,
                     like=self.graph,
@@ -213,6 +216,7 @@ class SplitModel:
                     one_recording=self._one_recording_suffices,
                     equal_modules=self._equal_modules,
                 )
+                self._known.graphs[key] = fused(graph) if self.compiled else graph
             except ValueError as error:  # code that cannot run on slices
                 self._known.graphs[key] = None
                 # without the advice to plan nothing
@@ -226,6 +230,11 @@ class SplitModel:
                     )
                     self._known.not_joint.update(alike)
         return self._known.graphs[key]
+
+    @cached_property
+    def _priced(self) -> OpGraph:
+        """The unsharded step as it is priced."""
+        return fused(self.graph) if self.compiled else self.graph
 
     @cached_property
     def _one_recording_suffices(self) -> bool:

@@ -1,0 +1,167 @@
+"""Averages of weights by Lightning's callbacks: under sharded plans as under ddp, and resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from lightning_topt import AutoParallelStrategy
+from lightning_topt.plan.parallel_plan import PlanError
+from tests.plugins.trainer_ranks import (
+    OwnShare,
+    RecordingGPT,
+    loader,
+    make_trainer,
+    on_ranks,
+    topt_trainer,
+)
+
+EPOCHS = 4
+
+
+class Averaged(RecordingGPT):
+    """Has rows that two ranks cannot share evenly, and a batch norm where that is wanted."""
+
+    def __init__(self, norm: bool) -> None:
+        torch.manual_seed(0)
+        super().__init__(vocab=33)
+        self.batch_norm = nn.BatchNorm1d(33) if norm else nn.Identity()
+        self.validated: list[float] = []
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = super().forward(tokens)
+        return self.batch_norm(logits.flatten(0, 1)).view_as(logits)  # type: ignore[no-any-return]
+
+    def on_validation_epoch_end(self) -> None:
+        self.validated.append(float(self.trainer.callback_metrics.get("val_loss", 0.0)))
+
+
+AVERAGES: dict[str, Any] = {
+    "ema": lambda: EMAWeightAveraging(decay=0.8, update_every_n_steps=2),
+    "means": lambda: WeightAveraging(use_buffers=False),
+    "several at once": lambda: WeightAveraging(multi_avg_fn=get_ema_multi_avg_fn(0.8)),
+    "swa": lambda: StochasticWeightAveraging(
+        swa_lrs=5e-3, swa_epoch_start=2, annealing_epochs=1, device=None
+    ),
+}
+PLANS = ["zero1", "zero2", "zero3", "zero3+recompute"]
+
+
+def fit(
+    plan: str | None, kind: str, norm: bool, *, epochs: int = EPOCHS, path: str | None = None
+) -> tuple[Averaged, Any, Any]:
+    strategy = DDPStrategy() if plan is None else AutoParallelStrategy(plan=plan)
+    averages, module = AVERAGES[kind](), Averaged(norm)
+    trainer = make_trainer(
+        strategy, devices=dist.get_world_size(), max_epochs=epochs, callbacks=[averages]
+    )
+    share = OwnShare(8, length=24)
+    trainer.fit(module, share, share, ckpt_path=path, weights_only=False)
+    return module, averages, trainer
+
+
+def kept(averages: Any) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = averages._average_model.state_dict()
+    assert not any(isinstance(value, DTensor) for value in found.values())
+    return found
+
+
+def beside_ddp(rank: int, plan: str, kind: str, norm: bool) -> Any:
+    found = []
+    for each in (None, plan):
+        module, averages, _ = fit(each, kind, norm)
+        found.append((module.losses, module.validated, module.state_dict(), kept(averages)))
+    return found
+
+
+# SWA goes through the data once more for the statistics of a batch norm.
+CASES = [(kind, plan, False) for kind in AVERAGES for plan in PLANS] + [
+    (kind, plan, True) for kind in ("ema", "swa") for plan in ("zero2", "zero3")
+]
+
+
+@pytest.mark.parametrize(("kind", "plan", "norm"), CASES)
+def test_averages_are_those_of_ddp(kind: str, plan: str, norm: bool) -> None:
+    for expected, found in on_ranks(beside_ddp, plan, kind, norm):
+        assert len(expected[0]) >= 12
+        for values, own in zip(expected[:2], found[:2], strict=True):
+            assert own == pytest.approx(values, rel=1e-4)
+        for state, own in zip(expected[2:], found[2:], strict=True):
+            assert_equal(own, state)
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=5e-6, msg=name)
+
+
+def resumed(rank: int, kind: str, plans: tuple[str, str], path: str) -> Any:
+    straight, averages, _ = fit(None, kind, False)
+    expected = straight.state_dict(), kept(averages)
+    first, second = plans
+    trainer = make_trainer(
+        AutoParallelStrategy(plan=first),
+        devices=2,
+        max_epochs=EPOCHS,
+        callbacks=[AVERAGES[kind](), Saver(path)],
+    )
+    share = OwnShare(8, length=24)
+    trainer.fit(Averaged(False), share, share)
+    module, averages, _ = fit(second, kind, False, path=path)
+    return expected, (module.state_dict(), kept(averages)), straight.losses[9:], module.losses
+
+
+class Saver(L.Callback):
+    """Saves after the third epoch, with averages on the way."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch == 2:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("kind", ["ema", "swa"])
+@pytest.mark.parametrize("plans", [("zero3", "zero2"), ("zero2", "ddp"), ("ddp", "zero3")])
+def test_averages_are_saved_and_resumed_under_other_plans(
+    kind: str, plans: tuple[str, str], tmp_path: Path
+) -> None:
+    for expected, found, losses, own in on_ranks(resumed, kind, plans, str(tmp_path / "c.ckpt")):
+        assert own == pytest.approx(losses, rel=1e-4) and own
+        for state, values in zip(expected, found, strict=True):
+            assert_equal(values, state)
+
+
+def refused(rank: int) -> list[str]:
+    sentences = []
+    for averages, options in (
+        (EMAWeightAveraging(), {"checkpoint": "sharded"}),
+        (EMAWeightAveraging(device="meta"), {}),
+    ):
+        trainer = topt_trainer("zero3", callbacks=[averages], options=options)
+        with pytest.raises(PlanError) as caught:
+            trainer.fit(RecordingGPT(), loader(8))
+        sentences.append(str(caught.value))
+    return sentences
+
+
+def test_averages_that_cannot_be_shards_are_named() -> None:
+    for sharded, apart in on_ranks(refused):
+        assert "EMAWeightAveraging saves full weights; leave out checkpoint='sharded'" in sharded
+        assert "EMAWeightAveraging keeps its averages on another device (meta)" in apart

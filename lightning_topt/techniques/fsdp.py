@@ -98,7 +98,8 @@ class FsdpTechnique(Technique):
             return []
         # FSDP2's root is needed until the end of the step: releasing its parameters saves nothing.
         levels = (2,) if block.name == ROOT else (2, 3)
-        if block.name != ROOT and not any(p.trainable for p in step.parameters(block.name)):
+        parameters = step.parameters(block.name)
+        if block.name != ROOT and parameters and not any(p.trainable for p in parameters):
             levels = (3,)  # level 2 would be as level 0: there is nothing to shard
         return [OpConfig.zero(level, axes=len(mesh.axes), over=axes) for level in levels]
 

@@ -268,7 +268,8 @@ def test_dead_peer_is_named(method, shape, dead, tmp_path):
     load_kernels()
     context = mp.get_context("fork")
     world_size = shape[0] * shape[1]
-    shared = (str(tmp_path / "store"), context.SimpleQueue(), context.Barrier(world_size))
+    queue = context.SimpleQueue()
+    shared = (str(tmp_path / "store"), queue, context.Barrier(world_size))
     args = (world_size, *shared, 60, (method, shape, dead, str(tmp_path)))
     ranks = [
         context.Process(target=_rank, args=(dies, rank, *args), daemon=True)
@@ -279,6 +280,10 @@ def test_dead_peer_is_named(method, shape, dead, tmp_path):
     for process in ranks:
         process.join(timeout=120)
         process.kill()
+    problems = []  # of ranks that ended otherwise
+    while not queue.empty():
+        problems.append(queue.get())
     for rank in set(range(world_size)) - {dead}:
+        assert (tmp_path / str(rank)).exists(), (rank, problems)
         message = (tmp_path / str(rank)).read_text()
         assert message.startswith(f"rank {dead} did not answer"), message

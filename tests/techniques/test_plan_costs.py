@@ -239,6 +239,12 @@ def test_optimizers_limit_the_space():
     root = next(b for b in graph.blocks if not b.name)
     assert legal(name=root) == [(name, False) for name in flat[:3]]
 
+    # frozen blocks have nothing that level 2 could shard
+    parameters = tuple(replace(p, trainable=p.block != "b2") for p in graph.parameters)
+    graph = replace(graph, parameters=parameters)
+    (frozen,) = (b for b in graph.blocks if b.name == "b2")
+    assert legal(name=frozen) == both("DDP", "ZeRO-1", "ZeRO-3")
+
 
 @pytest.mark.parametrize("level", [0, 2])
 def test_returned_memory_costs_its_page_faults(level):

@@ -175,7 +175,7 @@ class _Copy:
         copy, devices = cls(buffers), set[torch.device]()
         found: dict[Hashable, int] = {}
 
-        class Pickler(pickle.Pickler):
+        class CopyPickler(pickle.Pickler):
             def persistent_id(self, value: Any) -> Any:
                 """Name the tensors that are copied; None for all else, which is pickled."""
                 if not isinstance(value, Tensor) or not _is_plain(value):
@@ -194,7 +194,7 @@ class _Copy:
                 return found[key], is_parameter and value.requires_grad, is_parameter, chunks
 
         stream = io.BytesIO()
-        Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(state)
+        CopyPickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(state)
         copy._pickle = stream.getvalue()
         for device in devices:
             if device.type == "cuda":
@@ -214,7 +214,7 @@ class _Copy:
         """Return the state, of the copied tensors."""
         tensors = self._tensors
 
-        class Unpickler(pickle.Unpickler):
+        class CopyUnpickler(pickle.Unpickler):
             def persistent_load(self, key: Any) -> Any:
                 index, requires_grad, is_parameter, chunks = key
                 if is_parameter:
@@ -223,7 +223,7 @@ class _Copy:
                     return TensorChunks(tensors[index], spans=chunks[0], whole=chunks[1])
                 return tensors[index]
 
-        return Unpickler(io.BytesIO(self._pickle)).load()
+        return CopyUnpickler(io.BytesIO(self._pickle)).load()
 
     def free(self) -> None:
         """Give the buffers back."""

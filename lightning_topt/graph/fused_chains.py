@@ -96,8 +96,8 @@ class _Edges:
 def _chains(graph: OpGraph, edges: _Edges) -> Iterator[tuple[int, ...]]:
     """Yield the operators of each chain in the order of forward, by index.
 
-    Between operators that run one after the other nothing else runs, so a chain never waits for an
-    operator that needs its results.
+    Between operators that run one after the other nothing else runs. So no operator of a chain
+    depends on one outside that needs the chain's results.
     """
     run: list[int] = []
     for index, op in enumerate(graph.ops):

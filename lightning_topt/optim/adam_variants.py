@@ -33,7 +33,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_topt.optim.lars import Adapt, check_options, is_adapted, tensor_norms, with_gradients
+from lightning_topt.optim.lars import (
+    Adapt,
+    check_options,
+    is_adapted,
+    refuse_complex,
+    tensor_norms,
+    with_gradients,
+)
 
 
 class LAMB(Optimizer):
@@ -80,6 +87,7 @@ class LAMB(Optimizer):
                 f"LAMB needs trust_clip > 0, or None for no limit, not {options['trust_clip']}"
             )
         super().add_param_group(param_group)
+        refuse_complex(self)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -241,10 +249,12 @@ class BasisRotation(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as every optimizer does; raises ValueError for bad options."""
+        check_options(self, param_group, positive=("lr", "eps", "weight_decay"))
         options = {**self.defaults, **param_group}
-        for name, least in (("lr", 0), ("eps", 0), ("weight_decay", 0), ("refresh_every", 1)):
-            if not options[name] >= least:
-                raise ValueError(f"BasisRotation needs {name} >= {least}, not {options[name]}")
+        if not options["refresh_every"] >= 1:
+            raise ValueError(
+                f"BasisRotation needs refresh_every >= 1, not {options['refresh_every']}"
+            )
         beta = options["covariance_beta"]
         if not all(0 <= each < 1 for each in (*options["betas"], 0.0 if beta is None else beta)):
             raise ValueError(
@@ -252,11 +262,7 @@ class BasisRotation(Optimizer):
                 f"covariance_beta={beta}"
             )
         super().add_param_group(param_group)
-        if any(parameter.is_complex() for parameter in self.param_groups[-1]["params"]):
-            self.param_groups.pop()
-            raise ValueError(
-                "BasisRotation does not take complex parameters; give it torch.view_as_real of them"
-            )
+        refuse_complex(self)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

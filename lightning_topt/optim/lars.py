@@ -91,21 +91,26 @@ def check_options(
 ) -> None:
     """Raise ValueError for options that are out of range.
 
-    That is a negative option among `positive`, an unknown `adapt`, and complex parameters.
+    That is a negative option among `positive`, and an unknown `adapt`.
     """
     options = {**optimizer.defaults, **group}
     name = type(optimizer).__name__
     for option in positive:
         if not options[option] >= 0:
             raise ValueError(f"{name} needs {option} >= 0, not {options[option]}")
-    if options["adapt"] not in ("all", "matrices", "none"):
+    if options.get("adapt", "all") not in ("all", "matrices", "none"):
         raise ValueError(
             f'{name} needs adapt "all", "matrices" or "none", not {options["adapt"]!r}'
         )
-    params = [options["params"]] if isinstance(options["params"], Tensor) else options["params"]
-    if any(p.is_complex() for p in params if isinstance(p, Tensor)):
+
+
+def refuse_complex(optimizer: Optimizer) -> None:
+    """Raise ValueError, and take the newest group off, where it has complex parameters."""
+    if any(parameter.is_complex() for parameter in optimizer.param_groups[-1]["params"]):
+        optimizer.param_groups.pop()
         raise ValueError(
-            f"{name} does not take complex parameters; give it torch.view_as_real of them"
+            f"{type(optimizer).__name__} does not take complex parameters; give it "
+            "torch.view_as_real of them"
         )
 
 
@@ -167,6 +172,7 @@ class LARS(Optimizer):
         if options["nesterov"] and not options["momentum"]:
             raise ValueError("LARS with nesterov needs a momentum above 0")
         super().add_param_group(param_group)
+        refuse_complex(self)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

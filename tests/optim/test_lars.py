@@ -267,6 +267,16 @@ def test_bad_options(options, message):
         LARS(make_parameters(), **options)
 
 
+def test_a_group_may_come_as_an_iterator():
+    optimizer, more = LARS(make_parameters(), lr=1.0), make_parameters()
+    optimizer.add_param_group({"params": iter(more)})
+    assert optimizer.param_groups[-1]["params"] == more
+    complex_one = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(ValueError, match="view_as_real"):
+        optimizer.add_param_group({"params": iter([complex_one])})
+    assert len(optimizer.param_groups) == 2
+
+
 def test_bad_parameters():
     with pytest.raises(ValueError, match="view_as_real"):
         LARS([torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))], lr=1.0)

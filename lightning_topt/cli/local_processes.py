@@ -31,6 +31,7 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 
 from lightning_topt.basics.argument_checks import check_whole
 from lightning_topt.basics.core_wait import usable_cores
+from lightning_topt.communication.started_ranks import give_step_port, named_port
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -99,6 +100,7 @@ def run_on_ranks(
 
     # in a step of several tasks it is one of these
     if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        give_step_port()
         slurm = SLURMEnvironment(auto_requeue=False)
         num_nodes = int(os.environ["SLURM_STEP_NUM_NODES"])
         _set_num_threads_if_needed(num_processes=slurm.world_size() // num_nodes)
@@ -159,7 +161,8 @@ def _call_in_group(
     device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if kind == "cpu" else "nccl", **options)
+    with named_port():
+        dist.init_process_group("gloo" if kind == "cpu" else "nccl", **options)
     try:
         result = function(device, num_nodes, *arguments)
         return result if dist.get_rank() == 0 else None

@@ -28,9 +28,11 @@ import topt_console
 from hydra_plugins.lightning_topt_searchpath import conf_dir
 from lightning_topt.basics.argument_checks import check_whole
 from lightning_topt.cli.several_clusters import as_hydra_reads
+from lightning_topt.communication.started_ranks import leave_to_rank_0, run_name, started_rank
 from topt_console.status_line import STATUS
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
+_OF_ONE_RANK = ("predict", "stalls", "checkpoint")  # ranks do nothing together in these
 # whole numbers with the least and the most that they may be; Lightning itself looks at them late
 _WHOLE = {
     "seed": (0, 2**32 - 1),
@@ -82,6 +84,8 @@ def hydra_main(command: str, run: Callable[[DictConfig], object]) -> None:
     elif command == "checkpoint":
         words = [_as_action_or_path(word) for word in words]
     _check_words(words)
+    words = [*_words_of_rank(command), *words]
+    OmegaConf.register_new_resolver("topt.run", run_name, use_cache=True, replace=True)
     has_begun = False
 
     def task(config: DictConfig) -> object:
@@ -103,6 +107,18 @@ def hydra_main(command: str, run: Callable[[DictConfig], object]) -> None:
         if has_begun or isinstance(error, HydraException):
             raise
         raise ValueError(_one_line(_why_not_composed(error))) from error
+
+
+def _words_of_rank(command: str) -> list[str]:
+    """Return Hydra's overrides for another rank of torchrun or srun, as Lightning's own have.
+
+    Rank 0 alone keeps the configuration, and each rank has a log of its own.
+    """
+    rank = started_rank()[0]
+    if rank and command in _OF_ONE_RANK:
+        leave_to_rank_0()
+    names = f"hydra.job.name={command}_rank_{rank}"
+    return ["hydra.output_subdir=null", names] if rank else []
 
 
 def _as_action_or_path(word: str) -> str:

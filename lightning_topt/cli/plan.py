@@ -31,6 +31,7 @@ from lightning_topt.cli import what_if
 from lightning_topt.cli.example_step import has_accelerators
 from lightning_topt.cli.plan_steps import PlanSetup, UnpricedSearch, report_plan
 from lightning_topt.cli.search_space import SearchedMeshes
+from lightning_topt.communication.started_ranks import leave_to_rank_0
 from lightning_topt.costs.cluster import sentence_of
 from lightning_topt.graph.no_trace import no_collection
 from lightning_topt.plan.choose import check_objective
@@ -71,7 +72,8 @@ def _plan_once(config: DictConfig) -> None:
     meshes = SearchedMeshes.read(config, request, trainer)
     objective = config.objective or request.objective
     check_objective(objective)
-    if request.cluster is not None:
+    if request.cluster is not None:  # else ranks of torchrun or srun measure it together
+        leave_to_rank_0()
         print(meshes.words(request.cluster))
 
     # the step, its costs, and the search

@@ -36,6 +36,7 @@ from lightning_topt.cli.example_step import (
     plain_value,
 )
 from lightning_topt.cli.local_processes import run_on_ranks
+from lightning_topt.communication.started_ranks import leave_to_rank_0
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.measuring import device_memory_bytes, gather
 from lightning_topt.execution.observed_step import (
@@ -67,6 +68,8 @@ def run(config: DictConfig) -> None:
         ValueError: options contradict one another.
         PlanError: the plan cannot be read.
     """
+    if config.devices is None:  # else ranks of torchrun or srun try a step together
+        leave_to_rank_0()
     pl.seed_everything(config.seed, workers=True)
     cluster = read_cluster(instantiate(config.cluster, _convert_="all"))
     subject = Subject.of(config)

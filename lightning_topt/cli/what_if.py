@@ -32,6 +32,7 @@ from lightning_topt.cli.plan_steps import PlanSetup, UnpricedSearch, report_plan
 from lightning_topt.cli.report import model_name
 from lightning_topt.cli.search_space import SearchedMeshes
 from lightning_topt.cli.several_clusters import read_clusters
+from lightning_topt.communication.started_ranks import leave_to_rank_0
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import check_world_size
 from lightning_topt.plan.choose import OBJECTIVES, NoPlanFitsError
@@ -226,6 +227,8 @@ def read_searches(
     for length in asked.seq_lens or (None,):
         setup = PlanSetup.of(_of_length(config, length))
         clusters = read_clusters(asked.clusters, default=setup.request.cluster)
+        if None not in clusters:  # else ranks of torchrun or srun measure it together
+            leave_to_rank_0()
         # within a scenario the fastest plan is also the cheapest and soonest
         objective = asked.objective or setup.request.objective
         if objective not in ("time", "memory", "devices"):

@@ -266,7 +266,8 @@ class AutoParallelStrategy(DDPStrategy):
     @override
     def setup_environment(self) -> None:
         check_devices(self)
-        super().setup_environment()
+        with self.rank_watch.meeting():
+            super().setup_environment()
         self.rank_watch.begin()
 
     @override

@@ -127,7 +127,8 @@ class CompressedDDPStrategy(DDPStrategy):
     @override
     def setup_environment(self) -> None:
         check_devices(self)
-        super().setup_environment()
+        with self.rank_watch.meeting():
+            super().setup_environment()
         self.rank_watch.begin()
 
     @override

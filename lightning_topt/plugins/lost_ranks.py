@@ -44,6 +44,7 @@ from lightning_topt.communication.rank_watch import (
     shares_store_between_attempts,
     watch_ranks,
 )
+from lightning_topt.communication.started_ranks import give_step_port, named_port
 from lightning_topt.plugins.sweep_jobs import begin_job, job_folder, know_ranks, rank_command
 
 log = logging.getLogger(__name__)
@@ -122,6 +123,13 @@ class LostRankWatch:
             device_id=device,
             meets_within=within,
         )
+
+    @contextmanager
+    def meeting(self) -> Generator[None, None, None]:
+        """Let ranks meet at a port of their own, or say that it is in use."""
+        give_step_port()
+        with named_port():
+            yield
 
     def begin(self) -> None:
         """Watch the ranks of this process group, which ends before the interpreter does."""

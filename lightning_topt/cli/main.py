@@ -84,7 +84,7 @@ def hydra_main(command: str, run: Callable[[DictConfig], object]) -> None:
     elif command == "checkpoint":
         words = [_as_action_or_path(word) for word in words]
     _check_words(words)
-    words = [*_words_of_rank(command), *words]
+    words = [*_words_of_rank(command, words), *words]
     OmegaConf.register_new_resolver("topt.run", run_name, use_cache=True, replace=True)
     has_begun = False
 
@@ -109,12 +109,20 @@ def hydra_main(command: str, run: Callable[[DictConfig], object]) -> None:
         raise ValueError(_one_line(_why_not_composed(error))) from error
 
 
-def _words_of_rank(command: str) -> list[str]:
+def _words_of_rank(command: str, words: Sequence[str]) -> list[str]:
     """Return Hydra's overrides for another rank of torchrun or srun, as Lightning's own have.
 
     Rank 0 alone keeps the configuration, and each rank has a log of its own.
+
+    Raises:
+        ValueError: each rank would hand the jobs of a sweep to submitit.
     """
-    rank = started_rank()[0]
+    rank, ranks = started_rank()
+    if ranks > 1 and any(word.startswith("hydra/launcher=submitit") for word in words):
+        raise ValueError(
+            f"{ranks} ranks of srun or torchrun would each submit all jobs of the sweep: start it "
+            "in one process, without srun, and submitit starts the ranks of each job"
+        )
     if rank and command in _OF_ONE_RANK:
         leave_to_rank_0()
     names = f"hydra.job.name={command}_rank_{rank}"

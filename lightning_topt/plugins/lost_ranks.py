@@ -44,8 +44,13 @@ from lightning_topt.communication.rank_watch import (
     shares_store_between_attempts,
     watch_ranks,
 )
-from lightning_topt.communication.started_ranks import give_step_port, named_port
-from lightning_topt.plugins.sweep_jobs import begin_job, job_folder, know_ranks, rank_command
+from lightning_topt.plugins.sweep_jobs import (
+    begin_job,
+    check_job,
+    job_folder,
+    know_ranks,
+    rank_command,
+)
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +72,7 @@ class LostRankWatch:
     """
 
     def __init__(self) -> None:
+        check_job()
         begin_job()
         self.ranks: RankWatch | None = None
         self._ended_with_error = False
@@ -127,6 +133,11 @@ class LostRankWatch:
     @contextmanager
     def meeting(self) -> Generator[None, None, None]:
         """Let ranks meet at a port of their own, or say that it is in use."""
+        from lightning_topt.communication.started_ranks import (  # noqa: PLC0415  (fits alone)
+            give_step_port,
+            named_port,
+        )
+
         give_step_port()
         with named_port():
             yield

@@ -1,0 +1,124 @@
+"""What ranks of srun and torchrun know of each other before they have a process group."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from lightning_topt.communication.started_ranks import (
+    give_step_port,
+    leave_to_rank_0,
+    named_port,
+    run_name,
+    started_rank,
+)
+from tests.launch import free_port
+
+STEP = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "3", "WORLD_SIZE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, (0, 1)),
+        ({**STEP, "SLURM_PROCID": "1"}, (1, 2)),
+        ({**STEP, "SLURM_PROCID": "1", **TORCHRUN}, (3, 4)),  # torchrun as a task of srun
+        ({"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, (0, 1)),  # sbatch
+        ({"RANK": "1", "WORLD_SIZE": "2"}, (0, 1)),  # a rank that Lightning has started
+    ],
+)
+def test_the_started_rank(variables: dict[str, str], expected: tuple[int, int]) -> None:
+    assert started_rank(variables) == expected
+
+
+def test_other_ranks_leave_with_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**STEP, "SLURM_PROCID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    leave_to_rank_0()
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    with pytest.raises(SystemExit) as left:
+        leave_to_rank_0()
+    assert left.value.code == 0
+
+
+def test_later_steps_have_ports_of_their_own() -> None:
+    ports = set()
+    for job in (4711, 4712):
+        for step in range(1, 40):
+            variables = {**STEP, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
+            again = dict(variables)
+            give_step_port(variables)
+            give_step_port(again)
+            assert variables == again  # on all ranks
+            assert 25000 <= int(variables["MASTER_PORT"]) < 32000
+            ports.add(variables["MASTER_PORT"])
+    assert len(ports) == 2 * 39
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        STEP,  # the first: Lightning's port, as users and their firewalls know it
+        {**STEP, "SLURM_STEP_ID": "1", "MASTER_PORT": "29500"},
+        {**STEP, "SLURM_STEP_ID": "1", **TORCHRUN},
+        {**STEP, "SLURM_STEP_ID": "4294967291"},  # the batch script
+        {"SLURM_JOB_ID": "4711"},
+        {},
+    ],
+)
+def test_other_ports_stay(variables: dict[str, str]) -> None:
+    given = dict(variables)
+    give_step_port(given)
+    assert given == variables
+
+
+def test_a_port_in_use_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_INET6) as server:
+        server.bind(("", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with (
+            pytest.raises(dist.DistNetworkError, match=f"port {port}.*give each step its own"),
+            named_port(),
+        ):
+            dist.TCPStore("localhost", port, 1, is_master=True)
+    other = dist.DistNetworkError("the other end is gone")
+    with pytest.raises(dist.DistNetworkError) as seen, named_port():
+        raise other
+    assert seen.value is other
+
+
+def test_a_run_of_slurm_is_named_by_its_step() -> None:
+    assert run_name("noon", {}) == "noon"
+    step = {**STEP, "SLURM_PROCID": "1"}
+    assert run_name("noon", step) == "slurm_4711.0"
+    array = {"SLURM_ARRAY_JOB_ID": "4700", "SLURM_ARRAY_TASK_ID": "2"}
+    assert run_name("noon", {**step, **array}) == "slurm_4700_2.0"
+
+
+def test_a_run_of_torchrun_has_the_first_name_that_a_rank_leaves() -> None:
+    store = dist.TCPStore("localhost", free_port(), is_master=True, wait_for_workers=False)
+    variables = {
+        **TORCHRUN,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+    }
+    names: list[str] = []
+    ranks = [
+        threading.Thread(target=lambda n=n: names.append(run_name(f"at {n}", variables)))
+        for n in range(3)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(timedelta(seconds=60).total_seconds())
+    assert len(names) == 3 and len(set(names)) == 1 and names[0].startswith("at ")
+    assert run_name("after a restart", variables) == names[0]
+    assert run_name("noon", {**variables, "TORCHELASTIC_USE_AGENT_STORE": "False"}) == "noon"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hydra.core.hydra_config import HydraConfig
 
+from lightning_topt.cli import main
 from lightning_topt.plugins import sweep_jobs
 from tests.preloaded import preloaded_python
 
@@ -76,19 +77,29 @@ sweep: ${hydra:sweep.dir}
 
 def swept(folder: Path, *words: str, python: str = sys.executable) -> dict[str, list[Any]]:
     """What each rank of each job has noted, by the job's folder."""
-    (folder / "app.yaml").write_text(CONFIG)
-    (folder / "app.py").write_text(APP)
-    command = [python, "app.py", "--multirun", f"hydra.sweep.dir={folder}/sweep", *words]
+    command = sweep_of(folder, *words, python=python)
     paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     result = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240
     )
     assert result.returncode == 0, result.stdout + result.stderr
+    return notes_of(folder)
+
+
+def sweep_of(folder: Path, *words: str, python: str = sys.executable) -> list[str]:
+    """Write the app into a folder, and return the command of a sweep there."""
+    (folder / "app.yaml").write_text(CONFIG)
+    (folder / "app.py").write_text(APP)
+    return [python, f"{folder}/app.py", "--multirun", f"hydra.sweep.dir={folder}/sweep", *words]
+
+
+def notes_of(folder: Path) -> dict[str, list[Any]]:
+    """Return what each rank of each job of the sweep has noted, by the job's folder."""
     return {
         job.name: [json.loads(path.read_text()) for path in sorted(job.glob("rank-*.json"))]
         for job in sorted((folder / "sweep").iterdir())
-        if job.is_dir()
+        if job.is_dir() and not job.name.startswith(".")
     }
 
 
@@ -156,6 +167,87 @@ def test_a_rank_gets_the_overrides_of_its_job(monkeypatch: pytest.MonkeyPatch) -
     # That of a worker is not the user's.
     spec.origin = "/launcher/worker.py"
     assert sweep_jobs.rank_command(1)[0][:2] == [sys.executable, "/home/app.py"]
+
+
+BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+SUBMITIT = "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher"
+SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+OPTUNA = "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper"
+STEP = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "sweeper", "variables", "refused"),
+    [
+        (BASIC, SWEEPER, STEP, None),
+        (SUBMITIT, OPTUNA, STEP, None),  # ranks of a job, not of the sweep
+        (BASIC, OPTUNA, STEP, "not the same jobs in turn"),
+        (BASIC, OPTUNA, {}, None),
+        ("hydra_plugins.joblib.JoblibLauncher", SWEEPER, STEP, "not the same jobs in turn"),
+        (SUBMITIT, SWEEPER, {"SUBMITIT_LOCAL_NTASKS": "2"}, "tasks_per_node at 1"),
+    ],
+)
+def test_sweeps_of_started_ranks(
+    launcher: str,
+    sweeper: str,
+    variables: dict[str, str],
+    refused: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = {"launcher": {"_target_": launcher}, "sweeper": {"_target_": sweeper}}
+    monkeypatch.setattr(HydraConfig, "get", lambda: job)
+    monkeypatch.setattr(sweep_jobs, "job_folder", lambda: "first")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if refused is None:
+        sweep_jobs.check_job()
+    else:
+        with pytest.raises(ValueError, match=refused):
+            sweep_jobs.check_job()
+
+
+def test_ranks_of_srun_submit_no_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["-m", "hydra/launcher=submitit_slurm"]
+    assert main._words_of_rank("train", words) == []
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="2 ranks of srun or torchrun would each submit"):
+        main._words_of_rank("train", words)
+    of_rank = ["hydra.output_subdir=null", "hydra.job.name=train_rank_1"]
+    assert main._words_of_rank("train", ["-m"]) == of_rank
+    with pytest.raises(SystemExit):  # rank 0 does it
+        main._words_of_rank("predict", [])
+
+
+def test_a_rank_of_a_job_of_submitit_runs_the_users_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def source(provider: str, schema: str, path: str) -> SimpleNamespace:
+        return SimpleNamespace(provider=provider, schema=schema, path=path)
+
+    sources = [source("hydra", "pkg", "hydra.conf"), source("main", "file", "/home/conf")]
+    sources.append(source("command-line", "file", "/more"))
+    job = SimpleNamespace(
+        runtime=SimpleNamespace(cwd="/home", config_sources=sources),
+        job=SimpleNamespace(config_name="train"),
+    )
+    options = ["--config-path", "/home/conf", "--config-dir", "/more", "--config-name", "train"]
+    worker = SimpleNamespace(
+        __spec__=SimpleNamespace(name="submitit.core._submit"), __file__="/submitit/_submit.py"
+    )
+    monkeypatch.setitem(sys.modules, "__main__", worker)
+    monkeypatch.setattr(sys, "argv", ["/submitit/_submit.py", "/jobs/1"])
+    users: dict[str, Any] = {"__file__": "app.py", "__name__": "__main__"}
+    exec("def main(config): ...", users)
+
+    def run_job(task_function: Any) -> list[str]:  # as Hydra names them
+        return sweep_jobs._of_submitit(job)
+
+    assert run_job(users["main"]) == [sys.executable, "/home/app.py", *options]
+    users["__package__"] = "package"
+    assert run_job(users["main"]) == [sys.executable, "-m", "package.app", *options]
+    monkeypatch.setattr(sys, "argv", ["/bin/topt", "train"])  # the command has put its own back
+    assert run_job(users["main"]) == []
 
 
 def test_a_rank_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -24,6 +25,59 @@ def test_joblib_runs_jobs_side_by_side(tmp_path: Path) -> None:
     ]
     assert all(first["loss"] == second["loss"] for first, second in jobs.values())
     assert len({rank["process"] for ranks in jobs.values() for rank in ranks}) >= 5
+
+
+def test_submitit_runs_jobs_in_processes_of_its_own(tmp_path: Path) -> None:
+    pytest.importorskip(
+        "hydra_plugins.hydra_submitit_launcher", reason="no hydra-submitit-launcher"
+    )
+    jobs = swept(tmp_path, "rate=0.1,0.2", "hydra/launcher=submitit_local")
+    check_jobs(tmp_path, jobs)
+
+
+def check_jobs(folder: Path, jobs: dict[str, list[Any]]) -> None:
+    """Two jobs of two ranks each, with rates, folders and processes of their own."""
+    assert jobs.keys() == {"0", "1"}
+    for (name, ranks), rate in zip(jobs.items(), (0.1, 0.2), strict=True):
+        assert [rank["rate"] for rank in ranks] == [rate] * 2
+        assert [rank["ranks"] for rank in ranks] == [2, 2]
+        assert {rank["folder"] for rank in ranks} == {f"{folder}/sweep/{name}"}
+        assert ranks[0]["loss"] == ranks[1]["loss"]
+    assert len({rank["process"] for ranks in jobs.values() for rank in ranks}) == 4
+
+
+def test_the_command_under_submitit(tmp_path: Path) -> None:
+    """Both jobs use what is measured once; their second ranks are started by the command line."""
+    pytest.importorskip(
+        "hydra_plugins.hydra_submitit_launcher", reason="no hydra-submitit-launcher"
+    )
+    words = ["trainer.max_steps=6", "trainer.limit_val_batches=1", "seed=1,2"]
+    words += ["model.num_layers=2", "model.hidden=32", "model.num_heads=2", "model.seq_len=32"]
+    words += ["data.max_bytes=40000", f"hydra.sweep.dir={tmp_path}/sweep"]
+    run_topt(tmp_path, "train", "-m", *words, "hydra/launcher=submitit_local")
+    records = [json.loads((tmp_path / "sweep" / n / "run.json").read_text()) for n in "01"]
+    assert [record["world_size"] for record in records] == [2, 2]
+    assert [record["global_step"] for record in records] == [6, 6]
+    assert records[0]["metrics"] != records[1]["metrics"]  # of two seeds
+    for name in "01":
+        files = {path.name for path in (tmp_path / "sweep" / name).iterdir()}
+        assert {"train.log", "train_rank_1.log", "plan.yaml", ".hydra"} <= files
+    kept = [*(tmp_path / "cache").rglob("*.json")]
+    assert kept, [*tmp_path.rglob("*")]
+
+
+def run_topt(folder: Path, *words: str) -> None:
+    """Run the command in a folder, with a cache there."""
+    command = [sys.executable, "-m", "lightning_topt.cli.main", *words]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        "XDG_CACHE_HOME": str(folder / "cache"),
+    }
+    result = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_optuna_goes_on_after_a_job_that_fails(tmp_path: Path) -> None:
@@ -48,15 +102,7 @@ def test_optuna_optimizes_the_metric_of_the_best_checkpoint(tmp_path: Path) -> N
     words += ["hydra/sweeper=optuna", "hydra.sweeper.n_jobs=1", "hydra.sweeper.n_trials=2"]
     words += ["hydra.sweeper.direction=maximize", "+hydra.sweeper.sampler.seed=0"]
     words += ["+model.learning_rate=interval(0.0001,0.01)", f"hydra.sweep.dir={tmp_path}/sweep"]
-    command = [sys.executable, "-m", "lightning_topt.cli.main", "train", "-m", *words]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-    }
-    result = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    run_topt(tmp_path, "train", "-m", *words)
     best = yaml.safe_load((tmp_path / "sweep" / "optimization_results.yaml").read_text())
     records = [
         json.loads(path.read_text()) for path in sorted((tmp_path / "sweep").glob("*/run.json"))

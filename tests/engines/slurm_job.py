@@ -107,7 +107,9 @@ class Slurm:
         self.environment = {name: os.environ[name] for name in os.environ if name not in names}
         self.environment |= {
             "SLURM_CONF": str(folder / "slurm.conf"),
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])  # launchers of Hydra
+            ),
             "OMP_NUM_THREADS": "1",
         }
 

@@ -12,6 +12,7 @@ import pytest
 
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.plan.parallel_plan import ParallelPlan
+from tests.cli.test_sweeps import notes_of, sweep_of
 from tests.engines.slurm_job import SAMPLES, Run, Slurm, wait_for
 
 pytestmark = pytest.mark.timeout(400)  # each rank imports torch and Lightning anew
@@ -85,10 +86,11 @@ def test_ranks_that_are_dealt_out_in_turn_are_known(slurm):
 
 
 def test_a_requeued_job_goes_on_after_its_last_batch(slurm, tmp_path, undisturbed):
+    """The signal comes by itself before the time limit; SLURM may be a minute early with it."""
     run = Run(tmp_path / "run", kinds=["topt"], holds_at=6)
-    job = slurm.submit(batch(run), run.folder, "--nodes=2", "--ntasks-per-node=1", "--requeue")
+    options = "--nodes=2", "--ntasks-per-node=1", "--requeue", "--time=3", "--signal=USR1@60"
+    job = slurm.submit(batch(run), run.folder, *options)
     wait_for((run.folder / "holds").exists, lambda: run.output() + slurm.logs())
-    slurm.call("scancel", "--signal=USR1", job)  # as at the time of --signal=SIGUSR1@120
     wait_for((run.folder / "hpc_ckpt_1.ckpt").exists, run.output)
     (run.folder / "held").touch()
     state = slurm.wait(job, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
@@ -171,6 +173,61 @@ def test_an_array_of_the_command_whose_first_job_is_requeued(slurm, tmp_path):
         logs = (tmp_path / "output" / f"output-{task}").read_text()
         assert (f"Restored all states from the checkpoint at {hpc}" in logs) == (task == 0), logs
     assert not [*tmp_path.glob("*.ckpt"), *tmp_path.glob("runs/1/*.ckpt")]
+
+
+TWO_STEPS = f"""
+for seed in 1 2; do
+    srun --exact --nodes=2 --ntasks=2 --ntasks-per-node=1 {TOPT} train {TINY} trainer.devices=1 \
+        trainer.num_nodes=2 trainer.max_steps=6 strategy=topt_compressed seed=$seed &
+done
+wait
+"""
+
+
+def test_steps_of_a_job_run_side_by_side_each_in_a_folder(slurm, tmp_path):
+    """Each step has a port, and its ranks share a folder that nobody has named."""
+    options = "--nodes=2", "--ntasks-per-node=2", f"--chdir={tmp_path}"
+    job = slurm.submit(TWO_STEPS, tmp_path / "output", *options)
+    logs = tmp_path / "output" / "output-4294967294"  # no array
+    state = slurm.wait(job, "COMPLETED", "FAILED")
+    assert state["JobState"] == "COMPLETED", logs.read_text()
+    folders = sorted((tmp_path / "outputs" / "train").iterdir())
+    assert [folder.name for folder in folders] == [f"slurm_{job}.0", f"slurm_{job}.1"]
+    for folder in folders:
+        record = json.loads((folder / "run.json").read_text())
+        assert (record["world_size"], record["global_step"]) == (2, 6)
+        assert {"train.log", "train_rank_1.log"} <= {path.name for path in folder.iterdir()}
+
+
+def test_one_rank_plans_where_the_cluster_is_given(slurm, tmp_path):
+    words = f"plan {TINY} tensor=false pipeline=false cluster=local_cpu hydra.run.dir={tmp_path}"
+    command = f"{SRUN} --label {TOPT} {words}".split()
+    output = slurm.call(*command)
+    said = [line for line in output.splitlines() if "run folder" in line]
+    assert len(said) == 1 and said[0].startswith("0:"), output
+    assert (tmp_path / "plan.yaml").is_file()
+
+
+def test_a_sweep_by_ranks_of_srun(slurm, tmp_path):
+    command = sweep_of(tmp_path, "rate=0.1,0.2", "strategy=topt_compressed")
+    slurm.call("srun", "--nodes=1", "--ntasks-per-node=2", *command)
+    check_ranks(notes_of(tmp_path))
+
+
+def check_ranks(jobs):
+    for ranks, rate in zip(jobs.values(), (0.1, 0.2), strict=True):
+        assert [(rank["rate"], rank["ranks"]) for rank in ranks] == [(rate, 2)] * 2
+        assert ranks[0]["loss"] == ranks[1]["loss"]
+
+
+def test_submitit_starts_the_ranks_of_each_job(slurm, tmp_path):
+    pytest.importorskip(
+        "hydra_plugins.hydra_submitit_launcher", reason="no hydra-submitit-launcher"
+    )
+    options = "hydra/launcher=submitit_slurm", "hydra.launcher.tasks_per_node=2"
+    command = sweep_of(tmp_path, "rate=0.1,0.2", *options, "hydra.launcher.timeout_min=5")
+    slurm.call(*command)
+    check_ranks(notes_of(tmp_path))
 
 
 def test_a_plan_is_for_the_nodes_and_devices_of_the_job(slurm, tmp_path):

@@ -209,7 +209,7 @@ def test_one_rank_plans_where_the_cluster_is_given(slurm, tmp_path):
 
 
 def test_a_sweep_by_ranks_of_srun(slurm, tmp_path):
-    command = sweep_of(tmp_path, "rate=0.1,0.2", "strategy=topt_compressed")
+    command = sweep_of(tmp_path, "rate=0.1,0.2")
     slurm.call("srun", "--nodes=1", "--ntasks-per-node=2", *command)
     check_ranks(notes_of(tmp_path))
 

@@ -263,11 +263,19 @@ def estimate_seconds(
     weights = []
     for parameter in parameters_of(optimizer):
         weight = float(parameter.numel())
-        if work == "matrices" and parameter.dim() >= 2 and parameter.numel():
-            sides = sorted((parameter.shape[0], parameter.numel() // parameter.shape[0]))
-            weight += float(sides[1]) * sides[0] ** 2
+        if work == "matrices":
+            weight = update_work(parameter.shape)
         weights.append(0.0 if parameter.grad is None else weight)
     return _spread(weights, statistics.median(whole_seconds))
+
+
+def update_work(shape: Sequence[int]) -> float:
+    """Return the work of an update by matrix functions, in elements; see `estimate_seconds`."""
+    numel = math.prod(shape)
+    if len(shape) < 2 or not numel:
+        return float(numel)
+    small, large = sorted((shape[0], numel // shape[0]))
+    return float(numel) + float(large) * small**2
 
 
 def _spread(weights: Sequence[float], total: float) -> list[float]:

@@ -217,7 +217,7 @@ class OwnedShards:
             for piece, p in self.parameters.items()
             if piece.owner == self.rank
         }
-        self.sends_updates = is_one_of(optimizer, _DECAYED_APART)
+        self.sends_updates = sends_updates(optimizer)
         self._rows = {
             piece: _RowsOfRanks.of(p, owner=piece.owner, group=group)
             for piece, p in self.parameters.items()
@@ -312,6 +312,11 @@ class OwnedShards:
             arriving, received.split([t.nbytes for t in arriving]), strict=True
         ):
             _bytes(target).copy_(part)
+
+
+def sends_updates(optimizer: Optimizer) -> bool:
+    """Return whether owners need no parameters: two exchanges in a step, in place of three."""
+    return is_one_of(optimizer, _DECAYED_APART)
 
 
 class _RowsOfRanks(NamedTuple):

@@ -163,8 +163,8 @@ def measure(width: int, depth: int, rounds: int) -> dict[str, Any]:
         worst = 0.0
         for parameter, plain, before in zip(method.parameters, whole, start, strict=True):
             full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            moved = (plain - before).abs().max()
-            worst = max(worst, float((full - plain).abs().max() / moved))
+            moved = (plain.detach() - before).abs().max()
+            worst = max(worst, float((full - plain).detach().abs().max() / moved))
         differences[name] = slowest(worst)
     return {"seconds": seconds, "errors": errors, "differences": differences}
 

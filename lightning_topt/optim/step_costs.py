@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_topt.optim.adam_variants import LAMB
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.lars import LARS
-from lightning_topt.optim.pieces import Share, num_rows
+from lightning_topt.optim.pieces import Share, num_rows, update_work
 from lightning_topt.optim.update_rule import (
     OptimizerCounters,
     UpdateRule,
@@ -267,15 +267,6 @@ def estimate_seconds(
             weight = update_work(parameter.shape)
         weights.append(0.0 if parameter.grad is None else weight)
     return _spread(weights, statistics.median(whole_seconds))
-
-
-def update_work(shape: Sequence[int]) -> float:
-    """Return the work of an update by matrix functions, in elements; see `estimate_seconds`."""
-    numel = math.prod(shape)
-    if len(shape) < 2 or not numel:
-        return float(numel)
-    small, large = sorted((shape[0], numel // shape[0]))
-    return float(numel) + float(large) * small**2
 
 
 def _spread(weights: Sequence[float], total: float) -> list[float]:

@@ -31,8 +31,7 @@ from lightning_topt.optim.parallel_step import (
     check_can_be_split,
     install_parallel_step,
 )
-from lightning_topt.optim.pieces import Piece, Share, assign_pieces, num_rows
-from lightning_topt.optim.step_costs import update_work
+from lightning_topt.optim.pieces import Piece, Share, assign_pieces, num_rows, update_work
 from lightning_topt.optim.update_rule import (
     ELEMENTWISE,
     UnsplittableOptimizer,

@@ -143,7 +143,7 @@ def assign_pieces(shares: Sequence[Share], *, world_size: int) -> list[Piece]:
 def update_work(shape: Sequence[int]) -> float:
     """Return the work of an update of whole parameters, in elements.
 
-    A matrix (m, n) has max(m, n) min(m, n)^2 more, for its products (`step_costs.estimate_seconds`).
+    A matrix (m, n) has max(m, n) min(m, n)^2 more: `step_costs.estimate_seconds`.
     """
     numel = math.prod(shape)
     if len(shape) < 2 or not numel:

@@ -107,7 +107,7 @@ class AttachedOptimizer:
         self._sharded = [
             index
             for index, parameter in enumerate(parameters_of(optimizer))
-            if isinstance(parameter, DTensor) or (index in self._split and index not in shared)
+            if index not in shared and (isinstance(parameter, DTensor) or index in self._split)
         ]
         # States of sharded parameters, once released or on the host.
         self._kept: dict[int, State] | None = None
@@ -194,11 +194,23 @@ class AttachedOptimizer:
         """Load a full state, each rank its part, or a stored one, of which it reads its part."""
         if isinstance(state, StoredOptimizer):
             state = self.read(state, rows=self.rows_to_read)
-        self.optimizer.load_state_dict(place_optimizer_state(self.optimizer, state, self._split))
+        # a shared step takes full states, and keeps its part
+        pieces = () if self.parallel_step is None else self.parallel_step.current_pieces()
+        owned = {piece.index for piece in pieces}
+        self.optimizer.load_state_dict(
+            place_optimizer_state(self.optimizer, state, self._split, replicated=owned)
+        )
 
     def read(self, stored: StoredOptimizer, *, rows: Callable[[int], range]) -> State:
         """Return ``rows(index)`` of each parameter's state from a checkpoint folder."""
-        return stored.read(parameters_of(self.optimizer), rows=rows, split=self._split)
+        kept_in_shards = {*self._sharded}
+        parameters = [
+            torch.empty(p.shape, dtype=p.dtype, device="meta")
+            if isinstance(p, DTensor) and index not in kept_in_shards
+            else p
+            for index, p in enumerate(parameters_of(self.optimizer))
+        ]
+        return stored.read(parameters, rows=rows, split=self._split)
 
     def to_host(self) -> None:
         """Take the state off the device for good, each rank its own.
@@ -229,9 +241,10 @@ class AttachedOptimizer:
             self.parallel_step.detach()
         self._kept = dict(self._shards()) if self._kept is None else self._kept
         self._drop_shards()
-        follow_parameters(
-            self.optimizer, {new: original for original, new in self._replaced.items()}, {}
-        )
+        originals = {new: original for original, new in self._replaced.items()}
+        follow_parameters(self.optimizer, originals, {})
+        if self.parallel_step is not None:
+            self.parallel_step.follow(originals)
         if self._kept or (
             self.parallel_step is not None and dist.get_world_size(self.parallel_step.group) > 1
         ):

@@ -11,7 +11,7 @@ Tensors are in shards (DTensors), in slices along tensor axes (`split`), or in s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -110,13 +110,25 @@ def gather_parameter_states(
 
 
 def place_optimizer_state(
-    optimizer: Optimizer, state: Mapping[str, Any], split: Mapping[int, SplitTensor]
+    optimizer: Optimizer,
+    state: Mapping[str, Any],
+    split: Mapping[int, SplitTensor],
+    *,
+    replicated: Collection[int] = (),
 ) -> State:
-    """Return the part of full `state` that this rank keeps of an optimizer's state."""
+    """Return the part of full `state` that this rank keeps of an optimizer's state.
+
+    No shards are made of the state of parameters that are `replicated`, by index.
+    """
     parameters = dict(enumerate(parameters_of(optimizer)))
     placed = {
         index: {
-            key: place_like(_own(value, split.get(index)), parameters[index])
+            key: place_like(
+                _own(value, split.get(index)),
+                None
+                if index in replicated and isinstance(parameters[index], DTensor)
+                else parameters[index],
+            )
             for key, value in values.items()
         }
         for index, values in state["state"].items()

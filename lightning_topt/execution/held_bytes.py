@@ -26,7 +26,7 @@ from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.pieces import Piece
-from lightning_topt.techniques.optimizer_sharding import is_shared, pieces_of
+from lightning_topt.techniques.optimizer_sharding import is_shared, pieces_of, updates_whole
 from lightning_topt.techniques.technique import shard_axes
 
 KINDS = ("parameters", "gradients", "optimizer_state", "padding")
@@ -50,35 +50,38 @@ def held_bytes(
     without them there is no state.
     """
     held = {block: np.zeros((mesh.size, len(KINDS)), np.int64) for block in blocks}
+    number, count = numbers_along(mesh, mesh.data_axes)
+    shared = [
+        (parameters_of(optimizer)[piece.index], piece)
+        for optimizer in optimizers
+        for piece in shared_pieces(optimizer, blocks, configs, ranks=count)
+    ]
+    owned = {parameter for parameter, _ in shared}
     for block, parameters in blocks.items():
-        shared = shares_updates(configs[block])
         for name, parameter in once(parameters):
             _add_tensors(held[block], parameter, configs[block], mesh)
-            if profile is not None and not (shared and is_shared(parameter)):
+            if profile is not None and parameter not in owned:
                 # A parameter's optimizer state on each rank, (rank,).
                 axes = shard_axes(configs[block], is_trained=parameter.requires_grad)
-                index, count = numbers_along(mesh, axes)
+                index, shards = numbers_along(mesh, axes)
                 # Shards of equally many rows have equal states: ask once for each number of rows.
                 rows, which = np.unique(
-                    chunk_rows(parameter, index, count=count), return_inverse=True
+                    chunk_rows(parameter, index, count=shards), return_inverse=True
                 )
                 sizes = [
                     profile.state_bytes_of(name, _with_rows(parameter, int(each))) for each in rows
                 ]
                 held[block][:, _STATE] += np.array(sizes, np.int64)[which]
-    # State at ZeRO level 1: each rank has that of the pieces which it updates.
+    # A shared step: each rank has the state of the pieces which it updates.
     if profile is not None:
         # Optimizers count parameters over all blocks: find the block of each.
         home = {
             parameter: (block, name) for block in blocks for name, parameter in once(blocks[block])
         }
-        number, count = numbers_along(mesh, mesh.data_axes)
-        for optimizer in optimizers:
-            parameters_in_order = parameters_of(optimizer)
-            for piece in shared_pieces(optimizer, blocks, configs, ranks=count):
-                block, name = home[parameters_in_order[piece.index]]  # type: ignore[index]
-                shape = _with_rows(parameters_in_order[piece.index], piece.stop - piece.start)
-                held[block][number == piece.owner, _STATE] += profile.state_bytes_of(name, shape)
+        for parameter, piece in shared:
+            block, name = home[parameter]  # type: ignore[index]
+            shape = _with_rows(parameter, piece.stop - piece.start)
+            held[block][number == piece.owner, _STATE] += profile.state_bytes_of(name, shape)
     return held
 
 
@@ -103,12 +106,16 @@ def shared_pieces(
 ) -> list[Piece]:
     """Return the pieces in which ranks share the update of one optimizer.
 
-    None where every rank updates all that it holds.
+    None where every rank updates all that it holds. Shards of updates that read whole parameters
+    have owners too.
     """
+    in_shards = any(config.storage.sharded_axes("gradients") for config in configs.values())
+    whole = in_shards and updates_whole(optimizer)
     shared: Collection[Tensor] = {
         parameter
         for block, parameters in blocks.items()
         if shares_updates(configs[block])
+        or (whole and configs[block].storage.sharded_axes("gradients"))
         for parameter in parameters.values()
         if is_shared(parameter)
     }

@@ -24,7 +24,12 @@ from lightning_topt.execution.held_bytes import Blocks, once, shares_updates
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
-from lightning_topt.optim.update_rule import BY_PARAMETER, ELEMENTWISE, is_one_of
+from lightning_topt.optim.update_rule import (
+    BY_PARAMETER,
+    UnsplittableOptimizer,
+    is_one_of,
+    update_rule,
+)
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.techniques.registry import (
     check_blocks,
@@ -182,24 +187,15 @@ def shard_problems(
     if plan.mesh.data_parallel_size == 1:
         return
     for optimizer in optimizers:
-        yield from _optimizer_problems(optimizer, sharded=sharded, shared=shared)
-
-
-def _optimizer_problems(
-    optimizer: Optimizer, *, sharded: Sequence[str], shared: Sequence[str]
-) -> Iterator[str]:
-    name = type(optimizer).__name__
-    if sharded and not is_one_of(optimizer, ELEMENTWISE):
-        yield (
-            f"{name} looks at whole parameters, so it cannot update shards: choose ZeRO level 0 or "
-            f"1 for block {sharded[0]!r}, or an optimizer that updates elements one by one, such "
-            "as AdamW or SGD"
-        )
-    if shared and not is_one_of(optimizer, BY_PARAMETER):
-        yield (
-            f"{name} is not known to update each parameter by itself, so ranks cannot share its "
-            f"step: choose ZeRO level 0 for block {shared[0]!r}"
-        )
+        # Known ones update each parameter by itself; of others a copy is tried.
+        if (blocks_of := [*sharded, *shared]) and not is_one_of(optimizer, BY_PARAMETER):
+            try:
+                update_rule(optimizer)
+            except UnsplittableOptimizer as error:
+                yield (
+                    f"ranks cannot share the updates of {type(optimizer).__name__}: "
+                    f"{error.reason}; choose ZeRO level 0 for block {blocks_of[0]!r}"
+                )
 
 
 def batch_problems(

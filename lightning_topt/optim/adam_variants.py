@@ -98,7 +98,7 @@ class LAMB(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             kinds: dict[Any, list[Tensor]] = {}
-            for index, parameter in enumerate(with_gradients(group)):
+            for index, parameter in enumerate(with_gradients(self, group)):
                 adapted = is_adapted(parameter, group["adapt"])
                 # On CPU one parameter after the other, while its update is in the cache; elsewhere
                 # as few calls as possible.
@@ -272,16 +272,12 @@ class BasisRotation(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
+            for parameter in with_gradients(self, group):
+                assert parameter.grad is not None
+                self._update(parameter, parameter.grad, group)
         return loss
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        if gradient.is_sparse:
-            raise ValueError(
-                "BasisRotation needs dense gradients; build the embedding with sparse=False"
-            )
         state, (beta1, beta2) = self.state[parameter], group["betas"]
         if not state:
             self._begin(parameter, state, group)
@@ -311,8 +307,8 @@ class BasisRotation(Optimizer):
             return
         if isinstance(parameter, DTensor):
             raise ValueError(
-                "BasisRotation rotates whole matrices, and this one is sharded; use a plan that "
-                "keeps parameters whole (ddp, zero1), or a group with rotate=False"
+                "BasisRotation rotates whole matrices, and this one is sharded; use a plan of "
+                "strategy='topt', which gives each matrix an owner, or a group with rotate=False"
             )
         for covariance, basis, dim in _SIDES:
             if (size := parameter.shape[dim]) <= group["max_dimension"]:

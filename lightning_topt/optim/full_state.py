@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -222,7 +223,7 @@ def keep_own_state(optimizer: Optimizer, pieces: Sequence[Piece], *, keys: Keys)
     """Cut full state, kept under the parameters, down to this rank's pieces.
 
     `keys` has the tensor that stands for each own piece. State that is cut already stays, and so
-    does that of parameters without pieces.
+    does that of parameters without pieces. A collective call where full state is in shards.
     """
     parameters = parameters_of(optimizer)
     by_index = _by_index(pieces)
@@ -230,7 +231,10 @@ def keep_own_state(optimizer: Optimizer, pieces: Sequence[Piece], *, keys: Keys)
         parameter = parameters[index]
         if parameter not in optimizer.state:
             continue
-        full = optimizer.state.pop(parameter)
+        full = tree_map(
+            lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf,
+            dict(optimizer.state.pop(parameter)),
+        )
         for piece in of_parameter:
             if piece in keys:
                 optimizer.state[keys[piece]] = _part(full, parameter, piece=piece, key=keys[piece])

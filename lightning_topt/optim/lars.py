@@ -114,13 +114,16 @@ def refuse_complex(optimizer: Optimizer) -> None:
         )
 
 
-def with_gradients(group: Mapping[str, Any]) -> list[Tensor]:
+def with_gradients(optimizer: Optimizer, group: Mapping[str, Any]) -> list[Tensor]:
     """Return the parameters of `group` that have a gradient. ValueError for a sparse one."""
     parameters: list[Tensor] = [
         parameter for parameter in group["params"] if parameter.grad is not None
     ]
     if any(p.grad.is_sparse for p in parameters if p.grad is not None):
-        raise ValueError("trust ratios need dense gradients; build the embedding with sparse=False")
+        raise ValueError(
+            f"{type(optimizer).__name__} needs dense gradients; build the embedding with "
+            "sparse=False"
+        )
     return parameters
 
 
@@ -181,7 +184,7 @@ class LARS(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        groups = [(group, with_gradients(group)) for group in self.param_groups]
+        groups = [(group, with_gradients(self, group)) for group in self.param_groups]
         adapted = [
             [p for p in parameters if is_adapted(p, group["adapt"])] for group, parameters in groups
         ]

@@ -1,25 +1,46 @@
-"""The step of an optimizer over sharded parameters (DTensors), on the local tensors.
+"""The step of an optimizer over sharded parameters (DTensors), on plain tensors.
+
+    rule of the update    what a rank updates                   with
+    elements              its shards                            `LocalStep`
+    parameters            the parameters that it owns, in full  `ParallelStep` and `OwnedShards`
 
 The update of a shard is the shard of the update where every element is updated by itself. The
 optimizer then needs no DTensor at work: it is spared their dispatch (about 40 us per call on a
 CPU). Parameters that are replicated, or sharded on different meshes, may be in one group, also for
 its fused and foreach forms, which take tensors of one kind only.
+
+A rule of full parameters (Muon) has one owner for each. Its gradient is gathered there, once, and
+the new shards are sent from there. State is at the owner and never travels: kept in shards, its
+momentum would travel to the owner and back in each step. Of P ranks a rank sends and receives
+2 (P - 1) / P^2 of all bytes where the new parameter is a (1 - lr weight_decay) w + u, with u of the
+gradients alone. Owners then send u; the shards are decayed where they are. Elsewhere (norms of w)
+parameters are gathered with the gradients: 3 (P - 1) / P^2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_topt.communication.rank_watch import PeerLostError
+from lightning_topt.optim.adam_variants import BasisRotation
 from lightning_topt.optim.full_state import parameters_of
+from lightning_topt.optim.pieces import Piece
 from lightning_topt.optim.step_hooks import begin_step, inside_hooks
 from lightning_topt.optim.update_rule import ELEMENTWISE, is_one_of
 
 State = dict[str, Any]
+# w <- (1 - lr weight_decay) w + u, where u does not depend on w
+_DECAYED_APART: tuple[type[Optimizer], ...] = (
+    BasisRotation,
+    *((torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()),
+)
 
 
 def install_local_step(optimizer: Optimizer) -> LocalStep | None:
@@ -158,3 +179,168 @@ def _as_shards(local: State, before: State, parameter: Tensor, key: Tensor) -> S
         )
 
     return {name: placed(name, value) for name, value in local.items()}
+
+
+# ---- rules of full parameters: one owner for each
+
+
+class OwnedShards:
+    """Sharded parameters that are updated in full, each by its owner.
+
+    `keys` stand for a rank's own ones in its optimizer. They have memory from `collect` to
+    `send_back`, which are collective calls.
+
+    Args:
+        optimizer: whose step is shared.
+        parameters: of the optimizer.
+        pieces: all of a parameter each; those of other parameters than DTensors are left out.
+        group: the ranks that owners are among; None: all. Meshes of shards are within it.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[Tensor],
+        pieces: Sequence[Piece],
+        *,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.optimizer, self.group = optimizer, group
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.parameters = {
+            piece: parameter
+            for piece in sorted(pieces)
+            if isinstance(parameter := parameters[piece.index], DTensor)
+        }
+        self.keys = {
+            piece: nn.Parameter(_local(p).new_empty(0), requires_grad=p.requires_grad)
+            for piece, p in self.parameters.items()
+            if piece.owner == self.rank
+        }
+        self.sends_updates = sends_updates(optimizer)
+        self._rows = {
+            piece: _RowsOfRanks.of(p, owner=piece.owner, group=group)
+            for piece, p in self.parameters.items()
+        }
+        self._active: list[Piece] = []
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Bring gradients, and parameters where the rule reads them, to the owners."""
+        self._active = [piece for piece, p in self.parameters.items() if p.grad is not None]
+        gradients = self._to_owners(lambda p: p.grad)
+        values = {} if self.sends_updates else self._to_owners(lambda p: p)
+        for piece, gradient in gradients.items():
+            key = self.keys[piece]
+            key.data = torch.zeros_like(gradient) if self.sends_updates else values[piece]
+            key.grad = gradient
+
+    @torch.no_grad()
+    def send_back(self) -> None:
+        """Send what became of the parameters to all ranks, each its rows."""
+        shards = self._to_shards()
+        groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
+        for piece, rows in shards.items():
+            parameter = self.parameters[piece]
+            local, group = _local(parameter), groups[parameter]
+            if self.sends_updates:
+                local.mul_(1 - float(group["lr"]) * group["weight_decay"]).add_(rows)
+            else:
+                local.copy_(rows)
+        for key in self.keys.values():
+            key.grad, key.data = None, key.new_empty(0)
+
+    def _to_owners(self, part: Callable[[DTensor], Tensor | None]) -> dict[Piece, Tensor]:
+        """Return ``part(parameter)`` of own pieces in full; every rank sends its rows."""
+        sent: list[list[Tensor]] = [[] for _ in range(self.world_size)]
+        targets: list[list[Tensor]] = [[] for _ in range(self.world_size)]
+        full: dict[Piece, Tensor] = {}
+        for piece in self._active:
+            rows, local = self._rows[piece], _local(part(self.parameters[piece]))
+            # of replicas of a shard, the one in the owner's row of the mesh is sent
+            if self.rank in rows.beside_owner:
+                sent[piece.owner].append(local)
+            if piece.owner == self.rank:
+                full[piece] = local.new_empty(self.parameters[piece].shape)
+                for source in rows.beside_owner:
+                    targets[source].append(full[piece][rows.by_rank[source]])
+        self._exchange(sent, targets)
+        return full
+
+    def _to_shards(self) -> dict[Piece, Tensor]:
+        """Return this rank's rows of every piece that was updated, from the owners."""
+        sent: list[list[Tensor]] = [[] for _ in range(self.world_size)]
+        targets: list[list[Tensor]] = [[] for _ in range(self.world_size)]
+        shards = {}
+        for piece in self._active:
+            if piece.owner == self.rank:
+                for rank, rows in enumerate(self._rows[piece].by_rank):
+                    sent[rank].append(self.keys[piece].detach()[rows])
+            shards[piece] = torch.empty_like(_local(self.parameters[piece]))
+            targets[piece.owner].append(shards[piece])
+        self._exchange(sent, targets)
+        return shards
+
+    def _exchange(
+        self, sent: Sequence[Sequence[Tensor]], targets: Sequence[Sequence[Tensor]]
+    ) -> None:
+        """Send tensors by destination, and fill `targets` by source, in one collective call."""
+        if not self._active:
+            return
+        device = _local(self.parameters[self._active[0]]).device
+        empty = torch.empty(0, dtype=torch.uint8, device=device)
+        # as bytes: dtypes travel together
+        buffer = torch.cat([empty, *(_bytes(t.contiguous()) for of in sent for t in of)])
+        sizes = [sum(t.nbytes for t in of) for of in targets]
+        received = buffer.new_empty(sum(sizes))
+        try:
+            dist.all_to_all_single(
+                received,
+                buffer,
+                output_split_sizes=sizes,
+                input_split_sizes=[sum(t.nbytes for t in of) for of in sent],
+                group=self.group,
+            )
+        except RuntimeError as error:
+            raise PeerLostError(
+                f"rank {self.rank} cannot exchange its shards with the owners of parameters: a "
+                "rank is gone, or slower than the timeout of the process group; go back to a "
+                f"checkpoint: {error}"
+            ) from error
+        arriving = [t for of in targets for t in of]
+        for target, part in zip(
+            arriving, received.split([t.nbytes for t in arriving]), strict=True
+        ):
+            _bytes(target).copy_(part)
+
+
+def sends_updates(optimizer: Optimizer) -> bool:
+    """Return whether owners need no parameters: two exchanges in a step, in place of three."""
+    return is_one_of(optimizer, _DECAYED_APART)
+
+
+class _RowsOfRanks(NamedTuple):
+    """The rows of one parameter that each rank of a group has."""
+
+    by_rank: list[slice]
+    beside_owner: list[int]  # ranks that have all rows together, the owner among them
+
+    @classmethod
+    def of(cls, parameter: DTensor, *, owner: int, group: dist.ProcessGroup | None) -> _RowsOfRanks:
+        # FSDP2 shards rows along the last dim of its mesh, and replicates along the others
+        *others, last = parameter.placements
+        assert last.is_shard(0) and all(placement.is_replicate() for placement in others)
+        ranks = parameter.device_mesh.mesh.reshape(-1, parameter.device_mesh.shape[-1]).tolist()
+        known = dist.get_process_group_ranks(group or dist.group.WORLD)
+        chunk = -(-parameter.shape[0] // len(ranks[0]))
+        place = {rank: number for row in ranks for number, rank in enumerate(row)}
+        starts = [min(place[rank] * chunk, parameter.shape[0]) for rank in known]
+        (beside,) = [row for row in ranks if known[owner] in row]
+        return cls(
+            [slice(start, min(start + chunk, parameter.shape[0])) for start in starts],
+            [known.index(rank) for rank in beside],
+        )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

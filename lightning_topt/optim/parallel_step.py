@@ -37,6 +37,7 @@ from lightning_topt.optim.full_state import (
     parameters_of,
 )
 from lightning_topt.optim.gather import PendingGather, PieceGather, sent_dtype
+from lightning_topt.optim.local_step import OwnedShards
 from lightning_topt.optim.pieces import Piece, check_pieces, is_whole, rows_of
 from lightning_topt.optim.step_hooks import begin_step, inside_hooks
 
@@ -123,8 +124,13 @@ class ParallelStep:
         check_pieces(pieces, parameters, world_size=dist.get_world_size(self.group))
         self.parameters, self.pieces = parameters, sorted(pieces)
         # what stands for own pieces in the optimizer
+        self._shards = OwnedShards(self.optimizer, parameters, self.pieces, group=self.group)
         self.own = PieceKeys(
-            parameters, self.pieces, rank=self.rank, gather_dtype=self.gather_dtype
+            parameters,
+            self.pieces,
+            rank=self.rank,
+            gather_dtype=self.gather_dtype,
+            of_shards=self._shards.keys,
         )
         self._gather = PieceGather(
             parameters,
@@ -167,6 +173,7 @@ class ParallelStep:
         self.active = [
             index for index, parameter in enumerate(self.parameters) if parameter.grad is not None
         ]
+        self._shards.collect()
         self.own.refresh()
         for group in self.optimizer.param_groups:
             names = group.get("param_names")
@@ -203,11 +210,19 @@ class ParallelStep:
 
     def start_gather(self) -> PendingGather:
         """Begin to send the pieces of the parameters that had a gradient in the last step."""
-        return self._gather.start(self.active)
+        sharded = {piece.index for piece in self._shards.parameters}
+        return self._gather.start([index for index in self.active if index not in sharded])
 
     def gather(self) -> None:
-        """Send the pieces and wait until all have arrived."""
-        self.start_gather().wait()
+        """Send the pieces and wait until all have arrived; shards go to their ranks."""
+        pending = self.start_gather()
+        self._shards.send_back()
+        pending.wait()
+
+    def follow(self, replaced: Mapping[Tensor, Tensor]) -> None:
+        """Count the parameters that `replaced` has in the place of those so far, once detached."""
+        assert self._removed, "keys and messages are of the parameters so far"
+        self.parameters = [replaced.get(parameter, parameter) for parameter in self.parameters]
 
     def current_pieces(self) -> list[Piece]:
         """Return the pieces, counted as the optimizer counts its parameters now.
@@ -339,6 +354,7 @@ class PieceKeys:
     what the optimizer updates where the rows themselves will not do: where they are gathered
     rounded, or scattered in memory (transposed weights).
 
+    `of_shards` are the keys of own parameters that are in shards, and filled by `OwnedShards`.
     `of_parameter` has, for each parameter with pieces, the keys that stand for it on this rank:
     none where others own it all. `masters` has the exact copies. `gather_dtype` is as for
     `PieceGather`.
@@ -351,8 +367,10 @@ class PieceKeys:
         *,
         rank: int,
         gather_dtype: torch.dtype | None,
+        of_shards: Mapping[Piece, Tensor],
     ) -> None:
         self.parameters, self.gather_dtype = parameters, gather_dtype
+        self._of_shards = of_shards
         self.keys: dict[Piece, Tensor] = {}
         self.masters: dict[Piece, Tensor] = {}
         self.of_parameter: dict[Tensor, list[Tensor]] = {
@@ -364,6 +382,8 @@ class PieceKeys:
                 self.of_parameter[parameters[piece.index]].append(key)
 
     def _key(self, piece: Piece) -> Tensor:
+        if piece in self._of_shards:
+            return self._of_shards[piece]
         parameter = self.parameters[piece.index]
         rows = rows_of(parameter, piece)
         scattered = torch.empty_like(rows, device="meta").stride() != rows.stride()
@@ -385,7 +405,7 @@ class PieceKeys:
         gradient of a parameter that is cut into rows.
         """
         for piece, key in self.keys.items():
-            if key is not self.parameters[piece.index]:
+            if key is not self.parameters[piece.index] and piece not in self._of_shards:
                 self._refresh(piece, key)
 
     def _refresh(self, piece: Piece, key: Tensor) -> None:

@@ -140,6 +140,18 @@ def assign_pieces(shares: Sequence[Share], *, world_size: int) -> list[Piece]:
     return sorted(pieces)
 
 
+def update_work(shape: Sequence[int]) -> float:
+    """Return the work of an update of whole parameters, in elements.
+
+    A matrix (m, n) has max(m, n) min(m, n)^2 more: `step_costs.estimate_seconds`.
+    """
+    numel = math.prod(shape)
+    if len(shape) < 2 or not numel:
+        return float(numel)
+    small, large = sorted((shape[0], numel // shape[0]))
+    return float(numel) + float(large) * small**2
+
+
 class Loads:
     """Cost and bytes of each rank as fractions of the totals of all shares: 1/P each is perfect."""
 

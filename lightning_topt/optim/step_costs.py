@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_topt.optim.adam_variants import LAMB
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.lars import LARS
-from lightning_topt.optim.pieces import Share, num_rows
+from lightning_topt.optim.pieces import Share, num_rows, update_work
 from lightning_topt.optim.update_rule import (
     OptimizerCounters,
     UpdateRule,
@@ -263,9 +263,8 @@ def estimate_seconds(
     weights = []
     for parameter in parameters_of(optimizer):
         weight = float(parameter.numel())
-        if work == "matrices" and parameter.dim() >= 2 and parameter.numel():
-            sides = sorted((parameter.shape[0], parameter.numel() // parameter.shape[0]))
-            weight += float(sides[1]) * sides[0] ** 2
+        if work == "matrices":
+            weight = update_work(parameter.shape)
         weights.append(0.0 if parameter.grad is None else weight)
     return _spread(weights, statistics.median(whole_seconds))
 

@@ -57,6 +57,7 @@ from lightning_topt.techniques.fsdp_costs import (
     shard_lifetimes,
 )
 from lightning_topt.techniques.fsdp_gathers import memory_format_of
+from lightning_topt.techniques.optimizer_sharding import share_step
 from lightning_topt.techniques.technique import (
     ALONE,
     Applied,
@@ -239,7 +240,14 @@ def shard_blocks(model: ParallelModel, blocks: Sequence[str], *, mesh: DeviceMes
     backward. A collective call.
     """
     applied = _Sharding(model, blocks, mesh)
-    return Applied(undo=applied.undo, replaced=applied.replaced(), reshard=applied.reshard)
+    ranks, group = model.mesh.data_parallel_size, model.data_group
+    return Applied(
+        undo=applied.undo,
+        replaced=applied.replaced(),
+        reshard=applied.reshard,
+        # updates of full parameters have owners
+        attach=lambda optimizer: share_step(optimizer, ranks=ranks, group=group),
+    )
 
 
 def sharded_modules(model: ParallelModel, blocks: Sequence[str]) -> list[nn.Module]:

@@ -8,10 +8,12 @@ state and update; what the busiest rank of a plan has above that is the plan's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -29,7 +31,7 @@ from lightning_topt.optim.parallel_step import (
     check_can_be_split,
     install_parallel_step,
 )
-from lightning_topt.optim.pieces import Piece, Share, assign_pieces, num_rows
+from lightning_topt.optim.pieces import Piece, Share, assign_pieces, num_rows, update_work
 from lightning_topt.optim.update_rule import (
     ELEMENTWISE,
     UnsplittableOptimizer,
@@ -151,7 +153,7 @@ class OptimizerSharding(Technique):
         ranks, group = model.mesh.data_parallel_size, model.data_group
         return Applied(
             undo=lambda: None,
-            attach=lambda optimizer: _share_step(optimizer, shared, ranks=ranks, group=group),
+            attach=lambda optimizer: share_step(optimizer, shared, ranks=ranks, group=group),
         )
 
 
@@ -166,12 +168,29 @@ def _broadcasts(step: TrainingStep, block: str) -> Iterator[Collective]:
         yield step.collective("update", "broadcast", size, axes=step.mesh.data_axes, packed=True)
 
 
-def _share_step(
-    optimizer: Optimizer, shared: Collection[Tensor], *, ranks: int, group: dist.ProcessGroup | None
+def share_step(
+    optimizer: Optimizer,
+    shared: Collection[Tensor] = (),
+    *,
+    ranks: int,
+    group: dist.ProcessGroup | None,
 ) -> ParallelStep | None:
-    # an optimizer may have none of the parameters whose state is sharded
-    pieces = pieces_of(optimizer, shared, ranks=ranks)
-    if not pieces:
+    """Share the updates of `shared` parameters, and of shards that need an owner, in `group`.
+
+    Returns None where the optimizer has none, or where another technique has shared its step: that
+    step takes them too.
+    """
+    installed = optimizer.__dict__.get("step")
+    parameters, known = parameters_of(optimizer), set[int]()
+    if isinstance(installed, ParallelStep):
+        known = {piece.index for piece in installed.current_pieces()}
+    if any(isinstance(p, DTensor) for p in parameters) and updates_whole(optimizer):
+        shared = {*shared, *(p for p in parameters if isinstance(p, DTensor) and is_shared(p))}
+    pieces = pieces_of(optimizer, {*shared, *(parameters[i] for i in known)}, ranks=ranks)
+    if {piece.index for piece in pieces} == known:
+        return None
+    if isinstance(installed, ParallelStep):
+        installed.update_pieces(pieces)
         return None
     check_can_be_split(optimizer)
     try:
@@ -182,6 +201,14 @@ def _share_step(
             "Choose plan='ddp'",
         ) from error
     return install_parallel_step(optimizer, pieces=pieces, group=group)
+
+
+def updates_whole(optimizer: Optimizer) -> bool:
+    """Return whether updates read all of a parameter and nothing else; unknown ones are tried."""
+    try:
+        return update_rule(optimizer) == "parameters"
+    except UnsplittableOptimizer:
+        return False
 
 
 def is_shared(parameter: Tensor) -> bool:
@@ -198,9 +225,16 @@ def pieces_of(optimizer: Optimizer, shared: Collection[Tensor], *, ranks: int) -
     cut = is_one_of(optimizer, ELEMENTWISE)
     own = [(index, p) for index, p in enumerate(parameters_of(optimizer)) if p in shared]
     shares = [
-        Share(index, num_rows(p), p.numel(), float(p.numel()), splittable=cut) for index, p in own
+        Share(index, num_rows(p), p.numel(), _work(p.shape, cut=cut), splittable=cut)
+        for index, p in own
     ]
     return assign_pieces(shares, world_size=ranks)
+
+
+def _work(shape: Sequence[int], *, cut: bool) -> float:
+    """Return the work of an update in elements: of a matrix that is not `cut`, its products."""
+    numel = math.prod(shape)
+    return float(numel) if cut else update_work(shape)
 
 
 def _excess(
@@ -217,7 +251,7 @@ def _excess(
     parameters = [p for block in blocks for p in step.parameters(block)]
     trained = [p for p in parameters if p.trainable and p.numel]
     shares = [
-        Share(index, 1, p.numel, float(p.numel), splittable=False)
+        Share(index, 1, p.numel, update_work(p.shape), splittable=False)
         for index, p in enumerate(trained)
     ]
     totals = [0.0] * ranks

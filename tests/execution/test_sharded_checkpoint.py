@@ -35,11 +35,11 @@ LAYOUTS = ("all of them", "loose parameters hybrid", "hybrid alone", "one axis")
 LAYOUTS += ("loose parameters sharded",)
 
 
-def make(plan: ParallelPlan) -> tuple[Engine, Net, list[Any]]:
+def make(plan: ParallelPlan, optimizer: str = OPTIMIZER) -> tuple[Engine, Net, list[Any]]:
     module = Net()
     engine = Engine(plan, module, device=CPU)
     engine.apply()
-    optimizers = OPTIMIZERS[OPTIMIZER](list(module.parameters()))
+    optimizers = OPTIMIZERS[optimizer](list(module.parameters()))
     engine.attach_optimizers(optimizers)
     return engine, module, optimizers
 
@@ -112,19 +112,19 @@ def assert_equal(actual: Any, expected: Any, **tolerance: float) -> None:
         torch.testing.assert_close(one["state"], other["state"], **tolerance)
 
 
-def continued(before: Any, ranks: int = 4) -> Any:
+def continued(before: Any, ranks: int = 4, optimizer: str = OPTIMIZER) -> Any:
     """One process goes on from a whole state."""
     module = Net()
     module.load_state_dict(before["module"])
-    optimizers = OPTIMIZERS[OPTIMIZER](list(module.parameters()))
-    for optimizer, state in zip(optimizers, before["optimizers"], strict=True):
-        optimizer.load_state_dict(copy.deepcopy(state))
+    optimizers = OPTIMIZERS[optimizer](list(module.parameters()))
+    for one, state in zip(optimizers, before["optimizers"], strict=True):
+        one.load_state_dict(copy.deepcopy(state))
     torch.stack([module(part) for part in data()[1].chunk(ranks)]).mean().backward()
-    for optimizer in optimizers:
-        optimizer.step()
+    for one in optimizers:
+        one.step()
     return {
         "module": module.state_dict(),
-        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        "optimizers": [one.state_dict() for one in optimizers],
     }
 
 
@@ -169,6 +169,48 @@ def test_on_another_number_of_ranks(saved_and_resumed: Any, folder: Path) -> Non
 def test_no_rank_writes_the_whole_state(saved_and_resumed: Any, folder: Path) -> None:
     sizes = [path.stat().st_size for path in (folder / "hybrid alone").rglob("*.distcp")]
     assert len(sizes) == 4 and max(sizes) < 0.6 * sum(sizes)
+
+
+WHOLE = "LAMB and BasisRotation"
+
+
+def save_owned(rank: int, folder: Path) -> Any:
+    engine, _, optimizers = make(plan_of("all of them"), WHOLE)
+    run(engine, optimizers, data()[0], rank, 4)
+    write(engine, folder / "owned")
+    return engine.state_dict()
+
+
+def read_owned(rank: int, folder: Path) -> Any:
+    results = {}
+    for level in (0, 1, 3):
+        plan = uniform_plan(level, data_parallel_size=2, blocks=[*"abc"])
+        engine, _, optimizers = make(plan, WHOLE)
+        read(engine, folder / "owned")
+        loaded = copy.deepcopy(engine.state_dict())
+        run(engine, optimizers, data()[1], rank, 2)
+        write(engine, folder / f"owned {level}")
+        engine.release()
+        write(engine, folder / f"owned {level}, released")
+        results[level] = loaded, engine.state_dict()
+    return results
+
+
+def test_states_at_owners_of_parameters(folder: Path) -> None:
+    """Saved by four ranks, read by two, full and in shards."""
+    saved = run_ranks(save_owned, 4, folder)[0]
+    sizes = [path.stat().st_size for path in (folder / "owned").rglob("*.distcp")]
+    assert len(sizes) == 4 and max(sizes) < 0.5 * sum(sizes)
+    for level, (loaded, after) in run_ranks(read_owned, 2, folder)[0].items():
+        assert_equal(loaded, saved, **EXACTLY)
+        assert_equal(after, continued(saved, ranks=2, optimizer=WHOLE), **CLOSELY)
+        for name in (f"owned {level}", f"owned {level}, released"):
+            whole = read_sharded_checkpoint(folder / name)
+            assert_equal(
+                {"module": whole["state_dict"], "optimizers": whole["optimizer_states"]},
+                after,
+                **EXACTLY,
+            )
 
 
 def step_on_rows(rank: int, folder: Path) -> Any:

@@ -40,7 +40,6 @@ from lightning_topt.execution.verify_plan import Verification, print_verificatio
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh, hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig, Replicate, Shard, Storage
-from lightning_topt.optim import LAMB
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan, preset_plan
 from lightning_topt.plan.plan_values import PRESETS
 from lightning_topt.techniques.registry import parameters_by_block
@@ -175,6 +174,35 @@ def test_a_rank_of_a_fake_group_does_what_was_said(plan, rank):
     seen = rehearse_rank(plan, module, batch_for(gpt()), optimizers_of=optimizers_of, rank=rank)
     assert seen.rank == rank and not dist.is_initialized()
     assert_equal(found, seen)
+
+
+def of_whole_parameters(module):
+    matrices = [p for p in module.parameters() if p.dim() == 2]
+    others = [p for p in module.parameters() if p.dim() != 2]
+    return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
+
+
+@pytest.mark.parametrize(
+    "plan", [plan_of("zero2", 4), plan_of("hybrid", 8), mixed_plan(8)], ids=ParallelPlan.summary
+)
+def test_owners_of_whole_parameters_do_what_was_said(plan):
+    module = on_meta()
+    found = verify_plan(plan, module, optimizers_of=of_whole_parameters)
+    assert found.would_run
+    (row,) = [row for row in found.collectives if row.op == "all_to_all"]
+    assert (row.during, row.count) == ("update", 2)  # gradients, and updates
+    for rank in (0, plan.mesh.size - 1):
+        seen = rehearse_rank(
+            plan, module, batch_for(gpt()), optimizers_of=of_whole_parameters, rank=rank
+        )
+        assert_equal(found, seen)
+    # each state is held once
+    state = dict(zip(KINDS, found.held_by_rank.T, strict=True))["optimizer_state"]
+    if plan == plan_of("zero2", 4):
+        others = [p for p in module.parameters() if p.dim() != 2]
+        matrices = sum(p.nbytes for p in module.parameters() if p.dim() == 2)
+        assert state.sum() == matrices + sum(2 * p.nbytes + 4 * 4 for p in others)
+        assert state.max() < 0.4 * state.sum()
 
 
 def test_what_cannot_be_rehearsed_says_why():
@@ -375,11 +403,12 @@ BAD = {
         {},
         "'blocks.0.gate.weight', and GPT has none",
     ),
-    "an optimizer of whole parameters": (
+    "an optimizer that reads several parameters": (
         gpt,
         plan_of("zero2", 4),
-        {"optimizers_of": lambda module: [LAMB(module.parameters())]},
-        "LAMB looks at whole parameters, so it cannot update shards: choose ZeRO level 0 or 1",
+        {"optimizers_of": lambda module: [OneNorm(module.parameters(), {"lr": 0.1})]},
+        "ranks cannot share the updates of OneNorm: .* depends on which others are updated with "
+        "them.* choose ZeRO level 0 for block 'blocks.0'",
     ),
     "too few devices": (
         gpt,
@@ -436,6 +465,17 @@ BAD = {
         "GPT has no trainable parameters",
     ),
 }
+
+
+class OneNorm(torch.optim.Optimizer):
+    """Divides by the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        for parameter in parameters:
+            parameter.sub_(parameter.grad / norm, alpha=0.1)
 
 
 @pytest.mark.parametrize("case", BAD)

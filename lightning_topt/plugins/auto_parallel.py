@@ -227,6 +227,15 @@ class AutoParallelStrategy(DDPStrategy):
         return self._controller.busy_share
 
     @property
+    def decided(self) -> Mapping[str, Any]:
+        """What was decided, for the process that has started the ranks by fork or spawn."""
+        return self._controller.decided
+
+    @decided.setter
+    def decided(self, values: Mapping[str, Any]) -> None:
+        self._controller.decided = values
+
+    @property
     def ranks_may_end_apart(self) -> bool:
         """Whether training data may end on one rank before others, as all ranks know."""
         return self._batches.may_end_apart

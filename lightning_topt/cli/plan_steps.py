@@ -35,7 +35,7 @@ from lightning_topt.cli.example_step import (
     capture_example,
 )
 from lightning_topt.cli.local_processes import run_on_ranks
-from lightning_topt.cli.report import memory_limit_of, save_frontier_page
+from lightning_topt.cli.report import model_name
 from lightning_topt.cli.search_space import SearchedMeshes
 from lightning_topt.cli.slurm import plugins_of_planning
 from lightning_topt.costs.compute import KernelKey
@@ -54,6 +54,7 @@ from lightning_topt.plan.plan_report import (
 from lightning_topt.plan.plan_search import SearchRequest, local_graphs, stage_blocks
 from lightning_topt.plan.stage_simulation import step_of_plan
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
+from lightning_topt.plugins.plan_artifacts import memory_limit_of, save_frontier_page
 from lightning_topt.plugins.plan_request import PlanRequest, steps_of_fit
 from lightning_topt.plugins.planning import Planning, make_fake_optimizers, on_rank_0
 from lightning_topt.techniques.tensor_parallel.split_model import Captured
@@ -301,6 +302,7 @@ def report_plan(
     _, title = save_frontier_page(
         folder,
         planning,
+        model=model_name(planning.graph),
         where=search.cluster.name,
         memory_limit=limit,
         notes=[kind, *notes, *whole],

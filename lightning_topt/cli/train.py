@@ -30,10 +30,11 @@ from rich.table import Table
 
 from lightning_topt import __version__
 from lightning_topt.basics.units import format_bytes, format_seconds
-from lightning_topt.cli.report import memory_limit_of, save_frontier_page
+from lightning_topt.cli.report import model_name
 from lightning_topt.costs.cluster import Cluster, sentence_of
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.monitors import StepMeasurement, StepMonitor
+from lightning_topt.plugins.plan_artifacts import memory_limit_of, save_frontier_page
 
 SCHEMA_VERSION = 1
 # what the words of a plan mean, in the order in which they build on one another
@@ -135,8 +136,8 @@ def save_plan(trainer: pl.Trainer, folder: Path) -> Path | None:
         return None
     planning.frontier.save(folder / "frontier.json")
     limit = memory_limit_of(strategy.request, _cluster_of(trainer))
-    where = planning.chosen.plan.cluster
-    return save_frontier_page(folder, planning, where=where, memory_limit=limit)[0]
+    where, model = planning.chosen.plan.cluster, model_name(planning.graph)
+    return save_frontier_page(folder, planning, model=model, where=where, memory_limit=limit)[0]
 
 
 def _cluster_of(trainer: pl.Trainer) -> Cluster | None:

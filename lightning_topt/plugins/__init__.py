@@ -19,6 +19,7 @@ A fit under ``"topt"``, from Lightning's hooks down:
       continuous_steps     ... through stages without flush
       sequential_batches   ... on a tensor group whose ranks run each other's batches
       data_group           which ranks share samples
+    plan_artifacts         the plan in loggers, and the page of what was searched
     plan_checkpoints       full and sharded checkpoints, whatever the plan
     exchange_guard         the gradient exchange of a plan
     rank_batches           ranks with different numbers of batches
@@ -56,6 +57,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from lightning_topt.plugins.continuous_steps import ContinuousRunner
     from lightning_topt.plugins.exact_evaluation import ExactEvaluation, why_padded
     from lightning_topt.plugins.pipeline_steps import OwnBatchPipeline, PipelineRunner, StageSteps
+    from lightning_topt.plugins.plan_artifacts import log_plan
     from lightning_topt.plugins.plan_checkpoints import load_whole, save_file
     from lightning_topt.plugins.sequential_batches import JointBatches, SequentialBatches
     from lightning_topt.plugins.step_without_batch import zero_loss
@@ -74,6 +76,7 @@ _HOMES = {
     "JointBatches": "sequential_batches",
     "SequentialBatches": "sequential_batches",
     "UnevenRanks": "uneven_ranks",
+    "log_plan": "plan_artifacts",
     "load_whole": "plan_checkpoints",
     "save_file": "plan_checkpoints",
     "zero_loss": "step_without_batch",
@@ -94,6 +97,7 @@ __all__ = [
     "WatchedPlanning",
     "decide_plan",
     "load_whole",
+    "log_plan",
     "refine_watched",
     "save_file",
     "why_padded",

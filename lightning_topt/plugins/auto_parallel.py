@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_topt import plugins
 from lightning_topt.communication.hook import CompressedExchange, ExchangeStatistics
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.intervals import LEVEL
@@ -225,6 +226,15 @@ class AutoParallelStrategy(DDPStrategy):
         0 where it was quiet, or not measured.
         """
         return self._controller.busy_share
+
+    @property
+    def decided(self) -> Mapping[str, Any]:
+        """What was decided, for the process that has started the ranks by fork or spawn."""
+        return self._controller.decided
+
+    @decided.setter
+    def decided(self, values: Mapping[str, Any]) -> None:
+        self._controller.decided = values
 
     @property
     def ranks_may_end_apart(self) -> bool:
@@ -557,6 +567,9 @@ class AutoParallelStrategy(DDPStrategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         self._checkpoints.end_training(self)
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.loggers:
+            plugins.log_plan(self.lightning_module.trainer)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import faulthandler
 import gc
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -60,7 +61,7 @@ LAST_SECONDS = (
     2 * GRACE_SECONDS + STORE_SECONDS + 5
 )  # for the main process to end with its own error
 
-_END_SECONDS = 5.0  # for a process group to end after an error
+_END_SECONDS = 5.0  # for a process group to end after an error, and for ranks after an interrupt
 _cut_off: list[bool] = []  # whether an error has ended the last run
 
 
@@ -198,8 +199,42 @@ def name_lost(error: BaseException, watch: RankWatch | None) -> None:
 class NamingLauncher(_MultiProcessingLauncher):
     """Lightning's start of ranks by fork or spawn, whose errors reach the strategy.
 
-    Lightning's own asks it in the main process only.
+    Lightning's own asks it in the main process only. An interrupt may reach that alone, as in a
+    notebook; then Lightning leaves the ranks running. What they have decided comes back with the
+    weights.
     """
+
+    @override
+    def launch(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().launch(*args, **kwargs)
+        except KeyboardInterrupt:
+            self._end_ranks()
+            raise
+
+    def _end_ranks(self) -> None:
+        """Let the ranks end by themselves, as Ctrl-C lets them, and kill those that do not."""
+        deadline = time.monotonic() + _END_SECONDS
+        try:
+            self.kill(signal.SIGINT)
+            for process in self.procs:
+                process.join(max(deadline - time.monotonic(), 0.0))
+        finally:  # also where the user interrupts this
+            self.kill(signal.SIGKILL)
+            for process in self.procs:
+                process.join(_END_SECONDS)
+
+    @override
+    def get_extra_results(self, trainer: pl.Trainer) -> dict[str, Any]:
+        results = super().get_extra_results(trainer)
+        decided = getattr(trainer.strategy, "decided", None)
+        return results if decided is None else {**results, "decided": decided}
+
+    @override
+    def update_main_process_results(self, trainer: pl.Trainer, extra: dict[str, Any]) -> None:
+        super().update_main_process_results(trainer, extra)
+        if "decided" in extra:
+            trainer.strategy.decided = extra["decided"]  # type: ignore[attr-defined]
 
     @override
     def _wrapping_function(self, process_idx: int, trainer: Any, *args: Any, **kwargs: Any) -> None:

@@ -12,7 +12,7 @@ plan are compared with its prediction, and a measurement that they do not bear o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from time import perf_counter
@@ -103,6 +103,18 @@ class PlanController:
             0.0 if self._measurements is None else self._measurements.busy_share,
             0.0 if self.request.cluster is None else self.request.cluster.busy_share,
         )
+
+    @property
+    def decided(self) -> Mapping[str, Any]:
+        """What another process may take over, as plain values: all but what was searched."""
+        plan = None if self.plan is None else self.plan.to_dict()
+        return {"plan": plan, "planned_by": self.planned_by, "seconds": self.seconds}
+
+    @decided.setter
+    def decided(self, values: Mapping[str, Any]) -> None:
+        plan = values["plan"]
+        self.plan = None if plan is None else ParallelPlan.from_dict(plan)
+        self.planned_by, self.seconds = values["planned_by"], values["seconds"]
 
     def begin_at_setup(self, trainer: pl.Trainer, *, may_shard: bool) -> bool:
         """Begin planning for a fit that is set up; return whether its plan is to begin now.

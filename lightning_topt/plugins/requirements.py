@@ -169,8 +169,15 @@ class Requirement:
 
 
 def is_compiled(part: nn.Module) -> bool:
-    """Return whether `part` is compiled; by name, since importing torch._dynamo takes a second."""
-    return type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None
+    """Return whether `part` is compiled; by name, since importing torch._dynamo takes a second.
+
+    A LightningModule that was compiled as a whole is what Lightning has made of it.
+    """
+    return (
+        type(part).__name__ == "OptimizedModule"
+        or part._compiled_call_impl is not None
+        or getattr(part, "_compiler_ctx", None) is not None
+    )
 
 
 def why_not(fit: Fit, *kinds: str) -> str | None:

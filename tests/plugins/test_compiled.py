@@ -11,16 +11,22 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from lightning_topt import AutoParallelStrategy
+from lightning_topt.costs.cluster import Cluster, Device, Link
 from tests.plugins.trainer_ranks import make_trainer, mean_over_ranks, on_ranks
+
+LINK = Link(1e-5, 1e9)
+CLUSTER = Cluster(
+    "toy", Device("toy", 1 << 40, {"float32": 1e10}, 1e10), 2, 1, LINK, LINK, backend="gloo"
+)
 
 
 class Compiled(L.LightningModule):
     """Compiles its network, or is compiled."""
 
-    def __init__(self, inside: bool) -> None:
+    def __init__(self, inside: bool, width: int = 33) -> None:
         torch.manual_seed(0)
         super().__init__()
-        self.net: Any = nn.Sequential(nn.Linear(8, 33), nn.GELU(), nn.Linear(33, 8))
+        self.net: Any = nn.Sequential(nn.Linear(8, width), nn.GELU(), nn.Linear(width, 8))
         self.losses: list[float] = []
         if inside:
             self.net = torch.compile(self.net, backend="aot_eager")
@@ -47,6 +53,27 @@ def fit(plan: str | None, inside: bool) -> tuple[list[float], dict[str, Tensor]]
     )
     make_trainer(strategy, devices=2).fit(model, batches)
     return module.losses, module.state_dict()
+
+
+def reason(compiles: bool) -> str:
+    torch._dynamo.reset()
+    module = Compiled(inside=False, width=2**16)
+    model: Any = torch.compile(module, backend="eager") if compiles else module
+    # so little more than DDP takes that the plan is made before the first step
+    strategy = AutoParallelStrategy(cluster=CLUSTER, memory_limit="32MiB")
+    batches = torch.utils.data.DataLoader(torch.randn(8, 8), batch_size=2)
+    make_trainer(strategy, devices=2).fit(model, batches)
+    assert strategy.planned_by == "search" and strategy.parallel_plan is not None
+    return strategy.parallel_plan.reason
+
+
+def reasons(rank: int) -> tuple[str, str]:
+    return reason(compiles=True), reason(compiles=False)
+
+
+def test_a_plan_for_a_compiled_module_says_that_it_is_predicted_as_eager() -> None:
+    for compiled, plain in on_ranks(reasons):
+        assert "Predicted as eager" in compiled and "Predicted as eager" not in plain
 
 
 def beside_ddp(rank: int, plan: str, inside: bool) -> Any:

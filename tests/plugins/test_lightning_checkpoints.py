@@ -1,4 +1,6 @@
-"""Checkpoints of Lightning's FSDPStrategy, DeepSpeed's files and ddp's, into any plan and back."""
+"""Checkpoints of Lightning's FSDPStrategy and ModelParallelStrategy, DeepSpeed's files and ddp's,
+into any plan and back.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies import fsdp as lightning_fsdp
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     FullyShardedDataParallel,
     StateDictType,
+    fully_shard,
 )
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_topt import read_sharded_checkpoint
 from lightning_topt.execution.sharded_checkpoint import is_folder, open_sharded
@@ -23,6 +28,7 @@ from tests.models import GPTBlock
 from tests.plugins.trainer_ranks import (
     OwnShare,
     RecordingGPT,
+    Tokens,
     loader,
     make_trainer,
     on_ranks,
@@ -71,8 +77,46 @@ class Trained(RecordingGPT):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
+class FSDP2(Trained):
+    """As users of ModelParallelStrategy write it: shards of each block, and of the rest."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]
+        for block in self.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self, mesh=mesh)
+
+
+class Same(Trained):
+    """Every rank gets the same batches."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Stream(), batch_size=4)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        tokens = Tokens(32)
+        return (tokens[index] for index in range(len(tokens)))
+
+
+class Slices(Same):
+    """Slices of the products, as users of ModelParallelStrategy write it."""
+
+    def configure_model(self) -> None:
+        for block in self.blocks:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, self.device_mesh["tensor_parallel"], plan)
+
+
+MODULES = {"fsdp2": FSDP2, "slices": Slices}
+
+
 def trainer_of(name: str, **kwargs: Any) -> Any:
     devices = dist.get_world_size()
+    if name in MODULES:
+        sizes = (devices, 1) if name == "fsdp2" else (1, devices)
+        return make_trainer(ModelParallelStrategy(*sizes), devices=devices, **kwargs)
     if name.startswith("fsdp"):
         return make_trainer(fsdp(name.removeprefix("fsdp ")), devices=devices, **kwargs)
     if name == "lightning":
@@ -80,9 +124,11 @@ def trainer_of(name: str, **kwargs: Any) -> Any:
     return topt_trainer(name, **kwargs)
 
 
-def fit(name: str, *, epochs: int, path: Any = None) -> tuple[Any, Any]:
+def fit(
+    name: str, *, epochs: int, path: Any = None, kind: type[Trained] = Trained
+) -> tuple[Any, Any]:
     torch.manual_seed(0 if path is None else 1)
-    trainer, module = trainer_of(name, max_epochs=epochs), Trained()
+    trainer, module = trainer_of(name, max_epochs=epochs), MODULES.get(name, kind)()
     trainer.fit(module, ckpt_path=path)
     return trainer, module
 
@@ -107,6 +153,28 @@ def there_and_back(rank: int, folder: Path) -> Any:
         )
         resumed[form, "tested"] = tested, plain[0]["test_loss"]
     return undisturbed, resumed
+
+
+def from_model_parallel(rank: int, folder: Path, name: str) -> Any:
+    """Losses of an undisturbed fit, and of those that other plans have gone on with."""
+    path = folder / "last.ckpt"
+    undisturbed = fit(name, epochs=2)[1].losses
+    fit(name, epochs=1)[0].save_checkpoint(path)
+    kind = Same if name == "slices" else Trained
+    resumed = {plan: fit(plan, epochs=2, path=path, kind=kind)[1].losses for plan in PLANS}
+    return undisturbed, resumed
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_folders_of_model_parallel_go_on_under_any_plan(tmp_path: Path, name: str) -> None:
+    for undisturbed, resumed in on_ranks(from_model_parallel, tmp_path, name):
+        half = len(undisturbed) // 2
+        for plan, losses in resumed.items():
+            assert half and losses == pytest.approx(undisturbed[half:], rel=1e-5), plan
+    assert is_folder(tmp_path / "last.ckpt")
+    plain = read_sharded_checkpoint(tmp_path / "last.ckpt")
+    shapes = {name: value.shape for name, value in Trained().state_dict().items()}
+    assert {name: value.shape for name, value in plain["state_dict"].items()} == shapes
 
 
 @pytest.fixture(scope="module")

@@ -423,12 +423,17 @@ class TwoVersions(Prediction):
     the next one: W + 2 d - (the move before). That is the kind of correction of Zmushko et al.,
     arXiv 2606.30634; the formula is this package's. It needs one more copy, for the last move, and
     serves any optimizer.
+
+    The first `synchronous_updates` of a fit wait for their gradients: the pipeline is drained after
+    each of them. Whoever runs the minibatches does that; the weights follow.
     """
 
     name: ClassVar[str] = "two_versions"
     error_feedback: bool = False
+    synchronous_updates: int = 0
 
     def __post_init__(self) -> None:
+        check_whole(self.synchronous_updates, name="synchronous_updates", least=0)
         if not isinstance(self.error_feedback, bool):
             raise ValueError(f"error_feedback is True or False; got {self.error_feedback!r}")
 

@@ -200,6 +200,19 @@ FITS = {
     ),
     # the default of this optimizer, as batches are cut: two versions with error feedback
     "rotated": Fit({}, {"max_epochs": 2, "accumulate_grad_batches": 2}, ends=(10,), make=rotated),
+    # the first two updates wait, the third begins an asynchronous part
+    "late start": Fit(
+        {
+            "prediction": {
+                "rule": "two_versions",
+                "error_feedback": True,
+                "synchronous_updates": 2,
+            }
+        },
+        {"max_epochs": 2, "accumulate_grad_batches": 3},
+        ends=(3, 6, 10),
+        make=adamw,
+    ),
     "by value": Fit(
         {}, {"max_epochs": 1, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
     ),

@@ -383,9 +383,10 @@ In the last tables each way has the learning rate that was best among
 {ladder}:
 lower and higher ones were tried with seed 0 until both neighbours were worse; a rate that was worse
 with all seeds was left again. They are compared on validation text of other files than the reported
-text. Ways without a whole search are left out. Long runs have the rate of the short ones. Batches are not cut where nothing is said; two_versions stands for batches cut
-into as many minibatches as are in flight. Betas are 0.9 and 0.95; NAdam "as published" has 0.99
-and 0.999. With a synchronous start the pipeline is drained after each update of the first tenth.
+text. Ways without a whole search are left out. Long runs have the rate of the short ones. Batches
+are not cut where nothing is said; two_versions stands for batches cut into as many minibatches as
+are in flight. Betas are 0.9 and 0.95; NAdam "as published" has 0.99 and 0.999. With a synchronous
+start the pipeline is drained after each update of the first tenth.
 
     {command}
 

@@ -204,7 +204,9 @@ class UnpricedSearch:
         pipelines, stale = None, None
         if unstaged is None:
             pipelines = meshes.pipelines.wanted
-            stale = meshes.pipelines.stale_weights(request, setup.model)
+            stale = meshes.pipelines.stale_weights(
+                request, setup.model, accumulate=setup.trainer.accumulate_grad_batches
+            )
         make_search = functools.partial(
             SearchRequest,
             example.graph,

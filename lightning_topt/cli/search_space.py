@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -125,9 +126,11 @@ class SearchedPipelines:
         return reason
 
     def stale_weights(
-        self, request: PlanRequest, module: pl.LightningModule
+        self, request: PlanRequest, module: pl.LightningModule, *, accumulate: int
     ) -> StaleWeights | None:
         """Return what may be chosen of asynchronous pipelines; None: none of them.
+
+        An update takes `accumulate` minibatches.
 
         Raises:
             ValueError: they are asked for and not allowed, or allowed and not searched.
@@ -160,7 +163,9 @@ class SearchedPipelines:
                 "a pipeline that never flushes updates with one optimizer, and the module has "
                 f"{len(optimizers)}"
             )
-        return StaleWeights(rule_for(optimizers[0], request.stale.prediction))
+        rule = partial(rule_for, optimizers[0], request.stale.prediction, accumulate=accumulate)
+        rule()  # one that does not know the optimizer is refused before the search
+        return StaleWeights(lambda flight: rule(flight=flight))
 
     def notes(
         self,

@@ -17,7 +17,7 @@ what crosses the boundary where that is least.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -85,9 +85,16 @@ class PipelineRequest:
 
 @dataclass(frozen=True)
 class StaleWeights:
-    """Asynchronous pipelines may be chosen, with `prediction`, a rule of weights."""
+    """Asynchronous pipelines may be chosen.
 
-    prediction: Prediction
+    `rule_of` gives the rule of weights for so many minibatches in flight behind the first stage.
+    """
+
+    rule_of: Callable[[int], Prediction]
+
+    def rule(self, ranks: int, schedule: str) -> Prediction:
+        """Return the rule for a pipeline of `ranks` under `schedule`."""
+        return self.rule_of((ranks - 1) * CONTINUOUS_SCHEDULES[schedule])
 
 
 @dataclass
@@ -308,8 +315,9 @@ def continuous_shapes(
             continue
         if wanted.stages in (None, ranks) and (graph.batch_scaling or samples == graph.batch_size):
             for name in CONTINUOUS_SCHEDULES if wanted.schedule is None else (wanted.schedule,):
+                rule = stale.rule(ranks, name)
                 yield ContinuousShape.of(
-                    ranks, data, samples=samples, schedule=name, prediction=stale.prediction
+                    ranks, data, samples=samples, schedule=name, prediction=rule
                 )
 
 

@@ -323,9 +323,8 @@ def continuous_points(
 ) -> list[PlanPoint]:
     """Return plans of one shape with their expected costs."""
     found = staged_points(blocks, shape, points, batch_size=batch_size) if points else []
-    return [
-        replace(point, plan=replace(point.plan, prediction=stale.prediction)) for point in found
-    ]
+    rule = stale.rule(shape.pipeline, shape.schedule)
+    return [replace(point, plan=replace(point.plan, prediction=rule)) for point in found]
 
 
 def _why_none(

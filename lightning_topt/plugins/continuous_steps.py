@@ -47,6 +47,7 @@ from lightning_topt.plugins.step_records import (
 )
 from lightning_topt.plugins.step_runner import Step, StepRunner
 from lightning_topt.plugins.value_exchange import pack_value, unpack_value
+from lightning_topt.prediction import TwoVersions
 
 PIPELINE_KEY = "pipeline"  # in checkpoints, of what is ours: the state of the pipeline
 
@@ -69,6 +70,12 @@ class ContinuousRunner(StepRunner):
     @property
     def _run(self) -> ContinuousRun:
         return self.engine.continuous
+
+    @property
+    def _start(self) -> int:
+        """The first updates of the fit that wait for their gradients."""
+        rule = self.engine.plan.weight_prediction
+        return rule.synchronous_updates if isinstance(rule, TwoVersions) else 0
 
     @property
     @override
@@ -150,7 +157,7 @@ class ContinuousRunner(StepRunner):
         self._modes = [(part, part.training) for part in self._module.modules()]
         self._drop_used_gradients()
         # The run has to know how many batches are left before it is drained.
-        index, end = self._run.minibatches, next_end(trainer)
+        index, end = self._run.minibatches, next_end(trainer, start=self._start)
         self._batches_in_flight[index] = batch
         own = _MinibatchPasses(self._steps, (batch,), args[1] if len(args) > 1 else None)
 
@@ -346,7 +353,7 @@ class _DrainFirst(pl.Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if is_end(trainer):
+        if is_end(trainer, start=self._runner._start):
             self._runner.drain()
 
     @override
@@ -409,8 +416,10 @@ def _as_training_step(module: pl.LightningModule, batch: Any) -> Generator[None,
 # ---- where the loop needs a drained pipeline -----------------------------------------------------
 
 
-def is_end(trainer: pl.Trainer) -> bool:
+def is_end(trainer: pl.Trainer, *, start: int) -> bool:
     """Return whether the loop validates, saves or ends its epoch after the present batch.
+
+    So it is after each of the first `start` updates, which wait for their gradients.
 
     Asked where callbacks hear of the end of the batch. Validation and saving that depend on
     later callbacks are not seen.
@@ -419,7 +428,21 @@ def is_end(trainer: pl.Trainer) -> bool:
     fetcher = trainer.fit_loop._data_fetcher
     assert fetcher is not None
     saves = any(trainer.global_step % every == 0 for every in _saving_intervals(trainer))
-    return loop._is_training_done or loop._should_check_val_fx(fetcher) or saves
+    # by batches: stages have made different numbers of updates
+    waits = _is_in_start(trainer, start) and _batches_to_updates(trainer, 1) == 0
+    return waits or loop._is_training_done or loop._should_check_val_fx(fetcher) or saves
+
+
+def _is_in_start(trainer: pl.Trainer, start: int) -> bool:
+    loop = trainer.fit_loop.epoch_loop
+    return loop.total_batch_idx < start * trainer.accumulate_grad_batches
+
+
+def _batches_to_updates(trainer: pl.Trainer, count: int) -> int:
+    """Return how many batches come after this one until so many updates have all of theirs."""
+    each = trainer.accumulate_grad_batches
+    ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready  # with this one
+    return count * each - 1 - (ready - 1) % each
 
 
 def _saving_intervals(trainer: pl.Trainer) -> Iterator[int]:
@@ -439,11 +462,11 @@ class NextEnd(NamedTuple):
     updates: bool
 
 
-def next_end(trainer: pl.Trainer) -> NextEnd:
+def next_end(trainer: pl.Trainer, *, start: int) -> NextEnd:
     """Return where the loop next needs a drained pipeline. Asked during `training_step`."""
     # The nearest of all reasons to drain.
     progress = trainer.fit_loop.epoch_loop.batch_progress
-    batches = max(min(_batches_left(trainer), default=math.inf), 0)
+    batches = max(min(_batches_left(trainer, start), default=math.inf), 0)
     if not math.isfinite(batches):
         return NextEnd(None, updates=True)
     last = progress.current.ready + int(batches)
@@ -455,22 +478,24 @@ def next_end(trainer: pl.Trainer) -> NextEnd:
     )
 
 
-def _batches_left(trainer: pl.Trainer) -> Iterator[int]:
-    """Yield how many batches come after this one: to the epoch's end, a save, a validation."""
-    loop, each = trainer.fit_loop.epoch_loop, trainer.accumulate_grad_batches
+def _batches_left(trainer: pl.Trainer, start: int) -> Iterator[int]:
+    """Yield how many batches come after this one: to the epoch's end, a save, a validation.
+
+    And to an update of the first `start`.
+    """
+    loop = trainer.fit_loop.epoch_loop
     ready = loop.batch_progress.current.ready  # with this one
     if loop.batch_progress.is_last_batch:
         yield 0
     if math.isfinite(trainer.num_training_batches):
         yield int(trainer.num_training_batches) - ready
 
-    def after_steps(count: int) -> int:
-        return count * each - 1 - (ready - 1) % each
-
+    if _is_in_start(trainer, start):
+        yield _batches_to_updates(trainer, 1)
     if loop.max_steps is not None and loop.max_steps >= 0:
-        yield after_steps(loop.max_steps - trainer.global_step)
+        yield _batches_to_updates(trainer, loop.max_steps - trainer.global_step)
     for every in _saving_intervals(trainer):
-        yield after_steps(every - trainer.global_step % every)
+        yield _batches_to_updates(trainer, every - trainer.global_step % every)
     every_batch = trainer.val_check_batch
     if loop._should_check_val_epoch() and every_batch is not None and math.isfinite(every_batch):
         place = loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx

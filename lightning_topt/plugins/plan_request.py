@@ -67,7 +67,13 @@ from lightning_topt.plugins.plan_options import (
     read_memory_limit,
     read_plan_option,
 )
-from lightning_topt.prediction import Prediction, TwoVersions, default_prediction, make_prediction
+from lightning_topt.prediction import (
+    Prediction,
+    TwoVersions,
+    default_prediction,
+    make_prediction,
+    why_not_measured,
+)
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 
 Allow = (
@@ -549,8 +555,17 @@ class AllowedStaleness:
             )
 
 
-def rule_for(optimizer: Optimizer, prediction: Prediction | None = None) -> Prediction:
+def rule_for(
+    optimizer: Optimizer,
+    prediction: Prediction | None = None,
+    *,
+    flight: int = 1,
+    accumulate: int = 1,
+) -> Prediction:
     """Return the rule of weights for an optimizer: `prediction`, else its default.
+
+    The default depends on the minibatches in `flight` behind the first stage, and on how many an
+    update takes.
 
     Raises ValueError where `prediction` does not know the optimizer, or this needs its closure.
     """
@@ -562,7 +577,7 @@ def rule_for(optimizer: Optimizer, prediction: Prediction | None = None) -> Pred
     if prediction is not None:
         prediction.on(optimizer, stage=0, num_stages=2)
         return prediction
-    default = default_prediction(optimizer)
+    default = default_prediction(optimizer, flight=flight, accumulate=accumulate)
     try:
         default.on(optimizer, stage=0, num_stages=2)
     except ValueError:  # SGD without momentum, say
@@ -570,13 +585,26 @@ def rule_for(optimizer: Optimizer, prediction: Prediction | None = None) -> Pred
     return default
 
 
+def say_if_not_measured(plan: ParallelPlan, optimizer: Optimizer, trainer: pl.Trainer) -> None:
+    """Say on rank 0 that a plan's default rule rests on no measured run, where that is so."""
+    says = why_not_measured(
+        optimizer,
+        flight=_flight_of(plan),
+        accumulate=trainer.accumulate_grad_batches,
+        updates=trainer.max_steps if trainer.max_steps >= 0 else None,
+    )
+    if says is not None:
+        rank_zero_info(f"topt: {says}")
+
+
+def _flight_of(plan: ParallelPlan) -> int:
+    """Return how many minibatches are in flight behind the first stage."""
+    return (len(plan.stages) - 1) * CONTINUOUS_SCHEDULES[plan.schedule or ""]
+
+
 def check_flight(plan: ParallelPlan, trainer: pl.Trainer) -> None:
     """Raise PlanError where a rule needs more minibatches in an update than the fit accumulates."""
-    # Minibatches in flight on the first stage.
-    rule, flight = (
-        plan.weight_prediction,
-        (len(plan.stages) - 1) * CONTINUOUS_SCHEDULES[plan.schedule or ""],
-    )
+    rule, flight = plan.weight_prediction, _flight_of(plan)
     if isinstance(rule, TwoVersions) and trainer.accumulate_grad_batches < flight:
         raise PlanError(
             f"prediction {rule.name!r} needs as many minibatches in an update as are in flight, "
@@ -585,7 +613,11 @@ def check_flight(plan: ParallelPlan, trainer: pl.Trainer) -> None:
 
 
 def with_rule(
-    plan: ParallelPlan, optimizers: Sequence[Optimizer], allowed: AllowedStaleness
+    plan: ParallelPlan,
+    optimizers: Sequence[Optimizer],
+    allowed: AllowedStaleness,
+    *,
+    accumulate: int,
 ) -> ParallelPlan:
     """Return `plan`, a continuous pipeline, with its rule of weights.
 
@@ -597,8 +629,12 @@ def with_rule(
             f"{shown(len(optimizers))}"
         )
     try:
-        return replace(
-            plan, prediction=rule_for(optimizers[0], plan.weight_prediction or allowed.prediction)
+        rule = rule_for(
+            optimizers[0],
+            plan.weight_prediction or allowed.prediction,
+            flight=_flight_of(plan),
+            accumulate=accumulate,
         )
+        return replace(plan, prediction=rule)
     except ValueError as error:
         raise PlanError(str(error)) from error

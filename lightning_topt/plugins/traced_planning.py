@@ -56,6 +56,7 @@ from lightning_topt.plugins.plan_request import (
     check_flight,
     check_gathers_of_run,
     rule_for,
+    say_if_not_measured,
     with_rule,
 )
 from lightning_topt.plugins.planning import (
@@ -202,9 +203,16 @@ def _given(plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer) -> Par
     on_every_rank(lambda: _check_features(plan, request, trainer))
     if plan.schedule not in CONTINUOUS_SCHEDULES:
         return plan
-    return ParallelPlan.from_dict(
-        on_rank_0(lambda: with_rule(plan, optimizers_of(trainer)[0], request.stale).to_dict())
-    )
+
+    def complete() -> dict[str, Any]:
+        optimizers, _ = optimizers_of(trainer)
+        each = trainer.accumulate_grad_batches
+        found = with_rule(plan, optimizers, request.stale, accumulate=each)
+        if plan.weight_prediction is None and request.stale.prediction is None:
+            say_if_not_measured(found, optimizers[0], trainer)
+        return found.to_dict()
+
+    return ParallelPlan.from_dict(on_rank_0(complete))
 
 
 def _check_features(
@@ -337,6 +345,9 @@ def _pipeline(
     plan = ParallelPlan.from_dict(found)
     on_every_rank(lambda: _check_features(plan, request, trainer, graph))
     say(plan)
+    named = given.prediction or request.stale.prediction
+    if plan.schedule in CONTINUOUS_SCHEDULES and named is None:
+        say_if_not_measured(plan, optimizers_of(trainer)[0][0], trainer)
     if given.recompute:
         say_what_stays(graph)
     return PlanDecision(plan, None, "given", costs.measurements)
@@ -351,7 +362,14 @@ def _stale_weights(
     if given.schedule is None and why_not(Fit(trainer), CONTINUOUS):
         return None
     (optimizer,), _ = optimizers_of(trainer)
-    return StaleWeights(rule_for(optimizer, given.prediction or request.stale.prediction))
+    rule = partial(
+        rule_for,
+        optimizer,
+        given.prediction or request.stale.prediction,
+        accumulate=trainer.accumulate_grad_batches,
+    )
+    rule()  # one that does not know the optimizer is refused before the search
+    return StaleWeights(lambda flight: rule(flight=flight))
 
 
 def microbatch_of(batch: Any, given: PipelinePlan, mesh: Mesh) -> tuple[Any, int]:

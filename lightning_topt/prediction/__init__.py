@@ -8,6 +8,7 @@ from lightning_topt.prediction.rule import Prediction, Rates, StagePrediction
 from lightning_topt.prediction.rules import (
     DEFAULTS,
     PREDICTIONS,
+    Default,
     MultiStep,
     Nesterov,
     NoPrediction,
@@ -19,11 +20,13 @@ from lightning_topt.prediction.rules import (
     default_prediction,
     make_prediction,
     prediction_to_value,
+    why_not_measured,
 )
 
 __all__ = [
     "DEFAULTS",
     "PREDICTIONS",
+    "Default",
     "MultiStep",
     "Nesterov",
     "NoPrediction",
@@ -38,4 +41,5 @@ __all__ = [
     "default_prediction",
     "make_prediction",
     "prediction_to_value",
+    "why_not_measured",
 ]

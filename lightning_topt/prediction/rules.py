@@ -51,10 +51,35 @@ from lightning_topt.prediction.weights import (
 from lightning_topt.schedules.schedules import lag_of
 from lightning_topt.schedules.staleness import Staleness
 
-DEFAULTS: Mapping[str, str] = MappingProxyType(
-    {"SGD": "spectrain", "Adam": "spectrain", "AdamW": "spectrain", "NAdam": "nesterov"}
+
+class Default(NamedTuple):
+    """A row of the table that says which rule is taken where none is named.
+
+    The rule came out best, by the committed runs of benchmarks/results/prediction_accuracy.md, for
+    an optimizer and up to so many `missing` updates of the first stage. `is_cut`: batches are cut
+    into at least as many minibatches as are in flight, two or more. `updates`: how long the runs
+    were.
+    """
+
+    optimizer: str
+    is_cut: bool
+    missing: int
+    rule: str | Mapping[str, Any]
+    updates: tuple[int, int]
+
+
+_FEEDBACK = MappingProxyType({"rule": "two_versions", "error_feedback": True})
+DEFAULTS = (
+    Default("SGD", False, 15, "spectrain", (504, 840)),
+    Default("SGD", False, 31, "multistep", (504, 840)),
+    Default("AdamW", False, 31, "spectrain", (1000, 4000)),
+    Default("AdamW", True, 1, _FEEDBACK, (1000, 4000)),
+    Default("NAdam", False, 31, "nesterov", (1000, 1000)),
+    Default("BasisRotation", False, 31, "stash", (1000, 1000)),
+    Default("BasisRotation", True, 1, _FEEDBACK, (1000, 4000)),
 )
-OTHERWISE = "stash"  # for optimizers that no rule knows
+OTHERWISE = "stash"  # for optimizers that no row has, and that no rule knows
+_LIKE = {"Adam": "AdamW"}  # optimizers that were not measured take the rows of another
 
 
 def make_prediction(value: str | Mapping[str, Any] | Prediction) -> Prediction:
@@ -90,14 +115,16 @@ def prediction_to_value(prediction: Prediction) -> str | dict[str, Any]:
     return {"rule": prediction.name, **options} if options else prediction.name
 
 
-def default_prediction(optimizer: Optimizer | str) -> Prediction:
-    """Return the rule that came out best for an optimizer, or the name of its class.
+def default_prediction(
+    optimizer: Optimizer | str, *, flight: int = 1, accumulate: int = 1
+) -> Prediction:
+    """Return the rule that `DEFAULTS` has for an optimizer, or the name of its class.
 
-    See docs/reference/prediction_rules.md. Weight stashing where that rule does not know this
-    optimizer.
+    `flight` minibatches are between the forward and the backward pass of the first stage, and an
+    update takes `accumulate` of them. Weight stashing where that rule does not know this optimizer.
     """
-    name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__
-    rule = make_prediction(DEFAULTS.get(name, OTHERWISE))
+    row = _row(_name_of(optimizer), flight, accumulate)
+    rule = make_prediction(OTHERWISE if row is None else row.rule)
     try:
         if isinstance(optimizer, Optimizer):
             # A rule refuses, for two stages, an optimizer that it does not know.
@@ -105,6 +132,50 @@ def default_prediction(optimizer: Optimizer | str) -> Prediction:
     except ValueError:
         return make_prediction(OTHERWISE)
     return rule
+
+
+def why_not_measured(
+    optimizer: Optimizer | str, *, flight: int, accumulate: int, updates: int | None
+) -> str | None:
+    """Return a sentence where `DEFAULTS` rests on no run like this one, else None.
+
+    `updates` of the run; None: not known.
+    """
+    name, missing = _name_of(optimizer), -(-flight // accumulate)
+    row = _row(name, flight, accumulate)
+    if row is None or row.optimizer != name:
+        reason = f"{name} was not measured with stale weights"
+    elif row.is_cut != _is_cut(flight, accumulate):
+        reason = f"{name} was not measured with batches that are cut for the pipeline"
+    elif missing > row.missing:
+        reason = f"{missing} missed updates are more than the {row.missing} that were measured"
+    elif updates is not None and not row.updates[0] <= updates <= row.updates[1]:
+        measured = " to ".join(f"{count:,}" for count in sorted(set(row.updates)))
+        reason = f"{updates:,} updates were not measured, but {measured}"
+    else:
+        return None
+    rule = default_prediction(optimizer, flight=flight, accumulate=accumulate).name
+    return (
+        f"prediction {rule!r} is a guess, since {reason}: docs/reference/prediction_rules.md has "
+        "what is known"
+    )
+
+
+def _name_of(optimizer: Optimizer | str) -> str:
+    return optimizer if isinstance(optimizer, str) else type(optimizer).__name__
+
+
+def _is_cut(flight: int, accumulate: int) -> bool:
+    return accumulate >= max(flight, 2)
+
+
+def _row(name: str, flight: int, accumulate: int) -> Default | None:
+    """Return the optimizer's row for such a run, else the nearest; None: it has none."""
+    rows = [row for row in DEFAULTS if row.optimizer == _LIKE.get(name, name)]
+    is_cut, missing = _is_cut(flight, accumulate), -(-flight // accumulate)
+    alike = [row for row in rows if row.is_cut == is_cut] or rows
+    enough = (row for row in alike if row.missing >= missing)
+    return next(enough, alike[-1] if alike else None)
 
 
 # ---- Rules that leave the weights as they are.
@@ -352,12 +423,17 @@ class TwoVersions(Prediction):
     the next one: W + 2 d - (the move before). That is the kind of correction of Zmushko et al.,
     arXiv 2606.30634; the formula is this package's. It needs one more copy, for the last move, and
     serves any optimizer.
+
+    The first `synchronous_updates` of a fit wait for their gradients: the pipeline is drained after
+    each of them. Whoever runs the minibatches does that; the weights follow.
     """
 
     name: ClassVar[str] = "two_versions"
     error_feedback: bool = False
+    synchronous_updates: int = 0
 
     def __post_init__(self) -> None:
+        check_whole(self.synchronous_updates, name="synchronous_updates", least=0)
         if not isinstance(self.error_feedback, bool):
             raise ValueError(f"error_feedback is True or False; got {self.error_feedback!r}")
 

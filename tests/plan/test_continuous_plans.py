@@ -46,7 +46,7 @@ def shape_of(ranks: int, lag: int = 1, rule: str = "none") -> ContinuousShape:
 
 
 def stale(rule: str = "none") -> StaleWeights:
-    return StaleWeights(make_prediction(rule))
+    return StaleWeights(lambda flight: make_prediction(rule))
 
 
 @pytest.mark.parametrize(

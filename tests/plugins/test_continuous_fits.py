@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_topt import PipelineStrategy
+from lightning_topt.optim import BasisRotation
 from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.prediction import TwoVersions
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, lag_of
 from tests.plugins.continuous_twin import ChainTwin
 from tests.plugins.test_pipeline_fits import cluster
@@ -52,6 +54,10 @@ def sgd(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 def adamw(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(in_groups(named), lr=0.01)
+
+
+def rotated(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return BasisRotation(in_groups(named), lr=0.01, refresh_every=3)
 
 
 def in_groups(named: Sequence[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
@@ -192,6 +198,21 @@ FITS = {
         },
         ends=(4, 8, 10, 14, 18),
     ),
+    # the default of this optimizer, as batches are cut: two versions with error feedback
+    "rotated": Fit({}, {"max_epochs": 2, "accumulate_grad_batches": 2}, ends=(10,), make=rotated),
+    # the first two updates wait, the third begins an asynchronous part
+    "late start": Fit(
+        {
+            "prediction": {
+                "rule": "two_versions",
+                "error_feedback": True,
+                "synchronous_updates": 2,
+            }
+        },
+        {"max_epochs": 2, "accumulate_grad_batches": 3},
+        ends=(3, 6, 10),
+        make=adamw,
+    ),
     "by value": Fit(
         {}, {"max_epochs": 1, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
     ),
@@ -246,6 +267,8 @@ def test_weights_are_those_of_the_schedule_action_by_action(ranks: int) -> None:
             for what in ("steps", "rates", "metrics", "epochs", "updates"):
                 assert found[what] == first[what], (name, what)
         assert first["updates"] == first["steps"]
+        if name == "rotated":
+            assert plan.weight_prediction == TwoVersions(error_feedback=True)
         if fit.trainer.get("max_epochs") == 2:
             assert_means(first, twin)
 

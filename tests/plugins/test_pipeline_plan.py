@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from lightning_topt import AutoParallelStrategy, PipelineStrategy
 from lightning_topt.plan.explanation import price_plan
 from lightning_topt.plan.parallel_plan import PlanError
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
+from lightning_topt.plugins import plan_request
 from lightning_topt.plugins.plan_options import PipelinePlan, read_plan_option
 from lightning_topt.plugins.plan_request import AllowedStaleness, rule_for
 from lightning_topt.plugins.traced_planning import (
@@ -149,6 +151,17 @@ def test_rules_suit_the_optimizer() -> None:
     ):
         with pytest.raises(ValueError, match=says):
             rule_for(optimizer, None if rule is None else make_prediction(rule))
+
+
+def test_a_default_rule_that_was_not_measured_is_said_once(monkeypatch: Any) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(plan_request, "rank_zero_info", said.append)
+    plan: Any = SimpleNamespace(stages=(None,) * 8, schedule="continuous")
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
+    for steps in (1000, -1, 9000):
+        trainer: Any = SimpleNamespace(accumulate_grad_batches=1, max_steps=steps)
+        plan_request.say_if_not_measured(plan, optimizer, trainer)
+    assert len(said) == 1 and "9,000 updates were not measured" in said[0]
 
 
 def test_plans_by_name() -> None:

@@ -10,12 +10,12 @@ import torch
 from torch import nn, optim
 
 from lightning_topt.prediction import (
-    DEFAULTS,
     PREDICTIONS,
     PipeMare,
     default_prediction,
     make_prediction,
     prediction_to_value,
+    why_not_measured,
 )
 from lightning_topt.schedules.staleness import Staleness
 from tests.host_waits import waits_of
@@ -28,6 +28,7 @@ from tests.prediction.stage_walk import (
     walk,
 )
 
+FEEDBACK = {"rule": "two_versions", "error_feedback": True}
 SGD = {"lr": 0.1, "momentum": 0.9}
 SGD_VARIANTS = [
     {},
@@ -376,12 +377,59 @@ def test_unknown_rules_and_options(value, message):
         make_prediction(value)
 
 
-@pytest.mark.parametrize("name", [*DEFAULTS, "RMSprop"])
-def test_every_optimizer_has_a_default_that_takes_it(name):
-    optimizer = make_optimizer(name, make_parameters())
-    rule = default_prediction(optimizer)
-    assert rule == default_prediction(name)
-    rule.on(optimizer, stage=0, num_stages=4)
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "NAdam", "RMSprop"])
+@pytest.mark.parametrize(("flight", "accumulate"), [(1, 1), (7, 1), (31, 1), (63, 2), (3, 3)])
+def test_every_optimizer_has_a_default_that_takes_it(name, flight, accumulate):
+    optimizer, places = make_optimizer(name, make_parameters()), (flight, accumulate)
+    rule = default_prediction(optimizer, flight=flight, accumulate=accumulate)
+    assert rule == default_prediction(name, flight=flight, accumulate=accumulate)
+    stage = rule.on(optimizer, stage=0, num_stages=flight + 1, accumulate=accumulate)
+    assert stage.held_bytes == 0, places
+
+
+@pytest.mark.parametrize(
+    ("name", "flight", "accumulate", "rule"),
+    [
+        ("AdamW", 1, 1, "spectrain"),
+        ("AdamW", 7, 1, "spectrain"),
+        ("AdamW", 7, 4, "spectrain"),  # cut, but two updates are missed
+        ("AdamW", 7, 7, FEEDBACK),
+        ("AdamW", 1, 2, FEEDBACK),
+        ("Adam", 3, 4, FEEDBACK),
+        ("BasisRotation", 7, 1, "stash"),
+        ("BasisRotation", 7, 8, FEEDBACK),
+        ("SGD", 15, 1, "spectrain"),
+        ("SGD", 16, 1, "multistep"),
+        ("SGD", 99, 1, "multistep"),
+        ("Adagrad", 1, 1, "stash"),
+    ],
+)
+def test_the_default_is_the_row_of_the_table(name, flight, accumulate, rule):
+    found = default_prediction(name, flight=flight, accumulate=accumulate)
+    assert found == make_prediction(rule)
+
+
+@pytest.mark.parametrize(
+    ("name", "flight", "accumulate", "updates", "says"),
+    [
+        ("AdamW", 7, 1, 1000, None),
+        ("AdamW", 7, 1, None, None),
+        ("AdamW", 7, 7, 4000, None),
+        ("AdamW", 32, 1, 1000, "32 missed updates are more than the 31 that were measured"),
+        ("AdamW", 7, 1, 50_000, "50,000 updates were not measured, but 1,000 to 4,000"),
+        ("NAdam", 7, 1, 999, "999 updates were not measured, but 1,000:"),
+        ("NAdam", 7, 7, 1000, "NAdam was not measured with batches that are cut"),
+        ("Adam", 7, 1, 1000, "Adam was not measured with stale weights"),
+        ("Adagrad", 7, 1, 1000, "Adagrad was not measured with stale weights"),
+    ],
+)
+def test_a_run_outside_the_table_is_said_to_be(name, flight, accumulate, updates, says):
+    found = why_not_measured(name, flight=flight, accumulate=accumulate, updates=updates)
+    if says is None:
+        assert found is None
+    else:
+        rule = default_prediction(name, flight=flight, accumulate=accumulate).name
+        assert found is not None and says in found and repr(rule) in found
 
 
 def test_optimizers_that_the_default_does_not_know_stash():

@@ -63,8 +63,10 @@ class StageWeights:
     ) -> None:
         self._optimizers, self._pattern = list(optimizers), pattern
         self._parameters = tuple(parameters)
+        flight = (pattern.sizes["num_stages"] - 1) * pattern.sizes["lag_per_hop"]
         self._predictions = [
-            prediction or default_prediction(optimizer) for optimizer in self._optimizers
+            prediction or default_prediction(optimizer, flight=flight)
+            for optimizer in self._optimizers
         ]
         self._accumulate = 1
         self._rules = self._make_rules()

@@ -278,8 +278,8 @@ def lab_times(rows: Sequence[Mapping[str, Any]]) -> list[Held]:
             runs = [r for key, r in lab["trainings"].items() if key.split("|")[0] == name]
             if name != DENSE:  # the mean of two validations, as in `adam_lab`
                 goal = dense["losses"][-1][1]
-            ends = ((r, statistics.mean(loss for _, loss in r["losses"][-2:])) for r in runs)
-            runs = [r for r, end in ends if end <= goal]
+                ends = ((r, statistics.mean(loss for _, loss in r["losses"][-2:])) for r in runs)
+                runs = [r for r, end in ends if end <= goal]
             if (row is None and name != DENSE) or not runs:
                 continue
             factor = 1.0 if row is None else median_factor(row["factors"])

@@ -28,7 +28,7 @@ from lightning_topt.plan.choose import NoPlanFitsError, choose
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
-from lightning_topt.prediction import default_prediction, prediction_to_value
+from lightning_topt.prediction import default_prediction, make_prediction, prediction_to_value
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 
 VERSION = 1
@@ -176,7 +176,10 @@ def staleness_of(plan: ParallelPlan) -> int:
 
 
 def _rule_name(plan: ParallelPlan, optimizer: str) -> str:
-    value = prediction_to_value(plan.prediction or default_prediction(optimizer))
+    rule = plan.prediction
+    value = prediction_to_value(
+        default_prediction(optimizer) if rule is None else make_prediction(rule)
+    )
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 

@@ -24,7 +24,8 @@ class AutoParallelConfig:
     _target_: str = "lightning_topt.AutoParallelStrategy"
     _convert_: str = "all"
     memory_limit: int | float | str | None = None  # e.g. 2GiB; null: the memory of the device
-    objective: str | None = None  # time or memory; null: time, where the step can be planned
+    # time, memory or time_to_loss; null: time, where the step can be planned
+    objective: str | None = None
     # a plan file, a mapping, or a name: ddp, zero1, zero2, zero3, hybrid, tensor, pipeline, ...;
     # null: search
     plan: Any = None

@@ -10,7 +10,7 @@ What `run` calls, and what comes out:
     PlanSetup.capture       `ExampleStep`: a batch and the graph of its step    plan_steps
     UnpricedSearch.of       a `SearchRequest` that lacks costs                  plan_steps
     PlanSetup.with_costs    the `SearchRequest`; measures a cluster not given   plan_steps
-    search_plans            `PlanFrontier`: the best plans, seconds and bytes   plan_search
+    search_for              `PlanFrontier`: the best plans, seconds and bytes   searched_plan
     choose_for              the `PlanPoint` that meets the request              searched_plan
     report_plan             files and tables                                    plan_steps
 """
@@ -34,12 +34,12 @@ from lightning_topt.cli.search_space import SearchedMeshes
 from lightning_topt.communication.started_ranks import leave_to_rank_0
 from lightning_topt.costs.cluster import sentence_of
 from lightning_topt.graph.no_trace import no_collection
-from lightning_topt.plan.choose import check_objective
+from lightning_topt.plan.choose import OBJECTIVES, check_objective
 from lightning_topt.plan.plan_intervals import interval_sentences, with_intervals
-from lightning_topt.plan.plan_search import search_plans
 from lightning_topt.plan.scenarios import ModelFacts, of_steps
+from lightning_topt.plan.step_factors import OBJECTIVE as LOSS_OBJECTIVE
 from lightning_topt.plugins.planning import Planning
-from lightning_topt.plugins.searched_plan import choose_for
+from lightning_topt.plugins.searched_plan import choose_for, search_for
 from topt_console.status_line import STATUS
 
 # Of more devices an exact search seldom ends within its budget: it is given up without a bound.
@@ -71,7 +71,7 @@ def _plan_once(config: DictConfig) -> None:
     request, trainer = setup.request, setup.trainer
     meshes = SearchedMeshes.read(config, request, trainer)
     objective = config.objective or request.objective
-    check_objective(objective)
+    check_objective(objective, allowed=(*OBJECTIVES, LOSS_OBJECTIVE))
     if request.cluster is not None:  # else ranks of torchrun or srun measure it together
         leave_to_rank_0()
         print(meshes.words(request.cluster))
@@ -102,7 +102,9 @@ def _plan_once(config: DictConfig) -> None:
     # of a step, which may have several batches
     facts = ModelFacts.of(search.graph, search.optimizer, search.cluster)
     parts = trainer.accumulate_grad_batches
-    frontier = of_steps(search_plans(search, progress=STATUS.show), accumulate=parts, facts=facts)
+    request = dataclasses.replace(request, objective=objective)
+    frontier = search_for(request, search, progress=STATUS.show)
+    frontier = of_steps(frontier, accumulate=parts, facts=facts)
     level = request.confidence
     frontier = with_intervals(frontier, search.cluster, search.graph, level=level)
     folder = Path(HydraConfig.get().runtime.output_dir)
@@ -113,8 +115,10 @@ def _plan_once(config: DictConfig) -> None:
     notes = meshes.notes(search, frontier, unpriced.unsplit)
     notes += meshes.pipelines.notes(search, example, request, trainer, unstaged=unpriced.unstaged)
     notes.append(sentence_of(search.cluster.accuracy))
-    request = dataclasses.replace(request, objective=objective)
-    planning = Planning(frontier, choose_for(request, frontier, search.cluster), example.graph)
+    chosen = choose_for(
+        request, frontier, search.cluster, trainer=trainer, optimizer=search.optimizer
+    )
+    planning = Planning(frontier, chosen, example.graph)
     intervals = planning.intervals(search.cluster, level=level)
     notes += interval_sentences(intervals, search.cluster)
     report_plan(planning, search, request, folder=folder, notes=notes)

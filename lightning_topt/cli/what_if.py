@@ -35,7 +35,7 @@ from lightning_topt.cli.several_clusters import read_clusters
 from lightning_topt.communication.started_ranks import leave_to_rank_0
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import check_world_size
-from lightning_topt.plan.choose import OBJECTIVES, NoPlanFitsError
+from lightning_topt.plan.choose import OBJECTIVES, NoPlanFitsError, check_objective
 from lightning_topt.plan.plan_search import SearchRequest
 from lightning_topt.plan.scenario_report import print_scenarios, save_scenarios
 from lightning_topt.plan.scenarios import (
@@ -82,6 +82,7 @@ def run(config: DictConfig) -> None:
     asked = WhatIfOptions.read(config)
     check_asked(asked.objective or "time", asked.limits, has_work=asked.work is not None)
     searches, request = read_searches(config, asked)
+    check_objective(request.objective)
     found, left_out = search_all(searches, request, asked)
 
     # the objective, and what it cannot judge

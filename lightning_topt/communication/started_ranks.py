@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 # Lightning's port of a job is in 15000-24999; the kernel gives ports from 32768 to connections.
 _FIRST_PORT, _PORTS = 25000, 7000
@@ -97,7 +98,7 @@ def _first_name(name: str, environment: Mapping[str, str]) -> str:
     """Return the first name that a rank has left in the store of torchrun's agent."""
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return name  # rank 0 makes a store later
-    store = dist.TCPStore(
+    store = TCPStore(
         environment["MASTER_ADDR"],
         int(environment["MASTER_PORT"]),
         is_master=False,

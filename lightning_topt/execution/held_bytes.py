@@ -56,7 +56,7 @@ def held_bytes(
         for optimizer in optimizers
         for piece in shared_pieces(optimizer, blocks, configs, ranks=count)
     ]
-    owned = {parameter for parameter, _ in shared}
+    owned = {tensor for tensor, _ in shared}
     for block, parameters in blocks.items():
         for name, parameter in once(parameters):
             _add_tensors(held[block], parameter, configs[block], mesh)
@@ -78,9 +78,9 @@ def held_bytes(
         home = {
             parameter: (block, name) for block in blocks for name, parameter in once(blocks[block])
         }
-        for parameter, piece in shared:
-            block, name = home[parameter]  # type: ignore[index]
-            shape = _with_rows(parameter, piece.stop - piece.start)
+        for tensor, piece in shared:
+            block, name = home[tensor]  # type: ignore[index]
+            shape = _with_rows(tensor, piece.stop - piece.start)
             held[block][number == piece.owner, _STATE] += profile.state_bytes_of(name, shape)
     return held
 

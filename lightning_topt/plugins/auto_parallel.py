@@ -62,8 +62,10 @@ class AutoParallelStrategy(DDPStrategy):
             `memory_margin` of them; nothing stops a step that takes more. Refused beside a plan
             that is not searched: a complete one, or a name other than ``"pipeline"``. None: the
             memory of the device.
-        objective: ``"time"`` (fastest step within the limit) or ``"memory"`` (least memory). None:
-            time, where it can be planned. Beside a plan that is not searched ``"memory"`` gives
+        objective: ``"time"`` (fastest step within the limit), ``"memory"`` (least memory) or
+            ``"time_to_loss"`` (least time to the loss of dense training, by the measured steps that
+            compressed and stale plans need; docs/how_to/slow_network.md). None: time, where it can
+            be planned. Beside a plan that is not searched ``"memory"`` gives
             freed memory back to the system, and chooses nothing, as a warning says.
         plan: run this plan instead of searching: a `ParallelPlan`, a plan file, a mapping, or a
             name: ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"``, ``"hybrid_zero2"``,

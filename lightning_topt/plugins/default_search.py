@@ -46,7 +46,7 @@ from lightning_topt.plan.own_batches import least_own_batch_seconds, search_own_
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plan.plan_intervals import with_intervals
-from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
+from lightning_topt.plan.plan_search import SearchRequest, local_graphs
 from lightning_topt.plan.scenarios import ModelFacts, of_steps
 from lightning_topt.plan.tensor_meshes import least_seconds, tensor_sizes
 from lightning_topt.plugins.pipeline_steps import takes_index
@@ -65,6 +65,7 @@ from lightning_topt.plugins.searched_plan import (
     choose_for,
     read_costs,
     say,
+    search_for,
     search_request,
     split_model,
 )
@@ -138,7 +139,7 @@ def search_with_axes(
         NoPlanFitsError: which says what was left out and why.
     """
     # Data axes: the watched or captured step as it is.
-    found = [search_plans(search)]
+    found = [search_for(request, search)]
     strategy: Any = trainer.strategy
     if why_not is None and strategy.ranks_may_end_apart:
         why_not = (
@@ -177,9 +178,10 @@ def search_with_axes(
         frontier = of_steps(frontier, accumulate=parts, facts=facts)
     frontier = with_intervals(frontier, search.cluster, search.graph, level=request.confidence)
     try:
-        return Planning(
-            frontier, choose_for(request, frontier, search.cluster), search.graph, left_out
+        chosen = choose_for(
+            request, frontier, search.cluster, trainer=trainer, optimizer=search.optimizer
         )
+        return Planning(frontier, chosen, search.graph, left_out)
     except NoPlanFitsError as error:
         raise NoPlanFitsError(
             ". ".join([str(error), *(f"{what}: {why}" for what, why in left_out.items())])
@@ -293,7 +295,8 @@ class TensorSearch:
             evaluates=trainer.enable_validation,
             layout="tensor",
         )
-        request, frontier = self._request, search_plans(self._search)
+        request = self._request
+        frontier = search_for(request, self._search)
         split_best, best = (
             fastest(request, self._search, [each]) for each in (frontier, self._best)
         )
@@ -311,7 +314,8 @@ class TensorSearch:
     def frontier(self, kernels: Mapping[KernelKey, float]) -> PlanFrontier:
         """Search with the seconds of `kernels` on slices."""
         kernels = {**self._search.kernel_seconds, **kernels}
-        return search_plans(dataclasses.replace(self._search, kernel_seconds=kernels))
+        search = dataclasses.replace(self._search, kernel_seconds=kernels)
+        return search_for(self._request, search)
 
     def _why_not(self) -> str | None:
         """Return why no plan with a tensor axis can be chosen, as a clause, or None."""
@@ -397,7 +401,9 @@ def add_pipelines(
         return "no plan with stages is better"
     every = together([*found, frontier])
     try:
-        plan = choose_for(request, every, search.cluster).plan
+        plan = choose_for(
+            request, every, search.cluster, trainer=trainer, optimizer=search.optimizer
+        ).plan
     except NoPlanFitsError:  # the error will name the smallest
         plan = min(every.candidates, key=lambda point: point.peak_bytes).plan
     if not plan.own_batches:

@@ -368,7 +368,7 @@ def check_planner_options(
     objective: Any,
     confidence: Any = LEVEL,
     equal_within: Any = None,
-    objectives: Sequence[str] = ("time", "memory"),
+    objectives: Sequence[str] = ("time", "memory", "time_to_loss"),
 ) -> None:
     """Raise ValueError for options that `AutoParallelStrategy` cannot have."""
     check_objective(objective, allowed=objectives)

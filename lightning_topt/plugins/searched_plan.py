@@ -5,7 +5,8 @@ All ranks take part: rank 0 captures the step and searches, all of them measure.
     graph = capture_on_ranks(trainer, batch)
     costs = read_costs(request, trainer, graph)               # optimizer, cluster, kernels
     search = search_request(request, trainer, graph, costs)   # on data axes
-    point = choose_for(request, search_plans(search), costs.cluster)
+    frontier = search_for(request, search)
+    point = choose_for(request, frontier, costs.cluster, trainer=trainer, optimizer=costs.optimizer)
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import dataclasses
 import io
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,13 +39,14 @@ from lightning_topt.graph.errors import CaptureError, may_need_values
 from lightning_topt.graph.op_config import Shard
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.step_observer import observe_step
+from lightning_topt.plan import step_factors
 from lightning_topt.plan.choose import choose
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plan.plan_intervals import with_intervals
 from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
 from lightning_topt.plugins.plan_options import MeshPlan
-from lightning_topt.plugins.plan_request import PlanRequest, exchanges_of_run
+from lightning_topt.plugins.plan_request import PlanRequest, exchanges_of_run, steps_of_fit
 from lightning_topt.plugins.planning import (
     PlanDecision,
     Planning,
@@ -272,7 +274,7 @@ def search_mesh(
     def search() -> dict[str, Any]:
         nonlocal planning
         frontier = with_intervals(
-            search_plans(dataclasses.replace(wanted, kernel_seconds=kernels)),
+            search_for(request, dataclasses.replace(wanted, kernel_seconds=kernels)),
             costs.cluster,
             graph,
             level=request.confidence,
@@ -280,7 +282,9 @@ def search_mesh(
         if given.preset:
             chosen = _with_what_is_left(_preset_of(given, frontier), graph)
         else:
-            chosen = choose_for(request, frontier, costs.cluster)
+            chosen = choose_for(
+                request, frontier, costs.cluster, trainer=trainer, optimizer=costs.optimizer
+            )
         planning = Planning(frontier, chosen, graph)
         return planning.chosen.plan.to_dict()
 
@@ -333,16 +337,39 @@ def _with_what_is_left(point: PlanPoint, graph: OpGraph) -> PlanPoint:
     return dataclasses.replace(point, plan=dataclasses.replace(plan, reason=reason))
 
 
-def choose_for(request: PlanRequest, frontier: PlanFrontier, cluster: Cluster) -> PlanPoint:
+def choose_for(
+    request: PlanRequest,
+    frontier: PlanFrontier,
+    cluster: Cluster,
+    *,
+    trainer: pl.Trainer,
+    optimizer: OptimizerProfile,
+) -> PlanPoint:
     """Return the point of `frontier` that meets `request`.
 
-    No limit means the memory of a device. Raises NoPlanFitsError.
+    `trainer` and `optimizer` say what trains, for the objective ``"time_to_loss"``. No limit means
+    the memory of a device. Raises NoPlanFitsError.
     """
     limit = cluster.device.memory_bytes if request.memory_limit is None else request.memory_limit
-    return choose(
-        frontier.candidates,
-        objective=request.objective,
-        memory_limit=limit,
-        memory_margin=request.margin_on(cluster),
-        difference=request.difference_on(cluster),
-    )
+    options: dict[str, Any] = {
+        "memory_limit": limit,
+        "memory_margin": request.margin_on(cluster),
+        "difference": request.difference_on(cluster),
+    }
+    if request.objective == step_factors.OBJECTIVE:
+        training = step_factors.Training(optimizer.name, steps_of_fit(trainer))
+        table = step_factors.StepTable.read()
+        return step_factors.choose_by_loss(frontier.candidates, training, table=table, **options)
+    return choose(frontier.candidates, objective=request.objective, **options)
+
+
+def search_for(
+    request: PlanRequest,
+    search: SearchRequest,
+    *,
+    progress: Callable[[str], None] | None = None,
+) -> PlanFrontier:
+    """Return what `search_plans` finds; where a loss is the objective, for each way of training."""
+    if request.objective == step_factors.OBJECTIVE:
+        return step_factors.search_each_way(search, progress=progress)
+    return search_plans(search, progress=progress)

@@ -340,7 +340,9 @@ def _pipeline(
         search = replace(search, split=split_model(trainer, part, graph, trace))
         kernels = costs.measured(on_rank_0(lambda: local_graphs(search)))
         search = replace(search, kernel_seconds={**costs.kernel_seconds, **kernels})
-    choose = partial(choose_for, request, cluster=search.cluster)
+    choose = partial(
+        choose_for, request, cluster=search.cluster, trainer=trainer, optimizer=search.optimizer
+    )
     found = on_rank_0(lambda: choose_pipeline(given, mesh, search, choose=choose).to_dict())
     plan = ParallelPlan.from_dict(found)
     on_every_rank(lambda: _check_features(plan, request, trainer, graph))

@@ -1,0 +1,189 @@
+"""The choice by the time to a loss, against a look at every plan; and the table that is shipped."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.exchange import step_factors as harness
+from lightning_topt.communication import BF16, TopK
+from lightning_topt.costs.intervals import Interval
+from lightning_topt.plan.choose import NoPlanFitsError
+from lightning_topt.plan.parallel_plan import uniform_plan
+from lightning_topt.plan.plan_frontier import PlanPoint
+from lightning_topt.plan.step_factors import (
+    SAME,
+    FactorRow,
+    StepFactor,
+    StepTable,
+    Training,
+    choose_by_loss,
+    seconds_to_loss,
+)
+
+ROOT = Path(__file__).parents[2]
+MIB = 2.0**20
+FEW_BITS = {"density": None, "bits": 2}
+ADAMW = Training("AdamW", 1000)
+
+
+def row(method: str = "bf16", *factors: float | None, **changes: object) -> FactorRow:
+    given = {
+        "options": {},
+        "optimizer": "AdamW",
+        "ranks": 2,
+        "staleness": 0,
+        "steps": 1000,
+        "model": "a GPT",
+        "source": "runs.json",
+        "date": "2026-01-01",
+    }
+    return FactorRow(method, factors=factors, **{**given, **changes})
+
+
+TABLE = StepTable(
+    (
+        row("bf16", 0.9, 1.0, 1.1),
+        row("topk", 1.4, 2.0, None, options=FEW_BITS),
+        row("topk", 1.2, 1.2, 1.3, options=FEW_BITS, steps=12000),
+        row("topk", None, None, 1.9, options={"density": 0.01}),
+    )
+)
+METHODS = {
+    "exact": None,
+    "bf16": BF16(),
+    "few bits": TopK(density=None, bits=2),
+    "1 %": TopK(density=0.01),
+    "2 %": TopK(density=0.02),
+}
+
+
+def point(seconds: float, method: str = "exact", mib: float = 100, ranks: int = 2) -> PlanPoint:
+    plan = uniform_plan(0, data_parallel_size=ranks)
+    plan = dataclasses.replace(plan, gradient_exchange=METHODS[method])
+    return PlanPoint(seconds, mib * MIB, ranks, plan)
+
+
+def test_factors_are_medians_and_ranges():
+    assert TABLE.factor_of(point(1).plan, ADAMW) == SAME
+    found = TABLE.factor_of(point(1, "bf16").plan, ADAMW)
+    assert isinstance(found, StepFactor)
+    assert (found.median, found.low, found.high) == (1.0, 0.9, 1.1)
+    assert "3 runs of 1000 steps, a GPT (runs.json, 2026-01-01)" in found.rests_on
+    found = TABLE.factor_of(point(1, "few bits").plan, ADAMW)
+    assert isinstance(found, StepFactor)
+    assert (found.median, found.low, found.high) == (2.0, 1.4, math.inf)
+    assert found.words == "2.00 x (1.40 to not reached)"
+    # the row nearest in length
+    found = TABLE.factor_of(point(1, "few bits").plan, Training("AdamW", 9000))
+    assert isinstance(found, StepFactor)
+    assert found.median == 1.2
+
+
+@pytest.mark.parametrize(
+    ("method", "training", "ranks", "why"),
+    [
+        ("2 %", ADAMW, 2, "no run of"),
+        ("bf16", Training("SGD", 1000), 2, "under SGD"),
+        ("bf16", ADAMW, 4, "with 4 data rank"),
+        ("bf16", Training("AdamW", 100_000), 2, "was measured in 1000 steps, and .* 100000"),
+        ("1 %", ADAMW, 2, "did not reach the dense run's loss"),
+    ],
+)
+def test_what_is_not_known_has_a_reason(method, training, ranks, why):
+    found = TABLE.factor_of(point(1, method, ranks=ranks).plan, training)
+    assert isinstance(found, str)
+    assert re.search(why, found), found
+
+
+def test_the_choice_is_that_of_a_look_at_every_plan():
+    draw = random.Random(0)
+    chosen_ways = set()
+    for _ in range(300):
+        points = [
+            point(draw.uniform(1, 3), method, draw.uniform(50, 150))
+            for method in draw.choices([*METHODS], k=8)
+        ] + [point(draw.uniform(2, 4), "exact", 50)]
+        limit = draw.uniform(60, 160) * MIB
+        # the oracle: seconds by hand, over every plan that fits and whose factor is known
+        known = {None: 1.0, METHODS["bf16"]: 1.0, METHODS["few bits"]: 2.0}
+        times = [
+            each.step_seconds * known[each.plan.gradient_exchange]
+            for each in points
+            if each.plan.gradient_exchange in known and each.peak_bytes * 1.05 <= limit
+        ]
+        options = {"memory_limit": limit, "time_error": 0.0, "alike_time_error": 0.0}
+        found = choose_by_loss(points, ADAMW, table=TABLE, **options)
+        exchange = found.plan.gradient_exchange
+        assert found.step_seconds * known[exchange] == min(times)
+        assert found.peak_bytes * 1.05 <= limit
+        chosen_ways.add(exchange)
+        # within the error, an exact plan is preferred, and never a worse one than the error allows
+        found = choose_by_loss(points, ADAMW, table=TABLE, memory_limit=limit, time_error=0.15)
+        seconds = found.step_seconds * known[found.plan.gradient_exchange]
+        assert seconds <= min(times) * 1.15 + 2e-3
+    assert chosen_ways == {*known}
+
+
+def test_a_faster_step_that_needs_more_steps_is_not_chosen():
+    points = [point(1.5), point(1.0, "few bits"), point(0.1, "2 %")]
+    found = choose_by_loss(points, ADAMW, table=TABLE)
+    assert found.step_seconds == 1.5
+    assert found.plan.gradient_exchange is None
+    assert "by definition" in found.plan.reason
+    assert "Left out of the choice: no run of" in found.plan.reason
+    # long runs need fewer of its steps
+    found = choose_by_loss(
+        [point(1.5), point(1.0, "few bits")], Training("AdamW", 12000), table=TABLE, time_error=0.0
+    )
+    assert found.plan.gradient_exchange == METHODS["few bits"]
+    assert "1.20 x (1.20 to 1.30) the steps. The factor rests on 3 runs" in found.plan.reason
+
+
+def test_seconds_have_the_range_of_both():
+    interval = Interval(0.5, 2.0)
+    of = dataclasses.replace(point(1.0, "bf16"), seconds_interval=interval)
+    found = seconds_to_loss(of, StepFactor(1.5, 1.0, 2.0), steps=100)
+    assert found == (150.0, 50.0, 400.0)
+
+
+def test_nothing_known_is_an_error():
+    with pytest.raises(NoPlanFitsError, match="no plan has a known number of steps"):
+        choose_by_loss([point(1, "2 %")], ADAMW, table=TABLE)
+
+
+def test_the_shipped_table_is_what_the_committed_runs_give():
+    runs = json.loads(harness.RUNS.read_text())
+    rows = json.loads(json.dumps([*harness.table_rows(runs), *harness.pipeline_rows()]))
+    assert json.loads(harness.TABLE.read_text()) == {"version": 1, "rows": rows}
+    table = StepTable.read()
+    assert {each.method for each in table.rows} >= {"dense", "bf16", "topk"}
+    for each in table.rows:
+        assert (ROOT / each.source).is_file()
+        assert each.factors and each.factor().low > 0
+    assert [each.staleness for each in table.rows if each.method == "dense"] == [3]
+
+
+def test_another_version_of_the_table_is_refused(tmp_path):
+    path = tmp_path / "table.json"
+    path.write_text('{"version": 0, "rows": []}')
+    with pytest.raises(ValueError, match="of version 0, and this release reads 1"):
+        StepTable.read(path)
+
+
+def test_steps_are_read_between_points():
+    assert harness.steps_to([(10, 3.0), (20, 2.0), (30, 2.5)], 2.5) == 15
+    assert harness.steps_to([(10, 3.0)], 3.0) == 10
+    assert harness.steps_to([(10, 3.0), (20, math.inf)], 2.0) is None
+    orders = [
+        harness.kendall_tau([*zip((1, 2, 3), p, strict=True)])
+        for p in itertools.permutations((1, 2, 3))
+    ]
+    assert (orders[0], orders[-1]) == (1, -1)

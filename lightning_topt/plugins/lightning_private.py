@@ -273,6 +273,7 @@ PRIVATE_NAMES = (
         "errors of forked ranks under strategies of others reach no callback",
         ("self",),
     ),
+    PrivateName(f"{_MODULE}._compiler_ctx", "whether it was compiled as a whole"),
     PrivateName(f"{_MODULE}._trainer", "whether it has one, without the error of `trainer`"),
     PrivateName(
         f"{_EPOCH_LOOP}._on_before_fetch", "a monitor times how long the loop waits", ("self",)

@@ -28,6 +28,7 @@ from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_r
 
 DEVICE = Device("one core", 2**33, {"float32": 5e10}, 1e10, 2e-6)
 SLOW = Cluster("0.1 Gb/s", DEVICE, 1, 2, Link(1e-4, 12.5e6), Link(1e-4, 12.5e6), backend="gloo")
+SLOWEST = replace(SLOW, name="8 Mb/s", intra=Link(1e-4, 1e6), inter=Link(1e-4, 1e6))
 FAST = replace(SLOW, name="fast", intra=Link(1e-9, 1e12), inter=Link(1e-9, 1e12))
 BLOCKS = (("blocks.0", 1), ("blocks.1", 0), ("", 1))
 
@@ -51,6 +52,7 @@ def fit(
     torch.manual_seed(0)
     module = module or RecordingGPT()
     options = {"allow_compression": allow, "cluster": kwargs.pop("cluster", SLOW)}
+    options |= {"objective": kwargs.pop("objective")} if "objective" in kwargs else {}
     strategy = AutoParallelStrategy(plan=plan, watch_steps=1, **options)
     nodes, checkpoint = kwargs.get("num_nodes", 1), kwargs.pop("ckpt_path", None)
     local, rank = dist.get_world_size() // nodes, dist.get_rank()
@@ -296,3 +298,37 @@ def test_an_engine_without_lightning() -> None:
     (first, saved), (second, _) = on_ranks(plain)
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert set(saved["ranks"][1]["residual"]) == set(first)
+
+
+class StopEarly(L.Callback):
+    """Ends a fit that was planned for more steps."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        trainer.should_stop = trainer.global_step >= 3
+
+
+def by_loss(rank: int, steps: int) -> Any:
+    trainer, _ = fit(
+        None,
+        allow=["bf16"],
+        objective="time_to_loss",
+        cluster=SLOWEST,
+        max_steps=steps,
+        min_steps=3,
+        max_epochs=-1,
+        callbacks=[StopEarly()],
+    )
+    plan = trainer.strategy.parallel_plan
+    exchange = plan.gradient_exchange
+    return exchange and exchange.name, plan.reason
+
+
+@pytest.mark.parametrize(("steps", "name"), [(1000, "bf16"), (20, None)])
+def test_time_to_a_loss_takes_compression_only_where_its_steps_were_measured(
+    steps: int, name: str | None
+) -> None:
+    # a step with 16 bits is far faster here, and rows of the table are of 1,000 steps
+    for chosen, reason in on_ranks(by_loss, steps):
+        assert chosen == name, reason
+        assert "to the loss" in reason
+        assert ("was measured in 1000 steps, and this training has 20" in reason) == (name is None)

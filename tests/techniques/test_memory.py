@@ -70,7 +70,13 @@ def simulate_replicated(graph, profile, configs, world_size, rank, views):
     memory, spans = Memory(), locate(graph).of_parameter
     level_1 = [p for p in graph.parameters if configs[p.block].storage.level == 1]
     trained = [p for p in level_1 if p.trainable]
-    shares = [Share(i, 1, p.numel, float(p.numel), splittable=False) for i, p in enumerate(trained)]
+    # an update's work: the elements, and of a matrix the products of one side with the other
+    sides = [sorted((p.shape[0], p.numel // p.shape[0])) for p in trained]
+    works = [
+        float(p.numel + (0 if len(p.shape) < 2 else long * short**2))
+        for p, (short, long) in zip(trained, sides, strict=True)
+    ]
+    shares = [Share(i, 1, p.numel, works[i], splittable=False) for i, p in enumerate(trained)]
     owners = {
         trained[piece.index].name: piece.owner
         for piece in assign_pieces(shares, world_size=world_size)

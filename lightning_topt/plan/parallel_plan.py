@@ -212,6 +212,11 @@ class ParallelPlan:
         return self.prediction
 
     @property
+    def in_flight(self) -> int:
+        """Minibatches between the passes of the first stage; 0 where pipelines flush."""
+        return (len(self.stages) - 1) * CONTINUOUS_SCHEDULES.get(self.schedule or "", 0)
+
+    @property
     def stages_per_rank(self) -> int:
         """Number of stages that each rank of a pipeline runs; 1 without a pipeline."""
         return len(self.stages) // self.mesh.pipeline_size

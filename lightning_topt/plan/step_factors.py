@@ -29,7 +29,6 @@ from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
 from lightning_topt.prediction import default_prediction, make_prediction, prediction_to_value
-from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 
 VERSION = 1
 OBJECTIVE = "time_to_loss"
@@ -110,7 +109,7 @@ class FactorRow:
     def is_of(self, plan: ParallelPlan, optimizer: str) -> bool:
         """Return whether the row is about plans that train as `plan` does, of any length."""
         exchange = plan.gradient_exchange
-        if self.optimizer != optimizer or self.staleness != staleness_of(plan):
+        if self.optimizer != optimizer or self.staleness != plan.in_flight:
             return False
         if self.staleness and self.prediction != _rule_name(plan, optimizer):
             return False
@@ -167,18 +166,13 @@ class StepTable:
 def is_synchronous_and_exact(plan: ParallelPlan) -> bool:
     """Return whether a plan computes what dense synchronous training computes."""
     exchange = plan.gradient_exchange
-    return staleness_of(plan) == 0 and (exchange is None or exchange.is_exact)
-
-
-def staleness_of(plan: ParallelPlan) -> int:
-    """Return how many updates of other minibatches the first stage misses."""
-    return (len(plan.stages) - 1) * CONTINUOUS_SCHEDULES.get(plan.schedule or "", 0)
+    return plan.in_flight == 0 and (exchange is None or exchange.is_exact)
 
 
 def _rule_name(plan: ParallelPlan, optimizer: str) -> str:
     rule = plan.prediction
     value = prediction_to_value(
-        default_prediction(optimizer, flight=max(staleness_of(plan), 1))
+        default_prediction(optimizer, flight=max(plan.in_flight, 1))
         if rule is None
         else make_prediction(rule)
     )
@@ -190,7 +184,7 @@ def _way_of(plan: ParallelPlan, optimizer: str) -> str:
     parts = []
     if plan.gradient_exchange is not None and not plan.gradient_exchange.is_exact:
         parts.append(plan.gradient_exchange.words)
-    if staleness := staleness_of(plan):
+    if staleness := plan.in_flight:
         parts.append(f"{staleness} missing updates by {_rule_name(plan, optimizer)}")
     ranks = plan.mesh.data_parallel_size
     return f"{' and '.join(parts) or 'dense'} under {optimizer} with {ranks} data rank(s)"

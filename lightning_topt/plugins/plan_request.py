@@ -71,7 +71,6 @@ from lightning_topt.prediction import (
     Prediction,
     TwoVersions,
     default_prediction,
-    make_prediction,
     why_not_measured,
 )
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
@@ -84,7 +83,6 @@ Allow = (
     | Sequence[str | Mapping[str, Any] | ExchangeMethod]
 )
 AllowStaleness = bool | str | Mapping[str, Any] | Prediction
-_NO_RULE_NEEDED = "stash"
 
 
 @dataclass(frozen=True)
@@ -577,19 +575,14 @@ def rule_for(
     if prediction is not None:
         prediction.on(optimizer, stage=0, num_stages=2)
         return prediction
-    default = default_prediction(optimizer, flight=flight, accumulate=accumulate)
-    try:
-        default.on(optimizer, stage=0, num_stages=2)
-    except ValueError:  # SGD without momentum, say
-        return make_prediction(_NO_RULE_NEEDED)
-    return default
+    return default_prediction(optimizer, flight=flight, accumulate=accumulate)
 
 
 def say_if_not_measured(plan: ParallelPlan, optimizer: Optimizer, trainer: pl.Trainer) -> None:
     """Say on rank 0 that a plan's default rule rests on no measured run, where that is so."""
     says = why_not_measured(
         optimizer,
-        flight=_flight_of(plan),
+        flight=plan.in_flight,
         accumulate=trainer.accumulate_grad_batches,
         updates=trainer.max_steps if trainer.max_steps >= 0 else None,
     )
@@ -597,14 +590,9 @@ def say_if_not_measured(plan: ParallelPlan, optimizer: Optimizer, trainer: pl.Tr
         rank_zero_info(f"topt: {says}")
 
 
-def _flight_of(plan: ParallelPlan) -> int:
-    """Return how many minibatches are in flight behind the first stage."""
-    return (len(plan.stages) - 1) * CONTINUOUS_SCHEDULES[plan.schedule or ""]
-
-
 def check_flight(plan: ParallelPlan, trainer: pl.Trainer) -> None:
     """Raise PlanError where a rule needs more minibatches in an update than the fit accumulates."""
-    rule, flight = plan.weight_prediction, _flight_of(plan)
+    rule, flight = plan.weight_prediction, plan.in_flight
     if isinstance(rule, TwoVersions) and trainer.accumulate_grad_batches < flight:
         raise PlanError(
             f"prediction {rule.name!r} needs as many minibatches in an update as are in flight, "
@@ -632,7 +620,7 @@ def with_rule(
         rule = rule_for(
             optimizers[0],
             plan.weight_prediction or allowed.prediction,
-            flight=_flight_of(plan),
+            flight=plan.in_flight,
             accumulate=accumulate,
         )
         return replace(plan, prediction=rule)

@@ -81,16 +81,24 @@ def save_each(rank: int, folder: Path) -> Any:
     return saved, resumed
 
 
-def on_two_ranks(rank: int, folder: Path) -> Any:
+def on_two_ranks(
+    rank: int,
+    folder: Path,
+    before: str = "all of them",
+    levels: tuple[int, ...] = (0, 1, 2, 3),
+    optimizer: str = OPTIMIZER,
+) -> Any:
+    """Read a folder under each level, make one step, and save, also once released."""
     results = {}
-    for level in range(4):
-        engine, _, optimizers = make(uniform_plan(level, data_parallel_size=2, blocks=[*"abc"]))
-        read(engine, folder / "all of them")
+    for level in levels:
+        plan = uniform_plan(level, data_parallel_size=2, blocks=[*"abc"])
+        engine, _, optimizers = make(plan, optimizer)
+        read(engine, folder / before)
         loaded = copy.deepcopy(engine.state_dict())
         run(engine, optimizers, data()[1], rank, 2)
-        write(engine, folder / f"level {level}")
+        write(engine, folder / f"level {level} after {before}")
         engine.release()
-        write(engine, folder / f"level {level}, released")
+        write(engine, folder / f"level {level} after {before}, released")
         results[level] = loaded, engine.state_dict()
     return results
 
@@ -157,7 +165,10 @@ def test_on_another_number_of_ranks(saved_and_resumed: Any, folder: Path) -> Non
         assert_equal(loaded, saved, **EXACTLY)
         expected = continued(saved, ranks=2)
         assert_equal(after, expected, **CLOSELY)
-        for name in (f"level {level}", f"level {level}, released"):
+        for name in (
+            f"level {level} after all of them",
+            f"level {level} after all of them, released",
+        ):
             whole = read_sharded_checkpoint(folder / name)
             assert_equal(
                 {"module": whole["state_dict"], "optimizers": whole["optimizer_states"]},
@@ -181,30 +192,16 @@ def save_owned(rank: int, folder: Path) -> Any:
     return engine.state_dict()
 
 
-def read_owned(rank: int, folder: Path) -> Any:
-    results = {}
-    for level in (0, 1, 3):
-        plan = uniform_plan(level, data_parallel_size=2, blocks=[*"abc"])
-        engine, _, optimizers = make(plan, WHOLE)
-        read(engine, folder / "owned")
-        loaded = copy.deepcopy(engine.state_dict())
-        run(engine, optimizers, data()[1], rank, 2)
-        write(engine, folder / f"owned {level}")
-        engine.release()
-        write(engine, folder / f"owned {level}, released")
-        results[level] = loaded, engine.state_dict()
-    return results
-
-
 def test_states_at_owners_of_parameters(folder: Path) -> None:
     """Saved by four ranks, read by two, full and in shards."""
     saved = run_ranks(save_owned, 4, folder)[0]
     sizes = [path.stat().st_size for path in (folder / "owned").rglob("*.distcp")]
     assert len(sizes) == 4 and max(sizes) < 0.5 * sum(sizes)
-    for level, (loaded, after) in run_ranks(read_owned, 2, folder)[0].items():
+    two = run_ranks(on_two_ranks, 2, folder, "owned", (0, 1, 3), WHOLE)[0]
+    for level, (loaded, after) in two.items():
         assert_equal(loaded, saved, **EXACTLY)
         assert_equal(after, continued(saved, ranks=2, optimizer=WHOLE), **CLOSELY)
-        for name in (f"owned {level}", f"owned {level}, released"):
+        for name in (f"level {level} after owned", f"level {level} after owned, released"):
             whole = read_sharded_checkpoint(folder / name)
             assert_equal(
                 {"module": whole["state_dict"], "optimizers": whole["optimizer_states"]},

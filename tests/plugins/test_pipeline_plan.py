@@ -156,7 +156,7 @@ def test_rules_suit_the_optimizer() -> None:
 def test_a_default_rule_that_was_not_measured_is_said_once(monkeypatch: Any) -> None:
     said: list[str] = []
     monkeypatch.setattr(plan_request, "rank_zero_info", said.append)
-    plan: Any = SimpleNamespace(stages=(None,) * 8, schedule="continuous")
+    plan: Any = SimpleNamespace(in_flight=7)  # eight stages
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
     for steps in (1000, -1, 9000):
         trainer: Any = SimpleNamespace(accumulate_grad_batches=1, max_steps=steps)

@@ -3,11 +3,13 @@
     python -m benchmarks.exchange.step_factors            # runs that are not made yet
     python -m benchmarks.exchange.step_factors --report   # page and table of the runs so far
 
-Ranks are simulated in one process (`adam_simulator`): each has its own samples and gradient. A
+Ranks are simulated in one process (`adam_simulator`): each has its own samples and gradient. So are
+the stages of pipelines with stale weights (`ContinuousTraining`), which have dense gradients. A
 learning rate rises for 50 steps and then stays, so the loss of a run falls to any value sooner or
 later. Every way and every rank count shares samples and first weights with the dense run of a
 seed. Each has the better of its learning rates. A factor is the steps until the dense run's lowest
-loss, divided by the steps of the dense run until then: one for each seed. None: not reached.
+loss, divided by the steps of the dense run until then: one for each seed. None: not reached. Runs
+end when they have reached it.
 
 The table that plans are chosen by, lightning_topt/plan/step_factors.json, is made of the models
 that are not held out. The page has that one too, and
@@ -29,10 +31,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from benchmarks.common import RESULTS, ROOT, machine
 from benchmarks.exchange import adam_simulator as methods
 from benchmarks.exchange.adam_simulator import Model, Text, bits_per_byte, gradients
+from benchmarks.pipelines.simulators import ContinuousTraining, Step
+from benchmarks.pipelines.weight_prediction import deal, gpt_pieces, make_optimizer, next_byte
 
 RUNS = RESULTS / "step_factors.json"
 TABLE = ROOT / "lightning_topt" / "plan" / "step_factors.json"
@@ -78,7 +83,34 @@ WAYS = {
 }
 
 
+class StaleWay(NamedTuple):
+    """An asynchronous pipeline of whole batches: its stages, and its rule of weights.
+
+    Two versions miss one update on any number of stages, so that two stages stand for all.
+    """
+
+    stages: int
+    prediction: str | Mapping[str, Any]
+    rates: tuple[float, ...]
+
+    @property
+    def missing(self) -> int:
+        """Updates that the first stage misses."""
+        return self.stages - 1
+
+
+STALE_WAYS = {
+    "spectrain, 2 stages": StaleWay(2, "spectrain", (0.002, 0.004)),
+    "two_versions, error feedback, any stages": StaleWay(
+        2, {"rule": "two_versions", "error_feedback": True}, (0.002, 0.004)
+    ),
+    "spectrain, 4 stages": StaleWay(4, "spectrain", (0.002, 0.004)),
+}
+
+
 class Key(NamedTuple):
+    """Runs of a model by a name of `WAYS` on so many ranks, or of `STALE_WAYS` on one."""
+
     model: str
     way: str
     ranks: int
@@ -88,27 +120,67 @@ class Key(NamedTuple):
 
 
 def all_keys() -> Iterator[Key]:
-    """Every batch of runs: two ranks of all models first."""
+    """Every batch of runs: a model's dense runs before its others, the model held out at last."""
+    for ranks, model in itertools.product(RANKS, MODELS):
+        if model != HELD_OUT:
+            yield from _keys_of(model, ranks)
     for ranks in RANKS:
-        for model in MODELS:
-            if ranks == 2:
-                yield Key(model, DENSE, 1)
-            for way in WAYS:
-                if way != DENSE:
-                    yield Key(model, way, ranks)
+        yield from _keys_of(HELD_OUT, ranks)
 
 
-def train(key: Key) -> dict[str, Any]:
-    """Train `SEEDS` runs at each learning rate; return rates, seeds and validation curves."""
+def _keys_of(model: str, ranks: int) -> Iterator[Key]:
+    if ranks == RANKS[0]:
+        for way in (DENSE, *STALE_WAYS):
+            yield Key(model, way, 1)
+    for way in WAYS:
+        if way != DENSE:
+            yield Key(model, way, ranks)
+
+
+def train(key: Key, dense: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Train `SEEDS` runs at each learning rate; return rates, seeds and validation curves.
+
+    `dense` are the model's dense runs; None for those themselves. In a curve None stands for a loss
+    that is not a number, and for what comes after a run has reached the dense loss.
+    """
     torch.set_num_threads(1)
-    model, way = MODELS[key.model], WAYS[key.way]
-    steps = STEPS if key.way == DENSE else STEPS * LONGEST
+    start = time.perf_counter()
+    way = STALE_WAYS[key.way] if key.way in STALE_WAYS else WAYS[key.way]
     pairs = [(rate, seed) for rate in way.rates for seed in range(SEEDS)]
+    found: dict[str, Any] = {
+        "rates": [rate for rate, _ in pairs],
+        "seeds": [seed for _, seed in pairs],
+        "curve": [],
+    }
+    if isinstance(way, StaleWay):
+        assert dense is not None
+        losses = goals(dense)
+        curves = [
+            stale_curve(way, MODELS[key.model], rate, seed, until=losses[seed][0])
+            for rate, seed in pairs
+        ]
+        for place in range(max(map(len, curves))):
+            of_step = [curve[place] if place < len(curve) else None for curve in curves]
+            found["curve"].append([(place + 1) * EVERY, of_step])
+    else:
+        for point in curve_of_ranks(key, way, pairs):
+            found["curve"].append(point)
+            if dense is not None and None not in factors(found, dense)[1]:
+                break
+    return {
+        **found,
+        "date": datetime.date.today().isoformat(),
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def curve_of_ranks(key: Key, way: Way, pairs: Sequence[tuple[float, int]]) -> Iterator[list[Any]]:
+    """Train all pairs of a learning rate and a seed at once; give steps and validation losses."""
+    model, steps = MODELS[key.model], STEPS if key.way == DENSE else STEPS * LONGEST
     setting = methods.Setting(model, key.ranks, tuple(rate for rate, _ in pairs), steps)
     method = way.make(setting, torch.stack([model.initial(seed) for _, seed in pairs]))
     text = Text.read(model, validation=256)
     generators = [np.random.default_rng(seed) for _, seed in pairs]
-    curve, start = [], time.perf_counter()
     going = torch.ones(setting.runs, dtype=torch.bool)
     for step in range(steps):
         tokens = text.batch(generators, ranks=key.ranks, size=SEQUENCES // key.ranks)
@@ -118,16 +190,44 @@ def train(key: Key) -> dict[str, Any]:
         method.step(gradient, step, share=min(1.0, (step + 1) / WARMUP))
         if (step + 1) % EVERY == 0:
             bits = bits_per_byte(model, method.consensus(), text)
-            curve.append(
-                [step + 1, [round(b, 5) if g else None for b, g in zip(bits, going, strict=True)]]
-            )
-    return {
-        "rates": [rate for rate, _ in pairs],
-        "seeds": [seed for _, seed in pairs],
-        "curve": curve,
-        "date": datetime.date.today().isoformat(),
-        "seconds": round(time.perf_counter() - start, 1),
-    }
+            yield [step + 1, [round(b, 5) if g else None for b, g in zip(bits, going, strict=True)]]
+
+
+def stale_curve(
+    way: StaleWay,
+    model: Model,
+    rate: float,
+    seed: int,
+    *,
+    until: float,
+    steps: int = STEPS * LONGEST,
+    every: int = EVERY,
+) -> list[float]:
+    """Train one run of a pipeline; return its validation losses, up to the first one of `until`.
+
+    The stages are validated as they are, earlier ones without the updates in flight.
+    """
+    text, generator = Text.read(model, validation=256), [np.random.default_rng(seed)]
+    stages = deal(gpt_pieces(model.module(seed)), way.stages)
+    optimizers = [make_optimizer(OPTIMIZER, [*stage.parameters()], rate) for stage in stages]
+    training = ContinuousTraining(
+        stages,
+        optimizers,
+        rule=way.prediction,
+        loss=next_byte,
+        step=Step(lambda minibatch: min(1.0, (minibatch + 1) / WARMUP)),
+    )
+    drawn = [text.batch(generator, ranks=1, size=SEQUENCES)[0] for _ in range(steps)]
+    whole, curve = nn.Sequential(*stages), []
+    for iteration in training.iterations((each[:, :-1], each[:, 1:]) for each in drawn):
+        if (iteration + 1) % every:
+            continue
+        with torch.no_grad():
+            loss = next_byte(whole(text.validation[:, :-1]), text.validation[:, 1:])
+        curve.append(round(float(loss) / math.log(2), 5))
+        if not curve[-1] > until:  # reached, or not a number
+            break
+    return [value for value in curve if math.isfinite(value)]
 
 
 # ---- factors
@@ -163,16 +263,21 @@ def best_dense(run: Mapping[str, Any]) -> dict[int, list[tuple[float, float]]]:
     return min(found, key=lambda of: statistics.median(min(v for _, v in c) for c in of.values()))
 
 
-def factors(run: Mapping[str, Any], dense: Mapping[str, Any]) -> tuple[float, list[float | None]]:
-    """Return the learning rate that is soonest at the dense losses, and a factor for each seed."""
-    goals = {}
+def goals(dense: Mapping[str, Any]) -> dict[int, tuple[float, float]]:
+    """Return the lowest loss of each seed's dense run, and the step at which it had that."""
+    found = {}
     for seed, curve in best_dense(dense).items():
         step, loss = min(curve, key=lambda point: point[1])
-        goals[seed] = (loss, step)
-    found = []
+        found[seed] = (loss, step)
+    return found
+
+
+def factors(run: Mapping[str, Any], dense: Mapping[str, Any]) -> tuple[float, list[float | None]]:
+    """Return the learning rate that is soonest at the dense losses, and a factor for each seed."""
+    goal, found = goals(dense), []
     for rate in dict.fromkeys(run["rates"]):
-        reached = {s: steps_to(c, goals[s][0]) for s, c in curves_of(run, rate).items()}
-        shares = [None if r is None else round(r / goals[s][1], 4) for s, r in reached.items()]
+        reached = {s: steps_to(c, goal[s][0]) for s, c in curves_of(run, rate).items()}
+        shares = [None if r is None else round(r / goal[s][1], 4) for s, r in reached.items()]
         found.append(
             (statistics.median(math.inf if f is None else f for f in shares), rate, shares)
         )
@@ -182,32 +287,48 @@ def factors(run: Mapping[str, Any], dense: Mapping[str, Any]) -> tuple[float, li
 
 def table_rows(runs: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of the table: seeds of all models that are not held out, together."""
-    rows = []
-    for ranks in RANKS:
-        for name, way in WAYS.items():
-            shares: list[float | None] = []
-            models = []
-            for model in MODELS:
-                key = str(Key(model, name, ranks))
-                if model != HELD_OUT and key in runs:
-                    shares += factors(runs[key], runs[str(Key(model, DENSE, 1))])[1]
-                    models.append(model)
-            if models:
-                rows.append(
-                    {
-                        "method": way.method,
-                        "options": dict(way.options),
-                        "optimizer": OPTIMIZER,
-                        "ranks": ranks,
-                        "staleness": 0,
-                        "steps": STEPS,
-                        "factors": shares,
-                        "model": f"byte-level GPT, {' and '.join(models)}",
-                        "source": f"benchmarks/results/{RUNS.name}",
-                        "date": max(runs[str(Key(m, name, ranks))]["date"] for m in models),
-                    }
-                )
-    return rows
+    stale = (
+        (
+            name,
+            1,
+            {
+                "method": "dense",
+                "options": {},
+                "staleness": way.missing,
+                "prediction": way.prediction,
+            },
+        )
+        for name, way in STALE_WAYS.items()
+    )
+    compressed = (
+        (name, ranks, {"method": way.method, "options": dict(way.options), "staleness": 0})
+        for ranks in RANKS
+        for name, way in WAYS.items()
+        if name != DENSE
+    )
+    found = (_row_of(runs, *each) for each in (*stale, *compressed))
+    return [row for row in found if row is not None]
+
+
+def _row_of(
+    runs: Mapping[str, Any], name: str, ranks: int, way: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    shares: list[float | None] = []
+    models = [m for m in MODELS if m != HELD_OUT and str(Key(m, name, ranks)) in runs]
+    for model in models:
+        shares += factors(runs[str(Key(model, name, ranks))], runs[str(Key(model, DENSE, 1))])[1]
+    if not models:
+        return None
+    return {
+        **way,
+        "optimizer": OPTIMIZER,
+        "ranks": ranks,
+        "steps": STEPS,
+        "factors": shares,
+        "model": f"byte-level GPT, {' and '.join(models)}",
+        "source": f"benchmarks/results/{RUNS.name}",
+        "date": max(runs[str(Key(m, name, ranks))]["date"] for m in models),
+    }
 
 
 def pipeline_rows() -> list[dict[str, Any]]:
@@ -318,9 +439,11 @@ def write_page(runs: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> No
         machine(),
         "",
         f"A byte-level GPT under AdamW, {SEQUENCES} sequences of 32 bytes per step on all ranks "
-        f"together, {SEEDS} seeds. The dense run has {STEPS} steps, the others up to "
-        f"{STEPS * LONGEST}. Factor: steps to the dense run's lowest loss by its steps until then; "
-        "each at the better of two learning rates, which are constant after a warm-up.",
+        f"together, {SEEDS} seeds. The dense run has {STEPS} steps, the others end when they reach "
+        f"its lowest loss, or after {STEPS * LONGEST}. Factor: steps to that loss by the dense "
+        "run's steps until then; each at the better of two learning rates, which are constant "
+        "after a warm-up. Ways on one rank are asynchronous pipelines of whole batches. Two "
+        "versions miss one update on any number of stages; two stages stand for all.",
         "",
         "| model | method | ranks | learning rate | factor of each seed |",
         "|---|---|---|---|---|",
@@ -364,7 +487,7 @@ def main() -> None:
     runs: dict[str, Any] = json.loads(RUNS.read_text()) if RUNS.exists() else {}
     for key in all_keys() if not arguments.report else ():
         if str(key) not in runs:
-            runs[str(key)] = train(key)
+            runs[str(key)] = train(key, runs.get(str(Key(key.model, DENSE, 1))))
             RUNS.write_text(json.dumps(runs) + "\n")
             print(f"{key}: {runs[str(key)]['seconds']} s", flush=True)
     rows = [*table_rows(runs), *pipeline_rows()]

@@ -15,7 +15,7 @@ model. tests/prediction/test_simulators.py compares the two.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -114,6 +114,16 @@ class ContinuousTraining:
 
         Minibatches are counted from 0.
         """
+        for _ in self.iterations(batches):
+            pass
+        return self.losses
+
+    def iterations(self, batches: Iterable[Batch]) -> Iterator[int]:
+        """Train as `run` does, and give the number of each iteration when it is over.
+
+        All stages then hold true weights, earlier ones without the updates in flight. Whoever stops
+        early has a training that cannot go on.
+        """
         data, count = list(batches), len(self.stages)
         completes = every(self.sizes["accumulate"], num_minibatches=len(data))
         schedule = continuous_schedule(num_ranks=count, num_minibatches=len(data), **self.sizes)
@@ -135,6 +145,7 @@ class ContinuousTraining:
             for action in actions:
                 if action.kind != "forward":
                     self._back(action, iteration)
+            yield iteration
         drains = [drain_actions(rank, num_minibatches=len(data), **places) for rank in range(count)]
         for rank in reversed(range(count)):  # what is left of a stage waits for the later ones only
             for action in (action for step in drains[rank] for action in step):
@@ -146,7 +157,6 @@ class ContinuousTraining:
             stage.finished_at.clear()
             if stage.rule is not None:
                 stage.rule.drained()
-        return self.losses
 
     def _forward(self, action: Action) -> None:
         index, stage = action.microbatch_index, self.stages[action.stage_index]

@@ -550,8 +550,8 @@ LAYERS, HIDDEN, SEQ_LEN, SEQUENCES = 3, 32, 32, 8
 TEXT_STEPS = {"transformer": 1000, "long transformer": 4000}
 
 
-def _gpt() -> list[nn.Module]:
-    gpt = ByteGPT(LAYERS, HIDDEN, 4, SEQ_LEN)
+def gpt_pieces(gpt: ByteGPT) -> list[nn.Module]:
+    """The embeddings, two pieces of each block, and the head."""
     halves = [half for block in gpt.blocks for half in (Attention(block), Perceptron(block))]
     return [Embedding(gpt), *halves, nn.Sequential(gpt.norm, gpt.head)]
 
@@ -588,10 +588,10 @@ class _Text:
 
     @torch.no_grad()
     def loss_on(self, text: Tensor, model: nn.Module) -> float:
-        return float(_next_byte(model(text[:, :-1]), text[:, 1:]))
+        return float(next_byte(model(text[:, :-1]), text[:, 1:]))
 
 
-def _next_byte(logits: Tensor, targets: Tensor) -> Tensor:
+def next_byte(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
@@ -665,8 +665,15 @@ def make_task(name: str) -> Task:
     """The task of one of `METRICS`; all chains have 8 pieces."""
     if name in TEXT_STEPS:
         text = _Text(TEXT_STEPS[name])
-        parts = (_gpt, text.batches, _next_byte, _adamw, METRICS[name], text.judge, text.tuning)
-        return Task(*parts)
+        return Task(
+            lambda: gpt_pieces(ByteGPT(LAYERS, HIDDEN, 4, SEQ_LEN)),
+            text.batches,
+            next_byte,
+            _adamw,
+            METRICS[name],
+            text.judge,
+            text.tuning,
+        )
     digits = _Digits(rows=name == "lstm")
     pieces, rate = (_recurrent, ROW_RATE) if name == "lstm" else (_convolutional, IMAGE_RATE)
     return Task(pieces, digits.batches, F.cross_entropy, _sgd(rate), METRICS[name], digits.judge)

@@ -28,7 +28,13 @@ from lightning_topt.plan.choose import NoPlanFitsError, choose
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
-from lightning_topt.prediction import default_prediction, make_prediction, prediction_to_value
+from lightning_topt.prediction import (
+    Prediction,
+    TwoVersions,
+    default_prediction,
+    make_prediction,
+    prediction_to_value,
+)
 
 VERSION = 1
 OBJECTIVE = "time_to_loss"
@@ -74,11 +80,12 @@ class FactorRow:
 
     Args:
         method: of the exchange, by name; "dense" for gradients as they are.
-        options: those of the method, or of the `prediction`; what is left out is as by default.
+        options: those of the method; what is left out is as by default.
         optimizer: its class name.
         ranks: with gradients of their own.
         staleness: updates that the first stage misses; 0 for synchronous training.
-        prediction: the rule for stale weights; "" for synchronous training.
+        prediction: the rule for stale weights, as `make_prediction` takes it; "" for synchronous
+            training.
         steps: of the dense run.
         factors: see above.
         model, source, date: what trained, the committed file of the runs, and when.
@@ -94,7 +101,7 @@ class FactorRow:
     model: str
     source: str
     date: str
-    prediction: str = ""
+    prediction: str | Mapping[str, Any] = ""
 
     def factor(self) -> StepFactor:
         """Return the median and the range over the seeds."""
@@ -109,9 +116,9 @@ class FactorRow:
     def is_of(self, plan: ParallelPlan, optimizer: str) -> bool:
         """Return whether the row is about plans that train as `plan` does, of any length."""
         exchange = plan.gradient_exchange
-        if self.optimizer != optimizer or self.staleness != plan.in_flight:
+        if self.optimizer != optimizer or self.staleness != _missing_updates(plan, optimizer):
             return False
-        if self.staleness and self.prediction != _rule_name(plan, optimizer):
+        if self.staleness and make_prediction(self.prediction) != _rule_of(plan, optimizer):
             return False
         if exchange is None or exchange.is_exact:
             return self.method == "dense"
@@ -169,14 +176,18 @@ def is_synchronous_and_exact(plan: ParallelPlan) -> bool:
     return plan.in_flight == 0 and (exchange is None or exchange.is_exact)
 
 
-def _rule_name(plan: ParallelPlan, optimizer: str) -> str:
-    rule = plan.prediction
-    value = prediction_to_value(
-        default_prediction(optimizer, flight=max(plan.in_flight, 1))
-        if rule is None
-        else make_prediction(rule)
-    )
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+def _rule_of(plan: ParallelPlan, optimizer: str) -> Prediction:
+    return plan.weight_prediction or default_prediction(optimizer, flight=plan.in_flight)
+
+
+def _missing_updates(plan: ParallelPlan, optimizer: str) -> int:
+    """Return the updates that the first stage misses.
+
+    Two versions are for batches that are cut into as many minibatches as are in flight, so that
+    one is missing on any number of stages.
+    """
+    is_cut = plan.in_flight and isinstance(_rule_of(plan, optimizer), TwoVersions)
+    return 1 if is_cut else plan.in_flight
 
 
 def _way_of(plan: ParallelPlan, optimizer: str) -> str:
@@ -184,8 +195,9 @@ def _way_of(plan: ParallelPlan, optimizer: str) -> str:
     parts = []
     if plan.gradient_exchange is not None and not plan.gradient_exchange.is_exact:
         parts.append(plan.gradient_exchange.words)
-    if staleness := plan.in_flight:
-        parts.append(f"{staleness} missing updates by {_rule_name(plan, optimizer)}")
+    if missing := _missing_updates(plan, optimizer):
+        rule = prediction_to_value(_rule_of(plan, optimizer))
+        parts.append(f"{missing} missing update(s) by {rule}")
     ranks = plan.mesh.data_parallel_size
     return f"{' and '.join(parts) or 'dense'} under {optimizer} with {ranks} data rank(s)"
 

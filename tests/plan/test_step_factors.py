@@ -8,15 +8,18 @@ import json
 import math
 import random
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.exchange import step_factors as harness
+from benchmarks.exchange.adam_simulator import Model
 from lightning_topt.communication import BF16, TopK
 from lightning_topt.costs.intervals import Interval
 from lightning_topt.plan.choose import NoPlanFitsError
-from lightning_topt.plan.parallel_plan import uniform_plan
+from lightning_topt.plan.parallel_plan import ParallelPlan, uniform_plan
 from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.step_factors import (
     SAME,
@@ -27,11 +30,18 @@ from lightning_topt.plan.step_factors import (
     choose_by_loss,
     seconds_to_loss,
 )
+from lightning_topt.prediction import (
+    Prediction,
+    default_prediction,
+    make_prediction,
+    prediction_to_value,
+)
 
 ROOT = Path(__file__).parents[2]
 MIB = 2.0**20
 FEW_BITS = {"density": None, "bits": 2}
 ADAMW = Training("AdamW", 1000)
+Rule = str | Mapping[str, Any] | Prediction | None
 
 
 def row(method: str = "bf16", *factors: float | None, **changes: object) -> FactorRow:
@@ -69,6 +79,21 @@ def point(seconds: float, method: str = "exact", mib: float = 100, ranks: int = 
     plan = uniform_plan(0, data_parallel_size=ranks)
     plan = dataclasses.replace(plan, gradient_exchange=METHODS[method])
     return PlanPoint(seconds, mib * MIB, ranks, plan)
+
+
+def pipeline(stages: int, prediction: Rule) -> ParallelPlan:
+    """A continuous pipeline on one data rank."""
+    rule = None if prediction is None else prediction_to_value(make_prediction(prediction))
+    blocks = [[{"block": str(stage), "storage": "ddp"}] for stage in range(stages)]
+    return ParallelPlan.from_dict(
+        {
+            "version": 2,
+            "mesh": [{"name": "pipeline", "size": stages}, {"name": "data", "size": 1}],
+            "schedule": "continuous",
+            **({} if rule is None else {"prediction": rule}),
+            "stages": [{"blocks": each} for each in blocks],
+        }
+    )
 
 
 def test_factors_are_medians_and_ranges():
@@ -168,7 +193,65 @@ def test_the_shipped_table_is_what_the_committed_runs_give():
     for each in table.rows:
         assert (ROOT / each.source).is_file()
         assert each.factors and each.factor().low > 0
-    assert [each.staleness for each in table.rows if each.method == "dense"] == [3]
+    stale = {each.staleness: each for each in table.rows if each.method == "dense"}
+    assert stale.keys() == {1, 3}
+    # the rules of stale weights that are the default, whole batches and cut
+    for flight, accumulate in ((1, 1), (3, 1), (3, 4)):
+        rule = default_prediction("AdamW", flight=flight, accumulate=accumulate)
+        assert isinstance(table.factor_of(pipeline(flight + 1, rule), ADAMW), StepFactor)
+    assert isinstance(table.factor_of(pipeline(3, "spectrain"), ADAMW), str)
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_two_versions_miss_one_update_on_any_number_of_stages(stages):
+    """They are for cut batches; other rules miss as many updates as minibatches are in flight."""
+    feedback = {"rule": "two_versions", "error_feedback": True}
+    table = StepTable(
+        (
+            row("dense", 1.2, ranks=1, staleness=1, prediction=feedback),
+            row("dense", 1.3, ranks=1, staleness=1, prediction="spectrain"),
+            row("dense", 1.4, ranks=1, staleness=3, prediction="spectrain"),
+        )
+    )
+
+    def median(prediction: Rule) -> float | None:
+        found = table.factor_of(pipeline(stages, prediction), ADAMW)
+        return found.median if isinstance(found, StepFactor) else None
+
+    assert median(feedback) == 1.2
+    assert median("two_versions") is None
+    assert median("spectrain") == median(None) == {2: 1.3, 4: 1.4, 8: None}[stages]
+    found = table.factor_of(pipeline(stages, "two_versions"), ADAMW)
+    assert isinstance(found, str) and "no run of 1 missing update(s) by two_versions under" in found
+
+
+def test_a_simulated_pipeline_of_one_stage_is_the_dense_run(monkeypatch):
+    model = Model(layers=1, hidden=16, heads=2, seq_len=16)
+    monkeypatch.setitem(harness.MODELS, "tiny", model)
+    key = harness.Key("tiny", harness.DENSE, 1)
+    points = harness.curve_of_ranks(key, harness.WAYS[harness.DENSE], [(0.004, 1)])
+    step, (dense,) = next(points)
+    way = harness.StaleWay(1, "none", (0.004,))
+    (same,) = harness.stale_curve(way, model, 0.004, 1, until=math.inf, steps=step)
+    assert same == pytest.approx(dense, rel=1e-4)
+    stale = harness.stale_curve(
+        harness.STALE_WAYS["spectrain, 4 stages"], model, 0.004, 1, until=0.0, steps=step, every=25
+    )
+    assert len(stale) == 2 and abs(stale[-1] - dense) > 1e-3
+
+
+def test_runs_end_when_they_have_reached_the_dense_loss(monkeypatch):
+    """The factors are those of runs that go on."""
+    curves = {0.1: [5.0, 4.0, 3.0, 2.0], 0.2: [4.0, 2.9, 2.8, 2.7]}
+    points = [[10 * (i + 1), [curves[0.1][i], curves[0.2][i]]] for i in range(4)]
+    monkeypatch.setattr(harness, "curve_of_ranks", lambda *_: iter(points))
+    monkeypatch.setattr(harness, "SEEDS", 1)
+    way = harness.WAYS["bf16"]._replace(rates=(0.1, 0.2))
+    monkeypatch.setitem(harness.WAYS, "bf16", way)
+    dense = {"rates": [0.1], "seeds": [0], "curve": [[10, [3.5]], [20, [3.0]]]}
+    found = harness.train(harness.Key("1 layer of 48", "bf16", 2), dense)
+    assert found["curve"] == points[:2]
+    assert harness.factors(found, dense) == harness.factors({**found, "curve": points}, dense)
 
 
 def test_another_version_of_the_table_is_refused(tmp_path):

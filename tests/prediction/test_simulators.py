@@ -167,6 +167,44 @@ def test_error_feedback_is_as_defined(optimizer, accumulate):
     assert plain[:2] == fed[1][:2] and abs(plain[-1] - fed[1][-1]) > 1e-5
 
 
+def test_two_versions_with_feedback_do_not_depend_on_the_number_of_stages():
+    """Whole batches on two stages, and batches cut into four minibatches on four."""
+    whole, cut, batches = make_stages(4), make_stages(4), make_batches()
+    stages = {2: [whole[:2], whole[2:]], 4: list(cut)}
+    two, four = (
+        ContinuousTraining(
+            stages[count],
+            [make_optimizer("AdamW", list(stage.named_parameters())) for stage in stages[count]],
+            rule=FEEDBACK,
+            loss=F.mse_loss,
+            accumulate=accumulate,
+        )
+        for count, accumulate in ((2, 1), (4, 4))
+    )
+    parts = [part for batch in batches for part in zip(*(x.chunk(4) for x in batch), strict=True)]
+    losses = torch.tensor(four.run(parts)).view(-1, 4).mean(1)
+    torch.testing.assert_close(torch.tensor(two.run(batches)), losses, rtol=1e-4, atol=0)
+    plain = by_definition("AdamW", "two_versions", 4, max_norm=None)[1]
+    assert abs(plain[-1] - losses[-1]) > 1e-5
+
+
+def test_iterations_leave_true_weights_between_them():
+    watched, plain = make_stages(3), by_rules("AdamW", "spectrain", 3, max_norm=None)
+    optimizers = [make_optimizer("AdamW", list(s.named_parameters())) for s in watched]
+    training = ContinuousTraining(
+        list(watched), optimizers, rule="spectrain", loss=F.mse_loss, step=Step(rate)
+    )
+    before = {name: p.detach().clone() for name, p in watched.named_parameters()}
+    for iteration in training.iterations(make_batches()):
+        # a stage's first update comes with the first minibatch that comes back
+        moved = [
+            any(not torch.equal(p, before[f"{k}.{name}"]) for name, p in stage.named_parameters())
+            for k, stage in enumerate(watched)
+        ]
+        assert moved == [iteration >= 2 - k for k in range(3)]
+    assert training.losses == plain[1]
+
+
 def test_rules_differ():
     """Otherwise the tests above would say little."""
     ends = {

@@ -84,7 +84,7 @@ def point(seconds: float, method: str = "exact", mib: float = 100, ranks: int = 
 def pipeline(stages: int, prediction: Rule) -> ParallelPlan:
     """A continuous pipeline on one data rank."""
     rule = None if prediction is None else prediction_to_value(make_prediction(prediction))
-    blocks = [[{"block": str(stage), "storage": "ddp"}] for stage in range(stages)]
+    blocks = [[{"block": str(stage or ""), "storage": "ddp"}] for stage in range(stages)]
     return ParallelPlan.from_dict(
         {
             "version": 2,

@@ -1,7 +1,8 @@
-"""8-bit Adam of bitsandbytes and of torchao: blocks of 256 elements under plans as under ddp."""
+"""8-bit Adam of bitsandbytes and of torchao: where a fit equals that under ddp, and refusals."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -81,16 +82,43 @@ def eight_bit_states(state: dict[str, Any]) -> int:
     return sum("uint8" in text or "8bit" in text for text in kept)
 
 
-@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "zero3"])
-@pytest.mark.parametrize("kind", ["bitsandbytes", "torchao"])
+RUN = [("bitsandbytes", "ddp"), ("bitsandbytes", "zero1"), ("torchao", "ddp")]
+
+
+@pytest.mark.parametrize(("kind", "plan"), RUN)
 def test_eight_bit_adam(kind: str, plan: str, tmp_path: Path) -> None:
     pytest.importorskip(kind, reason=f"no {kind}")
-    for expected, found, further, swapped, count in on_ranks(beside_ddp, kind, plan, str(tmp_path)):
+    results = on_ranks(beside_ddp, kind, plan, str(tmp_path))
+    for expected, found, further, swapped, count in results:
         assert count == 2
         check_same(found, expected)
         assert len(further[0]) == len(expected[0])
         for result in swapped:
             check_same(result, further)
+
+
+def refusal(rank: int, kind: str, plan: str, folder: str) -> str:
+    try:
+        fit(kind, plan, path=Path(folder, "never.ckpt"), epochs=1)
+    except ValueError as error:
+        return str(error)
+    return "was not refused"
+
+
+REFUSED = [
+    ("bitsandbytes", "zero2", "blocks of 256 elements.*Choose plan='zero1'"),
+    ("bitsandbytes", "zero3", "blocks of 256 elements.*Choose plan='zero1'"),
+    ("torchao", "zero1", "cannot be gathered.*Choose plan='ddp'"),
+    ("torchao", "zero2", "cannot be gathered.*Choose plan='ddp'"),
+    ("torchao", "zero3", "cannot be gathered.*Choose plan='ddp'"),
+]
+
+
+@pytest.mark.parametrize(("kind", "plan", "sentence"), REFUSED)
+def test_other_plans_are_refused(kind: str, plan: str, sentence: str, tmp_path: Path) -> None:
+    pytest.importorskip(kind, reason=f"no {kind}")
+    for said in on_ranks(refusal, kind, plan, str(tmp_path)):
+        assert re.search(sentence, said), said
 
 
 def check_same(found: Result, expected: Result) -> None:

@@ -74,7 +74,7 @@ _CURVATURE = 1e3  # of the loss of a trial: large, so that gradients show how fa
 # parameters does not show it.
 _NOT_ON_SHARDS = {
     "bitsandbytes": (
-        "has one state for blocks of 256 elements, which shards would cut",
+        "gives other updates on shards than on full parameters",
         "Choose plan='zero1' or plan='ddp'",
     ),
     "torchao.optim": (

@@ -106,8 +106,8 @@ def refusal(rank: int, kind: str, plan: str, folder: str) -> str:
 
 
 REFUSED = [
-    ("bitsandbytes", "zero2", "blocks of 256 elements.*Choose plan='zero1'"),
-    ("bitsandbytes", "zero3", "blocks of 256 elements.*Choose plan='zero1'"),
+    ("bitsandbytes", "zero2", "other updates on shards.*Choose plan='zero1'"),
+    ("bitsandbytes", "zero3", "other updates on shards.*Choose plan='zero1'"),
     ("torchao", "zero1", "cannot be gathered.*Choose plan='ddp'"),
     ("torchao", "zero2", "cannot be gathered.*Choose plan='ddp'"),
     ("torchao", "zero3", "cannot be gathered.*Choose plan='ddp'"),

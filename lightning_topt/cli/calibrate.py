@@ -1,5 +1,7 @@
 """`topt calibrate`: measure this machine anew, keep it for later runs, and say how sure that is.
 
+With ``quality=[...]`` it measures how many more steps ways of training need instead (`quality`).
+
 It writes a cluster file (``output``), which is used elsewhere with ``strategy.cluster=FILE``, and
 ``calibration.json`` (docs/reference/schemas.md). It prints two tables: how far the finished table
 is from what is measured a second time, and what changed since an earlier calibration.
@@ -20,6 +22,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
+from lightning_topt.cli import quality
 from lightning_topt.cli.local_processes import run_on_ranks
 from lightning_topt.costs.calibration_check import (
     Change,
@@ -33,6 +36,7 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.measurements import Measurements
 
 SCHEMA_VERSION = 1
+_OF_MACHINE = ("accelerator", "devices", "output", "quality")
 
 
 def run(config: DictConfig) -> None:
@@ -41,6 +45,10 @@ def run(config: DictConfig) -> None:
     Raises:
         ValueError: the machine lacks what `config` asks for.
     """
+    _check_overrides(config)
+    if config.quality is not None:
+        quality.run(config)
+        return
     found = run_on_ranks(_measure, accelerator=config.accelerator, devices=config.devices)
     if found is None:  # another rank of torchrun or srun writes it
         return
@@ -69,6 +77,22 @@ def run(config: DictConfig) -> None:
             f"from {found.kept}"
         )
     print(f"written to {output}; use it elsewhere with strategy.cluster={output}")
+
+
+def _check_overrides(config: DictConfig) -> None:
+    """Raise ValueError for an option that the measurement that is asked for has no use for."""
+    given = [word.lstrip("+~").partition("=")[0] for word in HydraConfig.get().overrides.task]
+    for name in given:
+        if config.quality is None and name not in _OF_MACHINE:
+            raise ValueError(
+                f"{name} belongs to the measurement of a model: say quality='[bf16]' or other ways "
+                "of training, or leave it out"
+            )
+        if config.quality is not None and name == "output":
+            raise ValueError(
+                "output is the cluster file of a measured machine: leave it out with quality, "
+                "whose factors go to the user's table or table=<file>"
+            )
 
 
 class Calibration(NamedTuple):

@@ -1,6 +1,6 @@
 """`topt calibrate quality=[...]`: how many more steps do ways of training need on this model?
 
-    a way       a method of gradient exchange, by name or with options
+    a way       a method of gradient exchange, or a pipeline whose weights miss updates
     a run       ranks of this machine that fit the user's module under it, and leave a loss curve
     the race    which runs are made, and the factors: plan/paired_runs.py
 
@@ -56,6 +56,9 @@ from lightning_topt.plan.paired_runs import (
 )
 from lightning_topt.plan.step_factors import StepFactor, model_words, own_file
 from lightning_topt.plugins.local_steps_strategy import compressed_strategy
+from lightning_topt.plugins.pipeline_strategy import PipelineStrategy
+from lightning_topt.prediction import make_prediction, prediction_to_value
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 
 SCHEMA_VERSION = 1
 _POLL_SECONDS = 0.2
@@ -133,32 +136,57 @@ def _words(
 def read_ways(given: object, *, ranks: int) -> list[Way]:
     """Return the ways of training that a command line names.
 
-    Each is the name of a method, or of a configuration in the group `gradient_exchange`, or a
-    mapping with `method` and its options.
+    Each is the name of a method, or of a configuration in the group `gradient_exchange`; or a
+    mapping with `method` and its options, or with a continuous `schedule` and its `prediction`.
 
     Raises:
         ValueError: for what is no such way, for exact ones and for one that is there twice.
     """
     if not isinstance(given, list) or not given:
         raise ValueError(
-            "quality is a list of methods of exchange, such as quality='[bf16,topk_few_bits]' or "
+            "quality is a list of ways of training, such as quality='[bf16,topk_few_bits]' or "
             f"quality='[{{method:topk,density:0.01}}]'; got {given!r}"
         )
     check_whole(ranks, name="devices")
     if ranks < 2:
         raise ValueError("one rank exchanges nothing: say devices=2 or more")
-    methods: list[ExchangeMethod] = []
+    ways: dict[str, Way] = {}
     for each in given:
-        method = _method(each)
-        if isinstance(method, GradientMethod) and method.is_exact:
-            raise ValueError(
-                f"{method.words} trains as dense synchronous training does, which every way is "
-                "compared with: leave it out of quality"
-            )
-        if method in methods:
-            raise ValueError(f"quality has {method.words} twice: leave one out")
-        methods.append(method)
-    return [Way(m.words, m.name, _changed_options(m), ranks) for m in methods]
+        is_stale = isinstance(each, Mapping) and "schedule" in each
+        way = _stale_way(each, ranks=ranks) if is_stale else _exchange_way(each, ranks=ranks)
+        if way.words in ways:
+            raise ValueError(f"quality has {way.words} twice: leave one out")
+        ways[way.words] = way
+    return [*ways.values()]
+
+
+def _stale_way(given: Mapping[str, Any], *, ranks: int) -> Way:
+    """Return a pipeline without flush, a stage on each rank."""
+    check_choice(given["schedule"], name="schedule", allowed=CONTINUOUS_SCHEDULES)
+    if set(given) != {"schedule", "prediction"}:
+        raise ValueError(
+            "a way with stale weights has a schedule and a rule, as in "
+            f"{{schedule:continuous,prediction:spectrain}}; got {dict(given)}"
+        )
+    value = prediction_to_value(make_prediction(given["prediction"]))
+    rule = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    missed = (ranks - 1) * CONTINUOUS_SCHEDULES[given["schedule"]]
+    words = f"{missed} missing updates by {rule} ({given['schedule']}, {ranks} stages)"
+    how = {**given, "stages": ranks}
+    return Way(words, staleness=missed, prediction=rule, how=how)
+
+
+def _exchange_way(given: object, *, ranks: int) -> Way:
+    """Return a way of gradient exchange, or of ranks that train alone."""
+    method = _method(given)
+    if isinstance(method, GradientMethod) and method.is_exact:
+        raise ValueError(
+            f"{method.words} trains as dense synchronous training does, which every way is "
+            "compared with: leave it out of quality"
+        )
+    options = _changed_options(method)
+    words = method.words + "".join(f", {name} {value}" for name, value in options.items())
+    return Way(words, method.name, options, ranks, how={"method": method.name, **options})
 
 
 def _method(given: object) -> ExchangeMethod:
@@ -169,7 +197,8 @@ def _method(given: object) -> ExchangeMethod:
         given = plain_value(OmegaConf.load(group[given])) if given in group else given
     elif not isinstance(given, Mapping) or "method" not in given:
         raise ValueError(
-            f"{given!r} is no way of training: name a method, as in {{method:topk,density:0.01}}"
+            f"{given!r} is no way of training: name a method, as in {{method:topk,density:0.01}}, "
+            "or a rule for stale weights, as in {schedule:continuous,prediction:spectrain}"
         )
     return read_method(given)  # type: ignore[arg-type]
 
@@ -215,13 +244,16 @@ def _rate_option(config: DictConfig) -> tuple[str, list[Any]]:
 
 @dataclass(frozen=True)
 class Job:
-    """All that a rank must know of a run. `last` is the step after which it ends at the latest."""
+    """All that a rank must know of a run.
+
+    `how` is that of its `Way`, empty for dense synchronous training. It ends after `last` steps.
+    """
 
     model: Any
     data: Any
     trainer: Any
     metric: Any
-    method: dict[str, Any]
+    how: Mapping[str, Any]
     ranks: int
     accelerator: str
     seed: int
@@ -254,9 +286,7 @@ class Trials:
 
     def __call__(self, key: RunKey, target: Target | None) -> Curve:
         """Return the curve of a run. Raises WayFailedError."""
-        name = json.dumps(
-            [key.way.method, dict(key.way.options), key.way.ranks, key.seed, key.rate]
-        )
+        name = json.dumps([key.way.ranks, dict(key.way.how), key.seed, key.rate])
         runs: dict[str, Any] = self.record["runs"]  # type: ignore[assignment]
         if name not in runs:
             start = time.perf_counter()
@@ -273,7 +303,7 @@ class Trials:
         """Start ranks, wait for them, and return the curve that they left."""
         config: DictConfig = self.config.copy()
         if key.rate is not None:
-            OmegaConf.update(config, _rate_option(config)[0], key.rate)
+            OmegaConf.update(config, _rate_option(config)[0], key.rate, force_add=True)
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.iterdir():  # of a run that was killed
             path.unlink()
@@ -284,8 +314,8 @@ class Trials:
             **values,
             trainer=OmegaConf.to_container(config.trainer, resolve=True),
             metric=plain_value(config.get("metric")),
-            method={"method": key.way.method, **key.way.options},
-            ranks=key.way.ranks,
+            how=key.way.how,
+            ranks=key.way.how.get("stages", key.way.ranks),
             accelerator=config.accelerator,
             seed=key.seed,
             every=self._checks_every(key.way),
@@ -302,7 +332,7 @@ class Trials:
     def _checks_every(self, way: Way) -> int:
         """Return the steps between two checks; whole rounds of ranks that train alone."""
         every: int = self.config.check_every or max(self.pairing.steps // _CHECKS, 1)
-        method = read_method({"method": way.method, **way.options})
+        method = read_method(way.how) if "method" in way.how else None
         if isinstance(method, LocalMethod):
             every = math.ceil(every / method.every) * method.every
         if every > self.pairing.steps:
@@ -421,7 +451,8 @@ def _fit(job: Job) -> None:
     accumulate = job.trainer.get("accumulate_grad_batches") or 1
     trainer: pl.Trainer = instantiate(
         job.trainer,
-        strategy=compressed_strategy(job.method),
+        strategy=_strategy(job),
+        devices=job.ranks,
         num_nodes=1,
         callbacks=[LossCurve(job)],
         logger=False,
@@ -437,6 +468,14 @@ def _fit(job: Job) -> None:
         _convert_="all",
     )
     trainer.fit(model, datamodule=datamodule)
+
+
+def _strategy(job: Job) -> Any:
+    if "schedule" in job.how:
+        return PipelineStrategy(**job.how)
+    if job.ranks == 1:
+        return "auto"
+    return compressed_strategy(dict(job.how) or "dense")
 
 
 class _Sum(NamedTuple):
@@ -470,6 +509,11 @@ class LossCurve(pl.Callback):
                 f"factors are measured of one optimizer, and {type(pl_module).__name__} has "
                 f"{len(trainer.optimizers)}"
             )
+        if "schedule" in self.job.how and not trainer.enable_validation:
+            raise ValueError(
+                "a pipeline without flush returns losses late, so its way is compared by what "
+                "validation_step logs: give the module one"
+            )
         if trainer.is_global_zero:
             facts = {"model": self._model, "optimizer": type(trainer.optimizers[0]).__name__}
             (self.job.folder / "facts.json").write_text(json.dumps(facts))
@@ -483,7 +527,7 @@ class LossCurve(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        if self._validates(trainer):
+        if trainer.enable_validation:
             return
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if not torch.is_tensor(loss):
@@ -508,9 +552,6 @@ class LossCurve(pl.Callback):
             )
         sign = -1.0 if self.job.metric.get("mode") == "max" else 1.0
         self._check(trainer, trainer.global_step, sign * float(trainer.callback_metrics[name]))
-
-    def _validates(self, trainer: pl.Trainer) -> bool:
-        return bool(trainer.enable_validation)
 
     def _check(self, trainer: pl.Trainer, step: int, value: float) -> None:
         """Add a point, which is equal on all ranks, and end the run where that is due."""

@@ -40,7 +40,10 @@ class WayFailedError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Way:
-    """A way of training, as in a `FactorRow`; `words` are for people."""
+    """A way of training, as in a `FactorRow`.
+
+    `words` are for people, and `how` is for what makes the runs.
+    """
 
     words: str
     method: str = "dense"
@@ -48,11 +51,7 @@ class Way:
     ranks: int = 1
     staleness: int = 0
     prediction: str = ""
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether it is what others are compared with."""
-        return self.method == "dense" and not self.staleness
+    how: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -219,7 +218,10 @@ def _dense_targets(ranks: int, train: Train, *, pairing: Pairing, say: Say) -> _
     for rate in pairing.rates:
         runs = {}
         for seed in pairing.seeds:
-            curve = tuple((step, loss) for step, loss in train(RunKey(way, seed, rate), None))
+            try:
+                curve = tuple((step, loss) for step, loss in train(RunKey(way, seed, rate), None))
+            except WayFailedError as error:
+                raise ValueError(f"the dense run fails: {error}") from error
             runs[seed] = Target(curve, pairing)
             step, loss = runs[seed].goal
             shown = f"{loss:.4f} after {step:.0f} steps" if math.isfinite(loss) else "diverged"

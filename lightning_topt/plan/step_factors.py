@@ -184,7 +184,7 @@ class StepTable:
 
 
 def own_file() -> Path | None:
-    """Return where this user's rows are kept, beside what was measured of machines.
+    """Return where this user's rows are kept, beside the folder of measured machines.
 
     None for a user without a home.
     """
@@ -192,7 +192,7 @@ def own_file() -> Path | None:
     from lightning_topt.costs.measurements import default_directory  # noqa: PLC0415
 
     try:
-        return default_directory() / FILE.name
+        return default_directory().parent / FILE.name
     except RuntimeError:
         return None
 

@@ -273,7 +273,10 @@ class Trials:
     def __init__(self, config: DictConfig, pairing: Pairing, folder: Path) -> None:
         self.config, self.pairing, self.folder = config, pairing, folder
         self.patience = parse_seconds(config.timeout, name="timeout")
-        names = ("model", "data", "trainer", "metric", "steps", "longest", "check_every", "devices")
+        names = (
+            *("model", "data", "trainer", "metric", "accelerator", "devices"),
+            *("steps", "longest", "check_every", "learning_rates"),
+        )
         settings = {name: plain_value(config.get(name)) for name in names}
         self.path, self.facts = folder / "quality.json", {}
         self.record = {"schema_version": SCHEMA_VERSION, "settings": settings, "runs": {}}
@@ -358,7 +361,10 @@ def _wait(ranks: Any, job: Job, *, patience: float) -> None:
     """
     curve, seen, since = job.folder / "curve.jsonl", -1, time.monotonic()
     try:
-        while not ranks.join(timeout=_POLL_SECONDS):
+        while any(process.exitcode != 0 for process in ranks.processes):
+            if any(process.exitcode for process in ranks.processes):
+                _note_failure(job)
+                return
             size = curve.stat().st_size if curve.exists() else 0
             if size != seen:
                 seen, since = size, time.monotonic()
@@ -367,9 +373,7 @@ def _wait(ranks: Any, job: Job, *, patience: float) -> None:
                     f"nothing came of it for {format_duration(patience)}: say a longer timeout=, "
                     f"or see {job.folder / 'log.txt'}"
                 )
-    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        if (why := _why(job)) is not None:
-            raise WayFailedError(why) from error
+            time.sleep(_POLL_SECONDS)
     finally:
         for process in ranks.processes:
             if process.is_alive():
@@ -378,18 +382,18 @@ def _wait(ranks: Any, job: Job, *, patience: float) -> None:
             process.join(_END_SECONDS)
 
 
-def _why(job: Job) -> str | None:
-    """Return why a run failed, by the first rank that says it; None where it diverged."""
+def _note_failure(job: Job) -> None:
+    """Add a point to the curve of a run that diverged. Raises WayFailedError for other failures."""
+    # whoever waited for a rank that failed has failed later, and says less
     found = [json.loads(path.read_text()) for path in job.folder.glob("error_*.json")]
     found.sort(key=lambda error: (error["of_others"], error["time"]))
     if not found:
-        return f"a rank was killed; see {job.folder / 'log.txt'}"
-    if found[0]["type"] == FloatingPointError.__name__:
-        curve = _curve_in(job.folder)
-        step = (curve[-1][0] if curve else 0) + job.every
-        _append(job.folder, step, math.inf)
-        return None
-    return f"{found[0]['type']}: {found[0]['message']} (see {job.folder / 'log.txt'})"
+        raise WayFailedError(f"a rank was killed; see {job.folder / 'log.txt'}")
+    if found[0]["type"] != FloatingPointError.__name__:
+        why = f"{found[0]['type']}: {found[0]['message']}"
+        raise WayFailedError(f"{why} (see {job.folder / 'log.txt'})")
+    curve = _curve_in(job.folder)
+    _append(job.folder, (curve[-1][0] if curve else 0) + job.every, math.inf)
 
 
 def _free_port() -> int:

@@ -192,15 +192,24 @@ def _exchange_way(given: object, *, ranks: int) -> Way:
 def _method(given: object) -> ExchangeMethod:
     """Return a method from the name of a method or of a configuration, or from its options."""
     if isinstance(given, str):
-        group = {path.stem: path for path in (conf_dir() / _METHOD_GROUP).glob("*.yaml")}
-        check_choice(given, name="quality", allowed=sorted({*group, *method_classes()}))
-        given = plain_value(OmegaConf.load(group[given])) if given in group else given
+        group = {path.stem for path in (conf_dir() / _METHOD_GROUP).glob("*.yaml")}
+        check_choice(given, name="quality", allowed=sorted(group | {*method_classes()}))
+        given = _options_in_group(given) if given in group else given
     elif not isinstance(given, Mapping) or "method" not in given:
         raise ValueError(
             f"{given!r} is no way of training: name a method, as in {{method:topk,density:0.01}}, "
             "or a rule for stale weights, as in {schedule:continuous,prediction:spectrain}"
         )
     return read_method(given)  # type: ignore[arg-type]
+
+
+def _options_in_group(name: str) -> dict[str, Any]:
+    """Return the options of a configuration, and of those that it begins with."""
+    own = plain_value(OmegaConf.load(conf_dir() / _METHOD_GROUP / f"{name}.yaml"))
+    options: dict[str, Any] = {}
+    for each in own.pop("defaults", ["_self_"]):
+        options |= own if each == "_self_" else _options_in_group(each)
+    return options
 
 
 def _changed_options(method: ExchangeMethod) -> dict[str, Any]:

@@ -32,6 +32,7 @@ Curve = Sequence[tuple[float, float]]  # optimizer steps, and the loss then
 
 REACHED, BEHIND, DIVERGED = "reached", "behind", "diverged"
 RUNGS = 0.25, 0.5, 1.0  # of the dense run's steps: when a run is looked at
+NOISE = 0.1  # of the loss that the dense run has gained
 
 
 class WayFailedError(ValueError):
@@ -103,10 +104,17 @@ class Target:
         return None
 
     def is_behind(self, curve: Curve) -> bool:
-        """Return whether the dense run had this loss in less than 1 / `longest` of the steps."""
-        lowest = min(value for _, value in curve)
-        had = steps_to(self.dense, lowest)
-        return had is not None and had * self.pairing.longest < curve[-1][0]
+        """Return whether a run is clearly behind.
+
+        Its lowest loss is above that of the dense run after 1 / `longest` of the steps, by more
+        than a tenth of what the dense run had gained by then since its first point.
+        """
+        share = curve[-1][0] / self.pairing.longest
+        dense = [value for step, value in self.dense if step <= share]
+        if not dense:
+            return False
+        noise = NOISE * (dense[0] - min(dense))
+        return min(value for _, value in curve) > min(dense) + noise
 
     def factor(self, curve: Curve) -> float | None:
         """Return the steps to the goal by those of the dense run; None: not reached."""
@@ -191,19 +199,20 @@ def race(
         for way in ways:
             if way in found.failed or way in found.dropped:
                 continue
-            target, verdicts = targets[way.ranks, seed], []
+            target, verdicts, words = targets[way.ranks, seed], [], []
             try:
                 for rate in pairing.rates:
                     curve = train(RunKey(way, seed, rate), target)
                     factors.setdefault((way, rate), []).append(target.factor(curve))
                     verdicts.append(target.verdict(curve))
-                    say(f"{_name(way, seed, rate)}: {_words_of(curve, target)}")
+                    words.append(_words_of(curve, target))
+                    say(f"{_name(way, seed, rate)}: {words[-1]}")
             except WayFailedError as error:
                 found.failed[way] = str(error)
                 say(f"{way.words} cannot run: {error}")
                 continue
             if seed == pairing.seeds[0] and all(v in (BEHIND, DIVERGED) for v in verdicts):
-                found.dropped[way] = _words_of(curve, target)
+                found.dropped[way] = "; ".join(words)
             if seed == pairing.seeds[-1] or way in found.dropped:
                 of_rates = [tuple(factors[way, rate]) for rate in pairing.rates]
                 found.factors[way] = min(of_rates, key=_median)
@@ -256,10 +265,10 @@ def _words_of(curve: Curve, target: Target) -> str:
     if verdict == DIVERGED:
         return f"not reached: it diverged after {step:.0f} steps"
     if verdict == BEHIND:
-        had = steps_to(target.dense, min(value for _, value in curve))
+        lowest = min(value for _, value in curve)
         return (
-            f"clearly behind, so it ends after {step:.0f} steps: the dense run had its loss "
-            f"after {had:.0f}"
+            f"clearly behind, so it ends after {step:.0f} steps: its lowest loss is {lowest:.4g}, "
+            f"and the dense run was lower after {step / target.pairing.longest:.0f} steps"
         )
     return f"not reached in {step:.0f} steps"
 

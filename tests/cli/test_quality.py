@@ -99,12 +99,12 @@ def test_training_loss_rates_and_a_way_that_fails(tmp_path, monkeypatch):
             "[bf16,{method:local_steps,every:4},{method:local_steps,every:50}]",
             "seeds=1",
             "learning_rates={model.lr:[0.02,1e20]}",
+            "check_every=2",
             f"table={tmp_path}/mine.json",
             "+model.lr=0.5",
             module="Fails",
         )
     )
-    assert "local SGD" in output or "local" in output
     assert "cannot run: RuntimeError: not this way" in output
     assert "exchanges once in 50 steps: say steps=100" in output
     assert "learning rate 1e+20: lowest loss" in output
@@ -177,7 +177,8 @@ def test_names_are_those_of_the_group_and_of_methods():
     few, same, local = read_ways(
         ["topk_few_bits", {"method": "topk", "density": 0.07}, "diloco"], ranks=4
     )
-    assert (few.method, few.options) == ("topk", {"density": None, "bits": 2})
+    assert few.method == "topk"
+    assert few.options["density"] is None and few.options["bits"] == 2
     assert (same.method, same.options, same.ranks) == ("topk", {"density": 0.07}, 4)
     assert local.method == "local_steps"
     (stale,) = read_ways([{"schedule": "continuous_overlapped", "prediction": "stash"}], ranks=4)

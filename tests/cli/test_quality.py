@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from lightning_topt.cli.quality import read_ways
+from lightning_topt.cli.calibrate import read_ways
 from lightning_topt.plan.step_factors import StepTable, own_file
 from tests.forked_command import finished, forked_topt
 

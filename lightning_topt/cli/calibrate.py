@@ -363,7 +363,7 @@ def _method(given: object) -> ExchangeMethod:
             f"{given!r} is no way of training: name a method, as in {{method:topk,density:0.01}}, "
             "or a rule for stale weights, as in {schedule:continuous,prediction:spectrain}"
         )
-    return read_method(given)  # type: ignore[arg-type]
+    return read_method(given)
 
 
 def _options_in_group(name: str) -> dict[str, Any]:

@@ -64,7 +64,7 @@ from lightning_topt.plan.paired_runs import (
     row_of,
     write_whole,
 )
-from lightning_topt.plan.step_factors import StepFactor, own_file
+from lightning_topt.plan.step_factors import StepFactor, missing_updates, own_file
 from lightning_topt.plugins.paired_fits import PairedFit, facts_of, fit_on_ranks
 from lightning_topt.prediction import make_prediction, prediction_to_value
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
@@ -331,9 +331,10 @@ def _stale_way(given: Mapping[str, Any], *, ranks: int) -> Way:
             "a way with stale weights has a schedule and a rule, as in "
             f"{{schedule:continuous,prediction:spectrain}}; got {dict(given)}"
         )
-    value = prediction_to_value(make_prediction(given["prediction"]))
-    rule = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-    missed = (ranks - 1) * CONTINUOUS_SCHEDULES[given["schedule"]]
+    made = make_prediction(given["prediction"])
+    rule = prediction_to_value(made)
+    in_flight = (ranks - 1) * CONTINUOUS_SCHEDULES[given["schedule"]]
+    missed = missing_updates(made, in_flight)
     words = f"{missed} missing updates by {rule} ({given['schedule']}, {ranks} stages)"
     how = {**given, "stages": ranks}
     return Way(words, staleness=missed, prediction=rule, how=how)

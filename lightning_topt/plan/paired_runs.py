@@ -51,7 +51,7 @@ class Way:
     options: Mapping[str, Any] = field(default_factory=dict)
     ranks: int = 1
     staleness: int = 0
-    prediction: str = ""
+    prediction: str | Mapping[str, Any] = ""
     how: Mapping[str, Any] = field(default_factory=dict)
 
 

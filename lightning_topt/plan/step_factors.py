@@ -225,14 +225,17 @@ def _rule_of(plan: ParallelPlan, optimizer: str) -> Prediction:
     return plan.weight_prediction or default_prediction(optimizer, flight=plan.in_flight)
 
 
-def _missing_updates(plan: ParallelPlan, optimizer: str) -> int:
-    """Return the updates that the first stage misses.
+def missing_updates(rule: Prediction, in_flight: int) -> int:
+    """Return the updates that the first stage misses, with so many minibatches in flight.
 
     Two versions are for batches that are cut into as many minibatches as are in flight, so that
     one is missing on any number of stages.
     """
-    is_cut = plan.in_flight and isinstance(_rule_of(plan, optimizer), TwoVersions)
-    return 1 if is_cut else plan.in_flight
+    return min(in_flight, 1) if isinstance(rule, TwoVersions) else in_flight
+
+
+def _missing_updates(plan: ParallelPlan, optimizer: str) -> int:
+    return missing_updates(_rule_of(plan, optimizer), plan.in_flight) if plan.in_flight else 0
 
 
 def _way_of(plan: ParallelPlan, optimizer: str) -> str:

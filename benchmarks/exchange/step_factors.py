@@ -431,6 +431,7 @@ def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def write_page(runs: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    keys = [*map(str, all_keys())]
     lines = [
         "# Steps to the dense run's loss",
         "",
@@ -443,12 +444,14 @@ def write_page(runs: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> No
         f"its lowest loss, or after {STEPS * LONGEST}. Factor: steps to that loss by the dense "
         "run's steps until then; each at the better of two learning rates, which are constant "
         "after a warm-up. Ways on one rank are asynchronous pipelines of whole batches. Two "
-        "versions miss one update on any number of stages; two stages stand for all.",
+        "versions miss one update on any number of stages; two stages stand for all. "
+        f"Of {len(keys)} batches of runs {sum(key in runs for key in keys)} were made; the command "
+        "makes those that are left.",
         "",
         "| model | method | ranks | learning rate | factor of each seed |",
         "|---|---|---|---|---|",
     ]
-    for key in map(str, all_keys()):
+    for key in keys:
         model, way, ranks = key.split("|")
         dense = runs.get(str(Key(model, DENSE, 1)))
         if way != DENSE and key in runs and dense is not None:

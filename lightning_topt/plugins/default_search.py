@@ -61,6 +61,7 @@ from lightning_topt.plugins.requirements import (
     why_not,
 )
 from lightning_topt.plugins.searched_plan import (
+    by_objective,
     capture_step,
     choose_for,
     read_costs,
@@ -177,6 +178,7 @@ def search_with_axes(
         facts = ModelFacts.of(search.graph, search.optimizer, search.cluster)
         frontier = of_steps(frontier, accumulate=parts, facts=facts)
     frontier = with_intervals(frontier, search.cluster, search.graph, level=request.confidence)
+    frontier = by_objective(request, frontier, trainer=trainer, optimizer=search.optimizer)
     try:
         chosen = choose_for(
             request, frontier, search.cluster, trainer=trainer, optimizer=search.optimizer

@@ -317,10 +317,10 @@ def by_loss(frontier: PlanFrontier, training: Training, *, table: StepTable) -> 
             known.append(dataclasses.replace(point, to_loss=to_loss))
         else:
             left_out[factor] = None
-    kept = PlanFrontier.of(known, uniform=known, left_out=left_out)
-    return dataclasses.replace(
-        frontier, points=kept.points, uniform=kept.uniform, left_out=kept.left_out
-    )
+    points = PlanFrontier.of(known).points
+    on_it = {id(point) for point in points}
+    others = tuple(point for point in known if id(point) not in on_it)
+    return dataclasses.replace(frontier, points=points, uniform=others, left_out=(*left_out,))
 
 
 def choose_by_loss(

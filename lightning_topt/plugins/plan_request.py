@@ -141,8 +141,9 @@ class PlanRequest:
             )
 
     def check_local_steps(self) -> None:
-        """Raise ValueError where local steps are allowed, and seconds per step are compared."""
-        if self.allowed.local_steps and self.objective != TIME_TO_LOSS:
+        """Raise ValueError where local steps are searched, and seconds per step are compared."""
+        searched = self.allowed.local_steps if self.plan is None else ()
+        if searched and self.objective != TIME_TO_LOSS:
             names = ", ".join(method.name for method in self.allowed.local_steps)
             raise ValueError(
                 f"allow_compression has local steps ({names}): another training, whose steps are "

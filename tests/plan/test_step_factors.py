@@ -158,7 +158,7 @@ def test_stale_weights_and_an_exchange_multiply_unless_they_were_measured_togeth
     ("plan", "why"),
     [
         (stale_plan("bf16", ranks=4), "of its parts no run of .* with 4 data rank"),
-        (stale_plan("bf16", prediction="stale"), "of its parts no run of .* missing updates by"),
+        (stale_plan("bf16", prediction="none"), "of its parts no run of .* missing updates by"),
         (stale_plan("1 %"), "of its parts .* did not reach the dense run's loss"),
     ],
 )

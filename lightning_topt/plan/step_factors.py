@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_topt.basics.units import format_seconds
-from lightning_topt.communication.exchange_method import ExchangeMethod
+from lightning_topt.communication.exchange_method import ByNodes, ExchangeMethod
 from lightning_topt.communication.local_sgd import LocalMethod
 from lightning_topt.communication.method_registry import read_method
 from lightning_topt.plan.choose import NoPlanFitsError, choose_place
@@ -162,10 +162,16 @@ class FactorRow:
         if self.method != way.exchange.name or self.ranks != way.ranks:
             return False
         method = read_method({"method": self.method, **self.options})
-        if isinstance(method, LocalMethod) and method.hierarchical is None:
-            # of a plan, whose ranks train a replica each
-            method = dataclasses.replace(method, hierarchical=False)
-        return method == way.exchange
+        return _decided(method) == _decided(way.exchange)
+
+
+def _decided(method: ExchangeMethod) -> ExchangeMethod:
+    """Return a method whose ranks are all alike, where it leaves open whether nodes sum first.
+
+    Rows were measured so, and plans have it decided.
+    """
+    leaves_open = isinstance(method, ByNodes | LocalMethod) and method.hierarchical is None
+    return dataclasses.replace(method, hierarchical=False) if leaves_open else method
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,10 @@ def test_factors_are_medians_and_ranges():
     assert isinstance(found, StepFactor)
     assert (found.median, found.low, found.high) == (2.0, 1.4, math.inf)
     assert time_to_loss(point(1), found).factor_words == "2.00 x (1.40 to not reached)"
+    # a search has decided that nodes do not sum first, as in the runs of the table
+    decided = dataclasses.replace(METHODS["few bits"], hierarchical=False)
+    plan = dataclasses.replace(point(1).plan, gradient_exchange=decided)
+    assert TABLE.factor_of(plan, ADAMW) == found
     # the row nearest in length
     found = TABLE.factor_of(point(1, "few bits").plan, Training("AdamW", 9000))
     assert isinstance(found, StepFactor)

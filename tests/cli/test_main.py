@@ -256,6 +256,7 @@ def test_plans_may_compress_gradients_where_the_command_line_allows_it(tmp_path)
 
 def test_plans_by_the_time_to_a_loss_are_one_frontier_with_what_they_rest_on(tmp_path):
     slow = [*ALONE, "cluster=local_cpu", "cluster.intra.bandwidth=1Mb/s", "device_counts=[2,4]"]
+    slow += ["cluster.devices_per_node=4"]
     asked = ["objective=time_to_loss", "data.batch_size=8", "trainer.max_steps=1000"]
     run = f"hydra.run.dir={tmp_path}/plan"
     output = finished(topt("plan", *slow, *asked, run, folder=tmp_path))

@@ -64,7 +64,8 @@ from lightning_topt.plan.paired_runs import (
     row_of,
     write_whole,
 )
-from lightning_topt.plan.step_factors import StepFactor, missing_updates, own_file
+from lightning_topt.plan.plan_frontier import factor_words
+from lightning_topt.plan.step_factors import missing_updates, own_file
 from lightning_topt.plugins.paired_fits import PairedFit, facts_of, fit_on_ranks
 from lightning_topt.prediction import make_prediction, prediction_to_value
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
@@ -293,7 +294,7 @@ def _words(
     if all(map(math.isinf, values)):
         return "did not reach the dense run's loss"
     middle = sorted(values)[len(values) // 2]
-    return f"{StepFactor(middle, min(values), max(values), 'runs').words} the steps"
+    return f"{factor_words(middle, min(values), max(values))} the steps"
 
 
 def read_ways(given: object, *, ranks: int) -> list[Way]:

@@ -108,14 +108,26 @@ class ExchangeModel:
         """The work for each block."""
         # a block counts as one bucket: where DDP cuts its buckets is not known before the run
         exempt = exempt_parameters(self.graph, self.method.exempt_rules or ())
-        works = {}
-        for block in self.graph.blocks:
-            trainable = tuple(
-                p for p in self.graph.block_parameters(block.name) if p.trainable and p.numel
-            )
-            gradients = bucket_of(trainable, exempt=exempt)
-            works[block.name] = self.method.work(gradients, self.topology) if trainable else NO_WORK
-        return works
+        return {
+            block.name: self._work_of(self.graph.block_parameters(block.name), exempt)
+            for block in self.graph.blocks
+        }
+
+    def _work_of(self, parameters: Sequence[Parameter], exempt: frozenset[str]) -> Work:
+        trainable = tuple(p for p in parameters if p.trainable and p.numel)
+        gradients = bucket_of(trainable, exempt=exempt)
+        return self.method.work(gradients, self.topology) if trainable else NO_WORK
+
+    def costs_of(self, parameters: Sequence[Parameter]) -> tuple[float, float]:
+        """Return seconds of an exchange of `parameters` that nothing hides, and bytes.
+
+        The bytes are what it keeps between steps, and its buffers.
+        """
+        work = self._work_of(
+            parameters, exempt_parameters(self.graph, self.method.exempt_rules or ())
+        )
+        seconds = self._device_seconds(work) + self._worker_seconds(work)
+        return seconds, float(work.kept_bytes + work.buffer_bytes)
 
     @property
     def process_bytes(self) -> int:
@@ -127,13 +139,19 @@ class ExchangeModel:
 
     def device_seconds(self, block: str) -> float:
         """Return the seconds of passes over memory and of products of matrices."""
-        work, device = self.work[block], self.cluster.device
+        return self._device_seconds(self.work[block])
+
+    def _device_seconds(self, work: Work) -> float:
+        device = self.cluster.device
         return max(work.moved / device.memory_bandwidth, work.flops / device.flops_of("float32"))
 
     def worker_seconds(self, block: str) -> float:
         """Return the seconds of starting kernels and on the network."""
-        starting = self.work[block].calls * self.cluster.device.op_overhead_seconds
-        return starting + self._network_seconds(block)
+        return self._worker_seconds(self.work[block])
+
+    def _worker_seconds(self, work: Work) -> float:
+        starting = work.calls * self.cluster.device.op_overhead_seconds
+        return starting + self._network_seconds(work)
 
     def wait_seconds(self, block: str) -> float:
         """Return the part of `worker_seconds` that is waiting for other ranks."""
@@ -155,8 +173,7 @@ class ExchangeModel:
         for where, op, size in work.collectives:
             yield Collective("backward", op, size, self._group(where))
 
-    def _network_seconds(self, block: str) -> float:
-        work = self.work[block]
+    def _network_seconds(self, work: Work) -> float:
         seconds = sum(
             self._seconds(*collective, tolerance=work.tolerance) for collective in work.collectives
         )

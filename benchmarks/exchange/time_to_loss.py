@@ -115,13 +115,13 @@ def goal_of(curves: Mapping[str, Any], model: str) -> tuple[float, float] | None
     return loss, step
 
 
-def train(most: int) -> None:
+def train(names: Sequence[str], most: int) -> None:
     """Make fits that are not kept yet, at most so many."""
     for model in MODELS:
-        for name, way in WAYS.items():
-            kept, key = load()["curves"], f"{model}|{name}"
+        for name in names:
+            kept, key, way = load()["curves"], f"{model}|{name}", WAYS[name]
             goal = goal_of(kept, model)
-            if key in kept or most <= 0:
+            if key in kept or most <= 0 or (goal is None and name != DENSE):
                 continue
             most -= 1
             # the dense run says how far the others have to go
@@ -131,7 +131,7 @@ def train(most: int) -> None:
             print(key, result["points"][-1], flush=True)
 
 
-def measure() -> None:
+def measure(names: Sequence[str]) -> None:
     """Predict and time what is not kept yet, over every link; then trainings to the loss."""
     for link in LINKS:
         if link not in load()["predicted"]:
@@ -142,15 +142,15 @@ def measure() -> None:
                     lab.run_module(RANK, "--predict", ranks_per_node=LOCAL, timeout=600),
                 )
         for model in MODELS:
-            for name, way in WAYS.items():
+            for name in names:
                 key = f"{link}|{model}|{name}"
                 if key not in load()["seconds"]:
-                    result = fit_in(link, model, name, steps=timed_steps(way))
+                    result = fit_in(link, model, name, steps=timed_steps(WAYS[name]))
                     keep("seconds", key, result["windows"])
                     print(key, result["windows"], flush=True)
     for model in MODELS:
         goal = goal_of(load()["curves"], model)
-        for name in FULL:
+        for name in FULL if set(FULL) <= {*names} else ():
             key = f"{LINKS[0]}|{model}|{name}"
             if goal is not None and key not in load()["full"]:
                 result = fit_in(
@@ -417,7 +417,7 @@ def main() -> None:
         ("smoke", "a few steps of all; not kept"),
     ):
         parser.add_argument(f"--{name}", action="store_true", help=what)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="of --smoke")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--most", type=int, default=10_000, help="fits of --curves, then end")
     options = parser.parse_args()
     end_on_signals()
@@ -426,9 +426,9 @@ def main() -> None:
             smoke(options.ways)
             return
         if options.curves:
-            train(options.most)
+            train(options.ways, options.most)
         if options.seconds:
-            measure()
+            measure(options.ways)
     except LabError as error:
         sys.exit(f"time_to_loss: {error}")
     write_page(load())

@@ -67,10 +67,10 @@ def make_exchange_model(
 ) -> ExchangeModel:
     """Return the model of `method` on `world_size` ranks.
 
-    Every `stride`-th of those that are packed node by node. Raises ValueError for what is not among
-    `legal_exchanges`.
+    Every `stride`-th of those that are packed node by node. What it leaves open is as in a run on
+    them. Raises ValueError where there are no `legal_exchanges`.
     """
-    if method not in legal_exchanges(method, cluster=cluster, world_size=world_size, stride=stride):
+    if not legal_exchanges(method, cluster=cluster, world_size=world_size, stride=stride):
         raise ValueError(
             f"{world_size} ranks on nodes of {cluster.devices_per_node} devices cannot exchange "
             f"gradients by {method}: one rank exchanges none, hierarchical needs several nodes "

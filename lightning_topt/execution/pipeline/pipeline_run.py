@@ -679,7 +679,10 @@ def compress_gradients(run: PipelineRun, options: RunOptions) -> CompressedExcha
     # Parameters that this rank does not update have no gradients to exchange here; those that it
     # shares with other ranks of the pipeline are summed with these, as they are.
     kept = run.updated_parameters() - run.exchanges.shared
-    ignored = [name for name, parameter in run.module.named_parameters() if parameter not in kept]
+    # By all names: of parameters that are tied, and of the module's own as DDP calls them.
+    named = run.module.named_parameters(remove_duplicate=False)
+    names = [name for name, parameter in named if parameter not in kept]
+    ignored = [*names, *(f".{name}" for name in names if "." not in name)]
     exchange.take_over(run.module, ignored=ignored)
     run.exchanges.instead = exchange.average
     return exchange

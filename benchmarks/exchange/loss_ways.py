@@ -106,6 +106,11 @@ class Way:
         return SEQUENCES // self.replicas // self.accumulate
 
     @property
+    def pass_samples(self) -> int:
+        """Sequences of a forward pass."""
+        return self.samples // (self.cut if self.schedule == "1f1b" else 1)
+
+    @property
     def period(self) -> int:
         """Steps after which all repeats."""
         method = self.exchange
@@ -388,10 +393,10 @@ def predict_here() -> dict[str, Any]:
         for name, model in MODELS.items():
             requests = {
                 samples: _request(measurements, cluster, model, samples)
-                for samples in sorted({way.samples for way in WAYS.values()})
+                for samples in sorted({way.pass_samples for way in WAYS.values()})
             }
             found[name] = {
-                way_name: predicted_seconds(way, requests[way.samples])
+                way_name: predicted_seconds(way, requests[way.pass_samples])
                 for way_name, way in WAYS.items()
             }
         busy = measurements.busy_share
@@ -401,9 +406,11 @@ def predict_here() -> dict[str, Any]:
 def _request(
     measurements: Measurements, cluster: Cluster, model: LabModel, samples: int
 ) -> SearchRequest:
-    """Return what plans of a batch are priced with. A collective call."""
+    """Return what plans with passes of `samples` are priced with. A collective call."""
     module = model.make(0.001)
-    graph = capture(module, torch.zeros(samples, SEQ_LEN + 1, dtype=torch.uint8))
+    # as it is: kernels of an LSTM depend on the batch size
+    batch = torch.zeros(samples, SEQ_LEN + 1, dtype=torch.uint8)
+    graph = capture(module, batch, batch_scaling=False)
     optimizers = [module.configure_optimizers()["optimizer"]]
     named = [*module.named_parameters()]
     seconds = measurements.update_seconds(optimizers, named_parameters=named)

@@ -344,7 +344,9 @@ def test_replicas_of_stages_exchange_the_largest_entries() -> None:
     for sums, _, shared in ranks:
         assert shared and not shared & residuals[0].keys()
         for name, arrived in sums.items():
-            held = 0.0 if name in shared else (residuals[0][name] + residuals[1][name]) / 2
+            held = torch.zeros(())
+            if name not in shared:
+                held = ((residuals[0][name] + residuals[1][name]) / 2).view_as(arrived)
             every = SENT_STEPS * (of_replica[0][name] + of_replica[1][name]) / 2
             torch.testing.assert_close(arrived + held, every, rtol=1e-4, atol=1e-6)
 

@@ -1,6 +1,6 @@
 """The optimizer step of Muon on FSDP2's shards: ours against torch's own, and a loop by hand.
 
-    python -m benchmarks.optimizer.shards            # 2 and 4 ranks, five rounds
+    python -m benchmarks.optimizer.shards            # 2 and 4 ranks, five rounds: 10 minutes
     python -m benchmarks.optimizer.shards --quick    # small sizes, one round; printed, not kept
     python -m benchmarks.optimizer.shards --report   # the page from what was measured
 
@@ -39,7 +39,7 @@ from benchmarks.optimizer.shared import gpt_shapes
 from lightning_topt.techniques.optimizer_sharding import share_step
 
 FILE = RESULTS / "optimizer_shards.json"
-WIDTH, DEPTH, ROUNDS, WARMUP = 384, 4, 5, 1
+WIDTH, DEPTH, ROUNDS, WARMUP = 384, 2, 5, 1
 OWNERS, DTENSORS, EVERY, WHOLE = "owners", "DTensors", "every rank", "whole"
 OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
 TIMEOUT = timedelta(seconds=300)

@@ -1,12 +1,12 @@
 """How long training stands still for a checkpoint: blocking, and written in the background.
 
-    python -m benchmarks.robustness.saves --folder /mnt/checkpoints      # some 5 minutes on 2 cores
+    python -m benchmarks.robustness.saves --folder /mnt/checkpoints      # some 7 minutes on 2 cores
 
 A module of 89.5 million parameters under AdamW, 1 GiB of parameters and optimizer states, on one
-rank with one thread. Its checkpoint is one file or sharded. A fit saves after every 10 steps, four
-times. The time of `Trainer.save_checkpoint` is what training stands still; the first save, which
-allocates buffers, is not counted. Both kinds of fits alternate. Then one process reads what was
-saved.
+or two ranks of one thread. Its checkpoint is one file or sharded. A fit saves after every 10 steps,
+four times. The time of `Trainer.save_checkpoint` is what training stands still; the first save,
+which allocates buffers, is not counted. Both kinds of fits alternate. Then one process reads what
+was saved.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightning_topt import AutoParallelStrategy, read_sharded_checkpoint
 
 WIDTH, LAYERS = 2730, 12  # 12 * 2730 ** 2 = 89.4 million
 STEPS_BETWEEN, SAVES, ROUNDS = 10, 4, 1
-CASES = ((1, "full"), (1, "sharded"))
+CASES = ((1, "full"), (1, "sharded"), (2, "sharded"))
 
 
 class Layers(L.LightningModule):

@@ -176,7 +176,8 @@ def smoke(names: Sequence[str]) -> None:
         print(lab.run_module(RANK, "--predict", ranks_per_node=LOCAL, timeout=600)["seconds"])
     for model in MODELS:
         for name in names:
-            result = fit_in(LINKS[0], model, name, steps=2 * FILLING, every=FILLING)
+            steps = FILLING + WINDOW + LAST
+            result = fit_in(LINKS[0], model, name, steps=steps, every=FILLING)
             print(model, name, result, flush=True)
 
 

@@ -235,7 +235,7 @@ BLOCKS = 4
 MODELS = {
     "GPT": LabModel(
         lambda rate: ByteGPT(BLOCKS, 128, 4, SEQ_LEN, learning_rate=rate, warmup_steps=WARMUP),
-        0.002,
+        0.001,
         "a byte-level GPT of 4 layers of 128, as in the table but larger",
     ),
     "LSTM": LabModel(

@@ -36,8 +36,8 @@ class AutoParallelConfig:
     # null: by what the ratio of two predictions may be off
     equal_within: float | None = None
     # true, or methods such as [topk, {method: powersgd, rank: 4}]: plans may send gradients
-    # compressed
-    allow_compression: Any = False
+    # compressed; null: no, but with the objective time_to_loss all that was measured
+    allow_compression: Any = None
     # true, or a rule such as spectrain: pipelines may never flush, and compute with weights that
     # miss updates
     allow_staleness: Any = False

@@ -238,7 +238,13 @@ def _compressed_points(
     # all methods of compression, in a search of data parallelism alone
     candidates = AllowedExchanges.read(True).held(search.optimizer, steps=math.inf, say=False)
     asked = replace(
-        search, exchanges=candidates, split=None, pipelines=None, stale=None, shards=False
+        search,
+        exchanges=candidates,
+        local_steps=(),
+        split=None,
+        pipelines=None,
+        stale=None,
+        shards=False,
     )
     try:
         found = search_plans(asked)

@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 
 import hydra
@@ -84,8 +85,10 @@ def hydra_main(command: str, run: Callable[[DictConfig], object]) -> None:
     elif command == "checkpoint":
         words = [_as_action_or_path(word) for word in words]
     _check_words(words)
+    OmegaConf.register_new_resolver(
+        "topt.run", partial(run_name, command=words), use_cache=True, replace=True
+    )
     words = [*_words_of_rank(command, words), *words]
-    OmegaConf.register_new_resolver("topt.run", run_name, use_cache=True, replace=True)
     has_begun = False
 
     def task(config: DictConfig) -> object:

@@ -11,6 +11,7 @@ What `run` calls, and what comes out:
     UnpricedSearch.of       a `SearchRequest` that lacks costs                  plan_steps
     PlanSetup.with_costs    the `SearchRequest`; measures a cluster not given   plan_steps
     search_for              `PlanFrontier`: the best plans, seconds and bytes   searched_plan
+    by_objective            the same over the time to a loss, if asked for      searched_plan
     choose_for              the `PlanPoint` that meets the request              searched_plan
     report_plan             files and tables                                    plan_steps
 """
@@ -34,12 +35,12 @@ from lightning_topt.cli.search_space import SearchedMeshes
 from lightning_topt.communication.started_ranks import leave_to_rank_0
 from lightning_topt.costs.cluster import sentence_of
 from lightning_topt.graph.no_trace import no_collection
-from lightning_topt.plan.choose import OBJECTIVES, check_objective
+from lightning_topt.plan.choose import OBJECTIVES, TIME_TO_LOSS, check_objective
 from lightning_topt.plan.plan_intervals import interval_sentences, with_intervals
 from lightning_topt.plan.scenarios import ModelFacts, of_steps
-from lightning_topt.plan.step_factors import OBJECTIVE as LOSS_OBJECTIVE
+from lightning_topt.plan.step_factors import left_out_sentence
 from lightning_topt.plugins.planning import Planning
-from lightning_topt.plugins.searched_plan import choose_for, search_for
+from lightning_topt.plugins.searched_plan import by_objective, choose_for, search_for
 from topt_console.status_line import STATUS
 
 # Of more devices an exact search seldom ends within its budget: it is given up without a bound.
@@ -71,7 +72,7 @@ def _plan_once(config: DictConfig) -> None:
     request, trainer = setup.request, setup.trainer
     meshes = SearchedMeshes.read(config, request, trainer)
     objective = config.objective or request.objective
-    check_objective(objective, allowed=(*OBJECTIVES, LOSS_OBJECTIVE))
+    check_objective(objective, allowed=(*OBJECTIVES, TIME_TO_LOSS))
     if request.cluster is not None:  # else ranks of torchrun or srun measure it together
         leave_to_rank_0()
         print(meshes.words(request.cluster))
@@ -96,7 +97,7 @@ def _plan_once(config: DictConfig) -> None:
         epsilon=what_if.EPSILON if max(meshes.device_counts) > _EXACT_DEVICES else 0.0,
     )
     STATUS.clear()  # ranks that measure say so by themselves
-    search = setup.with_costs(unpriced.request, request)
+    search = setup.with_costs(unpriced.request, dataclasses.replace(request, objective=objective))
     if search is None:  # another rank of torchrun or srun goes on
         return
     # of a step, which may have several batches
@@ -107,6 +108,7 @@ def _plan_once(config: DictConfig) -> None:
     frontier = of_steps(frontier, accumulate=parts, facts=facts)
     level = request.confidence
     frontier = with_intervals(frontier, search.cluster, search.graph, level=level)
+    frontier = by_objective(request, frontier, trainer=trainer, optimizer=search.optimizer)
     folder = Path(HydraConfig.get().runtime.output_dir)
     frontier.save(folder / "frontier.json")  # worth having even when no plan fits
 
@@ -121,4 +123,6 @@ def _plan_once(config: DictConfig) -> None:
     planning = Planning(frontier, chosen, example.graph)
     intervals = planning.intervals(search.cluster, level=level)
     notes += interval_sentences(intervals, search.cluster)
+    if frontier.left_out:
+        notes.append(left_out_sentence(frontier.left_out))
     report_plan(planning, search, request, folder=folder, notes=notes)

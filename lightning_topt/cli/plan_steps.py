@@ -55,7 +55,7 @@ from lightning_topt.plan.plan_search import SearchRequest, local_graphs, stage_b
 from lightning_topt.plan.stage_simulation import step_of_plan
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
 from lightning_topt.plugins.plan_artifacts import memory_limit_of, save_frontier_page
-from lightning_topt.plugins.plan_request import PlanRequest, steps_of_fit
+from lightning_topt.plugins.plan_request import PlanRequest, allowed_ways, why_not_alone
 from lightning_topt.plugins.planning import Planning, make_fake_optimizers, on_rank_0
 from lightning_topt.techniques.tensor_parallel.split_model import Captured
 from topt_console.status_line import STATUS
@@ -161,9 +161,17 @@ class PlanSetup:
             search = make_search(**measured.costs)
             if search.split is not None and measured.captured is not None:
                 search.split.take_over(measured.captured)
-        # compressed exchanges that are allowed, as far as the optimizer permits them
-        allowed = request.allowed.held(search.optimizer, steps=steps_of_fit(self.trainer))
-        return dataclasses.replace(search, exchanges=allowed)
+        # exchanges and local steps that are allowed, as far as the optimizer permits them
+        ranks = search.device_counts
+        exchanges, local_steps = (
+            ((), ())
+            if search.mesh is not None
+            else allowed_ways(request, self.trainer, search.optimizer, ranks=ranks)
+        )
+        if local_steps and (reason := why_not_alone(request, self.trainer)):
+            print(f"Plans with local steps are left out: {reason}")
+            local_steps = ()
+        return dataclasses.replace(search, exchanges=exchanges, local_steps=local_steps)
 
     @functools.cached_property
     def _optimizer(self) -> OptimizerProfile:

@@ -294,7 +294,7 @@ class SearchedMeshes:
             raise ValueError(
                 f"tensor={str(config.tensor).lower()}, but the mesh {known}; leave out one of them"
             )
-        if request.allowed.candidates:
+        if request.allowed.candidates or request.allowed.local_steps:
             raise ValueError(
                 "on a given mesh gradients are exchanged as they are: leave out allow_compression, "
                 "or mesh"

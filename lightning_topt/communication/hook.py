@@ -211,6 +211,10 @@ class CompressedExchange:
         """Says who is gone, also when a collective outside of the exchange fails."""
         return self._needed().worker.monitor
 
+    def sign_in(self) -> None:
+        """Tell ranks that wait in the exchange that this one is alive, but does not come."""
+        self.monitor.sign_in()
+
     def step_skipped(self) -> None:
         """Put back into the residual what was sent: the last step's gradients were thrown away.
 

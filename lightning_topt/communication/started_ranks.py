@@ -3,7 +3,7 @@
     started_rank()      this rank, and how many there are      their variables
     leave_to_rank_0()   the others end here                    a command that one rank does
     give_step_port()    MASTER_PORT of a SLURM step            where ranks of several steps meet
-    run_name(name)      one name of a run on all ranks         folders, which had the rank's time
+    run_name(name, of)  one name of a run on all ranks         folders, which had the rank's time
 
 srun says who is a rank by the variables of the step, torchrun by its own. A process that a rank of
 srun starts by torchrun is a rank of torchrun.
@@ -11,8 +11,9 @@ srun starts by torchrun is a rank of torchrun.
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Generator, Mapping, MutableMapping
+from collections.abc import Generator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -78,24 +79,29 @@ def named_port() -> Generator[None, None, None]:
 # ---- one name of a run
 
 
-def run_name(name: str, environment: Mapping[str, str] | None = None) -> str:
-    """Return the name of a run that all its ranks have.
+def run_name(
+    name: str, command: Sequence[str], environment: Mapping[str, str] | None = None
+) -> str:
+    """Return the name of a run that all its ranks have, by the words of its `command`.
 
     Of a SLURM step it has the numbers of job and step, so a requeued job finds its folder again. Of
     torchrun it is the `name` of the first rank that asks, in a restart too. Else `name` itself.
+    Other commands of the same step, or under the same torchrun, have other names: their words
+    differ. The same command, given again, goes on in its folder.
     """
     environment = os.environ if environment is None else environment
     if started_rank(environment)[1] == 1:
         return name
+    of_command = hashlib.sha256("\0".join(command).encode()).hexdigest()[:6]
     if "TORCHELASTIC_RUN_ID" in environment:
-        return _first_name(name, environment)
+        return _first_name(name, of_command, environment)
     job = environment.get("SLURM_ARRAY_JOB_ID")
     job = f"{job}_{environment['SLURM_ARRAY_TASK_ID']}" if job else environment["SLURM_JOB_ID"]
-    return f"slurm_{job}.{environment['SLURM_STEP_ID']}"
+    return f"slurm_{job}.{environment['SLURM_STEP_ID']}_{of_command}"
 
 
-def _first_name(name: str, environment: Mapping[str, str]) -> str:
-    """Return the first name that a rank has left in the store of torchrun's agent."""
+def _first_name(name: str, of_command: str, environment: Mapping[str, str]) -> str:
+    """Return the first name that a rank has left for a command in the store of torchrun's agent."""
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return name  # rank 0 makes a store later
     store = TCPStore(
@@ -104,4 +110,4 @@ def _first_name(name: str, environment: Mapping[str, str]) -> str:
         is_master=False,
         timeout=timedelta(seconds=_NAME_SECONDS),
     )
-    return store.compare_set("lightning_topt/run_name", "", name).decode()
+    return store.compare_set(f"lightning_topt/run_name/{of_command}", "", name).decode()

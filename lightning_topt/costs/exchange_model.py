@@ -46,6 +46,7 @@ from lightning_topt.communication.exchange_method import (
     GradientMethod,
     Work,
 )
+from lightning_topt.communication.local_sgd import LocalMethod
 from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.cluster import Cluster, DatagramPath, Link
 from lightning_topt.costs.communication import (
@@ -88,6 +89,16 @@ def legal_exchanges(
     () where it cannot run on them.
     """
     return method.choices(_topology(cluster, world_size, stride)) if world_size > 1 else ()
+
+
+def legal_local_steps(
+    method: LocalMethod, *, cluster: Cluster, world_size: int
+) -> tuple[LocalMethod, ...]:
+    """Return `method` as plans on `world_size` ranks can have it; () where it cannot run on them.
+
+    The ranks of a node that train one replica together are not priced, nor run by a plan.
+    """
+    return method.choices(_topology(cluster, world_size, 1)) if world_size > 1 else ()
 
 
 @dataclass(frozen=True)
@@ -206,6 +217,20 @@ class ExchangeModel:
             "across": Group(topology.num_nodes, self.stride * topology.ranks_per_node),
         }
         return groups[where]
+
+
+def estimate_outer_seconds(work: Work, *, cluster: Cluster, group: Group) -> float:
+    """Return the seconds of an outer step of local steps (`LocalMethod.work`).
+
+    Nothing runs beside it: ranks meet between two of their own steps.
+    """
+    device = cluster.device
+    passes = max(work.moved / device.memory_bandwidth, work.flops / device.flops_of("float32"))
+    network = sum(
+        estimate_collective_seconds(cluster, op=op, size=size, group=group)
+        for _, op, size in work.collectives
+    )
+    return passes + work.calls * device.op_overhead_seconds + network
 
 
 def bucket_of(parameters: Sequence[Parameter], *, exempt: frozenset[str]) -> BucketGradients:

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from lightning_topt.communication.exchange_method import GradientMethod
+from lightning_topt.communication.exchange_method import GradientMethod, Work
+from lightning_topt.communication.local_sgd import LocalMethod
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import (
     Collective,
@@ -35,7 +36,11 @@ from lightning_topt.costs.compute import (
     product_seconds,
 )
 from lightning_topt.costs.cost_table import Array
-from lightning_topt.costs.exchange_model import ExchangeModel, make_exchange_model
+from lightning_topt.costs.exchange_model import (
+    ExchangeModel,
+    estimate_outer_seconds,
+    make_exchange_model,
+)
 from lightning_topt.costs.lifetimes import Lifetime, Phases, phases_of
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.costs.segments import (
@@ -100,6 +105,8 @@ class TrainingStep:
             dtype.
         tensor_overlap: gathers and scatters along tensor axes run beside the products that they
             belong to, in parts. Predicted only: no plan runs so.
+        local_steps: data ranks train alone, and meet as it says once in many steps, of which a step
+            has its share; None: gradients are averaged in every step.
 
     Raises ValueError for more ranks than the cluster has devices, a batch smaller than one sample
     or of a size that the graph says nothing about, and an exchange that these ranks cannot have.
@@ -123,6 +130,7 @@ class TrainingStep:
     gradient_views: bool = False
     narrow: frozenset[str] = frozenset()
     tensor_overlap: bool = False
+    local_steps: LocalMethod | None = None
 
     def __post_init__(self) -> None:
         check_world_size(self.cluster, world_size=self.mesh.size)
@@ -148,6 +156,26 @@ class TrainingStep:
         return make_exchange_model(
             self.exchange, graph=self.graph, cluster=self.cluster, world_size=ranks, stride=stride
         )
+
+    @cached_property
+    def outer_work(self) -> Work:
+        """The work of one outer step of `local_steps`."""
+        assert self.local_steps is not None
+        trained = sum(p.numel for p in self.graph.parameters if p.trainable)
+        work = self.local_steps.work(trained, self.mesh.data_parallel_size)
+        # running statistics become their mean over ranks
+        buffers = ("world", "all_reduce", float(self.graph.buffer_bytes))
+        return replace(work, collectives=(*work.collectives, buffers))
+
+    @cached_property
+    def outer_seconds(self) -> float:
+        """A step's share of an outer step; 0 without `local_steps`."""
+        if self.local_steps is None:
+            return 0.0
+        axes = self.mesh.data_axes
+        group = Group(self.mesh.data_parallel_size, self.mesh.stride(axes))
+        work, cluster = self.outer_work, self.cluster
+        return estimate_outer_seconds(work, cluster=cluster, group=group) / self.local_steps.every
 
     def parameters(self, block: str) -> list[Parameter]:
         """Return the parameters of `block`."""

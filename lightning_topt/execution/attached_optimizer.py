@@ -42,7 +42,7 @@ from lightning_topt.optim.update_rule import (
     ELEMENTWISE,
     UnsplittableOptimizer,
     check_by_parameter,
-    collective_in_step,
+    check_runs_on_shards,
     is_one_of,
 )
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
@@ -92,8 +92,8 @@ class AttachedOptimizer:
                 "axes"
             )
         # Point it to the present parameters, and let a technique share its step.
-        if replaced.keys() & set(parameters_of(optimizer)):
-            _check_runs_on_shards(optimizer)
+        if any(isinstance(replaced.get(p, p), DTensor) for p in parameters_of(optimizer)):
+            check_runs_on_shards(optimizer)
         if replaced or split:
             follow_parameters(optimizer, replaced, split)
         steps = [step for install in attach if (step := install(optimizer)) is not None]
@@ -316,21 +316,6 @@ class AttachedOptimizer:
             yield
         finally:
             state.update(taken)
-
-
-def _check_runs_on_shards(optimizer: Optimizer) -> None:
-    """Raise UnsplittableOptimizer for a step that is known not to run on DTensors."""
-    name, way_out = type(optimizer).__name__, "Choose plan='ddp'"
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UnsplittableOptimizer(
-            f"this plan shards parameters, which {name} takes for one whole vector", way_out
-        )
-    if (op := collective_in_step(optimizer)) is not None:
-        raise UnsplittableOptimizer(
-            f"this plan shards parameters, but the step of {name} is shared between ranks already "
-            f"({op})",
-            way_out,
-        )
 
 
 @dataclass(frozen=True)

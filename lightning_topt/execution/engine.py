@@ -36,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_topt.communication.hook import CompressedExchange
+from lightning_topt.communication.local_exchange import LocalExchange
 from lightning_topt.communication.topology import abort_groups, destroy_groups, own_group
 from lightning_topt.execution.applied_techniques import AppliedTechniques
 from lightning_topt.execution.attached_optimizer import AttachedOptimizer, StageOptimizer
@@ -93,7 +94,8 @@ class Engine:
         self._continuous: ContinuousRun | None = None  # where their schedule never flushes
         # that the batch is split among, once applied; None: all ranks
         self.data_group: dist.ProcessGroup | None = None
-        self.exchange: CompressedExchange | None = None  # of the plan's gradients, once applied
+        # of the plan's gradients, or of replicas that train alone, once applied
+        self.exchange: CompressedExchange | LocalExchange | None = None
         self._parameters = checked_parameters(plan, module)
         self._applied = AppliedTechniques(self._parameters)
 
@@ -105,7 +107,8 @@ class Engine:
     @property
     def is_replicated(self) -> bool:
         """Whether every rank has all parameters and all of the optimizers' states."""
-        return not self.has_shards and all(
+        trains_alone = self.plan.local_steps is not None
+        return not (self.has_shards or trains_alone) and all(
             isinstance(each, AttachedOptimizer) and each.is_replicated
             for each in self._optimizers.values()
         )
@@ -141,9 +144,8 @@ class Engine:
             raise
 
     def _apply(self, wrapped: DistributedDataParallel | None, example: Example | None) -> nn.Module:
-        assert wrapped is None or self.plan.keeps_gradients_whole, (
-            "DDP would average gradients that are to be sharded"
-        )
+        averages = self.plan.keeps_gradients_whole and self.plan.local_steps is None
+        assert wrapped is None or averages, "DDP would average gradients that are to be sharded"
         parameters: dict[str, dict[str, nn.Parameter]] = {
             block: {**named} for block, named in self._parameters.items()
         }
@@ -167,6 +169,7 @@ class Engine:
             device=self.device,
             root=self.module if wrapped is None else wrapped,
             exchange=self.plan.gradient_exchange,
+            local_steps=self.plan.local_steps,
             options=self._options,
             num_microbatches=1 if self.plan.schedule is not None else self.plan.num_microbatches,
             joint=self.plan.joint,
@@ -278,11 +281,20 @@ class Engine:
         with torch.no_grad(), self.around_step():
             return self.whole(function(self._model, batch))
 
+    def synchronize(self) -> None:
+        """Let ranks that train alone meet, before anybody looks at parameters. A collective call.
+
+        Nothing is to be done under other plans.
+        """
+        if isinstance(self.exchange, LocalExchange):
+            self.exchange.synchronize()
+
     def sync_buffers(self) -> None:
         """Give all ranks the buffers that stages have changed. A collective call.
 
-        They are those of the first data rank.
+        They are those of the first data rank. Ranks that train alone meet (`synchronize`).
         """
+        self.synchronize()
         if self._stages is not None:
             self._stages.sync_buffers()
 
@@ -382,6 +394,7 @@ class Engine:
 
         Other ranks may return a part of the full state.
         """
+        self.synchronize()
         if self._stages is not None:
             return self._stages.module_state() if full else self._stages.own_module_state()
         self._applied.reshard()

@@ -415,6 +415,10 @@ def rehearse_rank(
             "its joint modules compute with the batches of other ranks, and a fake group sends "
             "nothing"
         )
+    if plan.local_steps is not None:
+        raise CannotRehearseError(
+            "its ranks train alone, and what they exchange once in many steps is not in one step"
+        )
     if plan.gradient_exchange is not None:
         raise CannotRehearseError(
             "its gradient exchange reads what other ranks send, and a fake group sends nothing"

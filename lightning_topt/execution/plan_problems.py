@@ -27,6 +27,7 @@ from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
 from lightning_topt.optim.update_rule import (
     BY_PARAMETER,
     UnsplittableOptimizer,
+    check_runs_on_shards,
     is_one_of,
     update_rule,
 )
@@ -189,6 +190,8 @@ def shard_problems(
         if (blocks_of := [*sharded, *shared]) and not is_one_of(optimizer, BY_PARAMETER):
             try:
                 update_rule(optimizer)
+                if sharded:
+                    check_runs_on_shards(optimizer)
             except UnsplittableOptimizer as error:
                 yield (
                     f"ranks cannot share the updates of {type(optimizer).__name__}: "

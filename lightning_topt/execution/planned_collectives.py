@@ -167,6 +167,7 @@ def parameters_only_step(
         for block, of_block in blocks.items()
     }
     more: dict[str, Any] = {"exchange": plan.gradient_exchange, "joint": plan.joint, "split": split}
+    more["local_steps"] = plan.local_steps
     if plan.gather_dtype:
         narrow = {each for of_block in blocks.values() for each in narrow_of(module, of_block)}
         named = (item for of_block in blocks.values() for item in of_block.items())

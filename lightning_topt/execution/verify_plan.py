@@ -276,6 +276,7 @@ def peak_bytes(
         plan.mesh,
         graph.batch_size,
         exchange=plan.gradient_exchange,
+        local_steps=plan.local_steps,
         narrow=narrow_parameters(graph) if plan.gather_dtype else frozenset(),
     )
     return float(PlanCosts(step).memory(configs_of(plan)).max())

@@ -27,6 +27,8 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn, optim
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
@@ -68,6 +70,25 @@ _SCALE = 0.1
 _RELATIVE, _ULPS = 1e-3, 8.0
 _SEED = 20101
 _CURVATURE = 1e3  # of the loss of a trial: large, so that gradients show how far a step moved
+# Of other packages, by module: why steps do not run on shards, and what does. A trial on small
+# parameters does not show it.
+_NOT_ON_SHARDS = {
+    "bitsandbytes": (
+        "gives other updates on shards than on full parameters",
+        "Choose plan='zero1' or plan='ddp'",
+    ),
+    "torchao.optim": (
+        "keeps states in tensors of a class of its own, which cannot be gathered",
+        "Choose plan='ddp', or the 8-bit optimizers of bitsandbytes and plan='zero1'",
+    ),
+    **dict.fromkeys(
+        ("dion.dion", "dion.dion_reference", "dion.dion_simple"),
+        (
+            "wants the mesh of its shards when it is built, before a plan has made one",
+            "Choose plan='ddp', or Muon, NorMuon or Dion2 of the same package",
+        ),
+    ),
+}
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
 
 
@@ -108,6 +129,9 @@ def update_rule(optimizer: Optimizer, *, declared: UpdateRule | None = None) -> 
             "Use dense gradients (sparse=False in nn.Embedding) and AdamW, or leave the parallel "
             "optimizer step out",
         )
+    if _is_of(optimizer, "torchao.optim"):
+        reason, way_out = _NOT_ON_SHARDS["torchao.optim"]
+        raise UnsplittableOptimizer(f"{name} {reason}", way_out)
     if is_one_of(optimizer, ELEMENTWISE):
         return declared or "elements"
     if is_one_of(optimizer, BY_PARAMETER):
@@ -149,6 +173,35 @@ def check_by_parameter(optimizer: Optimizer) -> None:
         raise _asks_again("LBFGS")
     if not is_one_of(optimizer, BY_PARAMETER) and not isinstance(optimizer, optim.SparseAdam):
         _tried_rule(optimizer, asks_once=False)
+
+
+def check_runs_on_shards(optimizer: Optimizer) -> None:
+    """Raise UnsplittableOptimizer for a step that is known not to run on shards of parameters."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, optim.LBFGS):
+        raise UnsplittableOptimizer(
+            f"this plan shards parameters, which {name} takes for one whole vector",
+            "Choose plan='ddp'",
+        )
+    for module, (reason, way_out) in _NOT_ON_SHARDS.items():
+        if _is_of(optimizer, module):
+            raise UnsplittableOptimizer(
+                f"this plan shards parameters, but {name} {reason}", way_out
+            )
+    if (op := collective_in_step(optimizer)) is not None:
+        raise UnsplittableOptimizer(
+            f"this plan shards parameters, but the step of {name} is shared between ranks already "
+            f"({op})",
+            "Choose plan='ddp'",
+        )
+
+
+def _is_of(optimizer: Optimizer, module: str) -> bool:
+    """Return whether the class, or one that it is made from, is of a module or package."""
+    return any(
+        cls.__module__ == module or cls.__module__.startswith(f"{module}.")
+        for cls in type(optimizer).__mro__
+    )
 
 
 def collective_in_step(optimizer: Optimizer) -> str | None:
@@ -532,6 +585,11 @@ def _copy(
 ) -> Optimizer:
     clone: Optimizer = type(optimizer).__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): clone}
+    for name, value in vars(optimizer).items():
+        if isinstance(value, ProcessGroup | DeviceMesh):
+            if value.size() > 1:
+                raise CollectiveInStep(f"its {name} is a group of {value.size()} ranks")
+            memo[id(value)] = value  # it cannot be copied
     # Methods on the instance are a scheduler's or a wrapper's; hooks belong to the real run.
     hooks = {name for name in vars(optimizer) if name.endswith("_hooks")}
     methods = {

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
 
 from lightning_topt.basics.units import format_bytes, format_seconds
 from lightning_topt.costs.plain_values import shown
@@ -26,6 +27,7 @@ from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
 
 OBJECTIVES = ("time", "memory", "devices")
+TIME_TO_LOSS = "time_to_loss"  # of `step_factors.choose_by_loss`, which knows of the steps
 
 
 # Shares by which predicted times may be wrong: plans closer to one another than this count as
@@ -59,7 +61,17 @@ class NoPlanFitsError(ValueError):
     """No plan meets the limits; the message names the smallest plan and what it needs."""
 
 
-def choose(
+def choose(points: Sequence[PlanPoint], **options: Any) -> PlanPoint:
+    """Return the point of `choose_place`, whose `options` these are, with the reason in its plan.
+
+    Raises what `choose_place` raises.
+    """
+    place, reason = choose_place(points, **options)
+    chosen = points[place]
+    return dataclasses.replace(chosen, plan=dataclasses.replace(chosen.plan, reason=reason))
+
+
+def choose_place(
     points: Sequence[PlanPoint],
     *,
     objective: str = "time",
@@ -70,10 +82,10 @@ def choose(
     time_error_seconds: float = TIME_ERROR_SECONDS,
     alike_time_error: float = ALIKE_TIME_ERROR,
     difference: float | None = None,
-) -> PlanPoint:
-    """Return the simplest point that is as good as the best by `objective`.
+) -> tuple[int, str]:
+    """Return the place of the simplest point that is as good as the best by `objective`.
 
-    Its plan's `reason` says why, and what others cost.
+    And the reason: why it is that one, and what others cost.
 
     First the simplest mechanism is chosen: weights miss no update, or few; gradients are exchanged
     unsharded and uncompressed; parameters are not split; there are no stages; gradients are no
@@ -164,7 +176,8 @@ def choose(
             ),
         ]
     )
-    return dataclasses.replace(chosen, plan=dataclasses.replace(chosen.plan, reason=f"{reason}."))
+    place = next(place for place, point in enumerate(points) if point is chosen)
+    return place, f"{reason}."
 
 
 def check_objective(objective: str, *, allowed: Sequence[str] = OBJECTIVES) -> None:
@@ -190,8 +203,9 @@ def fitting_points(
 def _mechanism(plan: ParallelPlan) -> tuple[int, ...]:
     """Rank what a plan runs by, besides storage and recomputation of blocks; smaller is simpler."""
     exchange = plan.gradient_exchange
-    # 0: all-reduce of whole gradients, 1: sent otherwise but exactly, 2: compressed
+    # 0: all-reduce of whole gradients, 1: sent otherwise but exactly, 2: compressed, 3: not at all
     exchanged = 0 if exchange is None else 2 - exchange.is_exact
+    exchanged = exchanged if plan.local_steps is None else 3
     return (
         CONTINUOUS_SCHEDULES.get(plan.schedule or "", 0),
         exchanged,

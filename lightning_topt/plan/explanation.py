@@ -300,6 +300,7 @@ def step_of(request: SearchRequest, plan: ParallelPlan) -> TrainingStep:
     whole = replace(
         step_on(request, plan.mesh),
         exchange=plan.gradient_exchange,
+        local_steps=plan.local_steps,
         returns_memory=request.returns_memory or shards,
         gradient_views=plan.gradient_views,
         narrow=narrow_parameters(request.graph) if plan.gather_dtype else frozenset(),

@@ -127,6 +127,10 @@ def print_table(
         "peak memory": ordered[index].bytes_interval,
     }
     names = ["", *(["devices"] * several)]
+    to_loss = ordered[index].to_loss
+    if to_loss is not None:
+        goal = "per dense step" if to_loss.steps is None else f"of {to_loss.steps:.0f} steps"
+        names += [f"time to the loss\n{goal}", "steps needed"]
     for title, interval in titles.items():
         names.append(title if interval is None else f"{title}\n{100 * interval.level:g} % interval")
     names.append("plan")
@@ -139,6 +143,7 @@ def print_table(
         point = ordered[i]
         numbers = [
             *([str(point.devices)] * several),
+            *_loss_cells(point),
             _with_ends(point.step_seconds, point.seconds_interval, format_seconds),
             _with_ends(point.peak_bytes, point.bytes_interval, format_bytes),
         ]
@@ -146,6 +151,16 @@ def print_table(
         mark, style = ("*", "bold green") if i == index else ("", "") if fits else ("!", "dim")
         table.add_row(mark, *numbers, point.plan.summary(), style=style)
     console.print(table)
+
+
+def _loss_cells(point: PlanPoint) -> list[str]:
+    """Return the cells of the time to a loss, and of the steps that it takes; none without one."""
+    found = point.to_loss
+    if found is None:
+        return []
+    high = "?" if math.isinf(found.high) else format_seconds(found.high)
+    ends = f"{format_seconds(found.low)} to {high}"
+    return [f"{format_seconds(found.seconds)}\n{ends}", found.factor_words.replace(" (", "\n(")]
 
 
 def _is_outside(point: PlanPoint) -> bool:
@@ -173,7 +188,7 @@ def _selection(points: Points, chosen: int, *, limit: int) -> list[int]:
     kept = {chosen}
     for _, group in itertools.groupby(range(len(points)), key=lambda i: points[i].devices):
         members = list(group)
-        kept |= {members[0], min(members, key=lambda i: points[i].step_seconds)}
+        kept |= {members[0], min(members, key=lambda i: points[i].compared_seconds)}
     rest = [i for i in range(len(points)) if i not in kept]
     free = max(0, limit - len(kept))
     return sorted(kept | {rest[(2 * k + 1) * len(rest) // (2 * free)] for k in range(free)})
@@ -263,6 +278,7 @@ def save_html(
         "exact": exact,
         "limit": limit,
         "axes": {"x": x._asdict(), "y": y._asdict()},
+        "time": _time_title(chosen),
         "blocks": blocks,
         "points": entries,
     }
@@ -274,7 +290,7 @@ def save_html(
 def _ordered(points: Points, chosen: PlanPoint) -> tuple[list[PlanPoint], int]:
     """Return the points by devices and memory, and where the chosen one is (with its reason)."""
     ordered = sorted(
-        points, key=lambda point: (point.devices, point.peak_bytes, point.step_seconds)
+        points, key=lambda point: (point.devices, point.peak_bytes, point.compared_seconds)
     )
     if chosen not in ordered:
         raise ValueError(
@@ -309,10 +325,17 @@ def drawn_axes(
     # farther, it would squeeze the points
     if memory_limit is not None and memory_limit.bytes <= max(sizes) + reach:
         sizes.append(memory_limit.bytes)
-    times = [point.step_seconds for point in points]
+    times = [point.compared_seconds for point in points]
     return drawn_axis("Peak memory per device", sizes, units=BYTES), drawn_axis(
-        "Time per step", times, units=SECONDS
+        _time_title(points[0]), times, units=SECONDS
     )
+
+
+def _time_title(point: PlanPoint) -> str:
+    """Return what the seconds are by which plans are compared."""
+    if point.to_loss is None:
+        return "Time per step"
+    return "Time to the loss" + (" per dense step" if point.to_loss.steps is None else "")
 
 
 def _draw_series(axes: Axes, points: Points, memory_limit: MemoryLimit | None) -> None:
@@ -322,7 +345,7 @@ def _draw_series(axes: Axes, points: Points, memory_limit: MemoryLimit | None) -
     for number, (devices, group) in enumerate(
         itertools.groupby(points, key=lambda point: point.devices)
     ):
-        x, y = zip(*((point.peak_bytes, point.step_seconds) for point in group), strict=True)
+        x, y = zip(*((point.peak_bytes, point.compared_seconds) for point in group), strict=True)
         # a chosen plan may be beaten
         best = [k for k in range(len(y)) if y[k] < min(y[:k], default=math.inf)]
         colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
@@ -368,7 +391,7 @@ def _draw_limit(axes: Axes, x: DrawnAxis, memory_limit: MemoryLimit) -> None:
 
 def _annotate(figure: Figure, axes: Axes, points: Points, chosen: PlanPoint) -> None:
     """Mark the chosen point and write its plan beside it, where that covers fewest points."""
-    place = (chosen.peak_bytes, chosen.step_seconds)
+    place = (chosen.peak_bytes, chosen.compared_seconds)
     axes.plot(
         *place,
         marker="*",
@@ -388,12 +411,12 @@ def _annotate(figure: Figure, axes: Axes, points: Points, chosen: PlanPoint) -> 
     size, frame = np.array(Text.get_window_extent(note).size), axes.get_window_extent()
     # points and corners of their lines, in pixels; places for the note, on a grid
     ends = [
-        (b.peak_bytes, a.step_seconds)
+        (b.peak_bytes, a.compared_seconds)
         for a, b in itertools.pairwise(points)
         if a.devices == b.devices
     ]
     taken = axes.transData.transform(
-        [*((point.peak_bytes, point.step_seconds) for point in points), *ends]
+        [*((point.peak_bytes, point.compared_seconds) for point in points), *ends]
     )
     room = np.array(frame.size) - size - 80
     corners = [
@@ -440,8 +463,8 @@ def _embedded(
         entries.append(
             {
                 "x": point.peak_bytes,
-                "y": point.step_seconds,
-                "ends": {"x": _ends(point.bytes_interval), "y": _ends(point.seconds_interval)},
+                "y": point.compared_seconds,
+                "ends": {"x": _ends(point.bytes_interval), "y": _time_ends(point)},
                 "devices": point.devices,
                 "summary": point.plan.summary(),
                 "numbers": _numbers(point),
@@ -468,6 +491,13 @@ def _ends(interval: Interval | None) -> list[float] | None:
     return None if interval is None else [interval.low, interval.high]
 
 
+def _time_ends(point: PlanPoint) -> list[float] | None:
+    found = point.to_loss
+    if found is None:
+        return _ends(point.seconds_interval)
+    return None if math.isinf(found.high) else [found.low, found.high]
+
+
 def _embedded_block(block: BlockPlan, mesh: Mesh) -> dict[str, object]:
     values: dict[str, Any] = {"block": block.block, **config_to_dict(block.config, mesh)}
     placed = {
@@ -488,6 +518,7 @@ def _in_words(placed: str | dict[str, str]) -> str:
 def _numbers(point: PlanPoint) -> dict[str, str]:
     plan, accumulate = point.plan, point.plan.accumulate
     numbers = {
+        **_loss_numbers(point),
         "Time per step": format_seconds(point.step_seconds),
         **_interval_numbers("time", point.seconds_interval, format_seconds),
         "Peak memory per device": format_bytes(point.peak_bytes),
@@ -509,6 +540,21 @@ def _numbers(point: PlanPoint) -> dict[str, str]:
         if interval is not None and interval.outside:
             numbers[f"Unlike measured {of}"] = ", ".join(interval.outside)
     return numbers
+
+
+def _loss_numbers(point: PlanPoint) -> dict[str, str]:
+    found = point.to_loss
+    if found is None:
+        return {}
+    high = "not known, as some runs did not reach it"
+    if math.isfinite(found.high):
+        high = format_seconds(found.high)
+    return {
+        _time_title(point): format_seconds(found.seconds),
+        "Range of that": f"{format_seconds(found.low)} to {high}",
+        "Steps needed, by those of dense training": found.factor_words,
+        "The factor rests on": found.rests_on or "the definition: dense synchronous training",
+    }
 
 
 def _interval_numbers(

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_topt.communication.exchange_method import GradientMethod
+from lightning_topt.communication.local_sgd import LocalMethod
 from lightning_topt.costs.plain_values import (
     ValueReader,
     anything,
@@ -51,7 +52,9 @@ from lightning_topt.plan.plan_values import (
     read_estimate,
     read_exchange,
     read_given_exchange,
+    read_given_local_steps,
     read_joint,
+    read_local_steps,
     read_mesh,
     stage_reader,
 )
@@ -112,6 +115,8 @@ class ParallelPlan:
             their own dtype.
         accumulate: micro-batches of a step whose gradients are added up, of which the prediction is
             (`accumulate_grad_batches` of the Trainer).
+        local_steps: ranks train alone, and meet as it says once in many steps; None: gradients are
+            averaged in every step.
 
     Raises:
         PlanError: a placement does not have as many axes as the mesh; the block ``""`` is missing;
@@ -136,6 +141,7 @@ class ParallelPlan:
     gradient_views: bool = False
     gather_dtype: str | None = None
     accumulate: int = 1
+    local_steps: LocalMethod | None = None
 
     def __post_init__(self) -> None:
         # a rule that is given by name becomes the rule, so that plans that mean the same are equal
@@ -175,6 +181,8 @@ class ParallelPlan:
                 read_exchange(self.gradient_exchange)
             except ValueError as error:
                 raise PlanError(f"gradient_exchange: {error}") from error
+        if self.local_steps is not None:
+            _check_local_steps(self)
 
     @classmethod
     def of_blocks(
@@ -282,6 +290,8 @@ class ParallelPlan:
             blocks += ", gradients as views of buckets"
         if self.gather_dtype is not None:
             blocks += f", gathers in {self.gather_dtype}"
+        if self.local_steps is not None:
+            return f"{blocks}, {self.local_steps.words}"
         if self.gradient_exchange is None:
             return blocks
         return f"{blocks}, gradients {self.gradient_exchange.words}"
@@ -292,11 +302,12 @@ class ParallelPlan:
         Without `stages`, all but these.
         """
         exchange, rule, mesh = self.gradient_exchange, self.weight_prediction, self.mesh
-        count = self.num_microbatches
+        count, local = self.num_microbatches, self.local_steps
         # what most plans do not have is left out
         rare = {
             "accumulate": None if self.accumulate == 1 else self.accumulate,
             "gradient_exchange": None if exchange is None else exchange_to_dict(exchange),
+            "local_steps": None if local is None else exchange_to_dict(local),
             "schedule": self.schedule,
             "num_microbatches": None if count == 1 else count,
             "own_batches": self.own_batches or None,
@@ -439,6 +450,7 @@ _READERS: dict[str, ValueReader[Any]] = {
     "predicted": read_estimate,
     "reason": text,
     "gradient_exchange": read_given_exchange,
+    "local_steps": read_given_local_steps,
     "num_microbatches": whole,
     "schedule": text,
     "own_batches": truth,
@@ -584,6 +596,35 @@ def _check_gathers(plan: ParallelPlan) -> None:
         raise PlanError(
             "gather_dtype is for parameters that are gathered (ZeRO levels 2 and 3), of which this "
             "plan has none: leave it out"
+        )
+
+
+def _check_local_steps(plan: ParallelPlan) -> None:
+    """Raise PlanError for what ranks that train alone cannot have."""
+    assert plan.local_steps is not None
+    # also of local steps that were given as they are
+    try:
+        given = read_local_steps(plan.local_steps)
+    except ValueError as error:
+        raise PlanError(f"local_steps: {error}") from error
+    object.__setattr__(plan, "local_steps", given)
+    if plan.mesh.names != ("data",) or plan.mesh.size == 1:
+        raise PlanError(
+            "local_steps are of ranks along one data axis, several of them, and this plan has "
+            f"{' x '.join(f'{axis.name} {axis.size}' for axis in plan.mesh.axes)}: leave out "
+            "local_steps, or choose another mesh"
+        )
+    for block, config in plan.configs.items():
+        if config.storage.level:
+            raise PlanError(
+                f"block {shown(block)} has ZeRO level {config.storage.level}, and ranks that train "
+                "alone have the whole model and its optimizer: choose level 0 (ddp), or leave out "
+                "local_steps"
+            )
+    if plan.gradient_exchange is not None or plan.gradient_views:
+        raise PlanError(
+            "ranks that train alone average no gradients: leave out gradient_exchange and "
+            "gradient_views, or local_steps"
         )
 
 

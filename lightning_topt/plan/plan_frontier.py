@@ -12,6 +12,7 @@ With every block written out these are 68 MB of text, with indices one MB.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -43,10 +44,53 @@ from lightning_topt.plan.plan_values import (
     config_to_dict,
 )
 
-SCHEMA_VERSION = 4
-# files of version 2 have no intervals, those of 2 and 3 are all of eager steps
-_READ = (2, 3, SCHEMA_VERSION)
+SCHEMA_VERSION = 5
+# files of version 2 have no intervals, those of 2 and 3 are all of eager steps, and those before 5
+# know of no loss
+_READ = (2, 3, 4, SCHEMA_VERSION)
 T = TypeVar("T")
+
+
+def factor_words(median: float, low: float, high: float) -> str:
+    """Return how many times the dense steps, for people, such as ``1.21 x (1.15 to 1.30)``."""
+    most = "not reached" if math.isinf(high) else f"{high:.2f}"
+    return f"{median:.2f} x ({low:.2f} to {most})"
+
+
+@dataclass(frozen=True)
+class TimeToLoss:
+    """How long a plan takes to the loss that dense synchronous training reaches.
+
+    Args:
+        seconds, low, high: expected, least, most; infinity where some runs did not get there.
+        factor, factor_low, factor_high: steps that are needed, in those of dense training: the
+            median of the runs that were measured, the least and the most.
+        rests_on: which runs; "" where the steps are those of dense training by definition.
+        steps: of the dense training; None: not known, and `seconds` are for one of its steps.
+    """
+
+    seconds: float
+    low: float
+    high: float
+    factor: float = 1.0
+    factor_low: float = 1.0
+    factor_high: float = 1.0
+    rests_on: str = ""
+    steps: float | None = None
+
+    @property
+    def factor_words(self) -> str:
+        """The factor for people, such as ``1.21 x (1.15 to 1.30)``."""
+        if not self.rests_on:
+            return "1 x"
+        return factor_words(self.factor, self.factor_low, self.factor_high)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values; null where something is infinite, or not known."""
+        return {
+            name: value if not isinstance(value, float) or math.isfinite(value) else None
+            for name, value in asdict(self).items()
+        }
 
 
 @dataclass(frozen=True)
@@ -59,6 +103,7 @@ class PlanPoint:
         devices: number of them.
         plan: the plan.
         seconds_interval, bytes_interval: how sure both are (`plan_intervals`); None: not known.
+        to_loss: where that is the objective, how long it takes to a loss (`step_factors`).
     """
 
     step_seconds: float
@@ -67,6 +112,12 @@ class PlanPoint:
     plan: ParallelPlan
     seconds_interval: Interval | None = None
     bytes_interval: Interval | None = None
+    to_loss: TimeToLoss | None = None
+
+    @property
+    def compared_seconds(self) -> float:
+        """The seconds that plans are compared by: to a loss where that is known, else of a step."""
+        return self.step_seconds if self.to_loss is None else self.to_loss.seconds
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, without the plan, and without intervals that are not known."""
@@ -76,7 +127,8 @@ class PlanPoint:
             if (value := getattr(self, name)) is not None
         }
         costs = {name: getattr(self, name) for name in ("step_seconds", "peak_bytes", "devices")}
-        return {**costs, **intervals}
+        to_loss = {} if self.to_loss is None else {"to_loss": self.to_loss.to_dict()}
+        return {**costs, **intervals, **to_loss}
 
 
 @dataclass(frozen=True)
@@ -97,6 +149,8 @@ class PlanFrontier:
             prefer them (see `choose`). With split parameters, where some plan of that split may be
             on the frontier.
         predicted_as: the step whose costs these are, "eager" or "compiled".
+        left_out: where the time to a loss is the objective, the ways of training whose steps are
+            not known, each with the reason, as clauses. Time is then that to the loss.
     """
 
     points: tuple[PlanPoint, ...]
@@ -106,6 +160,7 @@ class PlanFrontier:
     error_bound: float = 0.0
     uniform: tuple[PlanPoint, ...] = ()
     predicted_as: str = "eager"
+    left_out: tuple[str, ...] = ()
 
     @property
     def candidates(self) -> tuple[PlanPoint, ...]:
@@ -128,17 +183,18 @@ class PlanFrontier:
         search_seconds: float = 0.0,
         error_bound: float = 0.0,
         predicted_as: str = "eager",
+        left_out: Iterable[str] = (),
     ) -> PlanFrontier:
         """Return the frontier of any points: those that others for as many devices beat go."""
         # by ascending memory, a plan is on the frontier if it is faster than all before it
         kept: list[PlanPoint] = []
         fastest: dict[tuple[int, bool], float] = {}
-        for point in sorted(points, key=lambda p: (p.devices, p.peak_bytes, p.step_seconds)):
+        for point in sorted(points, key=lambda p: (p.devices, p.peak_bytes, p.compared_seconds)):
             # what is compared with one another: see the class
             kind = point.devices, point.plan.gradient_views
-            if kind not in fastest or point.step_seconds < fastest[kind]:
+            if kind not in fastest or point.compared_seconds < fastest[kind]:
                 kept.append(point)
-                fastest[kind] = point.step_seconds
+                fastest[kind] = point.compared_seconds
         return cls(
             tuple(kept),
             error_bound == 0,
@@ -147,6 +203,7 @@ class PlanFrontier:
             error_bound,
             tuple(uniform),
             predicted_as,
+            tuple(left_out),
         )
 
     def to_json(self) -> str:
@@ -185,7 +242,8 @@ def _read_frontier(data: object) -> PlanFrontier:
             f"it was not written by schema version {' or '.join(map(str, _READ))}; run `topt plan` "
             "again"
         )
-    needed = [*_READERS] if version > 3 else [n for n in _READERS if n != "predicted_as"]
+    since = {"predicted_as": 4, "left_out": 5}
+    needed = [name for name in _READERS if version >= since.get(name, 0)]
     entries = read_entries(data, _READERS, needed=needed, name="frontier")
     tables = _BlockTables(entries.pop("blocks"), entries.pop("configs"))
     read_point = record(
@@ -196,6 +254,7 @@ def _read_frontier(data: object) -> PlanFrontier:
         plan=tables.read_plan,
         seconds_interval=_read_interval,
         bytes_interval=_read_interval,
+        to_loss=_read_to_loss,
     )
     for key in ("points", "uniform"):
         entries[key] = list_of(read_point)(entries[key], name=f"frontier.{key}")
@@ -208,6 +267,28 @@ def _read_frontier(data: object) -> PlanFrontier:
 
 
 _read_interval = record(Interval, low=number, high=number, level=number, outside=list_of(text))
+
+
+def _read_time_to_loss(
+    seconds: float,
+    low: float,
+    factor: float,
+    factor_low: float,
+    high: float = math.inf,
+    factor_high: float = math.inf,
+    rests_on: str = "",
+    steps: float | None = None,
+) -> TimeToLoss:
+    return TimeToLoss(seconds, low, high, factor, factor_low, factor_high, rests_on, steps)
+
+
+_read_to_loss = record(
+    _read_time_to_loss,
+    **dict.fromkeys(("seconds", "low", "high"), number),
+    **dict.fromkeys(("factor", "factor_low", "factor_high"), number),
+    rests_on=text,
+    steps=number,
+)
 _READERS: dict[str, ValueReader[Any]] = {
     "blocks": list_of(text),
     "configs": list_of(anything),  # as plans on some mesh need them
@@ -218,6 +299,7 @@ _READERS: dict[str, ValueReader[Any]] = {
     "search_seconds": number,
     "error_bound": number,
     "predicted_as": text,
+    "left_out": list_of(text),
 }
 
 

@@ -147,6 +147,7 @@ def techniques_of(plan: ParallelPlan) -> tuple[str, ...]:
         "sharded": any(config.storage.level > 1 for config in configs),
         "recomputation": any(config.recompute for config in configs),
         "compressed gradients": exchange is not None and not exchange.is_exact,
+        "local steps": plan.local_steps is not None,
     }
     return tuple(name for name, is_used in used.items() if is_used)
 

@@ -32,9 +32,10 @@ from functools import cached_property, partial
 import numpy as np
 
 from lightning_topt.communication.exchange_method import GradientMethod
+from lightning_topt.communication.local_sgd import LocalMethod
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
-from lightning_topt.costs.exchange_model import legal_exchanges
+from lightning_topt.costs.exchange_model import legal_exchanges, legal_local_steps
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.costs.sizes import ROOT
 from lightning_topt.costs.training_step import TrainingStep
@@ -74,6 +75,8 @@ class SearchRequest:
         shards: whether gradients and parameters may be sharded; else every rank has them unsharded.
         exchanges: ways to exchange unsharded gradients that may be chosen besides DDP's all-reduce.
             Those that a number of ranks cannot have are left out there.
+        local_steps: ways to train alone and meet once in many steps, which may be chosen as well:
+            other trainings, to be compared by how many steps they need (`step_factors`).
         kernel_seconds: measured kernels (`measure_kernels`); only of use at the captured batch
             size, and not on clusters of several kinds of nodes.
         in_place: `kernel_seconds` were measured in steps of the run that returned memory too (see
@@ -109,6 +112,7 @@ class SearchRequest:
     global_batch_size: int
     shards: bool = True
     exchanges: Sequence[GradientMethod] = ()
+    local_steps: Sequence[LocalMethod] = ()
     kernel_seconds: Mapping[KernelKey, float] = field(default_factory=dict)
     in_place: bool = False
     returns_memory: bool = False
@@ -343,6 +347,13 @@ def _spaces(request: SearchRequest, count: int) -> Iterator[PlanSpace]:
         exchanges = [*dict.fromkeys(itertools.chain.from_iterable(legal))]
         step, views = step_on(request, first), request.gradient_views
         yield from spaces_of(step, rest, shards=request.shards, exchanges=exchanges, views=views)
+        # data ranks that train alone: each with the whole model
+        alone = (
+            legal_local_steps(method, cluster=cluster, world_size=count)
+            for method in request.local_steps
+        )
+        for method in dict.fromkeys(itertools.chain.from_iterable(alone)):
+            yield _whole_gradients(PlanCosts(replace(step, local_steps=method)))
     # neither all ranks nor a part of them can share the batch
     elif not _tensor_sizes(request, count) and request.pipelines is None:
         raise ValueError(_why_indivisible(samples, count))
@@ -630,6 +641,7 @@ def points_of(batch: PlanBatch, rows: Rows) -> list[PlanPoint]:
             cluster=step.cluster.name,
             predicted=StepEstimate(seconds, peak, compute, max(seconds - compute, 0.0)),
             gradient_exchange=step.exchange,
+            local_steps=step.local_steps,
             num_microbatches=step.num_microbatches,
             joint=step.joint,
             gradient_views=step.gradient_views

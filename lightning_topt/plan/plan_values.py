@@ -8,6 +8,7 @@ checkpoints hold them as plain values. Each pair of functions here writes and re
     stage              `ParallelPlan.to_dict`  stage_reader         {blocks: [{block: a, ...}]}
     block's OpConfig   config_to_dict          config_reader        {parameters: shard(0), ...}
     gradient exchange  exchange_to_dict        read_given_exchange  {method: topk, density: 0.01}
+    local steps        exchange_to_dict        read_given_local_steps  {method: local_steps, ...}
     expected costs     `dataclasses.asdict`    read_estimate        {step_seconds: 0.1, ...}
     joint modules      `JointModule.to_dict`   read_joint           [{module: a, ...}]
 
@@ -21,15 +22,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from lightning_topt.communication.exchange_method import ExchangeMethod, GradientMethod
+from lightning_topt.communication.local_sgd import LocalMethod
 from lightning_topt.communication.method_registry import (
     DEFAULT_METHOD,
+    gradient_methods,
     method_classes,
     read_gradient_method,
+    read_method,
 )
 from lightning_topt.costs.plain_values import (
     ValueReader,
@@ -332,7 +336,7 @@ _read_joint_modules = list_of(
 )
 
 
-def exchange_to_dict(method: GradientMethod) -> dict[str, object]:
+def exchange_to_dict(method: ExchangeMethod) -> dict[str, object]:
     """Return plain values of the method and of the options that a plan fixes.
 
     How a run waits, checks and treats infinities (`ExchangeSettings`) is not part of a plan.
@@ -353,6 +357,40 @@ def read_exchange(given: ExchangeMethod | str | Mapping[str, object]) -> Gradien
     method = read_gradient_method(given)
     method.check_in_plan()
     return method
+
+
+def read_local_steps(given: ExchangeMethod | str | Mapping[str, object]) -> LocalMethod:
+    """Return the local steps that a plan can have, from any of the forms of `read_method`.
+
+    Raises:
+        ValueError: for any other method or form, and where ranks of a node train one replica.
+    """
+    method = read_method(given)
+    if not isinstance(method, LocalMethod):
+        raise ValueError(
+            f"{type(method).__name__} averages gradients in every step: give it as "
+            "gradient_exchange, or choose one of "
+            f"{', '.join(name for name in method_classes() if name not in gradient_methods())}"
+        )
+    if method.hierarchical:
+        raise ValueError(
+            "under a plan each rank trains a replica of its own: leave out hierarchical, or use "
+            "LocalStepsStrategy, whose nodes may train one replica each"
+        )
+    return replace(method, hierarchical=False)
+
+
+def read_given_local_steps(value: Any, /, *, name: str) -> LocalMethod:
+    """Read what `exchange_to_dict` wrote of local steps, or a part of it."""
+    if not isinstance(value, Mapping) or "method" not in value:
+        raise ValueError(
+            f"{name} must be a mapping such as {{method: local_steps, every: 50}}, got "
+            f"{shown(value)}"
+        )
+    try:
+        return read_local_steps(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def read_given_exchange(value: Any, /, *, name: str) -> GradientMethod:

@@ -1,7 +1,8 @@
 """Choose by the time to a loss: how many steps a way of training needs, times seconds per step.
 
     training = Training("AdamW", steps=1000)
-    chosen = choose_by_loss(frontier.candidates, training, table=StepTable.read())
+    frontier = by_loss(search_each_way(request), training, table=StepTable.read())
+    chosen = choose_by_loss(frontier, training, table=StepTable.read())
 
 Plans that compute what dense synchronous training computes need as many steps as it. Compressed
 gradients and stale weights need more. How many is measured: a row of ``step_factors.json`` has the
@@ -17,21 +18,22 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_topt.basics.units import format_seconds
+from lightning_topt.communication.exchange_method import ByNodes, ExchangeMethod
+from lightning_topt.communication.local_sgd import LocalMethod
 from lightning_topt.communication.method_registry import read_method
-from lightning_topt.plan.choose import NoPlanFitsError, choose
+from lightning_topt.plan.choose import NoPlanFitsError, choose_place
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
+from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint, TimeToLoss
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
 from lightning_topt.prediction import default_prediction, make_prediction, prediction_to_value
 
 VERSION = 1
-OBJECTIVE = "time_to_loss"
 FILE = Path(__file__).with_name("step_factors.json")
 NEAR = 4.0  # lengths within this factor of a row's count as measured
 
@@ -56,16 +58,55 @@ class StepFactor:
     high: float
     rests_on: str = ""
 
-    @property
-    def words(self) -> str:
-        """For people, such as ``1.21 x (1.15 to 1.30)``."""
-        if not self.rests_on:
-            return "1 x"
-        high = "not reached" if math.isinf(self.high) else f"{self.high:.2f}"
-        return f"{self.median:.2f} x ({self.low:.2f} to {high})"
-
 
 SAME = StepFactor(1.0, 1.0, 1.0)
+
+
+@dataclass(frozen=True)
+class TrainingWay:
+    """How a plan trains, as far as it decides how many steps a loss needs.
+
+    Args:
+        optimizer: its class name.
+        ranks: with gradients of their own.
+        exchange: what changes the training; None: gradients as they are.
+        staleness: updates that the first stage misses; 0 for synchronous training.
+        prediction: the rule for stale weights; "" for synchronous training.
+    """
+
+    optimizer: str
+    ranks: int
+    exchange: ExchangeMethod | None = None
+    staleness: int = 0
+    prediction: str = ""
+
+    @classmethod
+    def of(cls, plan: ParallelPlan, optimizer: str) -> TrainingWay:
+        """Return the way of a plan under the optimizer of that class name."""
+        gradients, staleness = plan.gradient_exchange, plan.in_flight
+        if gradients is not None and gradients.is_exact:
+            gradients = None
+        return cls(
+            optimizer,
+            plan.mesh.data_parallel_size,
+            plan.local_steps or gradients,
+            staleness,
+            _rule_name(plan, optimizer) if staleness else "",
+        )
+
+    @property
+    def is_dense_and_synchronous(self) -> bool:
+        """Whether it computes what dense synchronous training computes."""
+        return self.exchange is None and not self.staleness
+
+    @property
+    def words(self) -> str:
+        """For people: what a row of a table has to be about."""
+        parts = [] if self.exchange is None else [self.exchange.words]
+        if self.staleness:
+            parts.append(f"{self.staleness} missing updates by {self.prediction}")
+        what = " and ".join(parts) or "dense"
+        return f"{what} under {self.optimizer} with {self.ranks} data rank(s)"
 
 
 @dataclass(frozen=True)
@@ -106,18 +147,32 @@ class FactorRow:
             f"{len(values)} runs of {self.steps} steps, {self.model} ({self.source}, {self.date})",
         )
 
-    def is_of(self, plan: ParallelPlan, optimizer: str) -> bool:
-        """Return whether the row is about plans that train as `plan` does, of any length."""
-        exchange = plan.gradient_exchange
-        if self.optimizer != optimizer or self.staleness != plan.in_flight:
+    def is_of(self, way: TrainingWay) -> bool:
+        """Return whether the row is about that way of training, of any length.
+
+        A row of stale weights alone counts for any number of data ranks, whose gradients are
+        averaged; one of an exchange for its own number of ranks.
+        """
+        if (self.optimizer, self.staleness) != (way.optimizer, way.staleness):
             return False
-        if self.staleness and self.prediction != _rule_name(plan, optimizer):
+        if self.staleness and self.prediction != way.prediction:
             return False
-        if exchange is None or exchange.is_exact:
+        if way.exchange is None:
             return self.method == "dense"
-        if self.method != exchange.name or self.ranks != plan.mesh.data_parallel_size:
+        if self.method != way.exchange.name or self.ranks != way.ranks:
             return False
-        return read_method({"method": self.method, **self.options}) == exchange
+        method = read_method({"method": self.method, **self.options})
+        return _decided(method) == _decided(way.exchange)
+
+
+def _decided(method: ExchangeMethod) -> ExchangeMethod:
+    """Return a method whose ranks are all alike, where it leaves open whether nodes sum first.
+
+    Rows were measured so, and plans have it decided.
+    """
+    if isinstance(method, ByNodes | LocalMethod) and method.hierarchical is None:
+        return dataclasses.replace(method, hierarchical=False)
+    return method
 
 
 @dataclass(frozen=True)
@@ -129,7 +184,10 @@ class StepTable:
     @classmethod
     def read(cls, path: Path = FILE) -> StepTable:
         """Return the table of a file; by default that of the package. Raises ValueError."""
-        data = json.loads(path.read_text())
+        try:
+            data = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is no table of step factors ({error}): remove it") from error
         if data.get("version") != VERSION:
             raise ValueError(
                 f"{path} is a table of step factors of version {data.get('version')}, and this "
@@ -138,35 +196,120 @@ class StepTable:
         rows = ({**row, "factors": tuple(row["factors"])} for row in data["rows"])
         return cls(tuple(FactorRow(**row) for row in rows))
 
+    @classmethod
+    def of_model(cls, model: str) -> StepTable:
+        """Return the rows of the package, and what this user has measured of a model.
+
+        `topt calibrate quality=...` measures it. A way of training that it has a row of is not
+        looked up in the package's table. Raises ValueError for a file that is no such table.
+
+        Args:
+            model: as `model_words` names it.
+        """
+        table, path = cls.read(), own_file()
+        if path is None or not path.is_file():
+            return table
+        own = tuple(row for row in cls.read(path).rows if row.model == model)
+        known = [_way(row) for row in own]
+        return cls(own + tuple(row for row in table.rows if _way(row) not in known))
+
+    def methods(self, optimizer: str, *, ranks: Collection[int]) -> list[ExchangeMethod]:
+        """Return the exchanges and local steps of synchronous rows, as their options say.
+
+        Those that were measured with the optimizer, and with one of these numbers of ranks.
+        """
+        found = [
+            read_method({"method": row.method, **row.options})
+            for row in self.rows
+            if row.method != "dense" and not row.staleness
+            if row.optimizer == optimizer and row.ranks in ranks
+        ]
+        return [*dict.fromkeys(found)]
+
     def factor_of(self, plan: ParallelPlan, training: Training) -> StepFactor | str:
-        """Return the factor of a plan, or why there is none, as a clause."""
-        if is_synchronous_and_exact(plan):
+        """Return the factor of a plan, or why there is none, as a clause.
+
+        A compressed exchange between pipelines with stale weights has the product of both factors,
+        unless a row is about the two together.
+        """
+        way = TrainingWay.of(plan, training.optimizer)
+        if way.is_dense_and_synchronous:
             return SAME
-        rows = [row for row in self.rows if row.is_of(plan, training.optimizer)]
+        found = self._measured(way, training.steps)
+        if found is not None:
+            return found
+        if way.exchange is None or not way.staleness:
+            return f"no run of {way.words} was measured"
+        # each alone: stale weights with gradients as they are, the exchange without staleness
+        parts = [
+            dataclasses.replace(way, exchange=None),
+            dataclasses.replace(way, staleness=0, prediction=""),
+        ]
+        factors = [self._measured(part, training.steps) for part in parts]
+        for part, factor in zip(parts, factors, strict=True):
+            if not isinstance(factor, StepFactor):
+                why = f"no run of {part.words} was measured" if factor is None else factor
+                return f"no run of {way.words} was measured, and of its parts {why}"
+        return _product([each for each in factors if isinstance(each, StepFactor)])
+
+    def _measured(self, way: TrainingWay, steps: float | None) -> StepFactor | str | None:
+        """Return the factor of the row about `way` that is nearest in length.
+
+        A clause says why it does not count. None: no row is about that way.
+        """
+        rows = [row for row in self.rows if row.is_of(way)]
         if not rows:
-            return f"no run of {_way_of(plan, training.optimizer)} was measured"
-        if training.steps is None or math.isinf(training.steps):
-            return max(rows, key=lambda row: row.steps).factor()  # the nearest to a long training
-        steps = max(training.steps, 1.0)
-        nearest = min(rows, key=lambda row: abs(math.log(row.steps / steps)))
-        if not 1 / NEAR <= nearest.steps / steps <= NEAR:
-            return (
-                f"{_way_of(plan, training.optimizer)} was measured in {nearest.steps} steps, and "
-                f"this training has {steps:.0f}"
-            )
+            return None
+        if steps is None or math.isinf(steps):
+            nearest = max(rows, key=lambda row: row.steps)  # the nearest to a long training
+        else:
+            length = max(steps, 1.0)
+            nearest = min(rows, key=lambda row: abs(math.log(row.steps / length)))
+            if not 1 / NEAR <= nearest.steps / length <= NEAR:
+                return (
+                    f"{way.words} was measured in {nearest.steps} steps, and this training has "
+                    f"{length:.0f}"
+                )
         factor = nearest.factor()
         if math.isinf(factor.median):
-            return (
-                f"{_way_of(plan, training.optimizer)} did not reach the dense run's loss "
-                f"({factor.rests_on})"
-            )
+            return f"{way.words} did not reach the dense run's loss ({factor.rests_on})"
         return factor
 
 
-def is_synchronous_and_exact(plan: ParallelPlan) -> bool:
-    """Return whether a plan computes what dense synchronous training computes."""
-    exchange = plan.gradient_exchange
-    return plan.in_flight == 0 and (exchange is None or exchange.is_exact)
+def own_file() -> Path | None:
+    """Return where this user's rows are kept, beside the folder of measured machines.
+
+    None for a user without a home.
+    """
+    # importing it takes longer than the choice
+    from lightning_topt.costs.measurements import default_directory  # noqa: PLC0415
+
+    try:
+        return default_directory().parent / FILE.name
+    except RuntimeError:
+        return None
+
+
+def model_words(name: str, parameters: int) -> str:
+    """Return what a model is known by: its class name and its number of parameters."""
+    return f"{name} of {parameters:,} parameters"
+
+
+def _way(row: FactorRow) -> tuple[Any, ...]:
+    """Return what a row is about, but for the model and the length."""
+    method = read_method({"method": row.method, **({} if row.staleness else row.options)})
+    return method, row.optimizer, row.ranks, row.staleness, row.prediction
+
+
+def _product(factors: Sequence[StepFactor]) -> StepFactor:
+    """Return the factor of ways that are combined, as if each cost its steps by itself."""
+    return StepFactor(
+        math.prod(each.median for each in factors),
+        math.prod(each.low for each in factors),
+        math.prod(each.high for each in factors),
+        f"the product of {len(factors)} measurements, which were not made together: "
+        + ", and ".join(each.rests_on for each in factors),
+    )
 
 
 def _rule_name(plan: ParallelPlan, optimizer: str) -> str:
@@ -177,17 +320,6 @@ def _rule_name(plan: ParallelPlan, optimizer: str) -> str:
         else make_prediction(rule)
     )
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-
-
-def _way_of(plan: ParallelPlan, optimizer: str) -> str:
-    """Return words for what a row has to be about."""
-    parts = []
-    if plan.gradient_exchange is not None and not plan.gradient_exchange.is_exact:
-        parts.append(plan.gradient_exchange.words)
-    if staleness := plan.in_flight:
-        parts.append(f"{staleness} missing updates by {_rule_name(plan, optimizer)}")
-    ranks = plan.mesh.data_parallel_size
-    return f"{' and '.join(parts) or 'dense'} under {optimizer} with {ranks} data rank(s)"
 
 
 # ---- the search and the choice
@@ -201,8 +333,9 @@ def search_each_way(
     A compressed plan with a faster step does not take an exact one out, which may need fewer steps:
     what is best of its own way but not of all stays among the `uniform` plans, for a choice.
     """
-    alone = dataclasses.replace(request, exchanges=(), stale=None)
+    alone = dataclasses.replace(request, exchanges=(), local_steps=(), stale=None)
     ways = [alone, *(dataclasses.replace(alone, exchanges=(each,)) for each in request.exchanges)]
+    ways += [dataclasses.replace(alone, local_steps=(each,)) for each in request.local_steps]
     if request.stale is not None:
         ways.append(dataclasses.replace(alone, stale=request.stale))
     found = [search_plans(way, progress=progress) for way in ways]
@@ -219,8 +352,31 @@ def search_each_way(
     )
 
 
+def by_loss(frontier: PlanFrontier, training: Training, *, table: StepTable) -> PlanFrontier:
+    """Return the frontier over time to a loss, memory and devices, of plans whose factor is known.
+
+    Points have `to_loss`, and `left_out` says of which ways of training the factor is not known. A
+    frontier that is one already stays as it is.
+    """
+    if all(point.to_loss is not None for point in frontier.candidates):
+        return frontier
+    left_out = dict.fromkeys(frontier.left_out)
+    known = []
+    for point in frontier.candidates:
+        factor = table.factor_of(point.plan, training)
+        if isinstance(factor, StepFactor):
+            to_loss = time_to_loss(point, factor, steps=training.steps)
+            known.append(dataclasses.replace(point, to_loss=to_loss))
+        else:
+            left_out[factor] = None
+    points = PlanFrontier.of(known).points
+    on_it = {id(point) for point in points}
+    others = tuple(point for point in known if id(point) not in on_it)
+    return dataclasses.replace(frontier, points=points, uniform=others, left_out=(*left_out,))
+
+
 def choose_by_loss(
-    points: Sequence[PlanPoint], training: Training, *, table: StepTable, **options: Any
+    frontier: PlanFrontier, training: Training, *, table: StepTable, **options: Any
 ) -> PlanPoint:
     """Return the plan that is predicted to reach the dense run's loss soonest.
 
@@ -231,66 +387,70 @@ def choose_by_loss(
     Raises:
         NoPlanFitsError: nothing fits, of the plans whose factor is known.
     """
-    factors = {id(point): table.factor_of(point.plan, training) for point in points}
-    left_out = dict.fromkeys(found for found in factors.values() if isinstance(found, str))
-    # seconds of as much progress as a dense step makes
-    scaled: dict[int, PlanPoint] = {}
-    for place, point in enumerate(points):
-        factor = factors[id(point)]
-        if isinstance(factor, StepFactor):
-            seconds = point.step_seconds * factor.median
-            scaled[place] = dataclasses.replace(point, step_seconds=seconds)
-    if not scaled:
+    frontier = by_loss(frontier, training, table=table)
+    points = frontier.candidates
+    if not points:
         raise NoPlanFitsError(
-            "no plan has a known number of steps to a loss: " + "; ".join(left_out)
+            "no plan has a known number of steps to a loss: " + "; ".join(frontier.left_out)
         )
-    found = choose([*scaled.values()], objective="time", **options)
-    place = next(
-        place
-        for place, point in scaled.items()
-        if (point.step_seconds, point.peak_bytes, point.devices)
-        == (found.step_seconds, found.peak_bytes, found.devices)
-        and point.plan == found.plan
-    )
+    # seconds of as much progress as a dense step makes
+    scaled = [
+        dataclasses.replace(point, step_seconds=point.step_seconds * point.to_loss.factor)
+        for point in points
+        if point.to_loss is not None
+    ]
+    place, _ = choose_place(scaled, objective="time", **options)
     chosen = points[place]
-    factor = factors[id(chosen)]
-    assert isinstance(factor, StepFactor)
-    reason = _why(chosen, factor, training, [*left_out])
+    reason = _why(chosen, frontier.left_out)
     return dataclasses.replace(chosen, plan=dataclasses.replace(chosen.plan, reason=reason))
 
 
-def seconds_to_loss(
-    point: PlanPoint, factor: StepFactor, *, steps: float = 1.0
-) -> tuple[float, float, float]:
-    """Return seconds to the loss that a dense run of `steps` reaches: expected, least, most.
+def time_to_loss(point: PlanPoint, factor: StepFactor, *, steps: float | None = None) -> TimeToLoss:
+    """Return how long a plan takes to the loss that a dense run of `steps` reaches.
 
     The range is that of the seeds times the interval of the step's seconds, where there is one.
+    Where the steps are not known, it is for one of them.
     """
+    known = steps is not None and math.isfinite(steps)
+    count = float(steps or 1.0) if known else 1.0
     sure = point.seconds_interval
     low, high = (point.step_seconds,) * 2 if sure is None else (sure.low, sure.high)
-    return (
-        steps * factor.median * point.step_seconds,
-        steps * factor.low * low,
-        steps * factor.high * high,
+    return TimeToLoss(
+        count * factor.median * point.step_seconds,
+        count * factor.low * low,
+        count * factor.high * high,
+        factor.median,
+        factor.low,
+        factor.high,
+        factor.rests_on,
+        count if known else None,
     )
 
 
-def _why(point: PlanPoint, factor: StepFactor, training: Training, left_out: Sequence[str]) -> str:
-    known = training.steps is not None and math.isfinite(training.steps)
-    steps = float(training.steps or 1.0) if known else 1.0
-    expected, low, high = seconds_to_loss(point, factor, steps=steps)
-    most = "an unknown time" if math.isinf(high) else format_seconds(high)
-    goal = f"of a dense run of {steps:.0f} steps" if known else "step of a dense run"
+def _why(point: PlanPoint, left_out: Sequence[str]) -> str:
+    found = point.to_loss
+    assert found is not None
+    most = "an unknown time" if math.isinf(found.high) else format_seconds(found.high)
+    goal = (
+        "step of a dense run"
+        if found.steps is None
+        else f"of a dense run of {found.steps:.0f} steps"
+    )
     sentences = [
         f"The least time to the loss {goal}, up to the prediction's error: "
-        f"{format_seconds(expected)} ({format_seconds(low)} to {most}), "
-        f"{format_seconds(point.step_seconds)} per step and {factor.words} the steps"
+        f"{format_seconds(found.seconds)} ({format_seconds(found.low)} to {most}), "
+        f"{format_seconds(point.step_seconds)} per step and {found.factor_words} the steps"
     ]
     sentences.append(
-        f"The factor rests on {factor.rests_on}"
-        if factor.rests_on
+        f"The factor rests on {found.rests_on}"
+        if found.rests_on
         else "Its steps are those of dense synchronous training, by definition"
     )
     if left_out:
-        sentences.append(f"Left out of the choice: {'; '.join(left_out)}")
-    return ". ".join(sentences) + "."
+        sentences.append(left_out_sentence(left_out))
+    return ". ".join(sentences).removesuffix(".") + "."
+
+
+def left_out_sentence(left_out: Sequence[str]) -> str:
+    """Return for people which ways of training a frontier by time to a loss lacks, and why."""
+    return f"Left out of the choice: {'; '.join(left_out)}."

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_topt import plugins
 from lightning_topt.communication.hook import CompressedExchange, ExchangeStatistics
+from lightning_topt.communication.local_exchange import LocalExchange
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.intervals import LEVEL
 from lightning_topt.execution.memory import MemoryMeter
@@ -91,7 +92,10 @@ class AutoParallelStrategy(DDPStrategy):
             searches bf16, top-k (1 %) and top-k in 2 bits too, those that hold for the optimizer
             (docs/concepts/compression_quality.md). A method such as ``TopK(density=0.001)``, a
             name, a mapping such as ``{"method": "topk", "density": 0.001}``, or a list of these:
-            searches those.
+            searches those. With the objective ``"time_to_loss"`` local steps may be among them
+            (``LocalSteps``, ``SparseLoCo``), whose ranks train alone and meet once in many steps.
+            None: nothing; with that objective all ways whose steps were measured with as many ranks
+            and this optimizer.
         allow_staleness: whether a plan with stages, searched on a mesh or given, may be a pipeline
             that never flushes: passes compute with weights that miss some updates. True, or the
             rule that predicts them, such as ``"spectrain"``.
@@ -145,7 +149,7 @@ class AutoParallelStrategy(DDPStrategy):
         memory_margin: float | None = None,
         confidence: float = LEVEL,
         equal_within: float | None = None,
-        allow_compression: Allow = False,
+        allow_compression: Allow = None,
         allow_staleness: AllowStaleness = False,
         watch_steps: int = WATCHED_STEPS,
         checkpoint: str = "full",
@@ -254,8 +258,8 @@ class AutoParallelStrategy(DDPStrategy):
         return self._checkpoints.form
 
     @property
-    def exchange(self) -> CompressedExchange | None:
-        """The exchange of the plan's gradients, None where that has none."""
+    def exchange(self) -> CompressedExchange | LocalExchange | None:
+        """The exchange of the plan's gradients or replicas, None where that has none."""
         return self._guard.exchange
 
     def exchange_statistics(self) -> ExchangeStatistics | None:
@@ -295,6 +299,7 @@ class AutoParallelStrategy(DDPStrategy):
         # A new fit: nothing of the last one is left.
         module, device, request = self.lightning_module, self.root_device, self.request
         self._failed = False
+        request.check_local_steps()
         check_agreement(request, module)
         self._training_data.check_checkpoint(trainer)
         self._controller.begin_fit()
@@ -567,6 +572,7 @@ class AutoParallelStrategy(DDPStrategy):
 
     @override
     def on_train_end(self) -> None:
+        self._run.runner.drain()
         super().on_train_end()
         self._checkpoints.end_training(self)
         assert self.lightning_module is not None

@@ -106,7 +106,9 @@ class CompressedDDPStrategy(DDPStrategy):
     @property
     def exchange(self) -> CompressedExchange | None:
         """The exchange of the last fit, None before the first one."""
-        return self._guard.exchange
+        exchange = self._guard.exchange
+        assert exchange is None or isinstance(exchange, CompressedExchange)
+        return exchange
 
     def exchange_statistics(self) -> ExchangeStatistics | None:
         """Return what was exchanged since the last call; None without an exchange."""

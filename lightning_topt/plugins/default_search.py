@@ -61,6 +61,7 @@ from lightning_topt.plugins.requirements import (
     why_not,
 )
 from lightning_topt.plugins.searched_plan import (
+    by_objective,
     capture_step,
     choose_for,
     read_costs,
@@ -173,10 +174,10 @@ def search_with_axes(
     left_out = {what: why for what, why in whys.items() if why is not None}
     # One frontier, with times as the steps took them, of steps that may have several batches.
     frontier = as_measured(together(found))
-    if (parts := trainer.accumulate_grad_batches) > 1:
-        facts = ModelFacts.of(search.graph, search.optimizer, search.cluster)
-        frontier = of_steps(frontier, accumulate=parts, facts=facts)
+    facts = ModelFacts.of(search.graph, search.optimizer, search.cluster)
+    frontier = of_steps(frontier, accumulate=trainer.accumulate_grad_batches, facts=facts)
     frontier = with_intervals(frontier, search.cluster, search.graph, level=request.confidence)
+    frontier = by_objective(request, frontier, trainer=trainer, optimizer=search.optimizer)
     try:
         chosen = choose_for(
             request, frontier, search.cluster, trainer=trainer, optimizer=search.optimizer

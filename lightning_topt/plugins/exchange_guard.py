@@ -21,6 +21,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_topt.communication.hook import CompressedExchange, ExchangeStatistics
+from lightning_topt.communication.local_exchange import LocalExchange
 from lightning_topt.communication.rank_watch import PeerLostError, is_of_collective
 from lightning_topt.plugins.lost_ranks import LostRankWatch
 
@@ -40,10 +41,10 @@ class ExchangeGuard:
     """
 
     def __init__(self, rank_watch: LostRankWatch) -> None:
-        self.exchange: CompressedExchange | None = None
+        self.exchange: CompressedExchange | LocalExchange | None = None
         self._rank_watch = rank_watch
 
-    def open(self, exchange: CompressedExchange | None) -> None:
+    def open(self, exchange: CompressedExchange | LocalExchange | None) -> None:
         """Take `exchange` in place of the last one."""
         self.close()
         self.exchange = exchange
@@ -76,7 +77,7 @@ class ExchangeGuard:
             and not isinstance(error, PeerLostError)
         ):
             with suppress(RuntimeError):
-                self.exchange.monitor.sign_in()
+                self.exchange.sign_in()
 
     def statistics(self) -> ExchangeStatistics | None:
         """Return what was exchanged since the last call; None without an exchange."""
@@ -151,6 +152,11 @@ class ExchangeGuard:
         method = None if self.exchange is None else self.exchange.method.name
         if self.exchange is not None and state["method"] == method:
             self.exchange.load_state_dict(state)
+            if isinstance(self.exchange, LocalExchange):
+                rank_zero_warn(
+                    "topt: ranks that train alone have optimizers of their own, and the checkpoint "
+                    "has that of rank 0: all go on with it"
+                )
             return
         now = "an all-reduce" if method is None else f"method={method!r}"
         rank_zero_warn(

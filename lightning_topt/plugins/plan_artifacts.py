@@ -27,6 +27,7 @@ from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.frontier_report import MemoryLimit, save_html
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.report_page import report_title
+from lightning_topt.plan.step_factors import left_out_sentence
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning
 
@@ -128,6 +129,8 @@ def save_frontier_page(
     frontier, path = planning.frontier, folder / "frontier.html"
     points = frontier.shown_with(planning.chosen)
     title = report_title(model, where, (point.devices for point in points))
+    if frontier.left_out and (left := left_out_sentence(frontier.left_out)) not in notes:
+        notes = [*notes, left]
     given: dict[str, Any] = {"memory_limit": memory_limit, "exact": frontier.exact, **more}
     save_html(path, points, planning.chosen, title=title, notes=notes, **given)
     return path, title

@@ -32,7 +32,7 @@ from lightning_topt.graph.mesh_axes import (
     hybrid_mesh,
 )
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.plan.choose import check_objective
+from lightning_topt.plan.choose import TIME_TO_LOSS, check_objective
 from lightning_topt.plan.parallel_plan import (
     GATHER_DTYPE,
     ParallelPlan,
@@ -368,7 +368,7 @@ def check_planner_options(
     objective: Any,
     confidence: Any = LEVEL,
     equal_within: Any = None,
-    objectives: Sequence[str] = ("time", "memory", "time_to_loss"),
+    objectives: Sequence[str] = ("time", "memory", TIME_TO_LOSS),
 ) -> None:
     """Raise ValueError for options that `AutoParallelStrategy` cannot have."""
     check_objective(objective, allowed=objectives)

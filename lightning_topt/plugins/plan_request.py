@@ -31,13 +31,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
@@ -48,15 +49,18 @@ from lightning_topt.communication.exchange_method import (
     ExchangeMethod,
     GradientMethod,
 )
-from lightning_topt.communication.method_registry import gradient_methods
+from lightning_topt.communication.local_sgd import LocalMethod
+from lightning_topt.communication.method_registry import method_classes, read_method
 from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.cluster import USUAL_MARGIN, Cluster
 from lightning_topt.costs.intervals import LEVEL, share_at
 from lightning_topt.costs.measuring import device_memory_bytes, usable_memory_bytes
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.costs.plain_values import shown
+from lightning_topt.plan import step_factors
+from lightning_topt.plan.choose import TIME_TO_LOSS
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, rule_from_value
-from lightning_topt.plan.plan_values import read_exchange
+from lightning_topt.plan.plan_values import read_exchange, read_local_steps
 from lightning_topt.plugins.plan_options import (
     GivenPlan,
     MeshPlan,
@@ -76,7 +80,8 @@ from lightning_topt.prediction import (
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 
 Allow = (
-    bool
+    None
+    | bool
     | str
     | Mapping[str, Any]
     | ExchangeMethod
@@ -122,16 +127,28 @@ class PlanRequest:
             )
         if isinstance(self.plan, ParallelPlan):
             self.allowed.check(self.plan)
-        if isinstance(self.plan, MeshPlan | PipelinePlan) and self.allowed.candidates:
+        named = (*self.allowed.candidates, *self.allowed.local_steps)
+        if isinstance(self.plan, MeshPlan | PipelinePlan) and named:
             raise ValueError(
                 "on a given mesh and in a pipeline gradients are exchanged as they are: leave out "
                 "allow_compression, or plan"
             )
-        if self.own_hook and (exchange is not None or self.allowed.candidates):
+        if self.own_hook and (exchange is not None or named):
             raise ValueError(
                 "a plan's gradient exchange would replace your communication hook: leave out "
                 "ddp_comm_hook and mixed_precision, or allow_compression and the plan's "
                 "gradient_exchange"
+            )
+
+    def check_local_steps(self) -> None:
+        """Raise ValueError where local steps are searched, and seconds per step are compared."""
+        searched = self.allowed.local_steps if self.plan is None else ()
+        if searched and self.objective != TIME_TO_LOSS:
+            names = ", ".join(method.name for method in self.allowed.local_steps)
+            raise ValueError(
+                f"allow_compression has local steps ({names}): another training, whose steps are "
+                'nearly always faster and of which more are needed. Say objective="time_to_loss", '
+                "which counts these, or use LocalStepsStrategy"
             )
 
     def margin_on(self, cluster: Cluster | None) -> float:
@@ -324,41 +341,48 @@ def default_candidates() -> tuple[GradientMethod, ...]:
 
 @dataclass(frozen=True)
 class AllowedExchanges:
-    """The gradient exchanges that plans may have.
+    """The gradient exchanges that plans may have, and the local steps.
 
-    `candidates` are searched, besides plain gradients; plans that are given may have `methods`.
-    With `only_what_holds` those of the candidates are searched that hold for the module's
-    optimizer.
+    `candidates` are searched, besides plain gradients, and `local_steps`, where the time to a loss
+    is the objective; plans that are given may have `methods`. With `only_what_holds` those of the
+    candidates are searched that hold for the module's optimizer. `is_given` says whether the user
+    said anything: if not, and the time to a loss is the objective, all is searched that the table
+    of step factors knows of the run's optimizer and number of ranks.
     """
 
     candidates: tuple[GradientMethod, ...] = ()
     methods: tuple[str, ...] = ()
     only_what_holds: bool = False
+    local_steps: tuple[LocalMethod, ...] = ()
+    is_given: bool = True
 
     @classmethod
     def read(cls, allow: Allow) -> AllowedExchanges:
         """Read what `allow_compression` says.
 
-        That is False; True; any of the forms of `read_method`; or several of these. True searches
-        those of `default_candidates` that hold for the module's optimizer, and lets a given plan
-        have any method. Raises ValueError that names the entry.
+        That is None; False; True; any of the forms of `read_method`; or several of these. True
+        searches those of `default_candidates` that hold for the module's optimizer, and lets a
+        given plan have any method. Raises ValueError that names the entry.
         """
+        if allow is None:
+            return cls(is_given=False)
         if isinstance(allow, bool):
             return (
-                cls(default_candidates(), gradient_methods(), only_what_holds=True)
+                cls(default_candidates(), tuple(method_classes()), only_what_holds=True)
                 if allow
                 else cls()
             )
         several = isinstance(allow, Sequence) and not isinstance(allow, str)
         entries = allow if several else [allow]
-        candidates = tuple(_read_exchange(entry) for entry in entries)  # type: ignore[union-attr]
-        if not candidates:
+        found = [*dict.fromkeys(_read_exchange(entry) for entry in entries)]  # type: ignore[union-attr]
+        if not found:
             raise ValueError(
                 "allow_compression is an empty list: name an exchange, or set it to false or true"
             )
         return cls(
-            tuple(dict.fromkeys(candidates)),
-            tuple(dict.fromkeys(method.name for method in candidates)),
+            tuple(method for method in found if isinstance(method, GradientMethod)),
+            tuple(dict.fromkeys(method.name for method in found)),
+            local_steps=tuple(method for method in found if isinstance(method, LocalMethod)),
         )
 
     def held(
@@ -388,7 +412,13 @@ class AllowedExchanges:
 
     def check(self, plan: ParallelPlan) -> None:
         """Raise PlanError where `plan` compresses gradients in a way that is not allowed."""
-        exchange = plan.gradient_exchange
+        exchange, local = plan.gradient_exchange, plan.local_steps
+        if local is not None and local.name not in self.methods:
+            raise PlanError(
+                f"the ranks of this plan train alone ({local.words}), which changes the training. "
+                f"To run it, say allow_compression=True, or {[local.name]}; or remove local_steps "
+                "from the plan"
+            )
         if exchange is None or exchange.is_exact or exchange.name in self.methods:
             return
         raise PlanError(
@@ -398,10 +428,10 @@ class AllowedExchanges:
         )
 
 
-def exchanges_of_run(
-    allowed: AllowedExchanges, trainer: pl.Trainer, optimizer: OptimizerProfile
-) -> list[GradientMethod]:
-    """Return the candidates that this run can have.
+def ways_of_run(
+    request: PlanRequest, trainer: pl.Trainer, optimizer: OptimizerProfile, *, ranks: int
+) -> tuple[list[GradientMethod], list[LocalMethod]]:
+    """Return the gradient exchanges, and the local steps, to search for this run.
 
     The run's own nodes count, not those in the description of its cluster.
     """
@@ -409,13 +439,69 @@ def exchanges_of_run(
         p.requires_grad and p.dtype not in GRADIENT_DTYPES
         for p in trainer.lightning_module.parameters()
     ):
-        return []
-    candidates = allowed.held(optimizer, steps=steps_of_fit(trainer))
+        return [], []
+    exchanges, local_steps = allowed_ways(request, trainer, optimizer, ranks=[ranks])
+    if local_steps and (reason := why_not_alone(request, trainer)):
+        rank_zero_info(f"topt: plans with local steps are left out: {reason}")
+        local_steps = []
     if trainer.num_nodes > 1:
-        return [*candidates]
+        return exchanges, local_steps
     # What between nodes is for is not searched on one.
     one_node = Topology(1, 2, 0)  # how many ranks it has decides nothing
-    return [*itertools.chain.from_iterable(method.choices(one_node) for method in candidates)]
+    of_node = itertools.chain.from_iterable(method.choices(one_node) for method in exchanges)
+    return [*of_node], local_steps
+
+
+def allowed_ways(
+    request: PlanRequest,
+    trainer: pl.Trainer,
+    optimizer: OptimizerProfile,
+    *,
+    ranks: Collection[int],
+) -> tuple[list[GradientMethod], list[LocalMethod]]:
+    """Return the exchanges and local steps that the user allows, on any of these numbers of ranks.
+
+    Raises ValueError for local steps where seconds per step are compared.
+    """
+    request.check_local_steps()
+    allowed = request.allowed
+    if allowed.is_given or request.objective != TIME_TO_LOSS:
+        held = allowed.held(optimizer, steps=steps_of_fit(trainer))
+        return [*held], [*allowed.local_steps]
+    if request.own_hook:
+        return [], []
+    known = step_table_of(trainer).methods(optimizer.name, ranks=ranks)
+    return (
+        [method for method in known if isinstance(method, GradientMethod)],
+        [method for method in known if isinstance(method, LocalMethod)],
+    )
+
+
+def step_table_of(trainer: pl.Trainer) -> step_factors.StepTable:
+    """Return the steps that ways of training need, also what was measured of this module."""
+    module = trainer.lightning_module
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    model = step_factors.model_words(type(module).__name__, parameters)
+    return step_factors.StepTable.of_model(model)
+
+
+def why_not_alone(request: PlanRequest, trainer: pl.Trainer) -> str | None:
+    """Return why the ranks of this run cannot train alone (local steps), as a clause, or None."""
+    strategy: Any = trainer.strategy
+    if request.only_replicated or request.own_hook:
+        return (
+            "options of DistributedDataParallel were given, and ranks that train alone are in none"
+        )
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        return "the GradScaler of precision 16-mixed may skip a step on one rank alone"
+    if len(strategy.optimizers) > 1:
+        return "there are several optimizers"
+    if strategy.ranks_may_end_apart:
+        return "the training data may end on one rank before others"
+    averaging = (StochasticWeightAveraging, WeightAveraging)
+    if any(isinstance(each, averaging) for each in trainer.callbacks):  # type: ignore[attr-defined]
+        return "a callback averages weights, which differ between ranks from step to step"
+    return None
 
 
 def steps_of_fit(trainer: pl.Trainer) -> float:
@@ -429,10 +515,12 @@ def steps_of_fit(trainer: pl.Trainer) -> float:
     return steps if steps >= 0 else math.inf
 
 
-def check_exchange_of_run(plan: ParallelPlan, trainer: pl.Trainer) -> None:
-    """Raise PlanError where this run cannot have the gradient exchange of a given plan."""
-    exchange = plan.gradient_exchange
-    if exchange is None:
+def check_exchange_of_run(plan: ParallelPlan, trainer: pl.Trainer, request: PlanRequest) -> None:
+    """Raise PlanError where this run cannot have the exchange of a given plan."""
+    exchange, local_steps = plan.gradient_exchange, plan.local_steps
+    if local_steps is not None and (reason := why_not_alone(request, trainer)):
+        raise PlanError(f"the ranks of this plan train alone, but {reason}: leave out local_steps")
+    if exchange is None and local_steps is None:
         return
     if isinstance(exchange, ByNodes) and exchange.hierarchical and trainer.num_nodes == 1:
         raise PlanError(
@@ -444,7 +532,7 @@ def check_exchange_of_run(plan: ParallelPlan, trainer: pl.Trainer) -> None:
             raise PlanError(
                 "this plan has a gradient exchange, which takes float32, bfloat16 and float16, and "
                 f"{name} is {parameter.dtype}: choose another precision, or remove "
-                "gradient_exchange from the plan"
+                f"{'gradient_exchange' if local_steps is None else 'local_steps'} from the plan"
             )
 
 
@@ -480,9 +568,11 @@ def _shortest_mapping(method: GradientMethod) -> dict[str, Any]:
     return {"method": method.name, **changed}
 
 
-def _read_exchange(entry: Any) -> GradientMethod:
+def _read_exchange(entry: Any) -> GradientMethod | LocalMethod:
     try:
-        return read_exchange(entry)
+        if isinstance(method := read_method(entry), LocalMethod):
+            return read_local_steps(method)
+        return read_exchange(method)
     except ValueError as error:
         raise ValueError(f"allow_compression: {entry!r}: {error}") from error
 

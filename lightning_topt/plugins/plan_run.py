@@ -170,7 +170,8 @@ class PlanRun:
         strategy, module, device = self._strategy, trainer.lightning_module, self._device
         # DDP is made anew where gradients become views; its buckets are dropped.
         has_views = getattr(strategy.model, "gradient_as_bucket_view", True)
-        if not plan.keeps_gradients_whole or (plan.gradient_views and not has_views):
+        averages = plan.keeps_gradients_whole and plan.local_steps is None
+        if not averages or (plan.gradient_views and not has_views):
             strategy.model = module
             release_free_memory()  # DDP's buckets
         wrapped = strategy.model if isinstance(strategy.model, DistributedDataParallel) else None
@@ -215,6 +216,13 @@ class PlanRun:
         self.runner.drain()  # for files that user code writes when it likes
         if self.engine is None:
             return without_plan()
+        module = self._strategy.lightning_module
+        trains_alone = self.engine.plan.local_steps is not None
+        if trains_alone and module is not None and module.trainer.interrupted:
+            raise RuntimeError(
+                "ranks were training alone when the fit was interrupted, so that each has other "
+                "parameters: go on from the last checkpoint"
+            )
         return self.engine.module_state(full=self._checkpoints.are_full)
 
     def load_module_state(

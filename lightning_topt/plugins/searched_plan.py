@@ -40,13 +40,18 @@ from lightning_topt.graph.op_config import Shard
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.step_observer import observe_step
 from lightning_topt.plan import step_factors
-from lightning_topt.plan.choose import choose
+from lightning_topt.plan.choose import TIME_TO_LOSS, choose
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plan.plan_intervals import with_intervals
 from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
 from lightning_topt.plugins.plan_options import MeshPlan
-from lightning_topt.plugins.plan_request import PlanRequest, exchanges_of_run, steps_of_fit
+from lightning_topt.plugins.plan_request import (
+    PlanRequest,
+    step_table_of,
+    steps_of_fit,
+    ways_of_run,
+)
 from lightning_topt.plugins.planning import (
     PlanDecision,
     Planning,
@@ -200,6 +205,7 @@ def search_request(
     """Return what to search on data axes, where every rank has a batch like the captured one."""
     ranks = dist.get_world_size()
     fit = Fit(trainer, graph=graph, only_replicated=request.only_replicated)
+    exchanges, local_steps = ways_of_run(request, trainer, costs.optimizer, ranks=ranks)
     return SearchRequest(
         graph,
         costs.cluster,
@@ -207,7 +213,8 @@ def search_request(
         device_counts=(ranks,),
         global_batch_size=graph.batch_size * ranks,
         shards=why_not(fit, SHARDED) is None,
-        exchanges=exchanges_of_run(request.allowed, trainer, costs.optimizer),
+        exchanges=exchanges,
+        local_steps=local_steps,
         kernel_seconds=costs.kernel_seconds,
         returns_memory=request.saves_memory,
         gradient_views=request.gradient_views,
@@ -262,6 +269,7 @@ def search_mesh(
         global_batch_size=graph.batch_size * mesh.data_parallel_size,
         shards=not given.preset and reason is None,
         exchanges=(),
+        local_steps=(),
         returns_memory=request.saves_memory or given.recompute,
         split=split,
         mesh=mesh,
@@ -279,6 +287,7 @@ def search_mesh(
             graph,
             level=request.confidence,
         )
+        frontier = by_objective(request, frontier, trainer=trainer, optimizer=costs.optimizer)
         if given.preset:
             chosen = _with_what_is_left(_preset_of(given, frontier), graph)
         else:
@@ -356,11 +365,25 @@ def choose_for(
         "memory_margin": request.margin_on(cluster),
         "difference": request.difference_on(cluster),
     }
-    if request.objective == step_factors.OBJECTIVE:
+    if request.objective == TIME_TO_LOSS:
         training = step_factors.Training(optimizer.name, steps_of_fit(trainer))
-        table = step_factors.StepTable.read()
-        return step_factors.choose_by_loss(frontier.candidates, training, table=table, **options)
+        table = step_table_of(trainer)
+        return step_factors.choose_by_loss(frontier, training, table=table, **options)
     return choose(frontier.candidates, objective=request.objective, **options)
+
+
+def by_objective(
+    request: PlanRequest,
+    frontier: PlanFrontier,
+    *,
+    trainer: pl.Trainer,
+    optimizer: OptimizerProfile,
+) -> PlanFrontier:
+    """Return the frontier over what `request` asks for: of time to a loss, or as it is."""
+    if request.objective != TIME_TO_LOSS:
+        return frontier
+    training = step_factors.Training(optimizer.name, steps_of_fit(trainer))
+    return step_factors.by_loss(frontier, training, table=step_table_of(trainer))
 
 
 def search_for(
@@ -370,6 +393,6 @@ def search_for(
     progress: Callable[[str], None] | None = None,
 ) -> PlanFrontier:
     """Return what `search_plans` finds; where a loss is the objective, for each way of training."""
-    if request.objective == step_factors.OBJECTIVE:
+    if request.objective == TIME_TO_LOSS:
         return step_factors.search_each_way(search, progress=progress)
     return search_plans(search, progress=progress)

@@ -199,6 +199,15 @@ class PlainRunner(StepRunner):
         return of_ddp if self.engine is None else self.engine.no_sync()
 
     @override
+    def drain(self) -> None:
+        if self.engine is not None:
+            self.engine.synchronize()
+
+    @override
+    def begin_evaluation(self) -> None:
+        self.drain()
+
+    @override
     def evaluate(self, name: str, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.engine is None:
             return step(*args, **kwargs)
@@ -218,6 +227,8 @@ class PlainRunner(StepRunner):
     def why_no_step_without_batch(self, *, is_now: bool) -> str | None:
         if self.engine is not None and self.engine.plan.mesh.tensor_axes:
             return "under this plan ranks compute each batch together"
+        if self.engine is not None and self.engine.plan.local_steps is not None:
+            return "under this plan ranks train alone, so that each needs a batch in every step"
         if is_now and self._order is not None and not self._order.has_seen_training:
             return (
                 "the first step of a plan that gathers parameters shows in which order, so that "

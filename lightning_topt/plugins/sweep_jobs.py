@@ -10,7 +10,8 @@ A process that starts ranks has their environment variables and their process gr
 The next job begins without them: `begin_job`, from a strategy's constructor.
 
 Under srun or torchrun every rank runs the whole sweep, job by job with the others. submitit runs
-jobs in processes of its own; where it starts several for a job of SLURM, these are the ranks.
+jobs in processes of its own; where it starts several for a job of SLURM, these are the ranks. Ray
+runs jobs in its workers, each of which starts the ranks.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ END_SECONDS = 60.0  # that ranks of a job have to end, after their main process 
 _VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
 _MULTIRUN = ("-m", "--multirun")
 _SUBMITIT = "hydra_submitit_launcher"
+_RAY_WORKER = os.path.join("ray", "_private", "workers", "default_worker.py")
 # What a rank is given by its job, in place of the user's.
 _OF_THE_JOB = ("hydra.mode", "hydra.run.", "hydra.sweep.", "hydra.output_subdir", "hydra.job.")
 
@@ -75,7 +77,7 @@ def rank_command(local_rank: int) -> tuple[list[str], str]:
         "hydra.output_subdir": "null",
         "hydra.job.name": f"{job.job.name}_rank_{local_rank}",
     }
-    program = _of_submitit(job) or [
+    program = _of_worker(job) or [
         *_program(job.runtime.cwd),
         *_without_overrides(sys.argv[1:]),
     ]
@@ -99,14 +101,16 @@ def _program(folder: str) -> list[str]:
     return [sys.executable, path]
 
 
-def _of_submitit(job: Any) -> list[str]:
-    """Return the user's program and its options in a process of submitit; elsewhere nothing.
+def _of_worker(job: Any) -> list[str]:
+    """Return the user's program and its options in a process of submitit or Ray; elsewhere nothing.
 
-    That process has submitit's own command line, and gets the user's function pickled.
+    Such a process has a command line of its own, and gets the user's function pickled.
     """
     main = sys.modules["__main__"]
     name = getattr(getattr(main, "__spec__", None), "name", "")
-    if not name.startswith("submitit.") or sys.argv[0] != main.__file__:
+    file = getattr(main, "__file__", "")
+    is_worker = name.startswith("submitit.") or file.endswith(_RAY_WORKER)
+    if not is_worker or sys.argv[0] != file:
         return []
     of_function = inspect.unwrap(_task_function()).__globals__
     path = os.path.join(job.runtime.cwd, of_function["__file__"])

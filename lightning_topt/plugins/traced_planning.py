@@ -264,7 +264,7 @@ def _check_features(
             f"under this plan ranks run the batches of one another, but {reason}; leave out "
             "num_microbatches and joint, or choose a plan without tensor axes"
         )
-    check_exchange_of_run(plan, trainer)
+    check_exchange_of_run(plan, trainer, request)
     check_gathers_of_run(plan, trainer)
 
 
@@ -294,7 +294,7 @@ def _check_manual(request: PlanRequest, plain: ParallelPlan) -> None:
             "memory_limit and objective='memory' cannot be honoured; remove them, or use automatic "
             "optimization"
         )
-    if request.allowed.candidates:
+    if request.allowed.candidates or request.allowed.local_steps:
         raise ValueError(
             "manual optimization is not planned, so allow_compression chooses nothing; remove it, "
             "or use "
@@ -401,6 +401,7 @@ def pipeline_request(
         * mesh.data_parallel_size,
         pipelines=pipelines_on(mesh, given, microbatches=None if is_free else count),
         exchanges=(),
+        local_steps=(),
     )
 
 

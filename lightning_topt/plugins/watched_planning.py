@@ -479,5 +479,6 @@ def _is_plain(plan: ParallelPlan) -> bool:
         is_ddp
         and len(plan.mesh.axes) == 1
         and plan.gradient_exchange is None
+        and plan.local_steps is None
         and plan.schedule is None
     )

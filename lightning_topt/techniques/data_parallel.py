@@ -103,7 +103,8 @@ class DataParallel(Technique):
     def apply(self, model: ParallelModel) -> Applied | None:
         """Wrap the module in DDP, unless it is wrapped already.
 
-        With stages there is no DDP: their gradients are exchanged when a stage ends.
+        With stages there is no DDP: their gradients are exchanged when a stage ends. Nor where
+        ranks train alone.
         """
         if model.mesh.pipeline_axes:
             return None
@@ -111,6 +112,9 @@ class DataParallel(Technique):
             return _apply_beside_joint(model)
         # FSDP2 does what is sharded, DDP the rest
         whole = model.parameters_where(has_unsharded_gradients)
+        if model.local_steps is not None:
+            _move(model, whole)
+            return None
         sharded = model.parameters_where(lambda config: not has_unsharded_gradients(config))
         if not isinstance(model.root, DistributedDataParallel):
             if sharded and not any(parameter.requires_grad for parameter in whole.values()):
@@ -234,8 +238,10 @@ def unsharded_gradient_lifetimes(step: TrainingStep, block: str) -> Iterator[Lif
 def has_buckets(step: TrainingStep) -> bool:
     """Return whether unsharded gradients travel in DDP's buckets.
 
-    They do not if each slice is on one rank only.
+    They do not if each slice is on one rank only, nor if ranks train alone.
     """
+    if step.local_steps is not None:
+        return False
     return bool(step.joint) or step.mesh.data_parallel_size > 1 or not step.mesh.tensor_axes
 
 
@@ -318,7 +324,7 @@ def unsharded_gradient_collectives(step: TrainingStep, block: str) -> Iterator[C
             ]
             size = sum(map(gradient_bytes, of_kind))
             yield step.collective("backward", "all_reduce", size, axes=axes, packed=True)
-    elif step.exchange is None:
+    elif step.exchange is None and step.local_steps is None:
         size = sum(map(gradient_bytes, step.parameters(block)))
         yield step.collective("backward", "all_reduce", size, axes=step.mesh.data_axes, packed=True)
 

@@ -139,9 +139,11 @@ def seconds_by_kind(costs: PlanCosts, configs: Configs) -> dict[str, float]:
     found = {kind: sum(block[kind] for block in blocks) for kind in blocks[0]}
     # what the blocks of a plan take together counts as update, but for the host's part
     found["forward"] += costs.step.host_seconds
+    outer = costs.step.outer_seconds
     found["update"] += (
-        costs.plan_seconds(configs) - costs.step.sent_seconds - costs.step.host_seconds
+        costs.plan_seconds(configs) - costs.step.sent_seconds - costs.step.host_seconds - outer
     )
+    found["reduce"] += outer
     return {**found, "buffers": costs.step.sent_seconds}
 
 

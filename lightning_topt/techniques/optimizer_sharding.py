@@ -80,7 +80,8 @@ class OptimizerSharding(Technique):
         self, step: TrainingStep, block: Block, so_far: Sequence[OpConfig]
     ) -> list[OpConfig]:
         mesh = step.mesh
-        if mesh.data_parallel_size == 1 or not step.optimizer.by_parameter:
+        alone = mesh.data_parallel_size == 1 or step.local_steps is not None
+        if alone or not step.optimizer.by_parameter:
             return []
         return [OpConfig.zero(1, axes=len(mesh.axes), over=mesh.data_axes)]
 

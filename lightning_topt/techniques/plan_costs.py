@@ -448,7 +448,7 @@ class PlanBatch:
         kernels = step.num_microbatches * sum(
             float(step.compute[name].sum()) for name in self.configs
         )
-        total = kernels + self._plan_seconds - step.sent_seconds
+        total = kernels + self._plan_seconds - step.sent_seconds - step.outer_seconds
         for block, (name, legal) in enumerate(self.configs.items()):
             added = [self.costs.block_seconds(name, config) for config in legal]
             own = [step.num_microbatches * each.recompute + each.update for each in added]

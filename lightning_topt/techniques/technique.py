@@ -30,6 +30,8 @@ from torch.optim import Optimizer
 
 from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.communication.hook import CompressedExchange
+from lightning_topt.communication.local_exchange import LocalExchange
+from lightning_topt.communication.local_sgd import LocalMethod
 from lightning_topt.communication.topology import own_group
 from lightning_topt.costs.communication import Collective
 from lightning_topt.costs.lifetimes import Lifetime
@@ -64,6 +66,7 @@ class ParallelModel:
         gathers: the parameters that are gathered in another way than FSDP2's
         stage_group: the ranks that split the batch with this one under a plan with stages
         made_groups: process groups that `own_group` made; the engine destroys them
+        local_steps: how ranks that train alone meet; None: gradients are averaged in every step
     """
 
     module: nn.Module
@@ -82,6 +85,7 @@ class ParallelModel:
     gathers: Gathers = field(default_factory=Gathers)
     stage_group: dist.ProcessGroup | None = None
     made_groups: list[dist.ProcessGroup] = field(default_factory=list)
+    local_steps: LocalMethod | None = None
 
     def blocks_of(self, technique: Technique) -> list[str]:
         """Return the names of the blocks that `technique` takes care of something of."""
@@ -199,7 +203,7 @@ class Applied:
             backward, if that helps
         reshard: releases gathered parameters
         joined: context in which the parameters are unsharded
-        exchange: the compressed gradient exchange
+        exchange: the compressed gradient exchange, or that of replicas that train alone
         set_sequential: ``set_sequential(True)`` lets all ranks of a tensor group run the same
             batch; otherwise each runs its own
     """
@@ -213,7 +217,7 @@ class Applied:
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
     reshard: Callable[[], None] = lambda: None
     joined: Callable[[], AbstractContextManager[Any]] = nullcontext
-    exchange: CompressedExchange | None = None
+    exchange: CompressedExchange | LocalExchange | None = None
     set_sequential: Callable[[bool], None] = lambda is_sequential: None
 
 

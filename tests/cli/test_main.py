@@ -254,6 +254,43 @@ def test_plans_may_compress_gradients_where_the_command_line_allows_it(tmp_path)
     )
 
 
+def test_plans_by_the_time_to_a_loss_are_one_frontier_with_what_they_rest_on(tmp_path):
+    slow = [*ALONE, "cluster=local_cpu", "cluster.intra.bandwidth=1Mb/s", "device_counts=[2,4]"]
+    slow += ["cluster.devices_per_node=4"]
+    asked = ["objective=time_to_loss", "data.batch_size=8", "trainer.max_steps=1000"]
+    run = f"hydra.run.dir={tmp_path}/plan"
+    output = finished(topt("plan", *slow, *asked, run, folder=tmp_path))
+    said = " ".join(output.split())
+    assert "time to the loss" in said and "of 1000 steps" in said and "steps needed" in said
+    # local steps of the table, with two ranks; nothing was measured with four
+    plan = ParallelPlan.load(tmp_path / "plan" / "plan.yaml")
+    assert plan.local_steps is not None and plan.mesh.size == 2
+    assert plan.local_steps.words in said
+    assert "The factor rests on" in plan.reason
+    assert "Left out of the choice: " in said and "with 4 data rank(s) was measured" in said
+    text = (tmp_path / "plan" / "frontier.json").read_text()
+    frontier = PlanFrontier.from_json(text)
+    assert json.loads(frontier.to_json()) == json.loads(text)
+    assert any("with 4 data rank(s)" in why for why in frontier.left_out)
+    found = {point.devices: [] for point in frontier.points}
+    for point in frontier.points:
+        to_loss = point.to_loss
+        assert to_loss.steps == 1000
+        assert to_loss.seconds == pytest.approx(1000 * to_loss.factor * point.step_seconds)
+        assert to_loss.low <= to_loss.seconds <= to_loss.high
+        # by memory: each is sooner there than all that need less
+        assert all(to_loss.seconds < other for other in found[point.devices])
+        found[point.devices].append(to_loss.seconds)
+    page = (tmp_path / "plan" / "frontier.html").read_text()
+    assert "Time to the loss" in page and "The factor rests on" in page
+    # who forbids it gets exact plans alone
+    exact = ["strategy.allow_compression=false", f"hydra.run.dir={tmp_path}/exact"]
+    finished(topt("plan", *slow, *asked, *exact, folder=tmp_path))
+    frontier = PlanFrontier.from_json((tmp_path / "exact" / "frontier.json").read_text())
+    assert not frontier.left_out
+    assert {point.to_loss.factor for point in frontier.candidates} == {1.0}
+
+
 @pytest.fixture(scope="module")
 def tensor_plan(tmp_path_factory):
     """A plan with a tensor axis, and what `topt plan` said of it."""

@@ -219,8 +219,15 @@ def test_ranks_of_srun_submit_no_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
         main._words_of_rank("predict", [])
 
 
-def test_a_rank_of_a_job_of_submitit_runs_the_users_program(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("spec", "file"),
+    [
+        (SimpleNamespace(name="submitit.core._submit"), "/submitit/_submit.py"),
+        (None, "/packages/ray/_private/workers/default_worker.py"),
+    ],
+)
+def test_a_rank_of_a_launchers_worker_runs_the_users_program(
+    spec: Any, file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def source(provider: str, schema: str, path: str) -> SimpleNamespace:
         return SimpleNamespace(provider=provider, schema=schema, path=path)
@@ -232,16 +239,14 @@ def test_a_rank_of_a_job_of_submitit_runs_the_users_program(
         job=SimpleNamespace(config_name="train"),
     )
     options = ["--config-path", "/home/conf", "--config-dir", "/more", "--config-name", "train"]
-    worker = SimpleNamespace(
-        __spec__=SimpleNamespace(name="submitit.core._submit"), __file__="/submitit/_submit.py"
-    )
+    worker = SimpleNamespace(__spec__=spec, __file__=file)
     monkeypatch.setitem(sys.modules, "__main__", worker)
-    monkeypatch.setattr(sys, "argv", ["/submitit/_submit.py", "/jobs/1"])
+    monkeypatch.setattr(sys, "argv", [file, "/jobs/1"])
     users: dict[str, Any] = {"__file__": "app.py", "__name__": "__main__"}
     exec("def main(config): ...", users)
 
     def run_job(task_function: Any) -> list[str]:  # as Hydra names them
-        return sweep_jobs._of_submitit(job)
+        return sweep_jobs._of_worker(job)
 
     assert run_job(users["main"]) == [sys.executable, "/home/app.py", *options]
     users["__package__"] = "package"

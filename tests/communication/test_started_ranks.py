@@ -94,12 +94,19 @@ def test_a_port_in_use_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen.value is other
 
 
-def test_a_run_of_slurm_is_named_by_its_step() -> None:
-    assert run_name("noon", {}) == "noon"
+COMMAND = ["seed=1"]
+
+
+def test_a_run_of_slurm_is_named_by_its_step_and_its_command() -> None:
+    assert run_name("noon", COMMAND, {}) == "noon"
     step = {**STEP, "SLURM_PROCID": "1"}
-    assert run_name("noon", step) == "slurm_4711.0"
+    name = run_name("noon", COMMAND, step)
+    assert name.startswith("slurm_4711.0_")
+    assert run_name("one", COMMAND, {**step, "SLURM_PROCID": "0"}) == name
+    assert run_name("noon", ["seed=2"], step) != name
+    assert run_name("noon", ["seed=", "1"], step) != name
     array = {"SLURM_ARRAY_JOB_ID": "4700", "SLURM_ARRAY_TASK_ID": "2"}
-    assert run_name("noon", {**step, **array}) == "slurm_4700_2.0"
+    assert run_name("noon", COMMAND, {**step, **array}).startswith("slurm_4700_2.0_")
 
 
 def test_a_run_of_torchrun_has_the_first_name_that_a_rank_leaves() -> None:
@@ -112,7 +119,7 @@ def test_a_run_of_torchrun_has_the_first_name_that_a_rank_leaves() -> None:
     }
     names: list[str] = []
     ranks = [
-        threading.Thread(target=lambda n=n: names.append(run_name(f"at {n}", variables)))
+        threading.Thread(target=lambda n=n: names.append(run_name(f"at {n}", COMMAND, variables)))
         for n in range(3)
     ]
     for rank in ranks:
@@ -120,5 +127,7 @@ def test_a_run_of_torchrun_has_the_first_name_that_a_rank_leaves() -> None:
     for rank in ranks:
         rank.join(timedelta(seconds=60).total_seconds())
     assert len(names) == 3 and len(set(names)) == 1 and names[0].startswith("at ")
-    assert run_name("after a restart", variables) == names[0]
-    assert run_name("noon", {**variables, "TORCHELASTIC_USE_AGENT_STORE": "False"}) == "noon"
+    assert run_name("after a restart", COMMAND, variables) == names[0]
+    assert run_name("at 3", ["seed=2"], variables) == "at 3"  # another command
+    own_store = {**variables, "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    assert run_name("noon", COMMAND, own_store) == "noon"

@@ -192,11 +192,29 @@ def test_steps_of_a_job_run_side_by_side_each_in_a_folder(slurm, tmp_path):
     state = slurm.wait(job, "COMPLETED", "FAILED")
     assert state["JobState"] == "COMPLETED", logs.read_text()
     folders = sorted((tmp_path / "outputs" / "train").iterdir())
-    assert [folder.name for folder in folders] == [f"slurm_{job}.0", f"slurm_{job}.1"]
+    names = [folder.name.rpartition("_")[0] for folder in folders]
+    assert names == [f"slurm_{job}.0", f"slurm_{job}.1"]
+    check_folders(folders)
+
+
+def check_folders(folders):
+    """Each is of one run of two ranks, which made six steps."""
     for folder in folders:
         record = json.loads((folder / "run.json").read_text())
         assert (record["world_size"], record["global_step"]) == (2, 6)
         assert {"train.log", "train_rank_1.log"} <= {path.name for path in folder.iterdir()}
+
+
+def test_commands_of_one_step_have_a_folder_each(slurm, tmp_path):
+    words = f"{TINY} trainer.devices=1 trainer.num_nodes=2 trainer.max_steps=6"
+    commands = [f"{TOPT} train {words} strategy=topt_compressed seed={seed}" for seed in (1, 2)]
+    options = "--nodes=2", "--ntasks-per-node=1", f"--chdir={tmp_path}"
+    slurm.call("srun", *options, "sh", "-c", " && ".join(commands))
+    folders = sorted((tmp_path / "outputs" / "train").iterdir())
+    assert len({folder.name.rpartition("_")[0] for folder in folders}) == 1
+    records = [json.loads((folder / "run.json").read_text())["command"] for folder in folders]
+    assert sorted(command[-1] for command in records) == ["seed=1", "seed=2"]
+    check_folders(folders)
 
 
 def test_one_rank_plans_where_the_cluster_is_given(slurm, tmp_path):
@@ -228,6 +246,22 @@ def test_submitit_starts_the_ranks_of_each_job(slurm, tmp_path):
     command = sweep_of(tmp_path, "rate=0.1,0.2", *options, "hydra.launcher.timeout_min=5")
     slurm.call(*command)
     check_ranks(notes_of(tmp_path))
+
+
+def test_the_command_under_submitit(slurm, tmp_path):
+    """The second rank is a task of SLURM; all jobs are in the folder that the command has named."""
+    pytest.importorskip(
+        "hydra_plugins.hydra_submitit_launcher", reason="no hydra-submitit-launcher"
+    )
+    words = f"train -m {TINY} trainer.devices=2 trainer.max_steps=6 seed=1,2"
+    launcher = "hydra/launcher=submitit_slurm hydra.launcher.tasks_per_node=2"
+    command = f"{TOPT} {words} {launcher} hydra.launcher.timeout_min=5"
+    slurm.call("env", f"--chdir={tmp_path}", *command.split())
+    [sweep] = (tmp_path / "outputs" / "train").iterdir()
+    records = [json.loads((sweep / n / "run.json").read_text()) for n in "01"]
+    for record in records:
+        assert (record["world_size"], record["global_step"]) == (2, 6)
+    assert records[0]["metrics"] != records[1]["metrics"]  # of two seeds
 
 
 def test_a_plan_is_for_the_nodes_and_devices_of_the_job(slurm, tmp_path):

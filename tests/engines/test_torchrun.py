@@ -1,10 +1,13 @@
-"""Elastic fits whose ranks torchrun starts again: how they go on with the state of those left."""
+"""Ranks of torchrun: elastic fits, which go on with the state of the ranks left, and sweeps."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.cli.test_sweeps import ROOT, notes_of, sweep_of
 from tests.launch import free_port
 from tests.torchrun_job import Job, check_same, jobs, undisturbed
 
@@ -61,6 +65,48 @@ def test_a_killed_torchrun_takes_its_ranks_along(jobs: Any) -> None:
     os.kill(torchrun, signal.SIGKILL)
     for process in (training, waiting):
         wait_for(lambda process=process: not Path(f"/proc/{process}").exists(), job)
+
+
+TORCHRUN = "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+
+
+def run_sweep(folder: Path, *words: str) -> None:
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    variables = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, "-m", *TORCHRUN, *words],
+        cwd=folder,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+
+
+def test_ranks_of_torchrun_make_the_jobs_of_a_sweep_together(tmp_path: Path) -> None:
+    run_sweep(tmp_path, *sweep_of(tmp_path, "rate=0.1,0.2")[1:])
+    jobs = notes_of(tmp_path)
+    assert jobs.keys() == {"0", "1"}
+    for ranks, rate in zip(jobs.values(), (0.1, 0.2), strict=True):
+        assert [(rank["rate"], rank["ranks"]) for rank in ranks] == [(rate, 2)] * 2
+        assert ranks[0]["loss"] == ranks[1]["loss"]
+
+
+def test_a_sweep_of_the_command_under_torchrun(tmp_path: Path) -> None:
+    """Ranks share the folder that the first one has named."""
+    words = ["trainer.max_steps=6", "trainer.limit_val_batches=1", "seed=1,2"]
+    words += ["model.num_layers=2", "model.hidden=32", "model.num_heads=2", "model.seq_len=32"]
+    words += ["data.max_bytes=40000", "trainer.devices=2"]
+    run_sweep(tmp_path, "-m", "lightning_topt.cli.main", "train", "-m", *words)
+    [sweep] = (tmp_path / "outputs" / "train").iterdir()
+    records = [json.loads((sweep / n / "run.json").read_text()) for n in "01"]
+    for record in records:
+        assert (record["world_size"], record["global_step"]) == (2, 6)
+    assert records[0]["metrics"] != records[1]["metrics"]  # of two seeds
+    for n in "01":
+        files = {path.name for path in (sweep / n).iterdir()}
+        assert {"train.log", "train_rank_1.log", ".hydra"} <= files
 
 
 def is_listening(port: int) -> bool:

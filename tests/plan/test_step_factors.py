@@ -15,9 +15,11 @@ import pytest
 from benchmarks.exchange import step_factors as harness
 from lightning_topt.communication import BF16, TopK
 from lightning_topt.costs.intervals import Interval
+from lightning_topt.graph.mesh_axes import Axis, Mesh
+from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.choose import NoPlanFitsError
-from lightning_topt.plan.parallel_plan import uniform_plan
-from lightning_topt.plan.plan_frontier import PlanPoint
+from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan, uniform_plan
+from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plan.step_factors import (
     SAME,
     FactorRow,
@@ -25,7 +27,7 @@ from lightning_topt.plan.step_factors import (
     StepTable,
     Training,
     choose_by_loss,
-    seconds_to_loss,
+    time_to_loss,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +73,10 @@ def point(seconds: float, method: str = "exact", mib: float = 100, ranks: int = 
     return PlanPoint(seconds, mib * MIB, ranks, plan)
 
 
+def of(points: list[PlanPoint]) -> PlanFrontier:
+    return PlanFrontier.of(points, uniform=points)
+
+
 def test_factors_are_medians_and_ranges():
     assert TABLE.factor_of(point(1).plan, ADAMW) == SAME
     found = TABLE.factor_of(point(1, "bf16").plan, ADAMW)
@@ -80,7 +86,11 @@ def test_factors_are_medians_and_ranges():
     found = TABLE.factor_of(point(1, "few bits").plan, ADAMW)
     assert isinstance(found, StepFactor)
     assert (found.median, found.low, found.high) == (2.0, 1.4, math.inf)
-    assert found.words == "2.00 x (1.40 to not reached)"
+    assert time_to_loss(point(1), found).factor_words == "2.00 x (1.40 to not reached)"
+    # a search has decided that nodes do not sum first, as in the runs of the table
+    decided = dataclasses.replace(METHODS["few bits"], hierarchical=False)
+    plan = dataclasses.replace(point(1).plan, gradient_exchange=decided)
+    assert TABLE.factor_of(plan, ADAMW) == found
     # the row nearest in length
     found = TABLE.factor_of(point(1, "few bits").plan, Training("AdamW", 9000))
     assert isinstance(found, StepFactor)
@@ -103,6 +113,66 @@ def test_what_is_not_known_has_a_reason(method, training, ranks, why):
     assert re.search(why, found), found
 
 
+def stale_plan(method: str = "exact", *, ranks: int = 2, prediction: str = "spectrain"):
+    """Two stages whose weights miss updates, between `ranks` data ranks."""
+    mesh = Mesh((Axis("pipeline", 2), Axis("data", ranks)))
+    storage = OpConfig.zero(0, axes=2)
+    stages = (
+        StagePlan((BlockPlan("a", storage), BlockPlan("", storage))),
+        StagePlan((BlockPlan("b", storage),)),
+    )
+    return ParallelPlan(
+        mesh,
+        stages,
+        schedule="continuous",
+        prediction=prediction,
+        gradient_exchange=METHODS[method],
+    )
+
+
+def test_stale_weights_and_an_exchange_multiply_unless_they_were_measured_together():
+    plan = stale_plan("bf16")
+    staleness = plan.in_flight
+    assert staleness > 0
+    stale = row("dense", 1.2, 1.5, 1.8, ranks=1, staleness=staleness, prediction="spectrain")
+    table = StepTable((*TABLE.rows, stale))
+    found = table.factor_of(plan, ADAMW)
+    assert isinstance(found, StepFactor)
+    # 0.9, 1.0, 1.1 of the exchange with two data ranks; stale rows count for any number of these
+    assert (found.median, found.low, found.high) == pytest.approx((1.5, 0.9 * 1.2, 1.1 * 1.8))
+    assert "the product of 2 measurements, which were not made together" in found.rests_on
+    # of stale weights alone, on any number of data ranks
+    for ranks in (2, 4):
+        alone = table.factor_of(stale_plan(ranks=ranks), ADAMW)
+        assert isinstance(alone, StepFactor)
+        assert alone.median == 1.5
+        assert "product" not in alone.rests_on
+    # one that was not reached by all stays open
+    found = table.factor_of(stale_plan("few bits"), ADAMW)
+    assert isinstance(found, StepFactor)
+    assert (found.median, found.low, found.high) == pytest.approx((3.0, 1.4 * 1.2, math.inf))
+    # a row of both beats the product
+    both = row("bf16", 1.3, 1.4, 1.4, staleness=staleness, prediction="spectrain")
+    found = StepTable((*table.rows, both)).factor_of(plan, ADAMW)
+    assert isinstance(found, StepFactor)
+    assert (found.median, found.low, found.high) == (1.4, 1.3, 1.4)
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        (stale_plan("bf16", ranks=4), "of its parts no run of .* with 4 data rank"),
+        (stale_plan("bf16", prediction="none"), "of its parts no run of .* missing updates by"),
+        (stale_plan("1 %"), "of its parts .* did not reach the dense run's loss"),
+    ],
+)
+def test_a_product_needs_both_of_its_factors(plan, why):
+    stale = row("dense", 1.2, 1.5, 1.8, staleness=plan.in_flight, prediction="spectrain")
+    found = StepTable((*TABLE.rows, stale)).factor_of(plan, ADAMW)
+    assert isinstance(found, str)
+    assert re.search(why, found), found
+
+
 def test_the_choice_is_that_of_a_look_at_every_plan():
     draw = random.Random(0)
     chosen_ways = set()
@@ -120,13 +190,13 @@ def test_the_choice_is_that_of_a_look_at_every_plan():
             if each.plan.gradient_exchange in known and each.peak_bytes * 1.05 <= limit
         ]
         options = {"memory_limit": limit, "time_error": 0.0, "alike_time_error": 0.0}
-        found = choose_by_loss(points, ADAMW, table=TABLE, **options)
+        found = choose_by_loss(of(points), ADAMW, table=TABLE, **options)
         exchange = found.plan.gradient_exchange
         assert found.step_seconds * known[exchange] == min(times)
         assert found.peak_bytes * 1.05 <= limit
         chosen_ways.add(exchange)
         # within the error, an exact plan is preferred, and never a worse one than the error allows
-        found = choose_by_loss(points, ADAMW, table=TABLE, memory_limit=limit, time_error=0.15)
+        found = choose_by_loss(of(points), ADAMW, table=TABLE, memory_limit=limit, time_error=0.15)
         seconds = found.step_seconds * known[found.plan.gradient_exchange]
         assert seconds <= min(times) * 1.15 + 2e-3
     assert chosen_ways == {*known}
@@ -134,14 +204,17 @@ def test_the_choice_is_that_of_a_look_at_every_plan():
 
 def test_a_faster_step_that_needs_more_steps_is_not_chosen():
     points = [point(1.5), point(1.0, "few bits"), point(0.1, "2 %")]
-    found = choose_by_loss(points, ADAMW, table=TABLE)
+    found = choose_by_loss(of(points), ADAMW, table=TABLE)
     assert found.step_seconds == 1.5
     assert found.plan.gradient_exchange is None
     assert "by definition" in found.plan.reason
     assert "Left out of the choice: no run of" in found.plan.reason
     # long runs need fewer of its steps
     found = choose_by_loss(
-        [point(1.5), point(1.0, "few bits")], Training("AdamW", 12000), table=TABLE, time_error=0.0
+        of([point(1.5), point(1.0, "few bits")]),
+        Training("AdamW", 12000),
+        table=TABLE,
+        time_error=0.0,
     )
     assert found.plan.gradient_exchange == METHODS["few bits"]
     assert "1.20 x (1.20 to 1.30) the steps. The factor rests on 3 runs" in found.plan.reason
@@ -149,14 +222,17 @@ def test_a_faster_step_that_needs_more_steps_is_not_chosen():
 
 def test_seconds_have_the_range_of_both():
     interval = Interval(0.5, 2.0)
-    of = dataclasses.replace(point(1.0, "bf16"), seconds_interval=interval)
-    found = seconds_to_loss(of, StepFactor(1.5, 1.0, 2.0), steps=100)
-    assert found == (150.0, 50.0, 400.0)
+    priced = dataclasses.replace(point(1.0, "bf16"), seconds_interval=interval)
+    found = time_to_loss(priced, StepFactor(1.5, 1.0, 2.0), steps=100)
+    assert (found.seconds, found.low, found.high) == (150.0, 50.0, 400.0)
+    # without a known length it is for a step of the dense run
+    found = time_to_loss(priced, StepFactor(1.5, 1.0, 2.0), steps=math.inf)
+    assert (found.seconds, found.low, found.high, found.steps) == (1.5, 0.5, 4.0, None)
 
 
 def test_nothing_known_is_an_error():
     with pytest.raises(NoPlanFitsError, match="no plan has a known number of steps"):
-        choose_by_loss([point(1, "2 %")], ADAMW, table=TABLE)
+        choose_by_loss(of([point(1, "2 %")]), ADAMW, table=TABLE)
 
 
 def test_the_shipped_table_is_what_the_committed_runs_give():

@@ -23,7 +23,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_choice, check_real
-from lightning_topt.communication.exchange_method import VALUE_DTYPES
+from lightning_topt.communication.exchange_method import (
+    DECODE_BYTES_PER_ENTRY,
+    DECODE_CALLS,
+    ENCODE_CALLS,
+    PACK_BYTES_PER_ENTRY,
+    VALUE_DTYPES,
+    Work,
+)
 from lightning_topt.communication.local_sgd import (
     DenseMean,
     EntriesMean,
@@ -86,8 +93,37 @@ class LocalSteps(LocalMethod):
         dtype: torch.dtype = getattr(torch, self.value_dtype)
         if self.density is None:
             return DenseMean(value_dtype=dtype, group=group)
-        form = MessageFormat(numel, max(1, round(self.density * numel)), dtype)
+        form = self._form(numel)
         return SparseMean(form, decay=self.residual_decay, device=device, group=group)
+
+    @override
+    def mean_work(self, numel: int, ranks: int) -> Work:
+        targets = 1 + bool(self.outer_momentum)
+        if self.density is None:
+            # anchor - parameters (12 n), divided (8 n), rounded; the mean is added to each target
+            size = getattr(torch, self.value_dtype).itemsize
+            rounded = (4 + size) * numel if size < 4 else 0
+            return Work(
+                (20 + 12 * targets) * numel + rounded,
+                ENCODE_CALLS,
+                (("world", "all_reduce", float(size * numel)),),
+                buffer_bytes=(4 + (size if size < 4 else 0)) * numel,
+            )
+        # anchor - parameters (12 n), the residual decays (8 n), its largest entries leave (12 n)
+        form = self._form(numel)
+        packed = PACK_BYTES_PER_ENTRY + DECODE_BYTES_PER_ENTRY * ranks * targets
+        return Work(
+            32 * numel + packed * form.k,
+            ENCODE_CALLS + DECODE_CALLS * ranks,
+            (("world", "all_gather", float(ranks * form.nbytes)),),
+            kept_bytes=4 * numel,
+            buffer_bytes=4 * numel + (1 + ranks) * form.nbytes,
+        )
+
+    def _form(self, numel: int) -> MessageFormat:
+        assert self.density is not None
+        k = max(1, round(self.density * numel))
+        return MessageFormat(numel, k, getattr(torch, self.value_dtype))
 
 
 class SparseMean(MeanOverRanks):

@@ -24,6 +24,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_topt.communication.collectives import ring_all_gather
+from lightning_topt.communication.exchange_method import DECODE_CALLS, ENCODE_CALLS, Work
 from lightning_topt.communication.local_sgd import (
     LocalMethod,
     MeanOverRanks,
@@ -66,6 +67,21 @@ class QuantizedSteps(LocalMethod):
         self, numel: int, *, device: torch.device, group: dist.ProcessGroup | None
     ) -> MeanOverRanks:
         return QuantizedMean(numel, bits=self.bits, device=device, group=group)
+
+    @override
+    def mean_work(self, numel: int, ranks: int) -> Work:
+        # added to the residual (16 n), encoded (4 n) and decoded there (12 n); the parts of all
+        # ranks are decoded and added up (12 n), their sums encoded (16 n / ranks), and decoded
+        size = -(-numel // (ranks * GROUP)) * GROUP
+        sent = float(ranks * LevelFormat(size, self.bits, GROUP).nbytes)
+        targets = 1 + bool(self.outer_momentum)
+        return Work(
+            (44 + 16 / ranks + 12 * targets) * numel,
+            2 * (ENCODE_CALLS + DECODE_CALLS * ranks),
+            (("world", "all_to_all", ranks * sent), ("world", "all_gather", sent)),
+            kept_bytes=4 * numel,
+            buffer_bytes=2 * sent + 8 * size,
+        )
 
 
 class QuantizedMean(MeanOverRanks):

@@ -23,6 +23,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_real, check_whole
+from lightning_topt.communication.exchange_method import (
+    DECODE_BYTES_PER_ENTRY,
+    DECODE_CALLS,
+    ENCODE_CALLS,
+    PACK_BYTES_PER_ENTRY,
+    Work,
+)
 from lightning_topt.communication.local_sgd import (
     EntriesMean,
     LocalMethod,
@@ -93,6 +100,21 @@ class SparseLoCo(LocalMethod):
         chunks = Chunks.of_density(numel, chunk=self.chunk, density=self.density)
         return ChunkMean(
             chunks, bits=self.bits, decay=self.residual_decay, device=device, group=group
+        )
+
+    @override
+    def mean_work(self, numel: int, ranks: int) -> Work:
+        # anchor - parameters, in the cache (8 n); the residual is read and written (8 n)
+        k = Chunks.of_density(numel, chunk=self.chunk, density=self.density).k
+        nbytes = LevelMessage(numel, (k,), self.bits).nbytes
+        targets = 1 + bool(self.outer_momentum)
+        packed = PACK_BYTES_PER_ENTRY + DECODE_BYTES_PER_ENTRY * ranks * targets
+        return Work(
+            16 * numel + packed * k,
+            ENCODE_CALLS + DECODE_CALLS * ranks,
+            (("world", "all_gather", float(ranks * nbytes)),),
+            kept_bytes=4 * numel,
+            buffer_bytes=4 * min(numel, PART) + (1 + ranks) * nbytes,
         )
 
 

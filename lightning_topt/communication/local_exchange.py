@@ -1,0 +1,205 @@
+"""Local steps as the exchange of a plan: what strategies and checkpoints ask of any exchange.
+
+    exchange = LocalExchange(LocalSteps(every=50, hierarchical=False), module)
+    exchange.follow(optimizer)      # an outer step after every 50 of its own
+    exchange.synchronize()          # before an evaluation or a checkpoint
+    exchange.leave()                # the optimizer is its own again, replicas are equal
+
+`CompressedExchange` averages gradients in every step; here ranks train alone in between
+(`local_sgd.OuterSteps`). Its methods have the names of that class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_topt.communication.checkpoint import gather_state, own_state
+from lightning_topt.communication.hook import ExchangeStatistics, equal_parameters
+from lightning_topt.communication.local_sgd import LocalMethod, OuterSteps
+from lightning_topt.communication.rank_watch import within_limit
+
+TIMEOUT_SECONDS = 600.0
+
+
+class LocalExchange:
+    """Lets the replicas of `module` meet by `method`, as often as it says.
+
+    Made alike on all ranks, a collective call: parameters and buffers of rank 0 go to all. Every
+    rank trains a replica.
+
+    Args:
+        method: of local steps; its ranks train alone, also inside a node.
+        module: without a DistributedDataParallel around it.
+        ignored: names of parameters and buffers that each rank has for itself.
+        timeout_seconds: how long to wait for another rank; no longer than the run's own limit.
+    """
+
+    error: Exception | None = None  # of a worker: there is none, errors are raised where they arise
+    loss_scale = 1.0
+
+    def __init__(
+        self,
+        method: LocalMethod,
+        module: nn.Module,
+        *,
+        ignored: Collection[str] = (),
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> None:
+        assert method.hierarchical is False, "each rank trains a replica"
+        self.method = method
+        self._module, self._ignored = module, ignored
+        # frozen parameters are no part of outer steps: they are made equal here, once
+        trained = equal_parameters(module, ignored)
+        for name, parameter in module.named_parameters():
+            if not parameter.requires_grad and name not in ignored:
+                dist.broadcast(parameter.detach(), 0)
+        self.outer = OuterSteps(
+            trained.items(),
+            method,
+            buffers=[(n, b) for n, b in module.named_buffers() if n not in ignored],
+            timeout_seconds=within_limit(timeout_seconds),
+        )
+        self._hooks: list[RemovableHandle] = []
+        self._has_ended = False
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Count the steps of `optimizer`, which trains the module; every so many, replicas meet.
+
+        Each rank makes every step: a GradScaler that skips one on a rank alone would leave the
+        others waiting.
+
+        Raises:
+            ValueError: an optimizer is followed already.
+        """
+        if self._hooks:
+            raise ValueError(
+                "local steps are steps of one optimizer, and there are several: use one with "
+                "several parameter groups, or a plan without local_steps"
+            )
+        self._hooks.append(optimizer.register_step_post_hook(self._after_step))
+
+    def _after_step(self, *_: Any) -> None:
+        known = self.outer.parameters.tensors
+        for name in equal_parameters(self._module, self._ignored):
+            if name not in known:
+                raise ValueError(
+                    f"{name} was frozen when the plan began and is trained now, so ranks would "
+                    "never exchange it: begin with it trainable, or start another fit"
+                )
+        self.outer.after_step()
+
+    def synchronize(self) -> None:
+        """Collective call: let replicas meet now, if any step was made since they last did."""
+        self.outer.synchronize()
+
+    def leave(self) -> None:
+        """Stop following, with replicas that are equal. A collective call, unless it has ended."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if not self._has_ended:
+            self.synchronize()
+
+    # ---- what strategies ask of any exchange -----------------------------------------------------
+
+    def sign_in(self) -> None:
+        """Nothing is left to say to ranks that wait: the watch answers by a thread of its own."""
+
+    def step_skipped(self) -> None:
+        """Raise RuntimeError: a step that is skipped on one rank alone breaks the count."""
+        raise RuntimeError(
+            "a GradScaler has skipped a step, and ranks that train alone have to make every step: "
+            "use precision bf16-mixed or 32-true"
+        )
+
+    def statistics(self, *, reset: bool = True) -> ExchangeStatistics:
+        """Return what was exchanged since the start.
+
+        Outer steps are too rare for shorter periods, so that `reset` changes nothing.
+        """
+        found = self.outer.statistics
+        return ExchangeStatistics(
+            steps=found.local_steps,
+            bytes_sent=found.bytes_sent,
+            dense_bytes=found.dense_bytes,
+            exposed_seconds=found.exchange_seconds,
+            exchange_seconds=found.exchange_seconds,
+            residual_norm=found.residual_norm,
+            density=self.method.sent_share,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collective call: the outer state of all ranks, complete on rank 0.
+
+        `ranks` has one entry per rank: kind ("momentum", "residual", ...) -> parameter name ->
+        tensor. Replicas meet before.
+        """
+        assert dist.group.WORLD is not None
+        own = self._own_state()
+        senders = range(dist.get_world_size())
+        ranks = gather_state(own, senders=senders, group=dist.group.WORLD)
+        return {"step": self.outer.local_steps, "method": self.method.name, "ranks": ranks}
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of `state_dict`, as its `state`. A collective call."""
+        state = self._own_state()
+        return {
+            "step": self.outer.local_steps,
+            "method": self.method.name,
+            "holders": dist.get_world_size(),
+            "position": dist.get_rank(),
+            "state": state,
+        }
+
+    def _own_state(self) -> dict[str, dict[str, torch.Tensor]]:
+        self.synchronize()
+        state = self.outer.state_dict()
+        found = {kind: value for kind, value in state.items() if isinstance(value, dict)}
+        if all(p.dtype == torch.float32 for p in self.outer.parameters.tensors.values()):
+            found.pop("anchor", None)  # it is the parameters
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what rank 0 saved, given to all ranks; parameters are loaded before.
+
+        On another number of ranks each gets the mean of the residuals.
+
+        Raises:
+            ValueError: for the state of another method or model.
+        """
+        if state["method"] != self.method.name:
+            raise ValueError(
+                f"the saved exchange state is of method={state['method']!r}, this exchange has "
+                f"{self.method.name!r}"
+            )
+        parameters = self.outer.parameters.tensors
+        own = own_state(
+            state["ranks"],
+            position=dist.get_rank(),
+            holders=dist.get_world_size(),
+            numels={name: parameter.numel() for name, parameter in parameters.items()},
+        )
+        anchor = {name: parameter.detach() for name, parameter in parameters.items()}
+        steps = state["step"]
+        counts = {"pending_steps": 0, "local_steps": steps}
+        counts["outer_steps"] = steps // self.method.every
+        self.outer.load_state_dict({"anchor": anchor, **own, **counts})
+
+    def close(self) -> None:
+        """Do what `end` does; alike on all ranks."""
+        self.end()
+
+    def end(self) -> None:
+        """End the watch over ranks; this rank may do so alone. Replicas do not meet any more."""
+        if not self._has_ended:
+            self._has_ended = True
+            self.outer.close()

@@ -1,0 +1,195 @@
+"""Elastic fits that Ray starts: a node is lost and another one comes, and workers with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_topt import AutoParallelStrategy
+
+ray = pytest.importorskip("ray", reason="no ray[train]")
+train = pytest.importorskip("ray.train", reason="no ray[train]")
+
+pytestmark = pytest.mark.timeout(400)  # each worker imports torch and Lightning anew
+ROOT = Path(__file__).parents[2]
+SAMPLES, EPOCHS, BATCH = 48, 2, 4
+LOST_AT, FOUND_AT = 5, 10  # steps
+SECONDS = 120.0
+NODE = {"num_cpus": 1, "include_dashboard": False}
+
+
+class Numbers(Dataset[tuple[int, Tensor, Tensor]]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor]:
+        values = torch.randn(8, generator=torch.Generator().manual_seed(index))
+        return index, values, values.sum()[None]
+
+
+def make_net() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+
+def make_optimizer(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=0.05)
+
+
+class Module(L.LightningModule):
+    """Notes the loss and the samples of each step, and waits at two of them."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.net, self.folder = make_net(), folder
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.mse_loss(self.net(batch[1]), batch[2])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        step, world = self.global_step, self.trainer.world_size
+        note = {"rank": self.global_rank, "world": world, "step": step}
+        note |= {"loss": float(outputs["loss"]), "samples": batch[0].tolist()}
+        with (self.folder / "notes").open("a") as file:
+            file.write(json.dumps(note) + "\n")
+        if (step, world) in ((LOST_AT, 2), (FOUND_AT, 1)):
+            (self.folder / f"held-{step}-{self.global_rank}").touch()
+            wait_for(self.folder / f"go-{step}")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return make_optimizer(self.net)
+
+
+def wait_for(*paths: Path) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, f"{paths} did not come"
+        time.sleep(0.05)
+
+
+def fit(config: dict[str, Any]) -> None:
+    """What a worker runs."""
+    from ray.train.lightning import RayLightningEnvironment
+
+    context, folder = train.get_context(), Path(config["folder"])
+    workers = context.get_local_world_size()
+    L.seed_everything(1)
+    trainer = L.Trainer(
+        strategy=AutoParallelStrategy(plan=config["plan"]),
+        accelerator="cpu",
+        devices=workers,
+        num_nodes=context.get_world_size() // workers,
+        plugins=[RayLightningEnvironment()],
+        max_epochs=EPOCHS,
+        logger=False,
+        callbacks=[ModelCheckpoint(folder, save_last=True, every_n_train_steps=2, save_top_k=0)],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = DataLoader(Numbers(), batch_size=BATCH, shuffle=True)
+    trainer.fit(Module(folder), loader, ckpt_path="last")
+
+
+@pytest.fixture
+def cluster() -> Iterator[Any]:
+    """A head of one CPU, on which this process is; nodes may come and go."""
+    from ray.cluster_utils import Cluster
+
+    ray.shutdown()  # another module's
+    cluster = Cluster(initialize_head=True, head_node_args=NODE)
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    ray.init(address=cluster.address, runtime_env={"env_vars": variables})
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.mark.parametrize("plan", ["auto", "zero2"])
+def test_a_fit_goes_on_with_a_node_less_and_with_another_one(
+    cluster: Any, tmp_path: Path, plan: str
+) -> None:
+    """One worker is left and goes on alone; a node comes, and both go on."""
+    from ray.train.torch import TorchTrainer
+
+    node, errors = cluster.add_node(**NODE), list[BaseException]()
+
+    def lose_and_find() -> None:
+        try:
+            wait_for(*(tmp_path / f"held-{LOST_AT}-{rank}" for rank in (0, 1)))
+            cluster.remove_node(node, allow_graceful=False)
+            (tmp_path / f"go-{LOST_AT}").touch()
+            wait_for(tmp_path / f"held-{FOUND_AT}-0")
+            cluster.add_node(**NODE)  # the worker waits until Ray ends it
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=lose_and_find, daemon=True)
+    thread.start()
+    TorchTrainer(
+        fit,
+        train_loop_config={"folder": str(tmp_path), "plan": plan},
+        scaling_config=train.ScalingConfig(
+            num_workers=(1, 2), elastic_resize_monitor_interval_s=1.0
+        ),
+        run_config=train.RunConfig(
+            name="run",
+            storage_path=str(tmp_path / "ray"),
+            failure_config=train.FailureConfig(max_failures=1),
+        ),
+    ).fit()
+    thread.join(SECONDS)
+    assert not errors and not thread.is_alive(), errors
+
+    notes = notes_that_count(tmp_path)
+    worlds = {note["step"]: note["world"] for note in notes}
+    assert [worlds[step] for step in sorted(worlds)] == [2] * 4 + [1] * 6 + [2] * 5, worlds
+    counts = Counter(index for note in notes for index in note["samples"])
+    assert counts == dict.fromkeys(range(SAMPLES), EPOCHS), counts
+    check_losses(notes)
+
+
+def notes_that_count(folder: Path) -> list[dict[str, Any]]:
+    """Return the notes without those of steps that a later start has made again."""
+    kept: list[dict[str, Any]] = []
+    for note in map(json.loads, (folder / "notes").read_text().splitlines()):
+        # ranks step together, so a step that was noted begins a new start
+        has_begun_again = any(
+            other["step"] > note["step"]
+            or (other["step"], other["rank"]) == (note["step"], note["rank"])
+            for other in kept
+        )
+        if has_begun_again:
+            kept = [other for other in kept if other["step"] < note["step"]]
+        kept.append(note)
+    return kept
+
+
+def check_losses(notes: list[dict[str, Any]]) -> None:
+    """Make each step again with the samples of all its ranks, in one process."""
+    net, numbers = make_net(), Numbers()
+    optimizer = make_optimizer(net)
+    for step in sorted({note["step"] for note in notes}):
+        of_step = [note for note in notes if note["step"] == step]
+        _, values, sums = zip(
+            *(numbers[index] for note in of_step for index in note["samples"]), strict=True
+        )
+        loss = nn.functional.mse_loss(net(torch.stack(values)), torch.stack(sums))
+        noted = sum(note["loss"] for note in of_step) / len(of_step)
+        assert noted == pytest.approx(loss.item(), rel=1e-4), step
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()

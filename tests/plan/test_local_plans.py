@@ -1,0 +1,144 @@
+"""Plans whose ranks train alone: what the search finds, what they cost, how files hold them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_topt.communication import LocalSteps, QuantizedSteps, SparseLoCo, TopK
+from lightning_topt.costs.communication import Group, estimate_collective_seconds
+from lightning_topt.graph.mesh_axes import data_mesh, hybrid_mesh
+from lightning_topt.plan.explanation import price_plan
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, preset_plan, uniform_plan
+from lightning_topt.plan.plan_search import SearchRequest, search_plans, step_on
+from lightning_topt.plan.plan_values import PRESETS
+from lightning_topt.plan.scenarios import ModelFacts, step_of_microbatches
+from tests.costs.graphs import cluster_of, profile_of, random_graph
+from tests.plan.test_search import every_plan
+
+DILOCO = LocalSteps(every=50, hierarchical=False)
+
+
+def request_of(seed: int, *methods, count: int = 4) -> SearchRequest:
+    graph = random_graph(seed, num_blocks=2)
+    return SearchRequest(
+        graph, cluster_of(count), profile_of(graph), (count,), 12, local_steps=methods
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_found_is_among_all_plans(seed):
+    request = request_of(seed, SparseLoCo(), DILOCO)
+    found = search_plans(request)
+    known = {(round(s, 9), round(b, 3)) for s, b in every_plan(request, 4)}
+    points = found.candidates
+    assert {(round(p.step_seconds, 9), round(p.peak_bytes, 3)) for p in points} <= known
+    alone = [point.plan for point in points if point.plan.local_steps is not None]
+    # with everything decided: under a plan each rank trains a replica
+    methods = {plan.local_steps for plan in alone}
+    assert methods == {DILOCO, SparseLoCo(hierarchical=False)}
+    assert all(block.config.storage.level == 0 for plan in alone for block in plan.blocks)
+    for point in points:
+        priced = price_plan(request, point.plan).predicted
+        assert priced.step_seconds == pytest.approx(point.step_seconds)
+        assert priced.peak_bytes == pytest.approx(point.peak_bytes)
+        waits = point.plan.predicted.exposed_communication_seconds
+        assert priced.exposed_communication_seconds == pytest.approx(waits)
+
+
+def test_a_step_has_its_share_of_an_outer_step():
+    request = request_of(1, DILOCO)
+    cluster, ranks = request.cluster, Group(4)
+    numel = sum(p.numel for p in request.graph.parameters if p.trainable)
+    plan = preset_plan(PRESETS["ddp"], mesh=data_mesh(4), blocks=[])
+    plan = replace(
+        plan,
+        stages=search_plans(request).uniform[0].plan.stages,
+        fingerprint=request.graph.fingerprint,
+    )
+
+    def seconds(every: int) -> float:
+        local = replace(plan, local_steps=replace(DILOCO, every=every))
+        return price_plan(request, local).predicted.step_seconds
+
+    # the outer step by hand: passes over memory, kernels, and two all-reduces
+    moved = (20 + 24) * numel + 12 * numel + 20 * numel
+    sent = [4 * 4.0, 4.0 * numel, float(request.graph.buffer_bytes)]
+    outer = moved / cluster.device.memory_bandwidth
+    outer += (16 + 12) * cluster.device.op_overhead_seconds
+    outer += sum(
+        estimate_collective_seconds(cluster, op="all_reduce", size=size, group=ranks)
+        for size in sent
+    )
+    assert seconds(1) - seconds(10) == pytest.approx(outer * 0.9)
+    # what is left is what one rank takes by itself: no exchange, no copies into buckets
+    step = replace(step_on(request, data_mesh(4)), local_steps=DILOCO)
+    own = sum(float(each.sum()) for each in step.compute.values())
+    own += sum(step.update_seconds(p) for p in request.graph.parameters)
+    assert own <= seconds(10**9) < price_plan(request, plan).predicted.step_seconds
+
+
+def test_what_is_kept_between_outer_steps_is_counted():
+    request = request_of(2)
+    numel = sum(p.numel for p in request.graph.parameters if p.trainable)
+    plain = search_plans(request).uniform[0].plan
+
+    def peak(method):
+        return price_plan(request, replace(plain, local_steps=method)).predicted.peak_bytes
+
+    bare = LocalSteps(outer_momentum=0.0, hierarchical=False)
+    # the outer momentum is as large as the parameters in float32
+    assert peak(DILOCO) - peak(bare) == pytest.approx(4 * numel)
+    assert peak(bare) >= 4 * numel
+
+
+def test_micro_batches_share_one_outer_step():
+    request = request_of(3, DILOCO)
+    facts = ModelFacts.of(request.graph, request.optimizer, request.cluster)
+    point = next(p for p in search_plans(request).candidates if p.plan.local_steps)
+    outer = replace(step_on(request, data_mesh(4)), local_steps=DILOCO).outer_seconds
+    waits = point.plan.predicted.exposed_communication_seconds
+    assert waits == pytest.approx(outer)
+    four = step_of_microbatches(point, accumulate=4, facts=facts)
+    once = facts.update_of(point.plan) + outer
+    assert four.step_seconds == pytest.approx(4 * point.step_seconds - 3 * once)
+
+
+@pytest.mark.parametrize("method", [DILOCO, SparseLoCo(every=5), QuantizedSteps()])
+def test_files_hold_local_steps(method, tmp_path):
+    plan = replace(uniform_plan(0, data_parallel_size=2), local_steps=method)
+    assert plan.local_steps == replace(method, hierarchical=False)
+    assert method.words in plan.summary()
+    plan.save(tmp_path / "plan.yaml")
+    assert ParallelPlan.load(tmp_path / "plan.yaml") == plan
+    assert "local_steps" not in uniform_plan(0, data_parallel_size=2).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("plan", "method", "says"),
+    [
+        (uniform_plan(1, data_parallel_size=2), DILOCO, "ZeRO level 1.*choose level 0"),
+        (uniform_plan(0, data_parallel_size=1), DILOCO, "several of them"),
+        (preset_plan(PRESETS["ddp"], mesh=hybrid_mesh(2, 2)), DILOCO, "one data axis"),
+        (uniform_plan(0, data_parallel_size=2), LocalSteps(hierarchical=True), "leave out hier"),
+        (uniform_plan(0, data_parallel_size=2), TopK(), "averages gradients in every step"),
+        (
+            replace(uniform_plan(0, data_parallel_size=2), gradient_exchange=TopK()),
+            DILOCO,
+            "average no gradients",
+        ),
+    ],
+)
+def test_what_cannot_train_alone_is_refused(plan, method, says):
+    with pytest.raises(PlanError, match=says):
+        replace(plan, local_steps=method)
+
+
+def test_ranks_of_a_node_that_would_train_one_replica_are_left_out():
+    request = request_of(0, SparseLoCo(), LocalSteps(hierarchical=True))
+    two_nodes = replace(
+        request.cluster, devices_per_node=2, num_nodes=2, inter=request.cluster.intra
+    )
+    found = search_plans(replace(request, cluster=two_nodes))
+    assert all(point.plan.local_steps is None for point in found.candidates)

@@ -1,0 +1,202 @@
+"""Plans whose ranks train alone, run by a Trainer on gloo ranks: against `LocalStepsStrategy`,
+resumed, and chosen by the time to a loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor
+
+from lightning_topt import AutoParallelStrategy, LocalSteps, LocalStepsStrategy, SparseLoCo
+from lightning_topt.communication import LocalMethod
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, uniform_plan
+from tests.plugins.test_plan_exchange import SLOWEST
+from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks
+
+DILOCO = LocalSteps(every=3, hierarchical=False)
+LOCO = SparseLoCo(every=2, density=0.2, hierarchical=False)
+
+
+class SgdGPT(RecordingGPT):
+    """Has no optimizer state, which is each rank's own."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def plan_of(method: LocalMethod) -> ParallelPlan:
+    plan = uniform_plan(0, data_parallel_size=2, blocks=["blocks.0"], recompute=["blocks.0"])
+    return replace(plan, local_steps=method)
+
+
+def state(module: L.LightningModule) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def fit(strategy: Any, *, ckpt_path: str | None = None, **kwargs: Any) -> Any:
+    torch.manual_seed(0)
+    module = SgdGPT()
+    options = {"devices": 2, "max_epochs": 2, "limit_val_batches": 2, **kwargs}
+    trainer = make_trainer(strategy, **options)
+    trainer.fit(module, loader(4, length=32), loader(4, length=16), ckpt_path=ckpt_path)
+    return trainer, module
+
+
+def given(method: LocalMethod) -> AutoParallelStrategy:
+    return AutoParallelStrategy(plan=plan_of(method), allow_compression=[method.name])
+
+
+def against_twin(rank: int, method: LocalMethod) -> Any:
+    trainer, module = fit(given(method))
+    twin, other = fit(LocalStepsStrategy(method))
+    metrics = trainer.callback_metrics["val_loss"], twin.callback_metrics["val_loss"]
+    statistics = trainer.strategy.exchange_statistics()
+    return module.losses, other.losses, state(module), state(other), metrics, statistics
+
+
+@pytest.mark.parametrize("method", [DILOCO, LOCO], ids=lambda method: method.name)
+def test_a_plan_trains_as_the_strategy_of_local_steps_does(method: LocalMethod) -> None:
+    results = on_ranks(against_twin, method)
+    for ours, twin, actual, expected, (own, other), statistics in results:
+        assert len(ours) == 8
+        assert ours == pytest.approx(twin, rel=1e-6)
+        assert own == pytest.approx(other, rel=1e-6)
+        for name, value in expected.items():
+            torch.testing.assert_close(actual[name], value)
+            assert torch.equal(actual[name], results[0][2][name])  # equal on all ranks
+        assert statistics.steps == 8
+        assert 0 < statistics.bytes_sent < statistics.dense_bytes
+
+
+def save_and_resume(rank: int, method: LocalMethod, form: str, path: str) -> Any:
+    """Two epochs; one that is saved, and one that goes on."""
+
+    def strategy() -> AutoParallelStrategy:
+        options = {"allow_compression": True, "checkpoint": form}
+        return AutoParallelStrategy(plan=plan_of(method), **options)
+
+    _, whole = fit(strategy())
+    trainer, half = fit(strategy(), max_epochs=1)
+    trainer.save_checkpoint(path)
+    _, resumed = fit(strategy(), ckpt_path=path)
+    return whole.losses, half.losses + resumed.losses, state(whole), state(resumed)
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+@pytest.mark.parametrize("method", [DILOCO, LOCO], ids=lambda method: method.name)
+def test_a_checkpoint_has_what_ranks_keep(method: LocalMethod, form: str, tmp_path: Path) -> None:
+    # four steps an epoch: with every=2 ranks meet at its end anyway; with every=3 validation lets
+    # them meet, in both runs
+    results = on_ranks(save_and_resume, method, form, str(tmp_path / "half.ckpt"))
+    for whole, both, expected, actual in results:
+        assert both == pytest.approx(whole, rel=1e-6)
+        for name, value in expected.items():
+            torch.testing.assert_close(actual[name], value)
+
+
+# ---- chosen --------------------------------------------------------------------------------------
+
+
+class StopEarly(L.Callback):
+    """Ends a fit that was planned for more steps."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        trainer.should_stop = trainer.global_step >= 12
+
+
+def chosen(rank: int, allow: Any) -> Any:
+    strategy = AutoParallelStrategy(
+        objective="time_to_loss", cluster=SLOWEST, watch_steps=1, allow_compression=allow
+    )
+    torch.manual_seed(0)
+    module = RecordingGPT()
+    trainer = make_trainer(
+        strategy,
+        devices=2,
+        max_steps=1000,
+        min_steps=3,
+        max_epochs=-1,
+        callbacks=[StopEarly()],
+    )
+    trainer.fit(module, loader(4, length=64))
+    plan, planning = strategy.parallel_plan, strategy.planning
+    statistics = strategy.exchange_statistics()
+    frontier = None if planning is None else planning.frontier
+    return plan, plan.reason, statistics, state(module), module.losses, frontier
+
+
+def test_without_a_word_on_exchanges_all_that_was_measured_is_compared() -> None:
+    results = on_ranks(chosen, None)
+    for plan, reason, statistics, final, losses, _ in results:
+        # on this network a step with an exchange takes seconds
+        assert isinstance(plan.local_steps, SparseLoCo), reason
+        assert plan.local_steps.every == 5
+        assert "x the steps" in reason or "the steps. The factor rests on" in reason
+        assert statistics.steps >= 5
+        assert losses[-1] < losses[0]
+        assert all(torch.equal(value, results[0][3][name]) for name, value in final.items())
+    frontier = results[0][-1]
+    ways = {point.plan.local_steps or point.plan.gradient_exchange for point in frontier.candidates}
+    assert {None if way is None else way.name for way in ways} >= {
+        *(None, "bf16", "topk", "sparse_loco", "local_steps")
+    }
+    # one frontier: nothing on it is beaten in time to the loss and in memory
+    points = frontier.points
+    assert all(point.to_loss is not None and point.to_loss.steps == 1000 for point in points)
+    for point in frontier.candidates:
+        assert any(
+            other.to_loss.seconds <= point.to_loss.seconds and other.peak_bytes <= point.peak_bytes
+            for other in points
+        )
+
+
+def test_who_forbids_it_gets_exact_plans_alone() -> None:
+    for plan, reason, statistics, *_ in on_ranks(chosen, False):
+        assert plan.local_steps is None and plan.gradient_exchange is None, reason
+        assert statistics is None
+
+
+# ---- refused -------------------------------------------------------------------------------------
+
+
+def scaled() -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
+
+
+def refused(rank: int) -> list[str]:
+    messages = []
+    cases: list[tuple[dict[str, Any], type[Exception], dict[str, Any]]] = [
+        ({"allow_compression": ["local_steps"]}, ValueError, {}),
+        (
+            {"plan": plan_of(DILOCO), "allow_compression": True},
+            PlanError,
+            {"precision": "16-mixed"},
+        ),
+        (
+            {"plan": plan_of(DILOCO), "allow_compression": True, "static_graph": True},
+            PlanError,
+            {},
+        ),
+    ]
+    for options, error, kwargs in cases:
+        with pytest.raises(error) as caught:
+            fit(AutoParallelStrategy(**options), **kwargs)
+        messages.append(str(caught.value))
+    with pytest.raises(PlanError) as caught:
+        AutoParallelStrategy(plan=plan_of(DILOCO))
+    return [*messages, str(caught.value)]
+
+
+def test_runs_that_cannot_train_alone_say_so() -> None:
+    for seconds, scaler, options, unasked in on_ranks(refused):
+        assert 'objective="time_to_loss"' in seconds
+        assert "may skip a step on one rank" in scaler
+        assert "options of DistributedDataParallel" in options
+        assert "train alone" in unasked and "allow_compression=True" in unasked

@@ -68,10 +68,10 @@ def make_exchange_model(
 ) -> ExchangeModel:
     """Return the model of `method` on `world_size` ranks.
 
-    Every `stride`-th of those that are packed node by node. Raises ValueError for what is not among
-    `legal_exchanges`.
+    Every `stride`-th of those that are packed node by node. What it leaves open is as in a run on
+    them. Raises ValueError where there are no `legal_exchanges`.
     """
-    if method not in legal_exchanges(method, cluster=cluster, world_size=world_size, stride=stride):
+    if not legal_exchanges(method, cluster=cluster, world_size=world_size, stride=stride):
         raise ValueError(
             f"{world_size} ranks on nodes of {cluster.devices_per_node} devices cannot exchange "
             f"gradients by {method}: one rank exchanges none, hierarchical needs several nodes "
@@ -119,14 +119,26 @@ class ExchangeModel:
         """The work for each block."""
         # a block counts as one bucket: where DDP cuts its buckets is not known before the run
         exempt = exempt_parameters(self.graph, self.method.exempt_rules or ())
-        works = {}
-        for block in self.graph.blocks:
-            trainable = tuple(
-                p for p in self.graph.block_parameters(block.name) if p.trainable and p.numel
-            )
-            gradients = bucket_of(trainable, exempt=exempt)
-            works[block.name] = self.method.work(gradients, self.topology) if trainable else NO_WORK
-        return works
+        return {
+            block.name: self._work_of(self.graph.block_parameters(block.name), exempt)
+            for block in self.graph.blocks
+        }
+
+    def _work_of(self, parameters: Sequence[Parameter], exempt: frozenset[str]) -> Work:
+        trainable = tuple(p for p in parameters if p.trainable and p.numel)
+        gradients = bucket_of(trainable, exempt=exempt)
+        return self.method.work(gradients, self.topology) if trainable else NO_WORK
+
+    def costs_of(self, parameters: Sequence[Parameter]) -> tuple[float, float]:
+        """Return seconds of an exchange of `parameters` that nothing hides, and bytes.
+
+        The bytes are what it keeps between steps, and its buffers.
+        """
+        work = self._work_of(
+            parameters, exempt_parameters(self.graph, self.method.exempt_rules or ())
+        )
+        seconds = self._device_seconds(work) + self._worker_seconds(work)
+        return seconds, float(work.kept_bytes + work.buffer_bytes)
 
     @property
     def process_bytes(self) -> int:
@@ -138,13 +150,19 @@ class ExchangeModel:
 
     def device_seconds(self, block: str) -> float:
         """Return the seconds of passes over memory and of products of matrices."""
-        work, device = self.work[block], self.cluster.device
+        return self._device_seconds(self.work[block])
+
+    def _device_seconds(self, work: Work) -> float:
+        device = self.cluster.device
         return max(work.moved / device.memory_bandwidth, work.flops / device.flops_of("float32"))
 
     def worker_seconds(self, block: str) -> float:
         """Return the seconds of starting kernels and on the network."""
-        starting = self.work[block].calls * self.cluster.device.op_overhead_seconds
-        return starting + self._network_seconds(block)
+        return self._worker_seconds(self.work[block])
+
+    def _worker_seconds(self, work: Work) -> float:
+        starting = work.calls * self.cluster.device.op_overhead_seconds
+        return starting + self._network_seconds(work)
 
     def wait_seconds(self, block: str) -> float:
         """Return the part of `worker_seconds` that is waiting for other ranks."""
@@ -166,8 +184,7 @@ class ExchangeModel:
         for where, op, size in work.collectives:
             yield Collective("backward", op, size, self._group(where))
 
-    def _network_seconds(self, block: str) -> float:
-        work = self.work[block]
+    def _network_seconds(self, work: Work) -> float:
         seconds = sum(
             self._seconds(*collective, tolerance=work.tolerance) for collective in work.collectives
         )

@@ -41,8 +41,12 @@ from lightning_topt.communication.topology import abort_groups, destroy_groups, 
 from lightning_topt.execution.applied_techniques import AppliedTechniques
 from lightning_topt.execution.attached_optimizer import AttachedOptimizer, StageOptimizer
 from lightning_topt.execution.gathered_state import load_module_state, module_state
-from lightning_topt.execution.pipeline.continuous_run import ContinuousRun, compress_gradients
-from lightning_topt.execution.pipeline.pipeline_run import Example, PipelineRun
+from lightning_topt.execution.pipeline.continuous_run import ContinuousRun
+from lightning_topt.execution.pipeline.pipeline_run import (
+    Example,
+    PipelineRun,
+    compress_gradients,
+)
 from lightning_topt.execution.pipeline.stage_layout import PipelineGroups
 from lightning_topt.execution.plan_problems import (
     check_world_size,
@@ -184,7 +188,7 @@ class Engine:
             self._stages.follow(self._applied)
             if self._stages.lag_per_hop is not None:
                 self._continuous = ContinuousRun(self._stages)
-                self.exchange = compress_gradients(self._stages, self._options)
+            self.exchange = compress_gradients(self._stages, self._options)
         warn_where_nodes_differ(self.plan, self._options.topology)
         return self._model
 

@@ -51,7 +51,7 @@ def checked_parameters(plan: ParallelPlan, module: nn.Module) -> dict[str, dict[
     """
     configs = plan.configs
     try:
-        check_runs(plan.mesh, configs, plan.gradient_exchange, schedule=plan.schedule)
+        check_runs(plan.mesh, configs, plan.gradient_exchange)
         check_blocks(configs, module, made_for=plan.model)
         parameters = parameters_by_block(module, configs)
         check_tied(parameters, configs)
@@ -131,9 +131,7 @@ def model_problems(plan: ParallelPlan, module: nn.Module) -> Iterator[str]:
     if not any(parameter.requires_grad for parameter in module.parameters()):
         yield f"{name} has no trainable parameters, so there is nothing to train"
     yield from _raised(lambda: check_blocks(configs, module, made_for=plan.model))
-    yield from _raised(
-        lambda: check_runs(plan.mesh, configs, plan.gradient_exchange, schedule=plan.schedule)
-    )
+    yield from _raised(lambda: check_runs(plan.mesh, configs, plan.gradient_exchange))
     yield from _raised(lambda: check_tied(parameters_by_block(module, configs), configs))
     yield from split_problems(plan, module)
 

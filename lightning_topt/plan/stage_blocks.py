@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_topt.basics.once import once_per_object
+from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.costs.communication import ring_seconds
 from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.segments import (
@@ -86,7 +87,9 @@ class StageBlocks:
     _on_kinds: dict[tuple[int, ...], StageBlocks] = field(default_factory=dict, init=False)
     _passes: dict[float, Passes] = field(default_factory=dict, init=False)
     _crossing_bytes: dict[float, Array] = field(default_factory=dict, init=False)
-    _once: dict[tuple[Mesh, int, bool], Once] = field(default_factory=dict, init=False)
+    _once: dict[tuple[Mesh, int, bool, GradientMethod | None], Once] = field(
+        default_factory=dict, init=False
+    )
     _chains: dict[tuple[float, tuple[bool, ...], int, int], StageChain] = field(
         default_factory=dict, init=False
     )
@@ -172,17 +175,25 @@ class StageBlocks:
             self._passes[samples] = self._of_samples(samples)
         return self._passes[samples]
 
-    def once(self, mesh: Mesh, level: int, *, crosses_nodes: bool = True) -> Once:
+    def once(
+        self,
+        mesh: Mesh,
+        level: int,
+        *,
+        crosses_nodes: bool = True,
+        exchange: GradientMethod | None = None,
+    ) -> Once:
         """Return what a step on the data ranks of `mesh` takes besides its passes.
 
-        The ZeRO `level` is 0 or 1.
+        The ZeRO `level` is 0 or 1. Gradients travel by `exchange`; None: an all-reduce.
 
         With `crosses_nodes`, stages that share a parameter are on several nodes; else all are on
         one.
         """
-        key = mesh, level, crosses_nodes
+        key = mesh, level, crosses_nodes, exchange
         if key not in self._once:
-            self._once[key] = self._of_mesh(replace(self.step, mesh=mesh), level, crosses_nodes)
+            step = replace(self.step, mesh=mesh, exchange=exchange)
+            self._once[key] = self._of_mesh(step, level, crosses_nodes)
         return self._once[key]
 
     def crossing_bytes(self, samples: float) -> Array:
@@ -384,7 +395,7 @@ class StageBlocks:
                 if owned
                 else np.zeros(3)
             )
-            found[kind] = costs + np.array([_exchange_seconds(step, owned, level, ranks), 0.0, 0.0])
+            found[kind] = costs + _exchange_costs(step, owned, level, ranks)
         costs = np.array([found[kind] for kind in self.kinds]).T
         return Once(
             costs[0],
@@ -510,11 +521,18 @@ class EqualShares(StageBlocks):
             self._passes[samples] = Passes(**rows)
         return self._passes[samples]
 
-    def once(self, mesh: Mesh, level: int, *, crosses_nodes: bool = True) -> Once:
+    def once(
+        self,
+        mesh: Mesh,
+        level: int,
+        *,
+        crosses_nodes: bool = True,
+        exchange: GradientMethod | None = None,
+    ) -> Once:
         """Return what a step on the data ranks of `mesh` takes besides its passes."""
-        key = mesh, level, crosses_nodes
+        key = mesh, level, crosses_nodes, exchange
         if key not in self._once:
-            known = self.base.once(mesh, level, crosses_nodes=crosses_nodes)
+            known = self.base.once(mesh, level, crosses_nodes=crosses_nodes, exchange=exchange)
             shared = None if known.shared is None else known.shared / self.parts
             self._once[key] = Once(
                 known.seconds / self.parts,
@@ -647,15 +665,24 @@ def _parameter_costs(parameter: Parameter, step: TrainingStep, level: int) -> Ar
     )
 
 
-def _exchange_seconds(
+def _exchange_costs(
     step: TrainingStep, parameters: Sequence[Parameter], level: int, ranks: int
-) -> float:
-    """Return the seconds to average gradients and, at level 1, to send updated parameters."""
+) -> Array:
+    """Return seconds to average gradients and, at level 1, to send updated parameters.
+
+    Then what the exchange keeps between steps and the buffers it takes, in bytes, and 0.
+    """
     if ranks == 1:
-        return 0.0
-    size = sum(map(gradient_bytes, parameters))
-    collectives = ["all_reduce", "broadcast"] if level else ["all_reduce"]
-    return sum(step.collective_seconds(op, size, axes=step.mesh.data_axes) for op in collectives)
+        return np.zeros(3)
+    size, model = sum(map(gradient_bytes, parameters)), step.exchange_model
+    collectives = ["broadcast"] if level else []
+    seconds, kept = (0.0, 0.0) if model is None else model.costs_of(parameters)
+    if model is None:
+        collectives.append("all_reduce")
+    seconds += sum(
+        step.collective_seconds(op, size, axes=step.mesh.data_axes) for op in collectives
+    )
+    return np.array([seconds, kept, 0.0])
 
 
 def _shared_costs(

@@ -27,6 +27,7 @@ import numpy as np
 from typing_extensions import override
 
 from lightning_topt.basics.once import once_per_object
+from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.costs.cluster import Cluster, Link
 from lightning_topt.costs.communication import Group, estimate_collective_seconds
 from lightning_topt.costs.cost_table import Array
@@ -78,6 +79,8 @@ class PipelineShape:
         samples: of a microbatch.
         level: ZeRO level along the data axis, 0 or 1.
         tensor: ranks that hold slices of one copy of the parameters.
+        rows_apart: the ranks of a row are neighbours; else those of a stage are.
+        exchange: of gradients between rows; None: an all-reduce.
     """
 
     pipeline: int
@@ -88,6 +91,8 @@ class PipelineShape:
     samples: float
     level: int = 0
     tensor: int = 1
+    rows_apart: bool = False
+    exchange: GradientMethod | None = None
 
     @property
     def cast_copies(self) -> int:
@@ -123,15 +128,16 @@ class PipelineShape:
 
     def mesh(self, cluster: Cluster) -> Mesh:
         """Return the mesh: axes of stages, of parts of the batch and, if any, of slices."""
-        per_node, width = cluster.devices_per_node, self.width
-        # the ranks of one stage are neighbours: on one node where nodes consist of whole stages
-        inside = width <= per_node and per_node % width == 0
-        scopes = (
-            "intra" if self.pipeline * width <= per_node else "inter",
-            "intra" if inside else "inter",
-        )
-        axes = Axis("pipeline", self.pipeline, scopes[0]), Axis("data", self.data, scopes[1])
-        return Mesh((*axes, Axis("tensor", self.tensor)) if self.tensor > 1 else axes)
+        per_node, size = cluster.devices_per_node, self.pipeline * self.width
+        # neighbours are on one node where nodes consist of whole stages, or rows
+        inner = size // self.data if self.rows_apart else self.width
+        inside = inner <= per_node and per_node % inner == 0
+        scopes = "intra" if size <= per_node else "inter", "intra" if inside else "inter"
+        axes = [("pipeline", self.pipeline), ("data", self.data)]
+        if self.rows_apart:
+            axes.reverse()
+        placed = tuple(Axis(*axis, scope) for axis, scope in zip(axes, scopes, strict=True))
+        return Mesh((*placed, Axis("tensor", self.tensor)) if self.tensor > 1 else placed)
 
     @property
     def width(self) -> int:
@@ -139,15 +145,22 @@ class PipelineShape:
         return self.data * self.tensor
 
     @property
+    def hop(self) -> int:
+        """The distance of a rank from that of the next stage."""
+        return self.tensor if self.rows_apart else self.width
+
+    @property
     def rows(self) -> Mesh:
-        """The mesh of the ranks of one stage."""
-        data = Axis("data", self.data)
-        return Mesh((data, Axis("tensor", self.tensor)) if self.tensor > 1 else (data,))
+        """The mesh of the ranks of one stage, and of those between them."""
+        axes = [Axis("data", self.data)]
+        axes += [Axis("pipeline", self.pipeline)] if self.rows_apart else []
+        return Mesh((*axes, Axis("tensor", self.tensor)) if self.tensor > 1 else tuple(axes))
 
     def once(self, blocks: StageBlocks) -> Once:
         """Return what a step of `blocks` takes besides its passes."""
-        inside = self.pipeline * self.width <= blocks.step.cluster.devices_per_node
-        return blocks.once(self.rows, self.level, crosses_nodes=not inside)
+        ranks, per_node = self.pipeline * self.hop, blocks.step.cluster.devices_per_node
+        inside = ranks <= per_node and (not self.rows_apart or per_node % ranks == 0)
+        return blocks.once(self.rows, self.level, crosses_nodes=not inside, exchange=self.exchange)
 
     def link_before(self, stage: int, cluster: Cluster) -> str:
         """Return which of `LINKS` the slowest ranks of a stage receive through."""
@@ -156,9 +169,12 @@ class PipelineShape:
             return "none"
         # links between neighbours in the row: their ranks lie beside one another
         both = [self._ranks_of(each) for each in (stage - 1, stage)]
-        first, last = min(ranks[0] for ranks in both), max(ranks[-1] for ranks in both)
-        # Ranks follow the nodes: each pair is on one node where all of them are, and nowhere else.
-        return "intra" if cluster.node_of(first)[1] == cluster.node_of(last)[1] else "inter"
+        pairs = [*zip(*both, strict=True)]
+        if not self.rows_apart:
+            # Ranks follow the nodes: pairs are on one node where all of them are, or nowhere.
+            pairs = [(min(ranks[0] for ranks in both), max(ranks[-1] for ranks in both))]
+        same = all(cluster.node_of(a)[1] == cluster.node_of(b)[1] for a, b in pairs)
+        return "intra" if same else "inter"
 
     def kinds_of(self, stages: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
         """Return the kinds of nodes (`Cluster.nodes`) that run `stages`; none if all are equal."""
@@ -169,9 +185,12 @@ class PipelineShape:
         kinds = [(cluster.node_of(first)[0], cluster.node_of(last)[0]) for first, last in ends]
         return tuple(sorted({kind for first, last in kinds for kind in range(first, last + 1)}))
 
-    def _ranks_of(self, stage: int) -> range:
-        first = self.ranks[stage] * self.width
-        return range(first, first + self.width)
+    def _ranks_of(self, stage: int) -> Sequence[int]:
+        first = self.ranks[stage] * self.hop
+        if not self.rows_apart:
+            return range(first, first + self.width)
+        starts = range(first, self.pipeline * self.width, self.pipeline * self.hop)
+        return [start + n for start in starts for n in range(self.hop)]
 
 
 @dataclass(frozen=True)
@@ -191,14 +210,23 @@ class ContinuousShape(PipelineShape):
 
     @classmethod
     def of(
-        cls, ranks: int, data: int, *, samples: float, schedule: str, prediction: Prediction
+        cls,
+        ranks: int,
+        data: int,
+        *,
+        samples: float,
+        schedule: str,
+        prediction: Prediction,
+        rows_apart: bool = False,
+        exchange: GradientMethod | None = None,
     ) -> ContinuousShape:
         """Return the shape of `data` rows of `ranks` ranks; `prediction` is the rule of weights."""
         lag, stages = CONTINUOUS_SCHEDULES[schedule], range(ranks)
         copies = tuple(
             prediction.weight_copies(stage=s, num_stages=ranks, lag_per_hop=lag) for s in stages
         )
-        return cls(ranks, data, schedule, 1, 1, samples, copies=copies)
+        shape = cls(ranks, data, schedule, 1, 1, samples, copies=copies)
+        return replace(shape, rows_apart=rows_apart, exchange=exchange)
 
     @classmethod
     def of_plan(cls, plan: ParallelPlan) -> ContinuousShape:
@@ -211,7 +239,12 @@ class ContinuousShape(PipelineShape):
         sizes = plan.mesh.pipeline_size, plan.mesh.data_parallel_size
         samples = float(plan.batch_size)
         return cls.of(
-            *sizes, samples=samples, schedule=plan.schedule, prediction=plan.weight_prediction
+            *sizes,
+            samples=samples,
+            schedule=plan.schedule,
+            prediction=plan.weight_prediction,
+            rows_apart=_rows_apart(plan.mesh),
+            exchange=plan.gradient_exchange,
         )
 
     @property
@@ -287,8 +320,20 @@ def shape_of_plan(plan: ParallelPlan) -> PipelineShape:
     mesh, tensor = plan.mesh, plan.mesh.ranks_along(plan.mesh.tensor_axes)
     schedule = plan.schedule, plan.stages_per_rank, plan.num_microbatches
     return PipelineShape(
-        mesh.pipeline_size, mesh.data_parallel_size, *schedule, samples, level, tensor
+        mesh.pipeline_size,
+        mesh.data_parallel_size,
+        *schedule,
+        samples,
+        level,
+        tensor,
+        _rows_apart(mesh),
+        plan.gradient_exchange,
     )
+
+
+def _rows_apart(mesh: Mesh) -> bool:
+    """Return whether the axis of rows is outside of that of stages."""
+    return mesh.data_parallel_size > 1 and min(mesh.data_axes) < min(mesh.pipeline_axes)
 
 
 # ---- the costs of all cuts
@@ -446,7 +491,7 @@ def transfer_seconds(blocks: StageBlocks, shape: PipelineShape) -> dict[str, Arr
     The second row is for its gradient, back. Both include the gathering of slices.
     """
     # the same for every shape of as large microbatches and as wide stages
-    if (known := blocks.transfers.get((shape.samples, shape.width))) is not None:
+    if (known := blocks.transfers.get((shape.samples, shape.hop))) is not None:
         return known
     cluster, sizes = blocks.step.cluster, blocks.crossing_bytes(shape.samples)
     found = {"none": np.zeros(sizes.shape)}
@@ -465,7 +510,7 @@ def transfer_seconds(blocks: StageBlocks, shape: PipelineShape) -> dict[str, Arr
             gather = blocks.step.collective_seconds("all_gather", float(slices[n]), axes=axes)
             for seconds in found.values():
                 seconds[: 1 + bool(blocks.step.computes), n] += gather
-    blocks.transfers[shape.samples, shape.width] = found
+    blocks.transfers[shape.samples, shape.hop] = found
     return found
 
 
@@ -476,7 +521,7 @@ def _send_seconds(cluster: Cluster, size: float, shape: PipelineShape, link: str
     """
     if size <= 0 or (link == "inter" and cluster.inter is None):
         return 0.0
-    group, per_node = Group(2, shape.width), cluster.devices_per_node
+    group, per_node = Group(2, shape.hop), cluster.devices_per_node
     # by the collective's curve where it is measured, or where the group lies on that link
     measured = ("send_recv", group.size, group.stride) in cluster.collectives
     if group.span <= cluster.num_devices and (
@@ -487,7 +532,7 @@ def _send_seconds(cluster: Cluster, size: float, shape: PipelineShape, link: str
         return cluster.intra.latency_seconds + size / cluster.intra.bandwidth
     assert cluster.inter is not None
     # a node sends as fast as its network, which all of its ranks in the stage share
-    share = per_node / min(shape.width, per_node)
+    share = per_node / min(shape.hop, per_node)
     fast = Link(
         cluster.inter.latency_seconds, min(cluster.intra.bandwidth, cluster.inter.bandwidth * share)
     )
@@ -510,7 +555,7 @@ def boundaries_of(
 
 
 def _known_links(cluster: Cluster, shape: PipelineShape) -> _Links:
-    known, key = _links_by_ranks(cluster), (shape.ranks, shape.width)
+    known, key = _links_by_ranks(cluster), (shape.ranks, shape.width, shape.hop)
     if key not in known:
         # the first stage is given the link of the second
         before = [max(s, 1) for s in range(shape.num_stages)]
@@ -528,6 +573,6 @@ _Links = tuple[list[tuple[tuple[int, ...], str]], Mapping[tuple[tuple[int, ...],
 
 
 @once_per_object
-def _links_by_ranks(cluster: Cluster) -> dict[tuple[tuple[int, ...], int], _Links]:
+def _links_by_ranks(cluster: Cluster) -> dict[tuple[tuple[int, ...], int, int], _Links]:
     """Return the links of this cluster that are known, an empty dictionary at first."""
     return {}

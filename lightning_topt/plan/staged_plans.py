@@ -435,6 +435,7 @@ class _Plans:
             num_microbatches=self._shape.num_microbatches,
             schedule=self._shape.schedule,
             own_batches=self._own_batches,
+            gradient_exchange=self._shape.exchange,
         )
 
 

@@ -186,13 +186,18 @@ class StageSteps:
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
     def loss_scale(self) -> float:
-        """Return by what a scaler will multiply the loss: microbatches need that already."""
-        scaler = getattr(self.precision, "scaler", None)
-        if scaler is None or not scaler.is_enabled():
-            return 1.0
-        if scaler._scale is None:
-            scaler._lazy_init_scale_growth_tracker(self.device)
-        return float(scaler.get_scale())
+        """Return by what a scaler will multiply the loss.
+
+        Microbatches need that already, and the exchange of their gradients is told.
+        """
+        scaler, scale = getattr(self.precision, "scaler", None), 1.0
+        if scaler is not None and scaler.is_enabled():
+            if scaler._scale is None:
+                scaler._lazy_init_scale_growth_tracker(self.device)
+            scale = float(scaler.get_scale())
+        if self.engine.exchange is not None:
+            self.engine.exchange.loss_scale = scale
+        return scale
 
 
 class PipelineRunner(StepRunner):

@@ -16,7 +16,6 @@ from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.graph.blocks import block_of
 from lightning_topt.graph.mesh_axes import DATA_AXES, PIPELINE_AXES, TENSOR_AXES, Mesh
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.data_parallel import DataParallel
 from lightning_topt.techniques.fsdp import FullSharding, HybridSharding
 from lightning_topt.techniques.gradient_compression import GradientCompression
@@ -100,8 +99,6 @@ def check_runs(
     mesh: Mesh,
     configs: Mapping[str, OpConfig],
     exchange: GradientMethod | None = None,
-    *,
-    schedule: str | None = None,
 ) -> None:
     """Raise ValueError for what a plan of these blocks says and no technique runs.
 
@@ -109,7 +106,6 @@ def check_runs(
         mesh: the mesh of the plan
         configs: placement by block
         exchange: the plan's gradient exchange
-        schedule: that of its stages, if it has any
     """
     # the mesh and the exchange
     known = {*mesh.data_axes, *mesh.tensor_axes, *mesh.pipeline_axes}
@@ -120,12 +116,6 @@ def check_runs(
         )
     # first: its message says more than that no technique takes care of the block
     PIPELINE.check(mesh, configs, exchange)
-    if mesh.pipeline_axes and exchange is not None and schedule not in CONTINUOUS_SCHEDULES:
-        raise ValueError(
-            "gradient_exchange: this release averages gradients of stages as they are, but for the "
-            f"schedules {', '.join(CONTINUOUS_SCHEDULES)}; leave it out, or make a plan without a "
-            "pipeline axis"
-        )
     if mesh.pipeline_axes and exchange is not None and mesh.tensor_axes:
         raise ValueError(
             "gradient_exchange: stages whose parameters are in slices exchange gradients as they "

@@ -366,6 +366,16 @@ def test_what_ranks_leave_open(
     )
 
 
+@pytest.mark.parametrize("open_method", [BASE, Dense()])
+def test_what_a_plan_leaves_open_costs_what_it_runs_as(open_method: GradientMethod) -> None:
+    graph, decided = one_block(), replace(open_method, hierarchical=True)
+    seconds = [
+        make_exchange_model(method, graph=graph, cluster=CLUSTER, world_size=6).worker_seconds("")
+        for method in (open_method, decided)
+    ]
+    assert seconds[0] == seconds[1] > 0
+
+
 def test_wrong_models_are_refused() -> None:
     graph, given = one_block(), replace(BASE, hierarchical=False)
     profile = profile_of(graph)

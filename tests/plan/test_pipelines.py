@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_topt.communication import TopK
 from lightning_topt.costs.cluster import Cluster, Device, Link, NodeType
+from lightning_topt.costs.communication import Group, estimate_collective_seconds
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.costs.sizes import gradient_bytes, parameter_bytes
 from lightning_topt.frontier.stage_search import StagePoint, search_stages
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.op_graph import Block
 from lightning_topt.plan.choose import choose
-from lightning_topt.plan.explanation import explain_plan, explain_stages
+from lightning_topt.plan.explanation import explain_plan, explain_stages, price_plan
 from lightning_topt.plan.known_plans import KnownPlans
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plan.pipeline_search import (
@@ -38,6 +40,7 @@ from lightning_topt.plan.stage_simulation import (
     step_seconds_of,
 )
 from lightning_topt.plan.stage_tables import PASS_SECONDS, PipelineShape, shape_of_plan, stage_table
+from lightning_topt.plan.staged_plans import staged_points
 from lightning_topt.schedules.schedules import SCHEDULES
 from lightning_topt.techniques.registry import check_runs
 from tests.frontier.brute_force import brute_force_stages
@@ -266,6 +269,60 @@ def test_a_step_of_equal_stages_is_as_its_formula_says() -> None:
     assert float(formula_step_seconds(seconds, shape)[0]) == pytest.approx(
         float(simulated[0]), rel=0.1
     )
+
+
+def test_rows_apart_exchange_over_the_links_between_them(request_of_gpt: SearchRequest) -> None:
+    """Stages inside nodes, replicas between these: the other order of the axes of a mesh."""
+    blocks = stage_blocks(request_of_gpt)
+    near = PipelineShape(2, 4, "1f1b", 1, 4, 2.0)
+    apart = replace(near, rows_apart=True)
+    assert [axis.name for axis in apart.mesh(NODES).axes] == ["data", "pipeline"]
+    assert [axis.scope for axis in apart.mesh(NODES).axes] == ["inter", "intra"]
+    assert (near.link_before(1, NODES), apart.link_before(1, NODES)) == ("inter", "intra")
+    long = PipelineShape(4, 2, "1f1b", 1, 4, 2.0, rows_apart=True)
+    assert [long.link_before(s, NODES) for s in (1, 2, 3)] == ["intra", "inter", "intra"]
+    # four ranks of a stage on four nodes, in the place of two nodes
+    costs = [shape.once(blocks).seconds for shape in (near, apart)]
+    sizes = [sum(map(gradient_bytes, owned)) for owned in blocks.owned]
+    for place, size in enumerate(sizes):
+        exchanges = [
+            estimate_collective_seconds(NODES, op="all_reduce", size=size, group=group)
+            for group in (Group(4), Group(4, 2))
+        ]
+        assert costs[1][place] - costs[0][place] == pytest.approx(exchanges[1] - exchanges[0])
+    cut = StagePoint(0.0, 0.0, (3, 6), (0, 0), (0,) * 6)
+    plan = staged_points(blocks, apart, [cut], batch_size=8)[0].plan
+    assert shape_of_plan(plan) == apart
+    assert (
+        stage_seconds(blocks, near, [cut]).transfers[:, 1] > 10 * NODES.inter.latency_seconds
+    ).all()
+    assert (stage_seconds(blocks, apart, [cut]).transfers[:, 1] < NODES.inter.latency_seconds).all()
+
+
+def test_stages_are_priced_with_the_exchange_of_their_plan(request_of_gpt: SearchRequest) -> None:
+    """A block takes what it takes in a plan without stages, with nothing to hide it."""
+    blocks, method = stage_blocks(request_of_gpt), TopK(density=0.01, hierarchical=False)
+    plain = PipelineShape(2, 4, "1f1b", 1, 4, 2.0, rows_apart=True)
+    sparse = replace(plain, exchange=method)
+    place = blocks.names.index("blocks.2")
+    model = replace(blocks.step, mesh=plain.rows, exchange=method).exchange_model
+    assert model is not None
+    alone = model.worker_seconds("blocks.2") + model.device_seconds("blocks.2")
+    size = sum(map(gradient_bytes, blocks.owned[place]))
+    dense = estimate_collective_seconds(NODES, op="all_reduce", size=size, group=Group(4, 2))
+    once = [shape.once(blocks) for shape in (plain, sparse)]
+    assert once[0].seconds[place] - once[1].seconds[place] == pytest.approx(dense - alone)
+    work = model.work["blocks.2"]
+    assert once[1].static[place] - once[0].static[place] == pytest.approx(
+        work.kept_bytes + work.buffer_bytes
+    )
+    cut = StagePoint(0.0, 0.0, (3, 6), (0, 0), (0,) * 6)
+    found = staged_points(blocks, plain, [cut], batch_size=8)[0].plan
+    exact, sent = (
+        price_plan(request_of_gpt, plan).predicted.step_seconds
+        for plan in (found, replace(found, gradient_exchange=method))
+    )
+    assert sent < exact - 0.5 * 3 * (dense - alone)
 
 
 def test_what_is_outside_of_blocks_is_not_recomputed() -> None:

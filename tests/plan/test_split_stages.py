@@ -229,7 +229,7 @@ def test_plans_under_sequence_parallelism_are_found_saved_and_explained(
     for point in points:
         plan = ParallelPlan.from_yaml(point.plan.to_yaml())
         assert plan == point.plan
-        check_runs(plan.mesh, plan.configs, schedule=plan.schedule)
+        check_runs(plan.mesh, plan.configs)
         rows = (Replicate(), Replicate(), Shard(1))
         assert plan.configs["blocks.1"].inputs == plan.configs["blocks.1"].outputs == (rows,)
         assert plan.configs["blocks.1"].sums == plan.configs[""].sums == rows

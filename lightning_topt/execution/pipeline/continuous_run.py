@@ -38,8 +38,7 @@ pass were begun ahead as well, and gradients with values. Where stages meet betw
 batch is sent by the first rank, say), all that was sent before has begun by then, and nothing else.
 In a run that is drained nothing has begun.
 
-In the order of this module: the run, the passes of its stage, parameters that stages share, and a
-compressed exchange between replicas.
+In the order of this module: the run, the passes of its stage, and parameters that stages share.
 """
 
 from __future__ import annotations
@@ -51,12 +50,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_topt.communication.hook import CompressedExchange
-from lightning_topt.communication.topology import Topology
 from lightning_topt.execution.pipeline.p2p import (
     UNKNOWN,
     SideValues,
@@ -65,15 +61,12 @@ from lightning_topt.execution.pipeline.p2p import (
     StageTraffic,
     ValueParcels,
 )
-from lightning_topt.execution.pipeline.pipeline_run import PipelineRun, loss_of_step, share_value
+from lightning_topt.execution.pipeline.pipeline_run import PipelineRun, loss_of_step
 from lightning_topt.execution.pipeline.stage_layout import StageLayout
 from lightning_topt.execution.pipeline.stage_weights import StageWeights, UpdatePattern, unnoticed
 from lightning_topt.execution.pipeline.step_flows import StageFlow, Step
 from lightning_topt.graph.step_flow import LeafSpec
 from lightning_topt.schedules.schedules import lag_of
-from lightning_topt.techniques.run_options import RunOptions
-
-State = dict[str, dict[str, Any]]  # of a gradient exchange
 
 
 @dataclass(eq=False)
@@ -687,47 +680,3 @@ def _spec(tensor: Tensor) -> LeafSpec:
 
 def _dense(gradient: Tensor) -> Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient
-
-
-# ---- compressed exchanges ------------------------------------------------------------------------
-
-
-def compress_gradients(run: PipelineRun, options: RunOptions) -> CompressedExchange | None:
-    """Let each stage's data ranks exchange its gradients by the plan's method. A collective call.
-
-    None where the plan has no such exchange.
-    """
-    given, mesh, groups = run.plan.gradient_exchange, run.plan.mesh, run.groups
-    if given is None:
-        return None
-    # The exchange is among the data ranks of each stage: a part of the topology.
-    everyone = options.topology or Topology.from_environment(
-        rank=dist.get_rank(), world_size=dist.get_world_size()
-    )
-
-    def merge(ranks: list[State]) -> list[State]:
-        """Join the states of a pipeline's stages, for each data rank, on rank 0."""
-        found: list[State] = [{} for _ in ranks]
-        with groups.at_any_time() as group:
-            for place in range(len(groups.pipeline)) if groups.saves else ():
-                # Place after place of the pipeline gives the states of its data ranks.
-                own = ranks if place == groups.rank else None
-                states = share_value(own, group=group, source=place, device=run.device)
-                for into, state in zip(found, states, strict=True):
-                    for kind, tensors in state.items():
-                        into.setdefault(kind, {}).update(tensors)
-        return found if groups.saves and groups.rank == 0 else []
-
-    exchange = CompressedExchange(
-        given,
-        topology=everyone.of_part(mesh.groups_along(mesh.data_axes)),
-        device=run.device,
-        nonfinite=options.nonfinite,
-        merge=merge,
-    )
-    # Parameters that this stage does not update have no gradients to exchange here.
-    kept = run.updated_parameters()
-    ignored = [name for name, parameter in run.module.named_parameters() if parameter not in kept]
-    exchange.take_over(run.module, ignored=ignored)
-    run.exchanges.instead = exchange.average
-    return exchange

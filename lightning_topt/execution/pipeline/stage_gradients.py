@@ -77,7 +77,10 @@ class StageExchanges:
         self.counted_elsewhere = frozenset(
             parameter for named in others for parameter in named.values()
         )
-        self.instead: Callable[[], None] | None = None  # of averaging gradients as they are
+        # Summed over ranks of a pipeline, here or on others: by `finish`, as they are.
+        self.shared = frozenset(p for named in by_holders.values() for p in named.values())
+        # In place of averaging the gradients of this rank's own stages as they are.
+        self.instead: Callable[[], None] | None = None
         self._ended: set[int] = set()
         self._started: list[GradientExchange] = []
 
@@ -87,6 +90,8 @@ class StageExchanges:
         A collective call of the stage's data ranks.
         """
         self._ended.add(stage)
+        if self.instead is not None:
+            return  # all together, by `finish`
         for stages, exchange in self._by_stages.items():
             # several stages of this rank may use a parameter: its gradient is whole after the last
             # one
@@ -109,6 +114,8 @@ class StageExchanges:
 
     def finish(self) -> None:
         """Exchange what is shared, and wait for all. A collective call of all ranks."""
+        if self.instead is not None:
+            self.instead()
         # shared ones last: ranks of several stages meet in them, when all have run their passes
         for exchange in self._shared:
             exchange.start()

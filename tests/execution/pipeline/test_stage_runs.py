@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_topt.communication import TopK
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.execution.engine import Engine
@@ -165,6 +167,7 @@ def run_cases(rank: int, cases: Sequence[Case]) -> list[Any]:
     return [train(rank, case) for case in cases]
 
 
+SENT_WHOLE = TopK(density=1.0)
 CASES: dict[str, Case] = {
     "interleaved": Case("skips", plan_of(2, "interleaved", stages=4)),
     "gpipe dropout": Case("dropout", plan_of(2, "gpipe")),
@@ -189,6 +192,17 @@ CASES: dict[str, Case] = {
     "data zero bubble": Case("skips", plan_of(2, "interleaved_zero_bubble", stages=4, data=2)),
     "data batch norm": Case("normed", plan_of(2, "1f1b", data=2), sizes=(3, 3, 2)),
     "data accumulated": Case("tied", plan_of(2, "gpipe", data=2), accumulate=2),
+    "data sent whole": Case(
+        "tied", replace(plan_of(2, "1f1b", data=2), gradient_exchange=SENT_WHOLE), clip=0.1
+    ),
+    "data first, sent whole": Case(
+        "skips",
+        replace(
+            plan_of(2, "interleaved", stages=4, data=2, data_first=True),
+            gradient_exchange=SENT_WHOLE,
+        ),
+        accumulate=2,
+    ),
     "zero1": Case("tied", plan_of(2, "1f1b", data=2, storage="zero1"), clip=0.1),
     "zero1 recomputed": Case(
         "dropout", plan_of(2, "zbv", stages=4, data=2, storage="zero1", recompute=True)
@@ -281,6 +295,60 @@ def test_ranks_hold_their_stages_alone(
     kept = [facts["kept"] for _, facts in trained["zero1"]]
     state = sum(2 * p.numel() for p in make("tied").parameters())
     assert max(kept) < 0.4 * state
+
+
+# ---- gradients that replicas send in part
+
+SENT_STEPS = 3
+
+
+def in_part() -> Case:
+    exchange = TopK(density=0.25, exempt=(), hierarchical=False)
+    return Case("tied", replace(plan_of(2, "1f1b", data=2), gradient_exchange=exchange))
+
+
+def train_in_part(rank: int) -> tuple[dict[str, Tensor], list[dict[str, Tensor]], set[str]]:
+    """Return sums of the gradients of all steps, residuals on rank 0, and names of shared ones."""
+    case = in_part()
+    model, data_rank = make(case.model), case.plan.mesh.data_rank(rank)
+    engine = Engine(case.plan, model, device=CPU)
+    engine.apply(example=Example(loss_of, parts(case, 0, data_rank)[0]))
+    engine.attach_optimizers([torch.optim.SGD(model.parameters(), lr=0.0)])
+    sums: dict[str, Tensor] = {}
+    for _ in range(SENT_STEPS):
+        engine.run_step(parts(case, 0, data_rank), loss_of, weights=weights_of(case))
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                sums[name] = sums.get(name, torch.zeros(())) + parameter.grad
+                parameter.grad = None
+    shared = {n for n, p in model.named_parameters() if p in engine.stages.exchanges.shared}
+    state = engine.exchange_state()
+    assert state is not None
+    engine.release()
+    engine.close()
+    return sums, [of_rank["residual"] for of_rank in state["ranks"]], shared
+
+
+def test_replicas_of_stages_exchange_the_largest_entries() -> None:
+    """What arrives and what is held back are all gradients; shared parameters hold nothing back."""
+    case, of_replica = in_part(), []
+    for data_rank in range(2):
+        model = make(case.model)
+        for weight, part in zip(weights_of(case), parts(case, 0, data_rank), strict=True):
+            (loss_of(model, part) * weight).backward()
+        of_replica.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    ranks = run_ranks(train_in_part, 4)
+    residuals = ranks[0][1]
+    assert len(residuals) == 2 and not any(held for _, held, _ in ranks[1:])
+    assert all(any(bool(each.any()) for each in held.values()) for held in residuals)
+    for sums, _, shared in ranks:
+        assert shared and not shared & residuals[0].keys()
+        for name, arrived in sums.items():
+            held = torch.zeros(())
+            if name not in shared:
+                held = ((residuals[0][name] + residuals[1][name]) / 2).view_as(arrived)
+            every = SENT_STEPS * (of_replica[0][name] + of_replica[1][name]) / 2
+            torch.testing.assert_close(arrived + held, every, rtol=1e-4, atol=1e-6)
 
 
 # ---- a plan that a search found, with steps of a sequence in slices

@@ -129,7 +129,10 @@ class StepTable:
     @classmethod
     def read(cls, path: Path = FILE) -> StepTable:
         """Return the table of a file; by default that of the package. Raises ValueError."""
-        data = json.loads(path.read_text())
+        try:
+            data = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is no table of step factors ({error}): remove it") from error
         if data.get("version") != VERSION:
             raise ValueError(
                 f"{path} is a table of step factors of version {data.get('version')}, and this "
@@ -137,6 +140,23 @@ class StepTable:
             )
         rows = ({**row, "factors": tuple(row["factors"])} for row in data["rows"])
         return cls(tuple(FactorRow(**row) for row in rows))
+
+    @classmethod
+    def of_model(cls, model: str) -> StepTable:
+        """Return the rows of the package, and what this user has measured of a model.
+
+        `topt calibrate quality=...` measures it. A way of training that it has a row of is not
+        looked up in the package's table. Raises ValueError for a file that is no such table.
+
+        Args:
+            model: as `model_words` names it.
+        """
+        table, path = cls.read(), own_file()
+        if path is None or not path.is_file():
+            return table
+        own = tuple(row for row in cls.read(path).rows if row.model == model)
+        known = [_way(row) for row in own]
+        return cls(own + tuple(row for row in table.rows if _way(row) not in known))
 
     def factor_of(self, plan: ParallelPlan, training: Training) -> StepFactor | str:
         """Return the factor of a plan, or why there is none, as a clause."""
@@ -161,6 +181,31 @@ class StepTable:
                 f"({factor.rests_on})"
             )
         return factor
+
+
+def own_file() -> Path | None:
+    """Return where this user's rows are kept, beside the folder of measured machines.
+
+    None for a user without a home.
+    """
+    # importing it takes longer than the choice
+    from lightning_topt.costs.measurements import default_directory  # noqa: PLC0415
+
+    try:
+        return default_directory().parent / FILE.name
+    except RuntimeError:
+        return None
+
+
+def model_words(name: str, parameters: int) -> str:
+    """Return what a model is known by: its class name and its number of parameters."""
+    return f"{name} of {parameters:,} parameters"
+
+
+def _way(row: FactorRow) -> tuple[Any, ...]:
+    """Return what a row is about, but for the model and the length."""
+    method = read_method({"method": row.method, **({} if row.staleness else row.options)})
+    return method, row.optimizer, row.ranks, row.staleness, row.prediction
 
 
 def is_synchronous_and_exact(plan: ParallelPlan) -> bool:

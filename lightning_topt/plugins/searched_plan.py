@@ -358,7 +358,10 @@ def choose_for(
     }
     if request.objective == step_factors.OBJECTIVE:
         training = step_factors.Training(optimizer.name, steps_of_fit(trainer))
-        table = step_factors.StepTable.read()
+        module = trainer.lightning_module
+        parameters = sum(parameter.numel() for parameter in module.parameters())
+        model = step_factors.model_words(type(module).__name__, parameters)
+        table = step_factors.StepTable.of_model(model)
         return step_factors.choose_by_loss(frontier.candidates, training, table=table, **options)
     return choose(frontier.candidates, objective=request.objective, **options)
 

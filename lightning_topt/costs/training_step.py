@@ -419,6 +419,8 @@ class TrainingStep:
 
         Rank 0's buffers to all ranks, microbatches to the ranks of a tensor group.
         """
+        if self.local_steps is not None:  # buffers travel with the outer step
+            return 0.0
         count, buffers = self.num_microbatches, self.graph.buffer_bytes
         everyone = range(len(self.mesh.axes))
         if self.joint:  # no batch is sent: every rank has its own

@@ -35,8 +35,8 @@ from benchmarks.common import RESULTS, machine
 from benchmarks.exchange.shared import held_out_batches, make, text_batches
 from benchmarks.lab import Lab, LabError, end_on_signals, sent_bytes
 from lightning_topt.communication import CompressedExchange
-from lightning_topt.communication.exchange_method import GradientMethod
-from lightning_topt.communication.local_sgd import LocalMethod, OuterSteps
+from lightning_topt.communication.exchange_method import GradientMethod, LocalMethod
+from lightning_topt.communication.local_sgd import OuterSteps
 from lightning_topt.communication.method_registry import read_method
 from lightning_topt.communication.topology import Topology
 

@@ -31,8 +31,7 @@ from torch.utils.data import DataLoader, Subset
 from benchmarks.common import QUIET
 from lightning_topt import AutoParallelStrategy, LocalStepsStrategy
 from lightning_topt.cli.tasks.byte_lm import ByteGPT, StdlibBytesDataModule
-from lightning_topt.communication.exchange_method import ExchangeMethod, GradientMethod
-from lightning_topt.communication.local_sgd import LocalMethod
+from lightning_topt.communication.exchange_method import ExchangeMethod, GradientMethod, LocalMethod
 from lightning_topt.communication.method_registry import read_method
 from lightning_topt.communication.wire import LevelFormat, MessageFormat
 from lightning_topt.costs.cluster import Cluster

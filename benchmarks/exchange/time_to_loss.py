@@ -115,9 +115,9 @@ def goal_of(curves: Mapping[str, Any], model: str) -> tuple[float, float] | None
     return loss, step
 
 
-def train(names: Sequence[str], most: int) -> None:
+def train(models: Sequence[str], names: Sequence[str], most: int) -> None:
     """Make fits that are not kept yet, at most so many."""
-    for model in MODELS:
+    for model in models:
         for name in names:
             kept, key, way = load()["curves"], f"{model}|{name}", WAYS[name]
             goal = goal_of(kept, model)
@@ -131,7 +131,7 @@ def train(names: Sequence[str], most: int) -> None:
             print(key, result["points"][-1], flush=True)
 
 
-def measure(names: Sequence[str]) -> None:
+def measure(models: Sequence[str], names: Sequence[str]) -> None:
     """Predict and time what is not kept yet, over every link; then trainings to the loss."""
     for link in LINKS:
         if link not in load()["predicted"]:
@@ -141,14 +141,14 @@ def measure(names: Sequence[str]) -> None:
                     link,
                     lab.run_module(RANK, "--predict", ranks_per_node=LOCAL, timeout=600),
                 )
-        for model in MODELS:
+        for model in models:
             for name in names:
                 key = f"{link}|{model}|{name}"
                 if key not in load()["seconds"]:
                     result = fit_in(link, model, name, steps=timed_steps(WAYS[name]))
                     keep("seconds", key, result["windows"])
                     print(key, result["windows"], flush=True)
-    for model in MODELS:
+    for model in models:
         goal = goal_of(load()["curves"], model)
         for name in FULL if set(FULL) <= {*names} else ():
             key = f"{LINKS[0]}|{model}|{name}"
@@ -419,6 +419,7 @@ def main() -> None:
     ):
         parser.add_argument(f"--{name}", action="store_true", help=what)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--most", type=int, default=10_000, help="fits of --curves, then end")
     options = parser.parse_args()
     end_on_signals()
@@ -427,9 +428,9 @@ def main() -> None:
             smoke(options.ways)
             return
         if options.curves:
-            train(options.ways, options.most)
+            train(options.models, options.ways, options.most)
         if options.seconds:
-            measure(options.ways)
+            measure(options.models, options.ways)
     except LabError as error:
         sys.exit(f"time_to_loss: {error}")
     write_page(load())

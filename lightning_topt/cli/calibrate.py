@@ -38,8 +38,7 @@ from lightning_topt.basics.own_files import made
 from lightning_topt.basics.units import format_duration, parse_seconds
 from lightning_topt.cli.example_step import plain_value
 from lightning_topt.cli.local_processes import run_on_ranks, start_method
-from lightning_topt.communication.exchange_method import ExchangeMethod, GradientMethod
-from lightning_topt.communication.local_sgd import LocalMethod
+from lightning_topt.communication.exchange_method import ExchangeMethod, GradientMethod, LocalMethod
 from lightning_topt.communication.method_registry import method_classes, read_method
 from lightning_topt.communication.started_ranks import started_rank
 from lightning_topt.costs.calibration_check import (

@@ -6,9 +6,13 @@ from lightning_topt.basics.lazy_names import lazy_names
 
 if TYPE_CHECKING:  # the same names, for type checkers and editors
     from lightning_topt.communication.bucket import ExchangeSettings
-    from lightning_topt.communication.exchange_method import ExchangeMethod, GradientMethod
+    from lightning_topt.communication.exchange_method import (
+        ExchangeMethod,
+        GradientMethod,
+        LocalMethod,
+    )
     from lightning_topt.communication.hook import CompressedExchange, ExchangeStatistics
-    from lightning_topt.communication.local_sgd import LocalMethod, OuterSteps
+    from lightning_topt.communication.local_sgd import OuterSteps
     from lightning_topt.communication.method_registry import read_method
     from lightning_topt.communication.methods.bounded_loss import BoundedLoss
     from lightning_topt.communication.methods.demo import DeMo
@@ -31,7 +35,7 @@ _HOMES = {
     "GradientMethod": "exchange_method",
     "CompressedExchange": "hook",
     "ExchangeStatistics": "hook",
-    "LocalMethod": "local_sgd",
+    "LocalMethod": "exchange_method",
     "OuterSteps": "local_sgd",
     "read_method": "method_registry",
     "BoundedLoss": "methods.bounded_loss",

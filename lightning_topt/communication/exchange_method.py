@@ -5,7 +5,7 @@
         CompressedMethod            the first steps send everything
           FeedbackMethod            error feedback, exempt parameters
         ByNodes                     may sum inside each node first
-      local_sgd.LocalMethod         averages parameters that ranks train alone
+      LocalMethod                   averages parameters that ranks train alone
 
 Each is a module or a folder in `methods`, where `method_registry` finds it by itself. A new one
 that averages gradients has, with `methods/half.py` as the shortest example:
@@ -23,7 +23,7 @@ that averages gradients has, with `methods/half.py` as the shortest example:
 Strategies and plans then take it by its name. ``allow_compression=True`` searches nothing but
 `plugins.plan_request.default_candidates`, and under Adam those of them alone whose
 `steps_under_adam` the training has; other methods are searched where they are named. A method that
-averages parameters is a `local_sgd.LocalMethod`; `methods/local_steps.py` is the example.
+averages parameters is a `LocalMethod`; `methods/local_steps.py` is the example.
 
 What the exchange of one bucket takes is its `Work`: passes over memory, collectives and bytes held,
 no seconds. The formulas are in the `work` of each method. Their letters: n gradient elements, s
@@ -41,10 +41,11 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from typing_extensions import Self, override
 
-from lightning_topt.basics.argument_checks import check_flag, check_texts, check_whole
+from lightning_topt.basics.argument_checks import check_flag, check_real, check_texts, check_whole
 from lightning_topt.communication.bucket import BucketExchange, BucketLayout, ExchangeContext
 from lightning_topt.communication.topology import Topology
 
@@ -376,3 +377,89 @@ class BucketGradients:
             for value, is_exempt in zip(values, self.layout.exempt, strict=True)
             if is_exempt == exempt
         )
+
+
+# ---- ranks that train alone --------------------------------------------------------------------
+
+OUTER_CALLS = 12  # kernels of an outer step beside those of its mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalMethod(ExchangeMethod):
+    """A method of ranks that train alone and come together every so many steps.
+
+    Ranks make ``every`` steps of their own optimizers, then one step of the outer one together. The
+    outer optimizer is SGD with Nesterov momentum: ``outer_learning_rate``, ``outer_momentum``. With
+    ``hierarchical`` the ranks of a node train one replica together: their gradients are averaged in
+    every step, and outer steps are between nodes. None: where there are several nodes of several
+    ranks.
+    """
+
+    every: int = 50
+    outer_learning_rate: float = 0.7
+    outer_momentum: float = 0.9
+    hierarchical: bool | None = False
+
+    @override
+    def check(self) -> None:
+        super().check()
+        check_flag(self.hierarchical, name="hierarchical", optional=True)
+        check_whole(self.every, name="every (the number of local steps between outer steps)")
+        for name in ("outer_learning_rate", "outer_momentum"):
+            check_real(getattr(self, name), name=name)
+        if not self.outer_learning_rate > 0:
+            raise ValueError(f"outer_learning_rate is positive; got {self.outer_learning_rate}")
+        if not 0 <= self.outer_momentum < 1:
+            raise ValueError(f"outer_momentum is at least 0 and below 1; got {self.outer_momentum}")
+
+    @abstractmethod
+    def make_mean(
+        self, numel: int, *, device: torch.device, group: dist.ProcessGroup | None
+    ) -> Any:
+        """Return the `local_sgd.MeanOverRanks` of vectors (numel,): how far each rank went.
+
+        It takes their mean over `group`.
+        """
+
+    @abstractmethod
+    def mean_work(self, numel: int, ranks: int) -> Work:
+        """Return the work of the mean over `ranks` ranks of vectors (numel,), and of adding it.
+
+        With what `make_mean` keeps. The formulas are in the work of each method.
+        """
+
+    def work(self, numel: int, ranks: int) -> Work:
+        """Return the work of an outer step of `ranks` replicas of `numel` float32 parameters.
+
+        Bytes of passes: parameters are checked (4 n), the mean is added to the anchor, and that
+        written to the parameters (8 n). The outer momentum is scaled (8 n), and added (12 n).
+        """
+        mean = self.mean_work(numel, ranks)
+        momentum = 20 * numel if self.outer_momentum else 0
+        kept = 4 * numel * (1 + bool(self.outer_momentum))  # the anchor, and the momentum
+        return replace(
+            mean,
+            moved=mean.moved + 12 * numel + momentum,
+            calls=mean.calls + OUTER_CALLS,
+            # whether parameters are finite, by rank
+            collectives=(("world", "all_reduce", 4.0 * ranks), *mean.collectives),
+            kept_bytes=mean.kept_bytes + kept,
+        )
+
+    def choices(self, topology: Topology) -> tuple[Self, ...]:
+        """Return the method with everything decided that it leaves open, as plans need it.
+
+        () where the ranks of a node would train one replica: in plans each trains its own.
+        """
+        return () if self.joins_nodes(topology) else (replace(self, hierarchical=False),)
+
+    def joins_nodes(self, topology: Topology) -> bool:
+        """Return whether the ranks of each node train one replica together."""
+        if self.hierarchical is not None:
+            return self.hierarchical and topology.ranks_per_node > 1
+        return topology.num_nodes > 1 and topology.ranks_per_node > 1
+
+    @property
+    def sent_share(self) -> float:
+        """The share of entries that an outer step sends."""
+        return 1.0

@@ -114,6 +114,8 @@ class CompressedExchange:
         ValueError: for a world size that is not nodes x ranks per node.
     """
 
+    trains_alone = False  # as ranks do between the outer steps of a `LocalExchange`
+
     def __init__(
         self,
         method: GradientMethod,
@@ -140,6 +142,9 @@ class CompressedExchange:
         self._loaded: Mapping[str, Any] | None = None
         self._module: ModuleExchange | None = None
         self._reset_at = (0, 0, 0, 0.0)  # steps, bytes sent, bytes of DDP, busy seconds
+
+    def synchronize(self) -> None:
+        """Nothing: ranks have equal parameters after every step."""
 
     def register(self, ddp: DistributedDataParallel) -> None:
         """Collective call: take over the gradients of `ddp`, once, before its first backward pass.

@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_topt.communication.checkpoint import gather_state, own_state
+from lightning_topt.communication.exchange_method import LocalMethod
 from lightning_topt.communication.hook import ExchangeStatistics, equal_parameters
-from lightning_topt.communication.local_sgd import LocalMethod, OuterSteps
+from lightning_topt.communication.local_sgd import OuterSteps
 from lightning_topt.communication.rank_watch import within_limit
 
 TIMEOUT_SECONDS = 600.0
@@ -43,6 +44,7 @@ class LocalExchange:
 
     error: Exception | None = None  # of a worker: there is none, errors are raised where they arise
     loss_scale = 1.0
+    trains_alone = True
 
     def __init__(
         self,

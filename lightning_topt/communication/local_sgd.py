@@ -30,19 +30,18 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
-from typing_extensions import Self, override
 
-from lightning_topt.basics.argument_checks import check_flag, check_real, check_whole
+from lightning_topt.basics.argument_checks import check_real
 from lightning_topt.communication.bucket import OwnBuckets, finite_flag
 from lightning_topt.communication.collectives import Waitable, ring_all_gather
-from lightning_topt.communication.exchange_method import ExchangeMethod, Work
+from lightning_topt.communication.exchange_method import LocalMethod
 from lightning_topt.communication.node.node_exchange import shard_bounds
 from lightning_topt.communication.rank_watch import RankWatch
 from lightning_topt.communication.selection import Selection
@@ -55,7 +54,6 @@ from lightning_topt.communication.topology import (
 from lightning_topt.communication.wire import LevelMessage, MessageFormat, Unpacked
 
 PAUSE_SECONDS = 1e-3  # between two checks of a work in flight
-OUTER_CALLS = 12  # kernels of an outer step beside those of its mean
 _made = itertools.count()  # made in the same order on all ranks
 
 Named = Iterable[Tensor | tuple[str, Tensor]]
@@ -133,7 +131,7 @@ class OuterSteps:
             tensors = list(self.parameters.tensors.values())
             self.replicas = NodeReplicas(topology, numel=numel, parameters=tensors)
             numel, group = self.replicas.stop - self.replicas.start, self.replicas.across
-        self._mean = method.make_mean(numel, device=self.anchor.device, group=group)
+        self._mean: MeanOverRanks = method.make_mean(numel, device=self.anchor.device, group=group)
         self.pending_steps = 0  # local steps since the last outer step
         self.local_steps = self.outer_steps = self._other_bytes = 0
         self._exchange_seconds = 0.0
@@ -357,84 +355,6 @@ class OuterStatistics:
 
 
 # ---- what a method is asked for
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalMethod(ExchangeMethod):
-    """A method of ranks that train alone and come together every so many steps.
-
-    Ranks make ``every`` steps of their own optimizers, then one step of the outer one together. The
-    outer optimizer is SGD with Nesterov momentum: ``outer_learning_rate``, ``outer_momentum``. With
-    ``hierarchical`` the ranks of a node train one replica together: their gradients are averaged in
-    every step, and outer steps are between nodes. None: where there are several nodes of several
-    ranks.
-    """
-
-    every: int = 50
-    outer_learning_rate: float = 0.7
-    outer_momentum: float = 0.9
-    hierarchical: bool | None = False
-
-    @override
-    def check(self) -> None:
-        super().check()
-        check_flag(self.hierarchical, name="hierarchical", optional=True)
-        check_whole(self.every, name="every (the number of local steps between outer steps)")
-        for name in ("outer_learning_rate", "outer_momentum"):
-            check_real(getattr(self, name), name=name)
-        if not self.outer_learning_rate > 0:
-            raise ValueError(f"outer_learning_rate is positive; got {self.outer_learning_rate}")
-        if not 0 <= self.outer_momentum < 1:
-            raise ValueError(f"outer_momentum is at least 0 and below 1; got {self.outer_momentum}")
-
-    @abstractmethod
-    def make_mean(
-        self, numel: int, *, device: torch.device, group: dist.ProcessGroup | None
-    ) -> MeanOverRanks:
-        """Return what takes the mean over `group` of vectors (numel,): how far each rank went."""
-
-    @abstractmethod
-    def mean_work(self, numel: int, ranks: int) -> Work:
-        """Return the work of the mean over `ranks` ranks of vectors (numel,), and of adding it.
-
-        With what `make_mean` keeps. The formulas are in the work of each method.
-        """
-
-    def work(self, numel: int, ranks: int) -> Work:
-        """Return the work of an outer step of `ranks` replicas of `numel` float32 parameters.
-
-        Bytes of passes: parameters are checked (4 n), the mean is added to the anchor, and that
-        written to the parameters (8 n). The outer momentum is scaled (8 n), and added (12 n).
-        """
-        mean = self.mean_work(numel, ranks)
-        momentum = 20 * numel if self.outer_momentum else 0
-        kept = 4 * numel * (1 + bool(self.outer_momentum))  # the anchor, and the momentum
-        return replace(
-            mean,
-            moved=mean.moved + 12 * numel + momentum,
-            calls=mean.calls + OUTER_CALLS,
-            # whether parameters are finite, by rank
-            collectives=(("world", "all_reduce", 4.0 * ranks), *mean.collectives),
-            kept_bytes=mean.kept_bytes + kept,
-        )
-
-    def choices(self, topology: Topology) -> tuple[Self, ...]:
-        """Return the method with everything decided that it leaves open, as plans need it.
-
-        () where the ranks of a node would train one replica: in plans each trains its own.
-        """
-        return () if self.joins_nodes(topology) else (replace(self, hierarchical=False),)
-
-    def joins_nodes(self, topology: Topology) -> bool:
-        """Return whether the ranks of each node train one replica together."""
-        if self.hierarchical is not None:
-            return self.hierarchical and topology.ranks_per_node > 1
-        return topology.num_nodes > 1 and topology.ranks_per_node > 1
-
-    @property
-    def sent_share(self) -> float:
-        """The share of entries that an outer step sends."""
-        return 1.0
 
 
 class MeanOverRanks(ABC):

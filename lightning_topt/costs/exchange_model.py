@@ -44,9 +44,9 @@ from lightning_topt.communication.exchange_method import (
     NO_WORK,
     BucketGradients,
     GradientMethod,
+    LocalMethod,
     Work,
 )
-from lightning_topt.communication.local_sgd import LocalMethod
 from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.cluster import Cluster, DatagramPath, Link
 from lightning_topt.costs.communication import (

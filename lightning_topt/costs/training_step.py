@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_topt.communication.exchange_method import GradientMethod, Work
-from lightning_topt.communication.local_sgd import LocalMethod
+from lightning_topt.communication.exchange_method import GradientMethod, LocalMethod, Work
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import (
     Collective,

@@ -27,7 +27,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_topt.communication.hook import CompressedExchange
-from lightning_topt.communication.local_exchange import LocalExchange
 from lightning_topt.communication.topology import abort_groups, destroy_groups, own_group
 from lightning_topt.execution.applied_techniques import AppliedTechniques
 from lightning_topt.execution.attached_optimizer import AttachedOptimizer, StageOptimizer
@@ -60,6 +59,10 @@ from lightning_topt.techniques.recomputation import apply_recomputation, remove_
 from lightning_topt.techniques.registry import TECHNIQUES
 from lightning_topt.techniques.run_options import RunOptions
 from lightning_topt.techniques.technique import Applied, ParallelModel, forget_meshes
+
+if TYPE_CHECKING:
+    from lightning_topt.communication.local_exchange import LocalExchange
+
 
 State = dict[str, Any]
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -286,7 +289,7 @@ class Engine:
 
         Nothing is to be done under other plans.
         """
-        if isinstance(self.exchange, LocalExchange):
+        if self.exchange is not None:
             self.exchange.synchronize()
 
     def sync_buffers(self) -> None:

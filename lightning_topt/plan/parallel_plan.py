@@ -20,8 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_topt.communication.exchange_method import GradientMethod
-from lightning_topt.communication.local_sgd import LocalMethod
+from lightning_topt.communication.exchange_method import GradientMethod, LocalMethod
 from lightning_topt.costs.plain_values import (
     ValueReader,
     anything,

@@ -31,8 +31,7 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from lightning_topt.communication.exchange_method import GradientMethod
-from lightning_topt.communication.local_sgd import LocalMethod
+from lightning_topt.communication.exchange_method import GradientMethod, LocalMethod
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.exchange_model import legal_exchanges, legal_local_steps

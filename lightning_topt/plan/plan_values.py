@@ -26,8 +26,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from lightning_topt.communication.exchange_method import ExchangeMethod, GradientMethod
-from lightning_topt.communication.local_sgd import LocalMethod
+from lightning_topt.communication.exchange_method import ExchangeMethod, GradientMethod, LocalMethod
 from lightning_topt.communication.method_registry import (
     DEFAULT_METHOD,
     gradient_methods,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -20,7 +20,6 @@ from typing_extensions import override
 
 from lightning_topt import plugins
 from lightning_topt.communication.hook import CompressedExchange, ExchangeStatistics
-from lightning_topt.communication.local_exchange import LocalExchange
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.intervals import LEVEL
 from lightning_topt.execution.memory import MemoryMeter
@@ -42,6 +41,9 @@ from lightning_topt.plugins.training_data import TrainingData
 from lightning_topt.plugins.watched_steps import WATCHED_STEPS, WatchingRedirection
 from lightning_topt.techniques.ddp_wrapper import register_hook, wrap_in_ddp
 from lightning_topt.techniques.tensor_parallel.user_code import among_all_ranks
+
+if TYPE_CHECKING:
+    from lightning_topt.communication.local_exchange import LocalExchange
 
 
 class AutoParallelStrategy(DDPStrategy):

@@ -14,16 +14,19 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_topt.communication.hook import CompressedExchange, ExchangeStatistics
-from lightning_topt.communication.local_exchange import LocalExchange
 from lightning_topt.communication.rank_watch import PeerLostError, is_of_collective
 from lightning_topt.plugins.lost_ranks import LostRankWatch
+
+if TYPE_CHECKING:
+    from lightning_topt.communication.local_exchange import LocalExchange
+
 
 # In checkpoints: what is ours, and of that the exchange's state.
 CHECKPOINT_KEY, EXCHANGE_KEY = "lightning_topt", "gradient_exchange"
@@ -152,7 +155,7 @@ class ExchangeGuard:
         method = None if self.exchange is None else self.exchange.method.name
         if self.exchange is not None and state["method"] == method:
             self.exchange.load_state_dict(state)
-            if isinstance(self.exchange, LocalExchange):
+            if self.exchange.trains_alone:
                 rank_zero_warn(
                     "topt: ranks that train alone have optimizers of their own, and the checkpoint "
                     "has that of rank 0: all go on with it"

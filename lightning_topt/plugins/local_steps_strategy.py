@@ -20,9 +20,9 @@ from typing_extensions import override
 from lightning_topt import plugins
 from lightning_topt.basics.argument_checks import check_real, check_whole
 from lightning_topt.communication.checkpoint import gather_state, own_state
-from lightning_topt.communication.exchange_method import ExchangeMethod
+from lightning_topt.communication.exchange_method import ExchangeMethod, LocalMethod
 from lightning_topt.communication.hook import ExchangeStatistics, equal_parameters
-from lightning_topt.communication.local_sgd import LocalMethod, OuterSteps
+from lightning_topt.communication.local_sgd import OuterSteps
 from lightning_topt.communication.method_registry import DEFAULT_METHOD, read_method
 from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy, make_topology
 from lightning_topt.plugins.ddp_options import check_devices, checked_ddp_options

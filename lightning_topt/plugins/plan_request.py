@@ -34,7 +34,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -48,8 +48,8 @@ from lightning_topt.communication.exchange_method import (
     ByNodes,
     ExchangeMethod,
     GradientMethod,
+    LocalMethod,
 )
-from lightning_topt.communication.local_sgd import LocalMethod
 from lightning_topt.communication.method_registry import method_classes, read_method
 from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.cluster import USUAL_MARGIN, Cluster
@@ -57,7 +57,6 @@ from lightning_topt.costs.intervals import LEVEL, share_at
 from lightning_topt.costs.measuring import device_memory_bytes, usable_memory_bytes
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.costs.plain_values import shown
-from lightning_topt.plan import step_factors
 from lightning_topt.plan.choose import TIME_TO_LOSS
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, rule_from_value
 from lightning_topt.plan.plan_values import read_exchange, read_local_steps
@@ -78,6 +77,10 @@ from lightning_topt.prediction import (
     why_not_measured,
 )
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
+
+if TYPE_CHECKING:
+    from lightning_topt.plan.step_factors import StepTable
+
 
 Allow = (
     None
@@ -477,8 +480,11 @@ def allowed_ways(
     )
 
 
-def step_table_of(trainer: pl.Trainer) -> step_factors.StepTable:
+def step_table_of(trainer: pl.Trainer) -> StepTable:
     """Return the steps that ways of training need, also what was measured of this module."""
+    # it imports the search, which fits with a plan do not need
+    from lightning_topt.plan import step_factors  # noqa: PLC0415
+
     module = trainer.lightning_module
     parameters = sum(parameter.numel() for parameter in module.parameters())
     model = step_factors.model_words(type(module).__name__, parameters)

@@ -18,8 +18,7 @@ from lightning_topt.graph.mesh_axes import DATA_AXES, PIPELINE_AXES, TENSOR_AXES
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.techniques.data_parallel import DataParallel
 from lightning_topt.techniques.fsdp import FullSharding, HybridSharding
-from lightning_topt.techniques.gradient_compression import GradientCompression
-from lightning_topt.techniques.local_steps import LocalTraining
+from lightning_topt.techniques.gradient_compression import GradientCompression, LocalTraining
 from lightning_topt.techniques.optimizer_sharding import OptimizerSharding
 from lightning_topt.techniques.recomputation import Recomputation
 from lightning_topt.techniques.technique import Applied, ParallelModel, Technique

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,10 +28,8 @@ from torch.distributed.tensor import debug as tensor_debug
 from torch.distributed.tensor._redistribute import _gen_transform_infos
 from torch.optim import Optimizer
 
-from lightning_topt.communication.exchange_method import GradientMethod
+from lightning_topt.communication.exchange_method import GradientMethod, LocalMethod
 from lightning_topt.communication.hook import CompressedExchange
-from lightning_topt.communication.local_exchange import LocalExchange
-from lightning_topt.communication.local_sgd import LocalMethod
 from lightning_topt.communication.topology import own_group
 from lightning_topt.costs.communication import Collective
 from lightning_topt.costs.lifetimes import Lifetime
@@ -43,6 +41,9 @@ from lightning_topt.optim.parallel_step import ParallelStep
 from lightning_topt.techniques.fsdp_gathers import Gathers
 from lightning_topt.techniques.run_options import RunOptions
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
+
+if TYPE_CHECKING:
+    from lightning_topt.communication.local_exchange import LocalExchange
 
 
 @dataclass

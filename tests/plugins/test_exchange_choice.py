@@ -14,7 +14,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.communication import BF16, DeMo, Dense, PowerSGD, Sign, TopK
-from lightning_topt.communication.method_registry import gradient_methods
+from lightning_topt.communication.method_registry import method_classes
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.plan.parallel_plan import PlanError, uniform_plan
@@ -81,7 +81,7 @@ def test_a_searched_plan_says_whether_it_exchanges_by_nodes():
     ("allow", "candidates", "methods"),
     [
         (False, (), ()),
-        (True, DEFAULT_CANDIDATES, gradient_methods()),
+        (True, DEFAULT_CANDIDATES, tuple(method_classes())),
         ("bf16", (BF16(),), ("bf16",)),
         ({"method": "topk", "density": 0.001}, (TopK(density=0.001),), ("topk",)),
         (Sign(), (Sign(),), ("sign",)),

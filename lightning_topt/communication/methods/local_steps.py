@@ -29,12 +29,12 @@ from lightning_topt.communication.exchange_method import (
     ENCODE_CALLS,
     PACK_BYTES_PER_ENTRY,
     VALUE_DTYPES,
+    LocalMethod,
     Work,
 )
 from lightning_topt.communication.local_sgd import (
     DenseMean,
     EntriesMean,
-    LocalMethod,
     MeanOverRanks,
     OuterGradient,
     OuterMean,

@@ -24,9 +24,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_topt.communication.collectives import ring_all_gather
-from lightning_topt.communication.exchange_method import DECODE_CALLS, ENCODE_CALLS, Work
-from lightning_topt.communication.local_sgd import (
+from lightning_topt.communication.exchange_method import (
+    DECODE_CALLS,
+    ENCODE_CALLS,
     LocalMethod,
+    Work,
+)
+from lightning_topt.communication.local_sgd import (
     MeanOverRanks,
     OuterGradient,
     OuterMean,

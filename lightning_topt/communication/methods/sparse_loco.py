@@ -28,11 +28,11 @@ from lightning_topt.communication.exchange_method import (
     DECODE_CALLS,
     ENCODE_CALLS,
     PACK_BYTES_PER_ENTRY,
+    LocalMethod,
     Work,
 )
 from lightning_topt.communication.local_sgd import (
     EntriesMean,
-    LocalMethod,
     MeanOverRanks,
     OuterGradient,
     OuterMean,

@@ -347,8 +347,8 @@ def write_page(found: Mapping[str, Any]) -> None:
 
 
 REPLACED = [
-    "SparseLoCo between pipelines cannot run: local steps are steps of the optimizer on whole "
-    "models, and a plan has no place for them. Two versions with bfloat16 take its place.",
+    "SparseLoCo between pipelines cannot run: in plans, ranks that train alone have whole models. "
+    "Two versions with bfloat16 take its place.",
 ]
 
 

@@ -40,7 +40,7 @@ from lightning_topt.plugins.local_steps_strategy import compressed_strategy
 from lightning_topt.plugins.pipeline_strategy import PipelineStrategy
 
 _POLL_SECONDS = 0.2
-_END_SECONDS = 30.0  # for ranks that are told to end
+_END_SECONDS = 30.0  # for ranks that were asked to end
 _PORTS = range(20000, 32000)  # the kernel gives none of these to connections
 
 

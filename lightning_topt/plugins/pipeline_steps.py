@@ -188,7 +188,7 @@ class StageSteps:
     def loss_scale(self) -> float:
         """Return by what a scaler will multiply the loss.
 
-        Microbatches need that already, and the exchange of their gradients is told.
+        Microbatches need that already, and so does the exchange of their gradients.
         """
         scaler, scale = getattr(self.precision, "scaler", None), 1.0
         if scaler is not None and scaler.is_enabled():

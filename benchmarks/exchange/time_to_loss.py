@@ -43,7 +43,7 @@ from benchmarks.exchange.loss_ways import (
 from benchmarks.exchange.step_factors import RUNS, factors, kendall_tau, steps_to
 from benchmarks.lab import Lab, LabError, end_on_signals
 from lightning_topt.communication.method_registry import read_method
-from lightning_topt.plan.step_factors import FactorRow, StepTable
+from lightning_topt.plan.step_factors import NEAR, FactorRow, StepTable, pooled
 from lightning_topt.prediction import Prediction, make_prediction
 
 FILE = RESULTS / "time_to_loss.json"
@@ -217,10 +217,15 @@ def factor_of(way: Way, rows: Sequence[FactorRow]) -> tuple[float, tuple[str, ..
     for own, ranks in _parts_of(way, rows):
         if not own:
             return None
-        nearest = min(own, key=lambda row: (abs(row.ranks - ranks), abs(_apart(row.steps))))
-        factor *= nearest.factor().median
-        if nearest.ranks != ranks and nearest.method != "dense":
-            notes.append(f"of {nearest.ranks} ranks, here {ranks}")
+        nearest = min(own, key=lambda row: abs(row.ranks - ranks)).ranks
+        near = [
+            row for row in own if row.ranks == nearest and abs(_apart(row.steps)) <= math.log(NEAR)
+        ]
+        if not near:
+            return None
+        factor *= pooled(near).median
+        if nearest != ranks and near[0].method != "dense":
+            notes.append(f"of {nearest} ranks, here {ranks}")
     return factor, tuple(notes)
 
 

@@ -9,7 +9,8 @@ gradients and stale weights need more. How many is measured: a row of ``step_fac
 steps to the dense run's lowest loss, divided by those of the dense run, one number for each seed.
 Rows were made by benchmarks/exchange/step_factors.py. A plan that no row is about is left out of
 the choice, and the reason names it. Nothing is guessed between rows: a row counts for its method
-with all options, its optimizer and its number of ranks, and for lengths near its own.
+with all options, its optimizer and its number of ranks, and for lengths near its own. All rows that
+count do so together.
 """
 
 from __future__ import annotations
@@ -146,16 +147,6 @@ class FactorRow:
     date: str
     prediction: str | Mapping[str, Any] = ""
 
-    def factor(self) -> StepFactor:
-        """Return the median and the range over the seeds."""
-        values = [math.inf if value is None else value for value in self.factors]
-        return StepFactor(
-            statistics.median_high(values),
-            min(values),
-            max(values),
-            f"{len(values)} runs of {self.steps} steps, {self.model} ({self.source}, {self.date})",
-        )
-
     def is_of(self, way: TrainingWay) -> bool:
         """Return whether the row is about that way of training, of any length.
 
@@ -262,27 +253,36 @@ class StepTable:
         return _product([each for each in factors if isinstance(each, StepFactor)])
 
     def _measured(self, way: TrainingWay, steps: float | None) -> StepFactor | str | None:
-        """Return the factor of the row about `way` that is nearest in length.
+        """Return the factor of the runs of `way` that are near in length, all of them together.
 
-        A clause says why it does not count. None: no row is about that way.
+        A clause says why none counts. None: no row is about that way.
         """
         rows = [row for row in self.rows if row.is_of(way)]
         if not rows:
             return None
-        if steps is None or math.isinf(steps):
-            nearest = max(rows, key=lambda row: row.steps)  # the nearest to a long training
-        else:
-            length = max(steps, 1.0)
+        longest = max(row.steps for row in rows)
+        length = longest if steps is None or math.isinf(steps) else max(steps, 1.0)
+        near = [row for row in rows if 1 / NEAR <= row.steps / length <= NEAR]
+        if not near:
             nearest = min(rows, key=lambda row: abs(math.log(row.steps / length)))
-            if not 1 / NEAR <= nearest.steps / length <= NEAR:
-                return (
-                    f"{way.words} was measured in {nearest.steps} steps, and this training has "
-                    f"{length:.0f}"
-                )
-        factor = nearest.factor()
+            return (
+                f"{way.words} was measured in {nearest.steps} steps, and this training has "
+                f"{length:.0f}"
+            )
+        factor = pooled(near)
         if math.isinf(factor.median):
             return f"{way.words} did not reach the dense run's loss ({factor.rests_on})"
         return factor
+
+
+def pooled(rows: Sequence[FactorRow]) -> StepFactor:
+    """Return the median and the range over the seeds of all rows; models differ, so they vary."""
+    values = [math.inf if each is None else each for row in rows for each in row.factors]
+    runs = (
+        f"{len(row.factors)} runs of {row.steps} steps, {row.model} ({row.source}, {row.date})"
+        for row in rows
+    )
+    return StepFactor(statistics.median_high(values), min(values), max(values), " and ".join(runs))
 
 
 def own_file() -> Path | None:

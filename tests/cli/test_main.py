@@ -185,7 +185,7 @@ def test_a_bug_in_user_code_keeps_its_traceback(tmp_path):
 def test_plan_writes_the_frontier_and_the_plan(tmp_path):
     output = finished(topt("plan", *TINY, f"hydra.run.dir={tmp_path}/run", folder=tmp_path))
     frontier = json.loads((tmp_path / "run" / "frontier.json").read_text())
-    assert frontier["schema_version"] == 4 and frontier["exact"] is True
+    assert frontier["schema_version"] == 5 and frontier["exact"] is True
     assert frontier["capture_seconds"] > 0 and frontier["search_seconds"] > 0
     points = sorted(frontier["points"], key=lambda point: point["peak_bytes"])
     seconds = [point["step_seconds"] for point in points]

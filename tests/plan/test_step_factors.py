@@ -30,6 +30,7 @@ from lightning_topt.plan.step_factors import (
     StepTable,
     Training,
     choose_by_loss,
+    pooled,
     time_to_loss,
 )
 from lightning_topt.prediction import (
@@ -117,10 +118,16 @@ def test_factors_are_medians_and_ranges():
     decided = dataclasses.replace(METHODS["few bits"], hierarchical=False)
     plan = dataclasses.replace(point(1).plan, gradient_exchange=decided)
     assert TABLE.factor_of(plan, ADAMW) == found
-    # the row nearest in length
+    # the row that is near in length
     found = TABLE.factor_of(point(1, "few bits").plan, Training("AdamW", 9000))
     assert isinstance(found, StepFactor)
     assert found.median == 1.2
+    # all rows that are near: the seeds of other models, too
+    table = StepTable((*TABLE.rows, row("bf16", 1.05, 1.3, steps=300, model="an LSTM")))
+    found = table.factor_of(point(1, "bf16").plan, Training("AdamW", 600))
+    assert isinstance(found, StepFactor)
+    assert (found.median, found.low, found.high) == (1.05, 0.9, 1.3)
+    assert "a GPT" in found.rests_on and "an LSTM" in found.rests_on
 
 
 @pytest.mark.parametrize(
@@ -269,7 +276,7 @@ def test_the_shipped_table_is_what_the_committed_runs_give():
     assert {each.method for each in table.rows} >= {"dense", "bf16", "topk"}
     for each in table.rows:
         assert (ROOT / each.source).is_file()
-        assert each.factors and each.factor().low > 0
+        assert each.factors and pooled([each]).low > 0
     stale = {each.staleness: each for each in table.rows if each.method == "dense"}
     assert stale.keys() == {1, 3}
     # the rules of stale weights that are the default, whole batches and cut

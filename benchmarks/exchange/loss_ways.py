@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 from benchmarks.common import QUIET
+from benchmarks.pipelines.time_to_quality import Recurrent
 from lightning_topt import AutoParallelStrategy, LocalStepsStrategy
 from lightning_topt.cli.tasks.byte_lm import ByteGPT, StdlibBytesDataModule
 from lightning_topt.communication.exchange_method import ExchangeMethod, GradientMethod, LocalMethod
@@ -163,19 +164,6 @@ WAYS = {
 # ---- models --------------------------------------------------------------------------------------
 
 
-class ResidualLSTM(nn.Module):
-    """A residual LSTM layer."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.cells = nn.LayerNorm(width), nn.LSTM(width, width, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (B, T, width)."""
-        found: Tensor = self.cells(self.norm(x))[0]
-        return x + found
-
-
 class ResidualByteLSTM(L.LightningModule):
     """A language model of bytes, with the optimizer and the logged loss of `ByteGPT`."""
 
@@ -183,7 +171,7 @@ class ResidualByteLSTM(L.LightningModule):
         super().__init__()
         self.rate = rate
         self.embedding = nn.Embedding(256, width)
-        self.blocks = nn.ModuleList(ResidualLSTM(width) for _ in range(layers))
+        self.blocks = nn.ModuleList(Recurrent(width) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:

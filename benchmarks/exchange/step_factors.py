@@ -38,6 +38,7 @@ from benchmarks.exchange import adam_simulator as methods
 from benchmarks.exchange.adam_simulator import Model, Text, bits_per_byte, gradients
 from benchmarks.pipelines.simulators import ContinuousTraining, Step
 from benchmarks.pipelines.weight_prediction import deal, gpt_pieces, make_optimizer, next_byte
+from lightning_topt.plan.paired_runs import steps_to
 
 RUNS = RESULTS / "step_factors.json"
 TABLE = ROOT / "lightning_topt" / "plan" / "step_factors.json"
@@ -231,18 +232,6 @@ def stale_curve(
 
 
 # ---- factors
-
-
-def steps_to(curve: Sequence[tuple[float, float]], loss: float) -> float | None:
-    """Return the step at which a curve first reaches `loss`, on a line between two points."""
-    before: tuple[float, float] | None = None
-    for step, value in curve:
-        if value <= loss:
-            if before is None:
-                return step
-            return before[0] + (step - before[0]) * (before[1] - loss) / (before[1] - value)
-        before = step, value
-    return None
 
 
 def curves_of(run: Mapping[str, Any], rate: float) -> dict[int, list[tuple[float, float]]]:

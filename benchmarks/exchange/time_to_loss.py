@@ -40,9 +40,10 @@ from benchmarks.exchange.loss_ways import (
     Way,
     window_of,
 )
-from benchmarks.exchange.step_factors import RUNS, factors, kendall_tau, steps_to
+from benchmarks.exchange.step_factors import RUNS, factors, kendall_tau
 from benchmarks.lab import Lab, LabError, end_on_signals
 from lightning_topt.communication.method_registry import read_method
+from lightning_topt.plan.paired_runs import steps_to
 from lightning_topt.plan.step_factors import NEAR, FactorRow, StepTable, pooled
 from lightning_topt.prediction import Prediction, make_prediction
 

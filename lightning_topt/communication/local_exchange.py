@@ -128,16 +128,7 @@ class LocalExchange:
 
         Outer steps are too rare for shorter periods, so that `reset` changes nothing.
         """
-        found = self.outer.statistics
-        return ExchangeStatistics(
-            steps=found.local_steps,
-            bytes_sent=found.bytes_sent,
-            dense_bytes=found.dense_bytes,
-            exposed_seconds=found.exchange_seconds,
-            exchange_seconds=found.exchange_seconds,
-            residual_norm=found.residual_norm,
-            density=self.method.sent_share,
-        )
+        return statistics_of(self.outer)
 
     def state_dict(self) -> dict[str, Any]:
         """Collective call: the outer state of all ranks, complete on rank 0.
@@ -205,3 +196,17 @@ class LocalExchange:
         if not self._has_ended:
             self._has_ended = True
             self.outer.close()
+
+
+def statistics_of(outer: OuterSteps) -> ExchangeStatistics:
+    """Return what outer steps have exchanged since the start."""
+    found = outer.statistics
+    return ExchangeStatistics(
+        steps=found.local_steps,
+        bytes_sent=found.bytes_sent,
+        dense_bytes=found.dense_bytes,
+        exposed_seconds=found.exchange_seconds,
+        exchange_seconds=found.exchange_seconds,
+        residual_norm=found.residual_norm,
+        density=outer.method.sent_share,
+    )

@@ -22,6 +22,7 @@ from lightning_topt.basics.argument_checks import check_real, check_whole
 from lightning_topt.communication.checkpoint import gather_state, own_state
 from lightning_topt.communication.exchange_method import ExchangeMethod, LocalMethod
 from lightning_topt.communication.hook import ExchangeStatistics, equal_parameters
+from lightning_topt.communication.local_exchange import statistics_of
 from lightning_topt.communication.local_sgd import OuterSteps
 from lightning_topt.communication.method_registry import DEFAULT_METHOD, read_method
 from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy, make_topology
@@ -272,18 +273,7 @@ class LocalStepsStrategy(DDPStrategy):
 
         Outer steps are too rare for shorter periods.
         """
-        if self.outer is None:
-            return None
-        found = self.outer.statistics
-        return ExchangeStatistics(
-            steps=found.local_steps,
-            bytes_sent=found.bytes_sent,
-            dense_bytes=found.dense_bytes,
-            exposed_seconds=found.exchange_seconds,
-            exchange_seconds=found.exchange_seconds,
-            residual_norm=found.residual_norm,
-            density=self.method.sent_share,
-        )
+        return None if self.outer is None else statistics_of(self.outer)
 
     # ---- training data ---------------------------------------------------------------------------
 

@@ -127,7 +127,7 @@ def _check_overrides(config: DictConfig) -> None:
         if config.quality is not None and name == "output":
             raise ValueError(
                 "output is the cluster file of a measured machine: leave it out with quality, "
-                "whose factors go to the user's table or table=<file>"
+                "whose factors go to the user's table"
             )
 
 
@@ -249,9 +249,11 @@ def measure_quality(config: DictConfig) -> None:
         raise ValueError("say devices= and accelerator=, which trainer.* of the runs follow")
     pairing = _pairing(config)
     ways = read_ways(plain_value(config.quality), ranks=config.devices)
-    table = own_file() if config.table is None else Path(config.table)
+    table = own_file()
     if table is None:
-        raise ValueError("this user has no home for a table of step factors: say table=<file>")
+        raise ValueError(
+            "this user has no home for a table of step factors: set XDG_CACHE_HOME to a folder"
+        )
     folder = Path(HydraConfig.get().runtime.output_dir)
     trials = Trials(config, pairing, folder)
 
@@ -264,8 +266,7 @@ def measure_quality(config: DictConfig) -> None:
             model=trials.facts["model"],
             source=str(table),
         )
-        if config.table is None:
-            made(table.parent)
+        made(table.parent)
         keep_row(table, row)
 
     found = race(ways, trials, pairing=pairing, say=_say, keep=keep)

@@ -165,7 +165,7 @@ class SearchedPipelines:
             )
         rule = partial(rule_for, optimizers[0], request.stale.prediction, accumulate=accumulate)
         rule()  # one that does not know the optimizer is refused before the search
-        return StaleWeights(lambda flight: rule(flight=flight))
+        return StaleWeights(lambda flight: rule(flight=flight), accumulate)
 
     def notes(
         self,

@@ -1,13 +1,16 @@
-"""Which ranks share a node, and the process groups of an exchange."""
+"""Which ranks share a node; process groups, which are made and ended here."""
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from threading import Thread
 from time import monotonic
 
@@ -159,6 +162,23 @@ def destroy_groups(groups: Sequence[dist.ProcessGroup], *, meets: bool = False) 
         dist.barrier()
     for group in there:
         dist.destroy_process_group(group)
+
+
+def at_exit(method: Callable[[], object]) -> Callable[[], None]:
+    """Have a bound method called when the process ends; `atexit` alone would keep its object.
+
+    Returns:
+        A function that calls it off.
+    """
+    kept = weakref.WeakMethod(method)
+
+    def call() -> None:
+        found = kept()
+        if found is not None:
+            found()
+
+    atexit.register(call)
+    return partial(atexit.unregister, call)
 
 
 def abort_groups(groups: Sequence[dist.ProcessGroup]) -> list[dist.ProcessGroup]:

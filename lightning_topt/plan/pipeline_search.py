@@ -16,14 +16,18 @@ what crosses the boundary where that is least.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
 
+from lightning_topt.communication.exchange_method import GradientMethod
+from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.cost_table import Array
+from lightning_topt.costs.exchange_model import legal_exchanges
 from lightning_topt.costs.schedule_rates import fits
 from lightning_topt.frontier.stage_search import StagePoint, search_stages
 from lightning_topt.plan.known_plans import KnownPlans, filled
@@ -40,7 +44,7 @@ from lightning_topt.plan.stage_tables import (
 from lightning_topt.prediction import Prediction
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
 
-PLAIN = "1f1b"  # the schedule that is preferred where others gain little
+_PLAIN = "1f1b"  # see `is_plain`
 _MOST_CHUNKS = 4  # stages per rank
 _MOST_PER_RANK = 16  # microbatches, in times the ranks of a pipeline
 _ROOM = 2**20  # numbers in an array, about
@@ -87,10 +91,12 @@ class PipelineRequest:
 class StaleWeights:
     """Asynchronous pipelines may be chosen.
 
-    `rule_of` gives the rule of weights for so many minibatches in flight behind the first stage.
+    `rule_of` gives the rule of weights for so many minibatches in flight behind the first stage; an
+    update takes `accumulate` minibatches.
     """
 
     rule_of: Callable[[int], Prediction]
+    accumulate: int = 1
 
     def rule(self, ranks: int, schedule: str) -> Prediction:
         """Return the rule for a pipeline of `ranks` under `schedule`."""
@@ -103,7 +109,8 @@ class FoundPipelines:
 
     Args:
         plans: each with the shape of its pipeline.
-        plain: plans under 1F1B that only those of other schedules beat: a choice may prefer them.
+        plain: plans under 1F1B, of gradients as they are, that only other ones beat: a choice may
+            prefer them.
         error_bound: as in `Frontier`.
         searched, tables: so many of so many tables were searched.
     """
@@ -134,9 +141,9 @@ def search_pipelines(
     bounds, shapes = _bounded(blocks, shapes, known, known.scaled(1 / (1 + epsilon)))
     room, searched = float(blocks.step.cluster.device.memory_bytes), set[int]()
     for between in ((0.0, room), (room, np.inf)):
-        # 1F1B first: what it finds is compared with plans without stages.
+        # 1F1B first, of gradients as they are: what it finds is compared with plans without stages.
         seconds = bounds.seconds_within(between[1])
-        order = sorted(range(len(shapes)), key=lambda n: (shapes[n].schedule != PLAIN, seconds[n]))
+        order = sorted(range(len(shapes)), key=lambda n: (not is_plain(shapes[n]), seconds[n]))
         for index in order:
             shape = shapes[index]
             # by now more plans may be known than when the shapes were bounded
@@ -159,14 +166,19 @@ def search_pipelines(
             found.plans += [(shape, point) for point in result.points]
             costs = np.array([(p.step_seconds, p.peak_bytes) for p in result.points]).reshape(-1, 2)
             known = KnownPlans.best([known.costs, costs])
-            if shape.schedule == PLAIN:
-                plain = known
+            if is_plain(shape):
+                plain = KnownPlans.best([plain.costs, costs])
     found.searched = len(searched)
     # plans that later ones beat are dropped; `plain` keeps 1F1B plans that only other stages beat
-    found.plain = [each for each in _on(found.plans, plain) if each[0].schedule == PLAIN]
+    found.plain = [each for each in _on(found.plans, plain) if is_plain(each[0])]
     found.plans = _on(found.plans, known)
     found.plain = [each for each in found.plain if each not in found.plans]
     return found
+
+
+def is_plain(shape: PipelineShape) -> bool:
+    """Return whether it is preferred where others gain little."""
+    return shape.schedule == _PLAIN and shape.exchange is None
 
 
 def hopeful_shapes(
@@ -212,12 +224,13 @@ def pipeline_shapes(
     wanted: PipelineRequest,
     *,
     tensor: int = 1,
+    exchanges: Sequence[GradientMethod] = (),
 ) -> Iterator[PipelineShape]:
     """Yield the pipelines of `count` ranks for a batch; `tensor` ranks hold slices of the same.
 
     Sizes divide the ranks, microbatches the batch of a row. A schedule that another one beats in
     every formula is left out unless it is wanted: with as many stages per rank, as short and with
-    fewer microbatches in flight.
+    fewer microbatches in flight. Rows may send gradients by one of `exchanges`.
     """
     graph, most = blocks.step.graph, len(blocks.names)
     for ranks in range(2, min(count // tensor, most) + 1):
@@ -239,6 +252,30 @@ def pipeline_shapes(
                 # ZeRO-1 where there are replicas, and states that can be told apart by parameter
                 for level in (0, 1) if data > 1 and blocks.step.optimizer.by_parameter else (0,):
                     yield PipelineShape(ranks, data, name, chunks, micro, samples, level, tensor)
+                if tensor == 1:  # of slices gradients are sent as they are
+                    for apart, method in ways_to_send(blocks.step.cluster, ranks, data, exchanges):
+                        yield PipelineShape(
+                            *(ranks, data, name, chunks, micro, samples),
+                            rows_apart=apart,
+                            exchange=method,
+                        )
+
+
+def ways_to_send(
+    cluster: Cluster, ranks: int, data: int, exchanges: Sequence[GradientMethod]
+) -> Iterator[tuple[bool, GradientMethod]]:
+    """Yield whether the `ranks` of a row are neighbours, and how its `data` rows send gradients.
+
+    The ranks of a stage are neighbours, as where gradients are sent as they are. Smaller gradients
+    may travel between nodes in the place of activations.
+    """
+    for apart in (False, True) if ranks * data > cluster.devices_per_node else (False,):
+        legal = (
+            legal_exchanges(method, cluster=cluster, world_size=data, stride=ranks if apart else 1)
+            for method in exchanges
+        )
+        for each in dict.fromkeys(itertools.chain.from_iterable(legal)):
+            yield apart, each
 
 
 def _microbatches(batch: int, ranks: int, wanted: PipelineRequest) -> Iterator[int]:
@@ -297,10 +334,13 @@ def continuous_shapes(
     global_batch_size: int,
     wanted: PipelineRequest,
     stale: StaleWeights,
+    *,
+    exchanges: Sequence[GradientMethod] = (),
 ) -> Iterator[ContinuousShape]:
     """Yield the asynchronous pipelines of `count` ranks.
 
-    Each row of ranks takes its part of the batch as one minibatch.
+    Each row of ranks takes its part of the batch as one minibatch. Rows may send gradients by one
+    of `exchanges`.
     """
     graph = blocks.step.graph
     if wanted.schedule not in (None, *CONTINUOUS_SCHEDULES) or wanted.microbatches not in (None, 1):
@@ -315,10 +355,16 @@ def continuous_shapes(
             continue
         if wanted.stages in (None, ranks) and (graph.batch_scaling or samples == graph.batch_size):
             for name in CONTINUOUS_SCHEDULES if wanted.schedule is None else (wanted.schedule,):
-                rule = stale.rule(ranks, name)
-                yield ContinuousShape.of(
-                    ranks, data, samples=samples, schedule=name, prediction=rule
+                shape = ContinuousShape.of(
+                    *(ranks, data),
+                    samples=samples,
+                    schedule=name,
+                    prediction=stale.rule(ranks, name),
+                    accumulate=stale.accumulate,
                 )
+                yield shape
+                for apart, method in ways_to_send(blocks.step.cluster, ranks, data, exchanges):
+                    yield replace(shape, rows_apart=apart, exchange=method)
 
 
 # ---- lower bounds

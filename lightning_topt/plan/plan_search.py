@@ -180,6 +180,7 @@ def search_plans(
                 points,
                 stale=request.stale,
                 split=request.split,
+                exchanges=request.exchanges,
                 global_batch_size=request.global_batch_size,
                 epsilon=request.epsilon,
                 max_seconds=request.max_seconds,

@@ -37,6 +37,7 @@ from lightning_topt.plan.stage_tables import (
     fixed_costs,
     links_of,
     shape_of_plan,
+    trained_bytes,
     transfer_seconds,
 )
 from lightning_topt.schedules.schedules import Schedule, make_schedule
@@ -88,6 +89,12 @@ def stage_seconds(
         parts[:, own] = sums[:, rows, ends[own]] - sums[:, rows, first[own]]
     shared = shape.once(blocks).shared
     once = parts[3] if shared is None else parts[3] + shared[0][first, ends]
+    if isinstance(shape, ContinuousShape):
+        # a rule puts weights in place for both passes
+        sums = np.cumsum([0.0, *(trained_bytes(blocks, n) for n in range(len(blocks.names)))])
+        passes, update = shape.rule_seconds(blocks)[..., None] * (sums[ends] - sums[first])
+        parts[:2] += passes / 2
+        once = once + update
     if shape.splits_backward:
         # nothing before the first stage needs a gradient
         parts[2, 0], parts[4, 0] = parts[1, 0], 0.0

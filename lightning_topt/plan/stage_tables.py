@@ -13,6 +13,7 @@ A stage costs the sum of its blocks, what it receives, and what its rank has onc
     passes of a microbatch      parts_of            `StageBlocks.passes`
     messages between stages     transfer_seconds    `StageBlocks.crossing_bytes`, the links
     exchange, update, states    PipelineShape.once  `StageBlocks.once`
+    weights of a rule           rule_seconds        `Prediction.traffic`
     Python, buffers, batch      fixed_costs         measured
 """
 
@@ -20,8 +21,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 
 import numpy as np
 from typing_extensions import override
@@ -44,7 +45,8 @@ from lightning_topt.costs.stage_table import (
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.stage_blocks import Once, StageBlocks
-from lightning_topt.prediction import Prediction
+from lightning_topt.prediction import NoPrediction, Prediction
+from lightning_topt.prediction.rule import Traffic
 from lightning_topt.schedules.schedules import (
     CONTINUOUS_SCHEDULES,
     SCHEDULES,
@@ -197,11 +199,12 @@ class PipelineShape:
 class ContinuousShape(PipelineShape):
     """A pipeline that never flushes: one stage on each rank, minibatches one after the other.
 
-    Each minibatch has `samples` samples. Backward passes lag behind forward passes as the schedule
-    says, and stage s keeps ``copies[s]`` copies of its weights.
+    Each minibatch has `samples` samples, and an update takes `accumulate` of them. Backward passes
+    lag behind forward passes as the schedule says. Passes compute with the weights of `rule`.
     """
 
-    copies: tuple[int, ...] = ()
+    rule: Prediction = field(default_factory=NoPrediction)
+    accumulate: int = 1
 
     @property
     def cast_copies(self) -> int:
@@ -217,16 +220,18 @@ class ContinuousShape(PipelineShape):
         samples: float,
         schedule: str,
         prediction: Prediction,
+        accumulate: int = 1,
         rows_apart: bool = False,
         exchange: GradientMethod | None = None,
     ) -> ContinuousShape:
         """Return the shape of `data` rows of `ranks` ranks; `prediction` is the rule of weights."""
-        lag, stages = CONTINUOUS_SCHEDULES[schedule], range(ranks)
-        copies = tuple(
-            prediction.weight_copies(stage=s, num_stages=ranks, lag_per_hop=lag) for s in stages
+        return cls(
+            *(ranks, data, schedule, 1, 1, samples),
+            rows_apart=rows_apart,
+            exchange=exchange,
+            rule=prediction,
+            accumulate=accumulate,
         )
-        shape = cls(ranks, data, schedule, 1, 1, samples, copies=copies)
-        return replace(shape, rows_apart=rows_apart, exchange=exchange)
 
     @classmethod
     def of_plan(cls, plan: ParallelPlan) -> ContinuousShape:
@@ -243,6 +248,7 @@ class ContinuousShape(PipelineShape):
             samples=samples,
             schedule=plan.schedule,
             prediction=plan.weight_prediction,
+            accumulate=plan.accumulate,
             rows_apart=_rows_apart(plan.mesh),
             exchange=plan.gradient_exchange,
         )
@@ -294,12 +300,56 @@ class ContinuousShape(PipelineShape):
             passes + 2 * PASS_SECONDS, updates, transfers, lag_per_hop=self.lag_per_hop
         )
 
+    @property
+    def copies(self) -> tuple[int, ...]:
+        """Copies of its weights that each stage keeps."""
+        sizes = {"num_stages": self.pipeline, "lag_per_hop": self.lag_per_hop}
+        sizes["accumulate"] = self.accumulate
+        return tuple(self.rule.weight_copies(stage=s, **sizes) for s in range(self.pipeline))
+
+    def rule_seconds(self, blocks: StageBlocks) -> Array:
+        """Return seconds per byte of a stage's weights that the rule takes, (2, stage).
+
+        The first row is for both passes of a minibatch, the second for the update, as parts of a
+        minibatch. Memory that is read and written takes them.
+        """
+        step = blocks.step
+        moved = _rule_traffic(self, step.optimizer.name, compiled=step.on_gloo)
+        devices = [
+            blocks.on(self.kinds_of([s], step.cluster)).step.cluster.device
+            for s in range(self.pipeline)
+        ]
+        return np.array(moved).T / [device.memory_bandwidth for device in devices]
+
     def copied_bytes(self, blocks: StageBlocks, *, stage: int, first: int, end: int) -> float:
         """Return the bytes of weight copies of a stage with blocks `first` to `end` - 1."""
         return self.copies[stage] * sum(trained_bytes(blocks, place) for place in range(first, end))
 
     def _lag(self, stage: int) -> int:
         return lag_of(stage, num_ranks=self.pipeline, lag_per_hop=self.lag_per_hop)
+
+
+@lru_cache(maxsize=256)
+def _rule_traffic(shape: ContinuousShape, optimizer: str, *, compiled: bool) -> list[Traffic]:
+    """Return the traffic of the rule by stage, of a minibatch once the pipeline is filled."""
+    count = shape.accumulate
+    first = -(-_DRAWN * max(shape._lag(0), 1) // count) * count  # of an update
+    schedule = continuous_schedule(
+        num_ranks=shape.pipeline,
+        # as many follow as precede them
+        num_minibatches=2 * first + count,
+        lag_per_hop=shape.lag_per_hop,
+        accumulate=count,
+    )
+    found = []
+    for stage in staleness(schedule):
+        passes = [
+            shape.rule.traffic(forward, backward, optimizer=optimizer, compiled=compiled)
+            for forward, backward in zip(*stage, strict=True)
+        ][first : first + count]
+        most = max(each.update for each in passes)
+        found.append(Traffic(sum(each.passes for each in passes) / count, most / count))
+    return found
 
 
 def trained_bytes(blocks: StageBlocks, place: int) -> float:
@@ -393,11 +443,13 @@ def continuous_table(blocks: StageBlocks, shape: ContinuousShape) -> StageTable:
     copied = np.array(
         [trained_bytes(blocks, blocks.kinds.index(kind)) for kind in range(max(blocks.kinds) + 1)]
     )
-    for stage, copies in zip(table.stages, shape.copies, strict=True):
+    seconds = shape.rule_seconds(blocks).sum(axis=0)
+    for stage, copies, rate in zip(table.stages, shape.copies, seconds.tolist(), strict=True):
         # stages keep different numbers of copies, so each has variants of its own
         own = tuple(range(len(variants), len(variants) + len(stage.variants)))
         for variant in (table.variants[index] for index in stage.variants):
-            variants.append(replace(variant, static=variant.static + copies * copied))
+            static, load = variant.static + copies * copied, variant.load + rate * copied
+            variants.append(replace(variant, static=static, load=load))
         stages.append(replace(stage, variants=own, in_update=stage.in_flight - 1))
     return replace(table, variants=tuple(variants), stages=tuple(stages))
 

@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.segments import chain_of
@@ -47,12 +48,12 @@ from lightning_topt.plan.parallel_plan import (
     StepEstimate,
 )
 from lightning_topt.plan.pipeline_search import (
-    PLAIN,
     FoundPipelines,
     PipelineRequest,
     StaleWeights,
     continuous_shapes,
     hopeful_shapes,
+    is_plain,
     least_seconds_of,
     pipeline_shapes,
     search_pipelines,
@@ -94,6 +95,7 @@ def search_pipelines_for(
     stale: StaleWeights | None,
     global_batch_size: int,
     split: SplitModel | None = None,
+    exchanges: Sequence[GradientMethod] = (),
     epsilon: float = 0.0,
     max_seconds: float = 10.0,
 ) -> tuple[list[PlanPoint], list[PlanPoint], float]:
@@ -101,6 +103,7 @@ def search_pipelines_for(
     points, plain, error = list[PlanPoint](), list[PlanPoint](), 0.0
     limits: dict[str, Any] = {
         "global_batch_size": global_batch_size,
+        "exchanges": exchanges,
         "epsilon": epsilon,
         "max_seconds": max_seconds,
     }
@@ -133,12 +136,14 @@ def search_stages_for(
     *,
     global_batch_size: int,
     split: SplitModel | None = None,
+    exchanges: Sequence[GradientMethod] = (),
     epsilon: float = 0.0,
     max_seconds: float = 10.0,
 ) -> tuple[list[PlanPoint], list[PlanPoint], float]:
     """Return plans with stages for `count` ranks.
 
-    With `split`, stages may run on slices of parameters.
+    With `split`, stages may run on slices of parameters. Where they do not, rows of ranks may send
+    gradients by one of `exchanges`.
 
     Returns:
         Plans that none of those `known` for as many ranks beats; plainer ones that only others with
@@ -150,7 +155,9 @@ def search_stages_for(
     # one budget of time, without captures, and one set of known costs for all searches below
     best = KnownPlans.best([_costs_for(known, count)])
     search = _Search(wanted, global_batch_size, epsilon, max_seconds, best, error=epsilon)
-    shapes = [*pipeline_shapes(blocks, count, global_batch_size, wanted)] if wanted.takes(1) else []
+    shapes = list[PipelineShape]()
+    if wanted.takes(1):
+        shapes += pipeline_shapes(blocks, count, global_batch_size, wanted, exchanges=exchanges)
     chains: list[tuple[SplitStages, list[PipelineShape]]] = []
     if split is not None:
         chains += splits_of_stages(blocks, split, count, wanted, global_batch_size)
@@ -211,7 +218,7 @@ class _Search:
         self.left -= time.thread_time() - start
         self.found.append((blocks, found))
         self.plain.append(
-            _costs([each for each in (*found.plans, *found.plain) if each[0].schedule == PLAIN])
+            _costs([each for each in (*found.plans, *found.plain) if is_plain(each[0])])
         )
         # later searches must beat these
         self.known = KnownPlans.best([self.known.costs, _costs(found.plans)])
@@ -235,7 +242,7 @@ class _Search:
             others = [
                 each
                 for each, cost in every
-                if cost in plain and each[0].schedule == PLAIN and cost not in best
+                if cost in plain and is_plain(each[0]) and cost not in best
             ]
             for plans, into in zip((chosen, others), kept, strict=True):
                 into += _points(
@@ -283,6 +290,7 @@ def search_continuous(
     known: Sequence[PlanPoint],
     *,
     global_batch_size: int,
+    exchanges: Sequence[GradientMethod] = (),
     epsilon: float = 0.0,
     max_seconds: float = 10.0,
 ) -> tuple[list[PlanPoint], float]:
@@ -293,7 +301,9 @@ def search_continuous(
     Raises:
         PlanError: such a plan is asked for by name, and none of `count` ranks is as wanted.
     """
-    shapes = [*continuous_shapes(blocks, count, global_batch_size, wanted, stale)]
+    shapes = [
+        *continuous_shapes(blocks, count, global_batch_size, wanted, stale, exchanges=exchanges)
+    ]
     if not shapes and wanted.schedule in CONTINUOUS_SCHEDULES:
         raise PlanError(_why_none(blocks, count, wanted, global_batch_size=global_batch_size))
     # shape after shape, each with an equal share of the time, and against what is known by then

@@ -19,8 +19,9 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from lightning_topt.basics.units import format_seconds
 from lightning_topt.communication.exchange_method import ByNodes, ExchangeMethod, LocalMethod
 from lightning_topt.communication.method_registry import read_method
 from lightning_topt.plan.choose import NoPlanFitsError, choose_place
-from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint, TimeToLoss
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
 from lightning_topt.prediction import (
@@ -38,6 +39,7 @@ from lightning_topt.prediction import (
     make_prediction,
     prediction_to_value,
 )
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 
 VERSION = 1
 FILE = Path(__file__).with_name("step_factors.json")
@@ -347,6 +349,7 @@ def search_each_way(
     if request.stale is not None:
         ways.append(dataclasses.replace(alone, stale=request.stale))
     found = [search_plans(way, progress=progress) for way in ways]
+    found += _compressed_and_stale(request, progress)
     if len(found) == 1:
         return found[0]
     points = [point for each in found for point in each.points]
@@ -358,6 +361,31 @@ def search_each_way(
         error_bound=max(each.error_bound for each in found),
         predicted_as=found[0].predicted_as,
     )
+
+
+def _compressed_and_stale(
+    request: SearchRequest, progress: Callable[[str], None] | None
+) -> Iterator[PlanFrontier]:
+    """Yield the asynchronous pipelines whose rows compress gradients, for each way to do so."""
+    wanted = request.pipelines
+    if request.stale is None or wanted is None:
+        return
+    schedules = [name for name in CONTINUOUS_SCHEDULES if wanted.schedule in (None, name)]
+    for each, name, count in product(request.exchanges, schedules, request.device_counts):
+        mixed = dataclasses.replace(
+            request,
+            exchanges=(each,),
+            local_steps=(),
+            pipelines=dataclasses.replace(wanted, schedule=name),
+            device_counts=(count,),
+        )
+        try:
+            found = search_plans(mixed, progress=progress)
+        except PlanError:  # no such pipeline has so many ranks
+            continue
+        own = [point for point in found.points if point.plan.gradient_exchange is not None]
+        if own:
+            yield dataclasses.replace(found, points=tuple(own), uniform=())
 
 
 def by_loss(frontier: PlanFrontier, training: Training, *, table: StepTable) -> PlanFrontier:

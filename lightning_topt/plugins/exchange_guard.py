@@ -11,7 +11,6 @@ A strategy has an `ExchangeGuard`, to which its hooks delegate:
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_topt.communication.hook import CompressedExchange, ExchangeStatistics
 from lightning_topt.communication.rank_watch import PeerLostError, is_of_collective
+from lightning_topt.communication.topology import at_exit
 from lightning_topt.plugins.lost_ranks import LostRankWatch
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class ExchangeGuard:
 
     def __init__(self, rank_watch: LostRankWatch) -> None:
         self.exchange: CompressedExchange | LocalExchange | None = None
+        self._call_off: Callable[[], None] = lambda: None
         self._rank_watch = rank_watch
 
     def open(self, exchange: CompressedExchange | LocalExchange | None) -> None:
@@ -52,12 +53,12 @@ class ExchangeGuard:
         self.close()
         self.exchange = exchange
         if exchange is not None:
-            atexit.register(exchange.end)
+            self._call_off = at_exit(exchange.end)
 
     def close(self, *, alone: bool = False) -> None:
         """End the exchange; other ranks need not do so where this one does it `alone`."""
         if self.exchange is not None:
-            atexit.unregister(self.exchange.end)
+            self._call_off()
             if alone:
                 self.exchange.end()
             else:

@@ -371,7 +371,7 @@ def _stale_weights(
         accumulate=trainer.accumulate_grad_batches,
     )
     rule()  # one that does not know the optimizer is refused before the search
-    return StaleWeights(lambda flight: rule(flight=flight))
+    return StaleWeights(lambda flight: rule(flight=flight), trainer.accumulate_grad_batches)
 
 
 def microbatch_of(batch: Any, given: PipelinePlan, mesh: Mesh) -> tuple[Any, int]:

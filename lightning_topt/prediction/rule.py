@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch.optim import Optimizer
 
@@ -78,6 +78,17 @@ class StagePrediction(ABC):
         self.drained()
 
 
+class Traffic(NamedTuple):
+    """How often the bytes of a stage's weights are read or written in memory for a rule.
+
+    `passes`: to put weights in place for both passes of a minibatch, and to take them away.
+    `update`: at an update, beside the optimizer's own step.
+    """
+
+    passes: float
+    update: float
+
+
 @dataclass(frozen=True)
 class Prediction(ABC):
     """A weight rule, with its options as fields."""
@@ -94,6 +105,19 @@ class Prediction(ABC):
 
         The storages do not count. Backward passes are ``(num_stages - 1 - stage) * lag_per_hop``
         minibatches behind forward passes, and an update takes `accumulate` minibatches.
+        """
+
+    @abstractmethod
+    def traffic(
+        self, forward: Staleness, backward: Staleness, *, optimizer: str, compiled: bool
+    ) -> Traffic:
+        """Return what the passes of a minibatch move in memory, in bytes of the stage's weights.
+
+        Args:
+            forward: the staleness of its forward pass.
+            backward: that of its backward pass.
+            optimizer: the name of its class, one that the rule knows.
+            compiled: whether moves are made by `move_kernels`, not by torch.
         """
 
     @abstractmethod

@@ -29,9 +29,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_choice, check_whole
-from lightning_topt.prediction.rule import Prediction, Rates, StagePrediction
+from lightning_topt.prediction.rule import Prediction, Rates, StagePrediction, Traffic
 from lightning_topt.prediction.weights import (
+    COPY,
     KNOWN,
+    SWAPS,
     Hyperparameters,
     Method,
     Moments,
@@ -40,6 +42,7 @@ from lightning_topt.prediction.weights import (
     empty_copies,
     keep_and_move,
     method_of,
+    move_traffic,
     num_bytes,
     read_moments,
     repeated_update,
@@ -197,6 +200,12 @@ class NoPrediction(Prediction):
         return 0
 
     @override
+    def traffic(
+        self, forward: Staleness, backward: Staleness, *, optimizer: str, compiled: bool
+    ) -> Traffic:
+        return Traffic(0.0, 0.0)
+
+    @override
     def on(
         self,
         optimizer: Optimizer,
@@ -230,6 +239,12 @@ class PipeMare(Prediction):
         self, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1
     ) -> int:
         return 0
+
+    @override
+    def traffic(
+        self, forward: Staleness, backward: Staleness, *, optimizer: str, compiled: bool
+    ) -> Traffic:
+        return Traffic(0.0, 0.0)
 
     @override
     def on(
@@ -344,6 +359,14 @@ class WeightStashing(Prediction):
         return -(-lag_of(stage, num_ranks=num_stages, lag_per_hop=lag_per_hop) // accumulate)
 
     @override
+    def traffic(
+        self, forward: Staleness, backward: Staleness, *, optimizer: str, compiled: bool
+    ) -> Traffic:
+        # a version is kept, and put in place for the backward pass, if an update comes between
+        is_late = forward.missing > 0
+        return Traffic(SWAPS * is_late, COPY * is_late)
+
+    @override
     def on(
         self,
         optimizer: Optimizer,
@@ -442,6 +465,15 @@ class TwoVersions(Prediction):
         self, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1
     ) -> int:
         return (1 + self.error_feedback) * (num_stages > 1)
+
+    @override
+    def traffic(
+        self, forward: Staleness, backward: Staleness, *, optimizer: str, compiled: bool
+    ) -> Traffic:
+        # passes before the update with the minibatch before find the version in place
+        passes = (forward.missing == 0) + (backward.missing == 0)
+        # three differences or sums of two
+        return Traffic(SWAPS * passes, COPY + 9.0 * self.error_feedback)
 
     @override
     def on(
@@ -628,6 +660,13 @@ class SpecTrain(Prediction):
         return int(stage >= 2 or lag_of(stage, num_ranks=num_stages, lag_per_hop=lag_per_hop) > 0)
 
     @override
+    def traffic(
+        self, forward: Staleness, backward: Staleness, *, optimizer: str, compiled: bool
+    ) -> Traffic:
+        passes = (forward.round_trip > 0) + (backward.round_trip > 0)
+        return Traffic(passes * (move_traffic(optimizer, compiled=compiled) + COPY), 0.0)
+
+    @override
     def on(
         self,
         optimizer: Optimizer,
@@ -667,6 +706,19 @@ class ForwardOnly(Prediction):
         self, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1
     ) -> int:
         return int(lag_of(stage, num_ranks=num_stages, lag_per_hop=lag_per_hop) > 0)
+
+    @override
+    def traffic(
+        self, forward: Staleness, backward: Staleness, *, optimizer: str, compiled: bool
+    ) -> Traffic:
+        if not forward.missing:
+            return Traffic(0.0, 0.0)
+        moved = move_traffic(optimizer, compiled=compiled, steps=self.steps_of(forward))
+        return Traffic(moved + COPY, 0.0)
+
+    def steps_of(self, forward: Staleness) -> int:
+        """Return the steps of a move, one after the other."""
+        return 1
 
     @override
     def on(
@@ -715,6 +767,10 @@ class MultiStep(ForwardOnly):
 
     name: ClassVar[str] = "multistep"
     predict: ClassVar[Predict] = staticmethod(updates_without_gradients)
+
+    @override
+    def steps_of(self, forward: Staleness) -> int:
+        return forward.missing
 
 
 class _PredictedWeights(StagePrediction):

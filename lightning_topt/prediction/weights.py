@@ -29,6 +29,8 @@ CHUNK_BYTES = 32 << 20  # temporaries are made for so much at a time, and at lea
 # of weights; with fewer, loading the compiler takes longer than it saves in a thousand passes
 KERNEL_BYTES = 4 << 20
 KERNEL_THREADS = 3  # as many of torch's are as fast as a kernel on one
+# of the bytes of tensors, what is read and written to copy them; to swap them in, and out again
+COPY, SWAPS = 2.0, 12.0
 T = TypeVar("T")
 
 
@@ -316,6 +318,21 @@ def keep_and_move(moments: Moments, copies: Sequence[Tensor], move: Move) -> Non
     else:
         torch._foreach_copy_(list(copies), moments.parameters)
         move_by_torch(moments, move)
+
+
+def move_traffic(optimizer: str, *, compiled: bool, steps: int = 1) -> float:
+    """Return how often `keep_and_move` reads or writes the bytes of the weights.
+
+    Args:
+        optimizer: the name of its class.
+        compiled: by the kernels, which read and write each number once; else by torch.
+        steps: of Adam's moves. Decay is not counted.
+    """
+    is_adam = optimizer != "SGD"
+    if compiled:
+        return 5.0 if is_adam else 4.0
+    # roots; then for each step a quotient, eps, and a product of three
+    return COPY + (2.0 + steps * 8.0 if is_adam else 3.0)
 
 
 def _suits_kernels(moments: Moments) -> bool:

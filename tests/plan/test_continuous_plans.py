@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from lightning_topt.communication import TopK
 from lightning_topt.costs.cluster import Link
 from lightning_topt.costs.sizes import parameter_bytes
 from lightning_topt.frontier.stage_search import StagePoint, search_stages
@@ -18,7 +19,7 @@ from lightning_topt.plan.pipeline_search import PipelineRequest, StaleWeights, c
 from lightning_topt.plan.plan_search import SearchRequest, search_plans, stage_blocks
 from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_simulation import stage_seconds, step_of_plan, step_seconds_of
-from lightning_topt.plan.stage_tables import ContinuousShape, continuous_table
+from lightning_topt.plan.stage_tables import ContinuousShape, continuous_table, shape_of_plan
 from lightning_topt.plan.staged_plans import search_continuous
 from lightning_topt.prediction import make_prediction
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
@@ -136,6 +137,34 @@ def test_shapes_are_as_wanted(small: SearchRequest) -> None:
     ):
         assert not shapes(**none)
     assert not shapes(batch=7)
+
+
+def test_rows_compress_their_gradients_where_that_is_allowed(small: SearchRequest) -> None:
+    """Every shape, order of the axes and exchange is looked at, and the best of all is found."""
+    blocks, method = on(small, SLOW), TopK(density=0.01)
+    wanted = PipelineRequest(ranks=2, schedule="continuous")
+    dense, *sent = continuous_shapes(blocks, 8, 32, wanted, stale(), exchanges=[method])
+    assert (dense.exchange, dense.rows_apart) == (None, False)
+    # nodes may sum first where a stage has several ranks on one
+    assert {(each.rows_apart, each.exchange) for each in sent} == {
+        (False, replace(method, hierarchical=False)),
+        (False, replace(method, hierarchical=True)),
+        (True, replace(method, hierarchical=False)),
+    }
+    paces = {
+        shape: step_seconds_of(stage_seconds(blocks, shape, every_cut(blocks, 2)), shape)
+        for shape in (dense, *sent)
+    }
+    least = {shape: found.min() for shape, found in paces.items() if found is not None}
+    quickest = min(least, key=least.__getitem__)
+    assert quickest.exchange is not None and least[quickest] < 0.8 * least[dense]
+    found, _ = search_continuous(
+        blocks, 8, wanted, stale(), (), global_batch_size=32, exchanges=[method]
+    )
+    best = min(found, key=lambda point: point.step_seconds)
+    assert best.step_seconds == pytest.approx(least[quickest], rel=0.1)
+    assert best.plan.gradient_exchange is not None
+    assert shape_of_plan(best.plan).exchange == best.plan.gradient_exchange
 
 
 def test_stale_weights_are_chosen_where_they_are_allowed_and_gain_more_than_the_error(

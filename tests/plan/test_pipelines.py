@@ -40,7 +40,7 @@ from lightning_topt.plan.stage_simulation import (
     step_seconds_of,
 )
 from lightning_topt.plan.stage_tables import PASS_SECONDS, PipelineShape, shape_of_plan, stage_table
-from lightning_topt.plan.staged_plans import staged_points
+from lightning_topt.plan.staged_plans import search_stages_for, staged_points
 from lightning_topt.schedules.schedules import SCHEDULES
 from lightning_topt.techniques.registry import check_runs
 from tests.frontier.brute_force import brute_force_stages
@@ -323,6 +323,34 @@ def test_stages_are_priced_with_the_exchange_of_their_plan(request_of_gpt: Searc
         for plan in (found, replace(found, gradient_exchange=method))
     )
     assert sent < exact - 0.5 * 3 * (dense - alone)
+
+
+def test_stages_that_flush_compress_their_gradients_where_that_is_allowed(
+    request_of_gpt: SearchRequest,
+) -> None:
+    """A look at all cuts of all shapes finds nothing faster, and 1F1B stays as it is beside it."""
+    blocks = stage_blocks(request_of_gpt)
+    wanted, method = PipelineRequest(ranks=2, schedule="1f1b", microbatches=4), TopK(density=0.01)
+    shapes = [*pipeline_shapes(blocks, 8, 32, wanted, exchanges=[method])]
+    assert {(each.rows_apart, each.level) for each in shapes if each.exchange} == {
+        (False, 0),
+        (True, 0),
+    }
+    count = len(blocks.names)
+    cuts = [StagePoint(0.0, 0.0, (first, count), (0, 0), (0,) * count) for first in range(1, count)]
+    least = {}
+    for shape in shapes:
+        seconds = step_seconds_of(stage_seconds(blocks, shape, cuts), shape)
+        assert seconds is not None
+        least[shape] = float(seconds.min())
+    assert min(least, key=least.__getitem__).exchange is not None
+    dense, _, _ = search_stages_for(blocks, 8, wanted, (), global_batch_size=32)
+    sent, plain, _ = search_stages_for(
+        blocks, 8, wanted, (), global_batch_size=32, exchanges=[method]
+    )
+    assert min(p.step_seconds for p in sent) == pytest.approx(min(least.values()))
+    quickest = min(p.step_seconds for p in dense)
+    assert quickest in [p.step_seconds for p in (*sent, *plain) if not p.plan.gradient_exchange]
 
 
 def test_what_is_outside_of_blocks_is_not_recomputed() -> None:

@@ -17,11 +17,13 @@ import pytest
 from benchmarks.exchange import step_factors as harness
 from benchmarks.exchange.adam_simulator import Model
 from lightning_topt.communication import BF16, TopK
+from lightning_topt.costs.cluster import Link
 from lightning_topt.costs.intervals import Interval
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.choose import NoPlanFitsError
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan, uniform_plan
+from lightning_topt.plan.pipeline_search import StaleWeights
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plan.step_factors import (
     SAME,
@@ -31,6 +33,7 @@ from lightning_topt.plan.step_factors import (
     Training,
     choose_by_loss,
     pooled,
+    search_each_way,
     time_to_loss,
 )
 from lightning_topt.prediction import (
@@ -39,6 +42,7 @@ from lightning_topt.prediction import (
     make_prediction,
     prediction_to_value,
 )
+from tests.plan.test_pipelines import NODES, make_request
 
 ROOT = Path(__file__).parents[2]
 MIB = 2.0**20
@@ -251,6 +255,24 @@ def test_a_faster_step_that_needs_more_steps_is_not_chosen():
     )
     assert found.plan.gradient_exchange == METHODS["few bits"]
     assert "1.20 x (1.20 to 1.30) the steps. The factor rests on 3 runs" in found.plan.reason
+
+
+def test_asynchronous_pipelines_are_searched_with_each_exchange():
+    """A mixed plan is there though its step takes longer than that of another way."""
+    slow = dataclasses.replace(NODES, inter=Link(1e-5, 1e8))
+    given = {"cluster": slow, "exchanges": [BF16(), METHODS["1 %"]]}
+    rule = StaleWeights(lambda flight: make_prediction("none"))
+    request = dataclasses.replace(make_request(layers=4), stale=rule, **given)
+    found = {
+        (point.plan.gradient_exchange and point.plan.gradient_exchange.name, point.plan.in_flight)
+        for point in search_each_way(request).candidates
+    }
+    assert {(name, flight > 0) for name, flight in found} == {
+        (name, flight) for name in (None, "bf16", "topk") for flight in (False, True)
+    }
+    # no pipelines were asked for: nothing is mixed
+    alone = search_each_way(dataclasses.replace(request, pipelines=None))
+    assert all(not point.plan.in_flight for point in alone.candidates)
 
 
 def test_seconds_have_the_range_of_both():

@@ -8,8 +8,7 @@ StageBuffers          all ranks keep buffers, and the stage that changes one has
 
 from __future__ import annotations
 
-import atexit
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_topt.communication.collectives import travel_device
 from lightning_topt.communication.topology import (
     abort_groups,
+    at_exit,
     destroy_groups,
     group_of,
 )
@@ -54,6 +54,7 @@ class PipelineGroups:
         self.rank, self.data_rank = mesh.pipeline_rank(rank), mesh.data_rank(rank)
         self.pipeline = tuple(mesh.pipeline_of(rank))
         self._made: list[dist.ProcessGroup] = []
+        self._call_off: Callable[[], None] = lambda: None
         # Groups are made in the same order on all ranks.
         self.pipeline_group = self.own(mesh.groups_along(mesh.pipeline_axes))
         self.data_group = self.own(mesh.groups_along(mesh.data_axes))
@@ -97,9 +98,9 @@ class PipelineGroups:
 
         Without one `atexit` lets go of all, whose threads and descriptors end with them.
         """
-        atexit.unregister(self.abort)
+        self._call_off()
         if groups:
-            atexit.register(self.abort)
+            self._call_off = at_exit(self.abort)
         self._made = groups
 
     @contextmanager

@@ -37,6 +37,7 @@ from lightning_topt.costs.optimizer import (
     ParameterUpdate,
     Probe,
     check_dense,
+    exchanges_of_whole,
     frozen_update,
     is_adaptive,
     lbfgs_probe,
@@ -131,6 +132,9 @@ class OptimizerObserver:
                 trained[id(optimizer)].append(_Trained(name, parameter, group))
         probes: dict[str, Probe] = {}
         seconds: dict[str, float] = {}
+        whole: dict[str, int] = {}
+        # an optimizer that communicates in its step shares its parameters out already
+        splits = not self.collectives
         for optimizer in self.optimizers:
             seen, parameters = self._seen[id(optimizer)], trained[id(optimizer)]
             found = _probes(optimizer, seen, parameters)
@@ -139,8 +143,9 @@ class OptimizerObserver:
             seconds |= _seconds_per_element(
                 seen, parameters, found, op_overhead_seconds=op_overhead_seconds
             )
-        # an optimizer that communicates in its step shares its parameters out already
-        splits = not self.collectives
+            count = exchanges_of_whole(optimizer) if splits else 0
+            if count is not None:
+                whole |= dict.fromkeys((each.name for each in parameters), count)
         return OptimizerProfile(
             name=" + ".join(type(optimizer).__name__ for optimizer in self.optimizers),
             elementwise=splits
@@ -151,6 +156,7 @@ class OptimizerObserver:
             seconds_per_element=seconds,
             probes=probes,
             adaptive=any(map(is_adaptive, self.optimizers)),
+            whole=whole,
         )
 
 

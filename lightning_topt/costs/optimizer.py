@@ -35,6 +35,7 @@ from lightning_topt.costs.cluster import Device
 from lightning_topt.costs.measuring import kept_global_state, time_kernel
 from lightning_topt.costs.optimizer_copy import OptimizerCopy, OptimizerError, no_global_hooks
 from lightning_topt.graph.no_trace import kept_objects
+from lightning_topt.optim.local_step import count_exchanges
 from lightning_topt.optim.update_rule import (
     BY_PARAMETER,
     ELEMENTWISE,
@@ -68,6 +69,8 @@ class OptimizerProfile:
             (`measure_update_seconds`).
         probes: what trial steps have shown, by the name of each trained parameter.
         adaptive: one of them divides by running means of squares, as Adam does.
+        whole: parameters that ranks do not cut for their update, by name: how often the shards of
+            one travel to or from its owner in a step. 0: no rank owns it, all step on their shards.
     """
 
     name: str
@@ -77,6 +80,7 @@ class OptimizerProfile:
     seconds_per_element: Mapping[str, float] = field(default_factory=dict)
     probes: Mapping[str, Probe] = field(default_factory=dict, compare=False)
     adaptive: bool = False
+    whole: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def kinds(self) -> dict[str, int]:
@@ -84,12 +88,15 @@ class OptimizerProfile:
 
         Those that are not here have none.
         """
-        numbers: dict[tuple[ParameterUpdate | None, float | None], int] = {}
-        names = {**self.updates, **self.seconds_per_element}
-        every = (
-            (name, (self.updates.get(name), self.seconds_per_element.get(name))) for name in names
-        )
-        return {name: numbers.setdefault(key, len(numbers)) for name, key in every}
+        numbers: dict[tuple[object, ...], int] = {}
+        every = self.updates, self.seconds_per_element, self.whole
+        keys = {name: tuple(of.get(name) for of in every) for of in every for name in of}
+        return {name: numbers.setdefault(key, len(numbers)) for name, key in keys.items()}
+
+    @cached_property
+    def owned(self) -> frozenset[str]:
+        """Names of the parameters that have owners where they are in shards."""
+        return frozenset(name for name, count in self.whole.items() if count)
 
     def state_bytes_of(self, name: str, shape: Sequence[int]) -> int:
         """Return the bytes of the state of a part of parameter `name`; 0 without updates.
@@ -162,6 +169,8 @@ def read_optimizer(
     updates: dict[str, ParameterUpdate] = {}
     probes: dict[Any, Probe] = {}
     by_name: dict[str, Probe] = {}
+    whole: dict[str, int] = {}
+    exchanges = {id(optimizer): exchanges_of_whole(optimizer) for optimizer in optimizers}
     for optimizer, group, parameter, name in updated_parameters(optimizers, named_parameters):
         if not parameter.requires_grad:
             updates[name] = frozen_update(optimizer, parameter)
@@ -176,6 +185,8 @@ def read_optimizer(
                 )
         updates[name] = probes[key].update(parameter)
         by_name[name] = probes[key]
+        if (count := exchanges[id(optimizer)]) is not None:
+            whole[name] = count
     return OptimizerProfile(
         name=" + ".join(type(optimizer).__name__ for optimizer in optimizers),
         elementwise=all(is_one_of(optimizer, ELEMENTWISE) for optimizer in optimizers),
@@ -183,7 +194,19 @@ def read_optimizer(
         updates=updates,
         probes=by_name,
         adaptive=any(map(is_adaptive, optimizers)),
+        whole=whole,
     )
+
+
+def exchanges_of_whole(optimizer: Optimizer) -> int | None:
+    """Return the entry in `OptimizerProfile.whole` of an optimizer's parameters; None: none.
+
+    Rules that are not known are tried. The optimizer stays as it is.
+    """
+    if is_one_of(optimizer, ELEMENTWISE):
+        return None
+    with kept_global_state(), kept_objects(optimizer, type(optimizer)), no_global_hooks():
+        return count_exchanges(optimizer)
 
 
 def frozen_update(optimizer: Optimizer, parameter: nn.Parameter) -> ParameterUpdate:

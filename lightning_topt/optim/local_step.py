@@ -33,7 +33,7 @@ from lightning_topt.optim.adam_variants import BasisRotation
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.pieces import Piece
 from lightning_topt.optim.step_hooks import begin_step, inside_hooks
-from lightning_topt.optim.update_rule import ELEMENTWISE, is_one_of
+from lightning_topt.optim.update_rule import ELEMENTWISE, is_one_of, updates_whole
 
 State = dict[str, Any]
 # w <- (1 - lr weight_decay) w + u, where u does not depend on w
@@ -317,6 +317,13 @@ class OwnedShards:
 def sends_updates(optimizer: Optimizer) -> bool:
     """Return whether owners need no parameters: two exchanges in a step, in place of three."""
     return is_one_of(optimizer, _DECAYED_APART)
+
+
+def count_exchanges(optimizer: Optimizer) -> int:
+    """Return how often shards travel to or from owners in a step; 0: they have none."""
+    if not updates_whole(optimizer):
+        return 0
+    return 2 if sends_updates(optimizer) else 3
 
 
 class _RowsOfRanks(NamedTuple):

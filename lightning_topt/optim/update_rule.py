@@ -145,6 +145,14 @@ def update_rule(optimizer: Optimizer, *, declared: UpdateRule | None = None) -> 
     return declared or _tried_rule(optimizer)
 
 
+def updates_whole(optimizer: Optimizer) -> bool:
+    """Return whether updates read all of a parameter and nothing else; unknown ones are tried."""
+    try:
+        return update_rule(optimizer) == "parameters"
+    except UnsplittableOptimizer:
+        return False
+
+
 def calls_may_repeat(optimizer: Optimizer) -> bool:
     """Return whether one step may be made of several calls, each on other parameters.
 

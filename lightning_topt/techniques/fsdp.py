@@ -25,6 +25,7 @@ from abc import abstractmethod
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from typing_extensions import override
 from lightning_topt.communication.collectives import AllGather, ReduceScatter, backend_of
 from lightning_topt.costs.communication import Collective
 from lightning_topt.costs.lifetimes import Lifetime
-from lightning_topt.costs.sizes import ROOT, shard_share
+from lightning_topt.costs.sizes import ROOT, gradient_bytes, shard_share
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig, Storage
@@ -53,11 +54,12 @@ from lightning_topt.techniques.fsdp_costs import (
     fsdp_collectives,
     gathered_lifetimes,
     gradient_lifetimes,
+    owner_collectives,
     plan_lifetimes,
     shard_lifetimes,
 )
 from lightning_topt.techniques.fsdp_gathers import memory_format_of
-from lightning_topt.techniques.optimizer_sharding import share_step
+from lightning_topt.techniques.optimizer_sharding import excess, share_step, state_bytes
 from lightning_topt.techniques.technique import (
     ALONE,
     Applied,
@@ -112,7 +114,8 @@ class FsdpTechnique(Technique):
 
     @override
     def collectives(self, step: TrainingStep, block: str, config: OpConfig) -> Iterator[Collective]:
-        return fsdp_collectives(self._sharded(step, block, config, ALONE))
+        sharded = self._sharded(step, block, config, ALONE)
+        return chain(fsdp_collectives(sharded), owner_collectives(sharded))
 
     @override
     def lifetimes(
@@ -126,6 +129,13 @@ class FsdpTechnique(Technique):
     @override
     def plan_lifetimes(self, step: TrainingStep, blocks: Collection[str]) -> Iterator[Lifetime]:
         yield from plan_lifetimes(step, blocks, axes=self.axes(step.mesh))
+        # of what ranks own, how much more the busiest has than an even share
+        states = excess(step, blocks, state_bytes(step), names=step.optimizer.owned)
+        yield step.phases.always("optimizer state", states)
+
+    @override
+    def plan_seconds(self, step: TrainingStep, blocks: Collection[str]) -> float:
+        return excess(step, blocks, step.update_seconds, names=step.optimizer.owned)
 
     @override
     def add_seconds(
@@ -135,7 +145,16 @@ class FsdpTechnique(Technique):
 
     @override
     def update_share(self, step: TrainingStep, parameter: Parameter, config: OpConfig) -> float:
+        if parameter.name in step.optimizer.owned:
+            return 1.0
         return shard_share(parameter, step.mesh.ranks_along(self.axes(step.mesh)))
+
+    @override
+    def result_bytes(self, step: TrainingStep, parameter: Parameter, config: OpConfig) -> float:
+        # what is sent, what arrives, and the rows
+        if parameter.name not in step.optimizer.owned:
+            return 0.0
+        return 3 * gradient_bytes(parameter) / step.mesh.ranks_along(self.axes(step.mesh))
 
     def _sharded(
         self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours

@@ -10,12 +10,17 @@ A cost model that is a subject of its own; `fsdp` uses it for both of its techni
     gathered parameters and flat buffers   gathered_lifetimes   same file, `wait_for_unshard`,
                                                                 `_backward_prefetch`
     exchanges                              fsdp_collectives     `_fsdp_collectives.py`
+    exchanges with owners of parameters    owner_collectives    `optim.local_step`
     copies of what travels in bfloat16     arriving             `fsdp_gathers`
 
 Symbols: k segment of the forward pass, N ranks that share one tensor, P parameter bytes, G gradient
 bytes, S optimizer state. Under gloo its exchanges block: nothing of them runs beside computation.
 Level 2 leaves frozen parameters whole on each rank. Level 3 shards them, and gathers blocks to
 which no gradient comes in forward alone.
+
+A parameter whose update reads all of it has an owner among all data ranks, which keeps its state
+and updates it. A block counts an even share of both; what the busiest rank has above that is the
+plan's.
 """
 
 from __future__ import annotations
@@ -122,6 +127,18 @@ class ShardedBlock:
         return sum(shard_bytes(p, self.ranks) for p in self.sharded)
 
     @cached_property
+    def owned(self) -> list[Parameter]:
+        """The parameters that have owners."""
+        return [p for p in self.parameters if p.name in self.step.optimizer.owned]
+
+    @cached_property
+    def update_shares(self) -> dict[Parameter, float]:
+        """The share of each parameter that a rank updates, and has the state of."""
+        even = 1 / self.step.mesh.data_parallel_size
+        shares = {p: shard_share(p, self.ranks) for p in self.parameters}
+        return shares | dict.fromkeys(self.owned, even)
+
+    @cached_property
     def is_gathered_again(self) -> bool:
         """Whether FSDP2 gathers it in backward, if level 3 has released it."""
         return self.name == ROOT or self.name not in self.step.gathered_once
@@ -193,7 +210,7 @@ class ShardedBlock:
 
 
 def can_be_sharded(step: TrainingStep, block: Block) -> bool:
-    """Return whether FSDP2 may shard `block`.
+    """Return whether a search may shard `block`.
 
     Its updates must be elementwise, gradients uncompressed, and nothing tied to another block.
     """
@@ -209,14 +226,17 @@ def shard_lifetimes(block: ShardedBlock) -> Iterator[Lifetime]:
     Shards of the last step's gradients live until forward is over, new ones from their reduction
     on.
     """
-    step, ranks = block.step, block.ranks
+    step = block.step
     states = sum(
-        step.optimizer.state_bytes(p.name) * shard_share(p, ranks) for p in block.parameters
+        step.optimizer.state_bytes(p.name) * share for p, share in block.update_shares.items()
     )
     yield step.phases.always("parameters", block.kept + block.shards)
     yield step.phases.always("optimizer state", states)
     yield Lifetime("gradients", block.gradient_shards, REBUILD, FORWARD_OVER)
     yield Lifetime("gradients", block.gradient_shards, step.phases.after(block.reduce), UPDATE)
+    # gradients of what a rank owns, and its new values or their updates
+    owned = 2 * sum(map(gradient_bytes, block.owned)) / step.mesh.data_parallel_size
+    yield Lifetime("gradients", owned, UPDATE, UPDATE)
 
 
 def gradient_lifetimes(block: ShardedBlock) -> Iterator[Lifetime]:
@@ -364,6 +384,23 @@ def fsdp_collectives(block: ShardedBlock) -> Iterator[Collective]:
             yield step.collective("backward", "all_reduce", block.gradient_shards, axes=replicated)
 
 
+def owner_collectives(block: ShardedBlock) -> Iterator[Collective]:
+    """Yield the exchanges of a block's shards with the owners of its parameters.
+
+    Those of all blocks travel in one call. Gradients, and parameters where the rule reads them, go
+    to the owner from the ranks that have all rows together. From it all data ranks get their rows.
+    Of G bytes, with N ranks and R replicas, a rank sends G / (R N^2) to each of N, and then to each
+    of R N.
+    """
+    step, replicas = block.step, block.step.mesh.data_parallel_size / block.ranks
+    for count in (2, 3):
+        owned = [p for p in block.owned if step.optimizer.whole[p.name] == count]
+        size = sum(map(gradient_bytes, owned))
+        legs = [(size / replicas, block.axes)] * (count - 1)
+        for nbytes, axes in [*legs, (size * replicas, step.mesh.data_axes)] if size else []:
+            yield step.collective("update", "all_to_all", nbytes, axes=axes, packed=True)
+
+
 def add_fsdp_seconds(seconds: BlockSeconds, block: ShardedBlock) -> None:
     """Add gathers, the reduction and the update of a block."""
     # gathers: the exchange may hide behind computation, copies and hooks do not
@@ -396,7 +433,17 @@ def add_fsdp_seconds(seconds: BlockSeconds, block: ShardedBlock) -> None:
         (1 - beside) * reduce + copied + (hooks if block.trainable else 0.0)
     )
     seconds.reduce_background += beside * reduce
-    # update of the shards
-    shares = {p: shard_share(p, block.ranks) for p in block.parameters}
-    seconds.update += sum(step.update_seconds(p, share=share) for p, share in shares.items())
+    # update of shards, and of what a rank owns
+    shares = block.update_shares
+    for p, share in shares.items():
+        is_owned = p.name in step.optimizer.owned
+        seconds.update += (
+            share * step.update_seconds(p) if is_owned else step.update_seconds(p, share=share)
+        )
     seconds.update += temporaries_seconds(step, shares)
+    # exchanges follow one another: nobody computes in between, so nobody waits
+    exchanges = [*owner_collectives(block)]
+    seconds.broadcast += step.seconds_of(exchanges) - step.waits_of(exchanges)
+    # each through a buffer on either side, to new tensors
+    sent = sum(each.size / each.group.size for each in exchanges)
+    seconds.broadcast += step.copy_seconds(2 * sent) + step.taken_seconds(3 * sent)

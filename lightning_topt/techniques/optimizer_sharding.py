@@ -37,6 +37,7 @@ from lightning_topt.optim.update_rule import (
     UnsplittableOptimizer,
     is_one_of,
     update_rule,
+    updates_whole,
 )
 from lightning_topt.techniques.data_parallel import (
     add_reduction,
@@ -107,9 +108,7 @@ class OptimizerSharding(Technique):
     @override
     def plan_lifetimes(self, step: TrainingStep, blocks: Collection[str]) -> Iterator[Lifetime]:
         # how much more the busiest rank has than an even share, which blocks count
-        states = _excess(
-            step, blocks, lambda parameter: float(step.optimizer.state_bytes(parameter.name))
-        )
+        states = excess(step, blocks, state_bytes(step), names=step.optimizer.whole)
         yield step.phases.always("optimizer state", states)
 
     @override
@@ -130,7 +129,7 @@ class OptimizerSharding(Technique):
 
     @override
     def plan_seconds(self, step: TrainingStep, blocks: Collection[str]) -> float:
-        return _excess(step, blocks, step.update_seconds)
+        return excess(step, blocks, step.update_seconds, names=step.optimizer.whole)
 
     @override
     def result_bytes(self, step: TrainingStep, parameter: Parameter, config: OpConfig) -> float:
@@ -204,14 +203,6 @@ def share_step(
     return install_parallel_step(optimizer, pieces=pieces, group=group)
 
 
-def updates_whole(optimizer: Optimizer) -> bool:
-    """Return whether updates read all of a parameter and nothing else; unknown ones are tried."""
-    try:
-        return update_rule(optimizer) == "parameters"
-    except UnsplittableOptimizer:
-        return False
-
-
 def is_shared(parameter: Tensor) -> bool:
     """Return whether a parameter has an update to share."""
     return parameter.requires_grad and parameter.numel() > 0
@@ -238,24 +229,33 @@ def _work(shape: Sequence[int], *, cut: bool) -> float:
     return float(numel) if cut else update_work(shape)
 
 
-def _excess(
-    step: TrainingStep, blocks: Collection[str], load: Callable[[Parameter], float]
+def state_bytes(step: TrainingStep) -> Callable[[Parameter], float]:
+    """Return what says how many bytes the state of a parameter has."""
+    return lambda parameter: float(step.optimizer.state_bytes(parameter.name))
+
+
+def excess(
+    step: TrainingStep,
+    blocks: Collection[str],
+    load: Callable[[Parameter], float],
+    *,
+    names: Collection[str],
 ) -> float:
     """Return the load of the busiest rank of `blocks` above the average.
 
-    `load` is summed over the parameters that a rank updates.
+    `load` is summed over the parameters `names`, each of which one rank updates. Ranks cut all
+    others into pieces as small as a row: shares of these are even.
     """
+    if not names:
+        return 0.0
     # parameters are assigned to ranks as `pieces_of` does, and loads summed by owner
-    ranks = step.mesh.data_parallel_size
-    if step.optimizer.elementwise:
-        return 0.0  # pieces are as small as a row: shares are even
-    parameters = [p for block in blocks for p in step.parameters(block)]
-    trained = [p for p in parameters if p.trainable and p.numel]
+    found = step.graph.parameters
+    whole = [p for p in found if p.block in blocks and p.name in names and p.numel]
     shares = [
         Share(index, 1, p.numel, update_work(p.shape), splittable=False)
-        for index, p in enumerate(trained)
+        for index, p in enumerate(whole)
     ]
-    totals = [0.0] * ranks
-    for piece in assign_pieces(shares, world_size=ranks):
-        totals[piece.owner] += load(trained[piece.index])
-    return max(totals) - sum(map(load, parameters)) / ranks
+    totals = [0.0] * step.mesh.data_parallel_size
+    for piece in assign_pieces(shares, world_size=len(totals)):
+        totals[piece.owner] += load(whole[piece.index])
+    return max(totals) - sum(totals) / len(totals)

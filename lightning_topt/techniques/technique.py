@@ -244,7 +244,7 @@ class BlockSeconds:
     it on the network. Gathers come before the forward and before the backward of the block. Its
     reduction starts after its backward; `reduce_last` comes once all reductions are over.
     `recompute` is forward computation within backward, `update` the optimizer step and what follows
-    it, `broadcast` the exchange of its results.
+    it, `broadcast` the exchanges of its results and with owners of parameters.
     """
 
     recompute: float = 0.0

@@ -119,7 +119,8 @@ def profile_of(graph: OpGraph, *, elementwise: bool = True, add: bool = False) -
         for p in graph.parameters
         if p.trainable
     }
-    return OptimizerProfile("AdamLike", elementwise, True, updates)
+    whole = {} if elementwise else dict.fromkeys(updates, 2)
+    return OptimizerProfile("AdamLike", elementwise, True, updates, whole=whole)
 
 
 def cluster_of(devices: int = 4, *, overlap: float = 0.5, backend: str = "nccl") -> Cluster:

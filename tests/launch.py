@@ -183,6 +183,10 @@ def _rank(  # type: ignore[no-untyped-def]
     # a test in this process may have had a mesh of a fake group: its rank would be taken for this
     # one's
     forget_meshes()
+    if stays:
+        # What is frozen is never collected: groups of earlier calls, of which each has a thread
+        # that wakes 100 times a second.
+        gc.collect()
     # a collection would touch, and so copy, every page that the ranks share with the test
     gc.freeze()
     try:
@@ -295,4 +299,3 @@ def _serve(rank, world_size, queue, connected, pipe):  # type: ignore[no-untyped
         os.environ.clear()
         os.environ.update(environment)
         forget_compiled_functions()
-        gc.collect()

@@ -88,7 +88,7 @@ def hydra_main(command: str, run: Callable[[DictConfig], object]) -> None:
     OmegaConf.register_new_resolver(
         "topt.run", partial(run_name, command=words), use_cache=True, replace=True
     )
-    words = [*_words_of_rank(command, words), *words]
+    words = _with_overrides(words, _words_of_rank(command, words))
     has_begun = False
 
     def task(config: DictConfig) -> object:
@@ -130,6 +130,13 @@ def _words_of_rank(command: str, words: Sequence[str]) -> list[str]:
         leave_to_rank_0()
     names = f"hydra.job.name={command}_rank_{rank}"
     return ["hydra.output_subdir=null", names] if rank else []
+
+
+def _with_overrides(words: Sequence[str], further: Sequence[str]) -> list[str]:
+    """Add overrides behind the last one: Hydra reads none on both sides of an option such as -m."""
+    places = (place for place, word in enumerate(words, 1) if "=" in word or word.startswith("~"))
+    last = max(places, default=len(words))
+    return [*words[:last], *further, *words[last:]]
 
 
 def _as_action_or_path(word: str) -> str:

@@ -1,13 +1,13 @@
-"""Elastic fits that Ray starts: a node is lost, and a worker with it."""
+"""Elastic fits that Ray starts: a node is lost, or another one comes, and a worker with it."""
 
 from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ train = pytest.importorskip("ray.train", reason="no ray[train]")
 pytestmark = pytest.mark.timeout(400)  # each worker imports torch and Lightning anew
 ROOT = Path(__file__).parents[2]
 SAMPLES, EPOCHS, BATCH = 48, 2, 4
-LOST_AT = 5  # the step
+HELD_AT = 5  # the step at which nodes are lost, or come
 SECONDS = 120.0
 NODE = {"num_cpus": 1, "include_dashboard": False}
 
@@ -52,9 +52,9 @@ def make_optimizer(net: nn.Module) -> torch.optim.Optimizer:
 class Module(L.LightningModule):
     """Notes the loss and the samples of each step, and waits at one of them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, held_world: int) -> None:
         super().__init__()
-        self.net, self.folder = make_net(), folder
+        self.net, self.folder, self.held_world = make_net(), folder, held_world
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return nn.functional.mse_loss(self.net(batch[1]), batch[2])
@@ -65,18 +65,21 @@ class Module(L.LightningModule):
         note |= {"loss": float(outputs["loss"]), "samples": batch[0].tolist()}
         with (self.folder / "notes").open("a") as file:
             file.write(json.dumps(note) + "\n")
-        if (step, world) == (LOST_AT, 2):
-            (self.folder / f"held-{step}-{self.global_rank}").touch()
-            wait_for(self.folder / f"go-{step}")
+        if (step, world) == (HELD_AT, self.held_world):
+            (self.folder / f"held-{self.global_rank}").touch()
+            wait_for(self.folder / "go")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return make_optimizer(self.net)
 
 
-def wait_for(*paths: Path) -> None:
+def wait_for(*paths: Path, fit: Future[Any] | None = None) -> None:
+    """Wait for files, at most as long as a fit goes on."""
     deadline = time.monotonic() + SECONDS
     while not all(path.exists() for path in paths):
         assert time.monotonic() < deadline, f"{paths} did not come"
+        if fit is not None and fit.done():
+            pytest.fail(f"the fit has ended before: {fit.result()}")
         time.sleep(0.05)
 
 
@@ -88,7 +91,7 @@ def fit(config: dict[str, Any]) -> None:
     workers = context.get_local_world_size()
     L.seed_everything(1)
     trainer = L.Trainer(
-        strategy=AutoParallelStrategy(),
+        strategy=AutoParallelStrategy(plan=config["plan"]),
         accelerator="cpu",
         devices=workers,
         num_nodes=context.get_world_size() // workers,
@@ -100,7 +103,7 @@ def fit(config: dict[str, Any]) -> None:
         enable_model_summary=False,
     )
     loader = DataLoader(Numbers(), batch_size=BATCH, shuffle=True)
-    trainer.fit(Module(folder), loader, ckpt_path="last")
+    trainer.fit(Module(folder, config["held_world"]), loader, ckpt_path="last")
 
 
 @pytest.fixture
@@ -118,40 +121,59 @@ def cluster() -> Iterator[Any]:
     cluster.shutdown()
 
 
-def test_a_fit_goes_on_with_a_node_less(cluster: Any, tmp_path: Path) -> None:
-    """One worker is left and goes on alone; each sample counts once in an epoch."""
-    from ray.train.torch import TorchTrainer
-
-    node, errors = cluster.add_node(**NODE), list[BaseException]()
+@pytest.mark.parametrize("plan", [None, "zero2"])
+def test_a_fit_goes_on_with_a_node_less(cluster: Any, tmp_path: Path, plan: str | None) -> None:
+    """One worker is left and goes on alone."""
+    node = cluster.add_node(**NODE)
 
     def lose() -> None:
-        try:
-            wait_for(*(tmp_path / f"held-{LOST_AT}-{rank}" for rank in (0, 1)))
-            cluster.remove_node(node, allow_graceful=False)
-            (tmp_path / f"go-{LOST_AT}").touch()
-        except BaseException as error:
-            errors.append(error)
+        cluster.remove_node(node, allow_graceful=False)
+        (tmp_path / "go").touch()
 
-    thread = threading.Thread(target=lose, daemon=True)
-    thread.start()
-    TorchTrainer(
+    check_run(tmp_path, plan, lose, worlds=[2] * 4 + [1] * 16)
+
+
+@pytest.mark.parametrize("plan", [None, "zero2"])
+def test_a_fit_takes_a_node_that_comes(cluster: Any, tmp_path: Path, plan: str | None) -> None:
+    """One worker waits until Ray ends it, and two go on from the last checkpoint."""
+    check_run(tmp_path, plan, lambda: cluster.add_node(**NODE), worlds=[1] * 4 + [2] * 10)
+
+
+def check_run(
+    folder: Path, plan: str | None, change: Callable[[], object], *, worlds: list[int]
+) -> None:
+    """Fit while nodes change; each sample counts once in an epoch, losses are those of one process.
+
+    Args:
+        folder: of the notes and the checkpoints.
+        plan: of the strategy; None: searched.
+        change: is called when all workers have made step `HELD_AT`.
+        worlds: how many ranks make each step that counts.
+    """
+    from ray.train.torch import TorchTrainer
+
+    trainer = TorchTrainer(
         fit,
-        train_loop_config={"folder": str(tmp_path)},
+        train_loop_config={"folder": str(folder), "plan": plan, "held_world": worlds[0]},
         scaling_config=train.ScalingConfig(
             num_workers=(1, 2), elastic_resize_monitor_interval_s=1.0
         ),
         run_config=train.RunConfig(
             name="run",
-            storage_path=str(tmp_path / "ray"),
+            storage_path=str(folder / "ray"),
             failure_config=train.FailureConfig(max_failures=1),
         ),
-    ).fit()
-    thread.join(SECONDS)
-    assert not errors and not thread.is_alive(), errors
+    )
+    # A node that starts sets a handler of signals, which the main thread alone may do.
+    with ThreadPoolExecutor(1) as other_thread:
+        result = other_thread.submit(trainer.fit)
+        wait_for(*(folder / f"held-{rank}" for rank in range(worlds[0])), fit=result)
+        change()
+        result.result()
 
-    notes = notes_that_count(tmp_path)
-    worlds = {note["step"]: note["world"] for note in notes}
-    assert [worlds[step] for step in sorted(worlds)] == [2] * 4 + [1] * 16, worlds
+    notes = notes_that_count(folder)
+    found = {note["step"]: note["world"] for note in notes}
+    assert [found[step] for step in sorted(found)] == worlds, found
     counts = Counter(index for note in notes for index in note["samples"])
     assert counts == dict.fromkeys(range(SAMPLES), EPOCHS), counts
     check_losses(notes)
@@ -164,7 +186,10 @@ def notes_that_count(folder: Path) -> list[dict[str, Any]]:
         # ranks step together, so a step that was noted begins a new start
         has_begun_again = any(
             other["step"] > note["step"]
-            or (other["step"], other["rank"]) == (note["step"], note["rank"])
+            or (
+                other["step"] == note["step"]
+                and (other["rank"] == note["rank"] or other["world"] != note["world"])
+            )
             for other in kept
         )
         if has_begun_again:

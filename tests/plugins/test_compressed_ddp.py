@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import signal
+import threading
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -443,6 +445,20 @@ def test_fit_validate_test_predict_and_fit_again() -> None:
     for result in results:
         assert result["losses"][0] == pytest.approx(result["losses"][1], rel=1e-6)
         assert result["predicted"] == [(4, 8), (1, 8)] and result["steps"] == 6
+
+
+def threads_after_fits(rank: int) -> list[int]:
+    """Threads of exchanges after each of three fits, whose trainers and strategies are gone."""
+    counts = []
+    for _ in range(3):
+        fit({"method": "topk"}, max_steps=2)
+        gc.collect()
+        counts.append(sum(each.name == "gradient-exchange" for each in threading.enumerate()))
+    return counts
+
+
+def test_an_exchange_ends_with_its_strategy() -> None:
+    assert on_ranks(threads_after_fits) == [[0, 0, 0]] * 2
 
 
 # ---- what goes wrong -----------------------------------------------------------------------------

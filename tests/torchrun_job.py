@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from lightning_topt.execution.surviving_state import MEMORY
-from tests.preloaded import preloaded_python
+from tests.preloaded import preloaded_topt
 
 SAMPLES = 48
 # Writes a line for each batch that was trained on. Does what ``events`` says: [[event, step, rank],
@@ -170,7 +170,7 @@ class Job:
             command = [*torchrun, "--no-python", sys.executable] if is_parent else [*torchrun]
             arguments = [str(self.folder), json.dumps(self.options), str(SAMPLES)]
             process = subprocess.Popen(
-                [preloaded_python(), "-m", "torch.distributed.run", *command, script, *arguments],
+                [preloaded_topt(), "-m", "torch.distributed.run", *command, script, *arguments],
                 env={
                     **os.environ,
                     "PYTHONPATH": str(Path(__file__).parents[1]),

@@ -27,7 +27,7 @@ from lightning_topt.plan.plan_frontier import PlanFrontier
 from lightning_topt.plugins.monitors import StepMeasurement
 from tests.forked_command import Ended, finished
 from tests.forked_command import forked_topt as topt
-from tests.preloaded import preloaded_python
+from tests.preloaded import preloaded_topt
 
 ROOT = Path(__file__).parents[2]
 TINY_GPT = ["model.num_layers=2", "model.hidden=32", "model.num_heads=2", "model.seq_len=32"]
@@ -41,7 +41,7 @@ def run_topt(*arguments, folder, python=None):
 
 
 def run_python(*arguments, folder, python=None, timeout=240):
-    command = [python or preloaded_python(), *arguments]
+    command = [python or preloaded_topt(), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment.pop("HYDRA_FULL_ERROR", None)
     result = subprocess.run(

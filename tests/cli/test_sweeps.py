@@ -15,7 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from lightning_topt.cli import main
 from lightning_topt.plugins import sweep_jobs
-from tests.preloaded import preloaded_python
+from tests.preloaded import preloaded_topt
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,7 +105,7 @@ def notes_of(folder: Path) -> dict[str, list[Any]]:
 
 def test_each_job_has_its_own_ranks_values_and_folder(tmp_path: Path) -> None:
     subdir = 'hydra.sweep.subdir="rate=${rate}"'
-    jobs = swept(tmp_path, "rate=0.1,0.2", subdir, python=preloaded_python())
+    jobs = swept(tmp_path, "rate=0.1,0.2", subdir, python=preloaded_topt())
     assert jobs.keys() == {"rate=0.1", "rate=0.2"}
     for number, (name, ranks) in enumerate(jobs.items()):
         first, second = ranks

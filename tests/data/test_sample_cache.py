@@ -24,7 +24,7 @@ from lightning_topt.data.cache.memory_file import (
 )
 from lightning_topt.data.cache.sample_cache import RefusedCacheError, SampleCache
 from lightning_topt.data.cache.sample_codec import decode, encode, size_of
-from tests.preloaded import preloaded_python
+from tests.preloaded import preloaded_topt
 from tests.shared_memory import shared_files
 
 ITEMS = 50
@@ -119,7 +119,7 @@ def test_another_job_finds_the_memory(tmp_path):
     )
     root = Path(__file__).parents[2]
     job = subprocess.run(
-        [preloaded_python(), "-c", code], cwd=root, capture_output=True, text=True, check=True
+        [preloaded_topt(), "-c", code], cwd=root, capture_output=True, text=True, check=True
     )
     assert job.stdout.strip() == "0"
 

@@ -24,7 +24,7 @@ from lightning_topt.graph.kernels import (
 from lightning_topt.graph.op_graph import Kernel
 from lightning_topt.graph.step_memory import Amount
 from tests.models import GPT, Branching, ConvNet, DictBatch, batch_for
-from tests.preloaded import preloaded_python
+from tests.preloaded import preloaded_topt
 
 
 @pytest.mark.parametrize(
@@ -358,7 +358,7 @@ print("survived", len(tried))
 
 def test_no_operator_ends_the_process() -> None:
     done = subprocess.run(
-        [preloaded_python(), "-c", textwrap.dedent(PROGRAM)],
+        [preloaded_topt(), "-c", textwrap.dedent(PROGRAM)],
         capture_output=True,
         text=True,
         timeout=300,

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lightning_topt.communication.rank_watch import attempt_store
-from tests.preloaded import preloaded_python
+from tests.preloaded import preloaded_topt
 
 SCRIPT = """
 import os, signal, sys
@@ -74,7 +74,7 @@ def test_a_restarted_job_goes_on_under_every_strategy(tmp_path: Path) -> None:
         "OMP_NUM_THREADS": "1",
     }
     command = [
-        preloaded_python(),
+        preloaded_topt(),
         "-m",
         "torch.distributed.run",
         "--standalone",

@@ -38,7 +38,7 @@ from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.plugins.lost_ranks import NamingLauncher, PatientLauncher
 from tests.launch import free_port
 from tests.plugins.trainer_ranks import LoggingGPT, _as_torchrun, loader, make_trainer
-from tests.preloaded import preloaded_python
+from tests.preloaded import preloaded_topt
 from tests.processes import halt, wait_until
 
 LIMIT, SHORT = timedelta(seconds=60), timedelta(seconds=2)
@@ -329,7 +329,7 @@ def test_processes_that_lightning_started_name_the_killed_one(tmp_path: Path) ->
         script.write_text(SCRIPT.format(plan=plan, dead=dead))
         out = (tmp_path / f"{plan}.txt").open("w+")
         job = subprocess.Popen(
-            [preloaded_python(), str(script)],
+            [preloaded_topt(), str(script)],
             env=environment,
             stdout=out,
             stderr=out,
@@ -394,7 +394,7 @@ else:
 
 def test_the_end_waits_for_no_call_that_others_have_left() -> None:
     """Of ranks that wait for one another, each for the end of the other one, all would stay."""
-    command = [preloaded_python(), "-c", LEAVES]
+    command = [preloaded_topt(), "-c", LEAVES]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     port = str(free_port())
     ranks = [subprocess.Popen([*command, str(rank), port], **pipes) for rank in (0, 1)]

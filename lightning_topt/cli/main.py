@@ -134,7 +134,11 @@ def _words_of_rank(command: str, words: Sequence[str]) -> list[str]:
 
 def _with_overrides(words: Sequence[str], further: Sequence[str]) -> list[str]:
     """Add overrides behind the last one: Hydra reads none on both sides of an option such as -m."""
-    places = (place for place, word in enumerate(words, 1) if "=" in word or word.startswith("~"))
+    places = (
+        place
+        for place, word in enumerate(words, 1)
+        if not word.startswith("-") and ("=" in word or word.startswith("~"))
+    )
     last = max(places, default=len(words))
     return [*words[:last], *further, *words[last:]]
 

@@ -182,6 +182,7 @@ def place_like(value: object, target: object) -> Any:
         return value  # a wrong shape is load_state_dict's to report
     if isinstance(value, DTensor):
         return value
-    # Fused kernels take equal strides for granted, and shards of parameters are contiguous.
-    value = value.to(target.device_mesh.device_type, target.dtype).contiguous()
+    # Fused kernels take equal strides for granted, and shards of parameters are contiguous. The
+    # dtype stays: 8-bit optimizers have states of integers, in the shape of the parameter.
+    value = value.to(target.device_mesh.device_type).contiguous()
     return distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import stat
@@ -21,7 +22,7 @@ from lightning_topt.plugins.preemption import last_path
 from tests.launch import free_port
 from tests.plugins.test_exact_resume import Model, Numbers
 from tests.plugins.trainer_ranks import make_trainer, on_new_ranks
-from tests.preloaded import preloaded_python
+from tests.preloaded import preloaded_topt
 from tests.processes import wait_for_end, wait_until
 
 SECONDS = 30  # from a signal to the end, on a busy machine; the promise is two batches and a save
@@ -98,21 +99,32 @@ FITS = {
 WHO = {"one": (None, 3), "first": (2, None), "both": (2, 2), "at different times": (4, 2)}
 
 
+def _undisturbed(rank, folder, name):
+    make, options = FITS[name]
+    return fit(folder, make(), **options)
+
+
 def _fits(rank, folder, name, who):
     make, options = FITS[name]
-    whole = fit(folder / "undisturbed", make(), **options)
     ended = fit(folder, make(), batch=WHO[who][rank], **options)
-    rest = fit(folder, make(), resume="last", **options)
-    return whole, ended, rest
+    return ended, fit(folder, make(), resume="last", **options)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Each fit as it is without a signal, once."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return functools.cache(lambda name: on_new_ranks(_undisturbed, folder / name, name))
 
 
 @pytest.mark.parametrize(
     ("name", "who"),
     [*(("zero3", who) for who in WHO), *((name, "one") for name in FITS if name != "zero3")],
 )
-def test_all_ranks_save_after_the_same_batch_and_end(tmp_path, name, who):
+def test_all_ranks_save_after_the_same_batch_and_end(undisturbed, tmp_path, name, who):
     counts = set()
-    for whole, ended, rest in on_new_ranks(_fits, tmp_path, name, who):
+    disturbed = on_new_ranks(_fits, tmp_path, name, who)
+    for whole, (ended, rest) in zip(undisturbed(name), disturbed, strict=True):
         assert ended[2] and not whole[2] and not rest[2]
         done = len(ended[0])
         assert done <= max(each or 0 for each in WHO[who]) + 1 + 3
@@ -272,7 +284,7 @@ def test_a_signal_to_the_main_process_ends_all_ranks(tmp_path, number, saves):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     environment = {**os.environ, "MASTER_PORT": str(free_port()), "PYTHONPATH": os.getcwd()}
-    main = subprocess.Popen([preloaded_python(), str(program), str(tmp_path)], env=environment)
+    main = subprocess.Popen([preloaded_topt(), str(program), str(tmp_path)], env=environment)
     ranks = [tmp_path / f"rank{rank}" for rank in range(2)]
     try:
         wait_until(lambda: all(rank.exists() and rank.read_text() for rank in ranks), seconds=120)

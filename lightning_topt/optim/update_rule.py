@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_topt.optim.adam_variants import LAMB, BasisRotation
@@ -60,7 +62,10 @@ BY_PARAMETER: tuple[type[Optimizer], ...] = (
     optim.Adafactor,
     *((optim.Muon,) if hasattr(optim, "Muon") else ()),
 )
-_MAX_DIM = 160  # thresholds on sizes (Adafactor's "factor from 128 on") are usually below
+# Of trial parameters, where the real ones have as many: thresholds on sizes are usually below.
+# Adafactor factors from 128 rows on. States of 8 bits are kept from 4096 elements on, in blocks of
+# 256, for instance.
+_MAX_DIM, _MIN_NUMEL = 256, 8192
 _MAX_KERNEL_DIM = 3  # dims after the second
 _MAX_GROUPS = 8
 _MIN_STEPS, _MAX_STEPS = 4, 50
@@ -70,25 +75,6 @@ _SCALE = 0.1
 _RELATIVE, _ULPS = 1e-3, 8.0
 _SEED = 20101
 _CURVATURE = 1e3  # of the loss of a trial: large, so that gradients show how far a step moved
-# Of other packages, by module: why steps do not run on shards, and what does. A trial on small
-# parameters does not show it.
-_NOT_ON_SHARDS = {
-    "bitsandbytes": (
-        "gives other updates on shards than on full parameters",
-        "Choose plan='zero1' or plan='ddp'",
-    ),
-    "torchao.optim": (
-        "keeps states in tensors of a class of its own, which cannot be gathered",
-        "Choose plan='ddp', or the 8-bit optimizers of bitsandbytes and plan='zero1'",
-    ),
-    **dict.fromkeys(
-        ("dion.dion", "dion.dion_reference", "dion.dion_simple"),
-        (
-            "wants the mesh of its shards when it is built, before a plan has made one",
-            "Choose plan='ddp', or Muon, NorMuon or Dion2 of the same package",
-        ),
-    ),
-}
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
 
 
@@ -129,9 +115,6 @@ def update_rule(optimizer: Optimizer, *, declared: UpdateRule | None = None) -> 
             "Use dense gradients (sparse=False in nn.Embedding) and AdamW, or leave the parallel "
             "optimizer step out",
         )
-    if _is_of(optimizer, "torchao.optim"):
-        reason, way_out = _NOT_ON_SHARDS["torchao.optim"]
-        raise UnsplittableOptimizer(f"{name} {reason}", way_out)
     if is_one_of(optimizer, ELEMENTWISE):
         return declared or "elements"
     if is_one_of(optimizer, BY_PARAMETER):
@@ -163,8 +146,8 @@ def calls_may_repeat(optimizer: Optimizer) -> bool:
         return False
     if is_one_of(optimizer, BY_PARAMETER):
         return True
-    sketch = make_sketch(optimizer)
     try:
+        sketch = make_sketch(optimizer)
         whole = run_trial(optimizer, sketch)
         repeated = run_trial(optimizer, sketch, calls=[[i] for i in range(len(sketch.groups_of))])
     except TrialError:
@@ -184,32 +167,35 @@ def check_by_parameter(optimizer: Optimizer) -> None:
 
 
 def check_runs_on_shards(optimizer: Optimizer) -> None:
-    """Raise UnsplittableOptimizer for a step that is known not to run on shards of parameters."""
-    name = type(optimizer).__name__
+    """Raise UnsplittableOptimizer for a step that does not run on shards of parameters.
+
+    Such are LBFGS, and steps that communicate, draw random numbers (others for shards) or keep
+    states in tensors that cannot be gathered, as a trial shows. Where none is possible, all may.
+    """
+    if is_one_of(optimizer, (*BY_PARAMETER, optim.SparseAdam)):
+        return
+    name, reason = type(optimizer).__name__, ""
     if isinstance(optimizer, optim.LBFGS):
+        reason = f"{name} takes them for one whole vector"
+    else:
+        try:
+            outcome = run_trial(optimizer, make_sketch(optimizer))
+            if outcome.draws:
+                reason = f"the step of {name} draws random numbers, which are others for shards"
+            elif kind := outcome.tensor_class:
+                reason = _of_own_class(name, kind)
+        except CollectiveInStep as error:
+            reason = f"the step of {name} is shared between ranks already ({error})"
+        except TrialError:
+            pass
+    if reason:
         raise UnsplittableOptimizer(
-            f"this plan shards parameters, which {name} takes for one whole vector",
-            "Choose plan='ddp'",
-        )
-    for module, (reason, way_out) in _NOT_ON_SHARDS.items():
-        if _is_of(optimizer, module):
-            raise UnsplittableOptimizer(
-                f"this plan shards parameters, but {name} {reason}", way_out
-            )
-    if (op := collective_in_step(optimizer)) is not None:
-        raise UnsplittableOptimizer(
-            f"this plan shards parameters, but the step of {name} is shared between ranks already "
-            f"({op})",
-            "Choose plan='ddp'",
+            f"this plan shards parameters, but {reason}", "Choose plan='ddp'"
         )
 
 
-def _is_of(optimizer: Optimizer, module: str) -> bool:
-    """Return whether the class, or one that it is made from, is of a module or package."""
-    return any(
-        cls.__module__ == module or cls.__module__.startswith(f"{module}.")
-        for cls in type(optimizer).__mro__
-    )
+def _of_own_class(name: str, kind: str) -> str:
+    return f"{name} keeps states in tensors of a class, {kind}, that cannot be gathered"
 
 
 def collective_in_step(optimizer: Optimizer) -> str | None:
@@ -249,11 +235,16 @@ def _tried_rule(optimizer: Optimizer, *, asks_once: bool = True) -> UpdateRule:
 
     `asks_once`: it may not ask its closure twice.
     """
-    sketch, name = make_sketch(optimizer), type(optimizer).__name__
+    name = type(optimizer).__name__
     try:
+        sketch = make_sketch(optimizer)
         whole = run_trial(optimizer, sketch)
         if asks_once and whole.closure_calls > 1:
             raise _asks_again(name)
+        if asks_once and (kind := whole.tensor_class):
+            raise UnsplittableOptimizer(
+                _of_own_class(name, kind), "Leave the parallel optimizer step out"
+            )
         if asks_once and whole.moves_first:
             raise UnsplittableOptimizer(
                 f"the step of {name} cannot be split: it moves parameters, and asks its closure "
@@ -451,6 +442,7 @@ class TrialOutcome:
         shared: state and numbers for all groups.
         closure_calls: how often one call asked its closure, at most.
         moves_first: parameters had changed when it did.
+        draws: a step has drawn random numbers.
     """
 
     parameters: dict[int, Tensor]
@@ -459,6 +451,13 @@ class TrialOutcome:
     shared: dict[str, Any]
     closure_calls: int = 0
     moves_first: bool = False
+    draws: bool = False
+
+    @property
+    def tensor_class(self) -> str:
+        """A class of tensors of another package that states are kept in; "": none."""
+        kinds = {type(leaf) for leaf in tree_leaves(self.states) if isinstance(leaf, Tensor)}
+        return next((kind.__name__ for kind in kinds - {Tensor, nn.Parameter}), "")
 
 
 def make_sketch(optimizer: Optimizer) -> Sketch:
@@ -495,26 +494,37 @@ def _options_of(group: Mapping[str, object], *, without: Sequence[str] = ()) -> 
     }
 
 
-def _nonzero_rate(options: Mapping[str, Any]) -> dict[str, float]:
-    """Return the rate before any warm-up, as a number: a rate of 0 would show nothing."""
+def _nonzero_rate(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rate before any warm-up: a rate of 0 would show nothing."""
     if "lr" not in options:
         return {}
-    rates = [float(options[key]) for key in ("initial_lr", "lr") if options.get(key) is not None]
-    return {"lr": next((rate for rate in rates if rate > 0), 1e-2)}
+    try:
+        given = [float(options[k]) for k in ("initial_lr", "lr") if options.get(k) is not None]
+    except Exception as error:  # of a fake tensor
+        raise TrialError(f"its learning rate has no value ({type(error).__name__})") from error
+    rate, own = next((rate for rate in given if rate > 0), 1e-2), options["lr"]
+    return {"lr": torch.full_like(own, rate) if isinstance(own, Tensor) else rate}
 
 
 def _trial_shapes(parameters: Sequence[Tensor]) -> tuple[torch.Size, ...]:
     by_dims: dict[int, list[torch.Size]] = defaultdict(list)
     for parameter in parameters:
-        limits = (_MAX_DIM, _MAX_DIM, *[_MAX_KERNEL_DIM] * parameter.dim())
-        by_dims[parameter.dim()].append(
-            torch.Size(min(d, m) for d, m in zip(parameter.shape, limits, strict=False))
-        )
+        by_dims[parameter.dim()].append(_trial_shape(parameter.shape))
     return tuple(
         shape
         for shapes in by_dims.values()
         for shape in (max(shapes, key=torch.Size.numel), shapes[-1])
     )
+
+
+def _trial_shape(shape: Sequence[int]) -> torch.Size:
+    limits = (_MAX_DIM, _MAX_DIM, *[_MAX_KERNEL_DIM] * len(shape))
+    tried = [min(d, m) for d, m in zip(shape, limits, strict=False)]
+    for i, dim in enumerate(shape):
+        if 0 < math.prod(tried) < _MIN_NUMEL and tried[i] < dim:
+            blocks = math.ceil(_MIN_NUMEL * tried[i] / math.prod(tried) / _MAX_DIM)
+            tried[i] = min(dim, blocks * _MAX_DIM)
+    return torch.Size(tried)
 
 
 def run_trial(
@@ -543,8 +553,13 @@ def run_trial(
         CollectiveInStep: where the step communicates.
     """
     devices = [sketch.device] if sketch.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.enable_grad():
+    with (
+        torch.random.fork_rng(devices=devices),
+        torch.enable_grad(),
+        torch.compiler.set_stance("force_eager"),  # a trial does not wait for compilers
+    ):
         torch.manual_seed(_SEED)  # for methods that draw numbers
+        before = _random_state(sketch.device)
         whole = initial_parameters(sketch)
         chosen = range(len(whole)) if chosen is None else chosen
         select = select or (lambda tensor: tensor)
@@ -565,6 +580,7 @@ def run_trial(
                 _step(clone, closure)
                 closure_calls = max(closure_calls, closure.calls - 1)
                 moves_first |= closure.found_moved
+        draws = not torch.equal(before, _random_state(sketch.device))
         _set_parameters(clone, sketch, parameters)
         groups = [_options_of(group) for group in clone.param_groups]
         states = {i: dict(clone.state.get(parameter, {})) for i, parameter in parameters.items()}
@@ -572,8 +588,22 @@ def run_trial(
         shared = {str(k): v for k, v in clone.state.items() if not isinstance(k, Tensor)}
         shared |= {k: v for k, v in vars(clone).items() if type(v) in (int, float)}
         return TrialOutcome(
-            tried, states, groups, shared, closure_calls=closure_calls, moves_first=moves_first
+            tried,
+            states,
+            groups,
+            shared,
+            closure_calls=closure_calls,
+            moves_first=moves_first,
+            draws=draws,
         )
+
+
+def _random_state(device: torch.device) -> Tensor:
+    """Return the states of the default generators of the CPU and of `device`."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return torch.cat(states)
 
 
 def initial_parameters(sketch: Sketch) -> list[Tensor]:

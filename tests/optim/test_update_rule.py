@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn, optim
+from torch import Tensor, nn, optim
 
 from lightning_topt.optim import update_rule as rules
 from lightning_topt.optim.update_rule import (
     UnsplittableOptimizer,
     calls_may_repeat,
     check_by_parameter,
+    check_runs_on_shards,
     collective_in_step,
     update_rule,
 )
@@ -365,3 +367,58 @@ def test_nothing_of_the_user_is_touched():
     )
     assert all(bool((p.grad == 1).all()) for p in optimizer.param_groups[0]["params"])
     assert torch.equal(torch.get_rng_state(), before[2])
+
+
+class Boxed(Tensor):
+    """A class of tensors of its own, for states of parameters with as many elements as given."""
+
+
+def boxed(p, gradient, state, group):
+    state["box"] = gradient.as_subclass(Boxed) if p.numel() >= group["smallest"] else gradient
+    p.sub_(group["lr"] * gradient)
+
+
+def noisy(p, gradient, state, group):
+    p.sub_(group["lr"] * (gradient + torch.randn_like(gradient)))
+
+
+@pytest.mark.parametrize("shape", [(70, 80), (8, 5000), (40_000,), (3, 4, 9, 900)])
+def test_states_in_tensors_of_a_class_are_seen_though_trials_are_small(shape):
+    def optimizer(smallest):
+        given = [nn.Parameter(torch.randn(shape)), nn.Parameter(torch.randn(9))]
+        return Own(given, boxed, smallest=smallest)
+
+    for call, way_out in ((update_rule, "Leave"), (check_runs_on_shards, "Choose plan='ddp'")):
+        with pytest.raises(UnsplittableOptimizer, match=rf"Boxed.*cannot be gathered.*{way_out}"):
+            call(optimizer(4096))
+        call(optimizer(1 << 20))
+
+
+def test_trial_shapes():
+    for shape in [(), (5,), (0, 7), (64, 128), (300, 200), (8, 5000), (24, 4096), (130, 3000)]:
+        tried = rules._trial_shape(shape)
+        assert all(t <= d for t, d in zip(tried, shape, strict=True))
+        assert tried.numel() >= min(math.prod(shape), 8192)
+        assert tried.numel() < 256 * 256 + 1
+        # what is cut has whole blocks
+        assert tuple(tried) == shape or tried.numel() % 256 == 0
+    assert rules._trial_shape((64, 64, 3, 3)) == (64, 64, 3, 3)
+    assert rules._trial_shape((64, 64, 7, 7)) == (64, 64, 3, 3)
+
+
+def test_random_numbers_are_others_for_shards():
+    check_runs_on_shards(Own(parameters(), plain))
+    with pytest.raises(UnsplittableOptimizer, match=r"draws random numbers.*Choose plan='ddp'"):
+        check_runs_on_shards(Own(parameters(), noisy))
+
+
+def test_a_rate_in_a_tensor_stays_one():
+    def change(p, gradient, state, group):
+        assert isinstance(group["lr"], Tensor)
+        p.sub_(group["lr"] * gradient)
+
+    optimizer = Own(parameters(), change, lr=torch.tensor(0.0))
+    assert update_rule(optimizer) == "elements"
+    optimizer.param_groups[0]["lr"] = torch.empty((), device="meta")
+    with pytest.raises(UnsplittableOptimizer, match=r"rate has no value.*Declare"):
+        update_rule(optimizer)

@@ -92,10 +92,11 @@ class AttachedOptimizer:
                 "axes"
             )
         # Point it to the present parameters, and let a technique share its step.
-        if any(isinstance(replaced.get(p, p), DTensor) for p in parameters_of(optimizer)):
-            check_runs_on_shards(optimizer)
         if replaced or split:
             follow_parameters(optimizer, replaced, split)
+        # The originals may be empty by now: a trial takes the shapes of what stands for them.
+        if any(isinstance(parameter, DTensor) for parameter in parameters_of(optimizer)):
+            check_runs_on_shards(optimizer)
         steps = [step for install in attach if (step := install(optimizer)) is not None]
         assert len(steps) <= 1, "two techniques share the step of one optimizer"
         self.parallel_step = steps[0] if steps else None

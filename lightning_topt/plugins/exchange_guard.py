@@ -45,7 +45,7 @@ class ExchangeGuard:
 
     def __init__(self, rank_watch: LostRankWatch) -> None:
         self.exchange: CompressedExchange | LocalExchange | None = None
-        self._call_off: Callable[[], None] = lambda: None
+        self._call_off: Callable[[], None] | None = None
         self._rank_watch = rank_watch
 
     def open(self, exchange: CompressedExchange | LocalExchange | None) -> None:
@@ -58,7 +58,9 @@ class ExchangeGuard:
     def close(self, *, alone: bool = False) -> None:
         """End the exchange; other ranks need not do so where this one does it `alone`."""
         if self.exchange is not None:
-            self._call_off()
+            if self._call_off is not None:
+                self._call_off()
+                self._call_off = None
             if alone:
                 self.exchange.end()
             else:

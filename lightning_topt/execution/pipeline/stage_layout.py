@@ -54,7 +54,7 @@ class PipelineGroups:
         self.rank, self.data_rank = mesh.pipeline_rank(rank), mesh.data_rank(rank)
         self.pipeline = tuple(mesh.pipeline_of(rank))
         self._made: list[dist.ProcessGroup] = []
-        self._call_off: Callable[[], None] = lambda: None
+        self._call_off: Callable[[], None] | None = None
         # Groups are made in the same order on all ranks.
         self.pipeline_group = self.own(mesh.groups_along(mesh.pipeline_axes))
         self.data_group = self.own(mesh.groups_along(mesh.data_axes))
@@ -98,9 +98,9 @@ class PipelineGroups:
 
         Without one `atexit` lets go of all, whose threads and descriptors end with them.
         """
-        self._call_off()
-        if groups:
-            self._call_off = at_exit(self.abort)
+        if self._call_off is not None:
+            self._call_off()
+        self._call_off = at_exit(self.abort) if groups else None
         self._made = groups
 
     @contextmanager

@@ -37,10 +37,10 @@ def halt(pid: int, number: int) -> None:
     after the call.
     """
     os.kill(pid, number)
-    wait_until(lambda: not _runs(pid))
+    wait_until(lambda: not runs(pid))
 
 
-def _runs(pid: int) -> bool:
+def runs(pid: int) -> bool:
     """Whether a thread of the process may still do something: is not stopped (T) and not dead (Z,
     X).
     """

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_topt import AutoParallelStrategy
+from tests.processes import runs, wait_until
 
 ray = pytest.importorskip("ray", reason="no ray[train]")
 train = pytest.importorskip("ray.train", reason="no ray[train]")
@@ -66,6 +67,7 @@ class Module(L.LightningModule):
         with (self.folder / "notes").open("a") as file:
             file.write(json.dumps(note) + "\n")
         if (step, world) == (HELD_AT, self.held_world):
+            (self.folder / f"process-{self.global_rank}").write_text(str(os.getpid()))
             (self.folder / f"held-{self.global_rank}").touch()
             wait_for(self.folder / "go")
 
@@ -128,6 +130,9 @@ def test_a_fit_goes_on_with_a_node_less(cluster: Any, tmp_path: Path, plan: str 
 
     def lose() -> None:
         cluster.remove_node(node, allow_graceful=False)
+        # its worker lives for a moment longer, in which both would make all steps that are left
+        workers = [int((tmp_path / f"process-{rank}").read_text()) for rank in (0, 1)]
+        wait_until(lambda: not all(map(runs, workers)))
         (tmp_path / "go").touch()
 
     check_run(tmp_path, plan, lose, worlds=[2] * 4 + [1] * 16)

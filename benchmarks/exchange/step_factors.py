@@ -9,7 +9,8 @@ learning rate rises for 50 steps and then stays, so the loss of a run falls to a
 later. Every way and every rank count shares samples and first weights with the dense run of a
 seed. Each has the better of its learning rates. A factor is the steps until the dense run's lowest
 loss, divided by the steps of the dense run until then: one for each seed. None: not reached. Runs
-end when they have reached it.
+end when they have reached it. As the rate stays, the first part of a run is a shorter run, so that
+the same runs give the factors of shorter trainings.
 
 The table that plans are chosen by, lightning_topt/plan/step_factors.json, is made of the models
 that are not held out. The page has that one too, and
@@ -43,6 +44,7 @@ from lightning_topt.plan.paired_runs import steps_to
 RUNS = RESULTS / "step_factors.json"
 TABLE = ROOT / "lightning_topt" / "plan" / "step_factors.json"
 SEEDS, SEQUENCES, STEPS, LONGEST, EVERY, WARMUP = 3, 8, 1000, 2, 50, 50
+LENGTHS = 250, 500, STEPS  # of dense runs whose loss the others have to reach
 RANKS = 2, 4
 PIPELINE_DATE = "2026-11-25"  # of time_to_quality.json
 OPTIMIZER, DENSE = "AdamW", "dense"
@@ -246,24 +248,28 @@ def curves_of(run: Mapping[str, Any], rate: float) -> dict[int, list[tuple[float
     }
 
 
-def best_dense(run: Mapping[str, Any]) -> dict[int, list[tuple[float, float]]]:
-    """Return the dense curves at the learning rate whose median lowest loss is lowest."""
-    found = [curves_of(run, rate) for rate in dict.fromkeys(run["rates"])]
-    return min(found, key=lambda of: statistics.median(min(v for _, v in c) for c in of.values()))
+def goals(dense: Mapping[str, Any], steps: int = STEPS) -> dict[int, tuple[float, float]]:
+    """Return the lowest loss of each seed's dense run within `steps`, and the step of it.
+
+    They are those of the learning rate whose median lowest loss is lowest.
+    """
+    found = []
+    for rate in dict.fromkeys(dense["rates"]):
+        curves = curves_of(dense, rate)
+        found.append(
+            {seed: min((v, s) for s, v in curve if s <= steps) for seed, curve in curves.items()}
+        )
+    return min(found, key=lambda of: statistics.median(loss for loss, _ in of.values()))
 
 
-def goals(dense: Mapping[str, Any]) -> dict[int, tuple[float, float]]:
-    """Return the lowest loss of each seed's dense run, and the step at which it had that."""
-    found = {}
-    for seed, curve in best_dense(dense).items():
-        step, loss = min(curve, key=lambda point: point[1])
-        found[seed] = (loss, step)
-    return found
+def factors(
+    run: Mapping[str, Any], dense: Mapping[str, Any], steps: int = STEPS
+) -> tuple[float, list[float | None]]:
+    """Return the learning rate that is soonest at the dense losses, and a factor for each seed.
 
-
-def factors(run: Mapping[str, Any], dense: Mapping[str, Any]) -> tuple[float, list[float | None]]:
-    """Return the learning rate that is soonest at the dense losses, and a factor for each seed."""
-    goal, found = goals(dense), []
+    The dense runs have `steps`.
+    """
+    goal, found = goals(dense, steps), []
     for rate in dict.fromkeys(run["rates"]):
         reached = {s: steps_to(c, goal[s][0]) for s, c in curves_of(run, rate).items()}
         shares = [None if r is None else round(r / goal[s][1], 4) for s, r in reached.items()]
@@ -275,7 +281,7 @@ def factors(run: Mapping[str, Any], dense: Mapping[str, Any]) -> tuple[float, li
 
 
 def table_rows(runs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of the table: seeds of all models that are not held out, together."""
+    """Return the rows of the table, of the models that are not held out."""
     stale = (
         (
             name,
@@ -295,29 +301,22 @@ def table_rows(runs: Mapping[str, Any]) -> list[dict[str, Any]]:
         for name, way in WAYS.items()
         if name != DENSE
     )
-    found = (_row_of(runs, *each) for each in (*stale, *compressed))
-    return [row for row in found if row is not None]
-
-
-def _row_of(
-    runs: Mapping[str, Any], name: str, ranks: int, way: Mapping[str, Any]
-) -> dict[str, Any] | None:
-    shares: list[float | None] = []
-    models = [m for m in MODELS if m != HELD_OUT and str(Key(m, name, ranks)) in runs]
-    for model in models:
-        shares += factors(runs[str(Key(model, name, ranks))], runs[str(Key(model, DENSE, 1))])[1]
-    if not models:
-        return None
-    return {
-        **way,
-        "optimizer": OPTIMIZER,
-        "ranks": ranks,
-        "steps": STEPS,
-        "factors": shares,
-        "model": f"byte-level GPT, {' and '.join(models)}",
-        "source": f"benchmarks/results/{RUNS.name}",
-        "date": max(runs[str(Key(m, name, ranks))]["date"] for m in models),
-    }
+    return [
+        {
+            **way,
+            "optimizer": OPTIMIZER,
+            "ranks": ranks,
+            "steps": steps,
+            "factors": factors(run, runs[str(Key(model, DENSE, 1))], steps)[1],
+            "model": f"byte-level GPT, {model}",
+            "source": f"benchmarks/results/{RUNS.name}",
+            "date": run["date"],
+        }
+        for name, ranks, way in (*stale, *compressed)
+        for model in MODELS
+        if model != HELD_OUT and (run := runs.get(str(Key(model, name, ranks)))) is not None
+        for steps in LENGTHS
+    ]
 
 
 def pipeline_rows() -> list[dict[str, Any]]:
@@ -384,15 +383,16 @@ def lab_times(rows: Sequence[Mapping[str, Any]]) -> list[Held]:
     held = []
     for link in ("1gbit", "200mbit"):
         for name, ours in LAB.items():
-            row = next((r for r in rows if is_way(r, ours) and r["ranks"] == 2), None)
+            own = [r for r in rows if is_way(r, ours) and r["ranks"] == 2 and r["steps"] == STEPS]
             runs = [r for key, r in lab["trainings"].items() if key.split("|")[0] == name]
             if name != DENSE:  # the mean of two validations, as in `adam_lab`
                 goal = dense["losses"][-1][1]
                 ends = ((r, statistics.mean(loss for _, loss in r["losses"][-2:])) for r in runs)
                 runs = [r for r, end in ends if end <= goal]
-            if (row is None and name != DENSE) or not runs:
+            if (not own and name != DENSE) or not runs:
                 continue
-            factor = 1.0 if row is None else median_factor(row["factors"])
+            medians = [median_factor(row["factors"]) for row in own]
+            factor = median_factor(medians) if medians else 1.0
             seconds = statistics.median(lab["seconds"][link][name])
             least = dense["steps"] if name == DENSE else min(run["steps"] for run in runs)
             held.append(Held(link, name, factor * dense["steps"] * seconds, least * seconds))
@@ -432,21 +432,29 @@ def write_page(runs: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> No
         f"together, {SEEDS} seeds. The dense run has {STEPS} steps, the others end when they reach "
         f"its lowest loss, or after {STEPS * LONGEST}. Factor: steps to that loss by the dense "
         "run's steps until then; each at the better of two learning rates, which are constant "
-        "after a warm-up. Ways on one rank are asynchronous pipelines of whole batches. Two "
-        "versions miss one update on any number of stages; two stages stand for all. "
-        f"Of {len(keys)} batches of runs {sum(key in runs for key in keys)} were made; the command "
+        "after a warm-up. So the first steps of a run are a shorter run. Ways on one rank are "
+        "asynchronous pipelines of whole batches. Two versions miss one update on any number of "
+        f"stages; two stages stand for all. Of {len(keys)} batches of runs "
+        f"{sum(key in runs for key in keys)} were made; the command "
         "makes those that are left.",
         "",
-        "| model | method | ranks | learning rate | factor of each seed |",
-        "|---|---|---|---|---|",
+        f"Learning rates are those of {STEPS} steps. A table is chosen from by the nearest length.",
+        "",
+        "| model | method | ranks | learning rate | "
+        + " | ".join(f"{steps} steps" for steps in reversed(LENGTHS))
+        + " |",
+        "|---" * (4 + len(LENGTHS)) + "|",
     ]
     for key in keys:
         model, way, ranks = key.split("|")
         dense = runs.get(str(Key(model, DENSE, 1)))
         if way != DENSE and key in runs and dense is not None:
-            rate, shares = factors(runs[key], dense)
-            shown = ", ".join("not reached" if s is None else f"{s:.2f}" for s in shares)
-            lines.append(f"| {model} | {way} | {ranks} | {rate:g} | {shown} |")
+            found = [factors(runs[key], dense, steps) for steps in reversed(LENGTHS)]
+            cells = (
+                ", ".join("not reached" if s is None else f"{s:.2f}" for s in shares)
+                for _, shares in found
+            )
+            lines.append(f"| {model} | {way} | {ranks} | {found[0][0]:g} | {' | '.join(cells)} |")
     held = lab_times(rows)
     lines += [
         "",

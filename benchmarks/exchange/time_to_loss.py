@@ -40,11 +40,11 @@ from benchmarks.exchange.loss_ways import (
     Way,
     window_of,
 )
-from benchmarks.exchange.step_factors import RUNS, factors, kendall_tau
+from benchmarks.exchange.step_factors import LENGTHS, RUNS, factors, kendall_tau
 from benchmarks.lab import Lab, LabError, end_on_signals
 from lightning_topt.communication.method_registry import read_method
 from lightning_topt.plan.paired_runs import steps_to
-from lightning_topt.plan.step_factors import NEAR, FactorRow, StepTable, pooled
+from lightning_topt.plan.step_factors import FactorRow, StepTable, nearest_in_length, pooled
 from lightning_topt.prediction import Prediction, make_prediction
 
 FILE = RESULTS / "time_to_loss.json"
@@ -68,7 +68,9 @@ def rate_of(model: str, way: Way) -> float:
     name = next(key.split("|")[0] for key in runs)
     dense = runs[f"{name}|{DENSE}|1"]
     keys = [key for key in (f"{name}|{part}" for part in way.keys) if key in runs]
-    best, own = factors(dense, dense)[0], [factors(runs[key], dense)[0] for key in keys]
+    steps = min(LENGTHS, key=lambda length: abs(math.log(length / STEPS)))
+    best = factors(dense, dense, steps)[0]
+    own = [factors(runs[key], dense, steps)[0] for key in keys]
     return MODELS[model].rate * min(own, default=best) / best
 
 
@@ -219,9 +221,7 @@ def factor_of(way: Way, rows: Sequence[FactorRow]) -> tuple[float, tuple[str, ..
         if not own:
             return None
         nearest = min(own, key=lambda row: abs(row.ranks - ranks)).ranks
-        near = [
-            row for row in own if row.ranks == nearest and abs(_apart(row.steps)) <= math.log(NEAR)
-        ]
+        near = nearest_in_length([row for row in own if row.ranks == nearest], STEPS)
         if not near:
             return None
         factor *= pooled(near).median
@@ -260,14 +260,11 @@ def _rule_of(row: FactorRow) -> Prediction:
     return make_prediction(json.loads(given) if is_json else given)
 
 
-def _apart(steps: float) -> float:
-    return math.log(steps / STEPS)
-
-
 def compared(
     found: Mapping[str, Any], rows: Sequence[FactorRow], link: str, model: str
 ) -> list[Compared]:
-    """Return the ways of which all is measured."""
+    """Return the ways of which all is measured; a model's own rows do not predict it."""
+    rows = [row for row in rows if "LSTM" not in row.model or model != "LSTM"]
     goal = goal_of(found["curves"], model)
     ways: list[Compared] = []
     for name, way in WAYS.items() if goal is not None else ():

@@ -9,8 +9,9 @@ gradients and stale weights need more. How many is measured: a row of ``step_fac
 steps to the dense run's lowest loss, divided by those of the dense run, one number for each seed.
 Rows were made by benchmarks/exchange/step_factors.py. A plan that no row is about is left out of
 the choice, and the reason names it. Nothing is guessed between rows: a row counts for its method
-with all options, its optimizer and its number of ranks, and for lengths near its own. All rows that
-count do so together.
+with all options, its optimizer and its number of ranks, and for lengths near its own: short
+trainings pay more for missing updates and compression than long ones. Of every model the row of the
+nearest length counts, all models together.
 """
 
 from __future__ import annotations
@@ -149,6 +150,10 @@ class FactorRow:
     date: str
     prediction: str | Mapping[str, Any] = ""
 
+    def apart(self, steps: float) -> float:
+        """Return the logarithm of how many times longer, or shorter, `steps` are."""
+        return abs(math.log(self.steps / steps))
+
     def is_of(self, way: TrainingWay) -> bool:
         """Return whether the row is about that way of training, of any length.
 
@@ -255,7 +260,7 @@ class StepTable:
         return _product([each for each in factors if isinstance(each, StepFactor)])
 
     def _measured(self, way: TrainingWay, steps: float | None) -> StepFactor | str | None:
-        """Return the factor of the runs of `way` that are near in length, all of them together.
+        """Return the factor of the runs of `way` that are nearest in length, all models together.
 
         A clause says why none counts. None: no row is about that way.
         """
@@ -264,9 +269,9 @@ class StepTable:
             return None
         longest = max(row.steps for row in rows)
         length = longest if steps is None or math.isinf(steps) else max(steps, 1.0)
-        near = [row for row in rows if 1 / NEAR <= row.steps / length <= NEAR]
+        near = nearest_in_length(rows, length)
         if not near:
-            nearest = min(rows, key=lambda row: abs(math.log(row.steps / length)))
+            nearest = min(rows, key=lambda row: row.apart(length))
             return (
                 f"{way.words} was measured in {nearest.steps} steps, and this training has "
                 f"{length:.0f}"
@@ -277,14 +282,25 @@ class StepTable:
         return factor
 
 
+def nearest_in_length(rows: Sequence[FactorRow], steps: float) -> list[FactorRow]:
+    """Return the row of each model whose length is nearest to `steps`, if it is near at all."""
+    found: dict[tuple[str, str], FactorRow] = {}
+    for row in sorted(rows, key=lambda row: row.apart(steps)):
+        if row.apart(steps) <= math.log(NEAR):
+            found.setdefault((row.model, row.source), row)
+    return [*found.values()]
+
+
 def pooled(rows: Sequence[FactorRow]) -> StepFactor:
-    """Return the median and the range over the seeds of all rows; models differ, so they vary."""
-    values = [math.inf if each is None else each for row in rows for each in row.factors]
+    """Return the median over the models, each by the median of its seeds, and the range of all."""
+    values = [[math.inf if each is None else each for each in row.factors] for row in rows]
     runs = (
         f"{len(row.factors)} runs of {row.steps} steps, {row.model} ({row.source}, {row.date})"
         for row in rows
     )
-    return StepFactor(statistics.median_high(values), min(values), max(values), " and ".join(runs))
+    median = statistics.median(map(statistics.median_high, values))
+    low, high = min(map(min, values)), max(map(max, values))
+    return StepFactor(median, low, high, " and ".join(runs))
 
 
 def own_file() -> Path | None:

@@ -126,11 +126,12 @@ def test_factors_are_medians_and_ranges():
     found = TABLE.factor_of(point(1, "few bits").plan, Training("AdamW", 9000))
     assert isinstance(found, StepFactor)
     assert found.median == 1.2
-    # all rows that are near: the seeds of other models, too
-    table = StepTable((*TABLE.rows, row("bf16", 1.05, 1.3, steps=300, model="an LSTM")))
+    # all models that have a row that is near, each by the one that is nearest
+    longer = row("bf16", 3.0, steps=2000, model="an LSTM")
+    table = StepTable((*TABLE.rows, row("bf16", 1.05, 1.3, steps=300, model="an LSTM"), longer))
     found = table.factor_of(point(1, "bf16").plan, Training("AdamW", 600))
     assert isinstance(found, StepFactor)
-    assert (found.median, found.low, found.high) == (1.05, 0.9, 1.3)
+    assert (found.median, found.low, found.high) == (1.15, 0.9, 1.3)
     assert "a GPT" in found.rests_on and "an LSTM" in found.rests_on
 
 
@@ -358,6 +359,16 @@ def test_runs_end_when_they_have_reached_the_dense_loss(monkeypatch):
     found = harness.train(harness.Key("1 layer of 48", "bf16", 2), dense)
     assert found["curve"] == points[:2]
     assert harness.factors(found, dense) == harness.factors({**found, "curve": points}, dense)
+
+
+def test_the_first_part_of_runs_gives_the_factors_of_shorter_ones():
+    dense = {"rates": [0.1], "seeds": [0], "curve": [[10, [4.0]], [20, [3.0]], [30, [3.5]]]}
+    run = {"rates": [0.1], "seeds": [0], "curve": [[10, [5.0]], [30, [4.0]], [50, [3.0]]]}
+    assert harness.factors(run, dense, 10) == (0.1, [3.0])
+    assert harness.factors(run, dense, 20) == harness.factors(run, dense) == (0.1, [2.5])
+    # what is kept of a run that ended at the loss of the longest dense run is enough
+    lengths = {row.steps for row in StepTable.read().rows if row.source.endswith("factors.json")}
+    assert lengths == {*harness.LENGTHS}
 
 
 def test_another_version_of_the_table_is_refused(tmp_path):

@@ -64,6 +64,7 @@ class ContinuousRunner(StepRunner):
         self._traced_calls: list[LoggedCall] = []  # of a step that was traced
         self._returned: BackwardResult | None = None  # of the minibatch whose update is to come
         self._updated = True
+        self._modules = list(steps.module.modules())  # to walk them takes longer than a small pass
         self._modes: list[tuple[nn.Module, bool]] = []
         self._undo = ExitStack()
 
@@ -154,7 +155,7 @@ class ContinuousRunner(StepRunner):
             if self._run.is_drained or self._steps.batches.differ
             else args[0]
         )
-        self._modes = [(part, part.training) for part in self._module.modules()]
+        self._modes = [(part, part.training) for part in self._modules]
         self._drop_used_gradients()
         # The run has to know how many batches are left before it is drained.
         index, end = self._run.minibatches, next_end(trainer, start=self._start)
@@ -309,9 +310,16 @@ class ContinuousRunner(StepRunner):
 
     def _drop_used_gradients(self) -> None:
         if self._updated:
-            for parameter in self._module.parameters():
+            for parameter in self._parameters():
                 parameter.grad = None
         self._updated = False
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters; one that modules share more than once."""
+        for part in self._modules:
+            for parameter in part._parameters.values():
+                if parameter is not None:
+                    yield parameter
 
     def _collected_gradients(self) -> Gradients:
         """Return the gradients that the next update has so far, and take them off.
@@ -319,7 +327,7 @@ class ContinuousRunner(StepRunner):
         Lightning clears those that are in place before its backward.
         """
         found: Gradients = {}
-        for parameter in self._module.parameters():
+        for parameter in self._parameters():
             if parameter.grad is not None:
                 found[parameter], parameter.grad = parameter.grad, None
         return found

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -32,6 +32,7 @@ _COUNTERS = ("_update_count", "_forward_cache", "_computed")
 
 # by the paths of metrics, and the names of their states
 States = dict[str, dict[str, Any]]
+M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -133,12 +134,8 @@ def recorded_calls(
     module: nn.Module, calls: list[LoggedCall] | None
 ) -> Generator[None, None, None]:
     """Put the calls of ``log`` and ``print`` of `module` into `calls`; None: drop them."""
-    modules = [
-        (path, each)
-        for path, each in module.named_modules()
-        if isinstance(each, pl.LightningModule)
-    ]
-    paths = {id(each): path for path, each in module.named_modules() if isinstance(each, Metric)}
+    modules = [*_modules_of(pl.LightningModule, module).items()]
+    paths = {id(each): path for path, each in _metrics(module).items()}
     # Instances may have methods of their own, which come back at the end.
     before = [own_methods(each) for _, each in modules]
     for path, each in modules:
@@ -290,7 +287,26 @@ class _Appended:
 
 
 def _metrics(module: nn.Module) -> dict[str, Metric]:
-    return {path: each for path, each in module.named_modules() if isinstance(each, Metric)}
+    return _modules_of(Metric, module)  # type: ignore[type-abstract]
+
+
+def _modules_of(kind: type[M], module: nn.Module) -> dict[str, M]:
+    """Return the modules of `kind` by path, in the order of ``named_modules``.
+
+    Steps of small models ask so often that its time counts.
+    """
+    found, seen, left = dict[str, M](), set[int](), [("", module)]
+    while left:
+        path, each = left.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, kind):
+            found[path] = each
+        for name, child in reversed(each._modules.items()):
+            if child is not None:
+                left.append((f"{path}.{name}" if path else name, child))
+    return found
 
 
 def _states(metric: Metric) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from lightning_topt.prediction.weights import (
     Method,
     Moments,
     Move,
+    Swap,
     copy_into,
     empty_copies,
     keep_and_move,
@@ -46,7 +47,6 @@ from lightning_topt.prediction.weights import (
     num_bytes,
     read_moments,
     repeated_update,
-    swap,
     trainable,
     unseen,
     updates_without_gradients,
@@ -537,6 +537,7 @@ class _StashedWeights(StagePrediction):
         self._optimizer, self._choose, self._keep, self._copies = optimizer, choose, keep, copies
         self._feeds_back = feeds_back
         self._moves: list[Tensor] = []  # of the last update that was late, with `feeds_back`
+        self._swap = Swap()
         self._updates = self._drained_at = 0
         self._used: dict[int, int] = {}  # version by minibatch in flight
         self._versions: dict[int, list[Tensor]] = {}  # copies by version
@@ -594,7 +595,7 @@ class _StashedWeights(StagePrediction):
     def drained(self) -> None:
         # Nothing is in flight, so no old version is wanted. Parameters may change now.
         assert not self._used, f"minibatches {sorted(self._used)} are in flight"
-        self._moves = []
+        self._moves, self._swap = [], Swap()
         self._versions.clear()
         self._spare.clear()
         self._parameters, self._drained_at = None, self._updates
@@ -619,11 +620,11 @@ class _StashedWeights(StagePrediction):
             return
         copies = self._versions[version]
         # no third copy: the storage of the old version holds the newest one during the pass
-        swap(self._stashed_parameters(), copies)
+        self._swap(self._stashed_parameters(), copies)
         try:
             yield
         finally:
-            swap(self._stashed_parameters(), copies)
+            self._swap(self._stashed_parameters(), copies)
 
     def _stashed_parameters(self) -> list[Tensor]:
         if self._parameters is None:

@@ -15,6 +15,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -29,6 +30,7 @@ CHUNK_BYTES = 32 << 20  # temporaries are made for so much at a time, and at lea
 # of weights; with fewer, loading the compiler takes longer than it saves in a thousand passes
 KERNEL_BYTES = 4 << 20
 KERNEL_THREADS = 3  # as many of torch's are as fast as a kernel on one
+_ALIGNED = 64  # bytes
 # of the bytes of tensors, what is read and written to copy them; to swap them in, and out again
 COPY, SWAPS = 2.0, 12.0
 T = TypeVar("T")
@@ -68,18 +70,37 @@ def copy_into(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
             torch._foreach_copy_(list(targets), list(sources))
 
 
-def swap(parameters: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
-    """Exchange the contents of parameters and copies."""
-    with torch.no_grad(), unseen(parameters):
-        # in chunks, so that only one of them is held twice
-        for chunk in chunks(
-            list(zip(parameters, copies, strict=True)), size=lambda pair: num_bytes(pair[:1])
-        ):
-            inside, outside = [pair[0] for pair in chunk], [pair[1] for pair in chunk]
-            kept = empty_copies(inside)
-            torch._foreach_copy_(kept, inside)
-            torch._foreach_copy_(inside, outside)
-            torch._foreach_copy_(outside, kept)
+class Swap:
+    """Exchanges the contents of parameters and copies, by memory that it keeps for the next time.
+
+    Memory that is taken anew each time costs more than the copies: on CPUs the system clears it.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def __call__(self, parameters: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
+        """Exchange the contents of tensors of equal shapes."""
+        with torch.no_grad(), unseen(parameters):
+            # in chunks, so that only one of them is held twice
+            for chunk in chunks(
+                list(zip(parameters, copies, strict=True)), size=lambda pair: pair[0].nbytes
+            ):
+                inside, outside = [pair[0] for pair in chunk], [pair[1] for pair in chunk]
+                kept = self._like(inside)
+                torch._foreach_copy_(kept, inside)
+                torch._foreach_copy_(inside, outside)
+                torch._foreach_copy_(outside, kept)
+
+    def _like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors of the same shapes and dtypes, one after the other in the memory."""
+        ends = [*accumulate(-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors)]
+        if len(self._memory) < ends[-1] or self._memory.device != tensors[0].device:
+            self._memory = torch.empty(ends[-1], dtype=torch.uint8, device=tensors[0].device)
+        return [
+            self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for start, tensor in zip([0, *ends], tensors, strict=False)
+        ]
 
 
 def empty_copies(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -89,7 +110,7 @@ def empty_copies(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of all elements."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def chunks(items: Sequence[T], *, size: Callable[[T], int]) -> Iterator[list[T]]:
@@ -97,11 +118,12 @@ def chunks(items: Sequence[T], *, size: Callable[[T], int]) -> Iterator[list[T]]
     chunk: list[T] = []
     filled = 0
     for item in items:
-        if chunk and filled + size(item) > CHUNK_BYTES:
+        more = size(item)
+        if chunk and filled + more > CHUNK_BYTES:
             yield chunk
             chunk, filled = [], 0
         chunk.append(item)
-        filled += size(item)
+        filled += more
     if chunk:
         yield chunk
 

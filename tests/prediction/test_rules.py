@@ -230,6 +230,27 @@ def test_large_parameters_are_predicted_in_chunks(monkeypatch):
     close(predicted("multistep", *trained(optim.Adam, {}, **ADAM), count=2), whole, rtol=0, atol=0)
 
 
+def test_contents_are_exchanged_by_memory_that_is_kept(monkeypatch):
+    from lightning_topt.prediction import weights
+
+    monkeypatch.setattr(weights, "CHUNK_BYTES", 200)
+    shapes = [(3, 5), (), (7,), (2, 3, 4, 4), (0,), (11,)]
+    dtypes = [torch.float32, torch.float64, torch.bfloat16]
+    inside = [torch.rand(s).to(dtypes[i % 3]) for i, s in enumerate(shapes)]
+    inside[3] = inside[3].contiguous(memory_format=torch.channels_last)
+    outside = [torch.rand_like(each) for each in inside]
+    before = [[each.clone() for each in tensors] for tensors in (inside, outside)]
+    swap, pointers = weights.Swap(), [each.data_ptr() for each in (*inside, *outside)]
+    for turn in range(1, 4):
+        swap(inside, outside)
+        for tensors, was in zip((inside, outside), before[:: (-1) ** turn], strict=True):
+            assert all(map(torch.equal, tensors, was))
+        assert [each.data_ptr() for each in (*inside, *outside)] == pointers
+    # one chunk, and at least one tensor: 2 x 3 x 4 x 4 of 4 bytes
+    assert weights.num_bytes([swap._memory]) == 384
+    swap([], [])
+
+
 def test_stashing_computes_backward_with_the_weights_of_forward():
     parameters = make_parameters()
     used = {}

@@ -90,7 +90,14 @@ class StepFlows:
         # Modes of modules and frozen parameters may change what a step calls.
         modes = (
             tuple([submodule.training for submodule in self._submodules]),
-            tuple([parameter.requires_grad for parameter in self._module.parameters()]),
+            tuple(
+                [
+                    parameter.requires_grad
+                    for submodule in self._submodules
+                    for parameter in submodule._parameters.values()
+                    if parameter is not None
+                ]
+            ),
         )
         # A step is known by its code, or by its class.
         function = getattr(step, "__func__", step)

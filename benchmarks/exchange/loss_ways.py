@@ -13,9 +13,10 @@ import argparse
 import json
 import math
 import os
+import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -54,6 +55,7 @@ RANKS = NODES * LOCAL
 SEQ_LEN, SEQUENCES, VALIDATION, MOST_BYTES = 64, 16, 256, 8_000_000
 WARMUP, DENSE = 50, "dense"  # steps in which the learning rate rises; what others are compared with
 SHARED = max(RANKS / usable_cores(), 1.0)  # ranks of both nodes on a core
+SMOOTH = 75  # steps whose validations are averaged
 FILLING, WINDOW = 10, 10  # steps before the clock starts, and of a window that it times
 FEEDBACK = {"rule": "two_versions", "error_feedback": True}
 TOP_K = {"method": "topk", "density": None, "bits": 2}
@@ -267,8 +269,19 @@ def window_of(way: Way) -> int:
 # ---- one rank of a fit ---------------------------------------------------------------------------
 
 
+def smooth(points: Sequence[tuple[int, float, float]]) -> list[tuple[int, float]]:
+    """Return steps and losses, each the mean of the validations in the last `SMOOTH` steps.
+
+    A single validation of two equal trainings differs by as much as 30 steps of training make.
+    """
+    return [
+        (step, statistics.mean(loss for s, _, loss in points if step - SMOOTH < s <= step))
+        for step, _, _ in points
+    ]
+
+
 class Clock(L.Callback):
-    """Times steps of `each` batches, and ends the fit at a validation loss.
+    """Times steps of `each` batches, and ends the fit at a smooth validation loss.
 
     `points`: steps, seconds of training without those of validation, and the loss.
     """
@@ -301,7 +314,7 @@ class Clock(L.Callback):
         loss = float(trainer.callback_metrics["val_bits_per_byte"])
         loss = trainer.strategy.broadcast(loss)
         self.points.append((len(self.ends), self._seconds, loss))
-        trainer.should_stop = trainer.should_stop or loss <= self.goal
+        trainer.should_stop = trainer.should_stop or smooth(self.points)[-1][1] <= self.goal
         trainer.strategy.barrier()
         self._since = time.perf_counter()
 

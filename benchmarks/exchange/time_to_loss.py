@@ -33,11 +33,13 @@ from benchmarks.exchange.loss_ways import (
     NODES,
     SEQ_LEN,
     SEQUENCES,
+    SMOOTH,
     VALIDATION,
     WARMUP,
     WAYS,
     WINDOW,
     Way,
+    smooth,
     window_of,
 )
 from benchmarks.exchange.step_factors import LENGTHS, RUNS, factors, kendall_tau
@@ -50,7 +52,7 @@ from lightning_topt.prediction import Prediction, make_prediction
 FILE = RESULTS / "time_to_loss.json"
 RANK = "benchmarks.exchange.loss_ways"  # of a job in the lab
 LINKS = ("1gbit", "200mbit")
-STEPS, LONGEST, EVERY = 300, 600, 25
+STEPS, LONGEST, EVERY = 300, 750, 25
 FULL = (DENSE, "2 x (2 stages, two versions), top-k")
 WINDOWS, LAST = 4, 5  # windows of a fit that is timed, and last steps, in which pipelines drain
 
@@ -110,11 +112,11 @@ def every_of(way: Way) -> int:
 
 
 def goal_of(curves: Mapping[str, Any], model: str) -> tuple[float, float] | None:
-    """Return the dense run's lowest loss and the step there; None before there is such a run."""
+    """Return the dense run's lowest smooth loss and its step; None before there is such a run."""
     run = curves.get(f"{model}|{DENSE}")
     if run is None:
         return None
-    step, _, loss = min(run["points"], key=lambda point: point[2])
+    loss, step = min((loss, step) for step, loss in smooth(run["points"]))
     return loss, step
 
 
@@ -274,7 +276,7 @@ def compared(
         if curve is None or windows is None or known is None or goal is None:
             continue
         of_table = factor_of(way, rows)
-        steps = steps_to([(step, loss) for step, _, loss in curve["points"]], goal[0])
+        steps = steps_to(smooth(curve["points"]), goal[0])
         ways.append(
             Compared(
                 name,
@@ -320,8 +322,9 @@ def write_page(found: Mapping[str, Any]) -> None:
         f"Two nodes of two ranks in the lab. A step has {SEQUENCES} sequences of {SEQ_LEN} bytes "
         f"on all ranks together, under AdamW with a learning rate that rises for {WARMUP} steps "
         f"and stays. The loss: the lowest of the dense run of {STEPS} steps, on {VALIDATION} "
-        f"sequences, every {EVERY} steps. The others have up to {LONGEST} steps; one run of "
-        "each. Predicted: the dense run's steps to that loss, times the factor of the table "
+        f"sequences every {EVERY} steps, each the mean of {SMOOTH} steps. The others have up to "
+        f"{LONGEST} steps; one run of each. Predicted: the dense run's steps to that loss, times "
+        "the factor of the table "
         "(lightning_topt/plan/step_factors.json), times seconds per step of the package's "
         "prediction after a calibration in the lab. Of stale weights and compression together the "
         "factor is the product of both. Measured: steps of a fit until the loss, times the median "
@@ -381,8 +384,7 @@ def _full_lines(found: Mapping[str, Any]) -> list[str]:
         goal, windows = goal_of(found["curves"], model), found["seconds"].get(key)
         if goal is None or windows is None:
             continue
-        losses = [(step, loss) for step, _, loss in points]
-        steps = steps_to(losses, goal[0])
+        steps = steps_to(smooth(points), goal[0])
         if steps is None:
             lines.append(f"| {model}, {link} | {name} | not reached | - | - |")
             continue

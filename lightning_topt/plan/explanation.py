@@ -37,7 +37,7 @@ from lightning_topt.plan.stage_simulation import (
     step_seconds_of,
     worst_activations,
 )
-from lightning_topt.plan.stage_tables import PASS_SECONDS, ContinuousShape, shape_of_plan
+from lightning_topt.plan.stage_tables import ContinuousShape, shape_of_plan
 from lightning_topt.plan.staged_plans import staged_points
 from lightning_topt.plan.tensor_meshes import (
     joint_step_in,
@@ -381,7 +381,8 @@ def explain_stages(request: SearchRequest, plan: ParallelPlan) -> tuple[StageExp
     # seconds that each rank of the pipeline is at work; several stages may be on one
     busy = np.zeros(shape.pipeline)
     # a fixed time per pass, forward and backward, beside the blocks' own
-    passes_seconds = count * (seconds.forward + seconds.backward + 2 * PASS_SECONDS) + seconds.once
+    passes_seconds = count * (seconds.forward + seconds.backward + 2 * shape.pass_seconds)
+    passes_seconds += seconds.once
     np.add.at(busy, list(shape.ranks), passes_seconds[:, 0])
     missing = (
         shape.missing_updates if isinstance(shape, ContinuousShape) else (0,) * shape.num_stages

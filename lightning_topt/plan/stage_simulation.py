@@ -31,7 +31,6 @@ from lightning_topt.frontier.stage_search import StagePoint
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_tables import (
-    PASS_SECONDS,
     ContinuousShape,
     PipelineShape,
     fixed_costs,
@@ -142,7 +141,8 @@ def step_seconds_of(seconds: StageSeconds, shape: PipelineShape) -> Array | None
     )
     # each pass takes time in Python too
     each = [
-        part + PASS_SECONDS for part in (seconds.forward, seconds.backward, inputs, seconds.weights)
+        part + shape.pass_seconds
+        for part in (seconds.forward, seconds.backward, inputs, seconds.weights)
     ]
     done = many_rank_seconds(schedule, (each[0], each[1], each[2], each[3], None), (there, back))
     # (rank, n): stages of one rank add up
@@ -172,7 +172,7 @@ def formula_step_seconds(seconds: StageSeconds, shape: PipelineShape) -> Array:
     """
     rates = shape.rates
     round_trips = seconds.transfers.sum(axis=0)  # (stage, n)
-    times = seconds.forward + seconds.backward + 2 * PASS_SECONDS
+    times = seconds.forward + seconds.backward + 2 * shape.pass_seconds
     load = np.maximum(
         rates.load * times + rates.sent_load * round_trips, rates.sent_floor * round_trips
     )
@@ -408,11 +408,16 @@ def costs_of_stages(blocks: StageBlocks, shape: PipelineShape, cut: StagePoint) 
     received, first = blocks.crossing_bytes(shape.samples)[0], (0, *cut.ends[:-1])
     edges = [(stage - 1, stage) for stage in range(1, shape.num_stages)]
     there, back = (dict(zip(edges, row[1:, 0].tolist(), strict=True)) for row in seconds.transfers)
+    inputs = np.maximum(seconds.backward - seconds.weights, 0.0)
+    forward, backward, inputs, weights = (
+        (part[:, 0] + shape.pass_seconds).tolist()
+        for part in (seconds.forward, seconds.backward, inputs, seconds.weights)
+    )
     return StageCosts(
-        _passes(seconds.forward),
-        _passes(seconds.backward),
-        _passes(np.maximum(seconds.backward - seconds.weights, 0.0)),
-        _passes(seconds.weights),
+        forward,
+        backward,
+        inputs,
+        weights,
         transfer_seconds=there,
         gradient_seconds=back,
         static_bytes=static.tolist(),
@@ -422,8 +427,3 @@ def costs_of_stages(blocks: StageBlocks, shape: PipelineShape, cut: StagePoint) 
         transfer_bytes={edge: float(received[first[edge[1]]]) for edge in edges},
         update=seconds.once[:, 0].tolist() if isinstance(shape, ContinuousShape) else None,
     )
-
-
-def _passes(seconds: Array) -> list[float]:
-    found: list[float] = (seconds[:, 0] + PASS_SECONDS).tolist()
-    return found

@@ -60,6 +60,9 @@ from lightning_topt.schedules.timing import seconds_per_minibatch
 # What a pass takes in Python beside its operators: stand-ins, messages. A rank of a pipeline of
 # tiny stages took 1.1 ms of CPU per microbatch, forward and backward, more than the operators.
 PASS_SECONDS = 5e-4
+# The same of an asynchronous pipeline, whose minibatches are batches of Lightning's loop, with a
+# log and the weights of a rule: ranks with two stages of tiny layers took 4.0 ms for each.
+STALE_PASS_SECONDS = 2e-3
 # Of a process on CPUs besides, with microbatches in stages: connections, threads, traces, what is
 # free between small blocks. Ranks of a GPT of 8 layers under 1F1B and interleaved schedules held 8
 # to 10 MiB more than their tensors and `process_bytes`.
@@ -120,6 +123,11 @@ class PipelineShape:
     def splits_backward(self) -> bool:
         """True if gradients of parameters come in passes of their own."""
         return SCHEDULES[self.schedule].splits_backward
+
+    @property
+    def pass_seconds(self) -> float:
+        """What a pass takes in Python."""
+        return PASS_SECONDS
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -270,6 +278,11 @@ class ContinuousShape(PipelineShape):
 
     @property
     @override
+    def pass_seconds(self) -> float:
+        return STALE_PASS_SECONDS
+
+    @property
+    @override
     def rates(self) -> ScheduleRates:
         # the minibatch itself, and those by which its backward pass is behind
         held = tuple(self._lag(stage) + 1 for stage in range(self.pipeline))
@@ -297,7 +310,7 @@ class ContinuousShape(PipelineShape):
     def pace(self, passes: Array, updates: Array, transfers: Array) -> Array:
         """Return the seconds of a minibatch (n,) of n plans, as `seconds_per_minibatch`."""
         return seconds_per_minibatch(
-            passes + 2 * PASS_SECONDS, updates, transfers, lag_per_hop=self.lag_per_hop
+            passes + 2 * self.pass_seconds, updates, transfers, lag_per_hop=self.lag_per_hop
         )
 
     @property
@@ -513,9 +526,8 @@ def fixed_costs(blocks: StageBlocks, shape: PipelineShape) -> tuple[float, float
     """Return the seconds and bytes that all plans of `shape` pay: Python, what a rank has once."""
     rates = shape.rates
     # forward and backward, whole or in halves: each pass takes time in Python
-    seconds = (
-        (2 + shape.splits_backward) * PASS_SECONDS * (shape.num_stages * rates.lead + rates.load)
-    )
+    passes = (2 + shape.splits_backward) * (shape.num_stages * rates.lead + rates.load)
+    seconds = passes * shape.pass_seconds
     # threads and connections of a pipeline on CPUs
     process = STAGES_BYTES if blocks.step.on_gloo and shape.num_microbatches > 1 else 0
     return seconds, bytes_of_rank(blocks, shape) + process

@@ -44,6 +44,7 @@ from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh
 from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.plan import stage_tables
 from lightning_topt.plan.explanation import price_plan
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan
 from lightning_topt.plan.plan_search import SearchRequest
@@ -389,6 +390,9 @@ def predict_here() -> dict[str, Any]:
     """Calibrate this lab, and return seconds per step by model and way."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     found: dict[str, dict[str, float]] = {}
+    # Python of ranks that share cores, as `on_shared_cores`
+    stage_tables.PASS_SECONDS *= SHARED
+    stage_tables.STALE_PASS_SECONDS *= SHARED
     with tempfile.TemporaryDirectory() as folder:  # measured now, not in another moment
         measurements = Measurements.open(num_nodes=NODES, directory=folder)
         cluster = on_shared_cores(measurements.cluster())

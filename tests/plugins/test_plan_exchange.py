@@ -8,6 +8,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -23,7 +24,9 @@ from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.execution.engine import Engine
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.plan.paired_runs import keep_row
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError
+from lightning_topt.plan.step_factors import FactorRow, model_words, own_file
 from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks, once_on_ranks
 
 DEVICE = Device("one core", 2**33, {"float32": 5e10}, 1e10, 2e-6)
@@ -327,8 +330,43 @@ def by_loss(rank: int, steps: int) -> Any:
 def test_time_to_a_loss_takes_compression_only_where_its_steps_were_measured(
     steps: int, name: str | None
 ) -> None:
-    # a step with 16 bits is far faster here, and rows of the table are of 1,000 steps
+    # a step with 16 bits is far faster here, and the shortest row of the table is of 250 steps
     for chosen, reason in on_ranks(by_loss, steps):
         assert chosen == name, reason
         assert "to the loss" in reason
-        assert ("was measured in 1000 steps, and this training has 20" in reason) == (name is None)
+        assert ("was measured in 250 steps, and this training has 20" in reason) == (name is None)
+
+
+def by_own_row(rank: int, factor: float | None, caches: str) -> Any:
+    module = RecordingGPT()
+    row = FactorRow(
+        "bf16",
+        {},
+        "AdamW",
+        ranks=2,
+        staleness=0,
+        steps=1000,
+        factors=(factor, factor),
+        model=model_words("RecordingGPT", sum(p.numel() for p in module.parameters())),
+        source="the runs of a user",
+        date="2026-11-28",
+    )
+    with mock.patch.dict(os.environ, XDG_CACHE_HOME=caches):
+        path = own_file()
+        assert path is not None
+        if rank == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            keep_row(path, row)
+        dist.barrier()
+        return by_loss(rank, 1000)
+
+
+@pytest.mark.parametrize(("factor", "name"), [(1.5, "bf16"), (400.0, None), (None, None)])
+def test_what_a_user_has_measured_of_a_model_counts_before_the_table(
+    factor: float | None, name: str | None, tmp_path: Path
+) -> None:
+    for chosen, reason in on_ranks(by_own_row, factor, str(tmp_path)):
+        assert chosen == name, reason
+        if name is not None:
+            assert "1.50 x" in reason and "the runs of a user" in reason
+        assert ("did not reach the dense run's loss" in reason) == (factor is None)

@@ -1,6 +1,8 @@
-"""Throughput of the continuous pipeline against the bubble-free bound and torch's schedules.
+r"""Throughput of the continuous pipeline against the bubble-free bound and torch's schedules.
 
     python -m benchmarks.pipelines.continuous_overhead [--ranks 2 4] [--width 384] [--rounds 5]
+    python -m benchmarks.pipelines.continuous_overhead --ranks 4 --ours continuous --theirs \
+        --rule '{"rule": "two_versions", "error_feedback": true}' --accumulate 4 --out PAGE
 
 All run the same Transformer layers as the same stages on the same ranks, minibatch by minibatch,
 each with an update (SGD with momentum). Schedules of torch.distributed.pipelining cut the minibatch
@@ -17,6 +19,8 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
+import json
 import multiprocessing as mp
 import os
 import queue
@@ -39,6 +43,7 @@ from benchmarks.pipelines.overhead import SCHEDULES as OF_TORCH
 from benchmarks.pipelines.shared import Iteration, iterations
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
+from lightning_topt.prediction import Prediction, make_prediction, prediction_to_value
 from lightning_topt.schedules.schedules import make_schedule
 from lightning_topt.schedules.simulate import simulate
 from lightning_topt.schedules.timing import StageCosts
@@ -65,15 +70,24 @@ class Measured(NamedTuple):
 
 
 def ours(
-    module: nn.Module, x: Tensor, y: Tensor, *, ranks: int, layers: int, rule: str, schedule: str
+    module: nn.Module, x: Tensor, y: Tensor, *, schedule: str, args: argparse.Namespace
 ) -> Contestant:
     """Return the engine's run, which takes over `module`."""
-    flushing = plan_of("1f1b", ranks=ranks, layers=layers, microbatches=1)
-    engine = Engine(replace(flushing, schedule=schedule, prediction=rule), module, device=CPU)
+    ranks, rule = dist.get_world_size(), rule_of(args)
+    flushing = plan_of("1f1b", ranks=ranks, layers=args.layers, microbatches=1)
+    plan = replace(flushing, schedule=schedule, prediction=rule, accumulate=args.accumulate)
+    engine = Engine(plan, module, device=CPU)
     batch = (x, y)
     engine.apply(example=Example(_loss, batch))
-    iteration, end = iterations(engine, _optimizer(module), batch, _loss)
-    return Contestant(f"{schedule}, {rule}", 1, iteration, end)
+    iteration, end = iterations(
+        engine, _optimizer(module), batch, _loss, accumulate=args.accumulate
+    )
+    return Contestant(f"{schedule}, {prediction_to_value(rule)}", 1, iteration, end)
+
+
+def rule_of(args: argparse.Namespace) -> Prediction:
+    """Return the rule of the weights, by its name or with options."""
+    return make_prediction(json.loads(args.rule) if args.rule.startswith("{") else args.rule)
 
 
 def theirs(
@@ -91,16 +105,18 @@ def theirs(
     return Contestant(name, microbatches, iteration)
 
 
-def bound(layers: Sequence[nn.Module], x: Tensor) -> Contestant:
+def bound(layers: Sequence[nn.Module], x: Tensor, *, accumulate: int) -> Contestant:
     """Return forward, backward and update of this rank's stage alone."""
+    count = itertools.count(1)
     rank, size = dist.get_rank(), len(layers) // dist.get_world_size()
     stage = nn.Sequential(*layers[size * rank : size * (rank + 1)])
     optimizer, given = _optimizer(stage), torch.ones_like(x) / x.numel()
 
     def iteration() -> None:
         stage(x.detach().requires_grad_(rank > 0)).backward(given)
-        optimizer.step()
-        optimizer.zero_grad()
+        if next(count) % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
 
     return Contestant("bound", 1, iteration)
 
@@ -135,10 +151,9 @@ def measure(rank: int, ranks: int, store: str, args: Any, results: Any) -> None:
         torch.manual_seed(0)
         module = Stack(width, args.layers)
         x, y = torch.randn(2, args.batch, args.steps, width).unbind()
-        running = [bound([*copy.deepcopy(module).layers], x)]
+        running = [bound([*copy.deepcopy(module).layers], x, accumulate=args.accumulate)]
         for schedule in args.ours:
-            sizes = {"ranks": ranks, "layers": args.layers, "rule": args.rule, "schedule": schedule}
-            running.append(ours(copy.deepcopy(module), x, y, **sizes))
+            running.append(ours(copy.deepcopy(module), x, y, schedule=schedule, args=args))
         for name in args.theirs:
             running.append(_fastest(module, x, y, name=name, args=args))
         warm_up = 2 * ranks + 2
@@ -255,7 +270,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--width", type=int, nargs="+", default=[384])
     parser.add_argument("--ours", nargs="+", default=["continuous", "continuous_overlapped"])
-    parser.add_argument("--rule", default="spectrain")
+    parser.add_argument("--rule", default="spectrain", help="its name, or JSON with options")
+    parser.add_argument("--accumulate", type=int, default=1, help="minibatches of an update")
     parser.add_argument("--theirs", nargs="*", default=list(THEIRS), choices=THEIRS)
     parser.add_argument(
         "--microbatches", type=int, nargs="+", default=[2, 4, 8, 16], help="that are tried"
@@ -279,7 +295,8 @@ def main() -> None:
         f"""# The continuous pipeline against the bubble-free bound and torch.distributed.pipelining
 
 `python -m benchmarks.pipelines.continuous_overhead --ranks {" ".join(map(str, args.ranks))} \
---width {" ".join(map(str, args.width))} --rounds {args.rounds}`
+--width {" ".join(map(str, args.width))} --rounds {args.rounds} --rule '{args.rule}' \
+--accumulate {args.accumulate}`
 
 {machine()}
 - gloo ranks of one thread each on one machine; {args.layers} Transformer layers; minibatches of

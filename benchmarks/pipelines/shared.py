@@ -122,18 +122,31 @@ Iteration = Callable[[], object]
 
 
 def iterations(
-    engine: Engine, optimizer: Optimizer, batch: Any, loss: Callable[..., Any]
+    engine: Engine,
+    optimizer: Optimizer,
+    batch: Any,
+    loss: Callable[..., Any],
+    *,
+    accumulate: int = 1,
 ) -> tuple[Iteration, Iteration]:
     """Return two functions: one iteration without flush, and the drain after the last one.
 
-    An iteration takes in `batch` once more, and updates with the minibatch that comes back.
-    `engine` has its plan applied; `loss(module, batch)` is a step.
+    An iteration takes in `batch` once more, and updates with the minibatch that comes back, if that
+    is the last one of `accumulate`. `engine` has its plan applied; `loss(module, batch)` is a step.
     """
     engine.attach_optimizers([optimizer])
     run = engine.continuous
 
+    def iterate() -> None:
+        completes = run.minibatches % accumulate == accumulate - 1
+        finish(
+            run.advance(
+                batch, loss, weight=1 / accumulate, completes=completes, accumulate=accumulate
+            )
+        )
+
     def finish(result: BackwardResult) -> None:
-        if result.minibatch is not None:
+        if result.completes:
             with run.update(result):
                 optimizer.step()
             optimizer.zero_grad()
@@ -142,4 +155,4 @@ def iterations(
         for result in run.drain():
             finish(result)
 
-    return lambda: finish(run.advance(batch, loss)), end
+    return iterate, end

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import accumulate
@@ -61,6 +61,7 @@ from lightning_topt.costs.sizes import gradient_bytes
 from lightning_topt.graph.op_graph import OpGraph, Parameter
 
 DATAGRAM_BYTES = 1400
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20  # of gradients, as DDP cuts them by default
 
 
 def make_exchange_model(
@@ -105,7 +106,8 @@ def legal_local_steps(
 class ExchangeModel:
     """The exchange by `method` of the gradients of `graph`; a block counts as one bucket.
 
-    Ranks are laid out as `topology` (of rank 0) says.
+    Small blocks share one: each pays a part of the latencies (`_latency_share`). Ranks are laid out
+    as `topology` (of rank 0) says.
     """
 
     method: GradientMethod
@@ -158,7 +160,21 @@ class ExchangeModel:
 
     def worker_seconds(self, block: str) -> float:
         """Return the seconds of starting kernels and on the network."""
-        return self._worker_seconds(self.work[block])
+        work = self.work[block]
+        smallest = [(where, op, min(size, 1.0)) for where, op, size in work.collectives]
+        latencies = replace(
+            work, collectives=tuple(smallest), exempt_bytes=min(work.exempt_bytes, 1)
+        )
+        saved = (1 - self._latency_share) * self._worker_seconds(latencies)
+        return max(self._worker_seconds(work) - saved, 0.0)
+
+    @cached_property
+    def _latency_share(self) -> float:
+        """The part of its latencies that a block pays: DDP may have fewer buckets than blocks."""
+        of_blocks = (self.graph.block_parameters(block.name) for block in self.graph.blocks)
+        sizes = [sum(gradient_bytes(p) for p in each if p.trainable) for each in of_blocks]
+        count, later = sum(size > 0 for size in sizes), max(sum(sizes) - FIRST_BUCKET_BYTES, 0)
+        return min(1.0, (1 + math.ceil(later / BUCKET_BYTES)) / max(count, 1))
 
     def _worker_seconds(self, work: Work) -> float:
         starting = work.calls * self.cluster.device.op_overhead_seconds
@@ -171,7 +187,7 @@ class ExchangeModel:
         calls = [(where, op) for where, op, _ in work.collectives]
         if not calls and work.exempt_bytes:
             calls = [("world", "all_reduce")]
-        return sum(
+        return self._latency_share * sum(
             estimate_wait_seconds(self.cluster, op=op, group=self._group(where))
             for where, op in calls
         )

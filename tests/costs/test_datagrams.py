@@ -121,10 +121,12 @@ def test_the_model_adds_datagrams_up() -> None:
         method.choices(Topology(4, 1, 0))[0], graph=graph, cluster=cluster, world_size=4
     )
     for block in graph.blocks:
-        size = sum(4 * p.numel for p in graph.block_parameters(block.name) if p.trainable)
+        parameters = graph.block_parameters(block.name)
+        size = sum(4 * p.numel for p in parameters if p.trainable)
         expected = bounded_loss_seconds(PATH, size=size, ranks=4, tolerance=0.02) if size else 0.0
         launches = model.work[block.name].calls * DEVICE.op_overhead_seconds
-        assert model.worker_seconds(block.name) - launches == pytest.approx(expected)
+        alone = model.costs_of(parameters)[0] - model.device_seconds(block.name)
+        assert alone - launches == pytest.approx(expected)
 
 
 def test_it_is_chosen_where_the_all_reduce_suffers_and_datagrams_do_not() -> None:

@@ -18,6 +18,7 @@ from lightning_topt.communication.exchange_method import exempt_names
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.topology import Topology
 from lightning_topt.communication.wire import LevelMessage, MessageFormat
+from lightning_topt.costs import exchange_model
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.communication import Group
 from lightning_topt.costs.exchange_model import (
@@ -39,7 +40,7 @@ from lightning_topt.graph.op_graph import (
 from lightning_topt.graph.step_memory import Amount, Segment
 from lightning_topt.techniques.explain import explain
 from lightning_topt.techniques.plan_costs import PlanCosts
-from tests.costs.graphs import graph_of, profile_of
+from tests.costs.graphs import graph_of, profile_of, random_graph
 from tests.launch import run_ranks
 from tests.models import GPT, batch_for
 
@@ -152,6 +153,30 @@ def test_network_seconds_are_those_of_messages_passed_on_hop_by_hop(
     launches = model.work[""].calls * DEVICE.op_overhead_seconds
     # The latencies of exempt gradients are told apart by sending one byte.
     assert model.worker_seconds("") - launches == pytest.approx(seconds_by_hand(options), rel=1e-3)
+
+
+@pytest.mark.parametrize("size", [2**30, 0])
+def test_small_blocks_share_the_latencies_of_a_bucket(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = random_graph(3)
+    everything = [p for block in graph.blocks for p in graph.block_parameters(block.name)]
+    monkeypatch.setattr(exchange_model, "FIRST_BUCKET_BYTES", size)
+    monkeypatch.setattr(exchange_model, "BUCKET_BYTES", max(size, 1))
+    method = BF16()
+    model = make_exchange_model(method, graph=graph, cluster=CLUSTER, world_size=6)
+    alone = 0.0
+    for block in graph.blocks:
+        seconds, _ = model.costs_of(graph.block_parameters(block.name))
+        alone += seconds - model.device_seconds(block.name)
+    shared = sum(model.worker_seconds(block.name) for block in graph.blocks)
+    if not size:
+        assert shared == pytest.approx(alone)
+        return
+    together, _ = model.costs_of(everything)
+    together -= sum(model.device_seconds(block.name) for block in graph.blocks)
+    # the latency is what one byte takes, on a network where a byte takes 50 us
+    assert shared == pytest.approx(together, rel=1e-2) and shared < 0.6 * alone
 
 
 def test_device_seconds_by_hand() -> None:

@@ -300,14 +300,14 @@ def test_rows_apart_exchange_over_the_links_between_them(request_of_gpt: SearchR
 
 
 def test_stages_are_priced_with_the_exchange_of_their_plan(request_of_gpt: SearchRequest) -> None:
-    """A block takes what it takes in a plan without stages, with nothing to hide it."""
+    """A block takes what it takes as a bucket of its own, with nothing to hide it."""
     blocks, method = stage_blocks(request_of_gpt), TopK(density=0.01, hierarchical=False)
     plain = PipelineShape(2, 4, "1f1b", 1, 4, 2.0, rows_apart=True)
     sparse = replace(plain, exchange=method)
     place = blocks.names.index("blocks.2")
     model = replace(blocks.step, mesh=plain.rows, exchange=method).exchange_model
     assert model is not None
-    alone = model.worker_seconds("blocks.2") + model.device_seconds("blocks.2")
+    alone, _ = model.costs_of(request_of_gpt.graph.block_parameters("blocks.2"))
     size = sum(map(gradient_bytes, blocks.owned[place]))
     dense = estimate_collective_seconds(NODES, op="all_reduce", size=size, group=Group(4, 2))
     once = [shape.once(blocks) for shape in (plain, sparse)]

@@ -145,8 +145,11 @@ def test_without_a_word_on_exchanges_all_that_was_measured_is_compared() -> None
     frontier = results[0][-1]
     ways = {point.plan.local_steps or point.plan.gradient_exchange for point in frontier.candidates}
     assert {None if way is None else way.name for way in ways} >= {
-        *(None, "bf16", "topk", "sparse_loco", "local_steps")
+        *(None, "bf16", "topk", "sparse_loco")
     }
+    # DiLoCo did not get to the loss of the dense run with one of the models of the table
+    (why,) = [reason for reason in frontier.left_out if "did not reach" in reason]
+    assert "every=50" in why or "50 steps" in why
     # one frontier: nothing on it is beaten in time to the loss and in memory
     points = frontier.points
     assert all(point.to_loss is not None and point.to_loss.steps == 1000 for point in points)

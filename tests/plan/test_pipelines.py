@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lightning_topt.communication import TopK
+from lightning_topt.costs import exchange_model
 from lightning_topt.costs.cluster import Cluster, Device, Link, NodeType
 from lightning_topt.costs.communication import Group, estimate_collective_seconds
 from lightning_topt.costs.optimizer import read_optimizer
@@ -299,15 +300,20 @@ def test_rows_apart_exchange_over_the_links_between_them(request_of_gpt: SearchR
     assert (stage_seconds(blocks, apart, [cut]).transfers[:, 1] < NODES.inter.latency_seconds).all()
 
 
-def test_stages_are_priced_with_the_exchange_of_their_plan(request_of_gpt: SearchRequest) -> None:
-    """A block takes what it takes as a bucket of its own, with nothing to hide it."""
+def test_stages_are_priced_with_the_exchange_of_their_plan(
+    request_of_gpt: SearchRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block takes what it takes in a plan without stages, with nothing to hide it."""
+    # there with a bucket of its own, too
+    monkeypatch.setattr(exchange_model, "FIRST_BUCKET_BYTES", 0)
+    monkeypatch.setattr(exchange_model, "BUCKET_BYTES", 1)
     blocks, method = stage_blocks(request_of_gpt), TopK(density=0.01, hierarchical=False)
     plain = PipelineShape(2, 4, "1f1b", 1, 4, 2.0, rows_apart=True)
     sparse = replace(plain, exchange=method)
     place = blocks.names.index("blocks.2")
     model = replace(blocks.step, mesh=plain.rows, exchange=method).exchange_model
     assert model is not None
-    alone, _ = model.costs_of(request_of_gpt.graph.block_parameters("blocks.2"))
+    alone = model.worker_seconds("blocks.2") + model.device_seconds("blocks.2")
     size = sum(map(gradient_bytes, blocks.owned[place]))
     dense = estimate_collective_seconds(NODES, op="all_reduce", size=size, group=Group(4, 2))
     once = [shape.once(blocks) for shape in (plain, sparse)]

@@ -134,21 +134,25 @@ def step_seconds_of(seconds: StageSeconds, shape: PipelineShape) -> Array | None
     schedule = simulated_schedule(shape)
     if schedule is None:
         return None
-    # of a split backward: gradients of activations, then those of parameters
-    inputs = np.maximum(seconds.backward - seconds.weights, 0.0)
     there, back = (
         {(s - 1, s): row[s] for s in range(1, shape.num_stages)} for row in seconds.transfers
     )
-    # each pass takes time in Python too
-    each = [
-        part + shape.pass_seconds
-        for part in (seconds.forward, seconds.backward, inputs, seconds.weights)
-    ]
-    done = many_rank_seconds(schedule, (each[0], each[1], each[2], each[3], None), (there, back))
+    done = many_rank_seconds(schedule, (*pass_seconds(seconds, shape), None), (there, back))
     # (rank, n): stages of one rank add up
     once = np.zeros_like(done)
     np.add.at(once, list(shape.ranks), seconds.once)
     return np.asarray((done + once).max(axis=0))
+
+
+def pass_seconds(seconds: StageSeconds, shape: PipelineShape) -> tuple[Array, Array, Array, Array]:
+    """Return the seconds of each stage's passes (stage, n), with what each takes in Python.
+
+    Forward and backward, and the two halves of a split backward: gradients of activations, then
+    those of parameters.
+    """
+    python, inputs = shape.pass_seconds, np.maximum(seconds.backward - seconds.weights, 0.0)
+    halves = inputs + python, seconds.weights + python
+    return seconds.forward + python, seconds.backward + python, *halves
 
 
 def simulated_schedule(shape: PipelineShape) -> Schedule | None:
@@ -408,10 +412,8 @@ def costs_of_stages(blocks: StageBlocks, shape: PipelineShape, cut: StagePoint) 
     received, first = blocks.crossing_bytes(shape.samples)[0], (0, *cut.ends[:-1])
     edges = [(stage - 1, stage) for stage in range(1, shape.num_stages)]
     there, back = (dict(zip(edges, row[1:, 0].tolist(), strict=True)) for row in seconds.transfers)
-    inputs = np.maximum(seconds.backward - seconds.weights, 0.0)
     forward, backward, inputs, weights = (
-        (part[:, 0] + shape.pass_seconds).tolist()
-        for part in (seconds.forward, seconds.backward, inputs, seconds.weights)
+        part[:, 0].tolist() for part in pass_seconds(seconds, shape)
     )
     return StageCosts(
         forward,

@@ -31,6 +31,7 @@ from typing_extensions import override
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.continuous_run import BackwardResult, ContinuousRun
 from lightning_topt.execution.pipeline.pipeline_run import Example
+from lightning_topt.execution.pipeline.step_flows import parameters_in
 from lightning_topt.graph.structures import map_tensors
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.pipeline_steps import StageSteps, check_microbatches, takes_index
@@ -64,7 +65,7 @@ class ContinuousRunner(StepRunner):
         self._traced_calls: list[LoggedCall] = []  # of a step that was traced
         self._returned: BackwardResult | None = None  # of the minibatch whose update is to come
         self._updated = True
-        self._modules = list(steps.module.modules())  # to walk them takes longer than a small pass
+        self._modules = list(steps.module.modules())
         self._modes: list[tuple[nn.Module, bool]] = []
         self._undo = ExitStack()
 
@@ -310,16 +311,9 @@ class ContinuousRunner(StepRunner):
 
     def _drop_used_gradients(self) -> None:
         if self._updated:
-            for parameter in self._parameters():
+            for parameter in parameters_in(self._modules):
                 parameter.grad = None
         self._updated = False
-
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters; one that modules share more than once."""
-        for part in self._modules:
-            for parameter in part._parameters.values():
-                if parameter is not None:
-                    yield parameter
 
     def _collected_gradients(self) -> Gradients:
         """Return the gradients that the next update has so far, and take them off.
@@ -327,7 +321,7 @@ class ContinuousRunner(StepRunner):
         Lightning clears those that are in place before its backward.
         """
         found: Gradients = {}
-        for parameter in self._parameters():
+        for parameter in parameters_in(self._modules):
             if parameter.grad is not None:
                 found[parameter], parameter.grad = parameter.grad, None
         return found

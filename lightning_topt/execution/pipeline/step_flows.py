@@ -9,7 +9,7 @@ Both are the same on all ranks. Both keep the newest entries only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -90,14 +90,7 @@ class StepFlows:
         # Modes of modules and frozen parameters may change what a step calls.
         modes = (
             tuple([submodule.training for submodule in self._submodules]),
-            tuple(
-                [
-                    parameter.requires_grad
-                    for submodule in self._submodules
-                    for parameter in submodule._parameters.values()
-                    if parameter is not None
-                ]
-            ),
+            tuple([parameter.requires_grad for parameter in parameters_in(self._submodules)]),
         )
         # A step is known by its code, or by its class.
         function = getattr(step, "__func__", step)
@@ -170,6 +163,17 @@ def signature(value: object) -> Hashable:
 
 
 # ---- programs ------------------------------------------------------------------------------------
+
+
+def parameters_in(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
+    """Yield the own parameters of each of `modules`; one that several share more than once.
+
+    To walk all modules anew takes longer than a small pass.
+    """
+    for module in modules:
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                yield parameter
 
 
 class StepPrograms:

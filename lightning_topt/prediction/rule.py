@@ -4,9 +4,9 @@
     with rule.forward(minibatch, staleness, rates):
         loss = forward(batch)
 
-There is one storage per parameter. A pass computes with what its rule puts there, and finds the
-true weights back in place afterwards, bit for bit; updates change the true ones. Buffers are left
-as the forward passes leave them. The rules themselves are in `rules`.
+A pass computes with what its rule puts into a parameter's storage, or with the storage that it
+points the parameter to. Afterwards the true weights are back in place, bit for bit; updates change
+the true ones. Buffers are left as the forward passes leave them. The rules are in `rules`.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ class Prediction(ABC):
             forward: the staleness of its forward pass.
             backward: that of its backward pass.
             optimizer: the name of its class, one that the rule knows.
-            compiled: whether moves are made by `move_kernels`, not by torch.
+            compiled: whether the stage is on a CPU, where moves are made by `move_kernels` or in
+                the cache; else they are made by torch's kernels.
         """
 
     @abstractmethod

@@ -33,18 +33,21 @@ from lightning_topt.prediction.rule import Prediction, Rates, StagePrediction, T
 from lightning_topt.prediction.weights import (
     COPY,
     KNOWN,
-    SWAPS,
     Hyperparameters,
     Method,
     Moments,
     Move,
     Swap,
+    are_alone,
     copy_into,
     empty_copies,
+    empty_places,
     keep_and_move,
     method_of,
     move_traffic,
     num_bytes,
+    pieces,
+    point_to,
     read_moments,
     repeated_update,
     trainable,
@@ -362,9 +365,8 @@ class WeightStashing(Prediction):
     def traffic(
         self, forward: Staleness, backward: Staleness, *, optimizer: str, compiled: bool
     ) -> Traffic:
-        # a version is kept, and put in place for the backward pass, if an update comes between
-        is_late = forward.missing > 0
-        return Traffic(SWAPS * is_late, COPY * is_late)
+        # a version is kept if an update comes between; passes are pointed to it
+        return Traffic(0.0, COPY * (forward.missing > 0))
 
     @override
     def on(
@@ -470,10 +472,10 @@ class TwoVersions(Prediction):
     def traffic(
         self, forward: Staleness, backward: Staleness, *, optimizer: str, compiled: bool
     ) -> Traffic:
-        # passes before the update with the minibatch before find the version in place
-        passes = (forward.missing == 0) + (backward.missing == 0)
-        # three differences or sums of two
-        return Traffic(SWAPS * passes, COPY + 9.0 * self.error_feedback)
+        # passes are pointed to their version, which an update keeps; the feedback takes three
+        # differences or sums of two and a copy, or reads three numbers and writes two in a cache
+        feedback = 5.0 if compiled else 9.0 + COPY
+        return Traffic(0.0, COPY + feedback * self.error_feedback)
 
     @override
     def on(
@@ -518,7 +520,9 @@ class _UpdateCounts(NamedTuple):
 
 
 class _StashedWeights(StagePrediction):
-    """Keeps old versions of the weights, and swaps them in for passes.
+    """Keeps old versions of the weights, and points the parameters to them for passes.
+
+    Where somebody else refers to the parameters' memory (see `are_alone`), contents are exchanged.
 
     `choose` gives the version for the passes of a minibatch. `keep(version, now)` says whether
     minibatches that have not come in yet may use `version` after `now` updates. `feeds_back`: moves
@@ -542,12 +546,18 @@ class _StashedWeights(StagePrediction):
         self._used: dict[int, int] = {}  # version by minibatch in flight
         self._versions: dict[int, list[Tensor]] = {}  # copies by version
         self._spare: list[list[Tensor]] = []  # copies that may be overwritten
-        self._parameters: list[Tensor] | None = None  # since the last drained state
+        # since the last drained state: the parameters, and whether contents are exchanged
+        self._parameters: list[Tensor] | None = None
+        self._swaps = False
 
     @override
     def forward(
         self, minibatch: int, staleness: Staleness, rates: Rates
     ) -> AbstractContextManager[None]:
+        # nothing is in flight before the first pass: no graph refers to the parameters' memory
+        if self._parameters is None:
+            self._parameters = trainable(self._optimizer)
+            self._swaps = not are_alone(self._parameters)
         # the version is chosen at the forward pass, and backward of this minibatch uses the same
         version = self._choose(
             _UpdateCounts(self._updates, self._updates + staleness.missing, self._drained_at)
@@ -566,16 +576,15 @@ class _StashedWeights(StagePrediction):
     @override
     @contextmanager
     def update(self, minibatch: int) -> Iterator[None]:
-        parameters = self._stashed_parameters()
+        assert self._parameters is not None, "an update follows a pass"
+        parameters = self._parameters
         # Copies that nobody needs after this update become spare first, so that one can be reused.
         after = self._updates + 1
         for version in [each for each in self._versions if not self._is_needed(each, after)]:
             self._spare.append(self._versions.pop(version))
         # The weights are about to change: keep them if a pass will want them.
         if self._is_needed(self._updates, after):
-            copies = self._spare.pop() if self._spare else empty_copies(parameters)
-            copy_into(copies, parameters)
-            self._versions[self._updates] = copies
+            self._versions[self._updates] = self._kept(parameters)
         with unseen(trainable(self._optimizer)):
             yield
         # the first update after a drained state was not late
@@ -583,13 +592,32 @@ class _StashedWeights(StagePrediction):
             self._feed_back(parameters, self._versions[self._updates])
         self._updates = after
 
+    def _kept(self, parameters: list[Tensor]) -> list[Tensor]:
+        """Return tensors with the weights of now, which the coming step does not change."""
+        make = empty_copies if self._swaps else empty_places
+        copies = self._spare.pop() if self._spare else make(parameters)
+        copy_into(copies, parameters)
+        if self._swaps:
+            return copies
+        # graphs in flight refer to the memory of now: it keeps this version, the step changes the
+        # copies
+        old = [parameter.data for parameter in parameters]
+        point_to(parameters, copies)
+        return old
+
     def _feed_back(self, parameters: list[Tensor], before: list[Tensor]) -> None:
         """Make the update's move twice, and take back the one of the update before."""
+        is_first = not self._moves
+        if is_first:
+            self._moves = empty_copies(parameters)
         with torch.no_grad(), unseen(parameters):
-            moves = list(torch._foreach_sub(parameters, before))
-            if self._moves:
-                torch._foreach_add_(parameters, torch._foreach_sub(moves, self._moves))
-        self._moves = moves
+            # by pieces whose differences stay in a processor's cache
+            for now, old, last in pieces(parameters, before, self._moves):
+                moves = torch._foreach_sub(now, old)
+                if not is_first:
+                    torch._foreach_add_(now, moves)
+                    torch._foreach_sub_(now, last)
+                torch._foreach_copy_(last, moves)
 
     @override
     def drained(self) -> None:
@@ -613,23 +641,20 @@ class _StashedWeights(StagePrediction):
 
     @contextmanager
     def _in_place(self, version: int) -> Iterator[None]:
-        """Put `version` into the parameters; its copies hold the newest one meanwhile."""
+        """Put `version` into the parameters for a pass."""
         # the newest version is in the parameters already
         if version == self._updates:
             yield
             return
-        copies = self._versions[version]
-        # no third copy: the storage of the old version holds the newest one during the pass
-        self._swap(self._stashed_parameters(), copies)
+        assert self._parameters is not None
+        copies, newest = self._versions[version], [p.data for p in self._parameters]
+        # no third copy: memory of the old version holds the newest one during the pass
+        put, take = (self._swap, copies) if self._swaps else (point_to, newest)
+        put(self._parameters, copies)
         try:
             yield
         finally:
-            self._swap(self._stashed_parameters(), copies)
-
-    def _stashed_parameters(self) -> list[Tensor]:
-        if self._parameters is None:
-            self._parameters = trainable(self._optimizer)
-        return self._parameters
+            put(self._parameters, take)
 
     def _is_needed(self, version: int, now: int) -> bool:
         return version in self._used.values() or self._keep(version, now)

@@ -1,4 +1,4 @@
-"""Weights of a stage, written in place without autograd noticing: copied, swapped, predicted.
+"""Weights of a stage, changed without autograd noticing: pointed to, copied, swapped, predicted.
 
 Prediction takes the moments that the optimizer keeps of gradients (`read_moments`). From them it
 computes how the weights will move (`repeated_update`, `updates_without_gradients`), and moves them
@@ -27,12 +27,12 @@ Method = Literal["SGD", "Adam"]  # AdamW is Adam with decoupled weight decay
 Hyperparameters = Mapping[str, Any]
 KNOWN = ("SGD", "Adam", "AdamW")
 CHUNK_BYTES = 32 << 20  # temporaries are made for so much at a time, and at least for one tensor
+CACHE_BYTES = 512 << 10  # of each tensor, where a CPU computes with a few at once
 # of weights; with fewer, loading the compiler takes longer than it saves in a thousand passes
 KERNEL_BYTES = 4 << 20
 KERNEL_THREADS = 3  # as many of torch's are as fast as a kernel on one
 _ALIGNED = 64  # bytes
-# of the bytes of tensors, what is read and written to copy them; to swap them in, and out again
-COPY, SWAPS = 2.0, 12.0
+COPY = 2.0  # of the bytes of tensors, what is read and written to copy them
 T = TypeVar("T")
 
 
@@ -68,6 +68,34 @@ def copy_into(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     if targets:
         with torch.no_grad(), unseen(targets):
             torch._foreach_copy_(list(targets), list(sources))
+
+
+def are_alone(parameters: Sequence[Tensor]) -> bool:
+    """Return whether all references to the parameters' memory are their own, and fill it.
+
+    Then they may be pointed to other memory. Views that somebody holds would stay behind, and so
+    would parameters of others in the same memory. Those of a recurrent layer may lie in one.
+    """
+    if not all(type(p) in (Tensor, nn.Parameter) and p.layout == torch.strided for p in parameters):
+        return False
+    by_memory: dict[int, list[Tensor]] = {}
+    for parameter in parameters:
+        by_memory.setdefault(parameter.untyped_storage()._cdata, []).append(parameter)
+    for inside in by_memory.values():
+        memory = inside[0].untyped_storage()
+        # one reference of each parameter, and that of the name
+        references = torch._C._storage_Use_Count(memory._cdata)
+        if references != len(inside) + 1 or num_bytes(inside) != memory.nbytes():
+            return False
+        if memory.device.type == "cpu" and memory.is_shared():  # other processes hold it
+            return False
+    return True
+
+
+def point_to(parameters: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+    """Let parameters have the memory of tensors of equal shapes."""
+    for parameter, place in zip(parameters, places, strict=True):
+        parameter.data = place
 
 
 class Swap:
@@ -108,6 +136,22 @@ def empty_copies(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [torch.empty_like(tensor, requires_grad=False) for tensor in tensors]
 
 
+def empty_places(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return tensors that lie in new memory as `tensors`, which are alone, do in theirs."""
+    memories: dict[int, Tensor] = {}
+    made = []
+    for tensor in tensors:
+        old = tensor.untyped_storage()
+        if old._cdata not in memories:
+            memories[old._cdata] = torch.empty(
+                old.nbytes(), dtype=torch.uint8, device=tensor.device
+            )
+        new = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        memory, start = memories[old._cdata].untyped_storage(), tensor.storage_offset()
+        made.append(new.set_(memory, start, tensor.shape, tensor.stride()))
+    return made
+
+
 def num_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of all elements."""
     return sum(tensor.nbytes for tensor in tensors)
@@ -126,6 +170,27 @@ def chunks(items: Sequence[T], *, size: Callable[[T], int]) -> Iterator[list[T]]
         filled += more
     if chunk:
         yield chunk
+
+
+def pieces(*lists: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
+    """Yield equal parts of lists of tensors of equal shapes, a part of each list at a time.
+
+    On CPUs they are small enough for a cache, so that what is computed of them costs no memory
+    traffic; elsewhere as large as `CHUNK_BYTES`, since each operation has to be started.
+    """
+    together = list(zip(*lists, strict=True))
+    for chunk in chunks(together, size=lambda tensors: tensors[0].nbytes):
+        if chunk[0][0].device.type != "cpu":
+            yield tuple(map(list, zip(*chunk, strict=True)))
+            continue
+        for tensors in chunk:
+            if all(tensor.is_contiguous() for tensor in tensors):
+                count = CACHE_BYTES // tensors[0].element_size()
+                parts = [tensor.view(-1).split(count) for tensor in tensors]
+                for part in zip(*parts, strict=True):
+                    yield tuple([tensor] for tensor in part)
+            else:
+                yield tuple([tensor] for tensor in tensors)
 
 
 def _is_expanded(tensor: Tensor) -> bool:

@@ -129,7 +129,7 @@ def test_copies_are_those_of_the_formula(rule, optimizer, stage, accumulate, lag
 class Moved(TorchDispatchMode):
     """Counts the bytes that foreach kernels read and write, in those of the weights."""
 
-    reads_target = re.compile("_foreach_(add|mul|addcdiv)_")
+    reads_target = re.compile("_foreach_(add|sub|mul|addcdiv)_")
 
     def __init__(self, size: int) -> None:
         super().__init__()

@@ -251,6 +251,103 @@ def test_contents_are_exchanged_by_memory_that_is_kept(monkeypatch):
     swap([], [])
 
 
+def walked(rule, parameters):
+    """What passes see of `parameters`, the last values, and whether contents were exchanged."""
+    with torch.no_grad():
+        for parameter, value in zip(parameters, make_parameters(), strict=True):
+            parameter.copy_(value)
+    seen, optimizer = [], make_optimizer("AdamW", parameters)
+    at_work = walk(
+        make_prediction(rule),
+        optimizer,
+        stage=0,
+        num_stages=3,
+        accumulate=2,
+        seen=lambda kind, index, at: seen.append(values(parameters)),
+    )
+    swaps = at_work._swaps
+    at_work.drained()
+    assert at_work.held_bytes == 0
+    return seen, values(parameters), swaps
+
+
+def one_memory(*, more: int = 0) -> list[nn.Parameter]:
+    """Parameters one after the other in one memory, as those of recurrent layers, and some more."""
+    sizes = [each.numel() for each in make_parameters()]
+    flat = torch.zeros(sum(sizes) + more).split([*sizes, more])
+    return [
+        nn.Parameter(part.view_as(each))
+        for part, each in zip(flat, make_parameters(), strict=False)
+    ]
+
+
+@pytest.mark.parametrize("rule", ["stash", "two_versions", FEEDBACK], ids=str)
+@pytest.mark.parametrize("held", ["nothing", "view", "row", "more memory", "shared"])
+def test_versions_are_pointed_to_or_exchanged_equally(rule, held):
+    """Contents are exchanged where others refer to the memory: their views follow the weights."""
+    expected = walked(rule, make_parameters())
+    parameters = one_memory(more=2 * (held == "more memory"))
+    if held == "shared":
+        parameters = make_parameters()
+        parameters[0].data.share_memory_()
+    views = {"view": lambda p: p.data, "row": lambda p: p.detach()[1:]}
+    view = views[held](parameters[0]) if held in views else None
+    pointers = [parameter.data_ptr() for parameter in parameters]
+    seen, ends, swaps = walked(rule, parameters)
+    assert swaps == (held != "nothing") and not expected[2]
+    for mine, theirs in zip([*seen, ends], [*expected[0], expected[1]], strict=True):
+        assert all(map(torch.equal, mine, theirs))
+    if swaps:
+        assert [parameter.data_ptr() for parameter in parameters] == pointers
+    else:  # still one after the other
+        places = [parameter.storage_offset() for parameter in parameters]
+        assert places == [parameter.storage_offset() for parameter in one_memory()]
+        assert len({parameter.untyped_storage()._cdata for parameter in parameters}) == 1
+    if view is not None:
+        assert torch.equal(view, parameters[0].detach()[-len(view) :])
+
+
+def test_graphs_in_flight_keep_the_version_of_their_forward_pass():
+    """Autograd saves the transpose, a view, of one operand, and the parameter itself of another."""
+    parameters = [nn.Parameter(torch.rand(4, 4)), nn.Parameter(torch.rand(4, 4))]
+    optimizer = optim.SGD(parameters, lr=0.5, momentum=0.9)
+    at_work = make_prediction("stash").on(optimizer, stage=0, num_stages=4)
+    losses, expected, near = {}, {}, Staleness
+    batches = torch.rand(12, 3, 4, generator=torch.Generator().manual_seed(0))
+
+    def loss_of(one, other, batch):
+        return (torch.nn.functional.linear(batch, one).sin() * (batch @ other)).square().sum()
+
+    for index, batch in enumerate(batches):
+        missing = min(index, 3)
+        with at_work.forward(index, near(missing, missing, 0), rates_of(optimizer)):
+            losses[index] = loss_of(*parameters, batch.clone().requires_grad_())
+            copies = [p.detach().clone().requires_grad_() for p in parameters]
+            expected[index] = torch.autograd.grad(loss_of(*copies, batch), copies)
+        if index >= 3:
+            with at_work.backward(index - 3, near(0, 0, 0), rates_of(optimizer)):
+                losses.pop(index - 3).backward()
+            for parameter, gradient in zip(parameters, expected.pop(index - 3), strict=True):
+                torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0)
+            with at_work.update(index - 3):
+                optimizer.step()
+            optimizer.zero_grad()
+    assert not at_work._swaps
+
+
+def test_feedback_by_pieces_is_that_of_whole_tensors(monkeypatch):
+    from lightning_topt.prediction import weights
+
+    expected = walked(FEEDBACK, make_parameters())
+    monkeypatch.setattr(weights, "CACHE_BYTES", 12)
+    parameters = make_parameters()
+    parameters[0].data = parameters[0].data.t().contiguous().t()
+    found = walked(FEEDBACK, parameters)
+    for mine, theirs in zip([*found[0], found[1]], [*expected[0], expected[1]], strict=True):
+        assert all(map(torch.equal, mine, theirs))
+    assert parameters[0].stride() == (1, 3)
+
+
 def test_stashing_computes_backward_with_the_weights_of_forward():
     parameters = make_parameters()
     used = {}

@@ -10,10 +10,10 @@ an earlier version, or predicted ones. For that the rule gets the staleness of t
 follows from the updates to come (`UpdatePattern`), and with which hyperparameters these will be
 done (`MinibatchRates`).
 
-[Note: one storage] Autograd saves tensors that refer to the parameters' storage, and refuses a
-backward pass after the storage was written to. Here that is meant: a pass computes with what the
-storage holds when it runs. So writes keep the version counters, which views of a parameter share
-with it (`unnoticed`).
+[Note: writes] Autograd saves tensors that refer to the parameters' storage, and refuses a backward
+pass after the storage was written to. Here that is meant: a pass computes with what the storage
+holds when it runs. So writes keep the version counters, which views of a parameter share with it
+(`unnoticed`). Rules that keep whole versions point parameters to the storage of one for its passes.
 
 [Note: rates of a minibatch] An update happens long after the iteration in which its minibatch came
 in, and schedulers go on in each iteration. The update uses what parameter groups held when the

@@ -114,7 +114,9 @@ class CompressedExchange:
         ValueError: for a world size that is not nodes x ranks per node.
     """
 
-    trains_alone = False  # as ranks do between the outer steps of a `LocalExchange`
+    # as ranks do between the outer steps of a `LocalExchange`
+    trains_alone = False
+    steps_to_meeting: int | None = None
 
     def __init__(
         self,

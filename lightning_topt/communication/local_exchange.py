@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_topt.communication.checkpoint import gather_state, own_state
+from lightning_topt.communication.checkpoint import State, gather_state, own_state
 from lightning_topt.communication.exchange_method import LocalMethod
 from lightning_topt.communication.hook import ExchangeStatistics, equal_parameters
 from lightning_topt.communication.local_sgd import OuterSteps
@@ -33,12 +33,17 @@ class LocalExchange:
     """Lets the replicas of `module` meet by `method`, as often as it says.
 
     Made alike on all ranks, a collective call: parameters and buffers of rank 0 go to all. Every
-    rank trains a replica.
+    rank trains a replica, or a stage of one: then `group` has the ranks that train the same stage.
 
     Args:
         method: of local steps; its ranks train alone, also inside a node.
         module: without a DistributedDataParallel around it.
-        ignored: names of parameters and buffers that each rank has for itself.
+        ignored: names of parameters and buffers that each rank has for itself, and of those of
+            other stages.
+        group: the ranks that meet, in the order of replicas; None: all. Collective calls are of
+            these.
+        merge: joins what rank 0 of each group has gathered, on rank 0 of all, and gives [] on
+            others; a collective call of all ranks. None: there is one group.
         timeout_seconds: how long to wait for another rank; no longer than the run's own limit.
     """
 
@@ -52,20 +57,24 @@ class LocalExchange:
         module: nn.Module,
         *,
         ignored: Collection[str] = (),
+        group: dist.ProcessGroup | None = None,
+        merge: Callable[[list[State]], list[State]] | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         assert method.hierarchical is False, "each rank trains a replica"
         self.method = method
         self._module, self._ignored = module, ignored
+        self._group, self._merge = group, merge
         # frozen parameters are no part of outer steps: they are made equal here, once
         trained = equal_parameters(module, ignored)
         for name, parameter in module.named_parameters():
             if not parameter.requires_grad and name not in ignored:
-                dist.broadcast(parameter.detach(), 0)
+                dist.broadcast(parameter.detach(), group=group, group_src=0)
         self.outer = OuterSteps(
             trained.items(),
             method,
             buffers=[(n, b) for n, b in module.named_buffers() if n not in ignored],
+            process_group=group,
             timeout_seconds=within_limit(timeout_seconds),
         )
         self._hooks: list[RemovableHandle] = []
@@ -87,9 +96,10 @@ class LocalExchange:
                 "local steps are steps of one optimizer, and there are several: use one with "
                 "several parameter groups, or a plan without local_steps"
             )
-        self._hooks.append(optimizer.register_step_post_hook(self._after_step))
+        self._hooks.append(optimizer.register_step_post_hook(lambda *_: self.after_step()))
 
-    def _after_step(self, *_: Any) -> None:
+    def after_step(self) -> None:
+        """Count a step of the optimizer, where none is followed; replicas meet where it is time."""
         known = self.outer.parameters.tensors
         for name in equal_parameters(self._module, self._ignored):
             if name not in known:
@@ -98,6 +108,11 @@ class LocalExchange:
                     "never exchange it: begin with it trainable, or start another fit"
                 )
         self.outer.after_step()
+
+    @property
+    def steps_to_meeting(self) -> int:
+        """The steps that are left until replicas meet."""
+        return self.method.every - self.outer.pending_steps
 
     def synchronize(self) -> None:
         """Collective call: let replicas meet now, if any step was made since they last did."""
@@ -136,10 +151,12 @@ class LocalExchange:
         `ranks` has one entry per rank: kind ("momentum", "residual", ...) -> parameter name ->
         tensor. Replicas meet before.
         """
-        assert dist.group.WORLD is not None
+        group = self._group or dist.group.WORLD
+        assert group is not None
         own = self._own_state()
-        senders = range(dist.get_world_size())
-        ranks = gather_state(own, senders=senders, group=dist.group.WORLD)
+        ranks = gather_state(own, senders=range(dist.get_world_size(group)), group=group)
+        if self._merge is not None:
+            ranks = self._merge(ranks)
         return {"step": self.outer.local_steps, "method": self.method.name, "ranks": ranks}
 
     def own_state_dict(self) -> dict[str, Any]:
@@ -148,8 +165,8 @@ class LocalExchange:
         return {
             "step": self.outer.local_steps,
             "method": self.method.name,
-            "holders": dist.get_world_size(),
-            "position": dist.get_rank(),
+            "holders": dist.get_world_size(self._group),
+            "position": dist.get_rank(self._group),
             "state": state,
         }
 
@@ -174,11 +191,19 @@ class LocalExchange:
                 f"the saved exchange state is of method={state['method']!r}, this exchange has "
                 f"{self.method.name!r}"
             )
-        parameters = self.outer.parameters.tensors
+        parameters, ranks = self.outer.parameters.tensors, state["ranks"]
+        if self._merge is not None:  # other groups have parameters that this one lacks
+            ranks = [
+                {
+                    kind: {n: t for n, t in of.items() if n in parameters}
+                    for kind, of in each.items()
+                }
+                for each in ranks
+            ]
         own = own_state(
-            state["ranks"],
-            position=dist.get_rank(),
-            holders=dist.get_world_size(),
+            ranks,
+            position=dist.get_rank(self._group),
+            holders=dist.get_world_size(self._group),
             numels={name: parameter.numel() for name, parameter in parameters.items()},
         )
         anchor = {name: parameter.detach() for name, parameter in parameters.items()}

@@ -41,11 +41,8 @@ from lightning_topt.execution.applied_techniques import AppliedTechniques
 from lightning_topt.execution.attached_optimizer import AttachedOptimizer, StageOptimizer
 from lightning_topt.execution.gathered_state import load_module_state, module_state
 from lightning_topt.execution.pipeline.continuous_run import ContinuousRun
-from lightning_topt.execution.pipeline.pipeline_run import (
-    Example,
-    PipelineRun,
-    compress_gradients,
-)
+from lightning_topt.execution.pipeline.pipeline_run import Example, PipelineRun
+from lightning_topt.execution.pipeline.row_exchange import exchange_between_rows
 from lightning_topt.execution.pipeline.stage_layout import PipelineGroups
 from lightning_topt.execution.plan_problems import (
     check_world_size,
@@ -191,7 +188,9 @@ class Engine:
             self._stages.follow(self._applied)
             if self._stages.lag_per_hop is not None:
                 self._continuous = ContinuousRun(self._stages)
-            self.exchange = compress_gradients(self._stages, self._options)
+            if (applied := exchange_between_rows(self._stages, self._options)) is not None:
+                self._applied.add(applied)
+                self.exchange = applied.exchange
         warn_where_nodes_differ(self.plan, self._options.topology)
         return self._model
 
@@ -291,6 +290,9 @@ class Engine:
         """
         if self.exchange is not None:
             self.exchange.synchronize()
+        # Other stages have copies of what one of them has changed.
+        if self._continuous is not None and self.plan.local_steps is not None:
+            self._continuous.share_weights()
 
     def sync_buffers(self) -> None:
         """Give all ranks the buffers that stages have changed. A collective call.

@@ -229,6 +229,14 @@ class PipelineRunner(StepRunner):
             self.engine.abort()
 
     @override
+    def drain(self) -> None:
+        self.engine.synchronize()
+
+    @override
+    def begin_evaluation(self) -> None:
+        self.drain()
+
+    @override
     def training_step(
         self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], *, exchanges: bool
     ) -> Any:

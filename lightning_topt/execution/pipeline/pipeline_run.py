@@ -30,9 +30,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_topt.communication.collectives import travel_device
-from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.rank_watch import PeerLostError
-from lightning_topt.communication.topology import Topology
 from lightning_topt.execution.applied_techniques import AppliedTechniques
 from lightning_topt.execution.gathered_state import load_module_state, module_state
 from lightning_topt.execution.pipeline.messages import (
@@ -56,7 +54,6 @@ from lightning_topt.execution.pipeline.step_flows import StageFlow, Step, StepFl
 from lightning_topt.graph.step_flow import TensorRef
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
-from lightning_topt.techniques.run_options import RunOptions
 from lightning_topt.techniques.tensor_parallel.random_states import RandomStates, draw_alike
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
 
@@ -130,6 +127,8 @@ class PipelineRun:
         self._split: Callable[[], Mapping[str, SplitTensor]] = dict
         self.exchanges: StageExchanges
         self.norms: StageNorms
+        # After each update of an asynchronous run, for rows that train alone.
+        self.after_update: Callable[[], None] = lambda: None
 
     @classmethod
     def start(
@@ -231,7 +230,11 @@ class PipelineRun:
             )
         flows = self.flows.of(step, microbatches, kind=kind)
         # The step of this rank: buffers as on the first data rank, actions, losses to all ranks.
-        self.buffers.begin_step(flows)
+        # Rows that train alone have running statistics of their own.
+        if self.plan.local_steps is None:
+            self.buffers.begin_step(flows)
+        else:
+            self.buffers.changed_by(flows)
         results = self._run(microbatches, step, flows, factors=factors, exchanges=divisor is None)
         # (n + 1,): the divisor is the last one.
         losses = torch.ones(count + 1, device=self.device)
@@ -636,53 +639,3 @@ def _with_tensors(text: bytes, tensors: list[Tensor]) -> Any:
 
     value: Any = Unpickler(io.BytesIO(text)).load()
     return value
-
-
-# ---- compressed exchanges ------------------------------------------------------------------------
-
-
-def compress_gradients(run: PipelineRun, options: RunOptions) -> CompressedExchange | None:
-    """Let data ranks exchange the gradients of their stages by the plan's method.
-
-    A collective call.
-
-    None where the plan has no such exchange.
-    """
-    given, mesh, groups = run.plan.gradient_exchange, run.plan.mesh, run.groups
-    if given is None:
-        return None
-    # The exchange is among the data ranks of each stage: a part of the topology.
-    everyone = options.topology or Topology.from_environment(
-        rank=dist.get_rank(), world_size=dist.get_world_size()
-    )
-
-    def merge(ranks: list[State]) -> list[State]:
-        """Join the states of a pipeline's stages, for each data rank, on rank 0."""
-        found: list[State] = [{} for _ in ranks]
-        with groups.at_any_time() as group:
-            for place in range(len(groups.pipeline)) if groups.saves else ():
-                # Place after place of the pipeline gives the states of its data ranks.
-                own = ranks if place == groups.rank else None
-                states = share_value(own, group=group, source=place, device=run.device)
-                for into, state in zip(found, states, strict=True):
-                    for kind, tensors in state.items():
-                        into.setdefault(kind, {}).update(tensors)
-        return found if groups.saves and groups.rank == 0 else []
-
-    exchange = CompressedExchange(
-        given,
-        topology=everyone.of_part(mesh.groups_along(mesh.data_axes)),
-        device=run.device,
-        nonfinite=options.nonfinite,
-        merge=merge,
-    )
-    # Parameters that this rank does not update have no gradients to exchange here; those that it
-    # shares with other ranks of the pipeline are summed with these, as they are.
-    kept = run.updated_parameters() - run.exchanges.shared
-    # By all names: of parameters that are tied, and of the module's own as DDP calls them.
-    named = run.module.named_parameters(remove_duplicate=False)
-    names = [name for name, parameter in named if parameter not in kept]
-    ignored = [*names, *(f".{name}" for name in names if "." not in name)]
-    exchange.take_over(run.module, ignored=ignored)
-    run.exchanges.instead = exchange.average
-    return exchange

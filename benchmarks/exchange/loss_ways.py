@@ -157,8 +157,8 @@ WAYS = {
     "4 stages, two versions": Way(stages=4, schedule="continuous", rule=FEEDBACK, cut=4),
     "2 x (2 stages, 1F1B)": Way(stages=2, schedule="1f1b", cut=4),
     "2 x (2 stages, 1F1B), top-k": Way(SHORT_TOP_K, TOP_K, stages=2, schedule="1f1b", cut=4),
-    "2 x (2 stages, two versions), bf16": Way(
-        "bf16", {"method": "bf16"}, stages=2, schedule="continuous", rule=FEEDBACK
+    "2 x (2 stages, two versions), SparseLoCo": Way(
+        SHORT_LOCO, SPARSE_LOCO, stages=2, schedule="continuous", rule=FEEDBACK
     ),
     "2 x (2 stages, two versions), top-k": Way(
         SHORT_TOP_K, TOP_K, stages=2, schedule="continuous", rule=FEEDBACK
@@ -239,7 +239,7 @@ MODELS = {
 
 
 def plan_of(way: Way) -> ParallelPlan:
-    """Return the plan of a way of training, without local steps."""
+    """Return the plan of a way of training; without local steps, if whole replicas make these."""
     inside = "inter" if way.stages > LOCAL else "intra"
     axes = [] if way.stages == RANKS else [Axis("data", way.replicas, "inter")]
     axes += [] if way.stages == 1 else [Axis("pipeline", way.stages, inside)]
@@ -255,6 +255,7 @@ def plan_of(way: Way) -> ParallelPlan:
         tuple(StagePlan(tuple(BlockPlan(name, config) for name in names)) for names in stages),
         batch_size=way.samples,
         gradient_exchange=method if isinstance(method, GradientMethod) else None,
+        local_steps=method if isinstance(method, LocalMethod) and way.stages > 1 else None,
         schedule=way.schedule,
         num_microbatches=way.cut if way.schedule == "1f1b" else 1,
         prediction=way.rule,
@@ -330,7 +331,7 @@ class Clock(L.Callback):
 
 def strategy_of(way: Way) -> L.pytorch.strategies.DDPStrategy:
     """Return the strategy that trains in that way."""
-    if way.is_local:
+    if way.is_local and way.stages == 1:
         assert way.method is not None
         return LocalStepsStrategy(way.method)
     return AutoParallelStrategy(
@@ -450,10 +451,10 @@ def _request(
 def predicted_seconds(way: Way, request: SearchRequest) -> float:
     """Return the package's seconds per step.
 
-    It has no price for local steps: here that is a step of the ranks that train one replica, and
-    the outer step divided by the steps between two.
+    It has no price for local steps of nodes: here that is a step of the ranks that train one
+    replica, and the outer step divided by the steps between two.
     """
-    if way.is_local:
+    if way.is_local and way.stages == 1:
         # the ranks of a node under DDP
         inside = ParallelPlan.of_blocks(
             [BlockPlan("", OpConfig.zero(0))], mesh=data_mesh(LOCAL), batch_size=way.samples

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from tests.communication import exchange_ranks
 from tests.communication import test_local_steps as local
 from tests.execution import test_engine as engines
 from tests.execution.pipeline import test_continuous_run as continuous
+from tests.execution.pipeline import test_rows_alone as rows_alone
 from tests.execution.pipeline.continuous_training import (
     Case,
     Outcome,
@@ -213,19 +215,32 @@ def device_waits() -> list[RemovableHandle]:
     ]
 
 
-def drained(rank: int, *, waits: bool) -> list[Outcome]:
+def drained(rank: int, cases: Sequence[Case], *, waits: bool) -> list[Outcome]:
     if waits:
         device_waits()
-    return train_all(rank, DRAINED)
+    return train_all(rank, cases)
 
 
 def test_drains_in_the_warm_up_keep_the_order_of_gradients() -> None:
     """What is received is that of gloo, to the last bit: the order is another, the sums are not."""
-    found = run_ranks(partial(drained, waits=True), 4, timeout_seconds=SECONDS, backend=TWIN)[0]
-    expected = run_ranks(partial(drained, waits=False), 4, timeout_seconds=SECONDS)[0]
+    waiting, at_once = partial(drained, waits=True), partial(drained, waits=False)
+    found = run_ranks(waiting, 4, DRAINED, timeout_seconds=SECONDS, backend=TWIN)[0]
+    expected = run_ranks(at_once, 4, DRAINED, timeout_seconds=SECONDS)[0]
     for one, other in zip(found, expected, strict=True):
         assert one.losses == other.losses
         torch.testing.assert_close(one.state, other.state, rtol=0, atol=0)
+
+
+def test_rows_that_train_alone_meet_one_stage_after_the_other() -> None:
+    cases = [rows_alone.CASES[name] for name in ("tied", "sparse, rows first")]
+    waiting = partial(drained, waits=True)
+    ranks = run_ranks(waiting, 4, cases, timeout_seconds=SECONDS, backend=TWIN)
+    for index, case in enumerate(cases):
+        expected = rows_alone.in_rows(case)
+        for rank, outcomes in enumerate(ranks):
+            losses = expected[case.plan.mesh.data_rank(rank)].losses
+            torch.testing.assert_close(outcomes[index].losses, losses, rtol=1e-4, atol=1e-5)
+        continuous.close(ranks[0][index].state, expected[0].state)
 
 
 def on_three_ranks(rank: int) -> Found:

@@ -8,8 +8,10 @@ from typing import Any
 
 from typing_extensions import override
 
+from lightning_topt.communication.exchange_method import GradientMethod, LocalMethod
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.plan.parallel_plan import rule_from_value
+from lightning_topt.plan.plan_values import read_exchange, read_local_steps
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
 from lightning_topt.plugins.plan_options import PipelinePlan
 from lightning_topt.plugins.register import register_names
@@ -43,6 +45,11 @@ class PipelineStrategy(AutoParallelStrategy):
         prediction: with these two, the rule of the weights that passes compute with: a name such as
             ``"spectrain"``, a mapping ``{"rule": name, option: value}`` or a `Prediction`; None:
             the optimizer's (docs/reference/prediction_rules.md).
+        gradient_exchange: where ranks are left for a data axis, how rows of stages exchange their
+            gradients: a method as of `CompressedDDPStrategy`, or its name or mapping. None: they
+            average them as they are.
+        local_steps: how rows train alone in place of that, and meet once in many steps: a method as
+            of `LocalStepsStrategy`, such as `SparseLoCo`, or its name or mapping.
         stages_per_rank: None: the fewest that the schedule takes, 1 or 2.
         recompute: whether blocks run forward again in the backward pass, instead of keeping
             activations.
@@ -65,6 +72,8 @@ class PipelineStrategy(AutoParallelStrategy):
         microbatches: int | None = None,
         *,
         prediction: Prediction | Mapping[str, Any] | str | None = None,
+        gradient_exchange: GradientMethod | Mapping[str, Any] | str | None = None,
+        local_steps: LocalMethod | Mapping[str, Any] | str | None = None,
         stages_per_rank: int | None = None,
         recompute: bool = False,
         cluster: Cluster | Mapping[str, Any] | str | Path | None = None,
@@ -94,11 +103,17 @@ class PipelineStrategy(AutoParallelStrategy):
             stages_per_rank,
             recompute,
             prediction=rule_from_value(prediction),
+            gradient_exchange=None
+            if gradient_exchange is None
+            else read_exchange(gradient_exchange),
+            local_steps=None if local_steps is None else read_local_steps(local_steps),
         )
-        stale = schedule in CONTINUOUS_SCHEDULES
+        stale, exchange = schedule in CONTINUOUS_SCHEDULES, given.exchange
         super().__init__(
             plan=given,
+            # what is asked for is allowed
             allow_staleness=stale,
+            allow_compression=False if exchange is None else [exchange],
             cluster=cluster,
             checkpoint=checkpoint,
             async_checkpoint=async_checkpoint,

@@ -120,7 +120,7 @@ class PlanRequest:
     gradients_are_views: bool | None = None
 
     def __post_init__(self) -> None:
-        exchange = self.plan.gradient_exchange if isinstance(self.plan, ParallelPlan) else None
+        exchange = None
         self.stale.check(self.plan)
         if self.memory_limit is not None and _is_fixed(self.plan):
             raise ValueError(
@@ -128,13 +128,15 @@ class PlanRequest:
                 "leave out memory_limit; or leave out plan, or give a mesh to search on "
                 "(plan={'mesh': {'data': 2}})"
             )
-        if isinstance(self.plan, ParallelPlan):
+        if isinstance(self.plan, ParallelPlan | PipelinePlan):
+            exchange = self.plan.gradient_exchange
             self.allowed.check(self.plan)
         named = (*self.allowed.candidates, *self.allowed.local_steps)
-        if isinstance(self.plan, MeshPlan | PipelinePlan) and named:
+        has_own = isinstance(self.plan, PipelinePlan) and self.plan.exchange is not None
+        if isinstance(self.plan, MeshPlan | PipelinePlan) and named and not has_own:
             raise ValueError(
-                "on a given mesh and in a pipeline gradients are exchanged as they are: leave out "
-                "allow_compression, or plan"
+                "on a given mesh and in a pipeline no exchange is searched: leave out "
+                "allow_compression or plan, or give a pipeline its gradient_exchange or local_steps"
             )
         if self.own_hook and (exchange is not None or named):
             raise ValueError(
@@ -413,7 +415,7 @@ class AllowedExchanges:
                 )
         return held
 
-    def check(self, plan: ParallelPlan) -> None:
+    def check(self, plan: ParallelPlan | PipelinePlan) -> None:
         """Raise PlanError where `plan` compresses gradients in a way that is not allowed."""
         exchange, local = plan.gradient_exchange, plan.local_steps
         if local is not None and local.name not in self.methods:

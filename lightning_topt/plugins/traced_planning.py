@@ -400,8 +400,8 @@ def pipeline_request(
         global_batch_size=(samples if is_free else search.graph.batch_size * count)
         * mesh.data_parallel_size,
         pipelines=pipelines_on(mesh, given, microbatches=None if is_free else count),
-        exchanges=(),
-        local_steps=(),
+        exchanges=() if given.gradient_exchange is None else (given.gradient_exchange,),
+        local_steps=() if given.local_steps is None else (given.local_steps,),
     )
 
 
@@ -434,6 +434,14 @@ def choose_pipeline(
             "other"
         )
     found = search_plans(search)
+    if given.exchange is not None:
+        # Plans whose rows average gradients as they are were found beside.
+        own = [
+            point
+            for point in found.candidates
+            if (point.plan.gradient_exchange or point.plan.local_steps) is not None
+        ]
+        found = replace(found, points=tuple(own), uniform=())
     if given.recompute:
         # Compared as they will run: limits are for plans that recompute.
         again = [_recomputed(point, search) for point in found.candidates]

@@ -12,14 +12,16 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_topt import AutoParallelStrategy, LocalSteps
+from lightning_topt import AutoParallelStrategy, LocalSteps, PipelineStrategy, SparseLoCo, TopK
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan
+from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, StagePlan
 from lightning_topt.plan.plan_values import PRESETS
+from lightning_topt.plugins.plan_options import PipelinePlan
 from tests.execution.pipeline.outer_twin import OuterTwin
 from tests.plugins.continuous_twin import ChainTwin
 from tests.plugins.test_continuous_fits import Net, Points, adamw, factor
+from tests.plugins.test_pipeline_fits import cluster
 from tests.plugins.trainer_ranks import make_trainer, on_ranks
 
 FEEDBACK = {"rule": "two_versions", "error_feedback": True}
@@ -162,3 +164,58 @@ def test_files_have_what_rows_keep(schedule: str, form: str, tmp_path: Path) -> 
         for key, value in results[0][0].items():
             torch.testing.assert_close(whole[key], value, rtol=0, atol=0)
             torch.testing.assert_close(resumed[key], value, rtol=0, atol=0)
+
+
+# ---- asked for ------------------------------------------------------------------------------
+
+
+def pipelines(rank: int) -> Any:
+    found = []
+    for options in (
+        {"gradient_exchange": {"method": "topk", "density": 0.5}, "schedule": "1f1b"},
+        {"local_steps": SparseLoCo(every=2, density=0.5), "schedule": "continuous"},
+        {"local_steps": "local_steps", "schedule": "1f1b", "microbatches": 2},
+    ):
+        module = Net(adamw)
+        strategy = PipelineStrategy(stages=2, cluster=cluster(4), **options)
+        trainer = make_trainer(strategy, devices=4, max_steps=6)
+        trainer.fit(module, points(96))
+        statistics = strategy.exchange_statistics()
+        assert strategy.parallel_plan is not None and statistics is not None
+        state = {key: value.clone() for key, value in module.state_dict().items()}
+        found.append((strategy.parallel_plan, statistics, state))
+    return found
+
+
+def test_a_pipeline_takes_what_rows_exchange() -> None:
+    results = on_ranks(pipelines, world_size=4)
+    (sent, _, _), (sparse, of_sparse, _), (dense, of_dense, _) = results[0]
+    assert isinstance(sent.gradient_exchange, TopK) and sent.local_steps is None
+    assert isinstance(sparse.local_steps, SparseLoCo) and sparse.schedule == "continuous"
+    assert sparse.local_steps.every == 2 and not sparse.local_steps.hierarchical
+    assert dense.local_steps == LocalSteps()
+    for plan in (sent, sparse, dense):
+        assert (plan.mesh.pipeline_size, plan.mesh.data_parallel_size) == (2, 2)
+        assert plan.predicted is not None and plan.predicted.step_seconds > 0
+    assert of_sparse.steps == of_dense.steps == 6
+    for result in results:
+        for (_, _, state), (_, _, first) in zip(result, results[0], strict=True):
+            assert all(torch.equal(value, first[key]) for key, value in state.items())
+
+
+def test_what_rows_cannot_exchange() -> None:
+    with pytest.raises(ValueError, match="leave out gradient_exchange or local_steps"):
+        PipelineStrategy(stages=2, gradient_exchange="bf16", local_steps="local_steps")
+    with pytest.raises(ValueError, match="averages gradients in every step: give it as"):
+        PipelineStrategy(stages=2, local_steps="bf16")
+    given = PipelinePlan(4, local_steps=DENSE)
+    with pytest.raises(
+        PlanError, match="one pipeline has all 4 ranks, and 'local_steps' is betwee"
+    ):
+        given.mesh(4, num_nodes=1)
+    asked = {"mesh": {"pipeline": 2, "data": 2}, "local_steps": {"method": "local_steps"}}
+    with pytest.raises(PlanError, match=r"say allow_compression=True, or \['local_steps'\]"):
+        AutoParallelStrategy(plan=asked)
+    strategy = AutoParallelStrategy(plan=asked, allow_compression=True)
+    assert isinstance(strategy.request.plan, PipelinePlan)
+    assert strategy.request.plan.local_steps == LocalSteps()

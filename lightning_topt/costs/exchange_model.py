@@ -93,13 +93,14 @@ def legal_exchanges(
 
 
 def legal_local_steps(
-    method: LocalMethod, *, cluster: Cluster, world_size: int
+    method: LocalMethod, *, cluster: Cluster, world_size: int, stride: int = 1
 ) -> tuple[LocalMethod, ...]:
     """Return `method` as plans on `world_size` ranks can have it; () where it cannot run on them.
 
-    The ranks of a node that train one replica together are not priced, nor run by a plan.
+    Every `stride`-th of those that are packed node by node. The ranks of a node that train one
+    replica together are not priced, nor run by a plan.
     """
-    return method.choices(_topology(cluster, world_size, 1)) if world_size > 1 else ()
+    return method.choices(_topology(cluster, world_size, stride)) if world_size > 1 else ()
 
 
 @dataclass(frozen=True)

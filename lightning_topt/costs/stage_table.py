@@ -172,9 +172,9 @@ class StageKind:
 class StageTable:
     """A pipeline to be cut: its `stages` in order, each of at least one block.
 
-    `shared` (2, first block, end): seconds of load and static bytes that a stage of these blocks
-    pays besides, None: none. Every plan also pays `fixed_seconds` and `fixed_bytes`. Raises
-    ValueError for fewer blocks than stages.
+    `shared` (3, first block, end): seconds of load, static bytes and those of the update that a
+    stage of these blocks pays besides, None: none. Every plan also pays `fixed_seconds` and
+    `fixed_bytes`. Raises ValueError for fewer blocks than stages.
     """
 
     variants: tuple[StageVariant, ...]
@@ -234,17 +234,19 @@ class StageTable:
             + sum(float(variant.load[kind]) for kind in kinds)
         )
         static += sum(float(variant.static[kind]) for kind in kinds)
+        # bytes while the optimizer steps, and between the two parts of a backward
+        update, waiting = (
+            sum(float(each[kind]) for kind in kinds) for each in (variant.update, variant.waiting)
+        )
         if self.shared is not None:  # what blocks of the stage pay together
-            load, static = np.array([load, static]) + self.shared[:, first, first + len(kinds)]
+            together = self.shared[:, first, first + len(kinds)]
+            load, static, update = np.array([load, static, update]) + together
         if first:  # what the stage receives
             link = self.links[stage.link]
             lead, kept = lead + float(link.lead[first]), kept + float(link.kept[first])
             load = max(load + float(link.load[first]), float(link.floor[first]))
         hump = max(humps)
         # bytes at the worst moment: of a pass, or while the optimizer steps
-        update, waiting = (
-            sum(float(each[kind]) for kind in kinds) for each in (variant.update, variant.waiting)
-        )
         held = max(count * kept + late * waiting for count, late in stage.held)
         return (
             float(lead),

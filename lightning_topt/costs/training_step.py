@@ -159,8 +159,11 @@ class TrainingStep:
     @cached_property
     def outer_work(self) -> Work:
         """The work of one outer step of `local_steps`."""
+        return self.outer_work_of(sum(p.numel for p in self.graph.parameters if p.trainable))
+
+    def outer_work_of(self, trained: int) -> Work:
+        """Return the work of one outer step of so many trained parameters, and of all buffers."""
         assert self.local_steps is not None
-        trained = sum(p.numel for p in self.graph.parameters if p.trainable)
         work = self.local_steps.work(trained, self.mesh.data_parallel_size)
         # running statistics become their mean over ranks
         buffers = ("world", "all_reduce", float(self.graph.buffer_bytes))
@@ -171,10 +174,12 @@ class TrainingStep:
         """A step's share of an outer step; 0 without `local_steps`."""
         if self.local_steps is None:
             return 0.0
-        axes = self.mesh.data_axes
-        group = Group(self.mesh.data_parallel_size, self.mesh.stride(axes))
-        work, cluster = self.outer_work, self.cluster
-        return estimate_outer_seconds(work, cluster=cluster, group=group) / self.local_steps.every
+        return self.outer_step_seconds(self.outer_work) / self.local_steps.every
+
+    def outer_step_seconds(self, work: Work) -> float:
+        """Return the seconds of one outer step of the data ranks, of that work."""
+        group = Group(self.mesh.data_parallel_size, self.mesh.stride(self.mesh.data_axes))
+        return estimate_outer_seconds(work, cluster=self.cluster, group=group)
 
     def parameters(self, block: str) -> list[Parameter]:
         """Return the parameters of `block`."""

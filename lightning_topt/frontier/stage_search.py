@@ -390,8 +390,9 @@ def stage_states(
     )
     variant = np.repeat(variants, [len(part[0][0]) for part in parts])
     # what every state of a class pays besides
-    lead, load, floor, kept, shared_load, shared_static = extras[owner].T
+    lead, load, floor, kept, shared_load, shared_static, shared_update = extras[owner].T
     costs[:, :4] += np.stack([lead, load + shared_load, shared_static, kept], axis=1)
+    costs[:, 5] += shared_update
     # the load of a stage is not below the floor of its link
     costs[:, 1] = np.maximum(costs[:, 1], floor)
     # by class, then by lead: the first state within the limits is the cheapest
@@ -405,7 +406,7 @@ def stage_states(
 def _classes(table: StageTable, runs: Runs, link: int) -> tuple[Rows, Rows, Array]:
     """Return the classes of runs that receive alike.
 
-    The class of all runs (N, N + 1), the run of each class, and what it pays besides (c, 6).
+    The class of all runs (N, N + 1), the run of each class, and what it pays besides (c, 7).
     """
     count = len(table.order)
     first, end = np.nonzero(runs.of >= 0)
@@ -424,7 +425,7 @@ def _classes(table: StageTable, runs: Runs, link: int) -> tuple[Rows, Rows, Arra
     _, rows, owner = np.unique(key, return_index=True, return_inverse=True)
     of = np.full(runs.of.shape, -1, np.intp)
     of[first, end] = owner
-    more = np.zeros((2, len(rows))) if shared is None else shared[:, rows]
+    more = np.zeros((3, len(rows))) if shared is None else shared[:, rows]
     return of, runs.of[first, end][rows], np.column_stack([pays[first[rows]], *more])
 
 

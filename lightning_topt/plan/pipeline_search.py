@@ -16,18 +16,18 @@ what crosses the boundary where that is least.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
-from lightning_topt.communication.exchange_method import GradientMethod
+from lightning_topt.communication.exchange_method import GradientMethod, LocalMethod
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.cost_table import Array
-from lightning_topt.costs.exchange_model import legal_exchanges
+from lightning_topt.costs.exchange_model import legal_exchanges, legal_local_steps
 from lightning_topt.costs.schedule_rates import fits
 from lightning_topt.frontier.stage_search import StagePoint, search_stages
 from lightning_topt.plan.known_plans import KnownPlans, filled
@@ -224,13 +224,13 @@ def pipeline_shapes(
     wanted: PipelineRequest,
     *,
     tensor: int = 1,
-    exchanges: Sequence[GradientMethod] = (),
+    exchanges: Sequence[GradientMethod | LocalMethod] = (),
 ) -> Iterator[PipelineShape]:
     """Yield the pipelines of `count` ranks for a batch; `tensor` ranks hold slices of the same.
 
     Sizes divide the ranks, microbatches the batch of a row. A schedule that another one beats in
     every formula is left out unless it is wanted: with as many stages per rank, as short and with
-    fewer microbatches in flight. Rows may send gradients by one of `exchanges`.
+    fewer microbatches in flight. Rows may send gradients by one of `exchanges`, or train alone.
     """
     graph, most = blocks.step.graph, len(blocks.names)
     for ranks in range(2, min(count // tensor, most) + 1):
@@ -262,19 +262,23 @@ def pipeline_shapes(
 
 
 def ways_to_send(
-    cluster: Cluster, ranks: int, data: int, exchanges: Sequence[GradientMethod]
-) -> Iterator[tuple[bool, GradientMethod]]:
+    cluster: Cluster, ranks: int, data: int, exchanges: Sequence[GradientMethod | LocalMethod]
+) -> Iterator[tuple[bool, GradientMethod | LocalMethod]]:
     """Yield whether the `ranks` of a row are neighbours, and how its `data` rows send gradients.
 
-    The ranks of a stage are neighbours, as where gradients are sent as they are. Smaller gradients
-    may travel between nodes in the place of activations.
+    Or how rows meet that train alone. The ranks of a stage are neighbours, as where gradients are
+    sent as they are. What is smaller, or is sent once in many steps, may travel between nodes in
+    the place of activations.
     """
     for apart in (False, True) if ranks * data > cluster.devices_per_node else (False,):
-        legal = (
-            legal_exchanges(method, cluster=cluster, world_size=data, stride=ranks if apart else 1)
-            for method in exchanges
-        )
-        for each in dict.fromkeys(itertools.chain.from_iterable(legal)):
+        where: dict[str, Any] = {"world_size": data, "stride": ranks if apart else 1}
+        legal = dict[GradientMethod | LocalMethod, None]()
+        for method in exchanges:
+            if isinstance(method, LocalMethod):
+                legal.update(dict.fromkeys(legal_local_steps(method, cluster=cluster, **where)))
+            else:
+                legal.update(dict.fromkeys(legal_exchanges(method, cluster=cluster, **where)))
+        for each in legal:
             yield apart, each
 
 
@@ -335,12 +339,12 @@ def continuous_shapes(
     wanted: PipelineRequest,
     stale: StaleWeights,
     *,
-    exchanges: Sequence[GradientMethod] = (),
+    exchanges: Sequence[GradientMethod | LocalMethod] = (),
 ) -> Iterator[ContinuousShape]:
     """Yield the asynchronous pipelines of `count` ranks.
 
     Each row of ranks takes its part of the batch as one minibatch. Rows may send gradients by one
-    of `exchanges`.
+    of `exchanges`, or train alone.
     """
     graph = blocks.step.graph
     if wanted.schedule not in (None, *CONTINUOUS_SCHEDULES) or wanted.microbatches not in (None, 1):

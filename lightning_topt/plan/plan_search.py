@@ -74,8 +74,9 @@ class SearchRequest:
         shards: whether gradients and parameters may be sharded; else every rank has them unsharded.
         exchanges: ways to exchange unsharded gradients that may be chosen besides DDP's all-reduce.
             Those that a number of ranks cannot have are left out there.
-        local_steps: ways to train alone and meet once in many steps, which may be chosen as well:
-            other trainings, to be compared by how many steps they need (`step_factors`).
+        local_steps: ways of data ranks, or of rows of pipelines, to train alone and meet once in
+            many steps, which may be chosen as well: other trainings, to be compared by how many
+            steps they need (`step_factors`).
         kernel_seconds: measured kernels (`measure_kernels`); only of use at the captured batch
             size, and not on clusters of several kinds of nodes.
         in_place: `kernel_seconds` were measured in steps of the run that returned memory too (see
@@ -180,7 +181,7 @@ def search_plans(
                 points,
                 stale=request.stale,
                 split=request.split,
-                exchanges=request.exchanges,
+                exchanges=(*request.exchanges, *request.local_steps),
                 global_batch_size=request.global_batch_size,
                 epsilon=request.epsilon,
                 max_seconds=request.max_seconds,

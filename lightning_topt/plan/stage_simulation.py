@@ -61,6 +61,7 @@ class StageSeconds:
         weights: the part of backward for gradients of parameters.
         once: per step.
         transfers: (2, stage, n), to send a microbatch into each stage, and its gradient back.
+        outer: a step's share of an outer step, which nothing runs beside.
     """
 
     forward: Array
@@ -68,6 +69,13 @@ class StageSeconds:
     weights: Array
     once: Array
     transfers: Array
+    outer: Array
+
+    def outer_of_ranks(self, shape: PipelineShape) -> Array:
+        """Return the share of an outer step of each rank (rank, n): that of all its stages."""
+        found = np.zeros((shape.pipeline, self.outer.shape[1]))
+        np.add.at(found, list(shape.ranks), self.outer)
+        return found
 
 
 def stage_seconds(
@@ -86,8 +94,11 @@ def stage_seconds(
         own = [s for s in stages if on[s] is device]
         sums = _block_seconds(device, shape, again)
         parts[:, own] = sums[:, rows, ends[own]] - sums[:, rows, first[own]]
-    shared = shape.once(blocks).shared
-    once = parts[3] if shared is None else parts[3] + shared[0][first, ends]
+    of_step = shape.once(blocks)
+    once = parts[3] if of_step.shared is None else parts[3] + of_step.shared[0][first, ends]
+    outer = np.zeros(ends.shape)
+    if of_step.outer is not None:
+        outer = shape.outer_share * of_step.outer[0][first, ends]
     if isinstance(shape, ContinuousShape):
         # a rule puts weights in place for both passes
         sums = np.cumsum([0.0, *(trained_bytes(blocks, n) for n in range(len(blocks.names)))])
@@ -103,7 +114,7 @@ def stage_seconds(
     for kinds, link in dict.fromkeys(into):
         own = [s for s in stages if into[s] == (kinds, link)]
         transfers[:, own] = transfer_seconds(blocks.on(kinds), shape)[link][:, first[own]]
-    return StageSeconds(parts[0], parts[1], parts[2], once, transfers)
+    return StageSeconds(parts[0], parts[1], parts[2], once, transfers, outer)
 
 
 def _block_seconds(blocks: StageBlocks, shape: PipelineShape, again: NDArray[np.bool_]) -> Array:
@@ -127,10 +138,13 @@ def _block_seconds(blocks: StageBlocks, shape: PipelineShape, again: NDArray[np.
 def step_seconds_of(seconds: StageSeconds, shape: PipelineShape) -> Array | None:
     """Return the seconds of a step (n,) by a simulation; None where that would take long.
 
-    A rank is done when its passes are over, its gradients exchanged and its parameters updated.
+    A rank is done when its passes are over, its gradients exchanged and its parameters updated. An
+    outer step takes as long as that of the slowest rank.
     """
+    met = seconds.outer_of_ranks(shape).max(axis=0)
     if isinstance(shape, ContinuousShape):
-        return shape.pace(seconds.forward + seconds.backward, seconds.once, seconds.transfers)
+        passes = seconds.forward + seconds.backward
+        return np.asarray(shape.pace(passes, seconds.once, seconds.transfers) + met)
     schedule = simulated_schedule(shape)
     if schedule is None:
         return None
@@ -141,7 +155,7 @@ def step_seconds_of(seconds: StageSeconds, shape: PipelineShape) -> Array | None
     # (rank, n): stages of one rank add up
     once = np.zeros_like(done)
     np.add.at(once, list(shape.ranks), seconds.once)
-    return np.asarray((done + once).max(axis=0))
+    return np.asarray((done + once).max(axis=0) + met)
 
 
 def pass_seconds(seconds: StageSeconds, shape: PipelineShape) -> tuple[Array, Array, Array, Array]:
@@ -182,9 +196,8 @@ def formula_step_seconds(seconds: StageSeconds, shape: PipelineShape) -> Array:
     )
     once = np.zeros((shape.pipeline, times.shape[1]))
     np.add.at(once, list(shape.ranks), seconds.once)
-    return np.asarray(
-        rates.lead * (times + round_trips).sum(axis=0) + load.max(axis=0) + once.max(axis=0)
-    )
+    done = rates.lead * (times + round_trips).sum(axis=0) + load.max(axis=0) + once.max(axis=0)
+    return np.asarray(done + seconds.outer_of_ranks(shape).max(axis=0))
 
 
 # ---- bytes
@@ -227,6 +240,8 @@ def stage_bytes(
     static, update = by_stage(np.add, once.static), by_stage(np.add, once.update)
     if once.shared is not None:
         static = static + once.shared[1][first, ends].T
+    if once.outer is not None:
+        update = update + once.outer[1][first, ends].T
     if isinstance(shape, ContinuousShape):
         static = static + _copied_bytes(blocks, shape, points)
     arrives, leaves = blocks.crossing_bytes(shape.samples)

@@ -13,6 +13,7 @@ A stage costs the sum of its blocks, what it receives, and what its rank has onc
     passes of a microbatch      parts_of            `StageBlocks.passes`
     messages between stages     transfer_seconds    `StageBlocks.crossing_bytes`, the links
     exchange, update, states    PipelineShape.once  `StageBlocks.once`
+    outer steps                 PipelineShape.once  `LocalMethod.work`
     weights of a rule           rule_seconds        `Prediction.traffic`
     Python, buffers, batch      fixed_costs         measured
 """
@@ -28,7 +29,7 @@ import numpy as np
 from typing_extensions import override
 
 from lightning_topt.basics.once import once_per_object
-from lightning_topt.communication.exchange_method import GradientMethod
+from lightning_topt.communication.exchange_method import GradientMethod, LocalMethod
 from lightning_topt.costs.cluster import Cluster, Link
 from lightning_topt.costs.communication import Group, estimate_collective_seconds
 from lightning_topt.costs.cost_table import Array
@@ -85,7 +86,8 @@ class PipelineShape:
         level: ZeRO level along the data axis, 0 or 1.
         tensor: ranks that hold slices of one copy of the parameters.
         rows_apart: the ranks of a row are neighbours; else those of a stage are.
-        exchange: of gradients between rows; None: an all-reduce.
+        exchange: of gradients between rows; None: an all-reduce. Local steps: rows train alone, and
+            meet once in many updates.
     """
 
     pipeline: int
@@ -97,7 +99,17 @@ class PipelineShape:
     level: int = 0
     tensor: int = 1
     rows_apart: bool = False
-    exchange: GradientMethod | None = None
+    exchange: GradientMethod | LocalMethod | None = None
+
+    @property
+    def local_steps(self) -> LocalMethod | None:
+        """How rows that train alone meet; None: they average gradients in every step."""
+        return self.exchange if isinstance(self.exchange, LocalMethod) else None
+
+    @property
+    def outer_share(self) -> float:
+        """The part of an outer step that a step has; 0 where rows take none."""
+        return 0.0 if self.local_steps is None else 1 / self.local_steps.every
 
     @property
     def cast_copies(self) -> int:
@@ -208,7 +220,8 @@ class ContinuousShape(PipelineShape):
     """A pipeline that never flushes: one stage on each rank, minibatches one after the other.
 
     Each minibatch has `samples` samples, and an update takes `accumulate` of them. Backward passes
-    lag behind forward passes as the schedule says. Passes compute with the weights of `rule`.
+    lag behind forward passes as the schedule says. Passes compute with the weights of `rule`. Where
+    rows take outer steps, the pipeline is drained for each of these.
     """
 
     rule: Prediction = field(default_factory=NoPrediction)
@@ -230,7 +243,7 @@ class ContinuousShape(PipelineShape):
         prediction: Prediction,
         accumulate: int = 1,
         rows_apart: bool = False,
-        exchange: GradientMethod | None = None,
+        exchange: GradientMethod | LocalMethod | None = None,
     ) -> ContinuousShape:
         """Return the shape of `data` rows of `ranks` ranks; `prediction` is the rule of weights."""
         return cls(
@@ -258,8 +271,14 @@ class ContinuousShape(PipelineShape):
             prediction=plan.weight_prediction,
             accumulate=plan.accumulate,
             rows_apart=_rows_apart(plan.mesh),
-            exchange=plan.gradient_exchange,
+            exchange=plan.local_steps or plan.gradient_exchange,
         )
+
+    @property
+    @override
+    def outer_share(self) -> float:
+        # outer steps are counted in updates, and a step is a minibatch
+        return super().outer_share / self.accumulate
 
     @property
     def lag_per_hop(self) -> int:
@@ -289,7 +308,11 @@ class ContinuousShape(PipelineShape):
         # With the fewest minibatches in flight stages wait for gradients: those of a round share
         # the transfers.
         waits = (self.pipeline - 1) / self.pipeline if self.lag_per_hop == 1 else 0.0
-        return ScheduleRates(0.0, 1.0, 0.0, waits, 0.5, held, ((),) * self.pipeline, 1)
+        # of the minibatches between two drained states, one fills the pipeline and the others
+        # follow at its pace
+        filling, follow = self.outer_share, 1 - self.outer_share
+        rates = filling, follow, 0.0, waits * follow, 0.5 * follow
+        return ScheduleRates(*rates, held, ((),) * self.pipeline, 1)
 
     @property
     def missing_updates(self) -> tuple[int, ...]:
@@ -308,10 +331,15 @@ class ContinuousShape(PipelineShape):
         )
 
     def pace(self, passes: Array, updates: Array, transfers: Array) -> Array:
-        """Return the seconds of a minibatch (n,) of n plans, as `seconds_per_minibatch`."""
-        return seconds_per_minibatch(
-            passes + 2 * self.pass_seconds, updates, transfers, lag_per_hop=self.lag_per_hop
-        )
+        """Return the seconds of a minibatch (n,) of n plans, as `seconds_per_minibatch`.
+
+        With a share of what a drained pipeline takes to fill.
+        """
+        work = passes + 2 * self.pass_seconds
+        pace = seconds_per_minibatch(work, updates, transfers, lag_per_hop=self.lag_per_hop)
+        # the first minibatch goes through all stages, and others follow at the pace
+        first = work.sum(axis=0) + transfers[:, 1:].sum(axis=(0, 1)) + updates[0]
+        return np.asarray(pace + self.outer_share * np.maximum(first - pace, 0.0))
 
     @property
     def copies(self) -> tuple[int, ...]:
@@ -390,7 +418,7 @@ def shape_of_plan(plan: ParallelPlan) -> PipelineShape:
         level,
         tensor,
         _rows_apart(mesh),
-        plan.gradient_exchange,
+        plan.local_steps or plan.gradient_exchange,
     )
 
 
@@ -425,7 +453,6 @@ def stage_table(
         StageKind((several.index(kinds),), float(held), links.index(link), waits)
         for kinds, held, link, waits in zip(on, rates.held, into, rates.waits, strict=True)
     )
-    shared = shape.once(blocks).shared
     return StageTable(
         tuple(_variant(blocks.on(kinds), shape, tuple(recomputes)) for kinds in several),
         stages,
@@ -440,9 +467,22 @@ def stage_table(
         rates.lead,
         rates.load,
         float(shape.stages_per_rank),
-        None if shared is None else shared * shape.stages_per_rank,
+        _shared_costs(blocks, shape),
         *fixed_costs(blocks, shape),
     )
+
+
+def _shared_costs(blocks: StageBlocks, shape: PipelineShape) -> Array | None:
+    """Return `StageTable.shared`: what blocks of a stage pay together."""
+    once, count = shape.once(blocks), len(blocks.names)
+    if once.shared is None and once.outer is None:
+        return None
+    found = np.zeros((3, count, count + 1))
+    if once.shared is not None:
+        found[:2] = once.shared
+    if once.outer is not None:
+        found[[0, 2]] += once.outer * [[[shape.outer_share]], [[1.0]]]
+    return found * shape.stages_per_rank
 
 
 def continuous_table(blocks: StageBlocks, shape: ContinuousShape) -> StageTable:

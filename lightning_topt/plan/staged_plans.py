@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_topt.communication.exchange_method import GradientMethod
+from lightning_topt.communication.exchange_method import GradientMethod, LocalMethod
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.segments import chain_of
@@ -95,7 +95,7 @@ def search_pipelines_for(
     stale: StaleWeights | None,
     global_batch_size: int,
     split: SplitModel | None = None,
-    exchanges: Sequence[GradientMethod] = (),
+    exchanges: Sequence[GradientMethod | LocalMethod] = (),
     epsilon: float = 0.0,
     max_seconds: float = 10.0,
 ) -> tuple[list[PlanPoint], list[PlanPoint], float]:
@@ -136,14 +136,14 @@ def search_stages_for(
     *,
     global_batch_size: int,
     split: SplitModel | None = None,
-    exchanges: Sequence[GradientMethod] = (),
+    exchanges: Sequence[GradientMethod | LocalMethod] = (),
     epsilon: float = 0.0,
     max_seconds: float = 10.0,
 ) -> tuple[list[PlanPoint], list[PlanPoint], float]:
     """Return plans with stages for `count` ranks.
 
     With `split`, stages may run on slices of parameters. Where they do not, rows of ranks may send
-    gradients by one of `exchanges`.
+    gradients by one of `exchanges`, or train alone.
 
     Returns:
         Plans that none of those `known` for as many ranks beats; plainer ones that only others with
@@ -290,7 +290,7 @@ def search_continuous(
     known: Sequence[PlanPoint],
     *,
     global_batch_size: int,
-    exchanges: Sequence[GradientMethod] = (),
+    exchanges: Sequence[GradientMethod | LocalMethod] = (),
     epsilon: float = 0.0,
     max_seconds: float = 10.0,
 ) -> tuple[list[PlanPoint], float]:
@@ -425,6 +425,8 @@ class _Plans:
         # the batch of a rank: that of its row, or its own part of it
         self._batch_size = batch_size // shape.pipeline if own_batches else batch_size
         self._own_batches = own_batches
+        entry = "gradient_exchange" if shape.local_steps is None else "local_steps"
+        self._common[entry] = shape.exchange
 
     def plan(self, point: StagePoint, predicted: StepEstimate) -> ParallelPlan:
         """Return the plan of a point."""
@@ -445,7 +447,6 @@ class _Plans:
             num_microbatches=self._shape.num_microbatches,
             schedule=self._shape.schedule,
             own_batches=self._own_batches,
-            gradient_exchange=self._shape.exchange,
         )
 
 

@@ -236,8 +236,8 @@ class StepTable:
     def factor_of(self, plan: ParallelPlan, training: Training) -> StepFactor | str:
         """Return the factor of a plan, or why there is none, as a clause.
 
-        A compressed exchange between pipelines with stale weights has the product of both factors,
-        unless a row is about the two together.
+        A compressed exchange, or local steps, between pipelines with stale weights has the product
+        of both factors, unless a row is about the two together.
         """
         way = TrainingWay.of(plan, training.optimizer)
         if way.is_dense_and_synchronous:
@@ -365,7 +365,7 @@ def search_each_way(
     if request.stale is not None:
         ways.append(dataclasses.replace(alone, stale=request.stale))
     found = [search_plans(way, progress=progress) for way in ways]
-    found += _compressed_and_stale(request, progress)
+    found += _mixed_with_stale(request, progress)
     if len(found) == 1:
         return found[0]
     points = [point for each in found for point in each.points]
@@ -379,19 +379,20 @@ def search_each_way(
     )
 
 
-def _compressed_and_stale(
+def _mixed_with_stale(
     request: SearchRequest, progress: Callable[[str], None] | None
 ) -> Iterator[PlanFrontier]:
-    """Yield the asynchronous pipelines whose rows compress gradients, for each way to do so."""
+    """Yield the asynchronous pipelines whose rows compress gradients or train alone, by way."""
     wanted = request.pipelines
     if request.stale is None or wanted is None:
         return
     schedules = [name for name in CONTINUOUS_SCHEDULES if wanted.schedule in (None, name)]
-    for each, name, count in product(request.exchanges, schedules, request.device_counts):
+    alone = dataclasses.replace(request, exchanges=(), local_steps=())
+    ways = [dataclasses.replace(alone, exchanges=(each,)) for each in request.exchanges]
+    ways += [dataclasses.replace(alone, local_steps=(each,)) for each in request.local_steps]
+    for way, name, count in product(ways, schedules, request.device_counts):
         mixed = dataclasses.replace(
-            request,
-            exchanges=(each,),
-            local_steps=(),
+            way,
             pipelines=dataclasses.replace(wanted, schedule=name),
             device_counts=(count,),
         )
@@ -399,7 +400,7 @@ def _compressed_and_stale(
             found = search_plans(mixed, progress=progress)
         except PlanError:  # no such pipeline has so many ranks
             continue
-        own = [point for point in found.points if point.plan.gradient_exchange is not None]
+        own = [p for p in found.points if p.plan.gradient_exchange or p.plan.local_steps]
         if own:
             yield dataclasses.replace(found, points=tuple(own), uniform=())
 

@@ -84,7 +84,7 @@ def random_stages(
         )
         for w, late in zip(held, waits, strict=True)
     )
-    shared = grid(rng, 2, blocks, blocks + 1, ties=ties) if rng.random() < 0.3 else None
+    shared = grid(rng, 3, blocks, blocks + 1, ties=ties) if rng.random() < 0.3 else None
     lead, load = {"zero_bubble": (0.5, micro - 0.5), "continuous": (0.0, 1.0)}.get(
         schedule, (1.0, micro - 1.0)
     )
@@ -255,7 +255,7 @@ def test_runs_that_receive_alike_are_one_class(shared):
     rng = np.random.default_rng(3)
     table = random_stages(rng, SCHEDULES[0], blocks=8, stages=3, ties=True, distinct=2)
     table = dataclasses.replace(
-        table, shared=rng.integers(0, 2, (2, 8, 9)).astype(float) if shared else None
+        table, shared=rng.integers(0, 2, (3, 8, 9)).astype(float) if shared else None
     )
     runs, link = stage_search.runs_of(table.order), table.links[0]
     of, run_of, extras = stage_search._classes(table, runs, 0)
@@ -265,7 +265,7 @@ def test_runs_that_receive_alike_are_one_class(shared):
             float(getattr(link, name)[i]) if i else 0.0
             for name in ("lead", "load", "floor", "kept")
         ]
-        more = [0.0, 0.0] if table.shared is None else table.shared[:, i, j].tolist()
+        more = [0.0] * 3 if table.shared is None else table.shared[:, i, j].tolist()
         rows[i, j] = (int(runs.of[i, j]), *received, *more)
     ordered = sorted(set(rows.values()))
     assert {(i, j): ordered.index(row) for (i, j), row in rows.items()} == {

@@ -498,7 +498,9 @@ def _parts(
     found = []
     for shape in shapes:
         # all that costs of blocks depend on: many shapes share them
-        key = shape.samples, shape.splits_backward, shape.data, shape.tensor, shape.level
+        passes, rows = (shape.samples, shape.splits_backward), (shape.data, shape.tensor)
+        stride = shape.pipeline if shape.rows_apart else 1  # from row to row
+        key = *passes, *rows, stride, shape.level, shape.exchange
         if key not in known:
             chain, weights, own = parts_of(blocks, shape, recomputes)
             by_block = (

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_topt.communication import TopK
+from lightning_topt.communication import LocalSteps, TopK
 from lightning_topt.costs import exchange_model
 from lightning_topt.costs.cluster import Cluster, Device, Link, NodeType
 from lightning_topt.costs.communication import Group, estimate_collective_seconds
@@ -357,6 +357,23 @@ def test_stages_that_flush_compress_their_gradients_where_that_is_allowed(
     assert min(p.step_seconds for p in sent) == pytest.approx(min(least.values()))
     quickest = min(p.step_seconds for p in dense)
     assert quickest in [p.step_seconds for p in (*sent, *plain) if not p.plan.gradient_exchange]
+
+
+def test_pipelines_that_are_bounded_together_are_bounded_as_alone(
+    request_of_gpt: SearchRequest,
+) -> None:
+    """Whatever their rows send, or where these are."""
+    blocks, prices = stage_blocks(request_of_gpt), np.array([0.0, 1e-10])
+    methods = TopK(density=0.01), LocalSteps(every=5)
+    wanted = PipelineRequest(schedule="1f1b", microbatches=4)
+    shapes = [*pipeline_shapes(blocks, 8, 32, wanted, exchanges=methods)]
+    together = bounds_of(blocks, shapes, prices)
+    for row, shape in enumerate(shapes):
+        alone = bounds_of(blocks, [shape], prices)
+        np.testing.assert_allclose(together.least[row], alone.least[0])
+        np.testing.assert_allclose(together.fewest[row], alone.fewest[0])
+    # and no bound is that of another exchange
+    assert len({round(fewest) for fewest in together.fewest.tolist()}) > 3
 
 
 def test_what_is_outside_of_blocks_is_not_recomputed() -> None:

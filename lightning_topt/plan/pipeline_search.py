@@ -65,6 +65,8 @@ class PipelineRequest:
         own_batches: each rank of a pipeline brings a batch, which is one microbatch, as large as
             the captured one.
         tensor: ranks that parameters are split over; 1: not split.
+        by_exchange: rows use one of the exchanges that are searched; False: or they average
+            gradients as they are.
     """
 
     stages: int | None = None
@@ -73,11 +75,15 @@ class PipelineRequest:
     ranks: int | None = None
     own_batches: bool = False
     tensor: int | None = None
+    by_exchange: bool = False
 
     @property
     def is_given(self) -> bool:
         """True if anything is fixed: then no plan without stages was asked for."""
-        return self != PipelineRequest(own_batches=self.own_batches, tensor=self.tensor)
+        free = PipelineRequest(
+            own_batches=self.own_batches, tensor=self.tensor, by_exchange=self.by_exchange
+        )
+        return self != free
 
     def takes(self, tensor: int) -> bool:
         """Return whether parameters may be split over so many ranks.
@@ -250,7 +256,8 @@ def pipeline_shapes(
                 continue
             for name, chunks in _schedules(ranks, micro, most, wanted):
                 # ZeRO-1 where there are replicas, and states that can be told apart by parameter
-                for level in (0, 1) if data > 1 and blocks.step.optimizer.by_parameter else (0,):
+                levels = (0, 1) if data > 1 and blocks.step.optimizer.by_parameter else (0,)
+                for level in () if wanted.by_exchange else levels:
                     yield PipelineShape(ranks, data, name, chunks, micro, samples, level, tensor)
                 if tensor == 1:  # of slices gradients are sent as they are
                     for apart, method in ways_to_send(blocks.step.cluster, ranks, data, exchanges):
@@ -366,7 +373,8 @@ def continuous_shapes(
                     prediction=stale.rule(ranks, name),
                     accumulate=stale.accumulate,
                 )
-                yield shape
+                if not wanted.by_exchange:
+                    yield shape
                 for apart, method in ways_to_send(blocks.step.cluster, ranks, data, exchanges):
                     yield replace(shape, rows_apart=apart, exchange=method)
 

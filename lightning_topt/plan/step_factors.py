@@ -393,16 +393,14 @@ def _mixed_with_stale(
     for way, name, count in product(ways, schedules, request.device_counts):
         mixed = dataclasses.replace(
             way,
-            pipelines=dataclasses.replace(wanted, schedule=name),
+            pipelines=dataclasses.replace(wanted, schedule=name, by_exchange=True),
             device_counts=(count,),
         )
         try:
             found = search_plans(mixed, progress=progress)
         except PlanError:  # no such pipeline has so many ranks
             continue
-        own = [p for p in found.points if p.plan.gradient_exchange or p.plan.local_steps]
-        if own:
-            yield dataclasses.replace(found, points=tuple(own), uniform=())
+        yield dataclasses.replace(found, uniform=())
 
 
 def by_loss(frontier: PlanFrontier, training: Training, *, table: StepTable) -> PlanFrontier:

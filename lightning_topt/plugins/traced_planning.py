@@ -408,8 +408,14 @@ def pipeline_request(
 def pipelines_on(mesh: Mesh, given: PipelinePlan, *, microbatches: int | None) -> PipelineRequest:
     """Return the pipelines to search for on the mesh of `given`."""
     stages = given.stages if given.sizes is not None else mesh.pipeline_size * given.per_rank
-    ranks, tensor = mesh.pipeline_size, mesh.ranks_along(mesh.tensor_axes)
-    return PipelineRequest(stages, given.schedule, microbatches, ranks=ranks, tensor=tensor)
+    return PipelineRequest(
+        stages,
+        given.schedule,
+        microbatches,
+        ranks=mesh.pipeline_size,
+        tensor=mesh.ranks_along(mesh.tensor_axes),
+        by_exchange=given.exchange is not None,
+    )
 
 
 def choose_pipeline(
@@ -434,14 +440,6 @@ def choose_pipeline(
             "other"
         )
     found = search_plans(search)
-    if given.exchange is not None:
-        # Plans whose rows average gradients as they are were found beside.
-        own = [
-            point
-            for point in found.candidates
-            if (point.plan.gradient_exchange or point.plan.local_steps) is not None
-        ]
-        found = replace(found, points=tuple(own), uniform=())
     if given.recompute:
         # Compared as they will run: limits are for plans that recompute.
         again = [_recomputed(point, search) for point in found.candidates]

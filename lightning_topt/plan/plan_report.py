@@ -131,7 +131,7 @@ def _exchanged(collectives: Sequence[TensorCollective]) -> str:
 def print_stages(stages: Sequence[StageExplanation], *, console: Console) -> None:
     """Print what each stage of a plan takes in a step, and what its rank holds for it."""
     columns = ("stage", "rank", "blocks", "forward", "backward", "receives", "update", "memory")
-    caption = "each stage, all microbatches of a step; update: with the exchange of gradients"
+    caption = "each stage, all microbatches of a step; update: with exchanges between data ranks"
     # a column more where forward passes compute without some updates
     is_stale = any(stage.missing_updates for stage in stages)
     table = Table(

@@ -42,7 +42,6 @@ from lightning_topt.execution.attached_optimizer import AttachedOptimizer, Stage
 from lightning_topt.execution.gathered_state import load_module_state, module_state
 from lightning_topt.execution.pipeline.continuous_run import ContinuousRun
 from lightning_topt.execution.pipeline.pipeline_run import Example, PipelineRun
-from lightning_topt.execution.pipeline.row_exchange import exchange_between_rows
 from lightning_topt.execution.pipeline.stage_layout import PipelineGroups
 from lightning_topt.execution.plan_problems import (
     check_world_size,
@@ -188,7 +187,11 @@ class Engine:
             self._stages.follow(self._applied)
             if self._stages.lag_per_hop is not None:
                 self._continuous = ContinuousRun(self._stages)
-            if (applied := exchange_between_rows(self._stages, self._options)) is not None:
+            # importing it takes what only plans with stages need
+            from lightning_topt.execution.pipeline import row_exchange  # noqa: PLC0415
+
+            applied = row_exchange.exchange_between_rows(self._stages, self._options)
+            if applied is not None:
                 self._applied.add(applied)
                 self.exchange = applied.exchange
         warn_where_nodes_differ(self.plan, self._options.topology)

@@ -664,6 +664,12 @@ def _why_none(request: SearchRequest) -> str:
         return (
             f"no plan with stages was found for {count} devices in {request.max_seconds} s of "
             "search; fewer stages or microbatches take less time"
+            + (
+                "; with local steps every stage trains parameters, and shares none with another, "
+                "unless the schedule never flushes"
+                if request.local_steps
+                else ""
+            )
         )
     found = why_unsplit(request)
     sizes, whys = " or ".join(map(str, found)), "; ".join(dict.fromkeys(found.values()))

@@ -407,7 +407,7 @@ class StageBlocks:
             costs[1],
             costs[2],
             _shared_costs(step, self.uses, len(self.names), level, crosses_nodes=crosses_nodes),
-            None if step.local_steps is None else _outer_costs(step, self.owned, self.uses),
+            None if step.local_steps is None else _outer_costs(step, self.owned),
         )
 
 
@@ -661,10 +661,7 @@ class Once:
 
 
 def _parameter_costs(parameter: Parameter, step: TrainingStep, level: int) -> Array:
-    """Return seconds of the update, static bytes and those of temporaries of one parameter.
-
-    With local steps static bytes have what is kept between outer steps.
-    """
+    """Return seconds of the update, static bytes and those of temporaries of one parameter."""
     # at level 1 data ranks share state and update evenly
     ranks = step.mesh.data_parallel_size if level else 1
     seconds = step.update_seconds(parameter) / ranks + temporaries_seconds(
@@ -675,10 +672,9 @@ def _parameter_costs(parameter: Parameter, step: TrainingStep, level: int) -> Ar
     temporaries = (
         update.temporary_bytes / ranks if update is not None and update.temporaries_add else 0.0
     )
-    static = parameter_bytes(parameter) + gradient_bytes(parameter) + state
-    if step.local_steps is not None and parameter.trainable:
-        static += step.outer_work_of(parameter.numel).kept_bytes
-    return np.array([seconds, static, temporaries])
+    return np.array(
+        [seconds, parameter_bytes(parameter) + gradient_bytes(parameter) + state, temporaries]
+    )
 
 
 def _exchange_costs(
@@ -686,9 +682,13 @@ def _exchange_costs(
 ) -> Array:
     """Return seconds to average gradients and, at level 1, to send updated parameters.
 
-    Then what the exchange keeps between steps and the buffers it takes, in bytes, and 0.
+    Then what the exchange keeps between steps and the buffers it takes, in bytes, and 0. With local
+    steps nothing is sent, and the bytes are those that are kept between outer steps.
     """
-    if ranks == 1 or step.local_steps is not None:
+    if step.local_steps is not None:
+        trained = sum(p.numel for p in parameters if p.trainable)
+        return np.array([0.0, step.outer_work_of(trained).kept_bytes if trained else 0.0, 0.0])
+    if ranks == 1:
         return np.zeros(3)
     size, model = sum(map(gradient_bytes, parameters)), step.exchange_model
     collectives = ["broadcast"] if level else []
@@ -701,20 +701,15 @@ def _exchange_costs(
     return np.array([seconds, kept, 0.0])
 
 
-def _outer_costs(
-    step: TrainingStep,
-    owned: Sequence[Sequence[Parameter]],
-    uses: Mapping[str, Sequence[int]],
-) -> Array:
-    """Return `Once.outer` of a chain whose blocks own these parameters."""
+def _outer_costs(step: TrainingStep, owned: Sequence[Sequence[Parameter]]) -> Array:
+    """Return `Once.outer` of a chain whose blocks own these parameters.
+
+    Of a parameter that several stages keep, the first of them takes the outer step.
+    """
     numels = [sum(p.numel for p in each if p.trainable) for each in owned]
     sums = np.concatenate([[0], np.cumsum(numels, dtype=np.int64)])
     first, end = np.meshgrid(np.arange(len(owned)), np.arange(len(sums)), indexing="ij")
     trained = np.maximum(sums[end] - sums[first], 0)
-    # stages without the first reader of a parameter keep it as well
-    for parameter in (p for p in step.graph.parameters if len(uses[p.name]) > 1 and p.trainable):
-        inside = [(first <= place) & (place < end) for place in uses[parameter.name]]
-        trained += parameter.numel * (np.any(inside, axis=0) & ~inside[0])
     # stages of as many parameters take the same, and those of none nothing
     sizes, place = np.unique(trained, return_inverse=True)
     costs = np.zeros((len(sizes), 2))

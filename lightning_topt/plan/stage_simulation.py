@@ -38,6 +38,7 @@ from lightning_topt.plan.stage_tables import (
     shape_of_plan,
     trained_bytes,
     transfer_seconds,
+    without_outer_step,
 )
 from lightning_topt.schedules.schedules import Schedule, make_schedule
 from lightning_topt.schedules.simulate import Simulation, held_counts, simulate
@@ -342,12 +343,15 @@ def with_moves(
     """
     if shape.stages_per_rank == 1 or shape.num_microbatches * shape.num_stages > _MOST_MOVED_PASSES:
         return [*points]
+    forbidden = None if shape.local_steps is None else without_outer_step(blocks, shape)
     best, fresh = _priced(blocks, shape, points), [*points]  # fresh: not moved yet
     known = {(point.ends, point.configs) for point in points}
     for _ in range(_ROUNDS):
         # only plans that are new on the frontier are moved further
         near = {(p.ends, p.configs): p for point in fresh for p in _neighbours(point)}
         new = [point for key, point in near.items() if key not in known][:_MOST_POINTS]
+        if forbidden is not None:
+            new = [p for p in new if not forbidden[[0, *p.ends[:-1]], [*p.ends]].any()]
         if not new:
             break
         known.update((point.ends, point.configs) for point in new)

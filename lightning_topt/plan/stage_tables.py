@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_topt.basics.once import once_per_object
@@ -482,7 +483,29 @@ def _shared_costs(blocks: StageBlocks, shape: PipelineShape) -> Array | None:
         found[:2] = once.shared
     if once.outer is not None:
         found[[0, 2]] += once.outer * [[[shape.outer_share]], [[1.0]]]
+        found[0, without_outer_step(blocks, shape)] = np.inf
     return found * shape.stages_per_rank
+
+
+def without_outer_step(blocks: StageBlocks, shape: PipelineShape) -> NDArray[np.bool_]:
+    """Return which stages (first block, end) of a pipeline cannot take outer steps.
+
+    They train nothing, or share what they train with other stages: outer steps of these may
+    differ. Asynchronous stages do not share, as the first of them takes all updates.
+    """
+    count = len(blocks.names)
+    first, end = np.meshgrid(np.arange(count), np.arange(count + 1), indexing="ij")
+    trained = [sum(p.numel for p in owned if p.trainable) for owned in blocks.owned]
+    sums = np.cumsum([0, *trained])
+    found = sums[end] <= sums[first]
+    shared = [
+        p for p in blocks.step.graph.parameters if p.trainable and len(blocks.uses[p.name]) > 1
+    ]
+    for parameter in shared if not isinstance(shape, ContinuousShape) else ():
+        places = np.array(blocks.uses[parameter.name])[:, None, None]
+        inside = ((places >= first) & (places < end)).sum(axis=0)
+        found |= (inside > 0) & (inside < len(places))
+    return found
 
 
 def continuous_table(blocks: StageBlocks, shape: ContinuousShape) -> StageTable:

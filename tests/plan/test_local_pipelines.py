@@ -15,7 +15,7 @@ from lightning_topt.costs.communication import Group, estimate_collective_second
 from lightning_topt.frontier.stage_search import StagePoint, search_stages
 from lightning_topt.graph.op_graph import Parameter
 from lightning_topt.plan.explanation import explain_stages, price_plan
-from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plan.pipeline_search import (
     PipelineRequest,
     StaleWeights,
@@ -30,6 +30,7 @@ from lightning_topt.plan.stage_simulation import (
     stage_bytes,
     stage_seconds,
     step_seconds_of,
+    with_moves,
 )
 from lightning_topt.plan.stage_tables import (
     ContinuousShape,
@@ -86,14 +87,10 @@ def every_cut(blocks: StageBlocks, ranks: int) -> list[StagePoint]:
 
 
 def parameters_of(blocks: StageBlocks, cut: StagePoint) -> list[list[Parameter]]:
-    """Return the parameters that each stage keeps: those that any of its blocks reads."""
+    """Return the parameters that each stage updates: the first of those that read them does."""
     places = zip((0, *cut.ends[:-1]), cut.ends, strict=True)
     return [
-        [
-            p
-            for p in blocks.step.graph.parameters
-            if any(first <= n < end for n in blocks.uses[p.name])
-        ]
+        [p for p in blocks.step.graph.parameters if first <= min(blocks.uses[p.name]) < end]
         for first, end in places
     ]
 
@@ -117,8 +114,10 @@ def plan_of(blocks: StageBlocks, shape: PipelineShape, cut: StagePoint) -> Paral
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda each: each.name)
-@pytest.mark.parametrize("lag", [0, 1, 2])
-@pytest.mark.parametrize("of", ["request_of_gpt", "tied"])
+@pytest.mark.parametrize(
+    ("of", "lag"),
+    [("request_of_gpt", 0), ("request_of_gpt", 1), ("request_of_gpt", 2), ("tied", 1), ("tied", 2)],
+)
 def test_a_step_is_that_of_one_row_and_a_share_of_the_slowest_outer_step(
     method: LocalMethod, lag: int, of: str, request: pytest.FixtureRequest
 ) -> None:
@@ -153,8 +152,7 @@ def test_a_step_is_that_of_one_row_and_a_share_of_the_slowest_outer_step(
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda each: each.name)
-@pytest.mark.parametrize("lag", [0, 2])
-@pytest.mark.parametrize("of", ["request_of_gpt", "tied"])
+@pytest.mark.parametrize(("of", "lag"), [("request_of_gpt", 0), ("request_of_gpt", 2), ("tied", 2)])
 def test_a_stage_keeps_its_outer_state_and_has_its_buffers_while_it_meets(
     method: LocalMethod, lag: int, of: str, request: pytest.FixtureRequest
 ) -> None:
@@ -237,14 +235,68 @@ def test_minibatches_of_one_update_share_an_outer_step(request_of_gpt: SearchReq
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda each: each.name)
-@pytest.mark.parametrize("lag", [0, 1])
-def test_cuts_are_those_of_brute_force(tied: SearchRequest, method: LocalMethod, lag: int) -> None:
+@pytest.mark.parametrize(("of", "lag"), [("request_of_gpt", 0), ("tied", 1)])
+def test_cuts_are_those_of_brute_force(
+    method: LocalMethod, lag: int, of: str, request: pytest.FixtureRequest
+) -> None:
     """Of all plans of a table, also where stages share a parameter."""
-    blocks, shape = stage_blocks(tied), shape_of(lag, exchange=method)
+    blocks, shape = stage_blocks(request.getfixturevalue(of)), shape_of(lag, exchange=method)
     table = (continuous_table if lag else stage_table)(blocks, shape)
     found = [(point.step_seconds, point.peak_bytes) for point in search_stages(table).points]
     np.testing.assert_allclose(found, brute_force_stages(table), rtol=1e-9)
     assert len(found) > 1
+
+
+def test_stages_that_share_parameters_or_train_none_take_no_outer_steps() -> None:
+    """As the execution refuses them."""
+    given = make_request()
+    blocks = stage_blocks(given)
+    name = next(p.name for p in blocks.owned[1])
+    blocks.uses = {**blocks.uses, name: (1, 3)}  # read by two blocks, and updated by both stages
+    blocks.owned = [owned if n != 4 else [] for n, owned in enumerate(blocks.owned)]
+    for lag in (0, 1):
+        shape = shape_of(lag, ranks=3, data=2, exchange=DILOCO)
+        table = (continuous_table if lag else stage_table)(blocks, shape)
+        seconds = {
+            cut.ends: table.evaluate(cut.ends, _variants(table), cut.configs)[0]
+            for cut in every_cut(blocks, 3)
+        }
+        # block 4 by itself trains nothing; blocks 1 and 3 are together where both would update
+        idle = {ends for ends in seconds if {4, 5} <= {*ends}}
+        parted = {ends for ends in seconds if not lag and {2, 3} & {*ends}}
+        assert {ends for ends, each in seconds.items() if np.isinf(each)} == idle | parted
+        plans = search_stages(table).points
+        assert plans and not {point.ends for point in plans} & (idle | parted)
+
+
+def test_moves_of_boundaries_part_no_shared_parameter() -> None:
+    """Where a rank has several stages. Without outer steps the best cut parts one."""
+    fast = replace(NODES, inter=NODES.intra)
+    blocks = stage_blocks(replace(make_request(layers=8), cluster=fast))
+    name = blocks.owned[0][-1].name
+    blocks.uses = {**blocks.uses, name: (0, 1)}
+    plain = PipelineShape(2, 4, "interleaved", 2, 4, 2.0, rows_apart=True)
+    start = StagePoint(1e9, 1e9, (2, 3, 6, 8), (0,) * 4, (0,) * 8)
+    parts = []
+    for shape in (plain, replace(plain, exchange=DILOCO)):
+        moved = with_moves(blocks, shape, [start])
+        parts.append(any(1 in point.ends for point in moved))
+    assert parts == [True, False]
+
+
+def test_no_stage_of_a_tied_model_is_searched_with_outer_steps_that_flush(
+    tied: SearchRequest,
+) -> None:
+    given = replace(tied, local_steps=[DILOCO, SparseLoCo(every=3)], stale=STALE)
+    schedules = {
+        point.plan.schedule
+        for point in search_each_way(given).candidates
+        if point.plan.local_steps is not None
+    }
+    assert schedules & {*CONTINUOUS_SCHEDULES} and schedules <= {None, *CONTINUOUS_SCHEDULES}
+    wanted = PipelineRequest(ranks=2, schedule="1f1b", microbatches=4, by_exchange=True)
+    with pytest.raises(PlanError, match="shares none with another, unless the schedule never"):
+        search_plans(replace(given, pipelines=wanted, stale=None))
 
 
 @pytest.mark.parametrize("lag", [0, 1])

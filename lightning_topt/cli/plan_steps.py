@@ -162,7 +162,9 @@ class PlanSetup:
             if search.split is not None and measured.captured is not None:
                 search.split.take_over(measured.captured)
         # exchanges and local steps that are allowed, as far as the optimizer permits them
-        ranks = search.device_counts
+        ranks = {*search.device_counts}
+        if search.pipelines is not None:  # with stages, fewer ranks have gradients of their own
+            ranks |= {n for each in ranks for n in range(2, each) if each % n == 0}
         exchanges, local_steps = (
             ((), ())
             if search.mesh is not None

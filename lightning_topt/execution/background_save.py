@@ -45,6 +45,7 @@ class BackgroundSaves:
         self._buffers = _Buffers()
         self._changed = threading.Condition()
         self._unfinished: list[_Save] = []  # the first one is being written
+        self._last_succeeded = True  # of those that are finished
         self._error: BaseException | None = None
 
     @property
@@ -77,6 +78,8 @@ class BackgroundSaves:
             if self._unfinished:
                 self._unfinished[-1].actions.append(action)
                 return
+            if not self._last_succeeded:
+                return
         action()
 
     def wait(self, seconds: float | None = None) -> None:
@@ -108,6 +111,7 @@ class BackgroundSaves:
                 with self._changed:
                     if not succeeded or not save.actions:
                         self._unfinished.pop(0)
+                        self._last_succeeded = succeeded
                         self._changed.notify_all()
                         break
                     action = save.actions.pop(0)

@@ -245,6 +245,11 @@ class ContinuousRunner(StepRunner):
 
     @override
     def drain(self) -> None:
+        """Bring all back that is in flight, and let rows that train alone meet."""
+        self.bring_back()
+        self.engine.synchronize()
+
+    def bring_back(self) -> None:
         """Wait for all minibatches in flight, with their updates, and log what their steps did.
 
         A collective call.
@@ -300,7 +305,6 @@ class ContinuousRunner(StepRunner):
     @override
     def begin_evaluation(self) -> None:
         self.drain()
-        self.engine.synchronize()
 
     @override
     def evaluate(self, name: str, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -370,15 +374,15 @@ class _DrainFirst(pl.Callback):
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         if self._runner._until_meeting == 0 or is_end(trainer, start=self._runner._start):
-            self._runner.drain()
+            self._runner.bring_back()
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._runner.drain()
+        self._runner.bring_back()
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._runner.drain()
+        self._runner.bring_back()
 
 
 @dataclass

@@ -213,17 +213,18 @@ class PlanRun:
 
     def module_state(self, without_plan: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the state of the module, in the form of checkpoints."""
-        self.runner.drain()  # for files that user code writes when it likes
-        if self.engine is None:
-            return without_plan()
-        module = self._strategy.lightning_module
-        trains_alone = self.engine.plan.local_steps is not None
+        module, engine = self._strategy.lightning_module, self.engine
+        trains_alone = engine is not None and engine.plan.local_steps is not None
+        # Before ranks meet: the others may be anywhere.
         if trains_alone and module is not None and module.trainer.interrupted:
             raise RuntimeError(
                 "ranks were training alone when the fit was interrupted, so that each has other "
                 "parameters: go on from the last checkpoint"
             )
-        return self.engine.module_state(full=self._checkpoints.are_full)
+        self.runner.drain()  # for files that user code writes when it likes
+        if engine is None:
+            return without_plan()
+        return engine.module_state(full=self._checkpoints.are_full)
 
     def load_module_state(
         self, checkpoint: Mapping[str, Any], without_plan: Callable[..., None], *, strict: bool

@@ -100,7 +100,7 @@ def test_a_mesh_with_a_pipeline_axis_may_keep_parts_of_the_plan() -> None:
         ),
         (
             {"mesh": {"pipeline": 2}, "microbatches": 4},
-            "takes stages, schedule, num_microbatches; got microbatches",
+            "gradient_exchange, local_steps; got microbatches",
         ),
         ({"mesh": {"pipeline": 2}, "schedule": "1f2b"}, "schedule is one of"),
         ({"mesh": {"pipeline": 2}, "stages": 3}, "so stages is a multiple of 2; got 3"),
@@ -129,7 +129,7 @@ def test_a_plan_with_stages_is_written_and_its_step_drawn(tmp_path: Path) -> Non
         "Schedule gpipe: 2 stages on 2 ranks" in words
         and "with batches of 4 in the loader a step has 4" in words
     )
-    assert "each stage, all microbatches of a step; update: with the exchange" in words
+    assert "each stage, all microbatches of a step; update: with exchanges between" in words
     assert (path.parent / "schedule.png").stat().st_size > 10_000
     assert "Schedule of the chosen plan" in (path.parent / "frontier.html").read_text()
 

@@ -104,8 +104,7 @@ def train_stages(
     rules: dict[str, Any] = {
         SYNCHRONOUS: "none",
         "pipemare": {"rule": "pipemare", "annealing_updates": len(batches) // 4},
-        FEEDBACK: feedback,
-        START: feedback,
+        **dict.fromkeys((FEEDBACK, *STARTS), feedback),
     }
     cut = run.cut if isinstance(run, Tuned) else 1
     before = 0  # minibatches of earlier calls of `run`, which counts from 0
@@ -118,7 +117,7 @@ def train_stages(
         accumulate=cut,
     )
     losses = []
-    for batch in batches[: len(batches) // 10 if run.rule == START else 0]:
+    for batch in batches[: round(STARTS.get(run.rule, 0.0) * len(batches))]:
         losses += training.run([batch])
         before += 1
     pieces = [(x.chunk(cut), y.chunk(cut)) for x, y in batches[before:]]
@@ -225,8 +224,10 @@ class Tuned(NamedTuple):
 
 
 FEEDBACK = "two_versions, error_feedback"
-# the same, and the first tenth of the updates wait: the pipeline is drained after each
+# the same, and the first tenth of the updates wait, or fifth: the pipeline is drained after each
 START = f"{FEEDBACK}, synchronous start"
+LONG_START = f"{FEEDBACK}, synchronous fifth"
+STARTS = {START: 0.1, LONG_START: 0.2}
 LADDER = (1e-4, 3e-4, 5e-4, 1e-3, 2e-3, 3e-3, 5e-3, 1e-2, 2e-2, 3e-2, 5e-2, 0.1, 0.2)
 DIGIT_WAYS = (
     (SYNCHRONOUS, 1),
@@ -264,6 +265,7 @@ WAYS = (
     Way("AdamW", "spectrain", 16, 5e-4, 2),
     Way("AdamW", "stash", 16, 5e-4, 2),
     Way("BasisRotation", "stash", 16, 3e-3, 2),
+    Way("AdamW", LONG_START, 2, 5e-3),
     *(
         Way("SGD", rule, stages, 2e-2, 3, model=model)
         for model in ("cnn", "lstm")
@@ -416,7 +418,7 @@ text, and of digits on one half of the held-out images, with the other half repo
 whole search are left out. Long runs have the rate of the short ones. Batches are not cut where
 nothing is said; two_versions stands for batches cut into as many minibatches as are in flight.
 Betas are 0.9 and 0.95; NAdam "as published" has 0.99 and 0.999. With a synchronous start the
-pipeline is drained after each update of the first tenth.
+pipeline is drained after each update of the first tenth, or fifth.
 
     {command}
 

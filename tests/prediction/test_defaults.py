@@ -44,7 +44,7 @@ def evidence() -> dict[Cell, dict[Prediction, list[float]]]:
             found[cell, make_prediction(rule), ""].append(loss_of(run))
     for key, run in done["tuned"].items():
         model, optimizer, rule, stages, rate, _, *cut = key.split("/")
-        if rule not in (harness.SYNCHRONOUS, harness.START):
+        if rule not in (harness.SYNCHRONOUS, *harness.STARTS):
             cell = cell_of(
                 optimizer.split()[0], rule, int(stages), model, *map(int, cut), is_tuned=True
             )

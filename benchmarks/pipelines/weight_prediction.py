@@ -266,6 +266,9 @@ WAYS = (
     Way("AdamW", "stash", 16, 5e-4, 2),
     Way("BasisRotation", "stash", 16, 3e-3, 2),
     Way("AdamW", LONG_START, 2, 5e-3),
+    Way("Muon", SYNCHRONOUS, 1, 5e-3),
+    Way("Muon", FEEDBACK, 2, 5e-3),
+    Way("Muon", LONG_START, 2, 5e-3),
     *(
         Way("SGD", rule, stages, 2e-2, 3, model=model)
         for model in ("cnn", "lstm")
@@ -284,10 +287,35 @@ def make_optimizer(name: str, parameters: Sequence[nn.Parameter], rate: float) -
     if name == "BasisRotation":
         # the vocabulary's side keeps its coordinates
         return BasisRotation(groups, lr=rate, betas=(0.9, 0.95), max_dimension=128)
+    if name == "Muon":
+        return MuonBesideAdamW(parameters, rate)
     if "NAdam" in name:
         betas = (0.99, 0.999) if name == "NAdam as published" else (0.9, 0.95)
         return optim.NAdam(groups, lr=rate, betas=betas, decoupled_weight_decay=True)
     return optim.AdamW(groups, lr=rate, betas=(0.9, 0.95))
+
+
+class MuonBesideAdamW(Optimizer):
+    """Muon for the matrices of blocks, AdamW for vectors and what has rows by byte, at one rate."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], rate: float) -> None:
+        blocks = [p for p in parameters if p.dim() == 2 and max(p.shape) < 256]
+        rest = [p for p in parameters if all(p is not each for each in blocks)]
+        self.parts: list[Optimizer] = []
+        if blocks:
+            self.parts.append(
+                optim.Muon(blocks, lr=rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+            )
+        if rest:
+            self.parts.append(optim.AdamW(_decay_groups(rest), lr=rate, betas=(0.9, 0.95)))
+        super().__init__([{"params": list(parameters)}], {"lr": rate})
+        # a schedule changes the rates of both
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step both."""
+        for part in self.parts:
+            part.step()
 
 
 def train_tuned(run: Tuned) -> tuple[str, dict[str, Any]]:

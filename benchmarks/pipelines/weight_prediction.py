@@ -270,7 +270,7 @@ WAYS = (
     Way("Muon", FEEDBACK, 2, 5e-3),
     Way("Muon", LONG_START, 2, 5e-3),
     *(
-        Way("SGD", rule, stages, 2e-2, 3, model=model)
+        Way("SGD", rule, stages, 2e-2, 5, model=model)
         for model in ("cnn", "lstm")
         for rule, stages in DIGIT_WAYS
     ),

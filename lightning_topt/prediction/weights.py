@@ -54,8 +54,8 @@ def trainable(optimizer: Optimizer) -> list[Tensor]:
 
 
 @contextmanager
-def unseen(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Write in place without autograd noticing.
+def unseen(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Hide from autograd what is written to parameters within. No forward pass may run there.
 
     Backward passes in flight compute with what the storages hold then.
     """

@@ -63,9 +63,10 @@ from lightning_topt.execution.pipeline.p2p import (
 )
 from lightning_topt.execution.pipeline.pipeline_run import PipelineRun, loss_of_step
 from lightning_topt.execution.pipeline.stage_layout import StageLayout
-from lightning_topt.execution.pipeline.stage_weights import StageWeights, UpdatePattern, unnoticed
+from lightning_topt.execution.pipeline.stage_weights import StageWeights, UpdatePattern
 from lightning_topt.execution.pipeline.step_flows import StageFlow, Step
 from lightning_topt.graph.step_flow import LeafSpec
+from lightning_topt.prediction.weights import unseen
 from lightning_topt.schedules.schedules import lag_of
 
 
@@ -622,7 +623,7 @@ class SharedParameters:
         self.begin_weights(minibatch)
         for first, parameters in sorted(self._followed.items()):
             given = self._links.receive("shared weights", first, minibatch)
-            with unnoticed(parameters):
+            with unseen(parameters):
                 torch._foreach_copy_([p.detach() for p in parameters], given)
         self._begun.discard(minibatch)
 

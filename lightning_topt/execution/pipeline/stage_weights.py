@@ -13,7 +13,7 @@ done (`MinibatchRates`).
 [Note: writes] Autograd saves tensors that refer to the parameters' storage, and refuses a backward
 pass after the storage was written to. Here that is meant: a pass computes with what the storage
 holds when it runs. So writes keep the version counters, which views of a parameter share with it
-(`unnoticed`). Rules that keep whole versions point parameters to the storage of one for its passes.
+(`unseen`). Rules that keep whole versions point parameters to the storage of one for its passes.
 
 [Note: rates of a minibatch] An update happens long after the iteration in which its minibatch came
 in, and schedulers go on in each iteration. The update uses what parameter groups held when the
@@ -28,11 +28,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal
 
 from torch import Tensor
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
 from lightning_topt.prediction.rule import Prediction, StagePrediction
 from lightning_topt.prediction.rules import default_prediction
+from lightning_topt.prediction.weights import unseen
 from lightning_topt.schedules.staleness import Staleness, running_staleness
 
 _KEPT = 16  # times the stages and the lag per hop: more than staleness looks back
@@ -110,7 +110,7 @@ class StageWeights:
     @contextmanager
     def of_update(self, minibatch: int) -> Generator[None, None, None]:
         """Let optimizers step within: true weights, and the minibatch's hyperparameters."""
-        with self.rates.in_place(minibatch), unnoticed(self._parameters), ExitStack() as stack:
+        with self.rates.in_place(minibatch), unseen(self._parameters), ExitStack() as stack:
             for rule in self._rules:
                 stack.enter_context(rule.update(minibatch))
             yield
@@ -290,18 +290,11 @@ def holding(
     changed = tuple(parameters)
     # Only entering and leaving write; passes within must see version counters as ever.
     stack = ExitStack()
-    with unnoticed(changed):
+    with unseen(changed):
         for each in weights:
             stack.enter_context(each)
     try:
         yield
     finally:
-        with unnoticed(changed):
+        with unseen(changed):
             stack.close()
-
-
-@contextmanager
-def unnoticed(parameters: Iterable[Tensor]) -> Generator[None, None, None]:
-    """Hide from autograd what is written to `parameters` within. No forward pass may run there."""
-    with _unsafe_preserve_version_counter(tuple(parameters)):
-        yield

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_topt.execution.pipeline.stage_weights import holding, unnoticed
+from lightning_topt.execution.pipeline.stage_weights import holding
+from lightning_topt.prediction.weights import unseen
 
 
 class Views(nn.Module):
@@ -87,7 +88,7 @@ def test_backward_computes_with_the_weights_that_are_there(name: str, how: str) 
     optimizer = torch.optim.AdamW(parameters, lr=0.1)
     first = loss(run, x)
     loss(run, x.detach()).backward()
-    with unnoticed(parameters):
+    with unseen(parameters):
         optimizer.step()
     optimizer.zero_grad()
     newest = [p.detach().clone() for p in parameters]

@@ -11,7 +11,6 @@ from typing_extensions import override
 from lightning_topt.communication.exchange_method import GradientMethod, LocalMethod
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.plan.parallel_plan import rule_from_value
-from lightning_topt.plan.plan_values import read_exchange, read_local_steps
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
 from lightning_topt.plugins.plan_options import PipelinePlan
 from lightning_topt.plugins.register import register_names
@@ -96,6 +95,10 @@ class PipelineStrategy(AutoParallelStrategy):
                     f"PipelineStrategy searches no plan, so it does not take {name!r}; "
                     "AutoParallelStrategy does"
                 )
+        exchanges: dict[str, Any] = {  # in any form, which the plan reads
+            "gradient_exchange": gradient_exchange,
+            "local_steps": local_steps,
+        }
         given = PipelinePlan(
             stages,
             schedule,
@@ -103,10 +106,7 @@ class PipelineStrategy(AutoParallelStrategy):
             stages_per_rank,
             recompute,
             prediction=rule_from_value(prediction),
-            gradient_exchange=None
-            if gradient_exchange is None
-            else read_exchange(gradient_exchange),
-            local_steps=None if local_steps is None else read_local_steps(local_steps),
+            **exchanges,
         )
         stale, exchange = schedule in CONTINUOUS_SCHEDULES, given.exchange
         super().__init__(

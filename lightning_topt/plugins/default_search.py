@@ -3,8 +3,7 @@
 Three searches, each only where it may beat what was found before (`pays`):
 
     data axes    every ZeRO level and recomputation per block (`plan.plan_search`)
-    tensor axes  the ranks of a tensor group run their batches in joint modules or sequentially
-                 (`sequential_batches`), whichever is faster
+    tensor axes  the ranks of a tensor group run their batches one after the other (`group_steps`)
     stages       the ranks of a pipeline run their batches as microbatches (`pipeline_steps`)
 
 The last two need a step that is captured on fake tensors, and user code that other ranks may run
@@ -15,8 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
-import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -30,12 +27,10 @@ from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.execution.pipeline.stage_layout import written_buffers
 from lightning_topt.execution.pipeline.step_flows import StepFlows
 from lightning_topt.graph.blocks import why_not_recomputed
-from lightning_topt.graph.capture import capture
 from lightning_topt.graph.errors import one_line
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.step_purity import PurityWatch
-from lightning_topt.graph.structures import map_tensors
 from lightning_topt.plan.choose import (
     NoPlanFitsError,
     equal_in_words,
@@ -70,7 +65,6 @@ from lightning_topt.plugins.searched_plan import (
     search_request,
     split_model,
 )
-from lightning_topt.plugins.sequential_batches import are_alike
 from lightning_topt.plugins.step_records import loss_of
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 
@@ -82,14 +76,11 @@ def search_default(
     # Measured by all ranks.
     costs = read_costs(request, trainer, graph)
     search = search_request(request, trainer, graph, costs)
-    are_joint = are_alike(batch, None, device=trainer.strategy.root_device)
     planning: Planning | None = None
 
     def searched(kernels: Mapping[KernelKey, float] | None) -> list[OpGraph] | dict[str, Any]:
         nonlocal planning
-        found = search_with_axes(
-            request, trainer, batch, search, are_joint=are_joint, kernels=kernels
-        )
+        found = search_with_axes(request, trainer, batch, search, kernels=kernels)
         if isinstance(found, list):
             return found
         planning = found
@@ -112,7 +103,6 @@ def search_with_axes(
     batch: Any,
     search: SearchRequest,
     *,
-    are_joint: bool,
     kernels: Mapping[KernelKey, float] | None,
     why_not: str | None = None,
     as_measured: Callable[[PlanFrontier], PlanFrontier] = lambda frontier: frontier,
@@ -126,7 +116,6 @@ def search_with_axes(
         trainer: whose step it is.
         batch: of that step.
         search: what to search on data axes.
-        are_joint: see `TensorSearch`.
         kernels: seconds of kernels on slices; None: where they are wanted, the graphs that hold
             them are returned.
         why_not: why data axes alone are searched, as a clause.
@@ -148,7 +137,7 @@ def search_with_axes(
         )
     # Tensor axes: whatever goes wrong is the reason why there are none.
     step = TracedStep(trainer, batch)
-    tensor_search = TensorSearch(request, step, search, found[0], are_joint=are_joint)
+    tensor_search = TensorSearch(request, step, search, found[0])
     no_tensor_axes, graphs = why_not, list[OpGraph]()
     if no_tensor_axes is None:
         try:
@@ -246,19 +235,24 @@ class WatchedTrace:
     ) -> Generator[None, None, None]:
         # On the copy: what is changed there would be changed on the module.
         watch = PurityWatch(module)
+        buffers = {name: (each, each._version) for name, each in module.named_buffers()}
         with tracing:
             yield
-        self.change = self.change or watch.change()
+        written = (
+            f"buffer {name!r}"
+            for name, each in module.named_buffers()
+            if name not in buffers
+            or buffers[name][0] is not each
+            or buffers[name][1] != each._version
+        )
+        self.change = self.change or watch.change() or next(written, None)
 
 
 # ---- tensor axes ---------------------------------------------------------------------------------
 
 
 class TensorSearch:
-    """A search on tensor axes, where it may beat the `best` found on data axes.
-
-    `are_joint`: batches of all ranks are alike, so that they can run as one.
-    """
+    """A search on tensor axes, where it may beat the `best` found on data axes."""
 
     def __init__(
         self,
@@ -266,11 +260,8 @@ class TensorSearch:
         step: TracedStep,
         search: SearchRequest,
         best: PlanFrontier,
-        *,
-        are_joint: bool,
     ) -> None:
         self._request, self._step, self._best = request, step, best
-        self._are_joint = are_joint
         self._search = search  # of the whole step; from `by_formula` on of a step that can be split
 
     def by_formula(self) -> tuple[str | None, list[OpGraph]]:
@@ -284,9 +275,6 @@ class TensorSearch:
         graph, trace = self._step.graph, self._step.trace
         if reason := why_not(Fit(trainer, batch, graph), SEQUENTIAL):
             return reason, []
-        # Joint modules are found by how shapes grow with the batch.
-        if self._are_joint:  # else most steps would run batches sequentially
-            _trace_larger(trace, trainer, batch, graph)
         split = split_model(trainer, batch, graph, trace)
         self._search = dataclasses.replace(
             self._search,
@@ -340,37 +328,6 @@ class TensorSearch:
                 return _why_computation(request, search)
         fit = Fit(trainer, graph=search.graph, only_replicated=request.only_replicated)
         return why_not(fit, SHARDED) or why_not(Fit(trainer), SEQUENTIAL)
-
-
-def _trace_larger(trace: FunctionTrace, trainer: pl.Trainer, batch: Any, graph: OpGraph) -> None:
-    """Let `trace` know the shapes of a larger batch too, if the step runs with one.
-
-    Joint modules are found by these.
-    """
-    if graph.batch_scaling:
-        return
-    larger, samples = FunctionTrace(), graph.step.batch_sizes[1]
-
-    def doubled(tensor: Tensor) -> Tensor:
-        return torch.cat([tensor, tensor]) if tensor.ndim and tensor.shape[0] == samples else tensor
-
-    context, device = trainer.precision_plugin.forward_context, trainer.strategy.root_device.type
-    options: dict[str, Any] = {
-        "forward_context": context,
-        "device": device,
-        "like": graph,
-        "adapt": larger.of,
-    }
-    with (
-        contextlib.suppress(Exception),
-        warnings.catch_warnings(),
-        contextlib.redirect_stdout(io.StringIO()),
-    ):
-        warnings.simplefilter("ignore")
-        capture(
-            trainer.lightning_module, map_tensors(batch, doubled), batch_scaling=False, **options
-        )
-        trace.first_borders, trace.first_samples = larger.borders, 2 * samples
 
 
 # ---- stages --------------------------------------------------------------------------------------

@@ -62,7 +62,6 @@ from lightning_topt.plugins.searched_plan import (
     say_what_stays,
     search_request,
 )
-from lightning_topt.plugins.sequential_batches import are_alike
 from lightning_topt.plugins.watched_steps import WatchedFit, WatchedSteps
 
 _PATIENCE_SECONDS = 120.0  # with a search beside training, whatever keeps it
@@ -88,7 +87,6 @@ class WatchedPlanning:
         self._is_searching, self._begun = False, 0.0
         self._cluster: Cluster | None = None
         self._measurements: Measurements | None = None
-        self._are_joint = False
         self._why_not: str | None = None
 
     def poll(self, batch: Any) -> PlanDecision | None:
@@ -127,9 +125,7 @@ class WatchedPlanning:
         if found is not None:
             return ParallelPlan.from_dict(found)
         # The cluster is measured by all ranks, before the search is on its own.
-        device = self._trainer.strategy.root_device
         self._cluster, self._measurements = _cluster_of(self._request, self._trainer)
-        self._are_joint = are_alike(batch, None, device=device)
         return self._begin_search({} if self._measurements is None else None)
 
     def _begin_search(self, kernels: dict[KernelKey, float] | None) -> ParallelPlan | None:
@@ -154,7 +150,6 @@ class WatchedPlanning:
                 self._fit.batch,
                 _search_request(self._request, self._trainer, self._watched, cluster),
                 self._watched,
-                are_joint=self._are_joint,
                 kernels=kernels,
                 why_not=self._why_not,
             )
@@ -398,7 +393,6 @@ def _search(
     search: SearchRequest,
     watched: WatchedSteps,
     *,
-    are_joint: bool,
     kernels: dict[KernelKey, float] | None,
     why_not: str | None,
 ) -> Planning | list[OpGraph]:
@@ -418,7 +412,6 @@ def _search(
             trainer,
             batch,
             search,
-            are_joint=are_joint,
             kernels=kernels,
             why_not=why_not,
             as_measured=lambda found: (

@@ -16,7 +16,7 @@ A fit under ``"topt"``, from Lightning's hooks down:
       step_runner          how steps run under a plan; the plain way
       pipeline_steps       ... through stages, in microbatches
       continuous_steps     ... through stages without flush
-      sequential_batches   ... on a tensor group whose ranks run each other's batches
+      group_steps          ... on a tensor group or a pipeline whose ranks bring a batch each
       data_group           which ranks share samples
     plan_artifacts         the plan in loggers, and the page of what was searched
     plan_checkpoints       full and sharded checkpoints, whatever the plan
@@ -55,10 +55,10 @@ from lightning_topt.basics.lazy_names import lazy_names
 if TYPE_CHECKING:  # the same names, for type checkers and editors
     from lightning_topt.plugins.continuous_steps import ContinuousRunner
     from lightning_topt.plugins.exact_evaluation import ExactEvaluation, why_padded
-    from lightning_topt.plugins.pipeline_steps import OwnBatchPipeline, PipelineRunner, StageSteps
+    from lightning_topt.plugins.group_steps import GroupRunner
+    from lightning_topt.plugins.pipeline_steps import PipelineRunner, StageSteps
     from lightning_topt.plugins.plan_artifacts import log_plan
     from lightning_topt.plugins.plan_checkpoints import load_whole, save_file
-    from lightning_topt.plugins.sequential_batches import JointBatches, SequentialBatches
     from lightning_topt.plugins.step_without_batch import zero_loss
     from lightning_topt.plugins.traced_planning import decide_plan
     from lightning_topt.plugins.uneven_ranks import UnevenRanks
@@ -68,11 +68,9 @@ _HOMES = {
     "ContinuousRunner": "continuous_steps",
     "ExactEvaluation": "exact_evaluation",
     "why_padded": "exact_evaluation",
-    "OwnBatchPipeline": "pipeline_steps",
+    "GroupRunner": "group_steps",
     "PipelineRunner": "pipeline_steps",
     "StageSteps": "pipeline_steps",
-    "JointBatches": "sequential_batches",
-    "SequentialBatches": "sequential_batches",
     "UnevenRanks": "uneven_ranks",
     "log_plan": "plan_artifacts",
     "load_whole": "plan_checkpoints",
@@ -84,10 +82,8 @@ _HOMES = {
 __all__ = [
     "ContinuousRunner",
     "ExactEvaluation",
-    "JointBatches",
-    "OwnBatchPipeline",
+    "GroupRunner",
     "PipelineRunner",
-    "SequentialBatches",
     "StageSteps",
     "UnevenRanks",
     "decide_plan",

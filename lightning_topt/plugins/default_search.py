@@ -3,7 +3,7 @@
 Three searches, each only where it may beat what was found before (`pays`):
 
     data axes    every ZeRO level and recomputation per block (`plan.plan_search`)
-    tensor axes  the ranks of a tensor group run the batches of all of them
+    tensor axes  the ranks of a tensor group run their batches one after the other (`group_steps`)
     stages       the ranks of a pipeline run their batches as microbatches (`pipeline_steps`)
 
 The last two need a step that is traced on fake tensors, and that other ranks may run as well

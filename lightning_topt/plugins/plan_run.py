@@ -306,11 +306,10 @@ def choose_runner(engine: Engine, module: pl.LightningModule, strategy: DDPStrat
     if plan.schedule is None:
         if not plan.brings_batches:
             return PlainRunner(engine)
-        kind = plugins.JointBatches if plan.joint else plugins.SequentialBatches
-        return kind(engine, module, device=device)
+        return plugins.GroupRunner(engine, module, device=device)
     steps = plugins.StageSteps(engine, module, precision=strategy.precision_plugin, device=device)
     if plan.own_batches:
-        return plugins.OwnBatchPipeline(steps)
+        return plugins.GroupRunner(engine, module, device=device, steps=steps)
     if plan.schedule in CONTINUOUS_SCHEDULES:
         return plugins.ContinuousRunner(steps)
     return plugins.PipelineRunner(steps)

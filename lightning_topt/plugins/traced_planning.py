@@ -408,7 +408,7 @@ def _check_features(
     if plan.brings_batches and plan.schedule is None and (reason := why_not(fit, SEQUENTIAL)):
         raise PlanError(
             f"under this plan ranks run the batches of one another, but {reason}; leave out "
-            "num_microbatches and joint, or choose a plan without tensor axes"
+            "num_microbatches, or choose a plan without tensor axes"
         )
     check_exchange_of_run(plan, trainer, request)
     check_gathers_of_run(plan, trainer)

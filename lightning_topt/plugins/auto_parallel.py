@@ -117,9 +117,7 @@ class AutoParallelStrategy(DDPStrategy):
             ``"stop"``, all end with the first; ``"error"``; None, as under ``ddp``, which needs
             equally many (docs/robustness.md).
         pad_evaluation: whether samples are repeated in validation and tests until all ranks have
-            equally many, as under ``ddp``. If False, each counts once. None: each counts once where
-            ranks have equally many batches of a loader, and only Lightning and torchmetrics talk
-            between ranks in evaluation.
+            equally many, as under ``ddp``. If False, each counts once.
         elastic: whether a fit goes on when a rank is lost, under torchrun, from the memory of the
             others: experimental, on CPUs with gloo (docs/how_to/elastic.md).
         ddp_options: arguments of Lightning's `DDPStrategy` and torch's `DistributedDataParallel`.
@@ -155,7 +153,7 @@ class AutoParallelStrategy(DDPStrategy):
         checkpoint: str = "full",
         async_checkpoint: bool = False,
         uneven: str | None = "join",
-        pad_evaluation: bool | None = None,
+        pad_evaluation: bool = True,
         elastic: bool = False,
         **ddp_options: Any,
     ) -> None:
@@ -200,6 +198,7 @@ class AutoParallelStrategy(DDPStrategy):
             why_not=self._why_not_join,
             sharing=self._sharing_samples,
             gathers=self._gathers_in_evaluation,
+            may_gather=lambda: not self.request.asks_nothing,
             evaluate=self._join_evaluation,
         )
         self._accumulates = self._failed = False

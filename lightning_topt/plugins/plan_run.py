@@ -32,7 +32,7 @@ from lightning_topt.execution.gathered_state import place_like
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.execution.stored_states import StoredModule
 from lightning_topt.graph.mesh_axes import Mesh
-from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plugins.clipping import clip_sharded
 from lightning_topt.plugins.data_group import DataGroup, shared_mesh
 from lightning_topt.plugins.exchange_guard import scaler_of
@@ -40,6 +40,7 @@ from lightning_topt.plugins.monitors import add_monitor
 from lightning_topt.plugins.plan_checkpoints import PlanCheckpoints, release_engine
 from lightning_topt.plugins.plan_options import GivenPlan
 from lightning_topt.plugins.planning import example_batch
+from lightning_topt.plugins.requirements import CONTINUOUS, Fit, why_not
 from lightning_topt.plugins.step_runner import PlainRunner, StepRunner
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.run_options import RunOptions
@@ -127,7 +128,11 @@ class PlanRun:
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         """Let the plan run the steps of `optimizers`, made of the module's present parameters."""
-        assert self.engine is not None
+        assert self.engine is not None and self._strategy.lightning_module is not None
+        if self.engine.plan.schedule in CONTINUOUS_SCHEDULES:
+            # Schedulers of learning rates are there by now.
+            if reason := why_not(Fit(self._strategy.lightning_module.trainer), CONTINUOUS):
+                raise PlanError(f"this plan's stages never wait for an update, but {reason}")
         self._checkpoints.attach_optimizers(self.runner, optimizers)
 
     # ---- what others ask -------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from lightning_topt.plugins.preemption import Preemption
 from lightning_topt.plugins.rank_batches import RankBatches
 from lightning_topt.plugins.register import register_names
 from lightning_topt.plugins.shared_updates import SharedUpdates
+from lightning_topt.plugins.step_clock import Hint
 from lightning_topt.plugins.training_data import TrainingData
 from lightning_topt.techniques.ddp_wrapper import register_hook, wrap_in_ddp
 from lightning_topt.techniques.tensor_parallel.user_code import among_all_ranks
@@ -221,6 +222,11 @@ class AutoParallelStrategy(DDPStrategy):
         return self._controller.planned_by
 
     @property
+    def hint(self) -> Hint | None:
+        """Where the time of this rank's steps goes, and what treats it; of a fit without a plan."""
+        return None if self._updates is None else self._updates.hint
+
+    @property
     def planning_seconds(self) -> float | None:
         """How long planning took in the last fit."""
         return self._controller.seconds
@@ -395,7 +401,8 @@ class AutoParallelStrategy(DDPStrategy):
     ) -> Tensor:
         self._guard.begin_backward(self.precision_plugin)
         self._batches.weighted(closure_loss)
-        with self._guard.errors():
+        clock = None if self._updates is None else self._updates.clock
+        with self._guard.errors(), nullcontext() if clock is None else clock.backward():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def _join_step(self, zero_gradients: Callable[[], None]) -> None:
@@ -440,9 +447,12 @@ class AutoParallelStrategy(DDPStrategy):
     ) -> Any:
         if self._elastic is not None:
             closure = self._elastic.watched(closure)
-        own_step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
-        step = partial(self._guard.step, own_step, self.precision_plugin)
-        result = self._run.runner.update(step, optimizer, closure)
+        clock = None if self._updates is None else self._updates.clock
+        with nullcontext(_as_it_is) if clock is None else clock.update() as timed:
+            closure = timed(closure)
+            own_step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
+            step = partial(self._guard.step, own_step, self.precision_plugin)
+            result = self._run.runner.update(step, optimizer, closure)
         self._controller.end_batch(updates=True)
         if self._elastic is not None:
             self._elastic.end_update()
@@ -483,7 +493,9 @@ class AutoParallelStrategy(DDPStrategy):
         self._training_data.begin()
         if not self._is_asked:
             assert self.lightning_module is not None
-            self._updates = SharedUpdates(self, self._controller)
+            self._updates = SharedUpdates(
+                self, self._controller, waited=lambda: self._training_data.waited_seconds
+            )
             self._updates.begin(self.lightning_module.trainer)
         if self._elastic is not None:
             self._elastic.begin_training()
@@ -595,3 +607,7 @@ class AutoParallelStrategy(DDPStrategy):
         register_names(
             "topt", cls, registry=strategy_registry, description="Searches and runs a parallel plan"
         )
+
+
+def _as_it_is(closure: Callable[[], Any]) -> Callable[[], Any]:
+    return closure

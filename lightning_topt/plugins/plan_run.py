@@ -129,10 +129,11 @@ class PlanRun:
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         """Let the plan run the steps of `optimizers`, made of the module's present parameters."""
         assert self.engine is not None and self._strategy.lightning_module is not None
-        if self.engine.plan.schedule in CONTINUOUS_SCHEDULES:
-            # Schedulers of learning rates are there by now.
-            if reason := why_not(Fit(self._strategy.lightning_module.trainer), CONTINUOUS):
-                raise PlanError(f"this plan's stages never wait for an update, but {reason}")
+        # Schedulers of learning rates are there by now.
+        is_continuous = self.engine.plan.schedule in CONTINUOUS_SCHEDULES
+        fit = Fit(self._strategy.lightning_module.trainer)
+        if is_continuous and (reason := why_not(fit, CONTINUOUS)):
+            raise PlanError(f"this plan's stages never wait for an update, but {reason}")
         self._checkpoints.attach_optimizers(self.runner, optimizers)
 
     # ---- what others ask -------------------------------------------------------------------------

@@ -31,8 +31,13 @@ from lightning_topt.optim.gather import PieceGather, sent_dtype
 from lightning_topt.optim.lars import LARS, share_trust_ratios, unshare_trust_ratios
 from lightning_topt.optim.parallel_step import ParallelStep, install_parallel_step
 from lightning_topt.optim.pieces import Piece, Share, assign_pieces
-from lightning_topt.optim.step_costs import UpdateCosts, slowest_of_ranks, synchronize, time_step
-from lightning_topt.optim.step_hooks import begin_step
+from lightning_topt.optim.step_costs import (
+    Closure,
+    UpdateCosts,
+    slowest_of_ranks,
+    synchronize,
+    time_step,
+)
 from lightning_topt.optim.update_rule import UpdateRule
 
 TRIAL_STEPS = 4  # of what was decided, the first of which warms up
@@ -125,55 +130,62 @@ class AdaptiveStep:
         self._unshare()
         self._leave()
 
-    def __call__(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Take one step; `closure` first runs forward, backward and clipping on full gradients.
+    def __call__(self, closure: Closure | None = None, **kwargs: Any) -> Any:
+        """Take one step; `closure` runs where it does in the plain step, after hooks before it.
 
         Raises PeerLostError when a rank is gone or late beyond the timeout of the group.
         """
-        loss = begin_step(self.optimizer, closure)
-        if closure is not None:
-            kwargs["closure"] = lambda: loss  # one step may be several calls
-        output = self._update(kwargs)
-        return output if closure is None else loss
-
-    def _update(self, kwargs: dict[str, Any]) -> Any:
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without
         # the short way of a step that is not shared
         counts = [len(group["params"]) for group in self.optimizer.param_groups]
         if counts == self._declined:
-            return self._step(**kwargs)
-        output = self._general_update(kwargs)
+            return self._step(**kwargs) if closure is None else self._step(closure=closure, **kwargs)
+        output = self._general_step(closure, kwargs)
         shares = self.parallel is not None or self.shares_ratios or self._trial_seconds is not None
         self._declined = counts if self._decided and not shares else None
         return output
 
-    def _general_update(self, kwargs: dict[str, Any]) -> Any:
-        known = tuple(map(id, parameters_of(self.optimizer)))
-        changed, self._known = known != self._known, known
+    def _general_step(self, closure: Closure | None, kwargs: dict[str, Any]) -> Any:
+        changed = self._notice_parameters()
         if self.sharing.always:  # nothing is measured
             if changed:
                 self._share(self._pieces_without_measuring())
-        elif self._decided:  # on trial, or settled
+            return self._take(closure, kwargs)
+        if self._decided:  # on trial, or settled
             if changed:
                 self._unshare_ratios()
                 self._trial_seconds = None
-                if not self._refused:
-                    self._share(self._worthwhile_pieces())
             if self._trial_seconds is not None:
-                return self._step_on_trial(self._trial_seconds, kwargs)
-        else:  # the first steps
-            if changed:
-                self._costs.restart()
-            outputs: list[Any] = []
-            if self._costs.take_step(lambda: outputs.append(self._step(**kwargs))):
-                self._costs.agree(self.sharing.group)
-                self._decided = True
+                return self._step_on_trial(self._trial_seconds, closure, kwargs)
+            output = self._take(closure, kwargs)
+            if changed and not self._refused:  # there are gradients of the new parameters now
                 self._share(self._worthwhile_pieces())
-                if self.parallel is None:
-                    self._try_ratios()
-                else:
-                    self._trial_seconds = []
-            return outputs[-1]
-        return (self._step if self.parallel is None else self.parallel)(**kwargs)
+            return output
+        # the first steps
+        if changed:
+            self._costs.restart()
+        output = self._costs.take_step(lambda asked: self._take(asked, kwargs), closure)
+        if self._costs.done:
+            if self._notice_parameters():  # the closure has changed the groups: measure again
+                self._costs.restart()
+                return output
+            self._costs.agree(self.sharing.group)
+            self._decided = True
+            self._share(self._worthwhile_pieces())
+            if self.parallel is None:
+                self._try_ratios()
+            else:
+                self._trial_seconds = []
+        return output
+
+    def _notice_parameters(self) -> bool:
+        """Return whether the groups have other parameters than when this was last called."""
+        before, self._known = self._known, tuple(map(id, parameters_of(self.optimizer)))
+        return self._known != before
+
+    def _take(self, closure: Closure | None, kwargs: dict[str, Any]) -> Any:
+        step = self._step if self.parallel is None else self.parallel
+        return step(**kwargs) if closure is None else step(closure=closure, **kwargs)
 
     # ---- the first steps
 
@@ -184,20 +196,25 @@ class AdaptiveStep:
             share_trust_ratios(self.optimizer, group=self.sharing.group)
             self.shares_ratios, self._trial_seconds = True, []
 
-    def _step_on_trial(self, trial_seconds: list[float], kwargs: dict[str, Any]) -> Any:
+    def _step_on_trial(
+        self, trial_seconds: list[float], closure: Closure | None, kwargs: dict[str, Any]
+    ) -> Any:
         """Take a step of what was decided; after the last of them, keep it or not."""
-        outputs: list[Any] = []
-        step = self._step if self.parallel is None else self.parallel
-        # that one rank is late in the step is not what sharing costs
-        dist.barrier(group=self.sharing.group)
-        trial_seconds.append(time_step(self.optimizer, lambda: outputs.append(step(**kwargs))))
+        # together: that one rank is late in the step is not what sharing costs
+        output, seconds = time_step(
+            self.optimizer,
+            lambda asked: self._take(asked, kwargs),
+            closure,
+            group=self.sharing.group,
+        )
+        trial_seconds.append(seconds)
         if len(trial_seconds) == TRIAL_STEPS:
             mine = [self._costs.step_seconds(), statistics.median(trial_seconds[1:])]
             device = parameters_of(self.optimizer)[0].device
             plain, shared = slowest_of_ranks(mine, device=device, group=self.sharing.group)
             self._trial_seconds = None
             self._judge(plain, shared)
-        return outputs[0]
+        return output
 
     def _judge(self, plain_seconds: float, shared_seconds: float) -> None:
         faster = is_faster(plain_seconds, shared_seconds)

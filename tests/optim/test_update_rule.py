@@ -217,9 +217,6 @@ def test_counted_calls():
     assert calls_may_repeat(Counting(parameters(), plain))  # set back between the calls
     assert update_rule(CountingInside(parameters(), plain)) == "elements"
     assert not calls_may_repeat(CountingInside(parameters(), plain))
-    optimizer = make(optim.SGD)
-    optimizer.register_step_post_hook(lambda *_: None)
-    assert not calls_may_repeat(optimizer)
 
 
 def test_a_group_that_has_no_parameter_on_some_rank():

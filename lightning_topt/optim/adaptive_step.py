@@ -139,7 +139,8 @@ class AdaptiveStep:
         # the short way of a step that is not shared
         counts = [len(group["params"]) for group in self.optimizer.param_groups]
         if counts == self._declined:
-            return self._step(**kwargs) if closure is None else self._step(closure=closure, **kwargs)
+            given = {} if closure is None else {"closure": closure}
+            return self._step(**given, **kwargs)
         output = self._general_step(closure, kwargs)
         shares = self.parallel is not None or self.shares_ratios or self._trial_seconds is not None
         self._declined = counts if self._decided and not shares else None

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -111,6 +111,9 @@ class SharedUpdates:
             return "there is no optimizer"
         if getattr(strategy, "_model_averager", None) is not None:
             return "under post-local SGD gradients differ between ranks"
+        for name, part in trainer.lightning_module.named_modules():
+            if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+                return f"{name!r} has sparse gradients"
         if strategy.is_elastic:
             return "a rank that is lost would take its part of the optimizer's state along"
         names: dict[Tensor, str] = {

@@ -139,8 +139,9 @@ class AdaptiveStep:
         # the short way of a step that is not shared
         counts = [len(group["params"]) for group in self.optimizer.param_groups]
         if counts == self._declined:
-            given = {} if closure is None else {"closure": closure}
-            return self._step(**given, **kwargs)
+            return (
+                self._step(**kwargs) if closure is None else self._step(closure=closure, **kwargs)
+            )
         output = self._general_step(closure, kwargs)
         shares = self.parallel is not None or self.shares_ratios or self._trial_seconds is not None
         self._declined = counts if self._decided and not shares else None
@@ -323,11 +324,12 @@ class AdaptiveStep:
         """Return the shares of parameters that may be shared, the same on all ranks."""
         parameters = parameters_of(self.optimizer)
         shares = self._costs.shares(seconds, is_whole=self.parallel is None)
-        return [
-            s
-            for s in shares
-            if parameters[s.index] in self.sharing.reduced and parameters[s.index].numel()
-        ]
+
+        def may_be_shared(parameter: Tensor) -> bool:
+            has_sparse = parameter.grad is not None and parameter.grad.is_sparse
+            return parameter in self.sharing.reduced and parameter.numel() > 0 and not has_sparse
+
+        return [share for share in shares if may_be_shared(parameters[share.index])]
 
 
 def is_faster(plain_seconds: float, shared_seconds: float) -> bool:

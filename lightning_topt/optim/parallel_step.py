@@ -506,4 +506,3 @@ def check_agreement(
                 raise ValueError(
                     f"ranks disagree on what is split: rank 0 has {first}, rank {rank} has {other}"
                 )
-

@@ -97,9 +97,7 @@ class UpdateCosts:
                         loss = closure()
                 again = None if closure is None else lambda: loss
                 kinds = parameter_kinds(self.optimizer)
-                self._by_kind.append(
-                    measure_step(self.optimizer, lambda: step(again), kinds=kinds)
-                )
+                self._by_kind.append(measure_step(self.optimizer, lambda: step(again), kinds=kinds))
                 return loss
         output, seconds = time_step(self.optimizer, step, closure)
         self._whole_seconds.append(seconds)

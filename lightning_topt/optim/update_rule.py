@@ -169,7 +169,7 @@ def why_not_shared(optimizer: Optimizer) -> str | None:
     """Return why its step is not shared where nobody asked for that; None where it may be.
 
     A clause. Shared are steps whose rule is known without a trial, over dense gradients, that no
-    hook of the user's observes.
+    hook of the user's observes. Before the first backward pass sparse gradients are not seen.
     """
     name = type(optimizer).__name__
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -183,6 +183,8 @@ def why_not_shared(optimizer: Optimizer) -> str | None:
         optimizer, optim.SparseAdam
     ):
         return "its gradients are sparse"
+    if len(set(parameters)) != len(parameters):
+        return "it has a parameter twice"
     if not is_one_of(optimizer, BY_PARAMETER):
         return f"the update rule of {name} is not known: ParallelOptimizerStep(rule=...) shares it"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:

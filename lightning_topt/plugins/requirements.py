@@ -40,7 +40,6 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric, MetricCollection
 
@@ -424,13 +423,6 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         (OWN_BATCHES,),
         "batch norm brings ranks with different batches together",
         lambda fit: fit.part(lambda part: isinstance(part, nn.SyncBatchNorm)),
-    ),
-    Requirement(
-        _EACH_ITS_OWN,
-        "batch norm counts the batches of rank 0 alone under ddp, and would count all of a group's",
-        lambda fit: fit.part(
-            lambda part: isinstance(part, _NormBase) and part.training and part.track_running_stats
-        ),
     ),
     Requirement(
         (OWN_BATCHES,),

@@ -58,14 +58,16 @@ class Sharing:
         reduced: the parameters whose gradients are equal on all ranks; only these are shared.
         always: share every group, from the first step, without measuring.
         gather_dtype: as for `install_parallel_step`.
-        node: the ranks through the memory of their one machine.
+        node: returns the ranks through the memory of their one machine, when that is first needed.
+        may_pay: whether so many seconds saved in each step may earn what measuring costs.
     """
 
     group: dist.ProcessGroup
     reduced: frozenset[Tensor]
     always: bool = False
     gather_dtype: torch.dtype | None = None
-    node: NodeRows | None = None
+    node: Callable[[], NodeRows | None] = lambda: None
+    may_pay: Callable[[float], bool] = lambda _: True
 
 
 class AdaptiveStep:
@@ -173,6 +175,11 @@ class AdaptiveStep:
                 return output
             self._costs.agree(self.sharing.group)
             self._decided = True
+            # Sharing saves no more than the parts of other ranks.
+            ranks, seconds = dist.get_world_size(self.sharing.group), sum(self._costs.seconds())
+            if not self.sharing.may_pay(seconds * (1 - 1 / ranks)):
+                self.say(f"an update of {1e3 * seconds:.2f} ms is too short to earn its measuring")
+                return output
             self._share(self._worthwhile_pieces())
             if self.parallel is None:
                 self._try_ratios()
@@ -275,7 +282,7 @@ class AdaptiveStep:
                 pieces=pieces,
                 group=self.sharing.group,
                 gather_dtype=self.sharing.gather_dtype,
-                node=self.sharing.node,
+                node=self.sharing.node(),
             )
             self.optimizer.step = self  # type: ignore[method-assign]
 
@@ -290,7 +297,7 @@ class AdaptiveStep:
                 device=parameters[0].device,
                 parameters=parameters,
                 pieces=assign_pieces(shares, world_size=world_size),
-                node=self.sharing.node,
+                node=self.sharing.node(),
             )
         sent_bytes = {share.index: 0 for share in shares}  # none without a gradient
         for index in sent_bytes:

@@ -199,7 +199,7 @@ class AutoParallelStrategy(DDPStrategy):
             why_not=self._why_not_join,
             sharing=self._sharing_samples,
             gathers=self._gathers_in_evaluation,
-            may_gather=lambda: not self.request.asks_nothing,
+            may_gather=self._may_gather,
             evaluate=self._join_evaluation,
         )
         self._accumulates = self._failed = False
@@ -420,6 +420,9 @@ class AutoParallelStrategy(DDPStrategy):
 
     def _gathers_in_evaluation(self) -> bool:
         return self._run.runner.gathers_in_evaluation
+
+    def _may_gather(self) -> bool:
+        return not self.request.asks_nothing
 
     def _join_evaluation(self, name: str) -> None:
         """Take part in an evaluation step without a batch."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_topt.communication.hook import equal_parameters
-from lightning_topt.communication.node.rows import NodeRows, node_rows
 from lightning_topt.communication.rank_watch import within_limit
 from lightning_topt.costs.measuring import device_memory_bytes
 from lightning_topt.graph.mesh_axes import data_mesh
@@ -40,12 +40,15 @@ from lightning_topt.optim.adaptive_step import AdaptiveStep, Sharing
 from lightning_topt.optim.update_rule import update_rule, why_not_shared
 from lightning_topt.plan.parallel_plan import preset_plan
 from lightning_topt.plan.plan_values import PRESETS
+from lightning_topt.plugins.plan_request import steps_of_fit
 from lightning_topt.plugins.step_clock import FULL_SHARE, LEAST_SHARE, Hint, PhaseClock
 
 if TYPE_CHECKING:
+    from lightning_topt.communication.node.rows import NodeRows
     from lightning_topt.plugins.plan_controller import PlanController
 
 _WAIT_SECONDS = 300.0  # on another rank
+_WORTH_SECONDS = 1.0  # that a fit has to save: what it takes to measure whether sharing pays
 
 
 class SharedUpdates:
@@ -83,13 +86,13 @@ class SharedUpdates:
         reduced = reduced_parameters(self._strategy)
         group = dist.group.WORLD
         assert group is not None
-        self._node = node_rows(
+        steps = steps_of_fit(trainer) - trainer.global_step
+        sharing = Sharing(
             group,
-            device=self._strategy.root_device,
-            num_nodes=trainer.num_nodes,
-            timeout_seconds=within_limit(_WAIT_SECONDS),
+            reduced,
+            node=partial(self._node_rows, trainer),
+            may_pay=lambda saved: saved * steps > _WORTH_SECONDS,
         )
-        sharing = Sharing(group, reduced, node=self._node)
         for optimizer in optimizers:
             if reason := why_not_shared(optimizer):
                 self._reasons.append(f"{type(optimizer).__name__}: {reason}")
@@ -101,6 +104,20 @@ class SharedUpdates:
             step.start()
         if not self.steps:
             self._decide("; ".join(self._reasons))
+
+    def _node_rows(self, trainer: pl.Trainer) -> NodeRows | None:
+        # imported when updates are about to be shared: it compiles kernels
+        from lightning_topt.communication.node.rows import node_rows  # noqa: PLC0415
+
+        if self._node is None:
+            assert dist.group.WORLD is not None
+            self._node = node_rows(
+                dist.group.WORLD,
+                device=self._strategy.root_device,
+                num_nodes=trainer.num_nodes,
+                timeout_seconds=within_limit(_WAIT_SECONDS),
+            )
+        return self._node
 
     def _why_not(self, trainer: pl.Trainer) -> str | None:
         """Return why no update is shared, as a clause. A collective call of several ranks."""

@@ -18,14 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import nan
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_topt.communication.node.rows import NodeRows
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.gather import PieceGather, sent_dtype
 from lightning_topt.optim.lars import LARS, share_trust_ratios, unshare_trust_ratios
@@ -39,6 +38,9 @@ from lightning_topt.optim.step_costs import (
     time_step,
 )
 from lightning_topt.optim.update_rule import UpdateRule
+
+if TYPE_CHECKING:
+    from lightning_topt.communication.node.rows import NodeRows
 
 TRIAL_STEPS = 4  # of what was decided, the first of which warms up
 _SMALL_ELEMENTS = 256

@@ -18,14 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_topt.communication.node.rows import NodeRows
 from lightning_topt.optim.full_state import (
     State,
     check_cut_state,
@@ -40,6 +39,9 @@ from lightning_topt.optim.gather import PendingGather, PieceGather, sent_dtype
 from lightning_topt.optim.local_step import OwnedShards
 from lightning_topt.optim.pieces import Piece, check_pieces, is_whole, rows_of
 from lightning_topt.optim.step_hooks import inside_hooks
+
+if TYPE_CHECKING:
+    from lightning_topt.communication.node.rows import NodeRows
 
 # on the optimizer, while installed
 _REPLACED = ("step", "state_dict", "load_state_dict", "consolidate_state_dict")

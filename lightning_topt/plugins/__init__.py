@@ -54,6 +54,7 @@ from lightning_topt.basics.lazy_names import lazy_names
 
 if TYPE_CHECKING:  # the same names, for type checkers and editors
     from lightning_topt.plugins.continuous_steps import ContinuousRunner
+    from lightning_topt.plugins.elastic import ElasticRun, check_elastic
     from lightning_topt.plugins.exact_evaluation import ExactEvaluation
     from lightning_topt.plugins.group_steps import GroupRunner
     from lightning_topt.plugins.pipeline_steps import PipelineRunner, StageSteps
@@ -66,6 +67,8 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
 # What only some fits need, and the module that it is imported from at its first use.
 _HOMES = {
     "ContinuousRunner": "continuous_steps",
+    "ElasticRun": "elastic",
+    "check_elastic": "elastic",
     "ExactEvaluation": "exact_evaluation",
     "GroupRunner": "group_steps",
     "PipelineRunner": "pipeline_steps",
@@ -80,11 +83,13 @@ _HOMES = {
 
 __all__ = [
     "ContinuousRunner",
+    "ElasticRun",
     "ExactEvaluation",
     "GroupRunner",
     "PipelineRunner",
     "StageSteps",
     "UnevenRanks",
+    "check_elastic",
     "decide_plan",
     "load_whole",
     "log_plan",

@@ -24,7 +24,6 @@ from lightning_topt.costs.intervals import LEVEL
 from lightning_topt.execution.memory import MemoryMeter
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.ddp_options import check_devices, known_options, name_own_strategy
-from lightning_topt.plugins.elastic import ElasticRun, check_elastic
 from lightning_topt.plugins.exchange_guard import ExchangeGuard
 from lightning_topt.plugins.lost_ranks import LostRankWatch
 from lightning_topt.plugins.plan_checkpoints import PlanCheckpoints
@@ -40,10 +39,10 @@ from lightning_topt.plugins.shared_updates import SharedUpdates
 from lightning_topt.plugins.step_clock import Hint
 from lightning_topt.plugins.training_data import TrainingData
 from lightning_topt.techniques.ddp_wrapper import register_hook, wrap_in_ddp
-from lightning_topt.techniques.tensor_parallel.user_code import among_all_ranks
 
 if TYPE_CHECKING:
     from lightning_topt.communication.local_exchange import LocalExchange
+    from lightning_topt.plugins.elastic import ElasticRun
 
 
 class AutoParallelStrategy(DDPStrategy):
@@ -183,14 +182,16 @@ class AutoParallelStrategy(DDPStrategy):
         self._training_data = TrainingData(self, preemption)
         self._elastic: ElasticRun | None = None
         if elastic:
-            check_elastic(
+            plugins.check_elastic(
                 checkpoint=checkpoint,
                 async_checkpoint=async_checkpoint,
                 uneven=uneven,
                 allow_staleness=allow_staleness,
                 start_method=self._start_method,
             )
-            self._elastic = ElasticRun(self, self.rank_watch, self._training_data, self._run)
+            self._elastic = plugins.ElasticRun(
+                self, self.rank_watch, self._training_data, self._run
+            )
             preemption.keep = self._elastic.keep
         self._batches = RankBatches(
             uneven,
@@ -539,9 +540,14 @@ class AutoParallelStrategy(DDPStrategy):
             tensor = self._run.runner.unsharded(tensor)
             return self._batches.gathered(tensor, self._run.data.group, gather)
         own = partial(super().all_gather, group=group, sync_grads=sync_grads)
-        # A step that is traced sends nothing.
-        with among_all_ranks() if self._run.engine is None else nullcontext():
-            return self._batches.gathered(tensor, group, own)
+        if self._is_asked and self._run.engine is None:  # a step that is traced sends nothing
+            from lightning_topt.techniques.tensor_parallel.user_code import (  # noqa: PLC0415
+                among_all_ranks,
+            )
+
+            with among_all_ranks():
+                return self._batches.gathered(tensor, group, own)
+        return self._batches.gathered(tensor, group, own)
 
     # ---- checkpoints -----------------------------------------------------------------------------
 

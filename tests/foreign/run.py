@@ -76,8 +76,9 @@ def run_program(program: Program, strategy: Strategy) -> Run:
             "limit_val_batches": 0,
             **program.options,
         }
+        callbacks = [keeper, *options.pop("callbacks", ())]
         trainer = make_trainer(
-            strategy, devices=dist.get_world_size(), callbacks=[keeper], **options
+            strategy, devices=dist.get_world_size(), callbacks=callbacks, **options
         )
         with warnings.catch_warnings(), redirect_stdout(StringIO()):
             warnings.simplefilter("ignore")

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_topt import AutoParallelStrategy
+from lightning_topt.plan.parallel_plan import ParallelPlan
 from tests.foreign.shelf import Program
 from tests.plugins.trainer_ranks import make_trainer, mean_over_ranks
 
@@ -43,10 +44,10 @@ class Run:
     error: str = ""
     plan: str = "ddp"
     level: int = 0  # of sharding: the highest of all blocks
+    recomputed: list[str] = field(default_factory=list)
     is_plain: bool = True  # every rank computes as under ddp: equal to the last bit
     planned_by: str = ""
     planning_seconds: float = 0.0
-    held_bytes: int = 0  # parameters, gradients, optimizer states and buffers that are whole
     seconds: float = 0.0
 
 
@@ -82,13 +83,6 @@ def run_program(program: Program, strategy: Strategy) -> Run:
             )
         run.losses = keeper.losses
         run.state = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
-        states = [optimizer.state for optimizer in trainer.optimizers]
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        run.held_bytes = sum(
-            leaf.nbytes
-            for leaf in tree_leaves([*run.state.values(), trained, states])
-            if isinstance(leaf, Tensor)
-        )
     except Exception as error:
         run.error = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
     run.seconds = time.perf_counter() - start
@@ -96,10 +90,17 @@ def run_program(program: Program, strategy: Strategy) -> Run:
     if plan is not None:
         run.plan, run.planned_by = plan.summary(), getattr(strategy, "planned_by", "")
         run.level = max(block.config.storage.level for block in plan.blocks)
-        again = any(block.config.recompute for block in plan.blocks)
-        run.is_plain = not (plan.mesh.tensor_axes or run.level or again)
+        run.recomputed = [block.block for block in plan.blocks if block.config.recompute]
+        run.is_plain = is_ddp(plan)
         run.planning_seconds = strategy.planning_seconds or 0.0  # type: ignore[attr-defined]
     return run
+
+
+def is_ddp(plan: ParallelPlan) -> bool:
+    """Whether every rank computes as under DDP."""
+    blocks = [block.config for block in plan.blocks]
+    plain = not any(config.storage.level or config.recompute for config in blocks)
+    return plain and plan.mesh.data_parallel_size == plan.mesh.size
 
 
 def differences(one: Run, two: Run, *, exactly: bool) -> list[str]:

@@ -99,6 +99,11 @@ class AdaptiveStep:
         self._trial_seconds: list[float] | None = None  # while sharing is on trial
         self._refused = False  # sharing of parameters, after a trial
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is decided what is shared, and no trial is under way."""
+        return self._decided and self._trial_seconds is None
+
     def start(self) -> None:
         """Take the place of ``optimizer.step``."""
         self._own_step = self.optimizer.__dict__.get("step")

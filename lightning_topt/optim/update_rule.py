@@ -219,6 +219,13 @@ def is_one_of(optimizer: Optimizer, classes: tuple[type[Optimizer], ...]) -> boo
     return any(isinstance(optimizer, cls) and type(optimizer).step is cls.step for cls in classes)
 
 
+def why_not_shared(optimizer: Optimizer) -> str | None:
+    """Return why its update is not shared without the user's word, as a clause, or None."""
+    if not is_one_of(optimizer, (*ELEMENTWISE, *BY_PARAMETER)):
+        return "its rule is not known (ParallelOptimizerStep(rule=...) shares it)"
+    return None
+
+
 def _asks_again(name: str) -> UnsplittableOptimizer:
     return UnsplittableOptimizer(
         f"the step of {name} cannot be split: it needs a closure and evaluates the model several "

@@ -499,9 +499,8 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         lambda fit: fit.part(lambda part: isinstance(part, nn.SyncBatchNorm)),
     ),
     Requirement(
-        (OWN_BATCHES,),
-        "batch norm counts the batches of rank 0 alone under ddp, and would count all of a "
-        "pipeline's",
+        _EACH_ITS_OWN,
+        "batch norm counts the batches of rank 0 alone under ddp, and would count all of a group's",
         lambda fit: fit.part(
             lambda part: isinstance(part, _NormBase) and part.training and part.track_running_stats
         ),

@@ -1,14 +1,12 @@
-"""How the user's steps run under a plan: the base of five runners, and the plain one.
+"""How the user's steps run under a plan: the base of four runners, and the plain one.
 
 A strategy has a `StepRunner`, to which its hooks delegate. It is chosen once, when the plan is
 applied (`plan_run.choose_runner`):
 
-    PlainRunner        a step is the module's own, around which the engine works (data axes)
-    SequentialBatches  ranks of a tensor group run each other's batches, one after the other
-    JointBatches       the same, but for modules that run the batches of all of them at once
-    PipelineRunner     the ranks of a pipeline run one batch in microbatches;
-                       `OwnBatchPipeline`: each brings a batch, which is a microbatch
-    ContinuousRunner   a pipeline without flush
+    PlainRunner       a step is the module's own, around which the engine works (data axes)
+    GroupRunner       ranks of a tensor group or a pipeline bring a batch each, and run all of them
+    PipelineRunner    the ranks of a pipeline run one batch in microbatches
+    ContinuousRunner  a pipeline without flush
 """
 
 from __future__ import annotations

@@ -256,11 +256,13 @@ def compare_counts(
     strategy: MakeStrategy,
     *,
     among: Sequence[str] = (),
+    exactly: bool = False,
     limit_seconds: float = 60,
 ) -> list[Outcome]:
     """The outcomes of programs on both of 2 ranks, under ddp and `strategy`.
 
-    The programs `among` which they are run under ddp together, once for all strategies.
+    The programs `among` which they are run under ddp together, once for all strategies. They must
+    be equal to the last bit `exactly`, or where ranks compute as under ddp.
     """
     under_ddp = runs_under_ddp(tuple(among or names))
     outcomes = []
@@ -268,9 +270,11 @@ def compare_counts(
         for rank, (run, evidence) in enumerate(told):
             # one that was lost was so on both ranks
             expected, expected_evidence = under_ddp[name][min(rank, len(under_ddp[name]) - 1)]
-            found = differences(expected, run, exactly=run.is_plain)
+            found = differences(expected, run, exactly=exactly or run.is_plain)
             if not expected.error and not run.error:
-                told_of = first_difference(expected_evidence, evidence, exactly=run.is_plain)
+                told_of = first_difference(
+                    expected_evidence, evidence, exactly=exactly or run.is_plain
+                )
                 found = [told_of, *found] if told_of else found
             outcomes.append(Outcome(name, found, expected, run))
     return outcomes

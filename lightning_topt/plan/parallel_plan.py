@@ -168,6 +168,8 @@ class ParallelPlan:
                 f"num_microbatches is 1, or the ranks along tensor axes, {ranks}; got "
                 f"{self.num_microbatches}"
             )
+        if self.schedule is None and self.num_microbatches > 1:
+            _check_own_batches(self)
         # an exchange that cannot be made is refused with the plan, before any rank runs
         if self.gradient_exchange is not None:
             try:
@@ -556,6 +558,17 @@ def _check_continuous(plan: ParallelPlan) -> None:
                 f"block {shown(block.block)} has ZeRO level {block.config.storage.level}, and "
                 f"schedule {plan.schedule!r} needs whole weights and optimizer state in every "
                 "pass: choose level 0 (ddp)"
+            )
+
+
+def _check_own_batches(plan: ParallelPlan) -> None:
+    """Raise PlanError where ranks of a tensor group that bring a batch each shard gradients."""
+    for block, config in plan.configs.items():
+        if config.storage.sharded_axes("gradients"):
+            raise PlanError(
+                f"block {shown(block)} shards gradients, and ranks that bring a batch each "
+                "evaluate by themselves, without shards of others: choose ZeRO level 0 or 1, or "
+                "leave out num_microbatches"
             )
 
 

@@ -24,7 +24,7 @@ A fit under ``"topt"``, from Lightning's hooks down:
     rank_batches           ranks with different numbers of batches
       uneven_ranks         ... in training: those without one join, or all stop
         step_without_batch the collective calls of a step, and nothing else
-      exact_evaluation     ... in evaluation, where every sample counts once
+      exact_evaluation     ... in evaluation
         logged_results     what was logged, on ranks that had no batch
       loader_lengths       how many batches each rank has, read without asking others
       presence             which ranks have a batch, and who counts
@@ -33,7 +33,7 @@ A fit under ``"topt"``, from Lightning's hooks down:
 
 What these use:
 
-    why a plan cannot run  requirements, with code_names, code_paths and held_parameters
+    why a plan cannot run  requirements
     a step's result        step_records, microbatches, loss_kinds, stashed_gradients
     between ranks          value_exchange, clipping
     Lightning              ddp_options, register, lent_methods, lightning_private
@@ -54,7 +54,8 @@ from lightning_topt.basics.lazy_names import lazy_names
 
 if TYPE_CHECKING:  # the same names, for type checkers and editors
     from lightning_topt.plugins.continuous_steps import ContinuousRunner
-    from lightning_topt.plugins.exact_evaluation import ExactEvaluation, why_padded
+    from lightning_topt.plugins.elastic import ElasticRun, check_elastic
+    from lightning_topt.plugins.exact_evaluation import ExactEvaluation
     from lightning_topt.plugins.group_steps import GroupRunner
     from lightning_topt.plugins.pipeline_steps import PipelineRunner, StageSteps
     from lightning_topt.plugins.plan_artifacts import log_plan
@@ -66,8 +67,9 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
 # What only some fits need, and the module that it is imported from at its first use.
 _HOMES = {
     "ContinuousRunner": "continuous_steps",
+    "ElasticRun": "elastic",
+    "check_elastic": "elastic",
     "ExactEvaluation": "exact_evaluation",
-    "why_padded": "exact_evaluation",
     "GroupRunner": "group_steps",
     "PipelineRunner": "pipeline_steps",
     "StageSteps": "pipeline_steps",
@@ -81,16 +83,17 @@ _HOMES = {
 
 __all__ = [
     "ContinuousRunner",
+    "ElasticRun",
     "ExactEvaluation",
     "GroupRunner",
     "PipelineRunner",
     "StageSteps",
     "UnevenRanks",
+    "check_elastic",
     "decide_plan",
     "load_whole",
     "log_plan",
     "save_file",
-    "why_padded",
     "zero_loss",
 ]
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -24,7 +24,6 @@ from lightning_topt.costs.intervals import LEVEL
 from lightning_topt.execution.memory import MemoryMeter
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.ddp_options import check_devices, known_options, name_own_strategy
-from lightning_topt.plugins.elastic import ElasticRun, check_elastic
 from lightning_topt.plugins.exchange_guard import ExchangeGuard
 from lightning_topt.plugins.lost_ranks import LostRankWatch
 from lightning_topt.plugins.plan_checkpoints import PlanCheckpoints
@@ -37,12 +36,13 @@ from lightning_topt.plugins.preemption import Preemption
 from lightning_topt.plugins.rank_batches import RankBatches
 from lightning_topt.plugins.register import register_names
 from lightning_topt.plugins.shared_updates import SharedUpdates
+from lightning_topt.plugins.step_clock import Hint
 from lightning_topt.plugins.training_data import TrainingData
 from lightning_topt.techniques.ddp_wrapper import register_hook, wrap_in_ddp
-from lightning_topt.techniques.tensor_parallel.user_code import among_all_ranks
 
 if TYPE_CHECKING:
     from lightning_topt.communication.local_exchange import LocalExchange
+    from lightning_topt.plugins.elastic import ElasticRun
 
 
 class AutoParallelStrategy(DDPStrategy):
@@ -117,9 +117,7 @@ class AutoParallelStrategy(DDPStrategy):
             ``"stop"``, all end with the first; ``"error"``; None, as under ``ddp``, which needs
             equally many (docs/robustness.md).
         pad_evaluation: whether samples are repeated in validation and tests until all ranks have
-            equally many, as under ``ddp``. If False, each counts once. None: each counts once where
-            ranks have equally many batches of a loader, and only Lightning and torchmetrics talk
-            between ranks in evaluation.
+            equally many, as under ``ddp``. If False, each counts once.
         elastic: whether a fit goes on when a rank is lost, under torchrun, from the memory of the
             others: experimental, on CPUs with gloo (docs/how_to/elastic.md).
         ddp_options: arguments of Lightning's `DDPStrategy` and torch's `DistributedDataParallel`.
@@ -155,7 +153,7 @@ class AutoParallelStrategy(DDPStrategy):
         checkpoint: str = "full",
         async_checkpoint: bool = False,
         uneven: str | None = "join",
-        pad_evaluation: bool | None = None,
+        pad_evaluation: bool = True,
         elastic: bool = False,
         **ddp_options: Any,
     ) -> None:
@@ -184,14 +182,16 @@ class AutoParallelStrategy(DDPStrategy):
         self._training_data = TrainingData(self, preemption)
         self._elastic: ElasticRun | None = None
         if elastic:
-            check_elastic(
+            plugins.check_elastic(
                 checkpoint=checkpoint,
                 async_checkpoint=async_checkpoint,
                 uneven=uneven,
                 allow_staleness=allow_staleness,
                 start_method=self._start_method,
             )
-            self._elastic = ElasticRun(self, self.rank_watch, self._training_data, self._run)
+            self._elastic = plugins.ElasticRun(
+                self, self.rank_watch, self._training_data, self._run
+            )
             preemption.keep = self._elastic.keep
         self._batches = RankBatches(
             uneven,
@@ -200,6 +200,7 @@ class AutoParallelStrategy(DDPStrategy):
             why_not=self._why_not_join,
             sharing=self._sharing_samples,
             gathers=self._gathers_in_evaluation,
+            may_gather=self._may_gather,
             evaluate=self._join_evaluation,
         )
         self._accumulates = self._failed = False
@@ -220,6 +221,11 @@ class AutoParallelStrategy(DDPStrategy):
     def planned_by(self) -> str | None:
         """What the plan comes from: ``"search"``, ``"given"``, or why it is ``ddp``."""
         return self._controller.planned_by
+
+    @property
+    def hint(self) -> Hint | None:
+        """Where the time of this rank's steps goes, and what treats it; of a fit without a plan."""
+        return None if self._updates is None else self._updates.hint
 
     @property
     def planning_seconds(self) -> float | None:
@@ -396,7 +402,8 @@ class AutoParallelStrategy(DDPStrategy):
     ) -> Tensor:
         self._guard.begin_backward(self.precision_plugin)
         self._batches.weighted(closure_loss)
-        with self._guard.errors():
+        clock = None if self._updates is None else self._updates.clock
+        with self._guard.errors(), nullcontext() if clock is None else clock.backward():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def _join_step(self, zero_gradients: Callable[[], None]) -> None:
@@ -414,6 +421,9 @@ class AutoParallelStrategy(DDPStrategy):
 
     def _gathers_in_evaluation(self) -> bool:
         return self._run.runner.gathers_in_evaluation
+
+    def _may_gather(self) -> bool:
+        return not self.request.asks_nothing
 
     def _join_evaluation(self, name: str) -> None:
         """Take part in an evaluation step without a batch."""
@@ -441,9 +451,12 @@ class AutoParallelStrategy(DDPStrategy):
     ) -> Any:
         if self._elastic is not None:
             closure = self._elastic.watched(closure)
-        own_step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
-        step = partial(self._guard.step, own_step, self.precision_plugin)
-        result = self._run.runner.update(step, optimizer, closure)
+        clock = None if self._updates is None else self._updates.clock
+        with nullcontext(_as_it_is) if clock is None else clock.update() as timed:
+            closure = timed(closure)
+            own_step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
+            step = partial(self._guard.step, own_step, self.precision_plugin)
+            result = self._run.runner.update(step, optimizer, closure)
         self._controller.end_batch(updates=True)
         if self._elastic is not None:
             self._elastic.end_update()
@@ -484,7 +497,9 @@ class AutoParallelStrategy(DDPStrategy):
         self._training_data.begin()
         if not self._is_asked:
             assert self.lightning_module is not None
-            self._updates = SharedUpdates(self, self._controller)
+            self._updates = SharedUpdates(
+                self, self._controller, waited=lambda: self._training_data.waited_seconds
+            )
             self._updates.begin(self.lightning_module.trainer)
         if self._elastic is not None:
             self._elastic.begin_training()
@@ -525,9 +540,14 @@ class AutoParallelStrategy(DDPStrategy):
             tensor = self._run.runner.unsharded(tensor)
             return self._batches.gathered(tensor, self._run.data.group, gather)
         own = partial(super().all_gather, group=group, sync_grads=sync_grads)
-        # A step that is traced sends nothing.
-        with among_all_ranks() if self._run.engine is None else nullcontext():
-            return self._batches.gathered(tensor, group, own)
+        if self._is_asked and self._run.engine is None:  # a step that is traced sends nothing
+            from lightning_topt.techniques.tensor_parallel.user_code import (  # noqa: PLC0415
+                among_all_ranks,
+            )
+
+            with among_all_ranks():
+                return self._batches.gathered(tensor, group, own)
+        return self._batches.gathered(tensor, group, own)
 
     # ---- checkpoints -----------------------------------------------------------------------------
 
@@ -596,3 +616,7 @@ class AutoParallelStrategy(DDPStrategy):
         register_names(
             "topt", cls, registry=strategy_registry, description="Searches and runs a parallel plan"
         )
+
+
+def _as_it_is(closure: Callable[[], Any]) -> Callable[[], Any]:
+    return closure

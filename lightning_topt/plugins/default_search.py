@@ -13,7 +13,7 @@ The last two need a step that is traced on fake tensors, and that other ranks ma
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -151,8 +151,8 @@ class TensorSearch:
         """
         if reason := self._why_not():
             return reason, []
-        trainer, batch = self._step.trainer, self._step.batch
-        if reason := why_not(Fit(trainer, batch, self._step.graph), SEQUENTIAL):
+        trainer = self._step.trainer
+        if reason := why_not(self._step.fit(self._request), SEQUENTIAL):
             return reason, []
         self._search = dataclasses.replace(
             self._search,
@@ -203,8 +203,7 @@ class TensorSearch:
             least = min(least_seconds(step, size) for size in sizes)
             if not pays(least, best, request.difference_on(search.cluster)):
                 return _why_computation(request, search)
-        fit = Fit(trainer, graph=search.graph, only_replicated=request.only_replicated)
-        return why_not(fit, SHARDED) or why_not(Fit(trainer), SEQUENTIAL)
+        return why_not(self._step.fit(request), SHARDED, SEQUENTIAL)
 
 
 # ---- stages --------------------------------------------------------------------------------------
@@ -226,7 +225,7 @@ def add_pipelines(
         and least_own_batch_seconds(search) >= limit
     ):
         return _why_computation(request, search)
-    if reason := why_left_out(request, trainer, batch, search):
+    if reason := why_left_out(step.fit(request), search):
         return reason
     frontier = _search_stages(
         request, dataclasses.replace(search, evaluates=trainer.enable_validation), found
@@ -248,22 +247,13 @@ def add_pipelines(
     return None
 
 
-def why_left_out(
-    request: PlanRequest,
-    trainer: pl.Trainer,
-    batch: Any,
-    search: SearchRequest,
-    *,
-    would_shard: Callable[[str], bool] = lambda _: True,
-) -> str | None:
+def why_left_out(fit: Fit, search: SearchRequest) -> str | None:
     """Return why ranks with a batch each cannot run in stages, as a clause.
 
-    That is what can be seen before a search. What torch cannot shard counts where the parameter's
-    name `would_shard`.
+    That is what can be seen before a search.
     """
     if not search.optimizer.by_parameter:
         return "the optimizer does not update each parameter by itself"
-    fit = Fit(trainer, batch, search.graph, request.only_replicated, would_shard)
     return why_not(fit, SEARCHED_STAGES, SHARDED, OWN_BATCHES)
 
 

@@ -196,7 +196,7 @@ class ParallelOptimizerStep(pl.Callback):
             self._reduced,
             always=self.always,
             gather_dtype=self.gather_dtype,
-            node=self._node,
+            node=lambda: self._node,
         )
         # Each step measures first, and decides by itself.
         for number, (optimizer, rule) in enumerate(zip(optimizers, self._rules, strict=True)):

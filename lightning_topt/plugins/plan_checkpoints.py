@@ -30,15 +30,13 @@ from torch.optim import Optimizer
 
 from lightning_topt.basics.argument_checks import check_choice
 from lightning_topt.communication.topology import destroy_groups
-from lightning_topt.execution.engine import Engine
-from lightning_topt.execution.stored_states import StoredOptimizer
-from lightning_topt.graph.module_copy import is_on_meta
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.exchange_guard import CHECKPOINT_KEY, ExchangeGuard
 from lightning_topt.plugins.step_runner import PlainRunner, StepRunner
 
 if TYPE_CHECKING:
     from lightning_topt.execution.background_save import BackgroundSaves
+    from lightning_topt.execution.engine import Engine
 
 FAILED_SECONDS = 30.0  # that a fit which failed waits for saves in the background
 
@@ -452,7 +450,7 @@ class _ModuleArguments:
         for name in names:
             # one memo: what the values share is shared by their copies
             stored[name] = copied = _copied(self._found[name][1], memo)
-            if copied is None or any(is_on_meta(part) for part in _modules_of(copied)):
+            if copied is None or _has_no_memory(copied):
                 del stored[name]
                 missing.append(name)
         if missing:
@@ -503,18 +501,25 @@ def release_engine(
             engine.return_optimizer_state(optimizer)
 
 
-def _whole(state: Mapping[str, Any]) -> dict[str, Any]:
-    return state.whole() if isinstance(state, StoredOptimizer) else dict(state)
+def _has_no_memory(value: object) -> bool:
+    return any(
+        tensor.is_meta
+        for part in _modules_of(value)
+        for tensor in (*part.parameters(), *part.buffers())
+    )
 
 
-def _numbered(
-    state: Mapping[str, Any], optimizer: Optimizer, module: pl.LightningModule | None
-) -> Any:
+def _whole(state: Any) -> dict[str, Any]:
+    # else it is stored in a checkpoint folder
+    return dict(state) if isinstance(state, dict) else state.whole()
+
+
+def _numbered(state: Any, optimizer: Optimizer, module: pl.LightningModule | None) -> Any:
     """Return the state of an optimizer by the positions of its parameters, as ddp has it.
 
     Lightning's FSDPStrategy numbers them in the module's order, or names them.
     """
-    if isinstance(state, StoredOptimizer):
+    if not isinstance(state, dict):  # stored in a checkpoint folder
         if state.names is None or module is None:
             return state
         names = {parameter: name for name, parameter in module.named_parameters()}

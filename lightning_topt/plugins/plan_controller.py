@@ -68,6 +68,11 @@ class PlanController:
         self._measurements = self._compared = None
 
     @property
+    def reason(self) -> str:
+        """Why the plan was decided."""
+        return "" if self.plan is None else self.plan.reason.removesuffix(".")
+
+    @property
     def busy_share(self) -> float:
         """The share without a core in what the plan's prediction was made of.
 

@@ -49,7 +49,6 @@ from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.cluster import USUAL_MARGIN, Cluster
 from lightning_topt.costs.intervals import LEVEL, share_at
 from lightning_topt.costs.measuring import device_memory_bytes, usable_memory_bytes
-from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.costs.plain_values import shown
 from lightning_topt.plan.choose import TIME_TO_LOSS
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, rule_from_value
@@ -73,6 +72,7 @@ from lightning_topt.prediction import (
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 
 if TYPE_CHECKING:
+    from lightning_topt.costs.optimizer import OptimizerProfile
     from lightning_topt.plan.step_factors import StepTable
 
 

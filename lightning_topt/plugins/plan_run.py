@@ -11,7 +11,7 @@ How steps run under the plan is its `StepRunner`'s (`run.runner`); who shares sa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -27,12 +27,8 @@ from typing_extensions import override
 
 from lightning_topt import plugins
 from lightning_topt.communication.topology import Topology
-from lightning_topt.execution.engine import Engine
-from lightning_topt.execution.gathered_state import place_like
-from lightning_topt.execution.pipeline.pipeline_run import Example
-from lightning_topt.execution.stored_states import StoredModule
 from lightning_topt.graph.mesh_axes import Mesh
-from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plugins.clipping import clip_sharded
 from lightning_topt.plugins.data_group import DataGroup, shared_mesh
 from lightning_topt.plugins.exchange_guard import scaler_of
@@ -43,6 +39,10 @@ from lightning_topt.plugins.planning import example_batch
 from lightning_topt.plugins.step_runner import PlainRunner, StepRunner
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.run_options import RunOptions
+
+if TYPE_CHECKING:
+    from lightning_topt.execution.engine import Engine
+    from lightning_topt.execution.pipeline.pipeline_run import Example
 
 
 class PlanRun:
@@ -103,6 +103,9 @@ class PlanRun:
 
     def apply(self, plan: ParallelPlan, trainer: pl.Trainer) -> None:
         """Apply `plan` to the module, for which there are no optimizers yet."""
+        # what applies plans is imported by fits that have one
+        from lightning_topt.execution.engine import Engine  # noqa: PLC0415
+
         strategy, module, device = self._strategy, trainer.lightning_module, self._device
         engine = Engine(plan, module, device=device, options=run_options(strategy))
         self._checkpoints.begin_plan(engine)
@@ -127,7 +130,18 @@ class PlanRun:
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         """Let the plan run the steps of `optimizers`, made of the module's present parameters."""
-        assert self.engine is not None
+        assert self.engine is not None and self._strategy.lightning_module is not None
+        from lightning_topt.plugins.requirements import (  # noqa: PLC0415  (fits with a plan)
+            CONTINUOUS,
+            Fit,
+            why_not,
+        )
+
+        # Schedulers of learning rates are there by now.
+        is_continuous = self.engine.plan.schedule in CONTINUOUS_SCHEDULES
+        fit = Fit(self._strategy.lightning_module.trainer)
+        if is_continuous and (reason := why_not(fit, CONTINUOUS)):
+            raise PlanError(f"this plan's stages never wait for an update, but {reason}")
         self._checkpoints.attach_optimizers(self.runner, optimizers)
 
     # ---- what others ask -------------------------------------------------------------------------
@@ -169,7 +183,7 @@ class PlanRun:
         if self.engine is not None:
             self.engine.load_module_state(state, strict=strict)
             return
-        if isinstance(state, StoredModule):
+        if not isinstance(state, dict):  # stored in a checkpoint folder
             checkpoint = {**checkpoint, "state_dict": state.read()}
         without_plan(checkpoint, strict=strict)
 
@@ -274,6 +288,8 @@ def _replace_parameters(module: nn.Module, by: Callable[[str, nn.Parameter], Ten
 
 
 def _placed(value: Tensor, like: Tensor | None) -> Tensor:
+    from lightning_topt.execution.gathered_state import place_like  # noqa: PLC0415  (of a plan)
+
     placed: Tensor = place_like(value.detach(), like) if isinstance(like, DTensor) else value
     return placed
 

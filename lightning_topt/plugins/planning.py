@@ -37,14 +37,13 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.intervals import LEVEL
 from lightning_topt.data.resumable_loader import TrackedLoader
 from lightning_topt.graph.errors import may_need_values
-from lightning_topt.graph.module_copy import fake_copy
-from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plugins.plan_request import PlanRequest
 
 if TYPE_CHECKING:  # what measures is not imported where nothing is planned
     from lightning_topt.costs.measurements import Measurements
+    from lightning_topt.graph.op_graph import OpGraph
     from lightning_topt.plan.plan_intervals import Intervals
 
 
@@ -97,6 +96,8 @@ Optimizers = tuple[list[Optimizer], list[tuple[str, nn.Parameter]]]
 
 def make_fake_optimizers(module: pl.LightningModule, *, device: torch.device) -> Optimizers:
     """Return what the module's own `configure_optimizers` makes, run on a fake copy."""
+    from lightning_topt.graph.module_copy import fake_copy  # noqa: PLC0415  (fits with a plan)
+
     # Parameters on the fake device take no memory, whatever state is built.
     copied, mode = fake_copy(module, device=device.type)
     with mode:

@@ -47,7 +47,7 @@ from lightning_topt.plugins.plan_request import (
     ways_of_run,
 )
 from lightning_topt.plugins.planning import Planning, make_fake_optimizers
-from lightning_topt.plugins.requirements import SHARDED, SLICES, Fit, why_not
+from lightning_topt.plugins.requirements import SHARDED, SLICES, Fit, noted_reads, why_not
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 
@@ -100,13 +100,14 @@ class Trace(Protocol):
 class TracedStep:
     """The step of `trainer` on `batch`: its graph, and the calls that tell how it can be split.
 
-    `trace` is None where a step that reads values ran on real tensors.
+    `trace` is None where a step that reads values ran on real tensors. `reads`: see `noted_reads`.
     """
 
     trainer: pl.Trainer
     batch: Any
     graph: OpGraph
     trace: FunctionTrace | None = None
+    reads: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -119,7 +120,9 @@ class TracedStep:
         """
         trace = FunctionTrace() if splits else None
         try:
-            return cls(trainer, batch, capture_step(trainer, batch, trace, scales=scales), trace)
+            with noted_reads() as reads:
+                graph = capture_step(trainer, batch, trace, scales=scales)
+            return cls(trainer, batch, graph, trace, frozenset(reads))
         except Exception as error:
             # In this process, which is a copy, a real step leaves nothing behind.
             if not may_need_values(error) or trainer.strategy.root_device.type != "cpu":
@@ -134,6 +137,11 @@ class TracedStep:
                 why = f"{error}\nNor did it run on real tensors: {failure}"
                 raise CaptureError(why, needs_values=True) from failure
             return cls(trainer, batch, graph)
+
+    def fit(self, request: PlanRequest, **more: Any) -> Fit:
+        """Return the fit of this step, as requirements look at it."""
+        alone = request.only_replicated
+        return Fit(self.trainer, self.batch, self.graph, alone, self.reads, **more)
 
     def split(self) -> SplitModel:
         """Return what splits the step over tensor axes. Raises PlanError where it cannot be."""
@@ -243,7 +251,7 @@ def search_mesh(
     mesh = given.mesh(dist.get_world_size(), num_nodes=trainer.num_nodes)
     step = TracedStep.of(trainer, batch)
     graph = step.graph
-    fit = Fit(trainer, graph=graph, only_replicated=request.only_replicated)
+    fit = step.fit(request)
     kinds = (SHARDED, SLICES) if mesh.tensor_axes else (SHARDED,)
     reason = why_not(fit, *kinds)
     if reason is not None and mesh.tensor_axes:

@@ -6,7 +6,7 @@ measures plain steps, and shares those whose exchange takes less time than what 
 
     updates = SharedUpdates(strategy, controller)
     updates.begin(trainer)      # training starts, states are loaded
-    updates.begin_batch()       # before each batch: is it decided?
+    updates.begin_batch()       # before each batch: is it decided, and where does the time go?
     updates.end(failed=False)   # every rank has the whole state again
 
 Shared are optimizers whose rule is known (`why_not_shared`). Others may be shared on the user's
@@ -16,32 +16,39 @@ word, by `ParallelOptimizerStep(rule=...)`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import psutil
+import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_topt.communication.hook import equal_parameters
-from lightning_topt.communication.node.rows import NodeRows, node_rows
 from lightning_topt.communication.rank_watch import within_limit
+from lightning_topt.costs.measuring import device_memory_bytes
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.optim.adaptive_step import AdaptiveStep, Sharing
 from lightning_topt.optim.update_rule import update_rule, why_not_shared
 from lightning_topt.plan.parallel_plan import preset_plan
 from lightning_topt.plan.plan_values import PRESETS
+from lightning_topt.plugins.plan_request import steps_of_fit
+from lightning_topt.plugins.step_clock import FULL_SHARE, LEAST_SHARE, Hint, PhaseClock
 
 if TYPE_CHECKING:
+    from lightning_topt.communication.node.rows import NodeRows
     from lightning_topt.plugins.plan_controller import PlanController
 
 _WAIT_SECONDS = 300.0  # on another rank
+_WORTH_SECONDS = 1.0  # that a fit has to save: what it takes to measure whether sharing pays
 
 
 class SharedUpdates:
@@ -49,10 +56,21 @@ class SharedUpdates:
 
     Attributes:
         steps: of the optimizers that may be shared.
+        clock: of the steps after the decision, until there is a `hint`.
+        hint: the largest share of a step that a word of ours treats; None: nothing is above a tenth
+            of it, or not enough steps were timed.
     """
 
-    def __init__(self, strategy: DDPStrategy, controller: PlanController) -> None:
-        self._strategy, self._controller = strategy, controller
+    def __init__(
+        self,
+        strategy: DDPStrategy,
+        controller: PlanController,
+        *,
+        waited: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self._strategy, self._controller, self._waited = strategy, controller, waited
+        self.clock: PhaseClock | None = None
+        self.hint: Hint | None = None
         self.steps: list[AdaptiveStep] = []
         self._node: NodeRows | None = None
         self._reasons: list[str] = []
@@ -68,13 +86,13 @@ class SharedUpdates:
         reduced = reduced_parameters(self._strategy)
         group = dist.group.WORLD
         assert group is not None
-        self._node = node_rows(
+        steps = steps_of_fit(trainer) - trainer.global_step
+        sharing = Sharing(
             group,
-            device=self._strategy.root_device,
-            num_nodes=trainer.num_nodes,
-            timeout_seconds=within_limit(_WAIT_SECONDS),
+            reduced,
+            node=partial(self._node_rows, trainer),
+            may_pay=lambda saved: saved * steps > _WORTH_SECONDS,
         )
-        sharing = Sharing(group, reduced, node=self._node)
         for optimizer in optimizers:
             if reason := why_not_shared(optimizer):
                 self._reasons.append(f"{type(optimizer).__name__}: {reason}")
@@ -87,6 +105,20 @@ class SharedUpdates:
         if not self.steps:
             self._decide("; ".join(self._reasons))
 
+    def _node_rows(self, trainer: pl.Trainer) -> NodeRows | None:
+        # imported when updates are about to be shared: it compiles kernels
+        from lightning_topt.communication.node.rows import node_rows  # noqa: PLC0415
+
+        if self._node is None:
+            assert dist.group.WORLD is not None
+            self._node = node_rows(
+                dist.group.WORLD,
+                device=self._strategy.root_device,
+                num_nodes=trainer.num_nodes,
+                timeout_seconds=within_limit(_WAIT_SECONDS),
+            )
+        return self._node
+
     def _why_not(self, trainer: pl.Trainer) -> str | None:
         """Return why no update is shared, as a clause. A collective call of several ranks."""
         strategy: Any = self._strategy
@@ -96,6 +128,9 @@ class SharedUpdates:
             return "there is no optimizer"
         if getattr(strategy, "_model_averager", None) is not None:
             return "under post-local SGD gradients differ between ranks"
+        for name, part in trainer.lightning_module.named_modules():
+            if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+                return f"{name!r} has sparse gradients"
         if strategy.is_elastic:
             return "a rank that is lost would take its part of the optimizer's state along"
         names: dict[Tensor, str] = {
@@ -105,10 +140,43 @@ class SharedUpdates:
         return difference_of_optimizers(optimizers, names=names, group=dist.group.WORLD)
 
     def begin_batch(self) -> None:
-        """Learn what was decided by now."""
-        if self._is_decided or not all(step.is_settled for step in self.steps):
-            return
-        self._decide("; ".join(dict.fromkeys(self._reasons)))
+        """Learn what was decided by now; then time the steps that come."""
+        if not self._is_decided and all(step.is_settled for step in self.steps):
+            self._decide("; ".join(dict.fromkeys(self._reasons)))
+        if self.clock is not None:
+            self.clock.begin_batch()
+            if self.clock.is_over:
+                self.hint = self._hint_of(self.clock)
+                self.clock = None
+                if self.hint is not None:
+                    rank_zero_info(f"topt: {self.hint.text}")
+
+    def _hint_of(self, clock: PhaseClock) -> Hint | None:
+        """Return what takes the largest share of a step, and the word that treats it."""
+        device, shares = self._strategy.root_device, clock.shares()
+        memory = used_memory_share(device)
+        if memory > FULL_SHARE:
+            text = (
+                f"{memory:.0%} of the device's memory is in use: a memory_limit, such as "
+                "AutoParallelStrategy(memory_limit=...), searches a plan that needs less"
+            )
+            return Hint("memory", memory, text)
+        cause, share = max(shares.items(), key=lambda each: each[1])
+        if share < LEAST_SHARE:
+            return None
+        words = {
+            "data": "waits for data: more workers in the DataLoader, TunedDataModule, which finds "
+            "how many, or CachedDataModule would treat that",
+            "exchange": "waits for gradients of other ranks: strategy='topt_full' searches plans "
+            "that send less, and 'topt_compressed' sends compressed gradients",
+            "update": f"is the update of optimizers, {self._shared_in_words()}",
+        }
+        return Hint(cause, share, f"{share:.0%} of a step {words[cause]}")
+
+    def _shared_in_words(self) -> str:
+        if any(step.parallel is not None for step in self.steps):
+            return "which ranks share already"
+        return f"which ranks do not share: {self._controller.reason}"
 
     def _decide(self, reason: str) -> None:
         self._is_decided = True
@@ -118,6 +186,8 @@ class SharedUpdates:
         )
         plan = dataclasses.replace(plan, reason=f"{reason}.")
         self._controller.decide_by_clock(plan, perf_counter() - self._began)
+        if self._strategy.world_size > 1:
+            self.clock = PhaseClock(self._strategy.root_device, self._waited)
         if is_shared:
             rank_zero_info(f"topt: ranks share the update of optimizers: {reason}")
 
@@ -135,6 +205,15 @@ class SharedUpdates:
         if self._node is not None:
             self._node.close()
             self._node = None
+
+
+def used_memory_share(device: torch.device) -> float:
+    """Return which part of the memory for this rank was in use at most."""
+    if device.type == "cuda":
+        used = torch.cuda.max_memory_reserved(device)
+    else:
+        used = psutil.Process().memory_info().rss
+    return used / device_memory_bytes(device)
 
 
 # ---- what a shared update needs ------------------------------------------------------------------

@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -22,10 +22,12 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_topt.execution.engine import Engine
-from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.plugins.clipping import Clips
 from lightning_topt.plugins.step_without_batch import BlockCall, BlockOrder, zero_loss
+
+if TYPE_CHECKING:
+    from lightning_topt.execution.engine import Engine
+    from lightning_topt.execution.pipeline.pipeline_run import Example
 
 Step = Callable[..., Any]
 Output = TypeVar("Output")

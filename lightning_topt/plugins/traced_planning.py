@@ -143,12 +143,7 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer) -> PlanDecision:
             f"nothing is lost but what a plan could have saved. The reason: {reason}"
         )
         return PlanDecision(plain, None, f"ddp: {reason}")
-    plan = decision.plan
-    if plan.schedule in CONTINUOUS_SCHEDULES:
-        plan = _given(plan, request, trainer)
-    else:
-        on_every_rank(lambda: _check_features(plan, request, trainer))
-    return decision._replace(plan=plan)
+    return decision._replace(plan=_with_rule_checked(decision.plan, request, trainer))
 
 
 # ---- a traced step -------------------------------------------------------------------------------
@@ -207,9 +202,10 @@ def _plan_of(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Questions
     with _messages() as messages:
         if isinstance(given, UniformPlan):
             mesh = given.mesh(dist.get_world_size(), num_nodes=trainer.num_nodes)
-            graph = TracedStep.of(trainer, batch, splits=False).graph
+            step = TracedStep.of(trainer, batch, splits=False)
+            graph = step.graph
             found = _Found(given.of(graph, mesh))
-            _check_features(found.plan, request, trainer, graph)
+            _check_features(found.plan, request, trainer, step)
             if given.recompute:
                 say_what_stays(graph)
         elif isinstance(given, PipelinePlan):
@@ -337,6 +333,21 @@ def _time_updates(trainer: pl.Trainer, known: Callable[[str], float | None]) -> 
 
 def _given(plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer) -> ParallelPlan:
     """Return a complete plan, checked, with its rule of weights where it needs one."""
+    if plan.schedule is not None or plan.brings_batches:
+        trainer.fit_loop.setup_data()
+
+        def check_step() -> None:
+            step = TracedStep.of(trainer, example_batch(trainer), splits=False)
+            _check_features(plan, request, trainer, step)
+
+        on_rank_0(lambda: in_copy(trainer, check_step))
+    return _with_rule_checked(plan, request, trainer)
+
+
+def _with_rule_checked(
+    plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer
+) -> ParallelPlan:
+    """Return the plan, checked, with its rule of weights where it needs one."""
     on_every_rank(lambda: _check_features(plan, request, trainer))
     if plan.schedule not in CONTINUOUS_SCHEDULES:
         return plan
@@ -362,7 +373,10 @@ def _given(plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer) -> Par
 
 
 def _check_features(
-    plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer, graph: OpGraph | None = None
+    plan: ParallelPlan,
+    request: PlanRequest,
+    trainer: pl.Trainer,
+    step: TracedStep | None = None,
 ) -> None:
     """Raise PlanError where something in this fit does not go together with `plan`.
 
@@ -377,7 +391,11 @@ def _check_features(
     def would_shard(parameter: str) -> bool:
         return bool(levels[block_of(parameter, levels)]) or parameter in split
 
-    fit = Fit(trainer, None, graph, request.only_replicated, would_shard)
+    fit = (
+        Fit(trainer, only_replicated=request.only_replicated, would_shard=would_shard)
+        if step is None
+        else step.fit(request, would_shard=would_shard)
+    )
     # Stages.
     if plan.schedule is not None and (reason := why_not(fit, STAGES)):
         raise PlanError(f"this plan is a pipeline, but {reason}; choose a plan without stages")
@@ -481,7 +499,7 @@ def _pipeline(
         choose_for, request, cluster=search.cluster, trainer=trainer, optimizer=search.optimizer
     )
     plan = choose_pipeline(given, mesh, search, choose=choose)
-    _check_features(plan, request, trainer, graph)
+    _check_features(plan, request, trainer, step)
     if given.recompute:
         say_what_stays(graph)
     return plan

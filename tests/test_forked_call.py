@@ -9,23 +9,34 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_topt.basics.forked_call import ForkedCall
+from lightning_topt.basics.forked_call import ForkedCall, ForkedTalk
 
 
 def test_the_result_comes_while_the_process_goes_on() -> None:
     values, gate = list(range(200_000)), os.pipe()
     call = ForkedCall(lambda: (os.read(gate[0], 1), values)[1])
-    assert not call.is_ready()
     values[0] = -1  # the copy has its own
     os.write(gate[1], b"x")
     found = call.result()
     assert found[0] == 0 and len(found) == 200_000  # more than a pipe holds
-    assert call.is_ready()
+
+
+def test_a_copy_asks_and_is_answered() -> None:
+    def talks() -> Generator[str, int, int]:
+        one = yield "one"
+        two = yield "two"
+        return one + two
+
+    talk = ForkedTalk(talks, isolated=True)
+    assert talk.next() == (False, "one")
+    assert talk.next(1) == (False, "two")
+    assert talk.next(2) == (True, 3)
 
 
 class Picky(Exception):
@@ -57,11 +68,11 @@ def test_killing_leaves_no_process_behind() -> None:
     call = ForkedCall(lambda: time.sleep(600))
     call.kill()
     with pytest.raises(ProcessLookupError):
-        os.kill(call._process, 0)
+        os.kill(call._talk._process, 0)
 
 
 def test_waiting_has_an_end() -> None:
-    with pytest.raises(TimeoutError, match="has not ended"):
+    with pytest.raises(TimeoutError, match="said nothing"):
         ForkedCall(lambda: time.sleep(600)).result(timeout_seconds=0.2)
 
 

@@ -41,12 +41,11 @@ class AutoParallelConfig:
     # true, or a rule such as spectrain: pipelines may never flush, and compute with weights that
     # miss updates
     allow_staleness: Any = False
-    watch_steps: int = 3  # real steps that are timed or recorded before anything is decided
     checkpoint: str = "full"  # or sharded: a folder to which every rank writes what it keeps
     async_checkpoint: bool = False  # whether a fit goes on while a checkpoint is written
     # join, stop or error: what ranks with fewer training batches do; null: as in Lightning
     uneven: str | None = "join"
-    pad_evaluation: bool | None = None  # whether samples are repeated until ranks have equally many
+    pad_evaluation: bool = True  # whether samples are repeated until ranks have equally many
     elastic: bool = False  # whether a fit goes on when a rank is lost, under torchrun
 
 
@@ -60,7 +59,7 @@ class CompressedConfig:
     nodes: int | None = None  # who shares a node, where it is not what the Trainer has
     ranks_per_node: int | None = None
     uneven: str | None = "join"  # or stop, error; null: as ddp
-    pad_evaluation: bool | None = None
+    pad_evaluation: bool = True
 
 
 @dataclass

@@ -1,13 +1,17 @@
-"""Run a function in a copy of this process, beside what the process goes on with.
+"""Run a function in a copy of this process, which leaves nothing behind in this one.
 
-    call = ForkedCall(lambda: search(request))
-    while not call.is_ready():
-        train_a_step()
-    found = call.result()
+    found = ForkedCall(lambda: capture(module, batch)).result()
 
 The copy shares memory until one of the two writes to it, so it starts in milliseconds, whatever the
 function refers to. It has this one thread alone: the function must not use devices, process groups
 or locks that other threads may hold. POSIX only.
+
+A generator may ask this process for what it cannot do itself:
+
+    talk = ForkedTalk(lambda: search(request))      # yields questions, returns a result
+    said = talk.next()
+    while not said.is_over:
+        said = talk.next(answer_of(said.value))
 
 An isolated copy may run code of users: it has none of the files, sockets and screens that are open
 here, and writes no others. Only what is kept for later processes is written from there
@@ -21,33 +25,40 @@ import gc
 import os
 import pickle
 import resource
-import select
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
-from typing import Generic, TypeVar
+from multiprocessing.connection import Connection, Pipe
+from typing import Any, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-_NICENESS = 5  # training goes first
 
 
-class ForkedCall(Generic[T]):
-    """A call of `function` in a copy of this process; what it returns, or raises, is pickled.
+class Said(NamedTuple):
+    """What a copy said: a question, or, where it `is_over`, the result."""
+
+    is_over: bool
+    value: Any
+
+
+class ForkedTalk:
+    """A generator in a copy of this process; what it yields is answered here.
 
     Args:
-        function: takes no arguments.
+        function: makes the generator.
         isolated: what it opens, writes and prints reaches nobody.
 
     Raises:
         OSError: no process can be made.
     """
 
-    def __init__(self, function: Callable[[], T], *, isolated: bool = False) -> None:
-        self._data = bytearray()
-        self._read, write = os.pipe()
+    def __init__(
+        self, function: Callable[[], Generator[Any, Any, Any]], *, isolated: bool = False
+    ) -> None:
+        self._connection, theirs = Pipe()
         parent = os.getpid()
         with warnings.catch_warnings():
             # of a fork beside other threads, from Python 3.12 on
@@ -55,69 +66,76 @@ class ForkedCall(Generic[T]):
             try:
                 self._process = os.fork()
             except OSError:
-                os.close(self._read)
-                os.close(write)
+                self._connection.close()
+                theirs.close()
                 raise
         if self._process == 0:
-            _run_as_child(function, write, parent, isolated=isolated)
-        os.close(write)
-        os.set_blocking(self._read, False)
-        self._is_over = False
+            self._connection.close()
+            _run_as_child(function, theirs, parent, isolated=isolated)
+        theirs.close()
+        self._has_begun = self._is_over = False
 
-    def is_ready(self) -> bool:
-        """Return whether the function has ended, without waiting."""
-        while not self._is_over and self._has_data(0.0):
-            # an empty part is the end of the pipe: the copy has ended
-            part = os.read(self._read, 1 << 20)
-            self._data += part
-            if not part:
-                self._end()
-        return self._is_over
-
-    def result(self, *, timeout_seconds: float = 60.0) -> T:
-        """Return what the function returned, or raise what it raised.
+    def next(self, answer: object = None, *, timeout_seconds: float = 60.0) -> Said:
+        """Return what the copy says next, to which the last question has this `answer`.
 
         Raises:
-            TimeoutError: nothing came of it for so many seconds.
+            TimeoutError: it said nothing for so many seconds.
             RuntimeError: its process was killed.
+            Exception: what the generator raised.
         """
-        while not self.is_ready():
-            # the limit is on silence, counted anew after each part
-            if not self._has_data(timeout_seconds):
+        try:
+            if self._has_begun:
+                self._connection.send(answer)
+            self._has_begun = True
+            if not self._connection.poll(timeout_seconds):
                 self.kill()
                 raise TimeoutError(
-                    f"a search beside training has not ended within {timeout_seconds:.0f} s"
+                    f"what runs in a copy of this process said nothing for {timeout_seconds:.0f} s"
                 )
-        # errors of the function are sent, so its process was ended from outside
-        if not self._data:
+            word, value = self._connection.recv()
+        except (EOFError, ConnectionError) as error:
+            # errors of the function are sent, so its process was ended from outside
+            self.kill()
             raise RuntimeError(
-                "the process of a search beside training was killed, perhaps for want of memory"
-            )
-        has_result, value = pickle.loads(bytes(self._data))
-        if has_result:
-            found: T = value
-            return found
-        raise value
-
-    def _has_data(self, timeout_seconds: float) -> bool:
-        """Wait for a part, or the end, of what the function returned."""
-        poll = select.poll()  # select() knows only the first 1,024 descriptors of a process
-        poll.register(self._read, select.POLLIN)
-        return bool(poll.poll(1000 * timeout_seconds))
+                "a copy of this process was killed, perhaps for want of memory"
+            ) from error
+        if word != "asks":
+            self.kill()
+        if word == "fails":
+            raise value
+        return Said(word == "ends", value)
 
     def kill(self) -> None:
         """End the process, if it has not ended."""
-        if not self._is_over:
-            with suppress(ProcessLookupError):
-                os.kill(self._process, signal.SIGKILL)
-            self._end()
-
-    def _end(self) -> None:
+        if self._is_over:
+            return
         self._is_over = True
-        os.close(self._read)
+        self._connection.close()
+        with suppress(ProcessLookupError):
+            os.kill(self._process, signal.SIGKILL)
         with suppress(ChildProcessError):
             # else it would stay in the table of processes
             os.waitpid(self._process, 0)
+
+
+class ForkedCall(Generic[T]):
+    """A call of `function` in a copy of this process; what it returns, or raises, is pickled."""
+
+    def __init__(self, function: Callable[[], T], *, isolated: bool = False) -> None:
+        def call() -> Generator[None, None, T]:
+            yield from ()
+            return function()
+
+        self._talk = ForkedTalk(call, isolated=isolated)
+
+    def result(self, *, timeout_seconds: float = 60.0) -> T:
+        """Return what the function returned, or raise what it raised. Raises as `ForkedTalk`."""
+        found: T = self._talk.next(timeout_seconds=timeout_seconds).value
+        return found
+
+    def kill(self) -> None:
+        """End the process, if it has not ended."""
+        self._talk.kill()
 
 
 def die_with(parent: int) -> None:
@@ -130,33 +148,43 @@ def die_with(parent: int) -> None:
 
 
 def _run_as_child(
-    function: Callable[[], object], write: int, parent: int, *, isolated: bool
+    function: Callable[[], Generator[Any, Any, Any]],
+    connection: Connection[Any, Any],
+    parent: int,
+    *,
+    isolated: bool,
 ) -> None:
-    """Call `function`, send what comes of it, and end without cleaning up the parent's things."""
+    """Run the generator, send what it says, and end without cleaning up the parent's things."""
     try:
         # signals as in a new process; the end of the parent is the end of this one
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)
         die_with(parent)
-        os.nice(_NICENESS)
         gc.disable()  # a collection would write to every object, and copy all memory
         if isolated:
-            _isolate(write)
+            _isolate(connection.fileno())
+        answer: Any = None
         try:
-            answer = pickle.dumps((True, function()))
+            questions = function()
+            while True:
+                connection.send(("asks", questions.send(answer)))
+                answer = connection.recv()
+        except StopIteration as end:
+            connection.send(("ends", end.value))
         except Exception as error:
-            # Some errors cannot be made again from their pickle.
-            try:
-                answer = pickle.dumps((False, error))
-                pickle.loads(answer)
-            except Exception:
-                answer = pickle.dumps((False, RuntimeError(f"{type(error).__name__}: {error}")))
-        # the parent reads while this writes: a pipe holds only some 64 KiB
-        with os.fdopen(write, "wb") as pipe:
-            pipe.write(answer)
+            connection.send(("fails", _sendable(error)))
     finally:
         # no handlers at exit, no flush of buffers: they are the parent's
         os._exit(0)
+
+
+def _sendable(error: Exception) -> Exception:
+    """Return the error, or one with its words where it cannot be made again from its pickle."""
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def _isolate(keep: int) -> None:

@@ -40,7 +40,7 @@ from lightning_topt.cli.search_space import SearchedMeshes
 from lightning_topt.cli.slurm import plugins_of_planning
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements
-from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
+from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer, time_updates
 from lightning_topt.graph.module_copy import build_on_meta
 from lightning_topt.plan.explanation import explain_plan, explain_stages, unsplit_operators
 from lightning_topt.plan.frontier_report import print_table, save_png
@@ -262,7 +262,10 @@ def _measure(
     optimizers, named = make_fake_optimizers(module, device=device)
     optimizer = read_optimizer(optimizers, named_parameters=named, device_type=device.type)
     measurements = Measurements.open(device=device, num_nodes=num_nodes, progress=print)
-    seconds = measurements.update_seconds(optimizers, named_parameters=named)
+    times = time_updates(
+        optimizers, named_parameters=named, device=device, known=measurements.known_updates
+    )
+    seconds = measurements.agree_on_updates(times)
     optimizer = dataclasses.replace(optimizer, seconds_per_element=seconds)
     costs: dict[str, Any] = {"cluster": measurements.cluster(), "optimizer": optimizer}
 

@@ -190,11 +190,14 @@ class SearchedPipelines:
         def has_values(name: str) -> bool:
             return not module.get_parameter(name).is_meta
 
-        why = why_left_out(request, trainer, example.batch, search, would_shard=has_values)
+        fit = Fit(
+            trainer, example.batch, search.graph, request.only_replicated, would_shard=has_values
+        )
+        why = why_left_out(fit, search)
         if why is None:
             return []
         return [
-            'strategy="topt" without a given plan, where each rank has its own batches, leaves '
+            'strategy="topt_full", where each rank has its own batches, leaves '
             f"plans with stages out: {why}."
         ]
 

@@ -3,9 +3,8 @@
     measurements = Measurements.open(device=torch.device("cpu"))
     cluster = measurements.cluster()
     kernel_seconds = measurements.kernel_seconds(graph)
-    seconds_per_element = measurements.update_seconds(
-        [optimizer], named_parameters=module.named_parameters()
-    )
+    times = time_updates([optimizer], named_parameters=..., known=measurements.known_updates)
+    seconds_per_element = measurements.agree_on_updates(times)
 
 All ranks get the same. Rank 0 reads and writes one file per set-up (`describe_setup`) in the user's
 cache directory. The file holds rates, curves and times by hashes; no names:
@@ -37,16 +36,14 @@ import stat
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import psutil
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.cuda import nccl
-from torch.optim import Optimizer
 
 from lightning_topt.basics.core_wait import CoreWait, usable_cores
 from lightning_topt.basics.own_files import not_own_reason
@@ -69,13 +66,13 @@ from lightning_topt.costs.measuring import (
     time_once,
     world_size,
 )
-from lightning_topt.costs.optimizer import UpdateKind, measure_kind, update_kinds
+from lightning_topt.costs.optimizer import UpdateTime
 from lightning_topt.graph.op_graph import OpGraph
 
 _CHANGED = 6.0  # a link that is so many times faster or slower than measured is another one
 _CHECK_BYTES, _CHECK_SECONDS, _CHECK_REPEATS = 1 << 18, 0.02, 4
 _PATIENCE_SECONDS = 0.5  # with a machine that is busy for a moment
-_KERNELS_SECONDS, _UPDATES_SECONDS = 2.0, 0.5
+_KERNELS_SECONDS = 2.0
 _LOOK_SECONDS, _LOOK_WIDTH = 0.1, 256  # of products that find out whether the machine is busy
 VERSION = 7
 MAX_AGE_SECONDS = 30 * 24 * 3600.0
@@ -258,33 +255,26 @@ class Measurements:
             self.save()
         return found
 
-    def update_seconds(
-        self,
-        optimizers: Iterable[Optimizer],
-        *,
-        named_parameters: Iterable[tuple[str, nn.Parameter]],
-    ) -> dict[str, float]:
-        """Return the seconds per element of each parameter's update by name.
+    def known_updates(self, key: str) -> float | None:
+        """Return the stored seconds per element of a kind of update, by its key. Not collective."""
+        return self._seconds(self._name("update", key))
 
-        As stored, else measured now (`measure_update_seconds`). The optimizers may be those of the
-        training: they stay as they are. Raises OptimizerError for a parameter that is not among
-        `named_parameters`, and for an optimizer that cannot be tried on a copy.
+    def agree_on_updates(self, times: Sequence[UpdateTime]) -> dict[str, float]:
+        """Return the seconds per element of each parameter's update by name, the mean of all ranks.
+
+        What was not known before is stored. `times` are of this rank, of equal kinds on all.
         """
-        # stored kinds stay as they are, the others are measured together
-        kinds = on_all_ranks(
-            lambda: update_kinds(
-                optimizers, named_parameters=named_parameters, device_type=self.device.type
-            )
-        )
-        found = [
-            self._seconds(self._name("update", kind.key)) if kind.key else None for kind in kinds
-        ]
-        missing = [kind for kind, seconds in zip(kinds, found, strict=True) if seconds is None]
-        measured = self._measure_updates(missing)
-        updates: dict[str, float] = {}
-        for kind, seconds in zip(kinds, found, strict=True):
-            updates |= dict.fromkeys(kind.names, measured.pop(0) if seconds is None else seconds)
-        return updates
+        seconds = average([each.seconds for each in times]) if times else []
+        new = {
+            self._name("update", each.key): value
+            for each, value in zip(times, seconds, strict=True)
+            if each.key and not each.is_known
+        }
+        if new:
+            self._add(new, busy=0.0)
+        return {
+            name: value for each, value in zip(times, seconds, strict=True) for name in each.names
+        }
 
     def renew(self) -> bool:
         """Let the next start measure everything again; return whether it will, on rank 0.
@@ -304,32 +294,6 @@ class Measurements:
         """
         if own_rank() == 0 and self.directory is not None:
             save_entries(self.directory, self.setup, self.entries, refreshed=self._refreshed)
-
-    def _measure_updates(self, kinds: list[UpdateKind]) -> list[float]:
-        if not kinds:
-            return []
-        self._tell(
-            f"measuring {len(kinds)} kinds of optimizer step (about {_UPDATES_SECONDS:.1f} s)"
-        )
-        each = _UPDATES_SECONDS / len(kinds)
-        seconds, busy = self._watched(
-            lambda: on_all_ranks(
-                lambda: [
-                    measure_kind(kind, device=self.device, budget_seconds=each) for kind in kinds
-                ]
-            )
-        )
-        # all ranks go on with the same number
-        seconds = average(seconds)
-        self._add(
-            {
-                self._name("update", kind.key): s
-                for kind, s in zip(kinds, seconds, strict=True)
-                if kind.key
-            },
-            busy=busy,
-        )
-        return seconds
 
     def _watched(self, measure: Callable[[], T]) -> tuple[T, float]:
         """Return what computing ranks `measure`, and the share without a core if that is too much.

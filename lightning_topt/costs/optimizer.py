@@ -2,7 +2,7 @@
 
     profile = read_optimizer([optimizer], named_parameters=module.named_parameters())
     profile.state_bytes("layers.0.weight")
-    seconds = measure_update_seconds([optimizer], named_parameters=..., device=device)
+    times = time_updates([optimizer], named_parameters=..., device=device)
 
 Nothing is looked up in a table of optimizers: the same optimizer object is copied onto small real
 tensors (`optimizer_copy`), stepped, and watched: its state, traffic, operator calls, temporaries.
@@ -66,7 +66,7 @@ class OptimizerProfile:
         by_parameter: whole parameters may (ZeRO 1).
         updates: by parameter name; none for a frozen parameter.
         seconds_per_element: measurements by parameter name, if there are any
-            (`measure_update_seconds`).
+            (`time_updates`).
         probes: what trial steps have shown, by the name of each trained parameter.
         adaptive: one of them divides by running means of squares, as Adam does.
         whole: parameters that ranks do not cut for their update, by name: how often the shards of
@@ -230,31 +230,40 @@ def is_adaptive(optimizer: Optimizer) -> bool:
 # ---- Seconds of updates, timed on copies
 
 
-def measure_update_seconds(
+@dataclass(frozen=True)
+class UpdateTime:
+    """Seconds per element of the updates of the parameters `names`; `key` as in `UpdateKind`."""
+
+    key: str
+    names: tuple[str, ...]
+    seconds: float
+    is_known: bool = False
+
+
+def time_updates(
     optimizers: Iterable[Optimizer],
     *,
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     device: torch.device,
-    max_numel: int | None = None,
+    known: Callable[[str], float | None] = lambda _: None,
     budget_seconds: float = 0.5,
-) -> dict[str, float]:
-    """Return the seconds per element of each parameter's update, by name.
+) -> list[UpdateTime]:
+    """Return what updates take: as `known` by the keys of their kinds, else as measured now.
 
-    Every kind of update (`update_kinds`) is timed, in about `budget_seconds` in all (but at least
-    five steps per kind), on copies: optimizers, parameters and random generators stay as they are.
-    Raises OptimizerError as `read_optimizer` does.
+    Every kind of update (`update_kinds`) that is not known is timed, in about `budget_seconds` in
+    all (but at least five steps per kind), on copies: optimizers, parameters and random generators
+    stay as they are. Raises OptimizerError as `read_optimizer` does.
     """
-    kinds = update_kinds(
-        optimizers,
-        named_parameters=named_parameters,
-        device_type=device.type,
-        max_numel=max_numel,
-    )
-    seconds: dict[str, float] = {}
-    for kind in kinds:
-        measured = measure_kind(kind, device=device, budget_seconds=budget_seconds / len(kinds))
-        seconds |= dict.fromkeys(kind.names, measured)
-    return seconds
+    kinds = update_kinds(optimizers, named_parameters=named_parameters, device_type=device.type)
+    found = [known(kind.key) if kind.key else None for kind in kinds]
+    budget = budget_seconds / max(found.count(None), 1)
+    times = []
+    for kind, seconds in zip(kinds, found, strict=True):
+        value = seconds
+        if value is None:
+            value = measure_kind(kind, device=device, budget_seconds=budget)
+        times.append(UpdateTime(kind.key, kind.names, value, seconds is not None))
+    return times
 
 
 def update_kinds(

@@ -54,7 +54,7 @@ from lightning_topt.costs.segments import (
 from lightning_topt.costs.sizes import ROOT, SMALLEST_BYTES, gradient_bytes, kernels_bytes
 from lightning_topt.graph.kernels import shown_collective
 from lightning_topt.graph.mesh_axes import Mesh
-from lightning_topt.graph.op_config import JointModule, Placements
+from lightning_topt.graph.op_config import Placements
 from lightning_topt.graph.op_graph import Kernel, OpGraph, Parameter
 
 # What a call of a torch function on split tensors takes in Python, with its part of backward: a
@@ -96,8 +96,6 @@ class TrainingStep:
         split_calls: calls of torch functions in the forward of blocks whose parameters are split.
         in_place: `kernel_seconds` were measured in steps of a run that `returns_memory` too
             (`graph.step_observer`), so that they contain the taking.
-        joint: modules that run the batches of all ranks of a tensor group, each of which brings one
-            of `batch_size` samples.
         gradient_views: gradients are views of DDP's buckets, which saves a copy of them; else they
             are tensors of their own.
         narrow: parameters that travel in bfloat16 where they are gathered, and arrive in their own
@@ -124,7 +122,6 @@ class TrainingStep:
     joined_bytes: float = 0.0
     computes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     split_calls: int = 0
-    joint: tuple[JointModule, ...] = ()
     in_place: bool = False
     gradient_views: bool = False
     narrow: frozenset[str] = frozenset()
@@ -427,9 +424,6 @@ class TrainingStep:
             return 0.0
         count, buffers = self.num_microbatches, self.graph.buffer_bytes
         everyone = range(len(self.mesh.axes))
-        if self.joint:  # no batch is sent: every rank has its own
-            agree = self.collective_seconds("all_gather", 8.0, axes=self.mesh.tensor_axes)
-            return agree + self.collective_seconds("broadcast", buffers, axes=everyone)
         if count == 1:  # only buffers
             return self.collective_seconds("broadcast", buffers, axes=self.mesh.data_axes)
         # microbatches: the batches themselves, and notes about them in two exchanges
@@ -443,8 +437,8 @@ class TrainingStep:
         """Seconds that a step waits for Python, which splits every call.
 
         Beside their kernels on CPUs, where they are counted for microbatches, which pay it several
-        times, and for joint modules. On accelerators the host splits calls and launches kernels
-        while the device runs; counted is what that takes longer than the device.
+        times. On accelerators the host splits calls and launches kernels while the device runs;
+        counted is what that takes longer than the device.
         """
         kernels = sum(float(times.sum()) for times in self.compute.values())
         launch = self.cluster.device.launch_seconds
@@ -452,7 +446,7 @@ class TrainingStep:
             count = launches_of_step(self.graph)
             host = (count + self.split_calls * SPLIT_CALL_LAUNCHES) * launch
             return self.num_microbatches * max(host - kernels, 0.0)
-        if self.num_microbatches == 1 and not self.joint:
+        if self.num_microbatches == 1:
             return 0.0
         beside = 0.0 if self.on_gloo else kernels
         return self.num_microbatches * max(self.split_calls * SPLIT_CALL_SECONDS - beside, 0.0)

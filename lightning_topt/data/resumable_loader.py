@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, Protocol, SupportsIndex, TypeAlias
 
 import numpy as np
@@ -483,6 +484,7 @@ class _Batches(Iterator[object]):
         self.loader = loader
         self.marks: Marks = deque()
         self._begun: tuple[Any, _Epoch] | None = None
+        self.waited_seconds = 0.0
 
     def begin(self, *, resumes: bool = False) -> None:
         """Start workers, and draw what an epoch draws at its beginning."""
@@ -512,11 +514,13 @@ class _Batches(Iterator[object]):
             self.begin()
         assert self._begun is not None
         batches, epoch = self._begun
+        start = perf_counter()
         try:
             batch = next(batches)
         except StopIteration:
             epoch.is_over = True
             raise
+        self.waited_seconds += perf_counter() - start
         epoch.count()
         self.marks.append((epoch, epoch.batches, epoch.check))
         behind = 0 if tracking is None else tracking.behind()

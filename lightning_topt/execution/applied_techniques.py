@@ -128,8 +128,3 @@ class AppliedTechniques:
         for applied in self._applied:
             value = applied.whole(value)
         return value
-
-    def set_sequential(self, is_sequential: bool) -> None:
-        """Switch to the same batch on all ranks of a tensor group, or back to one each."""
-        for applied in self._applied:
-            applied.set_sequential(is_sequential)

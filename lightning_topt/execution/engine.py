@@ -171,7 +171,6 @@ class Engine:
             local_steps=self.plan.local_steps,
             options=self._options,
             num_microbatches=1 if self.plan.schedule is not None else self.plan.num_microbatches,
-            joint=self.plan.joint,
             gather_dtype=None if (name := self.plan.gather_dtype) is None else getattr(torch, name),
             stage_group=None if self._stages is None else self._stages.groups.data_group,
             made_groups=self._made_groups,
@@ -319,13 +318,6 @@ class Engine:
         A collective call where some are split.
         """
         return self._applied.whole(value)
-
-    def set_sequential(self, is_sequential: bool) -> None:
-        """Switch to the same batch on all ranks of a tensor group, or back to one each.
-
-        Under a plan with joint modules, by which each rank runs its own batches.
-        """
-        self._applied.set_sequential(is_sequential)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward accumulates gradients without their exchange.

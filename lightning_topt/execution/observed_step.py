@@ -410,11 +410,6 @@ def rehearse_rank(
         raise CannotRehearseError(
             "its stages compute with what other ranks send, and a fake group sends nothing"
         )
-    if plan.joint:
-        raise CannotRehearseError(
-            "its joint modules compute with the batches of other ranks, and a fake group sends "
-            "nothing"
-        )
     if plan.local_steps is not None:
         raise CannotRehearseError(
             "its ranks train alone, and what they exchange once in many steps is not in one step"
@@ -558,14 +553,9 @@ def _with_tensor_rows(verification: Verification, seen: Observation) -> Verifica
         return [row for row in rows if names & set(row.axis.split(" x "))]
 
     # what is called along tensor axes follows from the step, so it is seen, not said
-    known = {row.key for row in verification.collectives}
-    if along_tensor_axes(verification.collectives) and not verification.plan.joint:
+    if along_tensor_axes(verification.collectives):
         return verification
-    # Beside joint modules gradients travel along tensor axes too, which is known.
-    rows = [
-        *verification.collectives,
-        *(row for row in along_tensor_axes(seen.collectives) if row.key not in known),
-    ]
+    rows = [*verification.collectives, *along_tensor_axes(seen.collectives)]
     return replace(
         verification, collectives=tuple(sorted(rows, key=lambda row: PASSES.index(row.during)))
     )

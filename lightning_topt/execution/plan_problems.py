@@ -210,9 +210,7 @@ def batch_problems(
     parts = plan.data_parallel_size
     # Each rank of a tensor group brings batches of its own, or stages one for each microbatch.
     if plan.brings_batches:
-        parts *= (
-            plan.mesh.ranks_along(plan.mesh.tensor_axes) if plan.joint else plan.num_microbatches
-        )
+        parts *= plan.num_microbatches
     if global_batch_size is not None and global_batch_size % parts:
         low, high = global_batch_size // parts * parts, -(-global_batch_size // parts) * parts
         choose = f"{low} or {high}" if low else f"{high}"

@@ -87,14 +87,8 @@ def planned_collectives(
     # Those that are packed into messages: DDP's buckets, and updates from the ranks that share a
     # step. Techniques say how much there is, the packing says in how many calls.
     whole = _whole_gradients(blocks, configs, graph)
-    kinds = [
-        [each for each in whole if (layout_of(each) is not None) == cut] for cut in (False, True)
-    ]
     messages = [
-        *(
-            ("all_reduce", bucket_bytes(gradients))
-            for gradients in (kinds if plan.joint else [whole])
-        ),
+        ("all_reduce", bucket_bytes(whole)),
         ("broadcast", [*_updates(blocks, configs, optimizers, ranks=plan.data_parallel_size)]),
     ]
     # One size for each message, instead of one for each block.
@@ -102,9 +96,6 @@ def planned_collectives(
     together = [*dict.fromkeys((each.op, each.group) for each in found if each.packed)]
     for op, sizes in messages:
         if groups := [group for name, group in together if name == op]:
-            # gradients of parameters without slices come first, among all ranks
-            if plan.joint and op == "all_reduce":
-                together.remove((op, groups[0]))
             one = next(
                 each for each in found if each.packed and (each.op, each.group) == (op, groups[0])
             )
@@ -113,8 +104,6 @@ def planned_collectives(
         step.collective("update", "all_to_all", size, axes=plan.mesh.data_axes)
         for size in _owned(blocks, configs, optimizers, ranks=plan.data_parallel_size)
     ]
-    if plan.joint:  # buffers are sent before a step, not in it
-        return alone
     return [
         *alone,
         *(
@@ -166,7 +155,7 @@ def parameters_only_step(
         )
         for block, of_block in blocks.items()
     }
-    more: dict[str, Any] = {"exchange": plan.gradient_exchange, "joint": plan.joint, "split": split}
+    more: dict[str, Any] = {"exchange": plan.gradient_exchange, "split": split}
     more["local_steps"] = plan.local_steps
     if plan.gather_dtype:
         narrow = {each for of_block in blocks.values() for each in narrow_of(module, of_block)}

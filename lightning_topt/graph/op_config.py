@@ -10,7 +10,7 @@ A placement per axis, named as in torch's DTensor. Along the data axes of a mesh
     3       Shard(0)      Shard(0)      Shard(0)
 
 Sharded along the last data axis only, and replicated along the others, levels 2 and 3 are hybrid
-sharding. `JointModule` names a module that runs once on the batches of a tensor group.
+sharding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import reprlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -217,27 +216,3 @@ def _zero_storage(level: int, axes: int, along: frozenset[int]) -> Storage:
 @lru_cache(maxsize=1024)
 def _stored(storage: Storage, recompute: bool) -> OpConfig:
     return OpConfig(storage, recompute)
-
-
-# ---- modules that run jointly --------------------------------------------------------------------
-
-
-class JointModule(NamedTuple):
-    """A module that runs once on the samples of all ranks of a tensor group.
-
-    `module` is its path. `inputs` and `outputs` have, for each tensor among its arguments and
-    results in order, the dim of its samples; None for a tensor that does not depend on the batch,
-    and is equal on all ranks.
-    """
-
-    module: str
-    inputs: tuple[int | None, ...]
-    outputs: tuple[int | None, ...]
-
-    def holds(self, path: str) -> bool:
-        """Return whether `path` is the module, or something in it."""
-        return path == self.module or path.startswith(f"{self.module}.")
-
-    def to_dict(self) -> dict[str, object]:
-        """Return plain values."""
-        return {"module": self.module, "inputs": [*self.inputs], "outputs": [*self.outputs]}

@@ -18,22 +18,29 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import nan
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_topt.communication.node.rows import NodeRows
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.gather import PieceGather, sent_dtype
 from lightning_topt.optim.lars import LARS, share_trust_ratios, unshare_trust_ratios
 from lightning_topt.optim.parallel_step import ParallelStep, install_parallel_step
 from lightning_topt.optim.pieces import Piece, Share, assign_pieces
-from lightning_topt.optim.step_costs import UpdateCosts, slowest_of_ranks, synchronize, time_step
-from lightning_topt.optim.step_hooks import begin_step
+from lightning_topt.optim.step_costs import (
+    Closure,
+    UpdateCosts,
+    slowest_of_ranks,
+    synchronize,
+    time_step,
+)
 from lightning_topt.optim.update_rule import UpdateRule
+
+if TYPE_CHECKING:
+    from lightning_topt.communication.node.rows import NodeRows
 
 TRIAL_STEPS = 4  # of what was decided, the first of which warms up
 _SMALL_ELEMENTS = 256
@@ -53,14 +60,16 @@ class Sharing:
         reduced: the parameters whose gradients are equal on all ranks; only these are shared.
         always: share every group, from the first step, without measuring.
         gather_dtype: as for `install_parallel_step`.
-        node: the ranks through the memory of their one machine.
+        node: returns the ranks through the memory of their one machine, when that is first needed.
+        may_pay: whether so many seconds saved in each step may earn what measuring costs.
     """
 
     group: dist.ProcessGroup
     reduced: frozenset[Tensor]
     always: bool = False
     gather_dtype: torch.dtype | None = None
-    node: NodeRows | None = None
+    node: Callable[[], NodeRows | None] = lambda: None
+    may_pay: Callable[[float], bool] = lambda _: True
 
 
 class AdaptiveStep:
@@ -99,6 +108,11 @@ class AdaptiveStep:
         self._trial_seconds: list[float] | None = None  # while sharing is on trial
         self._refused = False  # sharing of parameters, after a trial
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is decided what is shared, and no trial is under way."""
+        return self._decided and self._trial_seconds is None
+
     def start(self) -> None:
         """Take the place of ``optimizer.step``."""
         self._own_step = self.optimizer.__dict__.get("step")
@@ -120,55 +134,69 @@ class AdaptiveStep:
         self._unshare()
         self._leave()
 
-    def __call__(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Take one step; `closure` first runs forward, backward and clipping on full gradients.
+    def __call__(self, closure: Closure | None = None, **kwargs: Any) -> Any:
+        """Take one step; `closure` runs where it does in the plain step, after hooks before it.
 
         Raises PeerLostError when a rank is gone or late beyond the timeout of the group.
         """
-        loss = begin_step(self.optimizer, closure)
-        if closure is not None:
-            kwargs["closure"] = lambda: loss  # one step may be several calls
-        output = self._update(kwargs)
-        return output if closure is None else loss
-
-    def _update(self, kwargs: dict[str, Any]) -> Any:
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without
         # the short way of a step that is not shared
         counts = [len(group["params"]) for group in self.optimizer.param_groups]
         if counts == self._declined:
-            return self._step(**kwargs)
-        output = self._general_update(kwargs)
+            return (
+                self._step(**kwargs) if closure is None else self._step(closure=closure, **kwargs)
+            )
+        output = self._general_step(closure, kwargs)
         shares = self.parallel is not None or self.shares_ratios or self._trial_seconds is not None
         self._declined = counts if self._decided and not shares else None
         return output
 
-    def _general_update(self, kwargs: dict[str, Any]) -> Any:
-        known = tuple(map(id, parameters_of(self.optimizer)))
-        changed, self._known = known != self._known, known
+    def _general_step(self, closure: Closure | None, kwargs: dict[str, Any]) -> Any:
+        changed = self._notice_parameters()
         if self.sharing.always:  # nothing is measured
             if changed:
                 self._share(self._pieces_without_measuring())
-        elif self._decided:  # on trial, or settled
+            return self._take(closure, kwargs)
+        if self._decided:  # on trial, or settled
             if changed:
                 self._unshare_ratios()
                 self._trial_seconds = None
-                if not self._refused:
-                    self._share(self._worthwhile_pieces())
             if self._trial_seconds is not None:
-                return self._step_on_trial(self._trial_seconds, kwargs)
-        else:  # the first steps
-            if changed:
-                self._costs.restart()
-            outputs: list[Any] = []
-            if self._costs.take_step(lambda: outputs.append(self._step(**kwargs))):
-                self._costs.agree(self.sharing.group)
-                self._decided = True
+                return self._step_on_trial(self._trial_seconds, closure, kwargs)
+            output = self._take(closure, kwargs)
+            if changed and not self._refused:  # there are gradients of the new parameters now
                 self._share(self._worthwhile_pieces())
-                if self.parallel is None:
-                    self._try_ratios()
-                else:
-                    self._trial_seconds = []
-            return outputs[-1]
-        return (self._step if self.parallel is None else self.parallel)(**kwargs)
+            return output
+        # the first steps
+        if changed:
+            self._costs.restart()
+        output = self._costs.take_step(lambda asked: self._take(asked, kwargs), closure)
+        if self._costs.done:
+            if self._notice_parameters():  # the closure has changed the groups: measure again
+                self._costs.restart()
+                return output
+            self._costs.agree(self.sharing.group)
+            self._decided = True
+            # Sharing saves no more than the parts of other ranks.
+            ranks, seconds = dist.get_world_size(self.sharing.group), sum(self._costs.seconds())
+            if not self.sharing.may_pay(seconds * (1 - 1 / ranks)):
+                self.say(f"an update of {1e3 * seconds:.2f} ms is too short to earn its measuring")
+                return output
+            self._share(self._worthwhile_pieces())
+            if self.parallel is None:
+                self._try_ratios()
+            else:
+                self._trial_seconds = []
+        return output
+
+    def _notice_parameters(self) -> bool:
+        """Return whether the groups have other parameters than when this was last called."""
+        before, self._known = self._known, tuple(map(id, parameters_of(self.optimizer)))
+        return self._known != before
+
+    def _take(self, closure: Closure | None, kwargs: dict[str, Any]) -> Any:
+        step = self._step if self.parallel is None else self.parallel
+        return step(**kwargs) if closure is None else step(closure=closure, **kwargs)
 
     # ---- the first steps
 
@@ -179,20 +207,25 @@ class AdaptiveStep:
             share_trust_ratios(self.optimizer, group=self.sharing.group)
             self.shares_ratios, self._trial_seconds = True, []
 
-    def _step_on_trial(self, trial_seconds: list[float], kwargs: dict[str, Any]) -> Any:
+    def _step_on_trial(
+        self, trial_seconds: list[float], closure: Closure | None, kwargs: dict[str, Any]
+    ) -> Any:
         """Take a step of what was decided; after the last of them, keep it or not."""
-        outputs: list[Any] = []
-        step = self._step if self.parallel is None else self.parallel
-        # that one rank is late in the step is not what sharing costs
-        dist.barrier(group=self.sharing.group)
-        trial_seconds.append(time_step(self.optimizer, lambda: outputs.append(step(**kwargs))))
+        # together: that one rank is late in the step is not what sharing costs
+        output, seconds = time_step(
+            self.optimizer,
+            lambda asked: self._take(asked, kwargs),
+            closure,
+            group=self.sharing.group,
+        )
+        trial_seconds.append(seconds)
         if len(trial_seconds) == TRIAL_STEPS:
             mine = [self._costs.step_seconds(), statistics.median(trial_seconds[1:])]
             device = parameters_of(self.optimizer)[0].device
             plain, shared = slowest_of_ranks(mine, device=device, group=self.sharing.group)
             self._trial_seconds = None
             self._judge(plain, shared)
-        return outputs[0]
+        return output
 
     def _judge(self, plain_seconds: float, shared_seconds: float) -> None:
         faster = is_faster(plain_seconds, shared_seconds)
@@ -251,7 +284,7 @@ class AdaptiveStep:
                 pieces=pieces,
                 group=self.sharing.group,
                 gather_dtype=self.sharing.gather_dtype,
-                node=self.sharing.node,
+                node=self.sharing.node(),
             )
             self.optimizer.step = self  # type: ignore[method-assign]
 
@@ -266,7 +299,7 @@ class AdaptiveStep:
                 device=parameters[0].device,
                 parameters=parameters,
                 pieces=assign_pieces(shares, world_size=world_size),
-                node=self.sharing.node,
+                node=self.sharing.node(),
             )
         sent_bytes = {share.index: 0 for share in shares}  # none without a gradient
         for index in sent_bytes:
@@ -300,11 +333,12 @@ class AdaptiveStep:
         """Return the shares of parameters that may be shared, the same on all ranks."""
         parameters = parameters_of(self.optimizer)
         shares = self._costs.shares(seconds, is_whole=self.parallel is None)
-        return [
-            s
-            for s in shares
-            if parameters[s.index] in self.sharing.reduced and parameters[s.index].numel()
-        ]
+
+        def may_be_shared(parameter: Tensor) -> bool:
+            has_sparse = parameter.grad is not None and parameter.grad.is_sparse
+            return parameter in self.sharing.reduced and parameter.numel() > 0 and not has_sparse
+
+        return [share for share in shares if may_be_shared(parameters[share.index])]
 
 
 def is_faster(plain_seconds: float, shared_seconds: float) -> bool:

@@ -14,15 +14,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_topt.communication.node.rows import NodeRows
 from lightning_topt.communication.rank_watch import PeerLostError
 from lightning_topt.optim.pieces import Piece, check_pieces, rows_of
+
+if TYPE_CHECKING:
+    from lightning_topt.communication.node.rows import NodeRows
 
 # below this, a broadcast costs latency rather than bandwidth: such pieces travel together
 SMALL_BYTES = 1 << 20

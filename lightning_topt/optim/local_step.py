@@ -32,7 +32,7 @@ from lightning_topt.communication.rank_watch import PeerLostError
 from lightning_topt.optim.adam_variants import BasisRotation
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.pieces import Piece
-from lightning_topt.optim.step_hooks import begin_step, inside_hooks
+from lightning_topt.optim.step_hooks import inside_hooks
 from lightning_topt.optim.update_rule import ELEMENTWISE, is_one_of, updates_whole
 
 State = dict[str, Any]
@@ -77,14 +77,14 @@ class LocalStep:
         self._groups: list[tuple[dict[str, Any], list[Tensor]]] = []
 
     def __call__(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Take one step; `closure` first runs forward, backward and clipping on DTensors."""
-        loss = begin_step(self.optimizer, closure)
+        """Take one step; `closure` runs forward, backward and clipping on DTensors."""
+        if closure is not None:
+            kwargs["closure"] = closure
         try:
             with inside_hooks(self.optimizer, enter=self._enter, leave=self._leave):
-                output = self.step(**kwargs)
+                return self.step(**kwargs)
         finally:
             self._leave()
-        return output if closure is None else loss
 
     def _enter(self) -> None:
         """Put the local tensors and their state in place of the DTensors."""

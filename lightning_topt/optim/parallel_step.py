@@ -18,14 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_topt.communication.node.rows import NodeRows
 from lightning_topt.optim.full_state import (
     State,
     check_cut_state,
@@ -39,7 +38,10 @@ from lightning_topt.optim.full_state import (
 from lightning_topt.optim.gather import PendingGather, PieceGather, sent_dtype
 from lightning_topt.optim.local_step import OwnedShards
 from lightning_topt.optim.pieces import Piece, check_pieces, is_whole, rows_of
-from lightning_topt.optim.step_hooks import begin_step, inside_hooks
+from lightning_topt.optim.step_hooks import inside_hooks
+
+if TYPE_CHECKING:
+    from lightning_topt.communication.node.rows import NodeRows
 
 # on the optimizer, while installed
 _REPLACED = ("step", "state_dict", "load_state_dict", "consolidate_state_dict")
@@ -84,7 +86,8 @@ class ParallelStep:
     """Replaces ``optimizer.step`` by one that updates this rank's pieces and gathers all of them.
 
     Parameters without a piece are updated on every rank. Parameters without a gradient are not
-    sent. Hooks of the optimizer see full groups and, after the step, gathered parameters.
+    sent. Hooks before the step run before its closure, and hooks after it see full groups, gathered
+    parameters and full gradients; the state that they see is that of this rank's pieces.
     `exchange` is called once the own pieces are updated; whoever replaces it gathers in another
     way.
     """
@@ -144,22 +147,20 @@ class ParallelStep:
         self._consolidated, self._checked_state = None, False
 
     def __call__(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Take one step; `closure` first runs forward, backward and clipping on full gradients.
+        """Take one step; `closure` runs forward, backward and clipping on full gradients.
 
         Raises:
             PeerLostError: when a rank is gone or late beyond the timeout of the group.
-            ValueError: for sparse gradients of parameters that are cut into rows.
+            ValueError: for sparse gradients of parameters that are cut into rows, and as
+                `inside_hooks`.
         """
-        loss = begin_step(self.optimizer, closure)
         if closure is not None:
-            kwargs["closure"] = _closure_for_one_call(loss, name=type(self.optimizer).__name__)
-        self._consolidated = None
-        try:  # hooks of the user, then narrow groups, update, full groups, gather, hooks again
+            kwargs["closure"] = closure
+        try:  # hooks of the user, closure, narrow groups, update, full groups, gather, hooks again
             with inside_hooks(self.optimizer, enter=self._narrow, leave=self._leave):
-                output = self.step(**kwargs)
+                return self.step(**kwargs)
         finally:
             self._widen()
-        return output if closure is None else loss
 
     def _leave(self) -> None:
         self._widen()
@@ -170,6 +171,7 @@ class ParallelStep:
 
     def _narrow(self) -> None:
         """Leave only the own pieces in the groups, with their rows of the gradients."""
+        self._consolidated = None
         self.active = [
             index for index, parameter in enumerate(self.parameters) if parameter.grad is not None
         ]
@@ -506,20 +508,3 @@ def check_agreement(
                 raise ValueError(
                     f"ranks disagree on what is split: rank 0 has {first}, rank {rank} has {other}"
                 )
-
-
-def _closure_for_one_call(loss: object, *, name: str) -> Callable[[], Any]:
-    """Return a closure that gives `loss`; it raises ValueError when it is called again."""
-    was_called = False
-
-    def closure() -> Any:
-        nonlocal was_called
-        if was_called:
-            raise ValueError(
-                f"{name} asks its closure again in one step, and this step is shared between "
-                "ranks: keep it whole (plan='ddp', no ParallelOptimizerStep)"
-            )
-        was_called = True
-        return loss
-
-    return closure

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import pairwise
 from math import inf, nan
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -45,13 +45,15 @@ from torch.optim import Optimizer
 
 from lightning_topt.communication.collectives import backend_of
 from lightning_topt.communication.exchange_worker import make_streams
-from lightning_topt.communication.node.rows import NodeRows
 from lightning_topt.communication.rank_watch import PeerMonitor
 from lightning_topt.optim.clipping import check_finite, partial_norm, unscale_local
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.parallel_step import ParallelStep, install_parallel_step
 from lightning_topt.optim.pieces import Piece, num_rows, rows_of
 from lightning_topt.optim.update_rule import UpdateRule
+
+if TYPE_CHECKING:
+    from lightning_topt.communication.node.rows import NodeRows
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with classes.
 

@@ -6,8 +6,8 @@ groups and on the optimizer) is set back between them. `update_rule.calls_may_re
 that is right; elsewhere `estimate_seconds` spreads the time of plain steps.
 
     costs = UpdateCosts(optimizer, rule=rule)
-    while not costs.take_step(step):    # warm-up, then as a whole and by kind in alternation
-        ...
+    while not costs.done:
+        costs.take_step(step, closure)  # warm-up, then as a whole and by kind in alternation
     costs.agree(group)                  # the slowest rank's seconds, on all ranks
     shares = costs.shares(costs.seconds(), is_whole=True)
 """
@@ -37,6 +37,7 @@ from lightning_topt.optim.update_rule import (
     OptimizerCounters,
     UpdateRule,
     calls_may_repeat,
+    has_step_hooks,
     is_one_of,
 )
 
@@ -46,7 +47,8 @@ MEASURED_STEPS = ("whole", "kinds", "whole", "kinds", "whole")
 # Their rule needs whole parameters, but costs about the same per element. Others are taken for
 # matrix functions (Muon, Shampoo).
 _EVEN_WORK: tuple[type[Optimizer], ...] = (optim.Adafactor, LARS, LAMB)
-Step = Callable[[], Any]
+Closure = Callable[[], Any]
+Step = Callable[[Closure | None], Any]
 Work = Literal["elements", "matrices"]
 
 
@@ -72,23 +74,34 @@ class UpdateCosts:
         self._steps_done, self._whole_seconds = 0, list[float]()
         self._by_kind: list[dict[int, float]] = []
 
-    def take_step(self, step: Callable[[], Any]) -> bool:
-        """Take one plain step; return whether it was the last that is measured.
+    @property
+    def done(self) -> bool:
+        """Whether all measured steps have been taken."""
+        return self._steps_done == WARMUP_STEPS + len(MEASURED_STEPS)
 
-        In pieces (several calls of `step`) where it is timed by kind.
+    def take_step(self, step: Step, closure: Closure | None = None) -> Any:
+        """Take one plain step, and return what it returns.
+
+        In pieces (several calls of `step`, after the closure) where it is timed by kind.
         """
         number, self._steps_done = self._steps_done - WARMUP_STEPS, self._steps_done + 1
-        if number >= 0 and MEASURED_STEPS[number] == "kinds" and self._repeats is None:
-            self._repeats = calls_may_repeat(self.optimizer)
         if number < 0:
-            step()
-        elif MEASURED_STEPS[number] == "kinds" and self._repeats:
-            self._by_kind.append(
-                measure_step(self.optimizer, step, kinds=parameter_kinds(self.optimizer))
-            )
-        else:
-            self._whole_seconds.append(time_step(self.optimizer, step))
-        return number + 1 == len(MEASURED_STEPS)
+            return step(closure)
+        if MEASURED_STEPS[number] == "kinds":
+            if self._repeats is None:
+                self._repeats = calls_may_repeat(self.optimizer)
+            if self._repeats and not has_step_hooks(self.optimizer):
+                loss = None
+                if closure is not None:
+                    with torch.enable_grad():
+                        loss = closure()
+                again = None if closure is None else lambda: loss
+                kinds = parameter_kinds(self.optimizer)
+                self._by_kind.append(measure_step(self.optimizer, lambda: step(again), kinds=kinds))
+                return loss
+        output, seconds = time_step(self.optimizer, step, closure)
+        self._whole_seconds.append(seconds)
+        return output
 
     def agree(self, group: dist.ProcessGroup) -> None:
         """Take the seconds of the slowest rank of `group`, after the last measured step.
@@ -178,19 +191,44 @@ def parameter_kinds(optimizer: Optimizer) -> list[list[int]]:
     return list(kinds.values())
 
 
-def time_step(optimizer: Optimizer, step: Step) -> float:
-    """Return the seconds of one plain call of `step`, with the device idle before and after."""
+def time_step(
+    optimizer: Optimizer,
+    step: Step,
+    closure: Closure | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Any, float]:
+    """Return what one call of `step` returns, and its seconds without those of `closure`.
+
+    The device is idle before and after. The ranks of `group` begin the update together.
+    """
     parameters = parameters_of(optimizer)
     device = parameters[0].device if parameters else torch.device("cpu")
-    synchronize(device)
+    closure_seconds = 0.0
+
+    def begin_together() -> None:
+        synchronize(device)
+        if group is not None:
+            dist.barrier(group=group)
+
+    def timed_closure() -> Any:
+        nonlocal closure_seconds
+        assert closure is not None
+        start = perf_counter()
+        loss = closure()
+        begin_together()
+        closure_seconds += perf_counter() - start
+        return loss
+
+    begin_together()
     start = perf_counter()
-    step()
+    output = step(None if closure is None else timed_closure)
     synchronize(device)
-    return perf_counter() - start
+    return output, perf_counter() - start - closure_seconds
 
 
 def measure_step(
-    optimizer: Optimizer, step: Step, *, kinds: Sequence[Sequence[int]]
+    optimizer: Optimizer, step: Callable[[], Any], *, kinds: Sequence[Sequence[int]]
 ) -> dict[int, float]:
     """Take one step of `optimizer`, one call of `step` per kind; return seconds by parameter index.
 
@@ -207,7 +245,7 @@ def measure_step(
         if number:  # each call begins as the first one did
             counters.restore()
         with _only(optimizer, kind):
-            elapsed = time_step(optimizer, step)
+            _, elapsed = time_step(optimizer, lambda _: step())
         seconds |= dict.fromkeys(kind, elapsed / len(kind))
     return seconds
 
@@ -258,14 +296,16 @@ def estimate_seconds(
 
     The median of plain steps, spread. `work` "elements": in proportion to elements. "matrices": a
     matrix (m, n), from flattening all dims but the first, weighs max(m, n) min(m, n)^2 elements
-    more, as an orthogonalisation does (Muon). Parameters without gradient cost nothing.
+    more, as an orthogonalisation does (Muon). Parameters without gradient cost nothing; before
+    the first backward pass those that are not trained.
     """
-    weights = []
+    weights, none_yet = [], all(p.grad is None for p in parameters_of(optimizer))
     for parameter in parameters_of(optimizer):
         weight = float(parameter.numel())
         if work == "matrices":
             weight = update_work(parameter.shape)
-        weights.append(0.0 if parameter.grad is None else weight)
+        counts = parameter.requires_grad if none_yet else parameter.grad is not None
+        weights.append(weight if counts else 0.0)
     return _spread(weights, statistics.median(whole_seconds))
 
 

@@ -30,7 +30,9 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
@@ -140,10 +142,8 @@ def calls_may_repeat(optimizer: Optimizer) -> bool:
     """Return whether one step may be made of several calls, each on other parameters.
 
     All from the same `OptimizerCounters`. Known for torch's optimizers, else tried. False where no
-    trial is possible, and where hooks would see every call.
+    trial is possible. Hooks would see every call: `has_step_hooks`.
     """
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        return False
     if is_one_of(optimizer, BY_PARAMETER):
         return True
     try:
@@ -153,6 +153,43 @@ def calls_may_repeat(optimizer: Optimizer) -> bool:
     except TrialError:
         return False
     return _difference(whole, repeated, sketch, chosen=range(len(sketch.groups_of))) is None
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Return whether hooks run before or after its steps: its own, or those of all optimizers."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or torch_optimizer._global_optimizer_pre_hooks
+        or torch_optimizer._global_optimizer_post_hooks
+    )
+
+
+def why_not_shared(optimizer: Optimizer) -> str | None:
+    """Return why its step is not shared where nobody asked for that; None where it may be.
+
+    A clause. Shared are steps whose rule is known without a trial, over dense gradients, that no
+    hook of the user's observes. Before the first backward pass sparse gradients are not seen.
+    """
+    name = type(optimizer).__name__
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if hasattr(optimizer, "consolidate_state_dict"):
+        return f"{name} shards its state already"
+    if any(isinstance(p, DTensor) for p in parameters):
+        return "its parameters are sharded already"
+    if isinstance(optimizer, optim.LBFGS):
+        return f"{name} takes all parameters for one vector"
+    if any(p.grad is not None and p.grad.is_sparse for p in parameters) or isinstance(
+        optimizer, optim.SparseAdam
+    ):
+        return "its gradients are sparse"
+    if len(set(parameters)) != len(parameters):
+        return "it has a parameter twice"
+    if not is_one_of(optimizer, BY_PARAMETER):
+        return f"the update rule of {name} is not known: ParallelOptimizerStep(rule=...) shares it"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return "it has step hooks: ParallelOptimizerStep() shares it all the same"
+    return None
 
 
 def check_by_parameter(optimizer: Optimizer) -> None:

@@ -40,7 +40,6 @@ from lightning_topt.plan.stage_simulation import (
 from lightning_topt.plan.stage_tables import ContinuousShape, shape_of_plan
 from lightning_topt.plan.staged_plans import staged_points
 from lightning_topt.plan.tensor_meshes import (
-    joint_step_in,
     layout_of_plan,
     prices_on,
     split_of,
@@ -243,8 +242,7 @@ class PlanExplanation:
     """The expected costs of `plan` on each rank: in all, and by block.
 
     `whole` are the functions that run unsplit on every rank of its tensor axis. There are none
-    without one; they are not known where tensors between layers are split too, and beside joint
-    modules.
+    without one; they are not known where tensors between layers are split too.
     """
 
     plan: ParallelPlan
@@ -283,7 +281,7 @@ def unsplit_operators(request: SearchRequest, plan: ParallelPlan) -> tuple[Whole
     """
     if request.split is None or not plan.mesh.tensor_axes:
         return ()
-    if plan.joint or layout_of_plan(plan).rules:
+    if layout_of_plan(plan).rules:
         return ()
     prices = prices_on(step_on(request, plan.mesh), request.split, mesh=plan.mesh)
     return tuple(whole_operators(request.split.priced_calls(split_of(plan), prices)))
@@ -312,13 +310,9 @@ def step_of(request: SearchRequest, plan: ParallelPlan) -> TrainingStep:
             "a plan with a tensor axis is explained by the model that can be split: give it in the "
             "request"
         )
-    # tensor axes: joint modules, splits of activations, or of parameters alone
+    # tensor axes: splits of activations, or of parameters alone
     layout = layout_of_plan(plan)
-    if plan.joint:
-        step = joint_step_in(
-            replace(layout, joint=plan.joint), whole, request.split, mesh=plan.mesh
-        )
-    elif layout.rules:
+    if layout.rules:
         step = step_in(layout, whole, request.split, mesh=plan.mesh)
     else:
         step = step_under(split_of(plan), whole, request.split, mesh=plan.mesh)

@@ -38,7 +38,7 @@ from lightning_topt.costs.plain_values import (
 )
 from lightning_topt.graph.errors import PlanError
 from lightning_topt.graph.mesh_axes import Mesh, data_mesh
-from lightning_topt.graph.op_config import JointModule, OpConfig
+from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.plan_values import (
     BlockPlan,
     Preset,
@@ -52,7 +52,6 @@ from lightning_topt.plan.plan_values import (
     read_exchange,
     read_given_exchange,
     read_given_local_steps,
-    read_joint,
     read_local_steps,
     read_mesh,
     stage_reader,
@@ -102,8 +101,6 @@ class ParallelPlan:
         schedule: name of the pipeline schedule (`schedules`) of a plan with stages; None without.
         own_batches: with a schedule, each rank of a pipeline brings a batch, and each of these is
             one microbatch.
-        joint: modules that run the batches of all ranks of a tensor group at once. Each rank brings
-            a batch, and runs all the rest of the model on it alone.
         prediction: with a schedule that never flushes, the rule for the weights of its passes: its
             name, or ``{"rule": name, option: value}``. None: the default one of the optimizer.
         gradient_views: unsharded gradients are views of DDP's buckets (`gradient_as_bucket_view`),
@@ -135,7 +132,6 @@ class ParallelPlan:
     num_microbatches: int = 1
     schedule: str | None = None
     own_batches: bool = False
-    joint: tuple[JointModule, ...] = ()
     prediction: WeightPrediction | str | Mapping[str, Any] | None = None  # kept as a rule
     gradient_views: bool = False
     gather_dtype: str | None = None
@@ -172,8 +168,8 @@ class ParallelPlan:
                 f"num_microbatches is 1, or the ranks along tensor axes, {ranks}; got "
                 f"{self.num_microbatches}"
             )
-        if self.joint:
-            _check_joint_modules(self)
+        if self.schedule is None and self.num_microbatches > 1:
+            _check_own_batches(self)
         # an exchange that cannot be made is refused with the plan, before any rank runs
         if self.gradient_exchange is not None:
             try:
@@ -239,12 +235,7 @@ class ParallelPlan:
 
         They run these batches together.
         """
-        # one microbatch each, modules that run all batches at once, or one batch after the other
-        return (
-            self.own_batches
-            or bool(self.joint)
-            or (self.schedule is None and self.num_microbatches > 1)
-        )
+        return self.own_batches or (self.schedule is None and self.num_microbatches > 1)
 
     @property
     def keeps_gradients_whole(self) -> bool:
@@ -283,8 +274,6 @@ class ParallelPlan:
             blocks += f", {self.num_microbatches} microbatches"
         if self.own_batches:
             blocks += ", the batch of each rank"
-        if self.joint:
-            blocks += f", {len(self.joint)} joint modules"
         if self.gradient_views:
             blocks += ", gradients as views of buckets"
         if self.gather_dtype is not None:
@@ -310,7 +299,6 @@ class ParallelPlan:
             "schedule": self.schedule,
             "num_microbatches": None if count == 1 else count,
             "own_batches": self.own_batches or None,
-            "joint": [each.to_dict() for each in self.joint] or None,
             "gradient_views": self.gradient_views or None,
             "gather_dtype": self.gather_dtype,
             "prediction": None if rule is None else prediction_to_value(rule),
@@ -453,7 +441,6 @@ _READERS: dict[str, ValueReader[Any]] = {
     "num_microbatches": whole,
     "schedule": text,
     "own_batches": truth,
-    "joint": read_joint,
     "prediction": anything,
     "gradient_views": truth,
     "gather_dtype": text,
@@ -574,14 +561,24 @@ def _check_continuous(plan: ParallelPlan) -> None:
             )
 
 
+def _check_own_batches(plan: ParallelPlan) -> None:
+    """Raise PlanError where ranks of a tensor group that bring a batch each shard gradients."""
+    for block, config in plan.configs.items():
+        if config.storage.sharded_axes("gradients"):
+            raise PlanError(
+                f"block {shown(block)} shards gradients, and ranks that bring a batch each "
+                "evaluate by themselves, without shards of others: choose ZeRO level 0 or 1, or "
+                "leave out num_microbatches"
+            )
+
+
 def _check_views(plan: ParallelPlan) -> None:
     """Raise PlanError where no gradient of the plan is in a bucket of DDP."""
-    if plan.schedule is not None or all(
-        config.storage.sharded_axes("gradients") for config in plan.configs.values()
-    ):
+    several = plan.schedule is not None or plan.num_microbatches > 1
+    if several or all(config.storage.sharded_axes("gradients") for config in plan.configs.values()):
         raise PlanError(
             "gradient_views is for gradients that DistributedDataParallel averages (ZeRO levels 0 "
-            "and 1, no stages), of which this plan has none: leave it out"
+            "and 1, one batch in a step), of which this plan has none: leave it out"
         )
 
 
@@ -631,30 +628,3 @@ def _check_local_steps(plan: ParallelPlan) -> None:
             "ranks that train alone average no gradients: leave out gradient_exchange and "
             "gradient_views, or local_steps"
         )
-
-
-def _check_joint_modules(plan: ParallelPlan) -> None:
-    """Raise PlanError for what a plan with joint modules cannot have."""
-    # one tensor axis, without stages and without sequential batches
-    is_sequential = plan.num_microbatches > 1  # ranks of a tensor group run one batch at a time
-    if len(plan.mesh.tensor_axes) != 1 or plan.schedule is not None or is_sequential:
-        raise PlanError(
-            "joint modules are for a mesh with one tensor axis, whose ranks bring a batch each: "
-            "leave out schedule and num_microbatches, or joint"
-        )
-    if plan.gradient_exchange is not None:
-        raise PlanError(
-            "a gradient exchange does not know joint modules: leave out gradient_exchange, or joint"
-        )
-    # DDP sums the gradients, and the modules say themselves how they are placed
-    for block, config in plan.configs.items():
-        if config.storage.sharded_axes("gradients"):
-            raise PlanError(
-                f"block {shown(block)} shards gradients beside joint modules: choose ZeRO level 0 "
-                "or 1"
-            )
-        if config.inputs or config.outputs or config.sums or config.gathers:
-            raise PlanError(
-                f"block {shown(block)} says where tensors are, which joint modules say themselves: "
-                "leave out inputs, outputs, sums and gathers"
-            )

@@ -644,7 +644,6 @@ def points_of(batch: PlanBatch, rows: Rows) -> list[PlanPoint]:
             gradient_exchange=step.exchange,
             local_steps=step.local_steps,
             num_microbatches=step.num_microbatches,
-            joint=step.joint,
             gradient_views=step.gradient_views
             and any(has_unsharded_gradients(block.config) for block in placed_blocks),
         )

@@ -10,7 +10,6 @@ checkpoints hold them as plain values. Each pair of functions here writes and re
     gradient exchange  exchange_to_dict        read_given_exchange  {method: topk, density: 0.01}
     local steps        exchange_to_dict        read_given_local_steps  {method: local_steps, ...}
     expected costs     `dataclasses.asdict`    read_estimate        {step_seconds: 0.1, ...}
-    joint modules      `JointModule.to_dict`   read_joint           [{module: a, ...}]
 
 A placement on a mesh is one word where it is the same along all axes (``shard(0)``), else a mapping
 from axis to word. Readers raise ValueError with one sentence that names the entry. Sizes, depth and
@@ -20,7 +19,6 @@ aliases of a text are bounded before that (`costs.plain_values`).
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,7 +46,6 @@ from lightning_topt.costs.plain_values import (
 from lightning_topt.graph.errors import PlanError
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import (
-    JointModule,
     OpConfig,
     Placements,
     Shard,
@@ -296,39 +293,6 @@ def _read_placements(mesh: Mesh, value: Any, /, *, name: str) -> Placements:
 
 read_estimate = record(
     StepEstimate, **{field.name: number for field in dataclasses.fields(StepEstimate)}
-)
-
-
-def read_joint(value: Any, /, *, name: str) -> tuple[JointModule, ...]:
-    """Read what `JointModule.to_dict` wrote of several."""
-    found = _read_joint_modules(value, name=name)
-    # Joint modules do not contain one another: what is in a module comes right after it.
-    for joint, other in itertools.pairwise(sorted(found, key=lambda each: each.module.split("."))):
-        if joint.holds(other.module):
-            raise ValueError(
-                f"{name}: module {other.module!r} is {joint.module!r}, or inside of it; name one "
-                "of them"
-            )
-    return found
-
-
-def _read_path(value: Any, /, *, name: str) -> str:
-    if not text(value, name=name):
-        raise ValueError(f"{name} must be the path of a module, got {value!r}")
-    return str(value)
-
-
-def _read_dim(value: Any, /, *, name: str) -> int | None:
-    if value is not None and not (type(value) is int and 0 <= value < 64):
-        raise ValueError(
-            f"{name} must be the dim of the samples of a tensor, or null; got {shown(value)}"
-        )
-    return value
-
-
-_read_dims = list_of(_read_dim)
-_read_joint_modules = list_of(
-    record(JointModule, module=_read_path, inputs=_read_dims, outputs=_read_dims)
 )
 
 

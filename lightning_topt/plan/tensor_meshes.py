@@ -7,7 +7,6 @@ mesh under every split worth pricing; `step` below is always a `TrainingStep`:
     split      the model whose parameters can be split (`SplitModel`)
     a split    which parameters are split, the tensors between layers unsharded: `step_under`
     a layout   tensors between layers are split too: `layout_step`, `step_in`
-    joint      modules that run the batches of all ranks of the tensor axis at once: `joint_step`
 """
 
 from __future__ import annotations
@@ -75,16 +74,16 @@ def least_seconds(whole: TrainingStep, size: int) -> float:
     """Return a lower bound of all steps in which tensor groups of `size` run their ranks' batches.
 
     `whole` is the step of a data rank. At best all of the computation and the update is split,
-    which takes a collective in forward and one in backward. The exchange along data axes is hidden
-    then.
+    which takes a collective in forward and one in backward of each batch. The exchange along data
+    axes is hidden then.
     """
     (mesh, *_) = tensor_meshes(whole.cluster, whole.mesh.size, size)
-    step = replace(whole, mesh=mesh)  # joint modules may run all batches at once
+    step = replace(whole, mesh=mesh, num_microbatches=size)
     compute = float(sum(times.sum() for times in step.compute.values()))
     update = sum(
         step.update_seconds(parameter, share=1 / size) for parameter in step.graph.parameters
     )
-    collectives = 2 * step.collective_seconds("all_reduce", 1.0, axes=mesh.tensor_axes)
+    collectives = 2 * size * step.collective_seconds("all_reduce", 1.0, axes=mesh.tensor_axes)
     return compute + update + collectives + step.sent_seconds
 
 
@@ -131,11 +130,6 @@ def tensor_steps(
         if (step := step_under(candidate, whole, split, mesh=mesh)) is not None:
             yield step
             found = True
-        # where each rank brings a batch, modules may run them all at once
-        if whole.num_microbatches == 1:
-            continue
-        if (joint := joint_step(candidate, whole, split, mesh=mesh)) is not None:
-            yield joint
     # tensors between layers split as well, if the model can run so
     if found and not layout:
         with suppress(ValueError):
@@ -152,37 +146,6 @@ def step_under(
         return None
     calls = sum(split.calls(chosen).values())
     return step_of(whole, local, mesh=mesh, split=chosen, calls=calls)
-
-
-def joint_step(
-    chosen: ModelSplit, whole: TrainingStep, split: SplitModel, *, mesh: Mesh
-) -> TrainingStep | None:
-    """Return the step of one rank with joint modules; None where no module can be one.
-
-    Joint modules run the batches of all ranks of the tensor axis where `chosen` splits their
-    parameters. `whole` is the step that runs them one after the other.
-    """
-    prices, before = prices_on(whole, split, mesh=mesh), None
-    # again and again without the module that refused
-    while (layout := split.joint_layout(chosen, prices)) is not None and layout != before:
-        if (step := joint_step_in(layout, whole, split, mesh=mesh)) is not None:
-            return step
-        before = layout  # a module that refused is left out of the next one
-    return None
-
-
-def joint_step_in(
-    layout: SplitLayout, whole: TrainingStep, split: SplitModel, *, mesh: Mesh
-) -> TrainingStep | None:
-    """Return the step with joint modules as in `layout`; None where it cannot be captured."""
-    local = split.local_graph_of(layout, _along(mesh))
-    if local is None:
-        return None
-    chosen = ModelSplit(
-        {name: placed for name, (placed,) in layout.placements.items()}, 0.0, 0.0, 0.0
-    )
-    step = step_of(whole, local, mesh=mesh, split=chosen, calls=sum(split.calls(chosen).values()))
-    return replace(step, num_microbatches=1, joint=layout.joint)
 
 
 def layout_step(whole: TrainingStep, split: SplitModel, *, mesh: Mesh, layout: str) -> TrainingStep:

@@ -4,20 +4,19 @@ A fit under ``"topt"``, from Lightning's hooks down:
 
     auto_parallel          the strategy: each hook hands on to one of the parts below
     pipeline_strategy      the same with stages (``"topt_pipeline"``)
-    plan_controller        decides when a plan is made, and of what
-      plan_request         what the user asked for, and when that can be planned
+    shared_updates         nothing is asked: ddp, with updates shared where a clock says so
+    plan_controller        the plan of a fit, and whether its steps take what was predicted
+      plan_request         what the user asked for
         plan_options       the forms in which plans, meshes and limits are given
-      traced_planning      before the first step: a given plan, or a step traced on fake tensors
-      watched_planning     after the first steps, which run under DDP
-        watched_steps      how they are watched
-      default_search       the search without a plan: data axes, tensor axes, stages
+      traced_planning      a given plan, or one made of a step that is traced at setup
+      default_search       the whole search: data axes, tensor axes, stages
       searched_plan        what a search needs, and the search on a given mesh
-      planning             optimizers and example batches of a fit; agreement of ranks
-    plan_run               applies a plan, lets another take over, undoes it
+      planning             optimizers and an example batch of a fit; agreement of ranks
+    plan_run               applies a plan before optimizers are made, undoes it
       step_runner          how steps run under a plan; the plain way
       pipeline_steps       ... through stages, in microbatches
       continuous_steps     ... through stages without flush
-      sequential_batches   ... on a tensor group whose ranks run each other's batches
+      group_steps          ... on a tensor group or a pipeline whose ranks bring a batch each
       data_group           which ranks share samples
     plan_artifacts         the plan in loggers, and the page of what was searched
     plan_checkpoints       full and sharded checkpoints, whatever the plan
@@ -25,7 +24,7 @@ A fit under ``"topt"``, from Lightning's hooks down:
     rank_batches           ranks with different numbers of batches
       uneven_ranks         ... in training: those without one join, or all stop
         step_without_batch the collective calls of a step, and nothing else
-      exact_evaluation     ... in evaluation, where every sample counts once
+      exact_evaluation     ... in evaluation
         logged_results     what was logged, on ranks that had no batch
       loader_lengths       how many batches each rank has, read without asking others
       presence             which ranks have a batch, and who counts
@@ -34,7 +33,7 @@ A fit under ``"topt"``, from Lightning's hooks down:
 
 What these use:
 
-    why a plan cannot run  requirements, with code_names, code_paths and held_parameters
+    why a plan cannot run  requirements
     a step's result        step_records, microbatches, loss_kinds, stashed_gradients
     between ranks          value_exchange, clipping
     Lightning              ddp_options, register, lent_methods, lightning_private
@@ -55,52 +54,46 @@ from lightning_topt.basics.lazy_names import lazy_names
 
 if TYPE_CHECKING:  # the same names, for type checkers and editors
     from lightning_topt.plugins.continuous_steps import ContinuousRunner
-    from lightning_topt.plugins.exact_evaluation import ExactEvaluation, why_padded
-    from lightning_topt.plugins.pipeline_steps import OwnBatchPipeline, PipelineRunner, StageSteps
+    from lightning_topt.plugins.elastic import ElasticRun, check_elastic
+    from lightning_topt.plugins.exact_evaluation import ExactEvaluation
+    from lightning_topt.plugins.group_steps import GroupRunner
+    from lightning_topt.plugins.pipeline_steps import PipelineRunner, StageSteps
     from lightning_topt.plugins.plan_artifacts import log_plan
     from lightning_topt.plugins.plan_checkpoints import load_whole, save_file
-    from lightning_topt.plugins.sequential_batches import JointBatches, SequentialBatches
     from lightning_topt.plugins.step_without_batch import zero_loss
     from lightning_topt.plugins.traced_planning import decide_plan
     from lightning_topt.plugins.uneven_ranks import UnevenRanks
-    from lightning_topt.plugins.watched_planning import WatchedPlanning, refine_watched
 
 # What only some fits need, and the module that it is imported from at its first use.
 _HOMES = {
     "ContinuousRunner": "continuous_steps",
+    "ElasticRun": "elastic",
+    "check_elastic": "elastic",
     "ExactEvaluation": "exact_evaluation",
-    "why_padded": "exact_evaluation",
-    "OwnBatchPipeline": "pipeline_steps",
+    "GroupRunner": "group_steps",
     "PipelineRunner": "pipeline_steps",
     "StageSteps": "pipeline_steps",
-    "JointBatches": "sequential_batches",
-    "SequentialBatches": "sequential_batches",
     "UnevenRanks": "uneven_ranks",
     "log_plan": "plan_artifacts",
     "load_whole": "plan_checkpoints",
     "save_file": "plan_checkpoints",
     "zero_loss": "step_without_batch",
     "decide_plan": "traced_planning",
-    "WatchedPlanning": "watched_planning",
-    "refine_watched": "watched_planning",
 }
 
 __all__ = [
     "ContinuousRunner",
+    "ElasticRun",
     "ExactEvaluation",
-    "JointBatches",
-    "OwnBatchPipeline",
+    "GroupRunner",
     "PipelineRunner",
-    "SequentialBatches",
     "StageSteps",
     "UnevenRanks",
-    "WatchedPlanning",
+    "check_elastic",
     "decide_plan",
     "load_whole",
     "log_plan",
-    "refine_watched",
     "save_file",
-    "why_padded",
     "zero_loss",
 ]
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -25,7 +24,6 @@ from lightning_topt.costs.intervals import LEVEL
 from lightning_topt.execution.memory import MemoryMeter
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.ddp_options import check_devices, known_options, name_own_strategy
-from lightning_topt.plugins.elastic import ElasticRun, check_elastic
 from lightning_topt.plugins.exchange_guard import ExchangeGuard
 from lightning_topt.plugins.lost_ranks import LostRankWatch
 from lightning_topt.plugins.plan_checkpoints import PlanCheckpoints
@@ -37,14 +35,15 @@ from lightning_topt.plugins.planning import Planning, check_agreement
 from lightning_topt.plugins.preemption import Preemption
 from lightning_topt.plugins.rank_batches import RankBatches
 from lightning_topt.plugins.register import register_names
+from lightning_topt.plugins.shared_updates import SharedUpdates
+from lightning_topt.plugins.step_clock import Hint
 from lightning_topt.plugins.training_data import TrainingData
-from lightning_topt.plugins.watched_steps import WATCHED_STEPS, WatchingRedirection
 from lightning_topt.techniques.ddp_wrapper import register_hook, wrap_in_ddp
-from lightning_topt.techniques.tensor_parallel.user_code import among_all_ranks
 from lightning_topt.techniques.sharding_checks import explain
 
 if TYPE_CHECKING:
     from lightning_topt.communication.local_exchange import LocalExchange
+    from lightning_topt.plugins.elastic import ElasticRun
 
 
 class AutoParallelStrategy(DDPStrategy):
@@ -119,9 +118,7 @@ class AutoParallelStrategy(DDPStrategy):
             ``"stop"``, all end with the first; ``"error"``; None, as under ``ddp``, which needs
             equally many (docs/robustness.md).
         pad_evaluation: whether samples are repeated in validation and tests until all ranks have
-            equally many, as under ``ddp``. If False, each counts once. None: each counts once where
-            ranks have equally many batches of a loader, and only Lightning and torchmetrics talk
-            between ranks in evaluation.
+            equally many, as under ``ddp``. If False, each counts once.
         elastic: whether a fit goes on when a rank is lost, under torchrun, from the memory of the
             others: experimental, on CPUs with gloo (docs/how_to/elastic.md).
         ddp_options: arguments of Lightning's `DDPStrategy` and torch's `DistributedDataParallel`.
@@ -154,11 +151,10 @@ class AutoParallelStrategy(DDPStrategy):
         equal_within: float | None = None,
         allow_compression: Allow = None,
         allow_staleness: AllowStaleness = False,
-        watch_steps: int = WATCHED_STEPS,
         checkpoint: str = "full",
         async_checkpoint: bool = False,
         uneven: str | None = "join",
-        pad_evaluation: bool | None = None,
+        pad_evaluation: bool = True,
         elastic: bool = False,
         **ddp_options: Any,
     ) -> None:
@@ -176,24 +172,27 @@ class AutoParallelStrategy(DDPStrategy):
             ddp_kwargs=self._ddp_kwargs,
             has_hook=self._ddp_comm_hook is not None,
         )
-        self._controller = PlanController(self.request, watch_steps=watch_steps)
-        self._forward_redirection = WatchingRedirection(self._controller.forward)  # within DDP
+        self._controller = PlanController(self.request)
         self.rank_watch = LostRankWatch()
         self._guard = ExchangeGuard(self.rank_watch)
         self._checkpoints = PlanCheckpoints(checkpoint, self._guard, in_background=async_checkpoint)
         self._run = PlanRun(self, self._checkpoints)
+        self._updates: SharedUpdates | None = None  # of a fit that asks for no plan
+        self._is_asked = False
         preemption = Preemption()
         self._training_data = TrainingData(self, preemption)
         self._elastic: ElasticRun | None = None
         if elastic:
-            check_elastic(
+            plugins.check_elastic(
                 checkpoint=checkpoint,
                 async_checkpoint=async_checkpoint,
                 uneven=uneven,
                 allow_staleness=allow_staleness,
                 start_method=self._start_method,
             )
-            self._elastic = ElasticRun(self, self.rank_watch, self._training_data, self._run)
+            self._elastic = plugins.ElasticRun(
+                self, self.rank_watch, self._training_data, self._run
+            )
             preemption.keep = self._elastic.keep
         self._batches = RankBatches(
             uneven,
@@ -202,6 +201,7 @@ class AutoParallelStrategy(DDPStrategy):
             why_not=self._why_not_join,
             sharing=self._sharing_samples,
             gathers=self._gathers_in_evaluation,
+            may_gather=self._may_gather,
             evaluate=self._join_evaluation,
         )
         self._accumulates = self._failed = False
@@ -224,6 +224,11 @@ class AutoParallelStrategy(DDPStrategy):
         return self._controller.planned_by
 
     @property
+    def hint(self) -> Hint | None:
+        """Where the time of this rank's steps goes, and what treats it; of a fit without a plan."""
+        return None if self._updates is None else self._updates.hint
+
+    @property
     def planning_seconds(self) -> float | None:
         """How long planning took in the last fit."""
         return self._controller.seconds
@@ -244,6 +249,11 @@ class AutoParallelStrategy(DDPStrategy):
     @decided.setter
     def decided(self, values: Mapping[str, Any]) -> None:
         self._controller.decided = values
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether a fit goes on when a rank is lost."""
+        return self._elastic is not None
 
     @property
     def ranks_may_end_apart(self) -> bool:
@@ -307,58 +317,48 @@ class AutoParallelStrategy(DDPStrategy):
         self._training_data.check_checkpoint(trainer)
         self._controller.begin_fit()
         self._guard.open(None)
-        # Unsharded gradients and optimizer states may take too much memory.
-        may_shard = request.may_shard_for_memory(module, device)
-        self._checkpoints.begin_fit(module, defers_states=may_shard)
-        if may_shard and request.must_shard_first(module, device):
-            # Not even the parameters fit: shard them before they get to the device.
-            self._run.set_up_fit(self._controller, trainer)
-            return
-        # As ddp, so that loaders and hooks come in its order.
+        self._checkpoints.begin_fit(module)
+        self._updates = None
+        # Asking is consent; and what cannot fit under DDP needs a plan.
+        self._is_asked = not request.asks_nothing or (
+            module.automatic_optimization and not request.fits_as_ddp(module, device)
+        )
         super().setup(trainer)
-        if self._controller.begin_at_setup(trainer, may_shard=may_shard):
-            self._run.start(self._controller, trainer, None)
+
+    @override
+    def model_to_device(self) -> None:
+        # Under a plan each tensor gets there once it is in shards.
+        if not self._is_asked:
+            super().model_to_device()
 
     @override
     def configure_ddp(self) -> None:
-        assert self.model is not None
-        if self._checkpoints.defers_states:
-            # As DDP begins, but for its buckets, which take the memory of all gradients.
-            _sync_module_states(self.model)
+        assert self.model is not None and self.lightning_module is not None
+        if self._is_asked:
+            trainer = self.lightning_module.trainer
+            self._run.apply(self._controller.decide(trainer), trainer)
             return
         options, device = run_options(self), self.root_device
         self.model = ddp = wrap_in_ddp(
             self.model, device=device, arguments=options.ddp, topology=options.topology
         )
-        # On every device: torch runs hooks on gloo too, which Lightning drops silently.
         register_hook(ddp, options.hook, options.hook_state)
 
     @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if self._is_asked:
+            self._run.attach(self.optimizers)
+            self._controller.begin_plan(trainer)
+
+    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        assert self.lightning_module is not None
-        trainer, controller = self.lightning_module.trainer, self._controller
-        is_partial = self._batches.presence.is_partial
-        # The first batch: planning, where it has waited for one.
-        if controller.waits_for_batch:
-            if controller.plan is None:
-                if is_partial:
-                    raise ValueError(
-                        "the plan is made of the first batch of each rank, and some rank has no "
-                        "batch at all: take plan='ddp', or give every rank one"
-                    )
-                controller.decide(trainer, batch)
-            self._run.start(controller, trainer, batch)
-        # Enough steps were watched: another plan may take over before this one, if all ranks have
-        # a batch.
-        plan = None if is_partial else controller.poll(trainer, batch, batch_idx)
-        if plan is not None:
-            self._run.switch(plan, trainer, batch, refines=self.request.plan is not None)
-            if self._elastic is not None:
-                self._elastic.begin_plan()
         if self._elastic is not None:
             self._elastic.begin_batch()
         super().on_train_batch_start(batch, batch_idx)
-        controller.begin_batch()
+        self._controller.begin_batch()
+        if self._updates is not None:
+            self._updates.begin_batch()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -374,7 +374,9 @@ class AutoParallelStrategy(DDPStrategy):
         if self._elastic is not None:
             self._elastic.end_training()
         self._batches.end(failed=self._failed)
-        self._controller.end_fit(failed=self._failed, world_size=self.world_size)
+        self._controller.end_fit()
+        if self._updates is not None:
+            self._updates.end(failed=self._failed)
         self._run.end(failed=self._failed)
         self._checkpoints.end_fit()
         self._training_data.end()
@@ -400,16 +402,15 @@ class AutoParallelStrategy(DDPStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        with self._controller.backward(closure_loss):
-            self._guard.begin_backward(self.precision_plugin)
-            self._batches.weighted(closure_loss)
-            with self._guard.errors():
-                return super().backward(closure_loss, optimizer, *args, **kwargs)
+        self._guard.begin_backward(self.precision_plugin)
+        self._batches.weighted(closure_loss)
+        clock = None if self._updates is None else self._updates.clock
+        with self._guard.errors(), nullcontext() if clock is None else clock.backward():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def _join_step(self, zero_gradients: Callable[[], None]) -> None:
         """Take part in a training step without a batch."""
         assert self.model is not None and self.lightning_module is not None
-        self._controller.step_without_batch()
         self._guard.begin_backward(self.precision_plugin)
         with self._guard.errors():
             self._run.runner.step_without_batch(self.model, self.lightning_module, zero_gradients)
@@ -422,6 +423,9 @@ class AutoParallelStrategy(DDPStrategy):
 
     def _gathers_in_evaluation(self) -> bool:
         return self._run.runner.gathers_in_evaluation
+
+    def _may_gather(self) -> bool:
+        return not self.request.asks_nothing
 
     def _join_evaluation(self, name: str) -> None:
         """Take part in an evaluation step without a batch."""
@@ -449,10 +453,11 @@ class AutoParallelStrategy(DDPStrategy):
     ) -> Any:
         if self._elastic is not None:
             closure = self._elastic.watched(closure)
-        own_step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
-        step = partial(self._guard.step, own_step, self.precision_plugin)
-        # Watching ends where the closure does, with forward and backward in it.
-        with self._controller.update(optimizer):
+        clock = None if self._updates is None else self._updates.clock
+        with nullcontext(_as_it_is) if clock is None else clock.update() as timed:
+            closure = timed(closure)
+            own_step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
+            step = partial(self._guard.step, own_step, self.precision_plugin)
             result = self._run.runner.update(step, optimizer, closure)
         self._controller.end_batch(updates=True)
         if self._elastic is not None:
@@ -492,6 +497,12 @@ class AutoParallelStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._training_data.begin()
+        if not self._is_asked:
+            assert self.lightning_module is not None
+            self._updates = SharedUpdates(
+                self, self._controller, waited=lambda: self._training_data.waited_seconds
+            )
+            self._updates.begin(self.lightning_module.trainer)
         if self._elastic is not None:
             self._elastic.begin_training()
 
@@ -531,9 +542,14 @@ class AutoParallelStrategy(DDPStrategy):
             tensor = self._run.runner.unsharded(tensor)
             return self._batches.gathered(tensor, self._run.data.group, gather)
         own = partial(super().all_gather, group=group, sync_grads=sync_grads)
-        # A step that is traced sends nothing.
-        with among_all_ranks() if self._run.engine is None else nullcontext():
-            return self._batches.gathered(tensor, group, own)
+        if self._is_asked and self._run.engine is None:  # a step that is traced sends nothing
+            from lightning_topt.techniques.tensor_parallel.user_code import (  # noqa: PLC0415
+                among_all_ranks,
+            )
+
+            with among_all_ranks():
+                return self._batches.gathered(tensor, group, own)
+        return self._batches.gathered(tensor, group, own)
 
     # ---- checkpoints -----------------------------------------------------------------------------
 
@@ -553,7 +569,7 @@ class AutoParallelStrategy(DDPStrategy):
         read = super().optimizer_state
         if self._elastic is not None and self._elastic.is_alone:
             return read(optimizer)
-        return self._checkpoints.optimizer_state(optimizer, self.optimizers, without_plan=read)
+        return self._checkpoints.optimizer_state(optimizer, without_plan=read)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -578,6 +594,8 @@ class AutoParallelStrategy(DDPStrategy):
     def on_train_end(self) -> None:
         self._run.runner.drain()
         super().on_train_end()
+        if self._updates is not None:
+            self._updates.end(failed=False)
         self._checkpoints.end_training(self)
         assert self.lightning_module is not None
         if self.lightning_module.trainer.loggers:
@@ -600,3 +618,7 @@ class AutoParallelStrategy(DDPStrategy):
         register_names(
             "topt", cls, registry=strategy_registry, description="Searches and runs a parallel plan"
         )
+
+
+def _as_it_is(closure: Callable[[], Any]) -> Callable[[], Any]:
+    return closure

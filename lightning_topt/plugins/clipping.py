@@ -11,7 +11,7 @@ of all ranks together. Each function returns what undoes it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
@@ -20,7 +20,9 @@ from torch.optim import Optimizer
 
 from lightning_topt.optim.clipping import agree_on_overflow
 from lightning_topt.optim.full_state import parameters_of
-from lightning_topt.optim.reduce_scatter import ScatteredStep, install_overflow_agreement
+
+if TYPE_CHECKING:
+    from lightning_topt.optim.reduce_scatter import ScatteredStep
 
 
 class Clips(Protocol):
@@ -81,6 +83,10 @@ def clip_scattered(precision: Precision, step: ScatteredStep) -> Callable[[], No
     precision.clip_grad_by_value = by_value  # type: ignore[method-assign]
     scaler = getattr(precision, "scaler", None)
     if scaler is not None:
+        from lightning_topt.optim.reduce_scatter import (  # noqa: PLC0415  (few fits scatter)
+            install_overflow_agreement,
+        )
+
         install_overflow_agreement(scaler, step.exchange)
 
     def restore() -> None:

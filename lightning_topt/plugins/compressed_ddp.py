@@ -83,7 +83,7 @@ class CompressedDDPStrategy(DDPStrategy):
         nodes: int | None = None,
         ranks_per_node: int | None = None,
         uneven: str | None = "join",
-        pad_evaluation: bool | None = None,
+        pad_evaluation: bool = True,
         **ddp_options: Any,
     ) -> None:
         refuse_method_options(ddp_options)

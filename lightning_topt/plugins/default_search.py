@@ -1,24 +1,19 @@
-"""The search without a plan, where every rank has its own batch.
+"""The whole search, where every rank has its own batch.
 
 Three searches, each only where it may beat what was found before (`pays`):
 
     data axes    every ZeRO level and recomputation per block (`plan.plan_search`)
-    tensor axes  the ranks of a tensor group run their batches in joint modules or sequentially
-                 (`sequential_batches`), whichever is faster
+    tensor axes  the ranks of a tensor group run their batches one after the other (`group_steps`)
     stages       the ranks of a pipeline run their batches as microbatches (`pipeline_steps`)
 
-The last two need a step that is captured on fake tensors, and user code that other ranks may run
+The last two need a step that is traced on fake tensors, and that other ranks may run as well
 (`requirements`). All that was found becomes one frontier, from which the plan is chosen.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
-import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,12 +25,9 @@ from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.execution.pipeline.stage_layout import written_buffers
 from lightning_topt.execution.pipeline.step_flows import StepFlows
 from lightning_topt.graph.blocks import why_not_recomputed
-from lightning_topt.graph.capture import capture
 from lightning_topt.graph.errors import one_line
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.graph.step_purity import PurityWatch
-from lightning_topt.graph.structures import map_tensors
 from lightning_topt.plan.choose import (
     NoPlanFitsError,
     equal_in_words,
@@ -51,7 +43,7 @@ from lightning_topt.plan.scenarios import ModelFacts, of_steps
 from lightning_topt.plan.tensor_meshes import least_seconds, tensor_sizes
 from lightning_topt.plugins.pipeline_steps import takes_index
 from lightning_topt.plugins.plan_request import PlanRequest
-from lightning_topt.plugins.planning import PlanDecision, Planning, on_rank_0
+from lightning_topt.plugins.planning import Planning
 from lightning_topt.plugins.requirements import (
     OWN_BATCHES,
     SEARCHED_STAGES,
@@ -61,106 +53,46 @@ from lightning_topt.plugins.requirements import (
     why_not,
 )
 from lightning_topt.plugins.searched_plan import (
+    NeedsKernels,
+    Questions,
+    TracedStep,
     by_objective,
-    capture_step,
     choose_for,
     read_costs,
-    say,
     search_for,
     search_request,
-    split_model,
 )
-from lightning_topt.plugins.sequential_batches import are_alike
 from lightning_topt.plugins.step_records import loss_of
-from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 
 
-def search_default(
-    request: PlanRequest, trainer: pl.Trainer, batch: Any, graph: OpGraph
-) -> PlanDecision:
-    """Return the best plan for ranks that have a batch each. A collective call."""
-    # Measured by all ranks.
-    costs = read_costs(request, trainer, graph)
-    search = search_request(request, trainer, graph, costs)
-    are_joint = are_alike(batch, None, device=trainer.strategy.root_device)
-    planning: Planning | None = None
-
-    def searched(kernels: Mapping[KernelKey, float] | None) -> list[OpGraph] | dict[str, Any]:
-        nonlocal planning
-        found = search_with_axes(
-            request, trainer, batch, search, are_joint=are_joint, kernels=kernels
-        )
-        if isinstance(found, list):
-            return found
-        planning = found
-        return planning.chosen.plan.to_dict()
-
-    # First with kernels on slices by formula: that tells whether any have to be measured.
-    found = on_rank_0(lambda: searched(None if costs.measurements is not None else {}))
-    if isinstance(found, list):
-        kernels = costs.measured(found)
-        found = on_rank_0(lambda: searched(kernels))
-    assert isinstance(found, dict)
-    plan = ParallelPlan.from_dict(found)
-    say(plan)
-    return PlanDecision(plan, planning, "search", costs.measurements)
-
-
-def search_with_axes(
-    request: PlanRequest,
-    trainer: pl.Trainer,
-    batch: Any,
-    search: SearchRequest,
-    *,
-    are_joint: bool,
-    kernels: Mapping[KernelKey, float] | None,
-    why_not: str | None = None,
-    as_measured: Callable[[PlanFrontier], PlanFrontier] = lambda frontier: frontier,
-) -> Planning | list[OpGraph]:
+def search_all(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Questions[Planning]:
     """Search on data axes, then on tensor axes and in stages where that may pay.
 
-    Runs on rank 0, which captures steps for it.
-
-    Args:
-        request: what the user asked for.
-        trainer: whose step it is.
-        batch: of that step.
-        search: what to search on data axes.
-        are_joint: see `TensorSearch`.
-        kernels: seconds of kernels on slices; None: where they are wanted, the graphs that hold
-            them are returned.
-        why_not: why data axes alone are searched, as a clause.
-        as_measured: corrects the times of what was found.
-
-    Returns:
-        The frontier of all that was found, with the plan chosen from it; or the graphs whose
-        kernels are to be measured first.
-
-    Raises:
-        NoPlanFitsError: which says what was left out and why.
+    Returns the frontier of all that was found, with the plan chosen from it. Raises
+    NoPlanFitsError, which says what was left out and why.
     """
-    # Data axes: the watched or captured step as it is.
+    whole = request.keeps_parameters_whole
+    step = TracedStep.of(trainer, batch, splits=not whole)
+    costs = yield from read_costs(trainer, step.graph)
+    search = search_request(request, trainer, step.graph, costs)
+    # Data axes: the step as it is.
     found = [search_for(request, search)]
-    strategy: Any = trainer.strategy
-    if why_not is None and strategy.ranks_may_end_apart:
-        why_not = (
-            "the training data may end on one rank before others, which would need its batches"
-        )
+    why_axes = _why_data_axes_alone(request, step)
     # Tensor axes: whatever goes wrong is the reason why there are none.
-    step = TracedStep(trainer, batch)
-    tensor_search = TensorSearch(request, step, search, found[0], are_joint=are_joint)
-    no_tensor_axes, graphs = why_not, list[OpGraph]()
+    tensor_search = TensorSearch(request, step, search, found[0])
+    no_tensor_axes, graphs = why_axes, list[OpGraph]()
     if no_tensor_axes is None:
         try:
             no_tensor_axes, graphs = tensor_search.by_formula()
         except Exception as error:
             no_tensor_axes = one_line(error)
-    if graphs and kernels is None:
-        return graphs
     if no_tensor_axes is None:
-        found.append(tensor_search.frontier(kernels or {}))
+        kernels: Mapping[KernelKey, float] = {}
+        if costs.measured.measures and graphs:
+            kernels = yield NeedsKernels(graphs)
+        found.append(tensor_search.frontier(kernels))
     # Stages: these have to beat both.
-    no_stages = why_not
+    no_stages = why_axes
     if no_stages is None:
         try:
             no_stages = add_pipelines(request, step, search, found)
@@ -172,10 +104,9 @@ def search_with_axes(
         "Activation checkpointing was left out": why_not_recomputed(search.graph),
     }
     left_out = {what: why for what, why in whys.items() if why is not None}
-    # One frontier, with times as the steps took them, of steps that may have several batches.
-    frontier = as_measured(together(found))
+    # One frontier, of steps that may have several batches.
     facts = ModelFacts.of(search.graph, search.optimizer, search.cluster)
-    frontier = of_steps(frontier, accumulate=trainer.accumulate_grad_batches, facts=facts)
+    frontier = of_steps(together(found), accumulate=trainer.accumulate_grad_batches, facts=facts)
     frontier = with_intervals(frontier, search.cluster, search.graph, level=request.confidence)
     frontier = by_objective(request, frontier, trainer=trainer, optimizer=search.optimizer)
     try:
@@ -189,88 +120,28 @@ def search_with_axes(
         ) from error
 
 
-# ---- the traced step -----------------------------------------------------------------------------
-
-
-class TracedStep:
-    """The step of this rank with `batch`, traced on fake tensors when first asked for.
-
-    Its graph, calls, and what it changes.
-    """
-
-    def __init__(self, trainer: pl.Trainer, batch: Any) -> None:
-        self.trainer, self.batch = trainer, batch
-        self._watched = WatchedTrace(FunctionTrace())
-
-    @cached_property
-    def graph(self) -> OpGraph:
-        """The graph.
-
-        Raises what `capture_step` does, and ValueError where the step changes objects.
-        """
-        graph = capture_step(self.trainer, self.batch, trace=self._watched)
-        if self._watched.change is not None:
-            raise ValueError(
-                "training_step changes objects that the next step finds changed: "
-                f"{self._watched.change}"
-            )
-        return graph
-
-    @property
-    def trace(self) -> FunctionTrace:
-        """The calls of torch functions. Raises as `graph` does."""
-        assert self.graph is not None
-        return self._watched.trace
-
-
-@dataclasses.dataclass
-class WatchedTrace:
-    """A trace of a step's calls that also sees whether it changes Python objects.
-
-    `change` names one, after a capture.
-    """
-
-    trace: FunctionTrace
-    change: str | None = None
-
-    def of(self, module: nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """Return the context that traces the forward pass of `module`.
-
-        This is a copy that is thrown away.
-        """
-        return self._watching(module, self.trace.of(module))
-
-    @contextlib.contextmanager
-    def _watching(
-        self, module: nn.Module, tracing: contextlib.AbstractContextManager[Any]
-    ) -> Generator[None, None, None]:
-        # On the copy: what is changed there would be changed on the module.
-        watch = PurityWatch(module)
-        with tracing:
-            yield
-        self.change = self.change or watch.change()
+def _why_data_axes_alone(request: PlanRequest, step: TracedStep) -> str | None:
+    """Return why neither tensor axes nor stages are searched, as a clause, or None."""
+    strategy: Any = step.trainer.strategy
+    if request.keeps_parameters_whole:
+        return 'only the exchange of gradients is searched (plan="search" searches all)'
+    if step.trace is None:
+        return "the step reads values of tensors, so that it cannot be split"
+    if strategy.ranks_may_end_apart:
+        return "the training data may end on one rank before others, which would need its batches"
+    return None
 
 
 # ---- tensor axes ---------------------------------------------------------------------------------
 
 
 class TensorSearch:
-    """A search on tensor axes, where it may beat the `best` found on data axes.
-
-    `are_joint`: batches of all ranks are alike, so that they can run as one.
-    """
+    """A search on tensor axes, where it may beat the `best` found on data axes."""
 
     def __init__(
-        self,
-        request: PlanRequest,
-        step: TracedStep,
-        search: SearchRequest,
-        best: PlanFrontier,
-        *,
-        are_joint: bool,
+        self, request: PlanRequest, step: TracedStep, search: SearchRequest, best: PlanFrontier
     ) -> None:
         self._request, self._step, self._best = request, step, best
-        self._are_joint = are_joint
         self._search = search  # of the whole step; from `by_formula` on of a step that can be split
 
     def by_formula(self) -> tuple[str | None, list[OpGraph]]:
@@ -280,18 +151,12 @@ class TensorSearch:
         """
         if reason := self._why_not():
             return reason, []
-        trainer, batch = self._step.trainer, self._step.batch
-        graph, trace = self._step.graph, self._step.trace
-        if reason := why_not(Fit(trainer, batch, graph), SEQUENTIAL):
+        trainer = self._step.trainer
+        if reason := why_not(self._step.fit(self._request), SEQUENTIAL):
             return reason, []
-        # Joint modules are found by how shapes grow with the batch.
-        if self._are_joint:  # else most steps would run batches sequentially
-            _trace_larger(trace, trainer, batch, graph)
-        split = split_model(trainer, batch, graph, trace)
         self._search = dataclasses.replace(
             self._search,
-            graph=graph,
-            split=split,
+            split=self._step.split(),
             own_batches=True,
             evaluates=trainer.enable_validation,
             layout="tensor",
@@ -338,39 +203,7 @@ class TensorSearch:
             least = min(least_seconds(step, size) for size in sizes)
             if not pays(least, best, request.difference_on(search.cluster)):
                 return _why_computation(request, search)
-        fit = Fit(trainer, graph=search.graph, only_replicated=request.only_replicated)
-        return why_not(fit, SHARDED) or why_not(Fit(trainer), SEQUENTIAL)
-
-
-def _trace_larger(trace: FunctionTrace, trainer: pl.Trainer, batch: Any, graph: OpGraph) -> None:
-    """Let `trace` know the shapes of a larger batch too, if the step runs with one.
-
-    Joint modules are found by these.
-    """
-    if graph.batch_scaling:
-        return
-    larger, samples = FunctionTrace(), graph.step.batch_sizes[1]
-
-    def doubled(tensor: Tensor) -> Tensor:
-        return torch.cat([tensor, tensor]) if tensor.ndim and tensor.shape[0] == samples else tensor
-
-    context, device = trainer.precision_plugin.forward_context, trainer.strategy.root_device.type
-    options: dict[str, Any] = {
-        "forward_context": context,
-        "device": device,
-        "like": graph,
-        "adapt": larger.of,
-    }
-    with (
-        contextlib.suppress(Exception),
-        warnings.catch_warnings(),
-        contextlib.redirect_stdout(io.StringIO()),
-    ):
-        warnings.simplefilter("ignore")
-        capture(
-            trainer.lightning_module, map_tensors(batch, doubled), batch_scaling=False, **options
-        )
-        trace.first_borders, trace.first_samples = larger.borders, 2 * samples
+        return why_not(self._step.fit(request), SHARDED, SEQUENTIAL)
 
 
 # ---- stages --------------------------------------------------------------------------------------
@@ -392,8 +225,7 @@ def add_pipelines(
         and least_own_batch_seconds(search) >= limit
     ):
         return _why_computation(request, search)
-    traced = dataclasses.replace(search, graph=step.graph)
-    if reason := why_left_out(request, trainer, batch, traced):
+    if reason := why_left_out(step.fit(request), search):
         return reason
     frontier = _search_stages(
         request, dataclasses.replace(search, evaluates=trainer.enable_validation), found
@@ -415,22 +247,13 @@ def add_pipelines(
     return None
 
 
-def why_left_out(
-    request: PlanRequest,
-    trainer: pl.Trainer,
-    batch: Any,
-    search: SearchRequest,
-    *,
-    would_shard: Callable[[str], bool] = lambda _: True,
-) -> str | None:
+def why_left_out(fit: Fit, search: SearchRequest) -> str | None:
     """Return why ranks with a batch each cannot run in stages, as a clause.
 
-    That is what can be seen before a search. What torch cannot shard counts where the parameter's
-    name `would_shard`.
+    That is what can be seen before a search.
     """
     if not search.optimizer.by_parameter:
         return "the optimizer does not update each parameter by itself"
-    fit = Fit(trainer, batch, search.graph, request.only_replicated, would_shard)
     return why_not(fit, SEARCHED_STAGES, SHARDED, OWN_BATCHES)
 
 

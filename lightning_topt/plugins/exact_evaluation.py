@@ -1,25 +1,20 @@
-"""Validation, tests and predictions that count every sample once.
+"""Validation, tests and predictions on ranks with different numbers of batches.
+
+A rank without a batch waits for the others at the end of the loader, and takes part in the gathers
+of parameters in shards. What was logged is then reduced among all ranks, weighted by samples.
 
 The sampler that Lightning would give a loader repeats samples until all ranks have equally many.
-`ExactSampler` does not, so ranks may have different numbers of batches, or none. A rank without a
-batch waits for the others at the end of the loader, and takes part in the gathers of parameters in
-shards. What was logged is then reduced among all ranks, weighted by samples.
-
-Code of the user that talks to other ranks by itself may count on equally many batches, or samples.
-`why_padded` finds it; Lightning's evaluation is then kept, unless the user asked for the exact one.
-So is it for a loader of which ranks would have different numbers of batches: not all code is found.
+`ExactSampler` does not: every sample counts once, where the user asks for that. Code of the user
+that talks to other ranks by itself may count on equally many batches.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from itertools import islice
-from types import ModuleType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,18 +23,14 @@ import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
 )
-from torchmetrics import Metric, MetricCollection
 
-from lightning_topt.plugins.code_names import is_library, read_code
 from lightning_topt.plugins.lent_methods import LentMethods
 from lightning_topt.plugins.loader_lengths import LoaderLengths, are_known
 from lightning_topt.plugins.logged_results import lend_syncs, share_results
@@ -82,14 +73,13 @@ class ExactSamplerOf(ExactSampler):
 
 
 class ExactEvaluation:
-    """Lets the loops of a Trainer that evaluate count every sample once.
+    """Lets the loops of a Trainer evaluate where ranks have different numbers of batches.
 
     Args:
         presence: of the ranks, which averages of user code ask.
         gathers: whether an evaluation step is a collective call of all ranks.
         join: takes part in such a step of the others, by its name.
-        evenly: whether samples of a loader are repeated where ranks would have different numbers of
-            its batches.
+        pads: whether samplers are Lightning's, which repeat samples; else each counts once.
     """
 
     def __init__(
@@ -98,17 +88,18 @@ class ExactEvaluation:
         *,
         gathers: Callable[[], bool],
         join: Callable[[str], None],
-        evenly: bool = False,
+        pads: bool = False,
     ) -> None:
         self.presence, self.gathers, self._join = presence, gathers, join
-        self.evenly = evenly
+        self.pads = pads
         self._lent, self._metrics = LentMethods(), LentMethods()
         self._without: dict[Any, list[float]] = {}  # limits of loops that this rank has no data of
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Take the loops of `trainer` in hand, before their data are set up."""
         self.end()
-        self._lent.lend(trainer._data_connector, "_resolve_sampler", self._sampler)
+        if not self.pads:
+            self._lent.lend(trainer._data_connector, "_resolve_sampler", self._sampler)
         loops: list[Any] = [
             trainer.fit_loop.epoch_loop.val_loop,
             trainer.validate_loop,
@@ -147,8 +138,6 @@ class ExactEvaluation:
         if mode is RunningStage.PREDICTING:
             # As Lightning: each sample once, in the order of the loader's own sampler.
             return ExactSamplerOf(sampler, **options)
-        if self.evenly and not _is_even(dataloader, options["num_replicas"]):
-            return own(dataloader, shuffle=shuffle, mode=mode)
         if is_plain:
             return ExactSampler(dataloader.dataset, **options)
         return ExactSamplerOf(sampler, **options)
@@ -216,100 +205,6 @@ class ExactEvaluation:
         """Take part in a step of others in `loop`, for which this rank has no batch."""
         if self.gathers():
             self._join(_step_of(loop))
-
-
-def _is_even(dataloader: DataLoader[Any], ranks: int) -> bool:
-    """Return whether ranks have equally many batches if each sample is there once."""
-    sampler, batches = dataloader.sampler, dataloader.batch_sampler
-    if type(batches) is not BatchSampler or not isinstance(sampler, Sized):
-        return False  # nobody knows how samples become batches
-    shares = {len(range(rank, len(sampler), ranks)) for rank in (0, ranks - 1)}
-    # The last batch is dropped, or may be smaller.
-    smallest = batches.batch_size if batches.drop_last else 1
-    return len({(share - smallest) // batches.batch_size for share in shares}) == 1
-
-
-# What code names that talks to other ranks, or counts on how samples are shared among them.
-_TALKS = frozenset(
-    [
-        *("all_gather", "all_gather_into_tensor", "all_gather_object", "gather_object"),
-        *("all_reduce", "all_to_all", "all_to_all_single", "reduce_scatter", "batch_isend_irecv"),
-        *("broadcast", "broadcast_object_list", "barrier", "monitored_barrier", "new_group"),
-        *("distributed", "reduce_boolean_decision", "gather_all_tensors", "process_group"),
-        *("strategy", "global_rank", "get_rank", "world_size", "get_world_size"),
-    ]
-)
-_MOMENTS = ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end")
-_STAGES = ("validation", "test", "predict")
-_HOOKS = (
-    *("validation_step", "test_step", "predict_step", "transfer_batch_to_device"),
-    # Which may go on with what evaluation has found.
-    *("on_sanity_check_start", "on_sanity_check_end", "on_train_epoch_end", "on_train_end"),
-    "on_fit_end",
-    *("on_before_batch_transfer", "on_after_batch_transfer"),
-    *("write_on_batch_end", "write_on_epoch_end"),
-    *(f"on_{stage}_{moment}" for stage in _STAGES for moment in _MOMENTS),
-)
-
-
-def why_padded(trainer: pl.Trainer) -> str | None:
-    """Return why ranks should have equally many samples in evaluation; None where they need not.
-
-    Where only Lightning and submodules of torchmetrics talk between ranks, these count each sample
-    once, whatever its rank. Code that cannot be read may talk, too.
-    """
-    try:
-        return _why_padded(trainer)
-    except Exception as error:  # of the user's objects, on some ranks perhaps
-        return f"code of evaluation cannot be read ({type(error).__name__}: {error})"
-
-
-def _why_padded(trainer: pl.Trainer) -> str | None:
-    module = trainer.lightning_module
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    owners = [module, *callbacks, getattr(trainer, "datamodule", None)]
-    for name in ("validation_step", "test_step", "predict_step"):
-        step = getattr(module, name, None)
-        if step is not None and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
-            return f"{name} takes batches by itself"
-    submodules = {id(part) for part in module.modules()}
-    for owner in owners[:-1]:
-        if any(id(metric) not in submodules for metric in _metrics_of(owner)):
-            return f"{type(owner).__name__} has metrics that are no submodules"
-    reader = read_code(module, [(owner, hook) for owner in owners for hook in _HOOKS], widely=True)
-    named = sorted(reader.used & _TALKS)
-    named += sorted(home for home in reader.homes | reader.used if _is_of_ranks(home))
-    return f"code of evaluation uses {named[0]!r}" if named else None
-
-
-def _is_of_ranks(home: str) -> bool:
-    """Return whether a Python module talks to ranks, or has metrics: these are no submodules."""
-    package, *inner = home.split(".")
-    is_metric = package == "torchmetrics" and "functional" not in inner
-    return is_metric or "distributed" in inner or package in ("mpi4py", "horovod", "accelerate")
-
-
-def _metrics_of(owner: Any) -> Iterator[Any]:
-    """Yield the metrics that `owner` has, in objects of the user's and in containers too."""
-    todo, seen = deque([owner]), {id(owner)}
-    while todo:
-        part = todo.popleft()
-        if isinstance(part, Metric | MetricCollection):
-            yield part
-        inner: Iterable[Any] = ()
-        if isinstance(part, dict):
-            inner = dict.values(part)
-        elif isinstance(part, list | tuple | set):
-            inner = part
-        elif not isinstance(part, type | ModuleType) and not is_library(type(part).__module__):
-            inner = getattr(part, "__dict__", {}).values()
-        for each in islice(inner, _MOST_PARTS):
-            if id(each) not in seen and len(seen) < _MOST_PARTS * 10:
-                seen.add(id(each))
-                todo.append(each)
-
-
-_MOST_PARTS = 1000  # of a container that are looked at: the rest is data
 
 
 def _has_other_sizes(combined: Any) -> bool:

@@ -77,7 +77,7 @@ class LocalStepsStrategy(DDPStrategy):
         nodes: int | None = None,
         ranks_per_node: int | None = None,
         uneven: str | None = "join",
-        pad_evaluation: bool | None = None,
+        pad_evaluation: bool = True,
         **ddp_options: Any,
     ) -> None:
         super().__init__(

@@ -7,10 +7,9 @@ parameters, which is checked at the start of the fit: `check_strategy` and what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from itertools import zip_longest
 from typing import Any, get_args
 
 import lightning.pytorch as pl
@@ -26,7 +25,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_flag, check_real
-from lightning_topt.communication.hook import equal_parameters
 from lightning_topt.communication.node.rows import NodeRows, node_rows
 from lightning_topt.communication.rank_watch import RankWatch, watch_ranks, within_limit
 from lightning_topt.optim.adaptive_step import AdaptiveStep, Decision, Sharing
@@ -38,6 +36,7 @@ from lightning_topt.plugins.clipping import clip_scattered
 from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy
 from lightning_topt.plugins.local_steps_strategy import LocalStepsStrategy
 from lightning_topt.plugins.lost_ranks import name_lost
+from lightning_topt.plugins.shared_updates import difference_of_optimizers, reduced_parameters
 
 GATHER_DTYPES = {"bfloat16": torch.bfloat16}
 
@@ -180,7 +179,8 @@ class ParallelOptimizerStep(pl.Callback):
         names: dict[Tensor, str] = {
             parameter: name for name, parameter in pl_module.named_parameters()
         }
-        check_equal_optimizers(optimizers, names=names, group=self._group)
+        if difference := difference_of_optimizers(optimizers, names=names, group=self._group):
+            raise ValueError(difference)
         # Ranks of one node share parameters through its memory.
         self._node = node_rows(
             self._group,
@@ -196,7 +196,7 @@ class ParallelOptimizerStep(pl.Callback):
             self._reduced,
             always=self.always,
             gather_dtype=self.gather_dtype,
-            node=self._node,
+            node=lambda: self._node,
         )
         # Each step measures first, and decides by itself.
         for number, (optimizer, rule) in enumerate(zip(optimizers, self._rules, strict=True)):
@@ -369,77 +369,3 @@ def unwrapped_optimizers(trainer: pl.Trainer) -> list[Optimizer]:
                 "ParallelOptimizerStep out"
             )
     return found
-
-
-def reduced_parameters(strategy: Strategy) -> frozenset[Tensor]:
-    """Return the parameters that DDP keeps equal.
-
-    They needed a gradient when the module was wrapped: call it soon after that.
-    """
-    assert isinstance(strategy.model, DistributedDataParallel)
-    return frozenset(
-        equal_parameters(strategy.model.module, strategy.model.parameters_to_ignore).values()
-    )
-
-
-def check_equal_optimizers(
-    optimizers: Sequence[Optimizer], *, names: Mapping[Tensor, str], group: dist.ProcessGroup
-) -> None:
-    """Raise ValueError, on all ranks, for optimizers that differ between ranks.
-
-    It names the first difference from rank 0's. A collective call on `group`. Compared are classes,
-    groups with their numbers and switches, and parameters (`names`, shapes, dtypes, and whether
-    they are trained), in their order.
-    """
-    # As texts, so that all ranks find the same first difference.
-    own = _describe(optimizers, names)
-    everyone: list[list[tuple[str, str]]] = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(everyone, own, group=group)
-    missing = ("", "missing")
-    for rank, theirs in enumerate(everyone):
-        for (place, value), (first_place, first) in zip_longest(
-            theirs, everyone[0], fillvalue=missing
-        ):
-            if (place, value) != (first_place, first):
-                value, first = (
-                    (value, first)
-                    if place == first_place
-                    else (f"{place} {value}", f"{first_place} {first}")
-                )
-                raise ValueError(
-                    f"ranks can share the step of equal optimizers only: {place or first_place} is "
-                    f"{value.strip()} on rank {rank} and {first.strip()} on rank 0; make "
-                    "configure_optimizers do the same on all ranks"
-                )
-
-
-def _describe(
-    optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]
-) -> list[tuple[str, str]]:
-    """Return (place, what is there) of everything that must be equal, in order."""
-    entries: list[tuple[str, str]] = []
-    for number, optimizer in enumerate(optimizers):
-        entries.append((f"optimizer {number}", type(optimizer).__qualname__))
-        for index, group in enumerate(optimizer.param_groups):
-            place = f"optimizer {number}, group {index}"
-            entries += [
-                (f"{place}, {key}", repr(value))
-                for key, value in sorted(group.items())
-                if _is_plain(value)
-            ]
-            for position, parameter in enumerate(group["params"]):
-                name = names.get(parameter, "(not of the module)")
-                frozen = "" if parameter.requires_grad else ", frozen"
-                entries.append(
-                    (
-                        f"{place}, parameter {position}",
-                        f"{name} {tuple(parameter.shape)} {parameter.dtype}{frozen}",
-                    )
-                )
-    return entries
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(_is_plain(part) for part in value)
-    return value is None or isinstance(value, bool | int | float | str)

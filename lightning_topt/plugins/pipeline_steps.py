@@ -1,33 +1,25 @@
 """Steps of a LightningModule under a plan with stages: its own code runs on every rank.
 
-    PipelineRunner    the ranks of a pipeline get one batch, which is split into microbatches
-    OwnBatchPipeline  each rank brings a batch, as data ranks do; each batch is one microbatch
-
-Both have `StageSteps`, and so has the asynchronous pipeline (`continuous_steps`).
+The ranks of a pipeline get one batch, which `PipelineRunner` splits into microbatches. It has
+`StageSteps`, and so have pipelines whose ranks bring a batch each (`group_steps`), and the
+asynchronous one (`continuous_steps`).
 
 The engine takes microbatches through the stages, forward and backward, and calls ``training_step``
 for each; only the last stage's rank gets to the end of it. What was returned, logged and counted
 there is combined to what one step would give. Every rank of the pipeline logs it, so that callbacks
 find it everywhere (`step_records`). As the engine has done backward by then, gradients are stashed
 until Lightning calls backward of the loss that the step returned (`stashed_gradients`).
-
-With own batches the loss, its gradients and all that a step logs, draws or counts are those of data
-parallelism, whatever the loss is: a batch meets no other one. Every rank runs the step of each rank
-as that one would: with its random numbers, and at the end of the pipeline with its metrics. What
-the step returns and logs goes to the rank that brought the batch. Evaluation, whose ranks may then
-have different numbers of batches, runs on unsharded parameters, each rank by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -66,28 +58,22 @@ from lightning_topt.plugins.stashed_gradients import (
 from lightning_topt.plugins.step_records import (
     LoggedCall,
     MetricChanges,
-    States,
     StepRecord,
     apply_metric_changes,
-    as_nonzero_rank,
     loss_in,
     loss_of,
     recorded_calls,
-    replace_metric_states,
     replay,
-    states_in_use,
     uncounted,
 )
 from lightning_topt.plugins.step_runner import Step, StepRunner, evaluating
 from lightning_topt.plugins.value_exchange import (
     AgreedBatches,
-    value_for_rank,
     value_of_rank,
     values_of_ranks,
 )
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
 from lightning_topt.techniques.tensor_parallel.random_states import (
-    RandomStates,
     random_states,
     set_random_states,
 )
@@ -157,7 +143,7 @@ class StageSteps:
             counting = MetricChanges.begin(self.module)
             args = (self.batches.agreed(args[0]), *args[1:])
             batch = (args[0], *args[2:])
-            step = _EVALUATIONS[name](self, batch, _index_in(args))
+            step = _EVALUATIONS[name](self, batch, index_in(args))
             self.engine.evaluate(batch, step)
             return self.shared(step.found, counting).output
 
@@ -258,7 +244,7 @@ class PipelineRunner(StepRunner):
             parts,
             self._kinds,
             scale=self._steps.loss_scale(),
-            batch_idx=_index_in(args),
+            batch_idx=index_in(args),
         )
         with stashed_gradients(
             self._module, dropped=cleared_before_backward(self._module)
@@ -308,7 +294,7 @@ class PipelineRunner(StepRunner):
                 (*parts.batches[:2], first_samples(batch, sizes[-1])), sizes, strict=True
             ):
                 set_random_states(before)
-                step = _Trial(self._steps, (part, *rest[1:]), _index_in((part, *rest)), size=size)
+                step = _Trial(self._steps, (part, *rest[1:]), index_in((part, *rest)), size=size)
                 self.engine.evaluate(step.batch, step)
                 tried.append(step)
                 draws |= drawn_since(before)
@@ -369,7 +355,7 @@ def takes_index(module: pl.LightningModule) -> bool:
     return is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
 
 
-def _index_in(args: Sequence[Any]) -> int | None:
+def index_in(args: Sequence[Any]) -> int | None:
     """Return the index of the batch, where the module's step takes one."""
     return args[1] if len(args) > 1 else None
 
@@ -503,171 +489,3 @@ class _Trial(_Evaluation):
     def tried(self) -> TriedStep:
         assert self.found is not None
         return TriedStep(*self.found, self.summands, self.size)
-
-
-# ---- a batch from each rank ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class RankInput:
-    """What a rank brings to a step: batch, states of random generators, what metrics counted.
-
-    `batch` is ``(batch, dataloader_idx)``, or without the latter.
-    """
-
-    batch: tuple[Any, ...]
-    states: RandomStates
-    counted: States
-
-
-class OwnBatchPipeline(StepRunner):
-    """Runs the batches that the ranks of a pipeline bring, each as one microbatch."""
-
-    engine: Engine
-
-    def __init__(self, steps: StageSteps) -> None:
-        self.engine, self._steps, self._module = steps.engine, steps, steps.module
-        self._place, self._size = dist.get_rank(steps.group), dist.get_world_size(steps.group)
-        self._evaluation = ExitStack()
-        self._evaluates = False
-
-    @override
-    def example(self, batch: Any) -> Example:
-        """Return a training step on the batch of rank 0."""
-        everyone: Any = dist.group.WORLD
-        batch = value_of_rank(batch, everyone, place=0, device=self._steps.device)
-        batch_idx = 0 if takes_index(self._module) else None
-        passes = _OwnBatchPasses(self._steps, [], is_last=False, scale=1.0, batch_idx=batch_idx)
-        return Example(passes.loss, (batch,))
-
-    @override
-    def begin(self, trainer: pl.Trainer) -> None:
-        """Raise PlanError where a step changes buffers.
-
-        DDP keeps those of rank 0's batch, and a pipeline has those of all batches.
-        """
-        if changed := self.engine.stages.changed_buffers:
-            raise PlanError(
-                f"training steps change the buffer {changed[0]!r}, of which ddp keeps what rank "
-                "0's batches make; in a pipeline whose ranks bring a batch each they would all "
-                "count: leave out own_batches, or choose a plan without stages"
-            )
-
-    @override
-    def training_step(
-        self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], *, exchanges: bool
-    ) -> Any:
-        """Return the output of this rank's own step, its loss with gradients of the mean loss."""
-        args = (*args, *kwargs.values())
-        # Everyone gets all batches, with the state that their ranks have.
-        own = RankInput((args[0], *args[2:]), random_states(), states_in_use(self._module))
-        inputs = list(values_of_ranks(own, self._steps.group, device=self._steps.device))
-        passes = _OwnBatchPasses(
-            self._steps,
-            inputs,
-            is_last=self._place == self._steps.last_place,
-            scale=self._steps.loss_scale(),
-            batch_idx=_index_in(args),
-        )
-        # Each pass draws as its rank would.
-        starts = self.engine.stages.random_starts([each.states for each in inputs])
-        with (
-            stashed_gradients(
-                self._module, dropped=cleared_before_backward(self._module)
-            ) as gradients,
-            starts as ends,
-            as_nonzero_rank(),
-        ):
-            self.engine.run_step(passes.microbatches, passes.loss)
-        # Each rank gets the record of its own batch, and goes on with its random numbers.
-        records = (
-            [passes.finished[index] for index in range(self._size)] if passes.finished else None
-        )
-        record: StepRecord = value_for_rank(
-            records, self._steps.group, source=self._steps.last_place, device=self._steps.device
-        )
-        set_random_states(ends[self._place])
-        apply_metric_changes(self._module, record.counted)
-        replay(self._module, record.calls)
-        return self._steps.with_gradients(record.output, gradients, scale=passes.scale)
-
-    @override
-    def block_backward_sync(
-        self, of_ddp: AbstractContextManager[None]
-    ) -> AbstractContextManager[None]:
-        return nullcontext()  # stashed gradients are exchanged by then, those of each batch
-
-    @override
-    def close(self, *, failed: bool) -> None:
-        if failed:
-            self.engine.abort()
-        else:
-            self.end_evaluation()
-
-    @override
-    def evaluate(self, name: str, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.unsharded(step(*args, **kwargs))
-
-    @override
-    def begin_evaluation(self) -> None:
-        """Unshard the parameters."""
-        if not self._evaluates:
-            # Those that come in inference mode could not be trained afterwards.
-            with torch.inference_mode(False), torch.no_grad():
-                self._evaluation.enter_context(self.engine.joined())
-            self._evaluates = True
-
-    @override
-    def end_evaluation(self) -> None:
-        """Let each rank keep the parameters of its stages alone again."""
-        with torch.inference_mode(False):
-            self._evaluation.close()
-        self._evaluates = False
-
-
-class _OwnBatchPasses:
-    """The passes of one training step on the batches of all ranks.
-
-    `finished` has the records of those that reached the end here, by rank.
-    """
-
-    def __init__(
-        self,
-        steps: StageSteps,
-        inputs: Sequence[RankInput],
-        *,
-        is_last: bool,
-        scale: float,
-        batch_idx: int | None,
-    ) -> None:
-        self._steps, self._inputs = steps, inputs
-        self._is_last, self._batch_idx, self.scale = is_last, batch_idx, scale
-        self.microbatches = [each.batch for each in inputs]
-        self._places = {id(batch): index for index, batch in enumerate(self.microbatches)}
-        self.finished: dict[int, StepRecord] = {}
-
-    def loss(self, model: nn.Module, microbatch: Any) -> Tensor:
-        """Return the loss of a rank's batch, scaled.
-
-        The engine also calls it with copies of the module and of a batch, to trace them.
-        """
-        index = self._places.get(id(microbatch))
-        if index is None:
-            return loss_in(self._steps.step("training_step", model, microbatch, self._batch_idx))
-        record = self._record_of(self._inputs[index], microbatch)
-        loss = loss_in(record.output)
-        self.finished[index] = StepRecord(
-            map_tensors(record.output, Tensor.detach), record.calls, record.counted
-        )
-        return loss if self.scale == 1 else loss * self.scale
-
-    def _record_of(self, rank: RankInput, batch: Any) -> StepRecord:
-        """Return the record of a rank's step, if it gets to the end here; it leaves nothing."""
-        module = self._steps.module
-        with uncounted(module, unless=[]):
-            # Metrics count there alone, from where the rank was.
-            if self._is_last:
-                replace_metric_states(module, rank.counted)
-            counting = MetricChanges.begin(module)
-            output, calls = self._steps.recorded_step("training_step", batch, self._batch_idx)
-            return StepRecord(output, calls, counting.since(module))

@@ -1,11 +1,11 @@
-"""Checkpoints of a strategy whose plan comes with the first training batch, or later.
+"""Checkpoints of a strategy, whatever plan runs.
 
     full      the plain file of ddp: rank 0 collects the state of all ranks
     sharded   a folder, to which every rank writes what it keeps
 
-Both have the plan, and are loaded under any plan and number of ranks; before, with and after the
-engine that runs it. So are those of Lightning's FSDPStrategy and ModelParallelStrategy. During a
-fit they may be written in the background, while it goes on.
+Both have the plan, and are loaded under any plan and number of ranks. So are those of Lightning's
+FSDPStrategy and ModelParallelStrategy. During a fit they may be written in the background, while it
+goes on.
 """
 
 from __future__ import annotations
@@ -30,15 +30,13 @@ from torch.optim import Optimizer
 
 from lightning_topt.basics.argument_checks import check_choice
 from lightning_topt.communication.topology import destroy_groups
-from lightning_topt.execution.engine import Engine
-from lightning_topt.execution.stored_states import StoredOptimizer
-from lightning_topt.graph.module_copy import is_on_meta
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.exchange_guard import CHECKPOINT_KEY, ExchangeGuard
 from lightning_topt.plugins.step_runner import PlainRunner, StepRunner
 
 if TYPE_CHECKING:
     from lightning_topt.execution.background_save import BackgroundSaves
+    from lightning_topt.execution.engine import Engine
 
 FAILED_SECONDS = 30.0  # that a fit which failed waits for saves in the background
 
@@ -46,8 +44,7 @@ FAILED_SECONDS = 30.0  # that a fit which failed waits for saves in the backgrou
 class PlanCheckpoints:
     """Saves and loads what a plan runs.
 
-    `engine` is that of the present plan, also once it is released. A state that is loaded before
-    there is one is kept for it.
+    `engine` is that of the present plan, also once it is released.
 
     Args:
         form: ``"full"`` or ``"sharded"``: which are written; both are read.
@@ -65,15 +62,11 @@ class PlanCheckpoints:
         self._background: BackgroundSaves | None = None
         self._group: dist.ProcessGroup | None = None  # of the thread that writes
         self.engine: Engine | None = None
-        # Whether optimizers that are loaded get all but their tensors, until there is an engine:
-        # the device may not have room for unsharded ones.
-        self.defers_states = False
         self.guard = guard
         self._arguments = _ModuleArguments()
         self._runner: StepRunner = PlainRunner()
         # That of the last fit, which knows its optimizers: an evaluation may have one of its own.
         self._fitted: Engine | None = None
-        self._resumed: Mapping[str, Any] | None = None
 
     @property
     def are_full(self) -> bool:
@@ -82,14 +75,13 @@ class PlanCheckpoints:
 
     # ---- a fit, and its plan ---------------------------------------------------------------------
 
-    def begin_fit(self, module: pl.LightningModule, *, defers_states: bool) -> None:
-        """Forget the last fit, and take over whether this one, of `module`, `defers_states`."""
+    def begin_fit(self, module: pl.LightningModule) -> None:
+        """Forget the last fit; this one is of `module`."""
         self._arguments = _ModuleArguments(module)
         for engine in (self.engine, self._fitted):
             if engine is not None:
                 engine.close()
-        self.defers_states = defers_states
-        self.engine = self._fitted = self._resumed = None
+        self.engine = self._fitted = None
         self._runner = PlainRunner()
 
     def begin_plan(self, engine: Engine) -> None:
@@ -108,40 +100,17 @@ class PlanCheckpoints:
         runner.engine.attach_optimizers(optimizers)
         self._fitted, self._runner = runner.engine, runner
 
-    def load_resumed(self, optimizers: Sequence[Optimizer], device: torch.device) -> None:
-        """Give a new engine what was loaded before it was there."""
-        assert self.engine is not None
-        checkpoint, self._resumed = self._resumed, None
-        if checkpoint is None:
-            return
-        # The tensors that optimizers did not get; their options are the present ones.
-        if self.defers_states:
-            for optimizer, state in zip(optimizers, checkpoint["optimizer_states"], strict=False):
-                # user code may have changed them since
-                options = [dict(group) for group in optimizer.param_groups]
-                self.engine.load_optimizer_state(optimizer, state)
-                for group, before in zip(optimizer.param_groups, options, strict=True):
-                    group.update(
-                        {name: value for name, value in before.items() if name != "params"}
-                    )
-            _optimizers_to_device(optimizers, device)
-        self._load_own(checkpoint)
-
     # ---- states ----------------------------------------------------------------------------------
 
     def optimizer_state(
         self,
         optimizer: Optimizer,
-        optimizers: Sequence[Optimizer],
         *,
         without_plan: Callable[[Optimizer], dict[str, Any]],
     ) -> dict[str, Any]:
-        """Return the state of one of `optimizers`; that of `without_plan` where none has begun."""
+        """Return the state of an optimizer; that of `without_plan` where no plan runs it."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        # Loaded before there was an engine, and not used since.
-        if self.engine is None and self.defers_states and self._resumed is not None:
-            return _whole(self._resumed["optimizer_states"][optimizers.index(optimizer)])
         if self._fitted is None:
             return without_plan(optimizer)
         return self._fitted.optimizer_state(optimizer, full=self.are_full)
@@ -155,7 +124,7 @@ class PlanCheckpoints:
     ) -> None:
         """Load the states of the optimizers, of the exchange and of the runner.
 
-        By `without_plan` where no plan has begun.
+        By `without_plan` where no plan runs.
         """
         optimizers = strategy.optimizers
         module = strategy.lightning_module
@@ -171,17 +140,7 @@ class PlanCheckpoints:
             self._load_own(checkpoint)
             _optimizers_to_device(optimizers, strategy.root_device)
             return
-        # Optimizers get learning rates and the like now, and the tensors with the engine.
-        if self.defers_states:
-            for optimizer, state in zip(optimizers, states, strict=False):
-                optimizer.load_state_dict({"state": {}, "param_groups": state["param_groups"]})
-        else:
-            without_plan({**checkpoint, "optimizer_states": [_whole(state) for state in states]})
-        self._resumed = {
-            name: checkpoint[name]
-            for name in ("optimizer_states", CHECKPOINT_KEY)
-            if name in checkpoint
-        }
+        without_plan({**checkpoint, "optimizer_states": [_whole(state) for state in states]})
 
     def _load_own(self, checkpoint: Mapping[str, Any]) -> None:
         self.guard.load_state(checkpoint)
@@ -491,7 +450,7 @@ class _ModuleArguments:
         for name in names:
             # one memo: what the values share is shared by their copies
             stored[name] = copied = _copied(self._found[name][1], memo)
-            if copied is None or any(is_on_meta(part) for part in _modules_of(copied)):
+            if copied is None or _has_no_memory(copied):
                 del stored[name]
                 missing.append(name)
         if missing:
@@ -542,18 +501,25 @@ def release_engine(
             engine.return_optimizer_state(optimizer)
 
 
-def _whole(state: Mapping[str, Any]) -> dict[str, Any]:
-    return state.whole() if isinstance(state, StoredOptimizer) else dict(state)
+def _has_no_memory(value: object) -> bool:
+    return any(
+        tensor.is_meta
+        for part in _modules_of(value)
+        for tensor in (*part.parameters(), *part.buffers())
+    )
 
 
-def _numbered(
-    state: Mapping[str, Any], optimizer: Optimizer, module: pl.LightningModule | None
-) -> Any:
+def _whole(state: Any) -> dict[str, Any]:
+    # else it is stored in a checkpoint folder
+    return dict(state) if isinstance(state, dict) else state.whole()
+
+
+def _numbered(state: Any, optimizer: Optimizer, module: pl.LightningModule | None) -> Any:
     """Return the state of an optimizer by the positions of its parameters, as ddp has it.
 
     Lightning's FSDPStrategy numbers them in the module's order, or names them.
     """
-    if isinstance(state, StoredOptimizer):
+    if not isinstance(state, dict):  # stored in a checkpoint folder
         if state.names is None or module is None:
             return state
         names = {parameter: name for name, parameter in module.named_parameters()}

@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_topt.basics.argument_checks import check_choice, check_real, check_whole
 from lightning_topt.basics.units import parse_bytes
@@ -36,7 +36,6 @@ from lightning_topt.graph.mesh_axes import (
     data_mesh,
     hybrid_mesh,
 )
-from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.choose import TIME_TO_LOSS, check_objective
 from lightning_topt.plan.parallel_plan import (
     GATHER_DTYPE,
@@ -47,11 +46,9 @@ from lightning_topt.plan.parallel_plan import (
 from lightning_topt.plan.plan_values import PRESETS, Preset, read_exchange, read_local_steps
 from lightning_topt.prediction import Prediction
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
-from lightning_topt.techniques.tensor_parallel.split_layouts import (
-    LAYOUTS,
-    layout_axes,
-    layout_named_by,
-)
+
+if TYPE_CHECKING:
+    from lightning_topt.graph.op_graph import OpGraph
 
 _IN_BFLOAT16 = "bf16_gathers"
 _OF_PIPELINE = ("pipeline", "data", "tensor")
@@ -138,7 +135,8 @@ class MeshPlan:
 
     def _axes(self, world_size: int) -> tuple[Axis, ...]:
         try:
-            return layout_axes(self.preset, world_size)
+            axes: tuple[Axis, ...] = _layouts().layout_axes(self.preset, world_size)
+            return axes
         except ValueError as error:
             raise PlanError(str(error)) from error
 
@@ -276,6 +274,13 @@ class PipelinePlan:
         )
 
 
+def _layouts() -> Any:
+    # imported where a plan names one
+    from lightning_topt.techniques.tensor_parallel import split_layouts  # noqa: PLC0415
+
+    return split_layouts
+
+
 GivenPlan = ParallelPlan | UniformPlan | MeshPlan | PipelinePlan
 
 
@@ -300,7 +305,7 @@ def read_mesh(sizes: Any) -> MeshPlan | PipelinePlan:
         )
     if tensor := [name for name in sizes if name in TENSOR_AXES]:
         try:
-            layout_named_by(tensor)
+            _layouts().layout_named_by(tensor)
         except ValueError as error:
             raise PlanError(str(error)) from error
     for name, size in sizes.items():
@@ -370,14 +375,14 @@ def read_plan_option(
                 )
             preset = replace(preset, gather_dtype=GATHER_DTYPE)
         return UniformPlan(preset, "recompute" in extras)
-    if name in LAYOUTS and suffix in ("", "recompute"):
+    if name in _layouts().LAYOUTS and suffix in ("", "recompute"):
         return MeshPlan(preset=name, recompute=suffix == "recompute")
     if name == "pipeline" and suffix in ("", "recompute"):
         return PipelinePlan(recompute=suffix == "recompute")
     if not os.path.lexists(plan):
         raise PlanError(
             f"plan={shown(str(plan))} is neither a file nor one of "
-            f"{sorted([*PRESETS, *LAYOUTS, 'pipeline'])} (or with '+recompute'; "
+            f"{sorted([*PRESETS, *_layouts().LAYOUTS, 'pipeline'])} (or with '+recompute'; "
             f"those that gather parameters also with '+{_IN_BFLOAT16}')"
         )
     return ParallelPlan.load(plan)

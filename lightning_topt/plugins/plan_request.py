@@ -1,23 +1,17 @@
 """What the user asked of the planner, and what that means for the start of a fit.
 
-`PlanRequest` has all options of `AutoParallelStrategy`. When the plan of a fit is made follows from
-them, from the module and from the device (`AutoParallelStrategy.setup`; the first row that holds):
+`PlanRequest` has all options of `AutoParallelStrategy`. It says how a fit begins:
 
-    what holds                    when the plan is made              where
-    may_shard_for_memory and      at setup, of a batch read for it,  `PlanRun.set_up_fit`
-      must_shard_first            while parameters are on the host
-    plans_from_watched_steps and  between two steps, after those     `watched_planning`
-      not may_shard_for_memory    that are watched
-    not needs_batch               at setup                           `PlanController.begin_at_setup`
-    begins_as_one_block and       at setup for one block, after      the same, then `refine_watched`
-      not may_shard_for_memory    a watched step for all             of `watched_planning`
-    anything else                 with the first batch               `PlanController.decide`
+    what is asked                                    how the fit begins
+    nothing                                          as under ddp; ranks share the update of
+                                                     optimizers where a clock says that it pays
+                                                     (`shared_updates`)
+    anything else, or a model whose parameters,      the plan is made when the fit is set up, and
+    gradients and optimizer state cannot fit         applied before optimizers are
+    under DDP                                        (`AutoParallelStrategy.configure_ddp`)
 
-All but the second ask `traced_planning.decide_plan`. A plan that is made at setup and leaves ranks
-without full gradients begins with the first batch. Some plans of the first batch are not final:
-those by name that begin as one block, and ddp where the step could not be traced; steps are then
-watched as above (`PlanController.watch_further`). If no plan can be made, the fit runs as under
-ddp, or ends with an error where it `must_be_planned`.
+Plans that are searched, have stages, or are given by name for blocks, need a traced step
+(`needs_batch`).
 
 Two options change the training, so that they need the user's word:
 
@@ -55,7 +49,6 @@ from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.cluster import USUAL_MARGIN, Cluster
 from lightning_topt.costs.intervals import LEVEL, share_at
 from lightning_topt.costs.measuring import device_memory_bytes, usable_memory_bytes
-from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.costs.plain_values import shown
 from lightning_topt.plan.choose import TIME_TO_LOSS
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, rule_from_value
@@ -79,6 +72,7 @@ from lightning_topt.prediction import (
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 
 if TYPE_CHECKING:
+    from lightning_topt.costs.optimizer import OptimizerProfile
     from lightning_topt.plan.step_factors import StepTable
 
 
@@ -90,6 +84,7 @@ Allow = (
     | ExchangeMethod
     | Sequence[str | Mapping[str, Any] | ExchangeMethod]
 )
+SEARCH = "search"  # as a plan: all that keep the loss curve are searched
 AllowStaleness = bool | str | Mapping[str, Any] | Prediction
 
 
@@ -97,8 +92,9 @@ AllowStaleness = bool | str | Mapping[str, Any] | Prediction
 class PlanRequest:
     """What the user asked of the planner; see `AutoParallelStrategy`.
 
-    `own_hook`: the user exchanges gradients. `gradients_are_views`: whether they are to be views of
-    DDP's buckets; None: where a memory limit is set, as the search finds it best.
+    `searches`: all plans that keep the loss curve are searched (``plan="search"``). `own_hook`: the
+    user exchanges gradients. `gradients_are_views`: whether they are to be views of DDP's buckets;
+    None: where a memory limit is set, as the search finds it best.
 
     Raises PlanError for a plan whose gradient exchange, or stale weights, are not allowed,
     ValueError where the former would replace the user's, where there is nothing to allow, and for a
@@ -107,8 +103,8 @@ class PlanRequest:
 
     memory_limit: float | None = None
     objective: str = "time"
-    objective_given: bool = False
     plan: GivenPlan | None = None
+    searches: bool = False
     cluster: Cluster | None = None
     memory_margin: float | None = None
     confidence: float = LEVEL
@@ -172,52 +168,43 @@ class PlanRequest:
         return None if known is None else known.median
 
     @property
+    def asks_nothing(self) -> bool:
+        """Whether a fit begins as under ddp, and decides from a clock."""
+        return (
+            self.plan is None
+            and not self.searches
+            and not self.saves_memory
+            and self.cluster is None
+            and not self.changes_exchange
+        )
+
+    @property
+    def changes_exchange(self) -> bool:
+        """Whether a search may choose another exchange of gradients, or local steps."""
+        allowed = self.allowed
+        return bool(allowed.candidates or allowed.local_steps) or self.objective == TIME_TO_LOSS
+
+    @property
     def must_be_planned(self) -> bool:
         """Whether a fit that cannot be planned ends with an error, in place of running as ddp.
 
         That is where the user asked for what plain DDP may not give.
         """
-        return self.plan is not None or self.memory_limit is not None or self.objective_given
+        return self.plan is not None or self.searches or self.saves_memory
 
     @property
     def saves_memory(self) -> bool:
         """Whether plans are compared by what they leave free, not by time alone."""
         return self.memory_limit is not None or self.objective == "memory"
 
-    def plans_from_watched_steps(self, module: pl.LightningModule) -> bool:
-        """Return whether the plan is made of the first real steps, which run under DDP."""
-        return self.plan is None and module.automatic_optimization and not self.stale.allowed
-
-    def records_first_step(self, device: torch.device) -> bool:
-        """Return whether the first step is recorded in any case.
-
-        Times alone could then not tell that DDP is the best plan.
-        """
+    @property
+    def keeps_parameters_whole(self) -> bool:
+        """Whether only the exchange is searched: every rank keeps the user's parameters."""
         return (
-            self.plan is not None
-            or self.saves_memory
-            or self.cluster is not None
-            or device.type != "cpu"
+            self.plan is None
+            and self.changes_exchange
+            and not (self.searches or self.saves_memory or self.cluster is not None)
         )
-
-    def begins_as_one_block(self, module: pl.LightningModule, device: torch.device) -> bool:
-        """Return whether a plan by name begins with the module as its one block.
-
-        A first step then shows the others. Not where that step, with full parameters and gradients,
-        may be more than `device` has.
-        """
-        return (
-            self.is_by_block
-            and module.automatic_optimization
-            and self.unsharded_step_fits(module, device)
-        )
-
-    def unsharded_step_fits(self, module: pl.LightningModule, device: torch.device) -> bool:
-        """Return whether a step with full parameters and gradients should fit on `device`.
-
-        Two moments of the optimizer count as well. Collective.
-        """
-        return 4 * _parameter_bytes(module) <= _memory_bytes(device)
 
     @property
     def gradient_views(self) -> tuple[bool, ...]:
@@ -233,42 +220,22 @@ class PlanRequest:
             self.plan.shards_gradients or self.plan.recompute
         )
 
-    def needs_batch(self, module: pl.LightningModule) -> bool:
-        """Return whether the plan depends on how `module` takes a training step."""
-        return module.automatic_optimization and (
-            self.plan is None or self.is_by_block or isinstance(self.plan, MeshPlan | PipelinePlan)
-        )
-
-    def may_shard_for_memory(self, module: pl.LightningModule, device: torch.device) -> bool:
-        """Return whether plain DDP, with full gradients, may need too much memory.
-
-        That is more than `memory_limit`, or more than `device` has. A plan that is given says so
-        itself: it may leave ranks without full gradients. Collective.
-        """
-        if not module.automatic_optimization or self.only_replicated:
-            return False
+    @property
+    def needs_batch(self) -> bool:
+        """Whether the plan depends on how a training step runs."""
         given = self.plan
-        if given is not None:
-            return (
-                not given.keeps_gradients_whole
-                if isinstance(given, ParallelPlan)
-                else given.shards_gradients
-            )
-        # A search: does plain DDP, with which a fit begins, fit at all?
-        limit = self.memory_limit
-        if limit is None:  # parameters, gradients, two moments
-            return 4 * _parameter_bytes(module) > _memory_bytes(device)
-        # These with DDP's buckets, and as much as three times that for activations, of which
-        # nothing is known yet. On accelerators a step that needs more ends the fit.
-        return device.type != "cpu" or 20 * _parameter_bytes(module) > limit
+        if isinstance(given, ParallelPlan):
+            return given.schedule is not None
+        return given is None or self.is_by_block or isinstance(given, MeshPlan | PipelinePlan)
 
-    def must_shard_first(self, module: pl.LightningModule, device: torch.device) -> bool:
-        """Return whether even the full parameters may be too much for `device`, or the limit.
+    def fits_as_ddp(self, module: pl.LightningModule, device: torch.device) -> bool:
+        """Return whether parameters, gradients and two moments of each fit on `device`. Collective.
 
-        Never on CPUs, whose host has them already. Collective.
+        Buckets of DDP and activations come on top: where they are too much a step says so.
         """
-        limit = _memory_bytes(device) if self.memory_limit is None else self.memory_limit
-        return device.type != "cpu" and 2 * _parameter_bytes(module) > limit
+        needed = 4 * sum(parameter.nbytes for parameter in module.parameters())
+        usable = device_memory_bytes if device.type == "cpu" else usable_memory_bytes
+        return needed <= usable(device)
 
 
 def read_request(
@@ -295,7 +262,8 @@ def read_request(
         equal_within=equal_within,
         objective="time" if objective is None else objective,
     )
-    given = read_plan_option(plan)
+    searches = isinstance(plan, str) and plan == SEARCH
+    given = None if searches else read_plan_option(plan)
     if objective == "memory" and memory_limit is None and _is_fixed(given):
         rank_zero_warn(
             "topt: objective='memory' chooses among plans that are searched, and this plan runs as "
@@ -305,8 +273,8 @@ def read_request(
     return PlanRequest(
         memory_limit=read_memory_limit(memory_limit),
         objective=objective or "time",
-        objective_given=objective is not None,
         plan=given,
+        searches=searches,
         cluster=read_cluster(cluster),
         memory_margin=memory_margin,
         confidence=confidence,
@@ -324,15 +292,6 @@ def _is_fixed(plan: GivenPlan | None) -> bool:
     return isinstance(plan, ParallelPlan | UniformPlan) or (
         isinstance(plan, MeshPlan) and bool(plan.preset)
     )
-
-
-def _memory_bytes(device: torch.device) -> int:
-    """Return what every rank may use; collective on accelerators."""
-    return device_memory_bytes(device) if device.type == "cpu" else usable_memory_bytes(device)
-
-
-def _parameter_bytes(module: pl.LightningModule) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 # ---- compressed exchanges ------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""A plan that runs: applied to the module of a strategy, taken over by another, undone.
+"""A plan that runs: applied to the module of a strategy before optimizers are made, and undone.
 
-    run.start(controller, trainer, batch)   after DDP has set everything up
-    run.switch(plan, trainer, batch)        between two steps
-    run.end(failed=False)                   the module is unsharded again
+    run.apply(plan, trainer)      the model that the strategy calls
+    run.attach(optimizers)        once they are made
+    run.end(failed=False)         the module is unsharded again
 
 How steps run under the plan is its `StepRunner`'s (`run.runner`); who shares samples, its
 `DataGroup`'s (`run.data`).
@@ -11,44 +11,42 @@ How steps run under the plan is its `StepRunner`'s (`run.runner`); who shares sa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
 from lightning_topt import plugins
 from lightning_topt.communication.topology import Topology
-from lightning_topt.execution.engine import Engine
-from lightning_topt.execution.gathered_state import place_like
-from lightning_topt.execution.memory import release_free_memory
-from lightning_topt.execution.pipeline.pipeline_run import Example
-from lightning_topt.execution.stored_states import StoredModule
 from lightning_topt.graph.mesh_axes import Mesh
-from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plugins.clipping import clip_sharded
 from lightning_topt.plugins.data_group import DataGroup, shared_mesh
 from lightning_topt.plugins.exchange_guard import scaler_of
 from lightning_topt.plugins.monitors import add_monitor
 from lightning_topt.plugins.plan_checkpoints import PlanCheckpoints, release_engine
-from lightning_topt.plugins.plan_controller import PlanController
 from lightning_topt.plugins.plan_options import GivenPlan
-from lightning_topt.plugins.planning import example_batches
+from lightning_topt.plugins.planning import example_batch
 from lightning_topt.plugins.step_runner import PlainRunner, StepRunner
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.run_options import RunOptions
 
+if TYPE_CHECKING:
+    from lightning_topt.execution.engine import Engine
+    from lightning_topt.execution.pipeline.pipeline_run import Example
+
 
 class PlanRun:
-    """Runs one plan after the other on the module of `strategy`; without one it is DDP alone.
+    """Runs the plan of a fit on the module of `strategy`; without one it is DDP alone.
 
     Methods are collective calls.
     """
@@ -66,8 +64,6 @@ class PlanRun:
         """The engine of the plan that runs."""
         return self.runner.engine
 
-    # ---- set up sharded --------------------------------------------------------------------------
-
     def set_up_evaluation(self, plan: ParallelPlan | None, trainer: pl.Trainer) -> bool:
         """Set the strategy up for an evaluation in the shards of the last fit, under its `plan`.
 
@@ -75,74 +71,14 @@ class PlanRun:
         """
         if plan is None or plan.keeps_gradients_whole or plan.brings_batches:
             return False
-        self._set_up_module(trainer)
-        self._apply(plan, trainer)
-        self._strategy.setup_precision_plugin()
-        return True
-
-    def set_up_fit(self, controller: PlanController, trainer: pl.Trainer) -> None:
-        """Set the strategy up for a fit whose parameters are sharded before they get to the device.
-
-        That is all that DDPStrategy.setup does, but for wrapping the module.
-        """
-        strategy = self._strategy
-        self._set_up_module(trainer, layer_sync=strategy._layer_sync)
-        strategy.optimizers = []  # those of an earlier fit
-        batch = example_batches(trainer)[0]
-        # Optimizers are made of the sharded parameters.
-        self._apply(controller.decide(trainer, batch), trainer, batch)
-        strategy.setup_optimizers(trainer)
-        self._checkpoints.attach_optimizers(self.runner, strategy.optimizers)
-        strategy.setup_precision_plugin()
-        _optimizers_to_device(strategy.optimizers, self._device)
-        controller.watch_further(strategy)
-
-    def _set_up_module(self, trainer: pl.Trainer, *, layer_sync: Any = None) -> None:
         strategy = self._strategy
         assert strategy.accelerator is not None and strategy.lightning_module is not None
         strategy.accelerator.setup(trainer)
         strategy.model = strategy.lightning_module
-        if layer_sync:
-            strategy.model = layer_sync.apply(strategy.model)
         strategy.precision_plugin.convert_module(strategy.model)
-
-    # ---- set up as ddp ---------------------------------------------------------------------------
-
-    def start(self, controller: PlanController, trainer: pl.Trainer, batch: Any) -> None:
-        """Begin with the plan of `controller` in a fit that is set up."""
-        controller.waits_for_batch = False
-        assert controller.plan is not None
-        self._take_over(controller.plan, trainer, batch)
-        controller.watch_further(self._strategy)
-
-    def _take_over(self, plan: ParallelPlan, trainer: pl.Trainer, batch: Any) -> None:
-        """Apply `plan` to a module and to optimizers that are set up."""
-        self._apply(plan, trainer, batch)
-        self._checkpoints.attach_optimizers(self.runner, self._strategy.optimizers)
-        self._checkpoints.load_resumed(self._strategy.optimizers, self._device)
-
-    def switch(self, plan: ParallelPlan, trainer: pl.Trainer, batch: Any, *, refines: bool) -> None:
-        """Let `plan` take over from what ran the steps before, between two steps.
-
-        It `refines` one that was given, whose blocks were not known.
-        """
-        engine = self.engine
-        # From the same plan with one block: only recomputation is new.
-        if engine is not None and plan.keeps_gradients_whole and refines:
-            engine.recompute(plan)
-            return
-        # From another engine: unshard, and begin anew. Else from DDP.
-        if engine is not None:
-            self._stop_clipping()
-            self._give_averages_back()
-            self.data.end()
-            self.runner.close(failed=False)
-            engine.release()
-            for optimizer in self._strategy.optimizers:
-                engine.return_optimizer_state(optimizer)
-            engine.close()
-            self._strategy.model, self.runner = self._strategy.lightning_module, PlainRunner()
-        self._take_over(plan, trainer, batch)
+        self.apply(plan, trainer)
+        strategy.setup_precision_plugin()
+        return True
 
     def end(self, *, failed: bool) -> None:
         """Give the strategy its module back, unsharded, if a plan runs."""
@@ -165,22 +101,19 @@ class PlanRun:
         if isinstance(model, DistributedDataParallel):
             strategy.model = model  # the superclass unwraps it
 
-    def _apply(self, plan: ParallelPlan, trainer: pl.Trainer, batch: Any = None) -> None:
-        """Apply `plan` to the module; without a `batch`, in an evaluation, as in the last fit."""
+    def apply(self, plan: ParallelPlan, trainer: pl.Trainer) -> None:
+        """Apply `plan` to the module, for which there are no optimizers yet."""
+        # what applies plans is imported by fits that have one
+        from lightning_topt.execution.engine import Engine  # noqa: PLC0415
+
         strategy, module, device = self._strategy, trainer.lightning_module, self._device
-        # DDP is made anew where gradients become views; its buckets are dropped.
-        has_views = getattr(strategy.model, "gradient_as_bucket_view", True)
-        averages = plan.keeps_gradients_whole and plan.local_steps is None
-        if not averages or (plan.gradient_views and not has_views):
-            strategy.model = module
-            release_free_memory()  # DDP's buckets
-        wrapped = strategy.model if isinstance(strategy.model, DistributedDataParallel) else None
         engine = Engine(plan, module, device=device, options=run_options(strategy))
         self._checkpoints.begin_plan(engine)
         runner = choose_runner(engine, module, strategy)
-        if batch is not None:
-            self._example = runner.example(batch)
-        strategy.model = engine.apply(wrapped=wrapped, example=self._example)
+        # Stages have to know what they send.
+        if plan.schedule is not None and trainer.state.fn == TrainerFn.FITTING:
+            self._example = runner.example(example_batch(trainer))
+        strategy.model = engine.apply(example=self._example)
         # The plan's own exchange of gradients, if it has one.
         self._checkpoints.guard.open(engine.exchange)
         if engine.exchange is not None:
@@ -194,6 +127,22 @@ class PlanRun:
         self.runner = runner
         runner.begin(trainer)
         self.data.begin(None if plan.brings_batches else engine.data_group, module)
+
+    def attach(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let the plan run the steps of `optimizers`, made of the module's present parameters."""
+        assert self.engine is not None and self._strategy.lightning_module is not None
+        from lightning_topt.plugins.requirements import (  # noqa: PLC0415  (fits with a plan)
+            CONTINUOUS,
+            Fit,
+            why_not,
+        )
+
+        # Schedulers of learning rates are there by now.
+        is_continuous = self.engine.plan.schedule in CONTINUOUS_SCHEDULES
+        fit = Fit(self._strategy.lightning_module.trainer)
+        if is_continuous and (reason := why_not(fit, CONTINUOUS)):
+            raise PlanError(f"this plan's stages never wait for an update, but {reason}")
+        self._checkpoints.attach_optimizers(self.runner, optimizers)
 
     # ---- what others ask -------------------------------------------------------------------------
 
@@ -234,7 +183,7 @@ class PlanRun:
         if self.engine is not None:
             self.engine.load_module_state(state, strict=strict)
             return
-        if isinstance(state, StoredModule):
+        if not isinstance(state, dict):  # stored in a checkpoint folder
             checkpoint = {**checkpoint, "state_dict": state.read()}
         without_plan(checkpoint, strict=strict)
 
@@ -339,6 +288,8 @@ def _replace_parameters(module: nn.Module, by: Callable[[str, nn.Parameter], Ten
 
 
 def _placed(value: Tensor, like: Tensor | None) -> Tensor:
+    from lightning_topt.execution.gathered_state import place_like  # noqa: PLC0415  (of a plan)
+
     placed: Tensor = place_like(value.detach(), like) if isinstance(like, DTensor) else value
     return placed
 
@@ -371,11 +322,10 @@ def choose_runner(engine: Engine, module: pl.LightningModule, strategy: DDPStrat
     if plan.schedule is None:
         if not plan.brings_batches:
             return PlainRunner(engine)
-        kind = plugins.JointBatches if plan.joint else plugins.SequentialBatches
-        return kind(engine, module, device=device)
+        return plugins.GroupRunner(engine, module, device=device)
     steps = plugins.StageSteps(engine, module, precision=strategy.precision_plugin, device=device)
     if plan.own_batches:
-        return plugins.OwnBatchPipeline(steps)
+        return plugins.GroupRunner(engine, module, device=device, steps=steps)
     if plan.schedule in CONTINUOUS_SCHEDULES:
         return plugins.ContinuousRunner(steps)
     return plugins.PipelineRunner(steps)
@@ -383,8 +333,8 @@ def choose_runner(engine: Engine, module: pl.LightningModule, strategy: DDPStrat
 
 def run_options(strategy: DDPStrategy) -> RunOptions:
     """Return what Lightning's DDPStrategy would make of its options."""
-    # As DDPStrategy registers it.
-    hook = strategy._ddp_comm_hook
+    # As DDPStrategy registers it, which drops hooks on CPUs.
+    hook = None if strategy.root_device.type == "cpu" else strategy._ddp_comm_hook
     if hook is not None and strategy._ddp_comm_wrapper is not None:
         hook = strategy._ddp_comm_wrapper(hook)
     nodes = strategy.num_nodes

@@ -1,7 +1,7 @@
 """What planning takes from a Trainer, and how ranks agree on its result.
 
-    optimizers_of, make_fake_optimizers   the optimizers, on a fake copy before there are any
-    example_batches, batches_of           a batch, without starting workers or advancing the data
+    make_fake_optimizers                  the optimizers, on a fake copy before there are any
+    example_batch, batches_of             a batch, without advancing the data
     check_agreement                       ranks start with equal versions, options and models
     on_rank_0, on_every_rank              one result on all ranks, or one error on all ranks
 
@@ -10,8 +10,11 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import platform
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
@@ -28,23 +31,20 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from lightning_topt.basics.forked_call import ForkedCall
 from lightning_topt.communication.rank_watch import is_of_collective
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.intervals import LEVEL
 from lightning_topt.data.resumable_loader import TrackedLoader
 from lightning_topt.graph.errors import may_need_values
-from lightning_topt.graph.module_copy import fake_copy
-from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plugins.plan_request import PlanRequest
 
 if TYPE_CHECKING:  # what measures is not imported where nothing is planned
     from lightning_topt.costs.measurements import Measurements
+    from lightning_topt.graph.op_graph import OpGraph
     from lightning_topt.plan.plan_intervals import Intervals
-
-# where the plan comes from (`planned_by`), as long as none is made
-UNTIL_WATCHED = "ddp until a plan is made of its first steps"
 
 
 @dataclass(frozen=True)
@@ -89,23 +89,15 @@ class PlanDecision(NamedTuple):
     measurements: Measurements | None = None
 
 
+_READ_SECONDS = 20.0  # for a batch
 # and the parameters of their module, by name
 Optimizers = tuple[list[Optimizer], list[tuple[str, nn.Parameter]]]
 
 
-def optimizers_of(trainer: pl.Trainer) -> Optimizers:
-    """Return the optimizers of a fit.
-
-    Where they do not exist yet: what the module would make, on a fake copy of it.
-    """
-    module, strategy = trainer.lightning_module, trainer.strategy
-    if not strategy.optimizers:
-        return make_fake_optimizers(module, device=strategy.root_device)
-    return list(strategy.optimizers), list(module.named_parameters())
-
-
 def make_fake_optimizers(module: pl.LightningModule, *, device: torch.device) -> Optimizers:
     """Return what the module's own `configure_optimizers` makes, run on a fake copy."""
+    from lightning_topt.graph.module_copy import fake_copy  # noqa: PLC0415  (fits with a plan)
+
     # Parameters on the fake device take no memory, whatever state is built.
     copied, mode = fake_copy(module, device=device.type)
     with mode:
@@ -215,11 +207,14 @@ def _share(function: Callable[[], T], *, only_rank_0: bool) -> T:
 # ---- example batches -----------------------------------------------------------------------------
 
 
-def example_batches(trainer: pl.Trainer) -> tuple[Any, Any | None]:
-    """Return a training batch as `training_step` will get it, and one twice as large.
+def example_batch(trainer: pl.Trainer) -> Any:
+    """Return a training batch of this rank as `training_step` will get it, on the CPU.
 
-    None where there is no such. Calls `trainer.fit_loop.setup_data()`, as
-    `trainer.estimated_stepping_batches` does. Raises ValueError when the training data are empty.
+    A copy of this process reads it, so that data sets, iterators and generators stay as they are.
+    What a copy cannot read (an open file, a queue that a thread fills) is read here. A batch of an
+    iterator that cannot begin again is then put back before its first. Calls
+    `trainer.fit_loop.setup_data()`, as `trainer.estimated_stepping_batches` does. Raises ValueError
+    when the training data are empty.
     """
     # Loaders as the fit will have them, with their samplers.
     trainer.fit_loop.setup_data()
@@ -229,6 +224,10 @@ def example_batches(trainer: pl.Trainer) -> tuple[Any, Any | None]:
             "planning needs a training batch, but there are no training data "
             "(limit_train_batches=0?)"
         )
+    if hasattr(os, "fork"):
+        with suppress(Exception):
+            read = ForkedCall(lambda: batches_of(combined, trainer)[0], isolated=True)
+            return read.result(timeout_seconds=_READ_SECONDS)
     # A batch that is read here moves loaders with a state of their own, which the fit has begun to
     # read.
     moved = [
@@ -236,13 +235,34 @@ def example_batches(trainer: pl.Trainer) -> tuple[Any, Any | None]:
         for loader in combined.flattened
         if isinstance(loader, _Stateful) and not isinstance(loader, TrackedLoader)
     ]
-    batches = batches_of(combined, trainer)
+    if any(iter(loader) is loader for loader in combined.flattened):
+        combined.flattened = [
+            _ReadAhead(loader) if iter(loader) is loader else loader
+            for loader in combined.flattened
+        ]
+    batch = batches_of(combined, trainer)[0]
     for loader, state in moved:
         loader.load_state_dict(state)
     if moved:
         assert trainer.fit_loop._data_fetcher is not None
         iter(trainer.fit_loop._data_fetcher)
-    return batches
+    return batch
+
+
+class _ReadAhead:
+    """An iterator of which one item was read; it comes again, in its turn."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator, self._ahead = iterator, [*itertools.islice(iterator, 1)]
+        self.first = self._ahead[0] if self._ahead else None
+
+    def __iter__(self) -> Iterator[Any]:
+        while self._ahead:
+            yield self._ahead.pop()
+        yield from self._iterator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
 
 
 def batches_of(loaders: CombinedLoader, trainer: pl.Trainer) -> tuple[Any, Any | None]:
@@ -282,6 +302,8 @@ def _samples(loader: Any, times: int) -> Any | None:
 
 
 def _first(loader: Iterable[Any]) -> Any:
+    if isinstance(loader, _ReadAhead):
+        return loader.first
     # Without workers, which would outlive this.
     if isinstance(loader, DataLoader) and loader.num_workers:
         loader = DataLoader(

@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -44,13 +44,13 @@ class RankBatches:
 
     Args:
         uneven: ``"join"``, ``"stop"`` or ``"error"``, for training; None: training is Lightning's.
-        pad_evaluation: whether evaluation is Lightning's, whose samplers repeat samples until all
-            ranks have equally many. None: where user code may count on that (`why_padded`), and of
-            loaders of which ranks would have different numbers of batches.
+        pad_evaluation: whether samplers of evaluation are Lightning's, which repeat samples until
+            all ranks have equally many.
         join: takes part in a training step of others, see `UnevenRanks`.
         why_not: why that cannot be, see there.
         sharing: the ranks among which this one's samples are split; None: all.
         gathers: whether an evaluation step is a collective call of all ranks.
+        may_gather: whether it may become one in this run.
         evaluate: takes part in such a step of others.
         known: what `uneven` may be.
 
@@ -60,31 +60,30 @@ class RankBatches:
     def __init__(
         self,
         uneven: str | None,
-        pad_evaluation: bool | None,
+        pad_evaluation: bool,
         *,
         join: Callable[[Callable[[], None]], None],
         why_not: Callable[[bool], str | None] = _nothing,
         sharing: Callable[[], dist.ProcessGroup | None] = _nothing,
         gathers: Callable[[], bool] = _never,
+        may_gather: Callable[[], bool] = _never,
         evaluate: Callable[[str], None] = _nothing,
         known: Sequence[str] = UNEVEN,
     ) -> None:
         if uneven is not None:
             check_choice(uneven, name="uneven", allowed=known)
-        if pad_evaluation is not None:
-            check_flag(pad_evaluation, name="pad_evaluation")
+        check_flag(pad_evaluation, name="pad_evaluation")
         self.presence = Presence(sharing)
         # For parts that are made where there are several ranks; spawned ranks get a copy of this.
         of_training: dict[str, Any] = {"uneven": uneven, "join": join, "why_not": why_not}
         of_evaluation: dict[str, Any] = {
             "gathers": gathers,
             "join": evaluate,
-            "evenly": pad_evaluation is None,
+            "pads": pad_evaluation,
         }
         self._for_training = None if uneven is None else of_training
-        self._for_evaluation = None if pad_evaluation else of_evaluation
-        self._decides = pad_evaluation is None
-        self._has_warned = self._has_said = False
+        self._for_evaluation, self._may_gather = of_evaluation, may_gather
+        self._has_warned = False
         self._training: UnevenRanks | None = None
         self._evaluation: ExactEvaluation | None = None
 
@@ -97,28 +96,14 @@ class RankBatches:
         """Take the loops of `trainer` in hand, before data are set up."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        if self._evaluation is None and self._for_evaluation is not None:
+        if self._evaluation is None and (not self._for_evaluation["pads"] or self._may_gather()):
             self._evaluation = plugins.ExactEvaluation(self.presence, **self._for_evaluation)
         if self._training is None and self._for_training is not None:
             self._training = plugins.UnevenRanks(self.presence, **self._for_training)
-        if self._evaluation is not None and not (self._decides and self._pads(trainer)):
+        if self._evaluation is not None:
             self._evaluation.begin(trainer)
         if self._training is not None and trainer.state.fn == TrainerFn.FITTING:
             self._training.begin_fit(trainer)
-
-    def _pads(self, trainer: pl.Trainer) -> bool:
-        """Return whether samples are to be repeated on all ranks, if one says so. Collective."""
-        # A fit without validation has no code of it to read.
-        evaluates = trainer.state.fn != TrainerFn.FITTING or trainer.enable_validation
-        why = plugins.why_padded(trainer) if evaluates else None
-        if why is not None and not self._has_said:
-            self._has_said = True
-            rank_zero_info(
-                f"topt: evaluation repeats samples until ranks have equally many, since {why}. "
-                "pad_evaluation=False counts each sample once"
-            )
-        decide = trainer.strategy.reduce_boolean_decision
-        return bool(decide(why is not None or not evaluates, all=False))
 
     def end(self, *, failed: bool) -> None:
         """Give the loops back. A collective call, unless the run has `failed`."""

@@ -24,7 +24,15 @@ def register_strategies() -> None:
         "topt",
         _make_topt,
         registry=StrategyRegistry,
-        description="Searches and runs a parallel plan",
+        description="DDP whose ranks share updates where that pays, or the plan that is asked for",
+    )
+    register_names(
+        "topt_full",
+        _make_topt,
+        registry=StrategyRegistry,
+        description="Searches all parallel plans that keep the loss curve, and runs the best",
+        unused=False,
+        plan="search",
     )
     compressed = "Data parallelism with compressed gradients"
     register_names(
@@ -49,13 +57,19 @@ def register_strategies() -> None:
 
 
 def register_names(
-    name: str, strategy: Callable[..., Any], *, registry: Any, description: str, unused: bool = True
+    name: str,
+    strategy: Callable[..., Any],
+    *,
+    registry: Any,
+    description: str,
+    unused: bool = True,
+    **given: Any,
 ) -> None:
     """Register `name` with the endings that Lightning's ``ddp`` has.
 
     ``_fork``, ``_spawn`` and ``_notebook`` are other ways to start ranks; each also with
     ``_find_unused_parameters_true`` and ``_false``, the latter being what DistributedDataParallel
-    does anyway; not where `unused` says that it takes none.
+    does anyway; not where `unused` says that it takes none. `given` are more options of it.
     """
     for start, start_method in START_METHODS.items():
         endings = (
@@ -64,13 +78,15 @@ def register_names(
             else ("",)
         )
         for ending in endings:
-            options = {"find_unused_parameters": True} if ending.endswith("true") else {}
+            options: dict[str, Any] = dict(given)
+            if is_unused := ending.endswith("true"):
+                options["find_unused_parameters"] = True
             registry.register(
                 f"{name}{start}{ending}",
                 strategy,
                 override=True,
                 description=f"{description}; ranks start by `{start_method}`"
-                + ("; parameters may be unused in a step" if options else ""),
+                + ("; parameters may be unused in a step" if is_unused else ""),
                 start_method=start_method,
                 **options,
             )

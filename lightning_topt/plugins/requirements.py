@@ -11,29 +11,28 @@ what was found and, where there is one, the way out. The kinds:
     CONTINUOUS       stages begin batches before the update of the batch before is done
     SEARCHED_STAGES  OWN_BATCHES that nobody asked for
 
-Sharding puts other Parameter objects into the module: code that reads parameters or gradients
-between the steps would see shards (`code_names`), and whoever else holds a Parameter would go on
-with the old one (`held_parameters`). A step that another rank runs as well must be the same there,
-and must leave nothing behind.
+Plans are applied before optimizers are made. What user code finds in shards is on the page "What
+sharding shows to your code"; here is what torch cannot shard. A step that another rank runs as well
+must be the same there: what it reads is seen while it is traced (`noted_reads`).
 
-A new reason is an entry of `REQUIREMENTS`. It has a test in `tests/plugins` (SHARDED:
-`test_whole_parameters`, CONTINUOUS: `test_continuous_care`, others: `test_own_batches`) and a word
-in docs/reference/limits.md or docs/concepts/pipelines.md. Other reasons are elsewhere: why steps
-are not watched (`watched_steps.why_not_watched`), blocks not recomputed
+A new reason is an entry of `REQUIREMENTS`. It has a test in `tests/plugins`
+(`test_requirements`, CONTINUOUS: `test_continuous_care`) and a word in docs/reference/limits.md or
+docs/concepts/pipelines.md. Other reasons are elsewhere: why blocks are not recomputed
 (`graph.blocks.why_not_recomputed`), steps not cut (`default_search.why_not_cut`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import (
-    BaseFinetuning,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -41,21 +40,11 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric, MetricCollection
 
 from lightning_topt.graph.kernels import NAMESPACES
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.plugins.code_names import (
-    GRADIENTS,
-    PARAMETERS,
-    Reader,
-    is_library,
-    names_of_step,
-    own_functions,
-)
-from lightning_topt.plugins.held_parameters import why_held
 from lightning_topt.plugins.value_exchange import check_packs
 from lightning_topt.techniques.ddp_wrapper import names_to_ignore
 
@@ -64,40 +53,58 @@ SLICES, SEQUENTIAL, CONTINUOUS, SEARCHED_STAGES = (
     *("slices", "sequential batches", "continuous", "searched stages"),
 )
 
+# What a step may read of its rank, of the loggers and of how far the fit is.
 _RANKS = frozenset(
     ["global_rank", "local_rank", "node_rank", "is_global_zero", "get_rank", "is_local_zero"]
 )
 _COUNTS = frozenset(["global_step", "current_epoch"])
-_WRITERS = frozenset(
-    [
-        *("logger", "loggers"),
-        *("rank_zero_only", "rank_zero_info", "rank_zero_warn", "rank_zero_deprecation"),
-    ]
-)
-_MOMENTS = ("batch_start", "batch_end", "epoch_start", "epoch_end", "end")
-# Hooks of modules and callbacks that run between steps.
-_HOOKS = (
-    *(f"on_{stage}_{moment}" for stage in ("train", "validation") for moment in _MOMENTS),
-    *("on_validation_start", "on_validation_model_eval", "on_validation_model_train"),
-    *("on_validation_model_zero_grad", "on_before_zero_grad", "on_before_backward"),
-    *("on_before_optimizer_step", "on_before_batch_transfer", "on_after_backward"),
-    *("on_after_batch_transfer", "transfer_batch_to_device", "on_save_checkpoint"),
-    *("optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping"),
-    "lr_scheduler_step",
-)
-# In the steps themselves. What a capture sees is left to it: parameters that `training_step` reads
-# are unsharded while it runs.
-_READ_IN_STEPS = {
-    "training_step": frozenset({"grad", "state_dict"}),
-    "validation_step": GRADIENTS | PARAMETERS,
-}
-# where torch keeps what was registered on a module
-_HOOKS_OF_MODULES = (
-    *("_forward_pre_hooks", "_forward_hooks"),
-    *("_backward_pre_hooks", "_backward_hooks"),
-)
-# loggers whose `watch` registers hooks
-_WATCHERS = frozenset({"wandb", "comet_ml", "neptune", "clearml", "aim"})
+_WRITERS = frozenset(["logger", "loggers"])
+_LIBRARIES = frozenset(["torch", "lightning", "lightning_fabric", "lightning_topt", "torchmetrics"])
+
+
+@contextmanager
+def noted_reads() -> Generator[set[str], None, None]:
+    """Note which of these names user code reads within, by which a step may differ between ranks.
+
+    In a copy of the process: attributes of Lightning's classes are replaced.
+    """
+    reads: set[str] = set()
+
+    def note(name: str) -> None:
+        caller = sys._getframe(2).f_globals.get("__name__", "")
+        if not is_library(caller):
+            reads.add(name)
+
+    def noting(name: str, own: property) -> property:
+        def read(owner: Any) -> Any:
+            note(name)
+            assert own.fget is not None
+            return own.fget(owner)
+
+        return property(read, own.fset)
+
+    def get_rank(*args: Any, **kwargs: Any) -> int:
+        note("get_rank")
+        return own_get_rank(*args, **kwargs)
+
+    kept, own_get_rank = [], dist.get_rank
+    for kind in (pl.LightningModule, pl.Trainer):
+        for name in _RANKS | _COUNTS | _WRITERS:
+            if isinstance(own := vars(kind).get(name), property):
+                kept.append((kind, name, own))
+                setattr(kind, name, noting(name, own))
+    dist.get_rank = get_rank
+    try:
+        yield reads
+    finally:
+        dist.get_rank = own_get_rank
+        for kind, name, own in kept:
+            setattr(kind, name, own)
+
+
+def is_library(module_name: str | None) -> bool:
+    """Return whether code of that module is torch's, Lightning's or this package's."""
+    return (module_name or "").partition(".")[0] in _LIBRARIES
 
 
 @dataclass
@@ -111,6 +118,7 @@ class Fit:
         trainer: whose fit it is.
         batch: of a step, where it is known.
         graph: of that step.
+        reads: what the step reads of its rank and of the fit, see `noted_reads`.
         only_replicated: see `PlanRequest`.
         would_shard: whether the parameter of that name would be sharded; others may be as they are.
     """
@@ -119,17 +127,13 @@ class Fit:
     batch: Any = None
     graph: OpGraph | None = None
     only_replicated: bool = False
+    reads: frozenset[str] = frozenset()
     would_shard: Callable[[str], bool] = lambda _: True
 
     @property
     def module(self) -> pl.LightningModule:
         """The module that is trained."""
         return self.trainer.lightning_module
-
-    @cached_property
-    def names(self) -> frozenset[str]:
-        """All names that user code in `training_step` may use."""
-        return names_of_step(self.module)
 
     def callback(self, *kinds: type) -> str | None:
         """Return the class of a callback of these kinds."""
@@ -183,8 +187,7 @@ def is_compiled(part: nn.Module) -> bool:
 def why_not(fit: Fit, *kinds: str) -> str | None:
     """Return the first reason against plans of any of these kinds, as a clause, or None.
 
-    That is what can be seen before a step runs. Takes milliseconds, and up to half a second where
-    somebody else holds parameters.
+    That is what can be seen before a step runs.
     """
     for requirement in REQUIREMENTS:
         if not {*kinds}.isdisjoint(requirement.kinds) and (found := requirement.check(fit)):
@@ -221,74 +224,6 @@ def _several_dtypes(fit: Fit) -> str | None:
     names = {parameter.dtype: name for name, parameter in fit.sharded() if parameter.requires_grad}
     shown = [f"{name!r}: {str(dtype).removeprefix('torch.')}" for dtype, name in names.items()]
     return ", ".join(shown[:2]) if len(shown) > 1 else None
-
-
-def _registered_hook(fit: Fit) -> str | None:
-    """Return which registered hook reads parameters or gradients."""
-
-    def origin(hook: Any) -> tuple[str, str]:
-        inner = getattr(hook, "func", hook)  # a functools.partial
-        kind = type(inner)
-        return (
-            getattr(inner, "__module__", None) or kind.__module__,
-            getattr(inner, "__qualname__", kind.__name__),
-        )
-
-    # Hooks on parameters see gradients.
-    for name, parameter in fit.module.named_parameters():
-        after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-        for hook in (*(parameter._backward_hooks or {}).values(), *after.values()):
-            home, title = origin(hook)
-            if not is_library(home):
-                return f"a hook on parameter {name!r} ({title}) gets its gradient"
-    # Hooks on modules may read anything.
-    for name, part in fit.module.named_modules():
-        for hook in [each for kind in _HOOKS_OF_MODULES for each in getattr(part, kind).values()]:
-            home, title = origin(hook)
-            reader = Reader(fit.module, GRADIENTS | PARAMETERS)
-            is_logger = home.partition(".")[0] in _WATCHERS
-            if not is_library(home) and (is_logger or reader.reads(hook, fit.module)):
-                return f"a hook on {name or 'the LightningModule'!r} ({title}) reads parameters"
-    return None
-
-
-def _reading_step(fit: Fit) -> str | None:
-    """Return which step reads parameters or gradients in a way that a capture does not see."""
-    module, title = fit.module, type(fit.module).__name__
-    for name, names in _READ_IN_STEPS.items():
-        for function, own in own_functions(module, name):
-            if found := Reader(module, names).reads(function, *own):
-                return f"{title}.{name} {found}"
-            reader = Reader(module, PARAMETERS, attributes_count=True)
-            if reader.reads(function, *own) and reader.computes_gradients:
-                return (
-                    f"{title}.{name} computes gradients, which may be those of parameters that it "
-                    "reads"
-                )
-    return None
-
-
-def _reading_hook(fit: Fit) -> str | None:
-    """Return which hook of the module, or of a callback, reads parameters or gradients."""
-    trainer, module = fit.trainer, fit.module
-    for name in _HOOKS:
-        for function, own in own_functions(module, name):
-            reader = Reader(module, GRADIENTS | PARAMETERS, calls_count=True)
-            if found := reader.reads(function, *own):
-                return f"{type(module).__name__}.{name} {found}"
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            for function, own in own_functions(callback, name):
-                # LambdaCallback: a function of (trainer, module, ...)
-                reader = Reader(module, GRADIENTS | PARAMETERS, calls_count=True)
-                if found := reader.reads(function, *own, trainer, module):
-                    return f"callback {type(callback).__name__} {found} in {name}"
-    return None
-
-
-def _held(fit: Fit) -> str | None:
-    strategy = fit.trainer.strategy
-    optimizers = [getattr(optimizer, "_optimizer", optimizer) for optimizer in strategy.optimizers]
-    return why_held(fit.module, optimizers=optimizers, model=strategy.model)
 
 
 def _averages_apart(fit: Fit) -> str | None:
@@ -435,7 +370,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         "with the Trainer's precision",
         _several_dtypes,
     ),
-    # ---- code that needs whole parameters
+    # ---- callbacks
     Requirement(
         (SLICES, *_TOGETHER),
         "weight-averaging callbacks copy whole parameters",
@@ -445,15 +380,6 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(
         (SHARDED,), "callback {} prunes parameters", lambda fit: fit.callback(ModelPruning)
     ),
-    Requirement(
-        (SHARDED,),
-        "callback {} freezes parameters and trains them later",
-        lambda fit: fit.callback(BaseFinetuning),
-    ),
-    Requirement((SHARDED,), "{}, and no rank has all of that then", _registered_hook),
-    Requirement((SHARDED,), "{}, and no rank has all of that then", _reading_step),
-    Requirement((SHARDED,), "{}, and no rank has all of that then", _reading_hook),
-    Requirement((SHARDED,), "{}, and would keep the old one", _held),
     # ---- steps that other ranks run as well
     Requirement(
         _TOGETHER,
@@ -470,7 +396,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(
         _TOGETHER,
         "training_step reads {}, and other ranks would not run the same step",
-        lambda fit: min(fit.names & _RANKS, default=None),
+        lambda fit: min(fit.reads & _RANKS, default=None),
     ),
     Requirement(
         _TOGETHER,
@@ -491,20 +417,12 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(
         (OWN_BATCHES,),
         "training_step uses {}, and what rank 0 writes is known on the last stage's rank",
-        lambda fit: min(fit.names & _WRITERS, default=None),
+        lambda fit: min(fit.reads & _WRITERS, default=None),
     ),
     Requirement(
         (OWN_BATCHES,),
         "batch norm brings ranks with different batches together",
         lambda fit: fit.part(lambda part: isinstance(part, nn.SyncBatchNorm)),
-    ),
-    Requirement(
-        (OWN_BATCHES,),
-        "batch norm counts the batches of rank 0 alone under ddp, and would count all of a "
-        "pipeline's",
-        lambda fit: fit.part(
-            lambda part: isinstance(part, _NormBase) and part.training and part.track_running_stats
-        ),
     ),
     Requirement(
         (OWN_BATCHES,),
@@ -514,6 +432,6 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(
         (SEARCHED_STAGES,),
         "training_step reads {}, on which the modules that it calls may depend",
-        lambda fit: min(fit.names & _COUNTS, default=None),
+        lambda fit: min(fit.reads & _COUNTS, default=None),
     ),
 )

@@ -1,12 +1,11 @@
-"""What a search for a plan needs, and the search on a given mesh.
+"""What a search for a plan needs, and the searches: without a plan, and on a given mesh.
 
-All ranks take part: rank 0 captures the step and searches, all of them measure.
+They run in a copy of rank 0's process, where user code leaves nothing behind (`traced_planning`).
+What all ranks have to measure is asked of them:
 
-    graph = capture_on_ranks(trainer, batch)
-    costs = read_costs(request, trainer, graph)               # optimizer, cluster, kernels
-    search = search_request(request, trainer, graph, costs)   # on data axes
-    frontier = search_for(request, search)
-    point = choose_for(request, frontier, costs.cluster, trainer=trainer, optimizer=costs.optimizer)
+    step = TracedStep.of(trainer, batch)            # the step on fake tensors
+    costs = yield from read_costs(request, trainer, step.graph)   # `NeedsCosts`
+    planning = yield from search_all(request, step, costs)        # `NeedsKernels`
 """
 
 from __future__ import annotations
@@ -14,24 +13,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_topt.basics.forked_call import ForkedCall
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
-from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.graph.blocks import why_not_recomputed
 from lightning_topt.graph.capture import capture
@@ -52,19 +46,47 @@ from lightning_topt.plugins.plan_request import (
     steps_of_fit,
     ways_of_run,
 )
-from lightning_topt.plugins.planning import (
-    PlanDecision,
-    Planning,
-    on_every_rank,
-    on_rank_0,
-    optimizers_of,
-)
-from lightning_topt.plugins.requirements import SHARDED, SLICES, Fit, why_not
+from lightning_topt.plugins.planning import Planning, make_fake_optimizers
+from lightning_topt.plugins.requirements import SHARDED, SLICES, Fit, noted_reads, why_not
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 
 _SEARCH_SECONDS = 3.0  # a fit waits for it
-_STEP_SECONDS = 60.0  # for one step, without a word
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class NeedsCosts:
+    """Asks all ranks for the costs of a step: `MeasuredCosts`."""
+
+    graph: OpGraph
+
+
+@dataclass(frozen=True)
+class NeedsKernels:
+    """Asks all ranks for the seconds of the kernels of `graphs`, by `kernel_key`."""
+
+    graphs: list[OpGraph]
+
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """What ranks have measured, or the `cluster` that was given.
+
+    Seconds of kernels, and of updates per element of each parameter by name. `measures`: more
+    kernels can be measured.
+    """
+
+    cluster: Cluster
+    kernel_seconds: Mapping[KernelKey, float] = field(default_factory=dict)
+    update_seconds: Mapping[str, float] = field(default_factory=dict)
+    measures: bool = False
+
+
+Questions = Generator[NeedsCosts | NeedsKernels, Any, T]
+
+
+# ---- the traced step -----------------------------------------------------------------------------
 
 
 class Trace(Protocol):
@@ -74,57 +96,71 @@ class Trace(Protocol):
         """Return the context in which it runs."""
 
 
-def capture_on_ranks(
-    trainer: pl.Trainer,
-    batch: Any,
-    *,
-    trace: Trace | None = None,
-    scales: bool = False,
-    may_run: bool = False,
-) -> OpGraph:
-    """Return the graph of rank 0's step on fake tensors; see `capture_step`.
+@dataclass(frozen=True)
+class TracedStep:
+    """The step of `trainer` on `batch`: its graph, and the calls that tell how it can be split.
 
-    With `may_run` a step that depends on values runs once on real tensors, in an isolated copy of
-    rank 0's process. A collective call. Raises what rank 0 raised; `may_need_values` tells on every
-    rank.
+    `trace` is None where a step that reads values ran on real tensors. `reads`: see `noted_reads`.
     """
 
-    def captured() -> OpGraph:
+    trainer: pl.Trainer
+    batch: Any
+    graph: OpGraph
+    trace: FunctionTrace | None = None
+    reads: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(
+        cls, trainer: pl.Trainer, batch: Any, *, splits: bool = True, scales: bool = False
+    ) -> TracedStep:
+        """Trace the step on fake tensors, or run it once on real ones where it reads values.
+
+        With `splits` the calls are traced too; with `scales` the graph says how the step grows with
+        the batch, where that can be found. Raises what the last attempt did.
+        """
+        trace = FunctionTrace() if splits else None
         try:
-            return capture_step(trainer, batch, trace=trace, scales=scales)
+            with noted_reads() as reads:
+                graph = capture_step(trainer, batch, trace, scales=scales)
+            return cls(trainer, batch, graph, trace, frozenset(reads))
         except Exception as error:
-            if (
-                not may_run
-                or trace is not None
-                or not may_need_values(error)
-                or not hasattr(os, "fork")
-            ):
+            # In this process, which is a copy, a real step leaves nothing behind.
+            if not may_need_values(error) or trainer.strategy.root_device.type != "cpu":
                 raise
             try:
-                return ForkedCall(run, isolated=True).result(timeout_seconds=_STEP_SECONDS)
+                graph = observe_step(
+                    trainer.lightning_module,
+                    batch,
+                    forward_context=trainer.precision_plugin.forward_context,
+                )
             except Exception as failure:
                 why = f"{error}\nNor did it run on real tensors: {failure}"
                 raise CaptureError(why, needs_values=True) from failure
+            return cls(trainer, batch, graph)
 
-    def run() -> OpGraph:
-        torch.set_num_threads(1)  # threads of the pool are not copied with the process
-        return observe_step(
-            trainer.lightning_module,
-            batch,
-            forward_context=trainer.precision_plugin.forward_context,
+    def fit(self, request: PlanRequest, **more: Any) -> Fit:
+        """Return the fit of this step, as requirements look at it."""
+        alone = request.only_replicated
+        return Fit(self.trainer, self.batch, self.graph, alone, self.reads, **more)
+
+    def split(self) -> SplitModel:
+        """Return what splits the step over tensor axes. Raises PlanError where it cannot be."""
+        if self.trace is None:
+            raise PlanError("the step reads values of tensors, so that it cannot be split")
+        return SplitModel(
+            self.trainer.lightning_module,
+            self.batch,
+            self.graph,
+            self.trace,
+            forward_context=self.trainer.precision_plugin.forward_context,
+            device=self.trainer.strategy.root_device.type,
         )
-
-    return on_rank_0(captured)
 
 
 def capture_step(
-    trainer: pl.Trainer, batch: Any, *, trace: Trace | None = None, scales: bool = False
+    trainer: pl.Trainer, batch: Any, trace: Trace | None = None, *, scales: bool = False
 ) -> OpGraph:
-    """Return the graph of this rank's step on fake tensors.
-
-    `trace` gets the calls of torch functions. With `scales` the graph says how the step grows with
-    the batch, where that can be found. Raises what the last attempt did.
-    """
+    """Return the graph of this rank's step on fake tensors, whose calls `trace` gets."""
 
     def on(*, scales: bool) -> OpGraph:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
@@ -144,65 +180,36 @@ def capture_step(
     return on(scales=False)
 
 
+# ---- what a search needs besides the graph -------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class RunCosts:
-    """What a search needs besides the graph.
-
-    `measurements` are None where the cluster was given.
-    """
+    """The optimizer, and what was measured or given."""
 
     optimizer: OptimizerProfile
-    cluster: Cluster
-    kernel_seconds: Mapping[KernelKey, float] = field(default_factory=dict)
-    measurements: Measurements | None = None
+    measured: MeasuredCosts
 
-    def measured(self, graphs: Iterable[OpGraph]) -> dict[KernelKey, float]:
-        """Return the seconds of the kernels of `graphs`. A collective call."""
-        return {} if self.measurements is None else measured_kernels(self.measurements, graphs)
-
-
-def measured_kernels(
-    measurements: Measurements, graphs: Iterable[OpGraph]
-) -> dict[KernelKey, float]:
-    """Return the seconds of the kernels of `graphs`; those of rank 0 count. A collective call."""
-    kernels: dict[KernelKey, float] = {}
-    for each in graphs:
-        kernels |= on_every_rank(partial(measurements.kernel_seconds, each))
-    return kernels
+    @property
+    def cluster(self) -> Cluster:
+        """The machines of the run."""
+        return self.measured.cluster
 
 
-def read_costs(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph) -> RunCosts:
-    """Return the costs of this run, measured unless the cluster is given. A collective call."""
+def read_costs(trainer: pl.Trainer, graph: OpGraph) -> Questions[RunCosts]:
+    """Return the costs of this run; ranks are asked for what they measure."""
     device = trainer.strategy.root_device
-    # The optimizer: which state it keeps, how it updates.
-    optimizers, named = optimizers_of(trainer)
-    profile = on_every_rank(
-        lambda: read_optimizer(optimizers, named_parameters=named, device_type=device.type)
-    )
-    if request.cluster is not None:
-        return RunCosts(profile, request.cluster)
-    # Stored from earlier runs on this machine, or measured now, by all ranks.
-    measurements = open_measurements(trainer)
-    seconds = on_every_rank(lambda: measurements.update_seconds(optimizers, named_parameters=named))
-    cluster = on_every_rank(measurements.cluster)
-    profile = dataclasses.replace(profile, seconds_per_element=seconds)
-    costs = RunCosts(profile, cluster, measurements=measurements)
-    return dataclasses.replace(costs, kernel_seconds=costs.measured([graph]))
-
-
-def open_measurements(trainer: pl.Trainer) -> Measurements:
-    """Return what measures the cluster and kernels of this run; it says what it does."""
-    return Measurements.open(
-        device=trainer.strategy.root_device,
-        num_nodes=trainer.num_nodes,
-        progress=lambda line: rank_zero_info(f"topt: {line}"),
-    )
+    optimizers, named = make_fake_optimizers(trainer.lightning_module, device=device)
+    profile = read_optimizer(optimizers, named_parameters=named, device_type=device.type)
+    measured: MeasuredCosts = yield NeedsCosts(graph)
+    profile = dataclasses.replace(profile, seconds_per_element=measured.update_seconds)
+    return RunCosts(profile, measured)
 
 
 def search_request(
     request: PlanRequest, trainer: pl.Trainer, graph: OpGraph, costs: RunCosts
 ) -> SearchRequest:
-    """Return what to search on data axes, where every rank has a batch like the captured one."""
+    """Return what to search on data axes, where every rank has a batch like the traced one."""
     ranks = dist.get_world_size()
     fit = Fit(trainer, graph=graph, only_replicated=request.only_replicated)
     exchanges, local_steps = ways_of_run(request, trainer, costs.optimizer, ranks=ranks)
@@ -212,10 +219,10 @@ def search_request(
         costs.optimizer,
         device_counts=(ranks,),
         global_batch_size=graph.batch_size * ranks,
-        shards=why_not(fit, SHARDED) is None,
+        shards=not request.keeps_parameters_whole and why_not(fit, SHARDED) is None,
         exchanges=exchanges,
         local_steps=local_steps,
-        kernel_seconds=costs.kernel_seconds,
+        kernel_seconds=costs.measured.kernel_seconds,
         returns_memory=request.saves_memory,
         gradient_views=request.gradient_views,
         max_seconds=_SEARCH_SECONDS,
@@ -227,43 +234,32 @@ def say(plan: ParallelPlan) -> None:
     rank_zero_info(f"topt: {plan.summary()}. {plan.reason}".strip())
 
 
-def split_model(
-    trainer: pl.Trainer, batch: Any, graph: OpGraph, trace: FunctionTrace
-) -> SplitModel:
-    """Return what splits the step of `trainer` that was captured as `graph` under `trace`."""
-    return SplitModel(
-        trainer.lightning_module,
-        batch,
-        graph,
-        trace,
-        forward_context=trainer.precision_plugin.forward_context,
-        device=trainer.strategy.root_device.type,
-    )
-
-
 def say_what_stays(graph: OpGraph) -> None:
     """Warn where some blocks of a plan that was asked to recompute cannot."""
     if reason := why_not_recomputed(graph):
         rank_zero_warn(f"topt: '+recompute' leaves blocks as they are: {reason}")
 
 
+# ---- on a given mesh -----------------------------------------------------------------------------
+
+
 def search_mesh(
     request: PlanRequest, trainer: pl.Trainer, batch: Any, given: MeshPlan
-) -> PlanDecision:
-    """Return the best plan on a given mesh. A collective call."""
+) -> Questions[Planning]:
+    """Return what was found on a given mesh."""
     # The step, and how it can be split.
-    mesh, trace = given.mesh(dist.get_world_size(), num_nodes=trainer.num_nodes), FunctionTrace()
-    graph = capture_on_ranks(trainer, batch, trace=trace)
-    fit = Fit(trainer, graph=graph, only_replicated=request.only_replicated)
+    mesh = given.mesh(dist.get_world_size(), num_nodes=trainer.num_nodes)
+    step = TracedStep.of(trainer, batch)
+    graph = step.graph
+    fit = step.fit(request)
     kinds = (SHARDED, SLICES) if mesh.tensor_axes else (SHARDED,)
-    reason = on_every_rank(lambda: why_not(fit, *kinds))
+    reason = why_not(fit, *kinds)
     if reason is not None and mesh.tensor_axes:
         raise PlanError(
             f"a mesh with tensor axes splits parameters, but {reason}; choose one without"
         )
     # What to search: on this mesh only, without compression.
-    split = split_model(trainer, batch, graph, trace)
-    costs = read_costs(request, trainer, graph)
+    costs = yield from read_costs(trainer, graph)
     wanted = dataclasses.replace(
         search_request(request, trainer, graph, costs),
         global_batch_size=graph.batch_size * mesh.data_parallel_size,
@@ -271,37 +267,28 @@ def search_mesh(
         exchanges=(),
         local_steps=(),
         returns_memory=request.saves_memory or given.recompute,
-        split=split,
+        split=step.split(),
         mesh=mesh,
         layout=given.preset,
     )
     # Kernels on slices, measured by all ranks.
-    kernels = {**costs.kernel_seconds, **costs.measured(on_rank_0(lambda: local_graphs(wanted)))}
-    planning: Planning | None = None
-
-    def search() -> dict[str, Any]:
-        nonlocal planning
-        frontier = with_intervals(
-            search_for(request, dataclasses.replace(wanted, kernel_seconds=kernels)),
-            costs.cluster,
-            graph,
-            level=request.confidence,
+    if costs.measured.measures:
+        kernels = yield NeedsKernels(local_graphs(wanted))
+        kernels = {**wanted.kernel_seconds, **kernels}
+        wanted = dataclasses.replace(wanted, kernel_seconds=kernels)
+    frontier = with_intervals(
+        search_for(request, wanted), costs.cluster, graph, level=request.confidence
+    )
+    frontier = by_objective(request, frontier, trainer=trainer, optimizer=costs.optimizer)
+    if given.preset:
+        chosen = _with_what_is_left(_preset_of(given, frontier), graph)
+    else:
+        chosen = choose_for(
+            request, frontier, costs.cluster, trainer=trainer, optimizer=costs.optimizer
         )
-        frontier = by_objective(request, frontier, trainer=trainer, optimizer=costs.optimizer)
-        if given.preset:
-            chosen = _with_what_is_left(_preset_of(given, frontier), graph)
-        else:
-            chosen = choose_for(
-                request, frontier, costs.cluster, trainer=trainer, optimizer=costs.optimizer
-            )
-        planning = Planning(frontier, chosen, graph)
-        return planning.chosen.plan.to_dict()
-
-    plan = ParallelPlan.from_dict(on_rank_0(search))
-    say(plan)
     if given.recompute:
         say_what_stays(graph)
-    return PlanDecision(plan, planning, "given", costs.measurements)
+    return Planning(frontier, chosen, graph)
 
 
 def _preset_of(given: MeshPlan, frontier: PlanFrontier) -> PlanPoint:

@@ -58,8 +58,8 @@ def loss_in(output: Any) -> Tensor:
     """Return the loss in what `training_step` returned. Raises ValueError where there is none."""
     if (loss := loss_of(output)) is None:
         raise ValueError(
-            f"training_step returned no loss but {type(output).__name__} for a microbatch, which a "
-            "pipeline cannot leave out; return a loss, or use another strategy"
+            f"training_step returned no loss but {type(output).__name__} for a batch, which "
+            "ranks that run steps together cannot leave out; return a loss, or use another strategy"
         )
     return loss
 

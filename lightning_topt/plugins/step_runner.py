@@ -1,14 +1,12 @@
-"""How the user's steps run under a plan: the base of five runners, and the plain one.
+"""How the user's steps run under a plan: the base of four runners, and the plain one.
 
 A strategy has a `StepRunner`, to which its hooks delegate. It is chosen once, when the plan is
 applied (`plan_run.choose_runner`):
 
-    PlainRunner        a step is the module's own, around which the engine works (data axes)
-    SequentialBatches  ranks of a tensor group run each other's batches, one after the other
-    JointBatches       the same, but for modules that run the batches of all of them at once
-    PipelineRunner     the ranks of a pipeline run one batch in microbatches;
-                       `OwnBatchPipeline`: each brings a batch, which is a microbatch
-    ContinuousRunner   a pipeline without flush
+    PlainRunner       a step is the module's own, around which the engine works (data axes)
+    GroupRunner       ranks of a tensor group or a pipeline bring a batch each, and run all of them
+    PipelineRunner    the ranks of a pipeline run one batch in microbatches
+    ContinuousRunner  a pipeline without flush
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -24,10 +22,12 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_topt.execution.engine import Engine
-from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.plugins.clipping import Clips
 from lightning_topt.plugins.step_without_batch import BlockCall, BlockOrder, zero_loss
+
+if TYPE_CHECKING:
+    from lightning_topt.execution.engine import Engine
+    from lightning_topt.execution.pipeline.pipeline_run import Example
 
 Step = Callable[..., Any]
 Output = TypeVar("Output")

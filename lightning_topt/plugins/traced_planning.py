@@ -1,38 +1,42 @@
-"""One plan before the first step: given, or searched with a step traced on fake tensors.
+"""The plan of a fit that asks for one: given, or made of a step that is traced at setup.
 
-`decide_plan` is called by all ranks and returns the same plan on each, or raises on each. Rank 0
-captures and searches; all ranks measure.
+`decide_plan` is called by all ranks and returns the same plan on each, or raises on each.
 
-    manual optimization      ddp
+    manual optimization      a plan that is given and keeps gradients whole: ddp, zero1
     a complete plan          checked, and run as it is
-    a plan by name           for the module as one block, until a watched step shows the others;
-                             or for the blocks of the captured step, where an unsharded one might
-                             not fit (`PlanRequest.begins_as_one_block`)
+    a plan by name           for the blocks of the traced step, where these matter
     a mesh, stages           searched on that mesh (`search_mesh`, `_pipeline`)
-    no plan                  searched (`default_search`), where DDP might break the memory limit (on
-                             accelerators: any), or need more than the device has
-                             (`PlanRequest.may_shard_for_memory`)
+    anything else            all plans are searched (`default_search.search_all`)
 
-Every other fit without a plan is planned from its first real steps: see `watched_planning`. Which
-fit is planned when is the table in `plan_request`.
+The step is traced, and plans are searched, in a copy of rank 0's process (`ForkedTalk`). There user
+code may do what it likes. The copy asks for what all ranks have to measure (`answer`). On
+accelerators, whose work no copy can do, the same runs in rank 0's process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import logging
+import os
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_topt.basics.forked_call import ForkedCall, ForkedTalk, Said
 from lightning_topt.communication.rank_watch import is_of_collective
+from lightning_topt.costs.compute import KernelKey
+from lightning_topt.costs.measurements import Measurements
+from lightning_topt.costs.optimizer import UpdateTime, time_updates
 from lightning_topt.execution.plan_problems import check_world_size
 from lightning_topt.graph.blocks import block_of, choose_blocks
-from lightning_topt.graph.errors import may_need_values, one_line
-from lightning_topt.graph.mesh_axes import Mesh, data_mesh
+from lightning_topt.graph.errors import one_line
+from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
 from lightning_topt.plan.explanation import price_plan
 from lightning_topt.plan.parallel_plan import (
@@ -46,8 +50,7 @@ from lightning_topt.plan.parallel_plan import (
 from lightning_topt.plan.pipeline_search import PipelineRequest, StaleWeights
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
-from lightning_topt.plan.plan_values import PRESETS
-from lightning_topt.plugins.default_search import search_default
+from lightning_topt.plugins.default_search import search_all
 from lightning_topt.plugins.microbatches import count_samples, split_batch
 from lightning_topt.plugins.plan_options import MeshPlan, PipelinePlan, UniformPlan
 from lightning_topt.plugins.plan_request import (
@@ -60,11 +63,12 @@ from lightning_topt.plugins.plan_request import (
     with_rule,
 )
 from lightning_topt.plugins.planning import (
-    UNTIL_WATCHED,
     PlanDecision,
+    Planning,
+    example_batch,
+    make_fake_optimizers,
     on_every_rank,
     on_rank_0,
-    optimizers_of,
 )
 from lightning_topt.plugins.requirements import (
     CONTINUOUS,
@@ -78,31 +82,32 @@ from lightning_topt.plugins.requirements import (
     why_not,
 )
 from lightning_topt.plugins.searched_plan import (
-    capture_on_ranks,
+    MeasuredCosts,
+    NeedsCosts,
+    NeedsKernels,
+    Questions,
+    TracedStep,
     choose_for,
     read_costs,
     say,
     say_what_stays,
     search_mesh,
     search_request,
-    split_model,
 )
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
-from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 
 _EAGER = "Predicted as eager: the module is compiled, and what runs inside is not seen."
+_PATIENCE_SECONDS = 300.0  # with a step that is traced, and a search, between two questions
 MICROBATCHES_PER_RANK = 4  # at most; the bubble of 1F1B is then a fifth of the step, or less
+T = TypeVar("T")
 
 
-def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> PlanDecision:
+def decide_plan(request: PlanRequest, trainer: pl.Trainer) -> PlanDecision:
     """Return the plan for this fit, what was searched, and where the plan comes from.
 
-    The plan is equal on every rank; rank 0 has what was searched. A collective call. `batch` is the
-    one that will be trained on; it is only read. Optimizers that the strategy has set up are read;
-    without any, the module's own are made on a fake copy. A step that fake tensors cannot follow is
-    to be watched. It runs under plain DDP (`UNTIL_WATCHED`), or under the uniform plan that was
-    given, with the module as its one block. What cannot be planned runs as ``ddp`` does, with a
-    warning, unless it `must_be_planned`.
+    The plan is equal on every rank; rank 0 has what was searched. A collective call, before there
+    are optimizers. What cannot be planned runs as ``ddp`` does, with a warning, unless it
+    `must_be_planned`.
     """
     # What can be said without a look at the step.
     module = trainer.lightning_module
@@ -115,54 +120,19 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> PlanDe
             'under ddp: give a mesh, plan={"mesh": {"pipeline": 2}}, or use '
             'PipelineStrategy(schedule="continuous")'
         )
-    if not module.automatic_optimization:
-        _check_manual(request, plain)
-        return PlanDecision(plain, None, "ddp: manual optimization")
     given = request.plan
-    mesh = data_mesh(world_size)
-    if isinstance(given, PipelinePlan):
-        _say_traced()
-        return _of_eager_step(_pipeline(request, trainer, batch, given), module)
-    if isinstance(given, MeshPlan):
-        _say_traced()
-        return _of_eager_step(search_mesh(request, trainer, batch, given), module)
-    # Where blocks do not matter, or come with the first step, no batch is needed.
-    if isinstance(given, UniformPlan):
-        mesh = given.mesh(world_size, num_nodes=trainer.num_nodes)
-        is_known = not request.needs_batch(module) or request.begins_as_one_block(
-            module, trainer.strategy.root_device
-        )
-        given = preset_plan(given.preset, mesh=mesh) if is_known else given
+    if isinstance(given, UniformPlan) and not request.is_by_block:
+        given = preset_plan(given.preset, mesh=given.mesh(world_size, num_nodes=trainer.num_nodes))
+    if not module.automatic_optimization:
+        _check_manual(request, given)
+        if given is None:
+            return PlanDecision(plain, None, "ddp: manual optimization")
     if isinstance(given, ParallelPlan):
         check_world_size(given, world_size)
         _check_model(given, module)
         return PlanDecision(_given(given, request, trainer), None, "given")
-    _say_traced()
     try:
-        try:
-            # The step on fake tensors, on rank 0.
-            graph = capture_on_ranks(trainer, batch)
-        except Exception as error:
-            # A step that depends on values is watched instead, if it fits unsharded.
-            if not may_need_values(error) or not request.unsharded_step_fits(
-                module, trainer.strategy.root_device
-            ):
-                raise
-            rank_zero_warn(
-                "topt: this step cannot be followed before it runs, so that the plan is made of "
-                "the first real steps, in which parameters and gradients are whole and may take "
-                f"more than memory_limit. The reason: {one_line(error)}"
-            )
-            if isinstance(given, UniformPlan):
-                return PlanDecision(preset_plan(given.preset, mesh=mesh), None, "given")
-            return PlanDecision(plain, None, UNTIL_WATCHED)
-        if isinstance(given, UniformPlan):
-            plan = given.of(graph, mesh)
-            on_every_rank(lambda: _check_features(plan, request, trainer, graph))
-            if given.recompute:
-                say_what_stays(graph)
-            return PlanDecision(plan, None, "given")
-        return _of_eager_step(search_default(request, trainer, batch, graph), module)
+        decision = _traced(request, trainer)
     except Exception as error:
         # A lost rank is no reason to go on as DDP: nobody would answer.
         if request.must_be_planned or is_of_collective(error):
@@ -173,50 +143,240 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> PlanDe
             f"nothing is lost but what a plan could have saved. The reason: {reason}"
         )
         return PlanDecision(plain, None, f"ddp: {reason}")
+    return decision._replace(plan=_with_rule_checked(decision.plan, request, trainer))
 
 
-def _of_eager_step(decision: PlanDecision, module: pl.LightningModule) -> PlanDecision:
-    """Return the decision; a plan for a compiled module says that its prediction is of eager code.
+# ---- a traced step -------------------------------------------------------------------------------
 
-    Captures run without compilation, and no real step was timed.
-    """
-    plan = decision.plan
+
+@dataclass(frozen=True)
+class _Found:
+    """What a copy of rank 0's process has made: a plan, and what was searched for it."""
+
+    plan: ParallelPlan
+    planning: Planning | None = None
+    messages: tuple[tuple[int, str], ...] = ()  # levels of logging, and what to say
+
+
+def _traced(request: PlanRequest, trainer: pl.Trainer) -> PlanDecision:
+    """Return the plan that is made of a traced step. A collective call."""
+    trainer.fit_loop.setup_data()  # ranks agree on lengths there
+    talk: ForkedTalk | _TalkHere | None = None
+    planning: Planning | None = None
+    measurements: Measurements | None = None
+    answer: Any = None
+
+    def next_question() -> Any:
+        nonlocal talk, planning
+        if talk is None:
+            batch = example_batch(trainer)
+            begins = ForkedTalk if runs_in_copies(trainer) else _TalkHere
+            talk = begins(partial(_plan_of, request, trainer, batch), isolated=True)
+        said = talk.next(answer, timeout_seconds=_PATIENCE_SECONDS)
+        if not said.is_over:
+            return said.value
+        found: _Found = said.value
+        planning = found.planning
+        for level, text in found.messages:
+            (rank_zero_warn if level >= logging.WARNING else rank_zero_info)(text)
+        return found.plan.to_dict()
+
+    # Rank 0 asks until it has a plan; all ranks measure what it asks for.
+    try:
+        while not isinstance(said := on_rank_0(next_question), dict):
+            measurements = measurements or _open_measurements(request, trainer)
+            answer = _answer(said, request, trainer, measurements)
+    finally:
+        if talk is not None:
+            talk.kill()
+    plan = ParallelPlan.from_dict(said)
+    decided_by = "search" if request.plan is None else "given"
+    if planning is not None or isinstance(request.plan, MeshPlan | PipelinePlan):
+        say(plan)
+    return PlanDecision(plan, planning, decided_by, measurements)
+
+
+def _plan_of(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Questions[_Found]:
+    """Make the plan of rank 0's step on `batch`; runs in a copy of its process."""
+    given = request.plan
+    with _messages() as messages:
+        if isinstance(given, UniformPlan):
+            mesh = given.mesh(dist.get_world_size(), num_nodes=trainer.num_nodes)
+            step = TracedStep.of(trainer, batch, splits=False)
+            graph = step.graph
+            found = _Found(given.of(graph, mesh))
+            _check_features(found.plan, request, trainer, step)
+            if given.recompute:
+                say_what_stays(graph)
+        elif isinstance(given, PipelinePlan):
+            found = _Found((yield from _pipeline(request, trainer, batch, given)))
+        else:
+            search = (
+                search_mesh(request, trainer, batch, given)
+                if isinstance(given, MeshPlan)
+                else search_all(request, trainer, batch)
+            )
+            planning = yield from search
+            found = _Found(planning.chosen.plan, planning)
+    return replace(_as_eager(found, trainer.lightning_module), messages=tuple(messages))
+
+
+def _as_eager(found: _Found, module: pl.LightningModule) -> _Found:
+    """Say in the reason of a plan for a compiled module that its prediction is of eager code."""
+    plan, planning = found.plan, found.planning
     if plan.predicted is None or not any(map(is_compiled, module.modules())):
-        return decision
-    rank_zero_info(f"topt: {_EAGER}")
-    plan, planning = replace(plan, reason=f"{plan.reason} {_EAGER}".strip()), decision.planning
+        return found
+    plan = replace(plan, reason=f"{plan.reason} {_EAGER}".strip())
     if planning is not None:
         planning = replace(planning, chosen=replace(planning.chosen, plan=plan))
-    return decision._replace(plan=plan, planning=planning)
+    return replace(found, plan=plan, planning=planning)
 
 
-def _say_traced() -> None:
-    rank_zero_info(
-        "topt: this plan is made before the first step, for which training_step runs some more "
-        "times, on copies without memory. Code in it that counts, writes files or takes from an "
-        "iterator may notice; plans on data axes by name, and a search where DDP is sure to fit, "
-        "watch real steps instead (docs/concepts/first_steps.md)"
+def runs_in_copies(trainer: pl.Trainer) -> bool:
+    """Return whether user code can run in a copy of this process, for the device of the fit."""
+    return hasattr(os, "fork") and trainer.strategy.root_device.type == "cpu"
+
+
+def in_copy(trainer: pl.Trainer, function: Callable[[], T]) -> T:
+    """Return what `function` does in a copy of this process, or here where no copy can run it."""
+    if not runs_in_copies(trainer):
+        return function()
+    return ForkedCall(function, isolated=True).result(timeout_seconds=_PATIENCE_SECONDS)
+
+
+class _TalkHere:
+    """A `ForkedTalk` in this process."""
+
+    def __init__(self, function: Callable[[], Generator[Any, Any, Any]], *, isolated: bool) -> None:
+        self._questions = function()
+
+    def next(self, answer: object = None, *, timeout_seconds: float) -> Said:
+        try:
+            return Said(False, self._questions.send(answer))
+        except StopIteration as end:
+            return Said(True, end.value)
+
+    def kill(self) -> None:
+        self._questions.close()
+
+
+@contextmanager
+def _messages() -> Iterator[list[tuple[int, str]]]:
+    """Keep what is said to users within: a copy has no screen."""
+    kept: list[tuple[int, str]] = []
+
+    class Keeper(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage().startswith("topt: "):
+                kept.append((record.levelno, record.getMessage()))
+
+    logger, keeper = logging.getLogger("lightning.pytorch"), Keeper()
+    propagates, logger.propagate = logger.propagate, False
+    handlers, logger.handlers = logger.handlers, [keeper]
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            yield kept
+        texts = (str(each.message) for each in warned)
+        kept += [(logging.WARNING, text) for text in texts if text.startswith("topt: ")]
+    finally:
+        logger.handlers, logger.propagate = handlers, propagates
+
+
+# ---- what all ranks measure ----------------------------------------------------------------------
+
+
+def _open_measurements(request: PlanRequest, trainer: pl.Trainer) -> Measurements | None:
+    """Return what measures this run, and says what it does; None for a given cluster."""
+    if request.cluster is not None:
+        return None
+    return Measurements.open(
+        device=trainer.strategy.root_device,
+        num_nodes=trainer.num_nodes,
+        progress=lambda line: rank_zero_info(f"topt: {line}"),
     )
 
 
+def _answer(
+    question: NeedsCosts | NeedsKernels,
+    request: PlanRequest,
+    trainer: pl.Trainer,
+    measurements: Measurements | None,
+) -> Any:
+    """Return what `question` asks for. A collective call."""
+    if measurements is None:
+        assert request.cluster is not None
+        return MeasuredCosts(request.cluster) if isinstance(question, NeedsCosts) else {}
+    graphs = question.graphs if isinstance(question, NeedsKernels) else [question.graph]
+    kernels: dict[KernelKey, float] = {}
+    for graph in graphs:
+        kernels |= on_every_rank(partial(measurements.kernel_seconds, graph))
+    if isinstance(question, NeedsKernels):
+        return kernels
+    times = on_every_rank(
+        lambda: in_copy(trainer, partial(_time_updates, trainer, measurements.known_updates))
+    )
+    updates = on_every_rank(lambda: measurements.agree_on_updates(times))
+    cluster = on_every_rank(measurements.cluster)
+    return MeasuredCosts(cluster, kernels, updates, measures=True)
+
+
+def _time_updates(trainer: pl.Trainer, known: Callable[[str], float | None]) -> list[UpdateTime]:
+    """Return what the updates of the optimizers take that the module would make."""
+    device = trainer.strategy.root_device
+    optimizers, named = make_fake_optimizers(trainer.lightning_module, device=device)
+    return time_updates(optimizers, named_parameters=named, device=device, known=known)
+
+
+# ---- a given plan --------------------------------------------------------------------------------
+
+
 def _given(plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer) -> ParallelPlan:
+    """Return a complete plan, checked, with its rule of weights where it needs one."""
+    if plan.schedule is not None or plan.brings_batches:
+        trainer.fit_loop.setup_data()
+
+        def check_step() -> None:
+            step = TracedStep.of(trainer, example_batch(trainer), splits=False)
+            _check_features(plan, request, trainer, step)
+
+        on_rank_0(lambda: in_copy(trainer, check_step))
+    return _with_rule_checked(plan, request, trainer)
+
+
+def _with_rule_checked(
+    plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer
+) -> ParallelPlan:
+    """Return the plan, checked, with its rule of weights where it needs one."""
     on_every_rank(lambda: _check_features(plan, request, trainer))
     if plan.schedule not in CONTINUOUS_SCHEDULES:
         return plan
 
-    def complete() -> dict[str, Any]:
-        optimizers, _ = optimizers_of(trainer)
+    def complete() -> tuple[ParallelPlan, list[tuple[int, str]]]:
+        optimizers, _ = make_fake_optimizers(
+            trainer.lightning_module, device=trainer.strategy.root_device
+        )
         each = trainer.accumulate_grad_batches
-        found = with_rule(plan, optimizers, request.stale, accumulate=each)
-        if plan.weight_prediction is None and request.stale.prediction is None:
-            say_if_not_measured(found, optimizers[0], trainer)
+        with _messages() as messages:
+            found = with_rule(plan, optimizers, request.stale, accumulate=each)
+            if plan.weight_prediction is None and request.stale.prediction is None:
+                say_if_not_measured(found, optimizers[0], trainer)
+        return found, messages
+
+    def say_it() -> Any:
+        found, messages = in_copy(trainer, complete)
+        for _, text in messages:
+            rank_zero_info(text)
         return found.to_dict()
 
-    return ParallelPlan.from_dict(on_rank_0(complete))
+    return ParallelPlan.from_dict(on_rank_0(say_it))
 
 
 def _check_features(
-    plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer, graph: OpGraph | None = None
+    plan: ParallelPlan,
+    request: PlanRequest,
+    trainer: pl.Trainer,
+    step: TracedStep | None = None,
 ) -> None:
     """Raise PlanError where something in this fit does not go together with `plan`.
 
@@ -231,7 +391,11 @@ def _check_features(
     def would_shard(parameter: str) -> bool:
         return bool(levels[block_of(parameter, levels)]) or parameter in split
 
-    fit = Fit(trainer, None, graph, request.only_replicated, would_shard)
+    fit = (
+        Fit(trainer, only_replicated=request.only_replicated, would_shard=would_shard)
+        if step is None
+        else step.fit(request, would_shard=would_shard)
+    )
     # Stages.
     if plan.schedule is not None and (reason := why_not(fit, STAGES)):
         raise PlanError(f"this plan is a pipeline, but {reason}; choose a plan without stages")
@@ -262,7 +426,7 @@ def _check_features(
     if plan.brings_batches and plan.schedule is None and (reason := why_not(fit, SEQUENTIAL)):
         raise PlanError(
             f"under this plan ranks run the batches of one another, but {reason}; leave out "
-            "num_microbatches and joint, or choose a plan without tensor axes"
+            "num_microbatches, or choose a plan without tensor axes"
         )
     check_exchange_of_run(plan, trainer, request)
     check_gathers_of_run(plan, trainer)
@@ -282,23 +446,19 @@ def _check_model(plan: ParallelPlan, module: pl.LightningModule) -> None:
         )
 
 
-def _check_manual(request: PlanRequest, plain: ParallelPlan) -> None:
-    if request.plan not in (None, plain, UniformPlan(PRESETS["ddp"])):
+def _check_manual(request: PlanRequest, given: Any) -> None:
+    """Raise an error for what was asked of a step that decides itself when it updates."""
+    keeps = isinstance(given, ParallelPlan) and given.keeps_gradients_whole
+    if given is not None and not (keeps and given.schedule is None):
         raise PlanError(
-            "manual optimization runs under the plan 'ddp' only: its steps cannot be seen in "
-            "advance"
+            "manual optimization runs under the plans 'ddp' and 'zero1' only: its steps cannot be "
+            "seen in advance"
         )
-    if request.memory_limit is not None or request.objective != "time":
+    if given is None:
         raise ValueError(
-            "manual optimization cannot be planned (its steps cannot be seen in advance), so "
-            "memory_limit and objective='memory' cannot be honoured; remove them, or use automatic "
-            "optimization"
-        )
-    if request.allowed.candidates or request.allowed.local_steps:
-        raise ValueError(
-            "manual optimization is not planned, so allow_compression chooses nothing; remove it, "
-            "or use "
-            'strategy="topt_compressed"'
+            "manual optimization cannot be planned (its steps cannot be seen in advance): leave "
+            "out memory_limit, objective, cluster, allow_compression and plan='search', or use "
+            "automatic optimization"
         )
 
 
@@ -307,15 +467,11 @@ def _check_manual(request: PlanRequest, plain: ParallelPlan) -> None:
 
 def _pipeline(
     request: PlanRequest, trainer: pl.Trainer, batch: Any, given: PipelinePlan
-) -> PlanDecision:
-    """Return a plan with stages for the captured microbatch, which rank 0 searches.
-
-    A collective call.
-    """
+) -> Questions[ParallelPlan]:
+    """Return a plan with stages for the traced microbatch."""
     # The mesh, and the batch that one pass of a stage has.
-    ranks = dist.get_world_size()
-    mesh = on_every_rank(lambda: given.mesh(ranks, num_nodes=trainer.num_nodes))
-    part, count = on_every_rank(lambda: microbatch_of(batch, given, mesh))
+    mesh = given.mesh(dist.get_world_size(), num_nodes=trainer.num_nodes)
+    part, count = microbatch_of(batch, given, mesh)
     # Batches of fewer samples have fewer microbatches.
     samples = count_samples(batch)
     if samples < count:
@@ -326,33 +482,27 @@ def _pipeline(
     # For other numbers of microbatches the graph has to know other batch sizes.
     scales = given.sizes is not None and given.microbatches is None and samples > 1
     # With tensor axes, the step's torch functions say how it can be split.
-    trace = FunctionTrace() if mesh.tensor_axes else None
-    graph = with_blocks_for(
-        capture_on_ranks(trainer, part, trace=trace, scales=scales, may_run=True), given, mesh
-    )
-    # The search: on rank 0, with kernels that all ranks measure.
-    costs = read_costs(request, trainer, graph)
+    step = TracedStep.of(trainer, part, splits=bool(mesh.tensor_axes), scales=scales)
+    graph = with_blocks_for(step.graph, given, mesh)
+    # The search, with kernels that all ranks measure.
+    costs = yield from read_costs(trainer, graph)
     search = search_request(request, trainer, graph, costs)
     search = pipeline_request(given, mesh, search, count=count, samples=samples)
-    search = replace(search, stale=on_every_rank(lambda: _stale_weights(request, trainer, given)))
+    search = replace(search, stale=_stale_weights(request, trainer, given))
     # Kernels on slices of tensors, which the whole step does not have.
-    if trace is not None:
-        search = replace(search, split=split_model(trainer, part, graph, trace))
-        kernels = costs.measured(on_rank_0(lambda: local_graphs(search)))
-        search = replace(search, kernel_seconds={**costs.kernel_seconds, **kernels})
+    if mesh.tensor_axes:
+        search = replace(search, split=replace(step, graph=graph).split())
+        if costs.measured.measures:
+            kernels = yield NeedsKernels(local_graphs(search))
+            search = replace(search, kernel_seconds={**search.kernel_seconds, **kernels})
     choose = partial(
         choose_for, request, cluster=search.cluster, trainer=trainer, optimizer=search.optimizer
     )
-    found = on_rank_0(lambda: choose_pipeline(given, mesh, search, choose=choose).to_dict())
-    plan = ParallelPlan.from_dict(found)
-    on_every_rank(lambda: _check_features(plan, request, trainer, graph))
-    say(plan)
-    named = given.prediction or request.stale.prediction
-    if plan.schedule in CONTINUOUS_SCHEDULES and named is None:
-        say_if_not_measured(plan, optimizers_of(trainer)[0][0], trainer)
+    plan = choose_pipeline(given, mesh, search, choose=choose)
+    _check_features(plan, request, trainer, step)
     if given.recompute:
         say_what_stays(graph)
-    return PlanDecision(plan, None, "given", costs.measurements)
+    return plan
 
 
 def _stale_weights(
@@ -363,7 +513,8 @@ def _stale_weights(
         return None
     if given.schedule is None and why_not(Fit(trainer), CONTINUOUS):
         return None
-    (optimizer,), _ = optimizers_of(trainer)
+    module, device = trainer.lightning_module, trainer.strategy.root_device
+    (optimizer,), _ = make_fake_optimizers(module, device=device)
     rule = partial(
         rule_for,
         optimizer,

@@ -102,6 +102,11 @@ class TrainingData:
         return list(getattr(combined._iterator, "iterators", ()))
 
     @property
+    def waited_seconds(self) -> float:
+        """How long the loaders of this epoch have kept the fit waiting, as far as that is known."""
+        return sum(getattr(each, "waited_seconds", 0.0) for each in self.iterators)
+
+    @property
     def batches(self) -> int:
         """How many batches the fit was trained on."""
         return int(self._progress.total.processed)

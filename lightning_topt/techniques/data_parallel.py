@@ -22,8 +22,7 @@ It ignores parameters of the same model whose gradients are sharded.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -108,8 +107,6 @@ class DataParallel(Technique):
         """
         if model.mesh.pipeline_axes:
             return None
-        if model.joint:
-            return _apply_beside_joint(model)
         # FSDP2 does what is sharded, DDP the rest
         whole = model.parameters_where(has_unsharded_gradients)
         if model.local_steps is not None:
@@ -128,7 +125,8 @@ class DataParallel(Technique):
             if model.data_group is not None:
                 arguments["process_group"] = model.data_group
             if model.num_microbatches > 1:
-                arguments["broadcast_buffers"] = False
+                # the caller sends buffers, and stashes gradients from batch to batch
+                arguments |= {"broadcast_buffers": False, "gradient_as_bucket_view": False}
             model.root = wrap_in_ddp(
                 model.module,
                 device=model.device,
@@ -138,84 +136,6 @@ class DataParallel(Technique):
             )
             register_hook(model.root, options.hook, options.hook_state)
         return Applied(undo=lambda: None, no_sync=model.root.no_sync)
-
-
-def _apply_beside_joint(model: ParallelModel) -> Applied:
-    """Apply data parallelism to a model with joint modules, where every rank has its own batch.
-
-    Unsharded gradients are averaged over all ranks. Those of slices are sums over the batches of a
-    tensor group already: they are averaged along the data axes only, by a DDP of their own.
-    """
-    # gradients of unsharded parameters: over all ranks, through the DDP around the module
-    everything = model.parameters_where(has_unsharded_gradients)
-    slices = {name: parameter for name, parameter in everything.items() if parameter in model.split}
-    _move(model, everything)
-    arguments = {**model.options.ddp, "broadcast_buffers": False}
-    if any(
-        parameter.requires_grad and parameter not in model.split
-        for parameter in everything.values()
-    ):
-        ignored = _names_for_ddp(slices)
-        model.root = wrap_in_ddp(
-            model.module,
-            device=model.device,
-            arguments=arguments,
-            ignored=ignored,
-            topology=model.options.topology,
-        )
-        register_hook(model.root, model.options.hook, model.options.hook_state)
-    # gradients of slices: along the data axes, through a DDP whose forward is called for nothing
-    exchanged = [
-        parameter for parameter in dict.fromkeys(slices.values()) if parameter.requires_grad
-    ]
-    beside = None
-    if exchanged and model.mesh.data_parallel_size > 1:
-        if model.options.hook is not None:
-            raise ValueError(
-                "a communication hook averages over all ranks, and slices of parameters are "
-                "averaged over some of them: leave out the hook, or the plan's joint modules"
-            )
-        # DDP cannot see which parameters are used from a forward that does nothing
-        alone = {
-            "process_group": model.data_group,
-            "find_unused_parameters": False,
-            "static_graph": False,
-        }
-        arguments = {**arguments, **alone}
-        beside = wrap_in_ddp(
-            _SliceHolder(exchanged),
-            device=model.device,
-            arguments=arguments,
-            topology=model.options.topology,
-        )
-
-    @contextmanager
-    def around_step() -> Generator[None, None, None]:
-        if beside is not None:
-            beside(None)  # prepares DDP to average its gradients in the next backward
-        yield
-
-    @contextmanager
-    def no_sync() -> Generator[None, None, None]:
-        with ExitStack() as stack:
-            for ddp in (model.root, beside):
-                if isinstance(ddp, DistributedDataParallel):
-                    stack.enter_context(ddp.no_sync())
-            yield
-
-    return Applied(undo=lambda: None, no_sync=no_sync, around_step=around_step)
-
-
-class _SliceHolder(nn.Module):
-    """Slices of parameters for a DDP of their own; its forward does nothing."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__()
-        for index, parameter in enumerate(parameters):
-            self.register_parameter(str(index), parameter)
-
-    def forward(self, nothing: None) -> None:
-        return nothing
 
 
 def unsharded_gradient_lifetimes(step: TrainingStep, block: str) -> Iterator[Lifetime]:
@@ -242,7 +162,7 @@ def has_buckets(step: TrainingStep) -> bool:
     """
     if step.local_steps is not None:
         return False
-    return bool(step.joint) or step.mesh.data_parallel_size > 1 or not step.mesh.tensor_axes
+    return step.mesh.data_parallel_size > 1 or not step.mesh.tensor_axes
 
 
 def _own_gradient_lifetimes(
@@ -311,20 +231,9 @@ def add_reduction(seconds: BlockSeconds, step: TrainingStep, block: str) -> None
 def unsharded_gradient_collectives(step: TrainingStep, block: str) -> Iterator[Collective]:
     """Yield the all-reduce of unsharded gradients, which DDP packs into buckets.
 
-    Nothing if something else exchanges them. Beside joint modules, gradients that are not of slices
-    travel among all ranks.
+    Nothing if something else exchanges them.
     """
-    if step.joint:
-        slices = {name for name, _ in step.split.get(block, ())}
-        for is_slice, axes in ((False, range(len(step.mesh.axes))), (True, step.mesh.data_axes)):
-            of_kind = [
-                parameter
-                for parameter in step.parameters(block)
-                if (parameter.name.removeprefix(f"{block}.") in slices) == is_slice
-            ]
-            size = sum(map(gradient_bytes, of_kind))
-            yield step.collective("backward", "all_reduce", size, axes=axes, packed=True)
-    elif step.exchange is None and step.local_steps is None:
+    if step.exchange is None and step.local_steps is None:
         size = sum(map(gradient_bytes, step.parameters(block)))
         yield step.collective("backward", "all_reduce", size, axes=step.mesh.data_axes, packed=True)
 
@@ -336,8 +245,7 @@ def add_exchange(
 
     The cluster's `overlap` of it runs beside backward, and so do all `waits` in it for other ranks.
     """
-    ranks = step.mesh.size if step.joint else step.mesh.data_parallel_size
-    beside = 0.0 if ranks == 1 else step.cluster.overlap
+    beside = 0.0 if step.mesh.data_parallel_size == 1 else step.cluster.overlap
     seconds.reduce_foreground += (1 - beside) * (exchange - waits)
     seconds.reduce_background += beside * (exchange - waits) + waits
 

@@ -35,7 +35,7 @@ from lightning_topt.costs.communication import Collective
 from lightning_topt.costs.lifetimes import Lifetime
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh
-from lightning_topt.graph.op_config import JointModule, OpConfig
+from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import Block, Parameter
 from lightning_topt.optim.parallel_step import ParallelStep
 from lightning_topt.techniques.fsdp_gathers import Gathers
@@ -62,7 +62,6 @@ class ParallelModel:
         split: how parameters that are slices now were cut
         before_block: moves the arguments of a block before other hooks see them
         num_microbatches: with several, the caller keeps random numbers and buffers of each
-        joint: modules that run the batches of several ranks; the caller keeps their buffers
         gather_dtype: matrices that are sharded travel in it when they are gathered; None: their own
         gathers: the parameters that are gathered in another way than FSDP2's
         stage_group: the ranks that split the batch with this one under a plan with stages
@@ -81,7 +80,6 @@ class ParallelModel:
     split: Mapping[Tensor, SplitTensor] = field(default_factory=dict)
     before_block: Callable[[nn.Module, Any, Any], Any] | None = None
     num_microbatches: int = 1
-    joint: Sequence[JointModule] = ()
     gather_dtype: torch.dtype | None = None
     gathers: Gathers = field(default_factory=Gathers)
     stage_group: dist.ProcessGroup | None = None
@@ -205,8 +203,6 @@ class Applied:
         reshard: releases gathered parameters
         joined: context in which the parameters are unsharded
         exchange: the compressed gradient exchange, or that of replicas that train alone
-        set_sequential: ``set_sequential(True)`` lets all ranks of a tensor group run the same
-            batch; otherwise each runs its own
     """
 
     undo: Callable[[], None]
@@ -219,7 +215,6 @@ class Applied:
     reshard: Callable[[], None] = lambda: None
     joined: Callable[[], AbstractContextManager[Any]] = nullcontext
     exchange: CompressedExchange | LocalExchange | None = None
-    set_sequential: Callable[[bool], None] = lambda is_sequential: None
 
 
 def replaced_by(applied: Iterable[Applied]) -> dict[Tensor, Tensor]:

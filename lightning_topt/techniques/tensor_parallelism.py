@@ -28,18 +28,12 @@ from typing_extensions import override
 
 from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.graph.mesh_axes import Mesh
-from lightning_topt.graph.op_config import JointModule, OpConfig, Partial, Placements, Replicate
+from lightning_topt.graph.op_config import OpConfig, Partial, Placements, Replicate
 from lightning_topt.techniques.technique import Applied, ParallelModel, Technique
 from lightning_topt.techniques.tensor_parallel.block_rules import (
     BlockRule,
     rules_by_block,
     rules_of,
-)
-from lightning_topt.techniques.tensor_parallel.joint_run import (
-    JointSteps,
-    check_joint,
-    own_samples,
-    run_joint,
 )
 from lightning_topt.techniques.tensor_parallel.layout import (
     Layout,
@@ -102,7 +96,7 @@ class TensorParallelism(Technique):
         axes = TensorAxes.with_groups(model.mesh, make=model.own_group)
         if not model.mesh.pipeline_axes:
             _take_over(model.module, model.device)
-        if model.num_microbatches == 1 and not model.joint:
+        if model.num_microbatches == 1:
             # along one axis they have a group already
             alike = axes.groups[0] if len(axes.groups) == 1 else None
             draw_alike(alike or model.own_group(model.mesh.groups_along(model.mesh.tensor_axes)))
@@ -125,15 +119,12 @@ class TensorParallelism(Technique):
         # modules that hold slices, or have rules, run in the mode
         rules = rules_of(model.configs, model.mesh)
         mode = SplitMode(axes, rule=rules.get("", PLAIN))
-        steps = JointSteps(model.joint) if model.joint else None
-        if steps is not None:
-            check_joint(model.module, steps.modules, split, mesh=model.mesh)
         of_blocks: dict[str, Any] = {
             "blocks": tuple(model.configs),
             "rules": rules,
             "local_shapes": local_shapes,
         }
-        wrapped = wrap(model.module, mode, split, steps=steps, **of_blocks)
+        wrapped = wrap(model.module, mode, split, **of_blocks)
         hooks = [whole_arguments(module, mode) for module in wrapped if looks_back(module)]
         model.before_block = partial(before_block, mode, wrapped)
 
@@ -160,15 +151,9 @@ class TensorParallelism(Technique):
             undo=undo,
             replaced={one.original: one.slice for one in split},
             split={one.original: one.how for one in split},
-            around_step=partial(
-                _around_step if steps is None else steps.around_step, mode, places_of(model.module)
-            ),
+            around_step=partial(_around_step, mode, places_of(model.module)),
             joined=joined,
-            whole=mode.whole if steps is None else partial(own_samples, mode),
-            # without joint modules all ranks of a tensor group run the same batch anyway
-            set_sequential=(
-                (lambda is_sequential: None) if steps is None else steps.set_sequential
-            ),
+            whole=mode.whole,
         )
 
 
@@ -221,14 +206,12 @@ class SplitForward:
         rule: BlockRule | None,
         *,
         is_root: bool,
-        steps: JointSteps | None = None,
-        joint: JointModule | None = None,
     ) -> None:
         self.forward = module.forward
         self.mode = mode
         self.own = module._parameters
         self.is_root = is_root
-        self.layouts, self.rule, self.steps, self.joint = layouts, rule, steps, joint
+        self.layouts, self.rule = layouts, rule
         self.arrived: list[Layout | None] | None = None
         self.is_unsharded = False  # while parameters are unsharded, each rank runs by itself
 
@@ -243,12 +226,6 @@ class SplitForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
         if self.is_unsharded:
             return self.forward(*args, **kwargs)
-        # joint modules run the batches of all ranks; inside and outside of them runs the plain code
-        if self.steps is not None and not self.steps.is_sequential:
-            if self.joint is None or self.steps.is_inside:
-                return self.forward(*args, **kwargs)
-            with self.steps.inside():
-                return run_joint(self.mode, self.joint, self.forward, args, kwargs)
         # parameters that FSDP2 gathered and put there, and arguments that it made anew, have lost
         # their layouts
         for name, layout in self.layouts.items():
@@ -307,7 +284,6 @@ def wrap(
     blocks: Collection[str],
     rules: Mapping[str, BlockRule],
     local_shapes: Mapping[str, tuple[int, ...]],
-    steps: JointSteps | None = None,
 ) -> dict[nn.Module, SplitForward]:
     """Wrap the modules in `root` that hold slices, and the named blocks that have rules.
 
@@ -321,32 +297,27 @@ def wrap(
         blocks: names of the plan's blocks
         rules: of blocks, by name
         local_shapes: of slices, by parameter name
-        steps: modules that run the batches of several ranks
     """
     # rules of blocks: blocks of equal structure are repeated, and have a border
     layouts = {one.slice: one.how.layout for one in split}
-    joint = (
-        {} if steps is None else {root.get_submodule(each.module): each for each in steps.modules}
-    )
     named = {name: root.get_submodule(name) for name in blocks if name}
     # parameters that this rank does not keep count with the shapes of their slices
     structures = {name: _structure(name, block, local_shapes) for name, block in named.items()}
     count = Counter(structures.values())
     repeated = {name for name, structure in structures.items() if count[structure] > 1}
     by_block = {named[name]: rule for name, rule in rules_by_block(rules, named, repeated).items()}
-    # wrap what has a rule, runs joint, has backward hooks, or holds slices somewhere inside
+    # wrap what has a rule, has backward hooks, or holds slices somewhere inside
     wrapped: dict[nn.Module, SplitForward] = {}
     for module in root.modules():
-        is_ruled = (rules and (module is root or module in by_block)) or module in joint
+        is_ruled = rules and (module is root or module in by_block)
         if not (is_ruled or looks_back(module) or any(p in layouts for p in module.parameters())):
             continue
         own = {name: layouts[p] for name, p in module._parameters.items() if p in layouts}
         rule = by_block.get(module)
         if looks_back(module):
             rule = replace(rule or BlockRule(), inputs=(), outputs=(), is_repeated=True)
-        more: dict[str, Any] = {"steps": steps, "joint": joint.get(module)}
         wrapped[module] = module.forward = SplitForward(
-            module, mode, own, rule, is_root=module is root, **more
+            module, mode, own, rule, is_root=module is root
         )
     return wrapped
 

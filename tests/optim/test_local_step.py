@@ -51,7 +51,7 @@ def run(make: Any, place: Any) -> Any:
     parameters = [nn.Parameter(place(index, p)) for index, p in enumerate(shapes())]
     groups = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.05}]
     optimizer = make(groups)
-    seen: list[bool] = []
+    seen: list[Any] = []
     optimizer.register_step_pre_hook(
         lambda o, *_: seen.append(o.param_groups[0]["params"][0] is parameters[0])
     )
@@ -65,6 +65,7 @@ def run(make: Any, place: Any) -> Any:
         def closure(number: int = number) -> float:
             for index, (p, gradient) in enumerate(zip(parameters, gradients(number), strict=True)):
                 p.grad = None if gradient is None else place(index, gradient)
+            seen.append("closure")
             return float(number)
 
         assert optimizer.step(closure) == float(number)
@@ -93,7 +94,7 @@ def on_shards(rank: int) -> None:
     for name, make in OPTIMIZERS.items():
         _, parameters, state, *_ = run(make, lambda _, value: value)
         step, ours, our_state, seen, kinds, placed, optimizer = run(make, place)
-        assert step is not None and seen == [True] * 6
+        assert step is not None and seen == [True, "closure", True] * 3
         torch.testing.assert_close(ours, parameters, msg=lambda m, n=name: f"{n}: {m}")
         torch.testing.assert_close(our_state, state, msg=lambda m, n=name: f"{n}: {m}")
         assert DTensor in kinds and isinstance(placed[0], DTensor)

@@ -5,6 +5,7 @@ the same rank.
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from lightning_topt.optim.parallel_step import ParallelStep, install_parallel_step
 from tests.launch import run_on_pool, run_ranks
@@ -105,51 +110,54 @@ def test_equal_after_100_steps() -> None:
         assert signs == 0 and fused < TOLERANCE
 
 
-def hooked_run(net: Net, optimizer: Optimizer, *, closure_in_step: bool) -> list[Any]:
-    """Losses, and what hooks of the optimizer saw: all gradients before a step, all parameters
-    after it.
+def hooked_run(net: Net, optimizer: Optimizer) -> list[Any]:
+    """Losses, the order of calls, what hooks saw, and rates.
+
+    Hooks move weights: the loss shows whether they run before the closure, and the norm whether
+    they see full parameters. The third closure adds another hook.
     """
     seen: list[Any] = []
 
-    def total(tensors: list[Tensor]) -> float:
-        return sum(float(t.double().sum()) for t in tensors)
+    @torch.no_grad()
+    def before(hooked: Optimizer, _: Any, kwargs: dict[str, Any]) -> None:
+        seen.append(("before", callable(kwargs["closure"])))
+        for p in parameters_of(hooked):
+            p.mul_(0.99)
 
-    def before(hooked: Optimizer, *_: Any) -> None:
-        seen.append(total([p.grad for p in parameters_of(hooked) if p.grad is not None]))
+    @torch.no_grad()
+    def after(hooked: Optimizer, _: Any, kwargs: dict[str, Any]) -> None:
+        gradients = [p.grad for p in parameters_of(hooked) if p.grad is not None]
+        seen.append(("after", kwargs["closure"].__name__, [float(g.norm()) for g in gradients]))
+        for p in parameters_of(hooked):
+            p.div_(max(1.0, float(p.norm())))
 
-    def after(hooked: Optimizer, *_: Any) -> None:
-        seen.append(total([p.detach() for p in parameters_of(hooked)]))
-
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(after)
+    handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-    losses = []
     for number in range(5):
 
         def closure(number: int = number) -> Tensor:
             backward(net, optimizer, number)
             torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            seen.append("closure")
+            if number == 2:
+                handles.append(optimizer.register_step_pre_hook(before))
             return loss_of(net, number).detach()
 
-        if closure_in_step:
-            losses.append(float(optimizer.step(closure)))
-        else:  # a plain step runs its hooks before the closure
-            losses.append(float(closure()))
-            optimizer.step()
+        seen.append(float(optimizer.step(closure=closure)))
         scheduler.step()
-    return [losses, seen, [group["lr"] for group in optimizer.param_groups]]
+    for handle in handles:
+        handle.remove()
+    return [seen, [group["lr"] for group in optimizer.param_groups]]
 
 
 def schedulers_closures_hooks(rank: int) -> list[float]:
     warnings.simplefilter("error")
     distances = []
-    for name in ("AdamW", "Decayed"):
+    for name in ("SGD", "AdamW"):
         plain_net, plain, net, optimizer, step = two_runs(name, 2)
-        with_closures = hooked_run(net, optimizer, closure_in_step=True)
-        without = hooked_run(plain_net, plain, closure_in_step=False)
-        # its base class's step runs the hooks once more, within the share
-        nested = name == "Decayed"
-        assert with_closures[::2] == without[::2] and (nested or with_closures == without)
+        ours, theirs = hooked_run(net, optimizer), hooked_run(plain_net, plain)
+        assert ours == theirs and ours[0][:2] == [("before", True), "closure"]
+        assert not optimizer._optimizer_step_pre_hooks | optimizer._optimizer_step_post_hooks
         distances.append(distance(net, plain_net))
         step.remove()
         assert (
@@ -168,6 +176,46 @@ def schedulers_closures_hooks(rank: int) -> list[float]:
 
 def test_schedulers_closures_hooks_and_removal() -> None:
     assert run_ranks(schedulers_closures_hooks, 2) == [[0.0] * 4] * 2
+
+
+def hooks_of_all_optimizers(rank: int) -> float:
+    plain_net, plain, net, optimizer, _ = two_runs("AdamW", 2)
+    seen: list[list[Any]] = [[], []]
+
+    @torch.no_grad()
+    def move(hooked: Optimizer, *_: Any) -> None:
+        seen[hooked is optimizer].append([float(p.norm()) for p in parameters_of(hooked)])
+        for p in parameters_of(hooked):
+            p.mul_(0.9)
+
+    handles = [register_optimizer_step_pre_hook(move), register_optimizer_step_post_hook(move)]
+    for step in range(3):
+        for model, its in ((plain_net, plain), (net, optimizer)):
+            its.step(partial(backward, model, its, step))  # type: ignore[arg-type]
+    for handle in handles:
+        handle.remove()
+    assert len(seen[0]) == 6 and seen[0] == seen[1]
+    return distance(net, plain_net)
+
+
+def test_hooks_of_all_optimizers_run_before_the_closure_and_after_the_gather() -> None:
+    assert run_on_pool(hooks_of_all_optimizers, 2) == [0.0] * 2
+
+
+def hooks_within(rank: int) -> None:
+    *_, net, optimizer, _ = two_runs("Decayed", 2)
+    torch.optim.AdamW(make_net().parameters()).step()  # hooks run in the step of this class too
+    backward(net, optimizer, 0)
+    optimizer.step()
+    handle = optimizer.register_step_post_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="Decayed calls the step of its base class, within which"):
+        optimizer.step()
+    handle.remove()
+    optimizer.step()
+
+
+def test_hooks_that_would_see_pieces_are_refused() -> None:
+    run_on_pool(hooks_within, 2)
 
 
 def scaled_and_accumulated(rank: int) -> list[float]:

@@ -127,7 +127,19 @@ def test_time_goes_to_whom_it_belongs(monkeypatch):
     def step():
         now[0] += sum(p.numel() ** 2 for p in step_costs.parameters_of(optimizer))
 
-    assert time_step(optimizer, step) == 3 * 32**2 + 4**2 + 3**2 + 1
+    assert time_step(optimizer, lambda _: step())[1] == 3 * 32**2 + 4**2 + 3**2 + 1
+
+    def closure():
+        now[0] += 1e6
+        return "loss"
+
+    def step_with(asked):
+        step()
+        loss = asked()
+        step()
+        return loss
+
+    assert time_step(optimizer, step_with, closure) == ("loss", 2 * (3 * 32**2 + 4**2 + 3**2 + 1))
     seconds = measure_step(optimizer, step, kinds=parameter_kinds(optimizer))
     assert seconds == {0: 32**2, 1: 4**2, 2: 32**2, 3: 32**2, 4: 3**2, 5: 1}
 

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from lightning_topt.optim import update_rule as rules
+from lightning_topt.optim.adam_variants import LAMB, BasisRotation
+from lightning_topt.optim.lars import LARS
 from lightning_topt.optim.update_rule import (
     UnsplittableOptimizer,
     calls_may_repeat,
@@ -19,6 +21,7 @@ from lightning_topt.optim.update_rule import (
     check_runs_on_shards,
     collective_in_step,
     update_rule,
+    why_not_shared,
 )
 
 KNOWN = [(cls, {}) for cls in rules.BY_PARAMETER] + [
@@ -217,9 +220,6 @@ def test_counted_calls():
     assert calls_may_repeat(Counting(parameters(), plain))  # set back between the calls
     assert update_rule(CountingInside(parameters(), plain)) == "elements"
     assert not calls_may_repeat(CountingInside(parameters(), plain))
-    optimizer = make(optim.SGD)
-    optimizer.register_step_post_hook(lambda *_: None)
-    assert not calls_may_repeat(optimizer)
 
 
 def test_a_group_that_has_no_parameter_on_some_rank():
@@ -422,3 +422,37 @@ def test_a_rate_in_a_tensor_stays_one():
     optimizer.param_groups[0]["lr"] = torch.empty((), device="meta")
     with pytest.raises(UnsplittableOptimizer, match=r"rate has no value.*Declare"):
         update_rule(optimizer)
+
+
+def test_steps_that_are_shared_unasked():
+    class Copy(optim.AdamW):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    class Renamed(optim.AdamW):
+        pass
+
+    known = [optim.SGD, optim.AdamW, optim.Adafactor, LARS, LAMB, BasisRotation, Renamed]
+    assert [why_not_shared(make(cls)) for cls in known] == [None] * len(known)
+    assert why_not_shared(make(Copy)) == (
+        "the update rule of Copy is not known: ParallelOptimizerStep(rule=...) shares it"
+    )
+    assert "one vector" in why_not_shared(optim.LBFGS(parameters()))
+    assert "sparse" in why_not_shared(optim.SparseAdam(parameters()))
+    sharded = make(optim.SGD)
+    sharded.consolidate_state_dict = lambda: None
+    assert "shards its state" in why_not_shared(sharded)
+    for register in ("register_step_pre_hook", "register_step_post_hook"):
+        optimizer = make(optim.SGD)
+        handle = getattr(optimizer, register)(lambda *_: None)
+        assert "has step hooks" in why_not_shared(optimizer)
+        handle.remove()
+        assert why_not_shared(optimizer) is None
+    table = torch.nn.Embedding(3, 2, sparse=True)
+    optimizer = optim.SGD(table.parameters())
+    table(torch.tensor([1])).sum().backward()
+    assert why_not_shared(optimizer) == "its gradients are sparse"
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        twice = optim.SGD([table.weight, table.weight])
+    table.weight.grad = None
+    assert why_not_shared(twice) == "it has a parameter twice"

@@ -187,17 +187,15 @@ def own_batches(request_of_gpt: SearchRequest) -> SearchRequest:
     return replace(request_of_gpt, own_batches=True, global_batch_size=32)
 
 
-def test_ranks_of_a_tensor_group_run_their_batches_as_microbatches_or_jointly(
+def test_ranks_of_a_tensor_group_run_their_batches_as_microbatches(
     own_batches: SearchRequest,
 ) -> None:
     frontier = search_plans(own_batches)
     found = {
-        (p.plan.mesh.shape[-1], p.plan.num_microbatches, bool(p.plan.joint), p.plan.batch_size)
+        (p.plan.mesh.shape[-1], p.plan.num_microbatches, p.plan.batch_size)
         for p in (*frontier.candidates, *frontier.uniform)
     }
-    assert found == {
-        (size, 1 if joint else size, joint, 4) for size in (2, 4) for joint in (True, False)
-    }
+    assert found == {(size, size, 4) for size in (2, 4)}
     assert {block.config.storage.level for p in frontier.candidates for block in p.plan.blocks} <= {
         0,
         1,

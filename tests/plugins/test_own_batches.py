@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchmetrics
-from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -24,10 +23,8 @@ from lightning_topt.graph.capture import capture
 from lightning_topt.plan.choose import NoPlanFitsError
 from lightning_topt.plugins.default_search import WatchedTrace
 from lightning_topt.plugins.requirements import OWN_BATCHES, SEQUENTIAL, Fit, why_not
-from lightning_topt.plugins.sequential_batches import DelayedLogs, as_other_rank
 from lightning_topt.plugins.value_exchange import values_of_ranks
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
-from lightning_topt.techniques.tensor_parallel.random_states import random_states
 from tests.launch import run_ranks
 from tests.models import MLP
 from tests.plugins.trainer_ranks import make_trainer, on_ranks, topt_trainer
@@ -124,13 +121,26 @@ class Measuring(MLP):
         return loss
 
 
+class Logging(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        loss = super().training_step(batch)
+        self.mean.update(loss.detach())
+        self.log("loss", loss)
+        return loss
+
+
 @pytest.mark.parametrize(
     ("module", "changes"),
     [
         (Counting(), True),
         (Keeping(), True),
         (Replacing(), True),
-        (Measuring(), False),
+        (Measuring(), True),  # its batch norm
+        (Logging(), False),
         (MLP(), False),
     ],
 )
@@ -182,7 +192,7 @@ def compiled() -> MLP:
     ("module", "batch", "reason"),
     [
         (MLP(), torch.zeros(1), None),
-        (Measuring(), torch.zeros(1), None),
+        (Logging(), torch.zeros(1), None),
         (OwnBackward(), None, "OwnBackward.backward"),
         (Ranked(), None, "reads global_rank"),
         (InStep(), None, "synchronized in each step"),
@@ -270,7 +280,6 @@ class Collecting(MLP):
         (Noting(), None),
         (NotingAndWriting(), "uses logger"),
         (Collecting(), "a collection of metrics"),
-        (Measuring(), "batch norm counts the batches of rank 0"),
         (
             nn.SyncBatchNorm.convert_sync_batchnorm(Measuring()),
             "brings ranks with different batches together",
@@ -297,61 +306,6 @@ def test_collectives_of_a_step_are_named() -> None:
     assert "brings ranks with different batches together" in (
         run_ranks(reason_of_collective, 2)[0] or ""
     )
-
-
-class Telling(Measuring):
-    """Draws, counts, logs and prints."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.told: list[str] = []
-
-    def training_step(self, batch: Tensor) -> Tensor:
-        self.told_by_rank_0()
-        self.print("a step")
-        self.log("drawn", torch.rand(()))
-        self.log_dict({"batch": float(batch.sum())})
-        return super().training_step(batch)
-
-    @rank_zero_only
-    def told_by_rank_0(self) -> None:
-        self.told.append("rank 0 was here")
-
-
-def test_nothing_is_left_of_the_turn_of_another_member() -> None:
-    module = Telling()
-    logged, calls = DelayedLogs(module), list[Any]()
-    vars(module)["log"] = lambda *args, **kwargs: calls.append((args, kwargs))
-    vars(module)["print"] = lambda *args: calls.append((args, {}))
-    module.mean.update(1.0)
-    mine, others = torch.rand(4, 16), torch.rand(4, 16)
-    torch.manual_seed(1)
-    states = random_states()
-    torch.manual_seed(2)
-    expected = torch.rand(2)
-    torch.manual_seed(2)
-    with as_other_rank(module, states), logged.on(own=False):
-        assert torch.equal(torch.get_rng_state(), torch.from_numpy(states[0]))
-        module.training_step(others)
-        assert module.mean._update_count == 2
-    assert (
-        not calls
-        and not module.told
-        and module.mean.compute() == 1.0
-        and module.mean._update_count == 1
-    )
-    with logged.on(own=True):
-        module.training_step(mine)
-    assert module.told == ["rank 0 was here"] and calls == [(("a step",), {})]
-    logged.replay()
-    names = [kwargs.get("name", args[0] if args else None) for args, kwargs in calls[1:]]
-    assert (
-        names == ["drawn", "batch", "loss"]
-        and calls[1][0][1] == expected[0]
-        and torch.rand(()) == expected[1]
-    )
-    logged.replay()
-    assert len(calls) == 4 and module.mean._update_count == 2
 
 
 def too_small(rank: int) -> str:

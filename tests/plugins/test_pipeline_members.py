@@ -1,138 +1,55 @@
-"""Ranks of a pipeline that bring a batch each train as under ddp, whatever the step does with its
-batch.
+"""Pipelines whose ranks bring a batch each: where they are found, checkpoints, steps that cannot be
+cut.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import nn
 
 from lightning_topt.costs.cluster import Link
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plugins.default_search import why_not_cut
 from lightning_topt.plugins.requirements import SEARCHED_STAGES, Fit, why_not
 from tests.models import GPT
-from tests.plugins.test_turns import (
+from tests.plugins.test_group_steps import (
     CLIPPED,
     FAST,
     Case,
-    OwnBatches,
-    Rich,
-    assert_equal,
+    Wordless,
+    check,
     cluster,
-    results_of,
+    staged_plan,
 )
-from tests.plugins.trainer_ranks import (
-    DDPWithExactMeans,
-    loader,
-    make_trainer,
-    on_ranks,
-    topt_trainer,
-)
+from tests.plugins.trainer_ranks import loader, make_trainer, on_ranks, topt_trainer
 
+EXACT: dict[str, Any] = {"relative": 1e-6, "batches": Wordless}
 SLOW = Link(1e-5, 1e6)
-
-
-class Staged(Rich):
-    """Without statistics of batches; draws in the loss as well, and keeps generators' numbers."""
-
-    def __init__(self, width: int = 16, dropout: float = 0.1) -> None:
-        super().__init__(width, dropout)
-        self.batch_norm = nn.Identity()  # type: ignore[assignment]
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        name = outputs["name"]
-        super().on_train_batch_end(
-            {**outputs, "name": name if isinstance(name, str) else f"rank {name}"}, batch, batch_idx
-        )
-
-    def losses(self, batch: Any) -> Any:
-        words, within, logits = super().losses(batch)
-        return words + 0.01 * torch.rand(()) * logits.square().mean(), within, logits
-
-
-class Wordless(OwnBatches):
-    """Batches of one shape that consist of tensors."""
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for batch in super().__iter__():
-            tokens, targets = (tensor[:3, :6] for tensor in (batch["tokens"], batch["nested"][0]))
-            yield {"tokens": tokens, "nested": [targets, {"name": torch.tensor(dist.get_rank())}]}
-
-
-def staged_plan(
-    data: int, *, storage: str = "ddp", recompute: bool = False, schedule: str = "1f1b"
-) -> dict[str, Any]:
-    first = [
-        {"block": "tokens", "storage": storage},
-        {"block": "blocks.0", "storage": storage, "recompute": recompute},
-    ]
-    second = [
-        {"block": "blocks.1", "storage": storage, "recompute": recompute},
-        {"block": "", "storage": storage},
-    ]
-    mesh = [{"name": "pipeline", "size": 2, "scope": "inter"}, {"name": "data", "size": data}]
-    stages = [{"blocks": first}, {"blocks": second}]
-    rest = {"schedule": schedule, "num_microbatches": 2, "own_batches": True}
-    return {"version": 2, "mesh": mesh, **rest, "stages": stages}
-
-
-def both(rank: int, case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
-    found = []
-    for topt in (False, True):
-        torch.manual_seed(rank)
-        module = Staged(case.width)
-        rest = {"max_epochs": 2, "num_sanity_val_steps": 0, **case.trainer}
-        strategy = topt_trainer(case.given, options=case.options, **rest) if topt else None
-        trainer = strategy or make_trainer(DDPWithExactMeans(), devices=case.ranks, **rest)
-        found.append(results_of(trainer, module, 10 + rank, OwnBatches if case.given else Wordless))
-    return found[0], found[1]
-
-
-def check(case: Case, *, relative: float = 1e-6) -> dict[str, Any]:
-    results = on_ranks(both, case, world_size=case.ranks)
-    for rank, (expected, found) in enumerate(results):
-        assert_equal(expected, found, rank=rank)
-        losses = [[output[0] for output in each["outputs"]] for each in (expected, found)]
-        assert losses[1] == pytest.approx(losses[0], rel=relative)
-        for name, value in expected["state"].items():
-            torch.testing.assert_close(found["state"][name], value, rtol=relative, atol=relative)
-    return results[0][1]
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(2, staged_plan(1, recompute=True)),
-        Case(4, staged_plan(2, storage="zero1"), {**CLIPPED, "accumulate_grad_batches": 2}),
-    ],
-)
-def test_a_fit_in_stages_is_that_of_ddp(case: Case) -> None:
-    check(case)
 
 
 @pytest.mark.parametrize(
     ("case", "summary", "reason"),
     [
         (
-            Case(2, options={"cluster": cluster(1, 2, SLOW)}, width=64),
+            Case(2, options={"cluster": cluster(1, 2, SLOW)}, width=64, **EXACT),
             "2 stages",
             "the model is cut into stages",
         ),
         (
-            Case(4, None, CLIPPED, {"cluster": cluster(1, 4, SLOW)}, 64),
+            Case(4, None, CLIPPED, {"cluster": cluster(1, 4, SLOW)}, 64, **EXACT),
             "pipeline 2 x data 2, 2 stages",
             "the model is cut into stages",
         ),
-        (Case(2, options={"cluster": cluster(1, 2, FAST)}), "5 x DDP", "As fast as any plan"),
+        (
+            Case(2, options={"cluster": cluster(1, 2, FAST)}, **EXACT),
+            "5 x DDP",
+            "As fast as any plan",
+        ),
     ],
 )
 def test_pipelines_are_found_where_they_are_best(case: Case, summary: str, reason: str) -> None:

@@ -19,10 +19,10 @@ from lightning_topt.basics import core_wait
 from lightning_topt.costs.cluster import Accuracy, Cluster, ErrorFigure
 from lightning_topt.plan.parallel_plan import StepEstimate, uniform_plan
 from lightning_topt.plan.plan_frontier import PlanPoint
-from lightning_topt.plugins import plan_controller, watched_steps
+from lightning_topt.plugins import plan_controller, step_clock
 from lightning_topt.plugins.plan_controller import PlanController
 from lightning_topt.plugins.planning import PlanDecision, Planning
-from lightning_topt.plugins.watched_steps import STEPS_OF_PLAN, StepsOfPlan
+from lightning_topt.plugins.step_clock import STEPS_OF_PLAN, StepsOfPlan
 from tests.clock import Clock
 from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_new_ranks
 
@@ -48,8 +48,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Stands still but for what the test says; a core is missing for `waited` of it."""
     clock: Any = Clock()
     clock.waited = 0.0
-    monkeypatch.setattr(watched_steps, "perf_counter", clock.perf_counter)
-    monkeypatch.setattr(watched_steps, "CoreWait", lambda *, threads: Waits(clock))
+    monkeypatch.setattr(step_clock, "perf_counter", clock.perf_counter)
+    monkeypatch.setattr(step_clock, "CoreWait", lambda *, threads: Waits(clock))
     monkeypatch.setattr(core_wait, "usable_cores", lambda: 64)
     return clock
 

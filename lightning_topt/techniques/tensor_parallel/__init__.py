@@ -20,7 +20,6 @@ collectives' own gradients.
     tensor_mover      moves tensors for it, and remembers what others may want
     user_code         what user code may ask of a split tensor beside torch functions
     split_parameters  slices of parameters, and the way back
-    joint_run         modules that run the batches of several ranks at once
     random_states     states of random generators
 
 The planner looks at a rank without running it:

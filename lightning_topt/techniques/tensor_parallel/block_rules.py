@@ -39,8 +39,6 @@ class BlockRule:
         sums: where sums of products rest
         gathers: whether each axis gathers parameters
         is_repeated: there are several such blocks, of which the search looks at one
-        is_joint: it runs the batches of all ranks of the one axis, which bring one each
-            (`joint_run`)
     """
 
     block: str = ""
@@ -49,7 +47,6 @@ class BlockRule:
     sums: Placements = ()
     gathers: tuple[bool, ...] = ()
     is_repeated: bool = False
-    is_joint: bool = False
 
     @property
     def has_border(self) -> bool:

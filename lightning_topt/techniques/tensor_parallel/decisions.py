@@ -1,12 +1,7 @@
-"""What a call does on split tensors: the row it takes on each axis; whether samples meet in it.
+"""What a call does on split tensors: the row it takes on each axis.
 
 A call takes, on each axis, the row that moves the least. Parameters stay where they are while a row
 lets them.
-
-Do samples meet in a call? `batches_after` asks that of every call in a module that runs the batches
-of several ranks at once. They do not if some row of the function's kind splits its arguments by
-batches, and leaves its results so without communication. Such a row also says where the batches are
-in the results.
 """
 
 from __future__ import annotations
@@ -15,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_topt.graph.op_config import Placement, Shard
@@ -27,26 +21,11 @@ from lightning_topt.techniques.tensor_parallel.layout import (
     numel,
     pieces,
 )
-from lightning_topt.techniques.tensor_parallel.op_rules.attention import ATTENTION
-from lightning_topt.techniques.tensor_parallel.op_rules.elementwise import (
-    CHANNEL_DROPOUT,
-    DROPOUT,
-    ELEMENTWISE,
-    RANDOM,
-)
-from lightning_topt.techniques.tensor_parallel.op_rules.products import CELL, CONVOLUTION
-from lightning_topt.techniques.tensor_parallel.op_rules.reductions import (
-    CROSS_ENTROPY,
-    GROUP_NORM,
-    NORM,
-)
 from lightning_topt.techniques.tensor_parallel.op_rules.rules import (
-    KINDS,
     Kind,
     OpCall,
     Operand,
     Row,
-    named,
     replaced,
 )
 
@@ -281,9 +260,7 @@ def call_of(
     operands = tuple(Operand(index, each.layout.shape) for index, each in enumerate(known))
     new_args, new_kwargs = replaced((args, tuple(kwargs.values())), operands, of=of)
     # parts that any shard among the arguments has
-    placements = (
-        placement for each in known for placement in (*each.layout.placements, each.layout.batch)
-    )
+    placements = (placement for each in known for placement in each.layout.placements)
     parts = {1, *(placement.parts for placement in placements if isinstance(placement, Shard))}
     masks = frozenset(index for index, each in enumerate(known) if each.is_mask)
     return OpCall(
@@ -301,126 +278,3 @@ def is_in_place(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
     changes = (name.endswith("_") and not name.startswith("__")) or name in _CHANGES
     return changes or kwargs.get("inplace") is True
-
-
-Batches = tuple[Shard | None, ...]
-_ADVICE = "the batches of several ranks cannot run through this module at once"
-# kinds whose arguments have samples in dim 0
-_FIRST = {CONVOLUTION.name, GROUP_NORM.name, CELL.name, "batch norm"}
-_CONVERSION = "conversion"  # reads only the type of its second argument
-# draws without a rule: every rank would draw others
-_UNSEEN = (
-    "rand randn randint randperm normal bernoulli multinomial poisson rrelu alpha_dropout "
-    "feature_alpha_dropout"
-)
-DRAWING: frozenset[Callable[..., Any]] = frozenset(
-    function
-    for function in (
-        *named(_UNSEEN, torch, Tensor, F),
-        *named(
-            "bernoulli_ random_ rrelu_ alpha_dropout_ feature_alpha_dropout_ gumbel_softmax "
-            "dropout_",
-            torch,
-            Tensor,
-            F,
-        ),
-        *named("randint_like", torch),
-        *(function for kind in (DROPOUT, CHANNEL_DROPOUT, RANDOM) for function in kind.functions),
-    )
-    if function is not None
-)
-
-
-def batches_after(
-    kind: Kind | None, call: OpCall, known: Sequence[Argument], ranks: int, *, in_place: bool
-) -> Batches:
-    """Return where the batches of `ranks` ranks are in the results of a call.
-
-    The last entry holds for all results that follow it; empty: results have nothing of the batches.
-
-    Raises:
-        ValueError: samples meet, or may meet
-    """
-    name = getattr(call.func, "__name__", str(call.func))
-    # nothing has samples: the result has none either, unless it is random
-    before = [each.layout.batch for each in known]
-    if not any(before):
-        if call.func in DRAWING and _draws(call):
-            raise ValueError(
-                f"{name} draws random numbers of its own for every rank's batch, so {_ADVICE}"
-            )
-        return ()
-    if kind is not None and kind.name == _CONVERSION and before[0] is None:
-        return ()
-    # a row that splits by batches, arguments and results, without communication
-    row = (
-        next((r for r in kind.rows(call, ranks) if _keeps(kind, call, r, before)), None)
-        if kind is not None
-        else None
-    )
-    if row is None or (in_place and row.outputs[0] != before[0]):
-        raise ValueError(f"{name} may bring samples together, or is not known, so {_ADVICE}")
-    return tuple(each for each in row.outputs if isinstance(each, Shard))
-
-
-def refuse_draws(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise ValueError for random numbers that do not belong to samples.
-
-    Every rank would draw others.
-    """
-    if func in DRAWING and _draws(OpCall(func, args, kwargs, ())):
-        raise ValueError(
-            f"{func.__name__} draws random numbers of its own for every rank's batch, so {_ADVICE}"
-        )
-
-
-def numbers_in(call: Any) -> set[float]:
-    """Return the numbers with which an elementwise `call` computes.
-
-    None for other functions, whose numbers may be shapes.
-    """
-    if KINDS.get(call.func) is not ELEMENTWISE:
-        return set()
-    values = (*call.args, *call.kwargs.values())
-    return {
-        float(value)
-        for value in values
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
-
-
-def _draws(call: OpCall) -> bool:
-    """Return whether a call draws random numbers: dropout that is off does not."""
-    if "dropout" not in getattr(call.func, "__name__", ""):
-        return True
-    return bool(call.get(2, "training", call.get(2, "train", True))) and call.get(1, "p", 0.5) != 0
-
-
-def _keeps(kind: Kind, call: OpCall, row: Row, before: Sequence[Shard | None]) -> bool:
-    """Return whether a row splits arguments by batches, and its results too."""
-    if any(place != (batch or REPLICATE) for place, batch in zip(row.inputs, before, strict=True)):
-        return False
-    if not row.outputs or row.added is not None:
-        return False
-    if not all(isinstance(each, Shard) for each in row.outputs):
-        return False
-    return all(
-        _is_free(kind, call, place, batch.dim)
-        for place, batch in enumerate(before)
-        if batch is not None
-    )
-
-
-def _is_free(kind: Kind, call: OpCall, place: int, dim: int) -> bool:
-    """Return whether the kind treats indices of `dim` of an argument one by one.
-
-    Some rows communicate inside.
-    """
-    ndim = len(call.operands[place].shape)
-    if kind.name in _FIRST:
-        return dim == 0 and kind.name != "batch norm"
-    if kind is ATTENTION:
-        return dim < ndim - 2 if place < 3 else True
-    if kind is NORM:
-        return place == 0 and dim < ndim - len(call.get(1, "normalized_shape"))
-    return kind is not CROSS_ENTROPY or dim == 0

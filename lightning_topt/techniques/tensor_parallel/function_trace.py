@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_topt.graph.recorder import Recorder
@@ -113,8 +112,6 @@ class Border(NamedTuple):
         is_end: whether the call ends
         numbers: of the tensors that cross
         shapes: of these
-        leaves: shapes and numbers of the tensors that torch finds in arguments or results
-        hides: whether there are others
     """
 
     position: int
@@ -122,8 +119,6 @@ class Border(NamedTuple):
     is_end: bool
     numbers: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
-    leaves: tuple[tuple[tuple[int, ...], int], ...] = ()
-    hides: bool = False
 
 
 @dataclass
@@ -133,21 +128,14 @@ class FunctionTrace:
     Args:
         calls: in order
         borders: of module calls
-        first_borders: those of the first pass, with batches of another size
-        constants: numbers of parameters and buffers
-        first_samples: samples of the first pass, if not the first of the captured sizes
     """
 
     calls: list[TracedCall] = field(default_factory=list)
     borders: list[Border] = field(default_factory=list)
-    first_borders: list[Border] = field(default_factory=list)
-    constants: set[int] = field(default_factory=set)
-    first_samples: int | None = None
 
     def of(self, module: nn.Module) -> Any:
         """Return a context that traces the forward pass of `module`, a copy that is thrown away."""
-        self.first_borders = self.first_borders or self.borders
-        self.calls, self.borders, self.constants = [], [], set()
+        self.calls, self.borders = [], []
         return _Tracer(self, module).installed()
 
     def calls_of(self, block: str, blocks: Sequence[str]) -> list[TracedCall]:
@@ -193,7 +181,6 @@ class _Tracer(TorchFunctionMode):
         self._trace, self._stack, self._count = trace, list[str](), 0
         self._recorder: Recorder | None = None
         self._names: dict[int, str] = {}
-        self._constants = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         for name, parameter in module.named_parameters():
             self._names[id(parameter)] = name
         for path, submodule in module.named_modules():
@@ -235,13 +222,7 @@ class _Tracer(TorchFunctionMode):
         numbers = (tensor.__dict__.get(_NUMBERS) for tensor in tensors)
         known = tuple(found[0] for found in numbers if found is not None)
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-        # what torch finds in a tree, against all tensors in any object
-        seen = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-        leaves = tuple((tuple(leaf.shape), self._ref(leaf).number) for leaf in seen)
-        hides = len(seen) != len(tensors)
-        self._trace.borders.append(
-            Border(len(self._trace.calls), path, is_end, known, shapes, leaves, hides)
-        )
+        self._trace.borders.append(Border(len(self._trace.calls), path, is_end, known, shapes))
 
     # ---- functions -------------------------------------------------------------------------------
 
@@ -314,8 +295,6 @@ class _Tracer(TorchFunctionMode):
                 self._count,
                 self._count if memory is None else memory,
             )
-            if id(tensor) in self._constants:
-                self._trace.constants.add(self._count)
         number, place = numbers
         return Ref(
             number,

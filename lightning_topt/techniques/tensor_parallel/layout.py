@@ -104,14 +104,10 @@ PARTIAL = Partial()
 class _LayoutFields(NamedTuple):
     shape: tuple[int, ...]
     placements: tuple[Placement, ...]
-    batch: Shard | None = None
 
 
 class Layout(_LayoutFields):
     """The `shape` of the unsharded tensor, and one placement per tensor axis.
-
-    `batch` is for modules that run the batches of several ranks (`joint_run`): the slices that
-    belong to the batch of each rank of the one axis. It says nothing of where the tensor is.
 
     Parts of a shard are those of the full dim. If several axes cut one dim, those with fewer parts
     cut first, of equal ones the outer ones. Example: a batch of samples, then the steps of each, in
@@ -163,13 +159,11 @@ def layout_at(
     placements: Sequence[Placement],
     local_shape: Sequence[int],
     sizes: Sequence[int],
-    *,
-    batch: Shard | None,
 ) -> Layout | None:
-    """Return the layout of a local tensor; None if replicated and without a `batch`."""
-    if batch is None and all(placement == REPLICATE for placement in placements):
+    """Return the layout of a local tensor; None if replicated."""
+    if all(placement == REPLICATE for placement in placements):
         return None
-    return Layout(whole_shape(placements, local_shape, sizes), tuple(placements), batch)
+    return Layout(whole_shape(placements, local_shape, sizes), tuple(placements))
 
 
 def check_divides(size: int, parts: int, ranks: int, *, what: str) -> None:

@@ -99,18 +99,6 @@ class _EnterAxis(Function):
         return move(gradient, *ctx.place), None, None
 
 
-class _Weigh(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, weight: float) -> Tensor:
-        ctx.weight = weight
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        refuse_graph()
-        return gradient * ctx.weight, None
-
-
 class _Reduce(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axes: TensorAxes, axis: int) -> Tensor:
@@ -191,38 +179,15 @@ class _Exchange(Function):
         return move(gradient, *ctx.place), None, None, None, None
 
 
-def enter(tensor: Tensor, axes: TensorAxes, axis: int, *, sums_later: bool = False) -> Tensor:
+def enter(tensor: Tensor, axes: TensorAxes, axis: int) -> Tensor:
     """Return `tensor`, which all ranks have in full, for different use on each.
 
-    Its gradient is the sum of theirs. With `sums_later` the gradient of a parameter is scaled
-    instead, such that the mean over ranks, which is taken after backward, is that sum.
+    Its gradient is the sum of theirs.
     """
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
-    if sums_later and tensor.is_leaf:
-        return weigh(tensor, float(axes.sizes[axis]))
     entered: Tensor = _EnterAxis.apply(tensor, axes, axis)  # type: ignore[no-untyped-call]
     return entered
-
-
-def refuse_graph() -> None:
-    """Raise ValueError in a backward that makes a graph.
-
-    Weights of gradients would count twice in gradients of gradients.
-    """
-    if torch.is_grad_enabled():
-        raise ValueError(
-            "gradients of gradients do not pass a module that runs the batches of several ranks: "
-            "leave it out of the joint modules"
-        )
-
-
-def weigh(tensor: Tensor, weight: float) -> Tensor:
-    """Return a tensor of the same memory whose gradient arrives at `tensor` times `weight`."""
-    if not (tensor.requires_grad and torch.is_grad_enabled()):
-        return tensor.detach()
-    weighed: Tensor = _Weigh.apply(tensor, weight)  # type: ignore[no-untyped-call]
-    return weighed
 
 
 def reduce(tensor: Tensor, axes: TensorAxes, axis: int) -> Tensor:
@@ -265,8 +230,6 @@ def move(
     target: Sequence[Placement],
     enters: Sequence[bool],
     axes: TensorAxes,
-    *,
-    sums_later: bool = False,
 ) -> Tensor:
     """Return the local tensor at `target`, axis by axis.
 
@@ -278,7 +241,6 @@ def move(
         target: placements wanted
         enters: on which axes it is full then and used differently by each rank
         axes: the tensor axes
-        sums_later: as in `enter`
     """
     # gather, or exchange, from the inside out
     now, sizes = [*source], axes.sizes
@@ -310,7 +272,7 @@ def move(
             now[axis] = after
             tensor = take(tensor, local_shard(now, sizes, axis), axes, axis)
         elif enters[axis] and source[axis] == REPLICATE:
-            tensor = enter(tensor, axes, axis, sums_later=sums_later)
+            tensor = enter(tensor, axes, axis)
     return tensor
 
 
@@ -322,7 +284,6 @@ def bias_for(
     *,
     ndim: int,
     along: int,
-    sums_later: bool = False,
 ) -> Tensor:
     """Return a bias that fits what each rank keeps of a sum.
 
@@ -333,17 +294,12 @@ def bias_for(
         axes: the tensor axes
         ndim: dims of the sum
         along: the dim of the bias in it, counted from the end
-        sums_later: as in `enter`
     """
     for axis, (placement, kept) in enumerate(zip(summed, now, strict=True)):
         if isinstance(placement, Partial) and isinstance(kept, Shard):
             # cut as the sum is, where that is cut along the dim of the bias
             own = Shard(0, kept.parts) if kept.dim == ndim + along else None
-            bias = (
-                enter(bias, axes, axis, sums_later=sums_later)
-                if own is None
-                else take(bias, own, axes, axis)
-            )
+            bias = enter(bias, axes, axis) if own is None else take(bias, own, axes, axis)
     return bias if along == -1 else bias.view(-1, *(1 for _ in range(-1 - along)))
 
 

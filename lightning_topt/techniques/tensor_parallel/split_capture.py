@@ -10,39 +10,28 @@ Kernels and tensors are local. A subject of its own, beside the run of the same 
 
 from __future__ import annotations
 
-import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.module_copy import contiguous_stride, empty_fake
-from lightning_topt.graph.op_config import JointModule, Placements, Shard
+from lightning_topt.graph.op_config import Placements, Shard
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.recording import TIMES, changed, number_at
 from lightning_topt.graph.structures import tensors_in
 from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule, rules_by_block
-from lightning_topt.techniques.tensor_parallel.decisions import numbers_in
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
-from lightning_topt.techniques.tensor_parallel.joint_run import (
-    JointRefusal,
-    JointSteps,
-    OutsideMode,
-    check_hooks,
-    run_joint,
-)
 from lightning_topt.techniques.tensor_parallel.layout import (
     Layout,
     TensorAxes,
-    layout_of,
     with_layout,
 )
 from lightning_topt.techniques.tensor_parallel.split_mode import PLAIN, SplitMode
@@ -65,7 +54,6 @@ def capture_split(
     placements: Mapping[str, Placements],
     axes: TensorAxes,
     rules: Mapping[str, BlockRule] = MappingProxyType({}),
-    joint: Sequence[JointModule] = (),
     second_batch: Any | None = None,
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     device: torch.device | str = "cpu",
@@ -79,13 +67,12 @@ def capture_split(
 
     Args:
         module: the model
-        batch: that of one rank, if `joint` modules run those of all ranks
+        batch: of the step
         like: the graph of the unsharded step, captured from the same arguments under `trace`
         trace: its calls
         placements: of parameters by name
         axes: the tensor axes
         rules: of blocks
-        joint: modules that run the batches of all ranks
         second_batch: as in `capture`
         forward_context: as in `capture`
         device: as in `capture`
@@ -95,14 +82,13 @@ def capture_split(
     Raises:
         ValueError: a parameter cannot be cut so; the split step makes something else than the
             unsharded one, since user code lost sight of a tensor (the message names the module);
-            samples of several batches would meet; or as in `capture`
+            or as in `capture`
     """
     # rules of the blocks, as in the run
     groups = Counter(block.group for block in like.blocks)
     repeated = {block.name for block in like.blocks if groups[block.group] > 1}
     by_block = rules_by_block(rules, [block.name for block in like.blocks], repeated)
-    numbers = {number for call in trace.calls for number in numbers_in(call)} if joint else set()
-    run = _SplitRun(placements, axes, rules.get("", PLAIN), by_block, joint, numbers)
+    run = _SplitRun(placements, axes, rules.get("", PLAIN), by_block)
     options = {
         "second_batch": second_batch,
         "batch_scaling": like.batch_scaling,
@@ -150,65 +136,26 @@ class _SplitRun:
         axes: TensorAxes,
         rule: BlockRule,
         by_block: Mapping[str, BlockRule],
-        joint: Sequence[JointModule],
-        numbers: set[float],
     ) -> None:
         self.placements, self.axes, self.rule, self.by_block = placements, axes, rule, by_block
-        self.joint, self.numbers = {each.module: each for each in joint}, numbers
         self.results: Results = []
         self.under_way: list[str] = []
 
-    def of(self, module: nn.Module) -> SplitMode | OutsideMode:
+    def of(self, module: nn.Module) -> SplitMode:
         """Split `module` and return the context around its forward."""
         self.results, self.under_way, mode = [], [], SplitMode(self.axes, rule=self.rule)
-        steps = JointSteps(tuple(self.joint.values()))
-        for path, joint in self.joint.items():
-            check_hooks(joint, module.get_submodule(path))
         for name, parameter in module.named_parameters():
             _split(name, parameter, self.placements.get(name, ()), self.axes)
         for path, submodule in module.named_modules():
-            if path and not any(each.module != path and each.holds(path) for each in steps.modules):
+            if path:
                 submodule.register_forward_pre_hook(partial(self._begin, path))
                 submodule.register_forward_hook(partial(self._end, path))
-            # as in the run: joint modules, else blocks by their rules
-            if path in self.joint:
-                submodule.forward = partial(
-                    self._run_joint, mode, steps, self.joint[path], submodule.forward
-                )
-            elif path in self.by_block and not self.joint:
+            if path in self.by_block:  # as in the run
                 rule = self.by_block[path]
                 submodule.forward = partial(_run_block, mode, rule, submodule.forward)
                 # a capture tells blocks with other rules apart by it
                 vars(submodule)[_RULE] = repr(replace(rule, block=""))
-        return OutsideMode(steps) if self.joint else mode
-
-    def _run_joint(
-        self,
-        mode: SplitMode,
-        steps: JointSteps,
-        joint: JointModule,
-        forward: Callable[..., Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        # what each rank would do otherwise: random numbers outside of torch, counts of samples
-        before, known = (random.getstate(), repr(np.random.get_state())), len(mode.prepared)
-        try:
-            with steps.inside():
-                result = run_joint(mode, joint, forward, args, kwargs)
-        except ValueError as error:
-            raise JointRefusal(joint.module, error) from error
-        if before != (random.getstate(), repr(np.random.get_state())):
-            raise JointRefusal(
-                joint.module,
-                "it draws random numbers from Python or NumPy, and each rank would draw others",
-            )
-        if any(numbers_in(each.call) - self.numbers for each in mode.prepared[known:]):
-            raise JointRefusal(
-                joint.module,
-                "it computes with the number of samples, which would be that of all ranks",
-            )
-        return result
+        return mode
 
     def _begin(self, path: str, module: nn.Module, args: Any) -> None:
         self.under_way.append(path)
@@ -216,31 +163,13 @@ class _SplitRun:
     def _end(self, path: str, module: nn.Module, args: Any, output: object) -> None:
         while self.under_way and self.under_way.pop() != path:
             pass
-        self.results.append(
-            (path, tuple(_shape_for_users(tensor) for tensor in tensors_in(output)))
-        )
+        self.results.append((path, tuple(tuple(tensor.shape) for tensor in tensors_in(output))))
 
 
 def _run_block(
     mode: SplitMode, rule: BlockRule, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     return mode.run_block(rule, forward, args, kwargs)
-
-
-def _shape_for_users(tensor: Tensor) -> tuple[int, ...]:
-    """Return the shape that the user sees.
-
-    An empty one, which fits any, for what joint modules keep (in a cache): nothing outside can read
-    it.
-    """
-    layout = layout_of(tensor)
-    return () if layout is not None and layout.batch is not None else tuple(tensor.shape)
-
-
-def _fit(shapes: Sequence[tuple[int, ...]], known: Sequence[tuple[int, ...]]) -> bool:
-    return len(shapes) == len(known) and all(
-        not own or own == other for own, other in zip(shapes, known, strict=True)
-    )
 
 
 def _split(name: str, parameter: nn.Parameter, placements: Placements, axes: TensorAxes) -> None:
@@ -266,7 +195,7 @@ def _check_results(split: Results, whole: Results) -> None:
     for path, shapes in whole:
         expected.setdefault(path, []).append(shapes)
     for path, shapes in split:
-        if expected.get(path) and not _fit(shapes, known := expected[path].pop(0)):
+        if expected.get(path) and shapes != (known := expected[path].pop(0)):
             raise ValueError(
                 f"module {path!r} returns tensors of the shapes {list(shapes)} where its "
                 f"parameters are split, and {list(known)} where they are whole; {_ADVICE}"

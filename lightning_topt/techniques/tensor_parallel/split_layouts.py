@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_topt.graph.mesh_axes import Axis
-from lightning_topt.graph.op_config import JointModule, Placement, Placements, Shard
+from lightning_topt.graph.op_config import Placement, Placements, Shard
 from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace, Ref
 from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, pieces
@@ -58,13 +58,11 @@ class SplitLayout:
         rules: of blocks
         left: matrices that are cut along fewer axes than the layout has, because sizes do not
             divide or nothing says how
-        joint: modules that run the batches of all ranks of the one axis
     """
 
     placements: Mapping[str, Placements]
     rules: Mapping[str, BlockRule]
     left: tuple[str, ...] = ()
-    joint: tuple[JointModule, ...] = ()
 
 
 def layout_named_by(axes: Sequence[str]) -> str:

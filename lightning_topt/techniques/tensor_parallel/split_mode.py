@@ -27,14 +27,11 @@ from lightning_topt.graph.op_config import LAYOUT, Partial, Placement, Shard
 from lightning_topt.techniques.tensor_parallel import moves
 from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule, rest_of
 from lightning_topt.techniques.tensor_parallel.decisions import (
-    Batches,
     CallDecision,
-    batches_after,
     call_of,
     decide,
     is_in_place,
     known_of,
-    refuse_draws,
 )
 from lightning_topt.techniques.tensor_parallel.layout import (
     REPLICATE,
@@ -101,9 +98,8 @@ class SplitMode(PythonFunctionMode):
     def _follow(self, rule: BlockRule, rows: tuple[int, ...] | None) -> None:
         """Run by `rule` from now on; decisions depend on it, so each rule has its own table."""
         self.rule, self._rows = rule, rows
-        self._known = self._tables.setdefault((rule.splits, rule.gathered, rule.is_joint), {})
-        self.mover.gathers_again = not rule.is_plain and not rule.is_joint
-        self.mover.sums_later = rule.is_joint
+        self._known = self._tables.setdefault((rule.splits, rule.gathered), {})
+        self.mover.gathers_again = not rule.is_plain
         self.mover.forget()
 
     @property
@@ -201,8 +197,6 @@ class SplitMode(PythonFunctionMode):
                 layout_of(each) is not None for each in tensors_in(arg)
             ):
                 return self._on_split(func, args, kwargs or {})
-        if self.rule.is_joint:
-            refuse_draws(func, args, kwargs or {})
         if transforms_are_on():
             refuse_transforms(tensors_in((*args, *(kwargs or {}).values())))
         return func(*args, **(kwargs or {}))
@@ -273,7 +267,7 @@ class SplitMode(PythonFunctionMode):
 
     def _called(self, prepared: PreparedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind, outputs = prepared.kind, prepared.decision.outputs
-        if kind is None or kind.run is None or not (outputs or (kind.draws and prepared.batches)):
+        if kind is None or kind.run is None or not outputs:
             return prepared.call.func(*args, **kwargs)
         return kind.run(
             Placed(prepared.call, args, kwargs, prepared.inputs, outputs, self.axes, prepared.memo)
@@ -308,7 +302,7 @@ class SplitMode(PythonFunctionMode):
 
     def _placed(self, prepared: PreparedCall, result: object, local: Sequence[Tensor]) -> Any:
         """Return the result of a call with its tensors finished."""
-        if not prepared.decision.outputs and not prepared.batches:
+        if not prepared.decision.outputs:
             return result
         if isinstance(result, Tensor):
             held = [result]
@@ -326,17 +320,14 @@ class SplitMode(PythonFunctionMode):
         self, prepared: PreparedCall, tensor: Tensor, index: int, local: Sequence[Tensor]
     ) -> Tensor:
         """Sum what is partial, add what waits for that, and attach the layout of the result."""
-        batch = (
-            prepared.batches[min(index, len(prepared.batches) - 1)] if prepared.batches else None
-        )
         outputs, added = prepared.decision.outputs, prepared.decision.added
-        index = min(index, max(len(outputs) - 1, 0))
-        placements = outputs[index] if outputs else self._whole.placements
-        if not (outputs and prepared.summed[index]) and added is None:
+        index = min(index, len(outputs) - 1)
+        placements = outputs[index]
+        if not prepared.summed[index] and added is None:
             # the common case: the layout is known by result and local shape
             key, layouts = (index, tensor.shape), prepared.layouts
             if key not in layouts:
-                layouts[key] = layout_at(placements, tensor.shape, self.axes.sizes, batch=batch)
+                layouts[key] = layout_at(placements, tensor.shape, self.axes.sizes)
             if (known := layouts[key]) is not None:
                 tensor.__dict__[LAYOUT] = known
             return tensor
@@ -355,18 +346,11 @@ class SplitMode(PythonFunctionMode):
         # a bias is added once, after the sum
         if added is not None:
             along = prepared.decision.along
-            later = self.mover.sums_later
             bias = moves.bias_for(
-                local[added],
-                placements,
-                now,
-                self.axes,
-                ndim=tensor.ndim,
-                along=along,
-                sums_later=later,
+                local[added], placements, now, self.axes, ndim=tensor.ndim, along=along
             )
             tensor = tensor + bias
-        layout = layout_at(now, tensor.shape, self.axes.sizes, batch=batch)
+        layout = layout_at(now, tensor.shape, self.axes.sizes)
         return tensor if layout is None else with_layout(tensor, layout)
 
     def _rest(
@@ -417,7 +401,6 @@ class PreparedCall:
         moving: places of arguments that may have to move
         inputs: layouts of the arguments in the call
         summed: by result, whether it is Partial
-        batches: by result; see `Layout`
         layouts: by result and its local shape, as far as known
         memo: for `Kind.run`
     """
@@ -430,7 +413,6 @@ class PreparedCall:
     moving: tuple[int, ...]  # places of arguments that may have to move
     inputs: tuple[Layout, ...]
     summed: tuple[bool, ...]  # by result
-    batches: Batches = ()  # by result; see `Layout`
     layouts: dict[Any, Layout | None] = field(default_factory=dict)  # by result and its local shape
     memo: dict[str, Any] = field(default_factory=dict)
 
@@ -457,8 +439,7 @@ def prepare_call(
         sizes: of the axes
 
     Raises:
-        ValueError: the call would change a split tensor unseen, or samples of several batches would
-            meet
+        ValueError: the call would change a split tensor unseen
     """
     # what cannot be split, or must not be changed
     known = [known_of(tensor, whole) for tensor in tensors]
@@ -483,12 +464,11 @@ def prepare_call(
         if source != target or any(enters)
     )
     inputs = tuple(
-        Layout(each.layout.shape, placements, each.layout.batch)
+        Layout(each.layout.shape, placements)
         for each, placements in zip(known, decision.inputs, strict=True)
     )
     summed = tuple(any(isinstance(each, Partial) for each in output) for output in decision.outputs)
-    batches = batches_after(kind, call, known, sizes[0], in_place=in_place) if rule.is_joint else ()
-    return PreparedCall(kind, call, decision, in_place, sources, moving, inputs, summed, batches)
+    return PreparedCall(kind, call, decision, in_place, sources, moving, inputs, summed)
 
 
 def refusal(func: Callable[..., Any], placements: Sequence[Placement]) -> ValueError:

@@ -3,19 +3,12 @@
 Blocks of a group are split alike: one of them is searched, alone. All that is there once (the block
 ``""``, an embedding, a head that is a block of its own) is searched together. So a tensor may stay
 split from one to the next; only what enters or leaves a repeated block is replicated.
-
-`find_joint` names the modules that can run the batches of all ranks of a tensor group at once. A
-block whose parameters are split is one. Elsewhere it is the smallest module around all uses of a
-parameter whose arguments and results are replicated. Samples are where sizes of a tensor grow with
-the batch: one dim, as long as the batch. A tensor without samples must depend neither on the batch
-nor on random numbers, for it has to be equal on all ranks. Whether samples meet inside shows when
-the step is captured so.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,12 +25,10 @@ from lightning_topt.graph.capture import one_is_enough
 from lightning_topt.graph.errors import WAY_OUT
 from lightning_topt.graph.fused_chains import fused
 from lightning_topt.graph.mesh_axes import Axis, Mesh
-from lightning_topt.graph.op_config import JointModule, Placement, Replicate, Shard
+from lightning_topt.graph.op_config import Replicate
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.skipped_calls import find_equal
-from lightning_topt.techniques.tensor_parallel.decisions import DRAWING
-from lightning_topt.techniques.tensor_parallel.function_trace import Border, FunctionTrace
-from lightning_topt.techniques.tensor_parallel.joint_run import JointRefusal
+from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.layout import TensorAxes
 from lightning_topt.techniques.tensor_parallel.split_bounds import SplitRegion, bound_graph
 from lightning_topt.techniques.tensor_parallel.split_capture import capture_split
@@ -69,10 +60,9 @@ class Captured(NamedTuple):
 class _SplitCache:
     """What a `SplitModel` has worked out so far. Keys by `id` keep their objects in the value."""
 
-    # captures by axes, placements, rules and joint modules
+    # captures by axes, placements and rules
     graphs: dict[Any, OpGraph | None] = field(default_factory=dict)
     refusals: dict[Any, str] = field(default_factory=dict)
-    not_joint: set[str] = field(default_factory=set)
     # searches by prices
     prices: list[SplitPrices] = field(default_factory=list)
     totals: dict[int, tuple[SplitPrices, list[Point]]] = field(default_factory=dict)
@@ -193,7 +183,6 @@ class SplitModel:
             tuple(along),
             frozenset(layout.placements.items()),
             frozenset(layout.rules.items()),
-            layout.joint,
         )
         if key not in self._known.graphs:
             axes = TensorAxes.of_mesh(Mesh(tuple(along)), rank=0)
@@ -209,7 +198,6 @@ class SplitModel:
                     placements=placements,
                     axes=axes,
                     rules=layout.rules,
-                    joint=layout.joint,
                     second_batch=self.second_batch,
                     forward_context=self.forward_context,
                     device=self.device,
@@ -222,13 +210,6 @@ class SplitModel:
                 # without the advice to plan nothing
                 reason = str(error).replace(WAY_OUT, "").strip().removesuffix(".")
                 self._known.refusals[key] = reason
-                # equal blocks would be refused for the same reason
-                if isinstance(error, JointRefusal):
-                    alike = next(
-                        (region for region in self._regions.all if error.module in region),
-                        [error.module],
-                    )
-                    self._known.not_joint.update(alike)
         return self._known.graphs[key]
 
     @cached_property
@@ -250,21 +231,6 @@ class SplitModel:
     @cached_property
     def _equal_modules(self) -> dict[str, int]:
         return find_equal(self.module)
-
-    def joint_layout(self, split: ModelSplit, prices: SplitPrices) -> SplitLayout | None:
-        """Return `split` as far as its parameters are in modules that may run all ranks' batches.
-
-        Modules that were found unable are left out. None if nothing is left.
-        """
-        # the two batches of the capture show which dims have samples
-        first, last = self.graph.step.batch_sizes
-        samples = self.trace.first_samples or first, last
-        kept, joint = find_joint(
-            self.trace, split.placements, prices, regions=self._regions.all, samples=samples
-        )
-        left = tuple(each for each in joint if each.module not in self._known.not_joint)
-        own = {n: (p,) for n, p in kept.items() if any(each.holds(n) for each in left)}
-        return SplitLayout(own, {}, joint=left) if own else None
 
     def refusals(self, ranks: int) -> list[str]:
         """Return why steps of one of `ranks` ranks were not captured, a clause for each."""
@@ -372,172 +338,3 @@ class SplitModel:
     @cached_property
     def _regions(self) -> ModelRegions:
         return ModelRegions(self.graph, self.trace)
-
-
-Dims = tuple[int | None, ...]
-Joint = tuple[dict[str, Placement], tuple[JointModule, ...]]
-
-
-def find_joint(
-    trace: FunctionTrace,
-    placements: Mapping[str, Placement],
-    prices: SplitPrices,
-    *,
-    regions: Sequence[Sequence[str]],
-    samples: tuple[int, int],
-) -> Joint:
-    """Return the `placements` of parameters in modules that may run several batches; and these.
-
-    Args:
-        trace: of the model
-        placements: of parameters along the axis
-        prices: along the axis
-        regions: blocks that are split alike, as in `ModelRegions`
-        samples: of the batches that were traced, first and last
-    """
-    borders = _Borders(trace, samples)
-    repeated = [block for region in regions[1:] for block in region]
-    found: dict[str, JointModule] = {}
-    kept: dict[str, Placement] = {}
-    # repeated blocks are joint as a whole
-    for first, *others in regions[1:]:
-        dims = borders.dims(first)
-        for block in (first, *others):
-            own = {name: each for name, each in placements.items() if name.startswith(f"{block}.")}
-            if own and dims is not None:
-                kept, found[block] = kept | own, JointModule(block, *dims)
-    # else the smallest module that encloses all uses, without a split tensor at its border
-    once = [
-        name for name in placements if not any(name.startswith(f"{block}.") for block in repeated)
-    ]
-    split = _split_numbers(trace, placements, prices, repeated) if once else set[int]()
-    for name in once:
-        for module in _around(trace, name):
-            if any(block.startswith(f"{module}.") for block in repeated):
-                break
-            dims = borders.dims(module)
-            if dims is not None and borders.numbers(module).isdisjoint(split):
-                kept[name], found[module] = placements[name], JointModule(module, *dims)
-                break
-    # a joint module inside of another one is part of it
-    outermost = (
-        each
-        for each in found.values()
-        if not any(o is not each and o.holds(each.module) for o in found.values())
-    )
-    return kept, tuple(outermost)
-
-
-def _around(trace: FunctionTrace, parameter: str) -> Iterator[str]:
-    """Return the modules around all calls that read a parameter, innermost first."""
-    # the common beginning of all stacks
-    stacks = [
-        call.stack for call in trace.calls if any(ref.parameter == parameter for ref in call.inputs)
-    ]
-    shared: list[str] = []
-    for several in zip(*stacks, strict=False):
-        if len(set(several)) > 1:
-            break
-        shared.append(several[0])
-    return iter(shared[::-1])
-
-
-def _split_numbers(
-    trace: FunctionTrace,
-    placements: Mapping[str, Placement],
-    prices: SplitPrices,
-    repeated: Sequence[str],
-) -> set[int]:
-    """Return the tensors that are split between the calls of all that is there once."""
-    # arguments before they move, and results
-    calls, whole = trace.calls_of("", repeated), trace.whole_at("", repeated)
-    found: set[int] = set()
-    for placed in walk_split(calls, prices, placements, whole=whole):
-        found |= {
-            r.number
-            for r, p in zip(placed.call.inputs, placed.placements, strict=True)
-            if isinstance(p, Shard)
-        }
-        if placed.outcome is not None:
-            outputs = zip(placed.call.outputs, placed.outcome.outputs, strict=True)
-            found |= {ref.number for ref, place in outputs if isinstance(place, Shard)}
-    return found
-
-
-class _Borders:
-    """The tensors that cross the borders of modules, in two passes with batches of two sizes."""
-
-    def __init__(self, trace: FunctionTrace, samples: tuple[int, int]) -> None:
-        self._samples, self._constant = samples, _constants(trace)
-        self._first, self._last = _by_module(trace.first_borders), _by_module(trace.borders)
-
-    def dims(self, module: str) -> tuple[Dims, Dims] | None:
-        """Return the dims of samples of arguments and results, equal for all calls.
-
-        None if the module cannot be joint.
-        """
-        # both passes, with batches of different sizes, must have made the same calls
-        first, last = self._first.get(module, []), self._last.get(module, [])
-        if not last or len(first) != len(last) or self._samples[0] == self._samples[1]:
-            return None
-        found: dict[bool, set[Dims]] = {False: set(), True: set()}
-        for one, other in zip(first, last, strict=True):
-            dims = self._of_border(one, other)
-            if dims is None:
-                return None
-            found[other.is_end].add(dims)
-        if any(len(each) != 1 for each in found.values()) or not any(
-            dim is not None for dim in min(found[False])
-        ):
-            return None
-        return min(found[False]), min(found[True])
-
-    def numbers(self, module: str) -> set[int]:
-        """Return the tensors that cross the borders of a module."""
-        return {number for border in self._last.get(module, ()) for _, number in border.leaves}
-
-    def _of_border(self, first: Border, last: Border) -> Dims | None:
-        """Return the dims of samples of one border; None if sizes grow otherwise."""
-        if first.is_end != last.is_end or len(first.leaves) != len(last.leaves) or last.hides:
-            return None
-        found: list[int | None] = []
-        for (small, _), (large, number) in zip(first.leaves, last.leaves, strict=True):
-            if len(small) != len(large):
-                return None
-            # dims whose size differs between the two batches: one, as long as the batch
-            grow = [
-                dim
-                for dim, sizes in enumerate(zip(small, large, strict=True))
-                if sizes[0] != sizes[1]
-            ]
-            if len(grow) > 1 or (grow and (small[grow[0]], large[grow[0]]) != self._samples):
-                return None
-            if not grow and not last.is_end and number not in self._constant:
-                return None
-            found.append(grow[0] if grow else None)
-        return tuple(found)
-
-
-def _by_module(borders: Collection[Border]) -> dict[str, list[Border]]:
-    found: dict[str, list[Border]] = {}
-    for border in borders:
-        found.setdefault(border.module, []).append(border)
-    return found
-
-
-def _constants(trace: FunctionTrace) -> set[int]:
-    """Return the tensors that are made of parameters, buffers and nothing else."""
-    # call after call: a result is constant if all arguments are
-    found, others = set(trace.constants), set[int]()
-    for call in trace.calls:
-        for ref in call.inputs:
-            if ref.parameter is not None:
-                found.add(ref.number)
-            elif ref.number not in found:
-                others.add(ref.number)
-        varies = call.func in DRAWING or any(ref.number in others for ref in call.inputs)
-        for ref in call.outputs:
-            (others if varies else found).add(ref.number)
-            if varies:
-                found.discard(ref.number)
-    return found

@@ -37,12 +37,11 @@ _GATHERED = "_topt_gathered"
 class TensorMover:
     """Moves tensors along `axes`.
 
-    If it `gathers_again`, what it gathers is saved for backward as a slice. `sums_later` is as in
-    `moves.enter`.
+    If it `gathers_again`, what it gathers is saved for backward as a slice.
     """
 
     def __init__(self, axes: TensorAxes) -> None:
-        self.axes, self.gathers_again, self.sums_later = axes, False, False
+        self.axes, self.gathers_again = axes, False
         self.whole_layout: Layout = Layout((), (REPLICATE,) * len(axes))
         self._alike = (False,) * len(axes)
         # the last tensor gathered, which the next call may want too
@@ -118,7 +117,7 @@ class TensorMover:
         self, tensor: Tensor, source: Placements, target: Placements, enters: tuple[bool, ...]
     ) -> tuple[Tensor, bool]:
         """Return the tensor at `target`, and whether backward gathers it again."""
-        moved = moves.move(tensor, source, target, enters, self.axes, sums_later=self.sums_later)
+        moved = moves.move(tensor, source, target, enters, self.axes)
         if not self.gathers_again or moved.numel() <= tensor.numel() or not torch.is_grad_enabled():
             return moved, False
         # in the gather of backward, ranks use the tensor alike

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from lightning_topt.graph import capture as capturing
 from lightning_topt.graph.capture import StepRun
-from lightning_topt.graph.mesh_axes import Axis
 from lightning_topt.graph.recording import (
     PRIME,
     Unclear,
@@ -124,8 +123,6 @@ def graphs(model: SplitModel, ranks: int, *, all_splits: bool = True) -> list[An
     candidates = model.candidates(costs)
     for split in candidates if all_splits else candidates[-1:]:
         found.append(model.local_graph(split, ranks))
-        if (joint := model.joint_layout(split, costs)) is not None:
-            found.append(model.local_graph_of(joint, (Axis("tensor", ranks),)))
     return found
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lightning_topt.graph.op_config import Placement, Shard
 from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, local_shard
-from lightning_topt.techniques.tensor_parallel.op_rules.elementwise import noise_for
 from lightning_topt.techniques.tensor_parallel.op_rules.rules import (
     Kind,
     OpCall,
@@ -140,14 +139,10 @@ def _with_dropout(placed: Placed) -> Tensor:
     # weights (..., query, key), zeros where everything is masked, as in the fused kernels
     weights = torch._safe_softmax(scores, -1)
     whole = (*placed.inputs[0].shape[:-1], key.shape[-2])
-
-    def make(shape: tuple[int, ...]) -> Tensor:
-        return F.dropout(torch.ones(shape, dtype=weights.dtype, device=weights.device), dropout)
-
-    noise = noise_for(placed, whole, make, cut=lambda noise: placed.cut_like(noise, 0))
-    mixed: Tensor = (weights * noise) @ value
+    noise = F.dropout(torch.ones(whole, dtype=weights.dtype, device=weights.device), dropout)
+    mixed: Tensor = (weights * placed.cut_like(noise, 0)) @ value
     return mixed
 
 
-ATTENTION = Kind("attention", _attention_rows, _run_attention, draws=True)
+ATTENTION = Kind("attention", _attention_rows, _run_attention)
 register(ATTENTION, (F.scaled_dot_product_attention,))

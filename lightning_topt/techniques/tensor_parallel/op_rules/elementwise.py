@@ -3,15 +3,12 @@
 Any dim that all arguments have may be split.
 
 Random numbers are those of one process. All ranks draw those of the full tensor, and each keeps its
-slice. In a module that runs the batches of several ranks, each batch has the numbers of its rank,
-as under DDP. A rank draws for its own samples from its own generator. If it holds a part of
-everybody's samples, it draws for all of them. For this, ranks exchange the states of their
-generators.
+slice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_topt.communication.collectives import all_gather_into, travel_device
 from lightning_topt.graph.op_config import Placement, Shard
-from lightning_topt.graph.structures import tensors_in
-from lightning_topt.techniques.tensor_parallel.layout import TensorAxes, joined
 from lightning_topt.techniques.tensor_parallel.op_rules.rules import (
     Kind,
     OpCall,
@@ -138,17 +132,9 @@ def _dropout(placed: Placed) -> Tensor:
     p = placed.get(1, "p", 0.5)
     if not placed.get(2, "training", placed.get(2, "train", True)) or p == 0:
         return x
-
-    def cut(noise: Tensor) -> Tensor:
-        # saved for backward, where a view would keep the full tensor
-        return placed.cut_like(noise, 0).clone()
-
-    kept = noise_for(
-        placed,
-        placed.inputs[0].shape,
-        lambda shape: F.dropout(empty_as(x, shape).fill_(1), p),
-        cut=cut,
-    )
+    whole = F.dropout(empty_as(x, placed.inputs[0].shape).fill_(1), p)
+    # saved for backward, where a view would keep the full tensor
+    kept = placed.cut_like(whole, 0).clone()
     return x.mul_(kept) if placed.get(3, "inplace", False) else x * kept
 
 
@@ -165,17 +151,11 @@ def _channel_dropout(placed: Placed) -> Tensor:
     if not training or p == 0:
         return x
     layout = placed.inputs[0]
-
-    def cut(noise: Tensor) -> Tensor:
-        for axis, placement in enumerate(layout.placements):
-            if isinstance(placement, Shard) and placement.dim < 2:
-                noise = placed.cut_along(noise, [axis], placement)
-        return noise
-
     whole = (*layout.shape[:2], *(1 for _ in layout.shape[2:]))
-    noise = noise_for(
-        placed, whole, lambda shape: torch.feature_dropout(x.new_ones(shape), p, True), cut=cut
-    )
+    noise = torch.feature_dropout(x.new_ones(whole), p, True)
+    for axis, placement in enumerate(layout.placements):
+        if isinstance(placement, Shard) and placement.dim < 2:
+            noise = placed.cut_along(noise, [axis], placement)
     return x.mul_(noise) if placed.call.func.__name__.endswith("_") else x * noise
 
 
@@ -183,22 +163,16 @@ def _drawn(placed: Placed) -> Tensor:
     """Return this rank's slice of as many numbers as the full tensor has."""
     x: Tensor = placed.args[0] if placed.args else placed.kwargs["input"]
     kwargs = {name: value for name, value in placed.kwargs.items() if name != "input"}
-
-    def make(shape: tuple[int, ...]) -> Tensor:
-        drawn: Tensor = placed.call.func(empty_as(x, shape), *placed.args[1:], **kwargs)
-        return drawn
-
-    own = noise_for(
-        placed, placed.inputs[0].shape, make, cut=lambda whole: placed.cut_like(whole, 0)
-    )
+    whole = placed.call.func(empty_as(x, placed.inputs[0].shape), *placed.args[1:], **kwargs)
+    own = placed.cut_like(whole, 0)
     if placed.call.func.__name__.endswith("_"):
         return x.copy_(own)
     return own.contiguous().requires_grad_(bool(kwargs.get("requires_grad", False)))
 
 
-DROPOUT = Kind("dropout", elementwise_rows, _dropout, draws=True)
-CHANNEL_DROPOUT = Kind("dropout of channels", _channel_rows, _channel_dropout, draws=True)
-RANDOM = Kind("random numbers", elementwise_rows, _drawn, draws=True)
+DROPOUT = Kind("dropout", elementwise_rows, _dropout)
+CHANNEL_DROPOUT = Kind("dropout of channels", _channel_rows, _channel_dropout)
+RANDOM = Kind("random numbers", elementwise_rows, _drawn)
 _VF: Any = torch._VF
 register(DROPOUT, (F.dropout, torch.dropout))
 register(
@@ -207,66 +181,3 @@ register(
 )
 register(RANDOM, named("rand_like randn_like", torch))
 register(RANDOM, named("normal_ uniform_ exponential_ log_normal_ cauchy_ geometric_", Tensor))
-
-Make = Callable[[tuple[int, ...]], Tensor]
-_STATE_BYTES = 5056  # of the generator of CPUs; one of CUDA has 16
-
-
-def noise_for(
-    placed: Placed,
-    shape: tuple[int, ...],
-    make: Make,
-    *,
-    operand: int = 0,
-    cut: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """Return this rank's part of random numbers of a full `shape`.
-
-    Args:
-        placed: the call that draws
-        shape: its first dims, up to that of samples, are those of argument `operand`
-        make: ``make(shape)`` draws numbers
-        operand: the argument
-        cut: takes this rank's part from the full numbers
-    """
-    # one batch: all ranks draw alike
-    layout = placed.inputs[operand]
-    if layout.batch is None:
-        return cut(make(shape))
-    # each rank has its own samples: it draws for these
-    part = [*shape]
-    part[layout.batch.dim] //= placed.axes.sizes[0]
-    if layout.placements == (layout.batch,):
-        return make(tuple(part))
-    # samples of all ranks are cut otherwise: the numbers of all, in the order of ranks
-    device = next(tensors_in((placed.args, placed.kwargs))).device
-    drawn = _drawn_by_all(lambda: make(tuple(part)), placed.axes, device=device)
-    return cut(joined(drawn, layout.batch))
-
-
-def _drawn_by_all(
-    make: Callable[[], Tensor], axes: TensorAxes, *, device: torch.device
-) -> list[Tensor]:
-    """Return what `make` gives on each rank of the axis, in their order.
-
-    The generator here then is as after this rank's own numbers.
-    """
-    group, found = axes.groups[0], list[Tensor]()
-    if group is None:  # a rank that is looked at, not run
-        axes.note("all_gather", 0, torch.empty(axes.sizes[0] * _STATE_BYTES, dtype=torch.uint8))
-        return [make() for _ in range(axes.sizes[0])]
-    on_cuda = device.type == "cuda"
-    own = torch.cuda.get_rng_state() if on_cuda else torch.get_rng_state()
-    set_state = torch.cuda.set_rng_state if on_cuda else torch.set_rng_state
-    sent = own.to(travel_device(group))
-    states = sent.repeat(axes.sizes[0], 1)  # a fake group leaves them as they are
-    axes.note("all_gather", 0, states)
-    all_gather_into(states.view(-1), sent, group=group)
-    after = own
-    for rank, state in enumerate(states.cpu()):
-        set_state(state.clone())  # a CPU's state is read from the start of the memory of a view
-        found.append(make())
-        if rank == axes.coordinates[0]:
-            after = torch.cuda.get_rng_state() if on_cuda else torch.get_rng_state()
-    set_state(after)
-    return found

@@ -195,7 +195,6 @@ class Kind:
         rows: yields the rows for an axis of so many ranks
         run: returns what the call on local tensors returns; by default the function is called
         sums_rest: sums may stay scattered, by the rule of the block; others are replicated
-        draws: `run` draws random numbers, for each rank's batch its own (`noise_for`)
         functions: the members of the family
     """
 
@@ -203,7 +202,6 @@ class Kind:
     rows: Callable[[OpCall, int], Iterable[Row]]
     run: Callable[[Placed], Any] | None = None
     sums_rest: bool = False
-    draws: bool = False
     functions: list[Callable[..., Any]] = field(default_factory=list, compare=False)
 
 

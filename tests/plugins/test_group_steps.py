@@ -1,11 +1,11 @@
-"""Ranks that bring a batch each and split the model between them train as under ddp, whatever the
-step does with its batch.
+"""Ranks that bring a batch each and share the model's parameters, in slices or in stages, train as
+under ddp, whatever the step does with its batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,23 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torchmetrics
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _world
+from torch.utils.data import DataLoader
 
 from lightning_topt.costs.cluster import Cluster, Device, Link
+from lightning_topt.graph.capture import capture
+from lightning_topt.graph.mesh_axes import Axis, Mesh
+from lightning_topt.graph.op_config import OpConfig, Replicate
+from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError
+from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
+from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
+from tests.foreign import transformers_models
 from tests.models import GPT
 from tests.plugins.split_plans import split_plan
 from tests.plugins.trainer_ranks import DDPWithExactMeans, make_trainer, on_ranks, topt_trainer
+from tests.techniques.tensor_parallel.traced import prices
 
 
 class OwnBatches:
@@ -50,13 +60,14 @@ class OwnBatches:
 
 
 class Rich(GPT):
-    """A loss within the batch and a mean over what is not ignored; dropout, batch norm, metrics,
-    logs of all kinds.
+    """A loss within the batch and a mean over what is not ignored; dropout, frozen batch norm,
+    draws in the loss, metrics, logs of all kinds.
     """
 
     def __init__(self, width: int = 16, dropout: float = 0.1, *, collects: bool = False) -> None:
         super().__init__(width=width, heads=2, dropout=dropout)
-        self.batch_norm = nn.BatchNorm1d(width)
+        self.p = dropout
+        self.batch_norm = nn.BatchNorm1d(width).eval()
         self.right = torchmetrics.Accuracy("multiclass", num_classes=32, ignore_index=-100)
         self.seen = torchmetrics.CatMetric()
         self.several: torchmetrics.MetricCollection | None = None
@@ -77,7 +88,9 @@ class Rich(GPT):
         logits = self.head(self.norm(x))
         features = F.normalize(x.mean(1), dim=-1)
         within = F.cross_entropy(features @ features.T * 4, torch.arange(len(features)))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), within, logits
+        words = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        drawn = F.dropout(logits.square().mean(), self.p, self.training)
+        return words + 0.01 * drawn, within, logits
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         words, within, logits = self.losses(batch)
@@ -104,8 +117,9 @@ class Rich(GPT):
         return {"loss": words + within, "name": batch["nested"][1]["name"], "logits": logits}
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        name = outputs["name"] if isinstance(outputs["name"], str) else f"rank {outputs['name']}"
         self.outputs.append(
-            (outputs["loss"].item(), outputs["name"], outputs["logits"].sum().item(), torch.rand(1))
+            (outputs["loss"].item(), name, outputs["logits"].sum().item(), torch.rand(1))
         )
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -128,11 +142,37 @@ class Rich(GPT):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
 
 
+class Wordless(OwnBatches):
+    """Batches of one shape that consist of tensors."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in super().__iter__():
+            tokens, targets = (tensor[:3, :6] for tensor in (batch["tokens"], batch["nested"][0]))
+            yield {"tokens": tokens, "nested": [targets, {"name": torch.tensor(dist.get_rank())}]}
+
+
 def plan(data: int, storage: str = "ddp", *, recompute: bool = False) -> dict[str, Any]:
     return {
         **split_plan(data, storage, recomputed=range(2) if recompute else ()),
         "num_microbatches": 2,
     }
+
+
+def staged_plan(
+    data: int, *, storage: str = "ddp", recompute: bool = False, schedule: str = "1f1b"
+) -> dict[str, Any]:
+    first = [
+        {"block": "tokens", "storage": storage},
+        {"block": "blocks.0", "storage": storage, "recompute": recompute},
+    ]
+    second = [
+        {"block": "blocks.1", "storage": storage, "recompute": recompute},
+        {"block": "", "storage": storage},
+    ]
+    mesh = [{"name": "pipeline", "size": 2, "scope": "inter"}, {"name": "data", "size": data}]
+    stages = [{"blocks": first}, {"blocks": second}]
+    rest = {"schedule": schedule, "num_microbatches": 2, "own_batches": True}
+    return {"version": 2, "mesh": mesh, **rest, "stages": stages}
 
 
 CPU = Device("core", 2**33, {"float32": 3e9}, 8e9, 3e-6)
@@ -148,11 +188,16 @@ class Case:
     trainer: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     width: int = 16
+    relative: float = 1e-4  # of losses
+    batches: type[OwnBatches] = OwnBatches
+
+    @property
+    def has_stages(self) -> bool:
+        """Metrics that share states do not go through stages."""
+        return self.given is not None and "schedule" in self.given
 
 
-def results_of(
-    trainer: Any, module: Rich, seed: int, batches: type[OwnBatches] = OwnBatches
-) -> dict[str, Any]:
+def results_of(trainer: Any, module: Rich, seed: int, batches: type[OwnBatches]) -> dict[str, Any]:
     torch.manual_seed(seed)  # other random numbers on every rank, as other samples would make them
     trainer.fit(module, batches(4), batches(2 + dist.get_rank() % 2, seed=1))
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -176,7 +221,7 @@ def both(rank: int, case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
     found = []
     for topt in (False, True):
         torch.manual_seed(rank)
-        module = Rich(case.width, collects=case.given is not None)
+        module = Rich(case.width, collects=case.given is not None and not case.has_stages)
         rest = {"max_epochs": 2, "num_sanity_val_steps": 0, **case.trainer}
         strategy = topt_trainer(case.given, options=case.options, **rest) if topt else None
         found.append(
@@ -184,18 +229,21 @@ def both(rank: int, case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
                 strategy or make_trainer(DDPWithExactMeans(), devices=case.ranks, **rest),
                 module,
                 10 + rank,
+                case.batches,
             )
         )
     return found[0], found[1]
 
 
-def assert_equal(expected: dict[str, Any], found: dict[str, Any], *, rank: int) -> None:
+def assert_equal(
+    expected: dict[str, Any], found: dict[str, Any], *, rank: int, relative: float
+) -> None:
     assert len(found["outputs"]) == len(expected["outputs"])
     for (loss, name, logits, drawn), (own_loss, own_name, own_logits, own_drawn) in zip(
         expected["outputs"], found["outputs"], strict=True
     ):
         assert name == own_name == f"rank {rank}" and torch.equal(drawn, own_drawn)
-        assert own_loss == pytest.approx(loss, rel=1e-4)
+        assert own_loss == pytest.approx(loss, rel=relative)
         assert own_logits == pytest.approx(logits, rel=1e-3, abs=2e-3)
     assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-3)
     assert found["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-3, abs=1e-3)
@@ -209,22 +257,145 @@ def assert_equal(expected: dict[str, Any], found: dict[str, Any], *, rank: int) 
 def check(case: Case) -> dict[str, Any]:
     results = on_ranks(both, case, world_size=case.ranks)
     for rank, (expected, found) in enumerate(results):
-        assert_equal(expected, found, rank=rank)
+        assert_equal(expected, found, rank=rank, relative=case.relative)
     return results[0][1]
 
 
 CLIPPED = {"gradient_clip_val": 0.5}
+ACCUMULATED = {**CLIPPED, "accumulate_grad_batches": 2}
 
 
 @pytest.mark.parametrize(
     "case",
     [
         Case(2, plan(1, recompute=True), CLIPPED),
-        Case(4, plan(2, "zero1"), {**CLIPPED, "accumulate_grad_batches": 2}),
+        Case(4, plan(2, "zero1"), ACCUMULATED),
+        Case(2, staged_plan(1, recompute=True), relative=1e-6),
+        Case(4, staged_plan(2, storage="zero1"), ACCUMULATED, relative=1e-6),
     ],
+    ids=["slices", "slices zero1", "stages", "stages zero1"],
 )
-def test_a_fit_in_turns_is_that_of_ddp(case: Case) -> None:
+def test_a_fit_is_that_of_ddp(case: Case) -> None:
     check(case)
+
+
+# ---- models of others ----------------------------------------------------------------------------
+
+MODELS = ("bert", "t5", "vit")  # dropout, padding
+
+
+def split_most(module: Any, batch: Any) -> dict[str, Any]:
+    """The plan that splits most parameters over two ranks, which bring a batch each."""
+    trace = FunctionTrace()
+    graph = capture(module, batch, batch_scaling=False, adapt=trace.of)
+    model, along = SplitModel(module, batch, graph, trace), prices(module, 2)
+    placements = model.candidates(along)[-1].by_block([block.name for block in graph.blocks])
+    whole, mesh = OpConfig.zero(0, axes=2), Mesh((Axis("data", 1), Axis("tensor", 2)))
+    blocks = [
+        BlockPlan(
+            name,
+            replace(whole, parameters=tuple((own, (Replicate(), *along)) for own, along in placed)),
+        )
+        for name, placed in placements.items()
+    ]
+    return ParallelPlan.of_blocks(blocks, mesh=mesh, num_microbatches=2).to_dict()
+
+
+def model_fits(rank: int, plans: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    found = {}
+    for name, given in plans.items():
+        runs = []
+        for trainer in (
+            make_trainer("ddp", devices=2, max_epochs=1, use_distributed_sampler=False),
+            topt_trainer(given, max_epochs=1, use_distributed_sampler=False),
+        ):
+            torch.manual_seed(0)
+            module, batches = getattr(transformers_models, name)()
+            losses = Losses()
+            trainer.callbacks.append(losses)
+            torch.manual_seed(rank)
+            trainer.fit(module, DataLoader(list(batches)[rank:4:2], batch_size=None))  # type: ignore[arg-type]
+            runs.append((losses.found, torch.rand(1), dict(module.state_dict())))
+        found[name] = runs
+    return found
+
+
+class Losses(Callback):
+    """Keeps them."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.found.append(outputs["loss"].item())
+
+
+def test_models_of_others_train_as_under_ddp() -> None:
+    plans = {}
+    for name in MODELS:
+        torch.manual_seed(0)
+        module, batches = getattr(transformers_models, name)()
+        plans[name] = split_most(module.train(), next(iter(batches)))
+        assert any("computes" in block for block in plans[name]["stages"][0]["blocks"])
+    for of_rank in on_ranks(model_fits, plans):
+        for name, ((losses, drawn, expected), (own_losses, own_drawn, found)) in of_rank.items():
+            assert len(losses) > 1 and own_losses == pytest.approx(losses, rel=1e-5), name
+            assert torch.equal(drawn, own_drawn), name
+            for key, value in expected.items():
+                torch.testing.assert_close(
+                    found[key], value, rtol=1e-4, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}"
+                )
+
+
+# ---- buffers -------------------------------------------------------------------------------------
+
+
+class Averaging(Rich):
+    """Keeps a mean that steps change from the second epoch on, or trains its batch norm."""
+
+    def __init__(self, *, norm: bool) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+        self.late = not norm
+
+    def on_train_epoch_start(self) -> None:
+        self.batch_norm.train(not self.late)
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        if self.late and self.trainer.current_epoch:
+            self.mean.mul_(0.9)
+        return super().training_step(batch, batch_idx)
+
+
+def refused(rank: int) -> list[str]:
+    found = []
+    for norm in (False, True):
+        with pytest.raises(PlanError) as caught:
+            topt_trainer(plan(1), max_epochs=2).fit(Averaging(norm=norm), OwnBatches(2))
+        found.append(str(caught.value))
+    with pytest.raises(PlanError) as caught:
+        topt_trainer(plan(1), max_epochs=1).fit(Hidden(), OwnBatches(2))
+    return [*found, str(caught.value)]
+
+
+class Hidden(Rich):
+    """Its kernels write statistics without a new version; the norm says that it does not train."""
+
+    def losses(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+        norm = self.batch_norm
+        x = torch.ones(4, 16)
+        F.batch_norm(x, norm.running_mean, norm.running_var, training=True)
+        return super().losses(batch)
+
+
+def test_steps_that_change_buffers_are_errors() -> None:
+    for late, norm, hidden in on_ranks(refused):
+        assert "change the buffer 'mean'" in late
+        assert "change the buffer 'batch_norm." in norm
+        assert "change the buffer 'batch_norm.running_mean'" in hidden
+
+
+# ---- searches ------------------------------------------------------------------------------------
 
 
 def cluster(per_node: int, nodes: int, link: Link) -> Cluster:
@@ -256,6 +427,26 @@ def test_tensor_axes_are_found_where_they_are_best(case: Case, summary: str, rea
     found = check(case)
     assert found["planned"][1] == "search"
     assert summary in found["planned"][0] and reason in found["planned"][2]
+
+
+# ---- what is left --------------------------------------------------------------------------------
+
+
+def groups_after(rank: int) -> list[int]:
+    """Process groups after a fit, evaluations and another fit, beside those before the first."""
+    trainer, module, before = topt_trainer(plan(1)), Rich(), len(_world.pg_map)
+    counts = []
+    for run in (trainer.fit, trainer.test, trainer.test, trainer.fit):
+        assert trainer.fit_loop.max_epochs is not None
+        trainer.fit_loop.max_epochs += run == trainer.fit
+        run(module, OwnBatches(2))
+        counts.append(len(_world.pg_map) - before)
+    return counts
+
+
+def test_the_groups_of_a_plan_end_with_it() -> None:
+    for fit, test, second, last in on_ranks(groups_after):
+        assert fit == last > 0 and test == second
 
 
 class KeepsFirst(Rich):

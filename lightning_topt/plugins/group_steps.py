@@ -1,0 +1,349 @@
+"""Ranks that share a model's parameters bring a batch each, as data ranks do, and run all of them.
+
+A tensor group has slices of the parameters, a pipeline has stages: either way a batch needs all of
+its ranks. `GroupRunner` exchanges the batches, and runs each as one microbatch: through the stages,
+as the schedule says, or without stages one after the other.
+
+A batch never meets another one, whatever the loss is. So the loss, its gradients and all that a
+step logs, draws or counts are those of data parallelism: a microbatch runs with the random numbers
+of the rank that brought it, and what it returns and logs goes to that rank. As the engine has done
+backward by then, gradients are stashed until Lightning calls backward (`stashed_gradients`).
+
+Evaluation, whose ranks may have different numbers of batches, runs on unsharded parameters, each
+rank by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from typing_extensions import override
+
+from lightning_topt.execution.engine import Engine
+from lightning_topt.execution.pipeline.pipeline_run import Example
+from lightning_topt.graph.structures import map_tensors
+from lightning_topt.plan.parallel_plan import PlanError
+from lightning_topt.plugins.pipeline_steps import StageSteps, index_in, takes_index
+from lightning_topt.plugins.stashed_gradients import (
+    cleared_before_backward,
+    loss_with_gradients,
+    stashed_gradients,
+)
+from lightning_topt.plugins.step_records import (
+    LoggedCall,
+    MetricChanges,
+    States,
+    StepRecord,
+    apply_metric_changes,
+    as_nonzero_rank,
+    loss_in,
+    recorded_calls,
+    replace_metric_states,
+    replay,
+    states_in_use,
+    uncounted,
+)
+from lightning_topt.plugins.step_runner import Step, StepRunner
+from lightning_topt.plugins.value_exchange import value_for_rank, value_of_rank, values_of_ranks
+from lightning_topt.techniques.tensor_parallel.random_states import (
+    RandomStates,
+    random_states,
+    set_random_states,
+)
+
+_MESSAGE_BYTES = 250 << 20  # of a broadcast of buffers, as DDP's
+
+
+@dataclass(frozen=True)
+class RankInput:
+    """What a rank brings to a step: arguments, random generators, what metrics counted."""
+
+    args: tuple[Any, ...]
+    states: RandomStates
+    counted: States
+
+    @property
+    def batch(self) -> tuple[Any, ...]:
+        """``(batch, dataloader_idx)``, or without the latter."""
+        return (self.args[0], *self.args[2:])
+
+
+class GroupRunner(StepRunner):
+    """Runs the batches that the ranks of a tensor group or a pipeline bring.
+
+    `engine` runs the module on `device`; a plan with stages has `steps`, too.
+    """
+
+    engine: Engine
+
+    def __init__(
+        self,
+        engine: Engine,
+        module: pl.LightningModule,
+        *,
+        device: torch.device,
+        steps: StageSteps | None = None,
+    ) -> None:
+        self.engine, self._module, self._device, self._steps = engine, module, device, steps
+        self._evaluation = ExitStack()  # while it evaluates
+        self._evaluates = False
+
+    @override
+    def example(self, batch: Any) -> Example | None:
+        """Return a training step on the batch of rank 0, for an engine that cuts it into stages."""
+        if self._steps is None:
+            return None
+        everyone: Any = dist.group.WORLD
+        batch = value_of_rank(batch, everyone, place=0, device=self._device)
+        passes = _StagePasses(self._steps, [], batch_idx=0 if takes_index(self._module) else None)
+        return Example(passes.loss, (batch,))
+
+    @override
+    def begin(self, trainer: pl.Trainer) -> None:
+        """Raise PlanError where a step changes buffers, as far as that is known."""
+        if self._steps is None:
+            mesh = self.engine.plan.mesh
+            self._group = self.engine.own_group(mesh.groups_along(mesh.tensor_axes))
+            self._watch = BufferWatch(self._module)
+        else:
+            self._group = self._steps.group
+            if changed := self.engine.stages.changed_buffers:
+                raise refused_buffer(changed[0])
+        self._place = dist.get_rank(self._group)
+
+    @override
+    def close(self, *, failed: bool) -> None:
+        if failed:
+            self.engine.abort()
+        else:
+            self.end_evaluation()
+
+    # ---- training --------------------------------------------------------------------------------
+
+    @override
+    def training_step(
+        self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], *, exchanges: bool
+    ) -> Any:
+        """Return the output of this rank's own step, its loss with gradients of the mean loss."""
+        staged = self._steps is not None
+        # Everyone gets all batches, with the state that their ranks have.
+        counted = states_in_use(self._module) if staged else {}
+        own = RankInput((*args, *kwargs.values()), random_states(), counted)
+        inputs = list(values_of_ranks(own, self._group, device=self._device))
+        scale = 1.0 if self._steps is None else self._steps.loss_scale()
+        with stashed_gradients(
+            self._module, dropped=cleared_before_backward(self._module)
+        ) as gradients:
+            if self._steps is None:
+                record, end = self._one_by_one(step, inputs)
+            else:
+                record, end = self._through_stages(self._steps, inputs, scale)
+        # This rank goes on with its own random numbers, and logs what it would have.
+        set_random_states(end)
+        replay(self._module, record.calls)
+        loss = loss_with_gradients(
+            loss_in(record.output), gradients, factor=1 / scale, device=self._device
+        )
+        return {**record.output, "loss": loss} if isinstance(record.output, Mapping) else loss
+
+    def _one_by_one(
+        self, step: Step, inputs: Sequence[RankInput]
+    ) -> tuple[StepRecord, RandomStates]:
+        """Run the batches one after the other; return the record of the own one, and its end."""
+        self._send_buffers()
+        places = {id(each): place for place, each in enumerate(inputs)}
+        ends, records, calls = list[RandomStates](), list[StepRecord](), list[LoggedCall]()
+
+        def loss(_: nn.Module, each: object) -> Tensor:
+            place = places[id(each)]
+            if place:  # backward of the one before is over
+                ends.append(random_states())
+            set_random_states(inputs[place].states)
+            is_own = place == self._place
+            with ExitStack() as stack:
+                if not is_own:  # nothing is left that rank 0 alone does, or that metrics count
+                    stack.enter_context(as_nonzero_rank())
+                    stack.enter_context(uncounted(self._module, unless=[]))
+                stack.enter_context(recorded_calls(self._module, calls if is_own else None))
+                output = self.engine.whole(step(*inputs[place].args))
+            if is_own:
+                records.append(StepRecord(map_tensors(output, Tensor.detach), tuple(calls)))
+            return loss_in(output)
+
+        self._watch.begin()
+        self.engine.run_step(inputs, loss)
+        self._watch.check()
+        ends.append(random_states())
+        return records[0], ends[self._place]
+
+    def _through_stages(
+        self, steps: StageSteps, inputs: Sequence[RankInput], scale: float
+    ) -> tuple[StepRecord, RandomStates]:
+        """Run the batches in stages; return the record of the own one, and its end."""
+        is_last = self._place == steps.last_place
+        passes = _StagePasses(
+            steps, inputs, is_last=is_last, scale=scale, batch_idx=index_in(inputs[0].args)
+        )
+        # Each pass draws as its rank would.
+        with (
+            self.engine.stages.random_starts([each.states for each in inputs]) as ends,
+            as_nonzero_rank(),
+        ):
+            self.engine.run_step(passes.microbatches, passes.loss)
+        # Each rank gets the record of its own batch.
+        records = [passes.finished[place] for place in range(len(inputs))] if is_last else None
+        record: StepRecord = value_for_rank(
+            records, self._group, source=steps.last_place, device=self._device
+        )
+        apply_metric_changes(self._module, record.counted)
+        return record, ends[self._place]
+
+    def _send_buffers(self) -> None:
+        """Give all ranks rank 0's buffers, as DDP does. A collective call."""
+        if buffers := list(dict.fromkeys(self._module.buffers())):
+            world: Any = dist.group.WORLD
+            dist._broadcast_coalesced(  # type: ignore[attr-defined]
+                world, buffers, _MESSAGE_BYTES, 0
+            )
+
+    @override
+    def block_backward_sync(
+        self, of_ddp: AbstractContextManager[None]
+    ) -> AbstractContextManager[None]:
+        return nullcontext()  # stashed gradients are exchanged by then, those of each batch
+
+    # ---- evaluation ------------------------------------------------------------------------------
+
+    @override
+    def evaluate(self, name: str, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.unsharded(step(*args, **kwargs))
+
+    @override
+    def begin_evaluation(self) -> None:
+        """Unshard the parameters. A collective call."""
+        if not self._evaluates:
+            if self._steps is None:
+                self._send_buffers()
+            # Those that come in inference mode could not be trained afterwards.
+            with torch.inference_mode(False), torch.no_grad():
+                self._evaluation.enter_context(self.engine.joined())
+            self._evaluates = True
+
+    @override
+    def end_evaluation(self) -> None:
+        """Let each rank keep its slices, or the parameters of its stages, alone again."""
+        with torch.inference_mode(False):
+            self._evaluation.close()
+        self._evaluates = False
+
+
+class _StagePasses:
+    """The passes of one training step on the batches of all ranks of a pipeline.
+
+    `finished` has the records of those that reached the end here, by rank.
+    """
+
+    def __init__(
+        self,
+        steps: StageSteps,
+        inputs: Sequence[RankInput],
+        *,
+        is_last: bool = False,
+        scale: float = 1.0,
+        batch_idx: int | None,
+    ) -> None:
+        self._steps, self._inputs = steps, inputs
+        self._is_last, self._scale, self._batch_idx = is_last, scale, batch_idx
+        self.microbatches = [each.batch for each in inputs]
+        self._places = {id(batch): index for index, batch in enumerate(self.microbatches)}
+        self.finished: dict[int, StepRecord] = {}
+
+    def loss(self, model: nn.Module, microbatch: Any) -> Tensor:
+        """Return the loss of a rank's batch, scaled.
+
+        The engine also calls it with copies of the module and of a batch, to trace them.
+        """
+        index = self._places.get(id(microbatch))
+        if index is None:
+            return loss_in(self._steps.step("training_step", model, microbatch, self._batch_idx))
+        record = self._record_of(self._inputs[index], microbatch)
+        loss = loss_in(record.output)
+        self.finished[index] = StepRecord(
+            map_tensors(record.output, Tensor.detach), record.calls, record.counted
+        )
+        return loss if self._scale == 1 else loss * self._scale
+
+    def _record_of(self, rank: RankInput, batch: Any) -> StepRecord:
+        """Return the record of a rank's step, if it gets to the end here; it leaves nothing."""
+        module = self._steps.module
+        with uncounted(module, unless=[]):
+            # Metrics count there alone, from where the rank was.
+            if self._is_last:
+                replace_metric_states(module, rank.counted)
+            counting = MetricChanges.begin(module)
+            output, calls = self._steps.recorded_step("training_step", batch, self._batch_idx)
+            return StepRecord(output, calls, counting.since(module))
+
+
+# ---- steps that change buffers -------------------------------------------------------------------
+
+
+def refused_buffer(name: str) -> PlanError:
+    """Return the error for a step that changes the buffer `name`.
+
+    DDP keeps what rank 0's batch makes of it, and a group runs the batches of all of its ranks.
+    """
+    return PlanError(
+        f"training steps change the buffer {name!r}, of which ddp keeps what rank 0's batches "
+        "make; in a group of ranks that bring a batch each they would all count: leave out "
+        "own_batches or num_microbatches, or choose a plan without stages and tensor axes"
+    )
+
+
+class BufferWatch:
+    """Tells which buffers of `module` a step changes.
+
+    By identity and version, and in the first step by value; those of norms always by value, since
+    their kernels write without a new version.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._is_first = module, True
+        self._before: dict[str, tuple[Tensor, int, Tensor | None]] = {}
+
+    def begin(self) -> None:
+        """Remember all buffers as they are."""
+        norms = {
+            id(buffer)
+            for layer in self._module.modules()
+            if isinstance(layer, _NormBase)
+            for buffer in layer.buffers()
+        }
+        self._before = {
+            name: (
+                buffer,
+                buffer._version,
+                buffer.clone() if self._is_first or id(buffer) in norms else None,
+            )
+            for name, buffer in self._module.named_buffers()
+        }
+
+    def check(self) -> None:
+        """Raise PlanError where one has changed since."""
+        for name, buffer in self._module.named_buffers():
+            before, version, value = self._before.get(name, (None, 0, None))
+            if (
+                buffer is not before
+                or buffer._version != version
+                or (value is not None and not torch.equal(buffer, value))
+            ):
+                raise refused_buffer(name)
+        self._is_first, self._before = False, {}

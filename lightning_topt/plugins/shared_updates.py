@@ -1,0 +1,293 @@
+"""The fit that asks for nothing: as under ddp, with updates shared where a clock says that it pays.
+
+The user's parameters, batches and calls are those of ddp. What may change is who computes the
+update: each rank its share, with the state of that share alone (ZeRO level 1). `optim.AdaptiveStep`
+measures plain steps, and shares those whose exchange takes less time than what is saved.
+
+    updates = SharedUpdates(strategy, controller)
+    updates.begin(trainer)      # training starts, states are loaded
+    updates.begin_batch()       # before each batch: is it decided, and where does the time go?
+    updates.end(failed=False)   # every rank has the whole state again
+
+Shared are optimizers whose rule is known (`why_not_shared`). Others may be shared on the user's
+word, by `ParallelOptimizerStep(rule=...)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import zip_longest
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import psutil
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_topt.communication.hook import equal_parameters
+from lightning_topt.communication.rank_watch import within_limit
+from lightning_topt.costs.measuring import device_memory_bytes
+from lightning_topt.graph.mesh_axes import data_mesh
+from lightning_topt.optim.adaptive_step import AdaptiveStep, Sharing
+from lightning_topt.optim.update_rule import update_rule, why_not_shared
+from lightning_topt.plan.parallel_plan import preset_plan
+from lightning_topt.plan.plan_values import PRESETS
+from lightning_topt.plugins.plan_request import steps_of_fit
+from lightning_topt.plugins.step_clock import FULL_SHARE, LEAST_SHARE, Hint, PhaseClock
+
+if TYPE_CHECKING:
+    from lightning_topt.communication.node.rows import NodeRows
+    from lightning_topt.plugins.plan_controller import PlanController
+
+_WAIT_SECONDS = 300.0  # on another rank
+_WORTH_SECONDS = 1.0  # that a fit has to save: what it takes to measure whether sharing pays
+
+
+class SharedUpdates:
+    """Lets the ranks of `strategy` share the updates of a fit; `controller` learns the plan.
+
+    Attributes:
+        steps: of the optimizers that may be shared.
+        clock: of the steps after the decision, until there is a `hint`.
+        hint: the largest share of a step that a word of ours treats; None: nothing is above a tenth
+            of it, or not enough steps were timed.
+    """
+
+    def __init__(
+        self,
+        strategy: DDPStrategy,
+        controller: PlanController,
+        *,
+        waited: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self._strategy, self._controller, self._waited = strategy, controller, waited
+        self.clock: PhaseClock | None = None
+        self.hint: Hint | None = None
+        self.steps: list[AdaptiveStep] = []
+        self._node: NodeRows | None = None
+        self._reasons: list[str] = []
+        self._is_decided = False
+        self._began = perf_counter()
+
+    def begin(self, trainer: pl.Trainer) -> None:
+        """Begin to measure. A collective call, once states are loaded."""
+        optimizers = [getattr(each, "_optimizer", each) for each in self._strategy.optimizers]
+        if reason := self._why_not(trainer):
+            self._decide(reason)
+            return
+        reduced = reduced_parameters(self._strategy)
+        group = dist.group.WORLD
+        assert group is not None
+        steps = steps_of_fit(trainer) - trainer.global_step
+        sharing = Sharing(
+            group,
+            reduced,
+            node=partial(self._node_rows, trainer),
+            may_pay=lambda saved: saved * steps > _WORTH_SECONDS,
+        )
+        for optimizer in optimizers:
+            if reason := why_not_shared(optimizer):
+                self._reasons.append(f"{type(optimizer).__name__}: {reason}")
+                continue
+            step = AdaptiveStep(
+                optimizer, rule=update_rule(optimizer), sharing=sharing, say=self._reasons.append
+            )
+            self.steps.append(step)
+            step.start()
+        if not self.steps:
+            self._decide("; ".join(self._reasons))
+
+    def _node_rows(self, trainer: pl.Trainer) -> NodeRows | None:
+        # imported when updates are about to be shared: it compiles kernels
+        from lightning_topt.communication.node.rows import node_rows  # noqa: PLC0415
+
+        if self._node is None:
+            assert dist.group.WORLD is not None
+            self._node = node_rows(
+                dist.group.WORLD,
+                device=self._strategy.root_device,
+                num_nodes=trainer.num_nodes,
+                timeout_seconds=within_limit(_WAIT_SECONDS),
+            )
+        return self._node
+
+    def _why_not(self, trainer: pl.Trainer) -> str | None:
+        """Return why no update is shared, as a clause. A collective call of several ranks."""
+        strategy: Any = self._strategy
+        if trainer.world_size == 1:
+            return "there is one rank, which does the whole update"
+        if not strategy.optimizers:
+            return "there is no optimizer"
+        if getattr(strategy, "_model_averager", None) is not None:
+            return "under post-local SGD gradients differ between ranks"
+        for name, part in trainer.lightning_module.named_modules():
+            if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+                return f"{name!r} has sparse gradients"
+        if strategy.is_elastic:
+            return "a rank that is lost would take its part of the optimizer's state along"
+        names: dict[Tensor, str] = {
+            parameter: name for name, parameter in trainer.lightning_module.named_parameters()
+        }
+        optimizers = [getattr(each, "_optimizer", each) for each in strategy.optimizers]
+        return difference_of_optimizers(optimizers, names=names, group=dist.group.WORLD)
+
+    def begin_batch(self) -> None:
+        """Learn what was decided by now; then time the steps that come."""
+        if not self._is_decided and all(step.is_settled for step in self.steps):
+            self._decide("; ".join(dict.fromkeys(self._reasons)))
+        if self.clock is not None:
+            self.clock.begin_batch()
+            if self.clock.is_over:
+                self.hint = self._hint_of(self.clock)
+                self.clock = None
+                if self.hint is not None:
+                    rank_zero_info(f"topt: {self.hint.text}")
+
+    def _hint_of(self, clock: PhaseClock) -> Hint | None:
+        """Return what takes the largest share of a step, and the word that treats it."""
+        device, shares = self._strategy.root_device, clock.shares()
+        memory = used_memory_share(device)
+        if memory > FULL_SHARE:
+            text = (
+                f"{memory:.0%} of the device's memory is in use: a memory_limit, such as "
+                "AutoParallelStrategy(memory_limit=...), searches a plan that needs less"
+            )
+            return Hint("memory", memory, text)
+        cause, share = max(shares.items(), key=lambda each: each[1])
+        if share < LEAST_SHARE:
+            return None
+        words = {
+            "data": "waits for data: more workers in the DataLoader, TunedDataModule, which finds "
+            "how many, or CachedDataModule would treat that",
+            "exchange": "waits for gradients of other ranks: strategy='topt_full' searches plans "
+            "that send less, and 'topt_compressed' sends compressed gradients",
+            "update": f"is the update of optimizers, {self._shared_in_words()}",
+        }
+        return Hint(cause, share, f"{share:.0%} of a step {words[cause]}")
+
+    def _shared_in_words(self) -> str:
+        if any(step.parallel is not None for step in self.steps):
+            return "which ranks share already"
+        return f"which ranks do not share: {self._controller.reason}"
+
+    def _decide(self, reason: str) -> None:
+        self._is_decided = True
+        is_shared = any(step.parallel is not None for step in self.steps)
+        plan = preset_plan(
+            PRESETS["zero1" if is_shared else "ddp"], mesh=data_mesh(self._strategy.world_size)
+        )
+        plan = dataclasses.replace(plan, reason=f"{reason}.")
+        self._controller.decide_by_clock(plan, perf_counter() - self._began)
+        if self._strategy.world_size > 1:
+            self.clock = PhaseClock(self._strategy.root_device, self._waited)
+        if is_shared:
+            rank_zero_info(f"topt: ranks share the update of optimizers: {reason}")
+
+    def end(self, *, failed: bool) -> None:
+        """Give every rank the whole state again; after a failure each keeps what it has.
+
+        A collective call, unless the run has `failed`.
+        """
+        if not self._is_decided and not failed:
+            self._decide("the fit was over before it was decided whether ranks share the update")
+        steps, self.steps = self.steps, []
+        if not failed:
+            for step in steps:
+                step.finish()
+        if self._node is not None:
+            self._node.close()
+            self._node = None
+
+
+def used_memory_share(device: torch.device) -> float:
+    """Return which part of the memory for this rank was in use at most."""
+    if device.type == "cuda":
+        used = torch.cuda.max_memory_reserved(device)
+    else:
+        used = psutil.Process().memory_info().rss
+    return used / device_memory_bytes(device)
+
+
+# ---- what a shared update needs ------------------------------------------------------------------
+
+
+def reduced_parameters(strategy: Strategy) -> frozenset[Tensor]:
+    """Return the parameters that DDP keeps equal.
+
+    They needed a gradient when the module was wrapped: call it soon after that.
+    """
+    model = strategy.model
+    assert isinstance(model, DistributedDataParallel)
+    return frozenset(equal_parameters(model.module, model.parameters_to_ignore).values())
+
+
+def difference_of_optimizers(
+    optimizers: Sequence[Optimizer], *, names: Mapping[Tensor, str], group: Any
+) -> str | None:
+    """Return the first difference of a rank's optimizers from rank 0's, as a clause, or None.
+
+    The same on all ranks. A collective call on `group`. Compared are classes, groups with their
+    numbers and switches, and parameters (`names`, shapes, dtypes, and whether they are trained), in
+    their order.
+    """
+    # As texts, so that all ranks find the same first difference.
+    own = _describe(optimizers, names)
+    everyone: list[list[tuple[str, str]]] = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everyone, own, group=group)
+    missing = ("", "missing")
+    for rank, theirs in enumerate(everyone):
+        for (place, value), (first_place, first) in zip_longest(
+            theirs, everyone[0], fillvalue=missing
+        ):
+            if (place, value) != (first_place, first):
+                value, first = (
+                    (value, first)
+                    if place == first_place
+                    else (f"{place} {value}", f"{first_place} {first}")
+                )
+                return (
+                    f"ranks can share the step of equal optimizers only: {place or first_place} is "
+                    f"{value.strip()} on rank {rank} and {first.strip()} on rank 0; make "
+                    "configure_optimizers do the same on all ranks"
+                )
+    return None
+
+
+def _describe(
+    optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]
+) -> list[tuple[str, str]]:
+    """Return (place, what is there) of everything that must be equal, in order."""
+    entries: list[tuple[str, str]] = []
+    for number, optimizer in enumerate(optimizers):
+        entries.append((f"optimizer {number}", type(optimizer).__qualname__))
+        for index, group in enumerate(optimizer.param_groups):
+            place = f"optimizer {number}, group {index}"
+            entries += [
+                (f"{place}, {key}", repr(value))
+                for key, value in sorted(group.items())
+                if _is_plain(value)
+            ]
+            for position, parameter in enumerate(group["params"]):
+                name = names.get(parameter, "(not of the module)")
+                frozen = "" if parameter.requires_grad else ", frozen"
+                entries.append(
+                    (
+                        f"{place}, parameter {position}",
+                        f"{name} {tuple(parameter.shape)} {parameter.dtype}{frozen}",
+                    )
+                )
+    return entries
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(_is_plain(part) for part in value)
+    return value is None or isinstance(value, bool | int | float | str)

@@ -44,6 +44,10 @@ TRANSFORM_MESSAGES = ("BatchedTensorImpl", "TensorWrapper", "support saved tenso
 FAKE_MESSAGES = ("FakeTensor", "not supported for tensor subclasses")
 
 
+class PlanError(ValueError):
+    """Report an unreadable plan file, a plan of another model or other ranks, or what it forbids."""
+
+
 class CaptureError(ValueError):
     """The training step cannot be captured; the message says why, where, and what to do instead.
 

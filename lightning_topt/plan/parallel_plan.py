@@ -36,11 +36,11 @@ from lightning_topt.costs.plain_values import (
     truth,
     whole,
 )
+from lightning_topt.graph.errors import PlanError
 from lightning_topt.graph.mesh_axes import Mesh, data_mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.plan_values import (
     BlockPlan,
-    PlanError,
     Preset,
     StagePlan,
     StepEstimate,

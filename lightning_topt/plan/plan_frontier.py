@@ -33,12 +33,12 @@ from lightning_topt.costs.plain_values import (
     truth,
     whole,
 )
+from lightning_topt.graph.errors import PlanError
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.parallel_plan import ParallelPlan, read_plan
 from lightning_topt.plan.plan_values import (
     BlockPlan,
-    PlanError,
     StagePlan,
     config_reader,
     config_to_dict,

@@ -43,6 +43,7 @@ from lightning_topt.costs.plain_values import (
     truth,
     whole,
 )
+from lightning_topt.graph.errors import PlanError
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import (
     OpConfig,
@@ -53,10 +54,6 @@ from lightning_topt.graph.op_config import (
 )
 
 # ---- parts
-
-
-class PlanError(ValueError):
-    """Report an unreadable plan file, or a plan of another model or other ranks."""
 
 
 @dataclass(frozen=True)

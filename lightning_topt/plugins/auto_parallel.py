@@ -39,6 +39,7 @@ from lightning_topt.plugins.shared_updates import SharedUpdates
 from lightning_topt.plugins.step_clock import Hint
 from lightning_topt.plugins.training_data import TrainingData
 from lightning_topt.techniques.ddp_wrapper import register_hook, wrap_in_ddp
+from lightning_topt.techniques.sharding_checks import explain
 
 if TYPE_CHECKING:
     from lightning_topt.communication.local_exchange import LocalExchange
@@ -362,6 +363,7 @@ class AutoParallelStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
+        explain(exception)
         self._guard.give_up(exception)
         self.rank_watch.name(exception)
         super().on_exception(exception)

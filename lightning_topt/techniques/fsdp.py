@@ -22,7 +22,7 @@ that nothing of them travels; level 3 shards them with all others.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -58,8 +58,14 @@ from lightning_topt.techniques.fsdp_costs import (
     plan_lifetimes,
     shard_lifetimes,
 )
-from lightning_topt.techniques.fsdp_gathers import memory_format_of
+from lightning_topt.techniques.fsdp_gathers import memory_format_of, narrow_of
 from lightning_topt.techniques.optimizer_sharding import excess, share_step, state_bytes
+from lightning_topt.techniques.sharding_checks import (
+    DTensorRules,
+    check_parameters,
+    set_replaced,
+    watch,
+)
 from lightning_topt.techniques.technique import (
     ALONE,
     Applied,
@@ -282,9 +288,11 @@ class _Sharding:
         self.module = model.module
         self._before: dict[nn.Module, _Snapshot] = {}
         self._hooks: list[RemovableHandle] = []
+        self._watches: list[Callable[[], None]] = []
         self._originals = {
             name: p for block in blocks for name, p in _to_shard(model, block).items()
         }
+        check_parameters(self._originals)
         self._formats = {p: memory_format_of(p) for p in self._originals.values()}
         # The others have nothing to shard. And FSDP2 keeps modules in dictionaries, in which
         # metrics are lost: their hash changes with their state.
@@ -300,6 +308,8 @@ class _Sharding:
         if ("" if "" in sharded else sharded[0]) in blocks:
             self._shard_root(model, mesh, in_shards="" in blocks)
         self.root = model.root
+        self._watches.append(DTensorRules().close)
+        set_replaced(self._originals.values(), True)
 
     def _shard_block(self, model: ParallelModel, name: str, mesh: DeviceMesh) -> None:
         # order: remember the plain module, get rank 0's values to the device, then shard
@@ -367,11 +377,23 @@ class _Sharding:
     ) -> None:
         """Shard the parameters `named`, which FSDP2 gathers when `block` is called."""
         ways = model.gathers.add(model.module, named, dtype=model.gather_dtype)
+        narrow = set[nn.Parameter]()
+        if model.gather_dtype is not None:
+            narrow = narrow_of(model.module, named)
         with torch.no_grad():
             for parameter in named.values():
                 parameter.data = parameter.data.contiguous()  # FSDP2 takes no other
         _shard(block, mesh, named.values(), after_forward=after_forward, ignored=ignored)
         model.gathers.attach()
+        now = dict(model.module.named_parameters())
+        self._watches.append(
+            watch(
+                block,
+                {now[name]: name for name in named if name in now},
+                self._originals,
+                rounded=narrow,
+            )
+        )
         # after FSDP2's hook, which has gathered them
         self._hooks += [
             block.register_forward_pre_hook(way.arrange)
@@ -393,6 +415,7 @@ class _Sharding:
 
         A collective call.
         """
+        set_replaced(self._originals.values(), False)
         # gather first: it needs FSDP2 as it is
         whole: dict[nn.Parameter, Tensor] = {}
         self.reshard()
@@ -406,6 +429,8 @@ class _Sharding:
         # then take FSDP2 off, and fill the original Parameter objects
         for hook in self._hooks:
             hook.remove()
+        for end in self._watches:
+            end()
         for module, snapshot in self._before.items():
             snapshot.restore(module)
         for original, full in whole.items():

@@ -1,0 +1,451 @@
+"""User code that touches parameters in shards, on two ranks: as on one process, or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_topt.execution.engine import Engine
+from lightning_topt.graph.errors import PlanError
+from lightning_topt.graph.mesh_axes import data_mesh
+from lightning_topt.plan.parallel_plan import preset_plan
+from lightning_topt.plan.plan_values import PRESETS
+from lightning_topt.techniques import sharding_checks
+from tests.launch import run_on_pool
+
+CPU, STEPS = torch.device("cpu"), 3
+Write = Callable[[Tensor, Tensor], Any]
+
+
+def rebind(slow: Tensor, fast: Tensor) -> None:
+    slow.data = 0.5 * slow.data + 0.5 * fast.data
+
+
+def write_data(slow: Tensor, fast: Tensor) -> None:
+    slow.data.copy_(0.5 * slow.data + 0.5 * fast.data)
+
+
+def write_in_place(slow: Tensor, fast: Tensor) -> None:
+    slow.mul_(0.5).add_(fast, alpha=0.5)
+
+
+def write_foreach(slow: Tensor, fast: Tensor) -> None:
+    torch._foreach_lerp_([slow], [fast], 0.5)
+
+
+WRITES: dict[str, Write] = {
+    f.__name__: f for f in (rebind, write_data, write_in_place, write_foreach)
+}
+
+
+class Teacher(nn.Module):
+    """`slow` follows `fast` in each forward, by `write`; rows that two ranks cannot share evenly."""
+
+    def __init__(self, write: str, *, is_outside: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fast, self.slow = nn.Linear(4, 3), nn.Linear(4, 3).requires_grad_(False)
+        self.last, self.write, self.is_outside = nn.Linear(3, 1), write, is_outside
+
+    @torch.no_grad()
+    def move(self) -> None:
+        for slow, fast in zip(self.slow.parameters(), self.fast.parameters(), strict=True):
+            WRITES[self.write](slow, fast)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_outside:
+            self.move()
+        return self.last((self.fast(x) - self.slow(x)).tanh()).square().mean()
+
+
+class Clipped(nn.Linear):
+    """Gives itself new memory in its own forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=0.5)
+        return super().forward(x)
+
+
+class Net(nn.Module):
+    """Two layers; `first` is of `kind`."""
+
+    def __init__(self, kind: type[nn.Linear] = nn.Linear) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = kind(4, 3), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh()).square().mean()
+
+
+def batches() -> Tensor:
+    return torch.randn(STEPS, 4, 4, generator=torch.Generator().manual_seed(1))
+
+
+def train(
+    module: nn.Module,
+    *,
+    preset: str | None = None,
+    blocks: list[str] | tuple[str, ...] = (),
+    after_backward: Callable[[nn.Module], Any] = lambda _: None,
+    after_step: Callable[[nn.Module], Any] = lambda _: None,
+) -> dict[str, Tensor]:
+    """Train under a plan on the ranks, or without one in this process."""
+    engine = None
+    if preset is not None:
+        plan = preset_plan(PRESETS[preset], mesh=data_mesh(dist.get_world_size()), blocks=blocks)
+        engine = Engine(plan, module, device=CPU)
+        engine.apply()
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+    if engine is not None:
+        engine.attach_optimizers([optimizer])
+    for batch in batches():
+        if engine is None:
+            module(batch).backward()
+        else:
+            part = batch.chunk(dist.get_world_size())[dist.get_rank()]
+            engine.run_step([part], lambda model, x: model(x))
+        after_backward(module)
+        optimizer.step()
+        optimizer.zero_grad()
+        after_step(module)
+    if engine is not None:
+        engine.release()
+        engine.close()
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def same(found: list[dict[str, Tensor]], wanted: dict[str, Tensor]) -> None:
+    for of_rank in found:
+        torch.testing.assert_close(of_rank, wanted)
+
+
+# ---- written parameters --------------------------------------------------------------------------
+
+
+def _teacher(rank: int, write: str, preset: str, blocks: list[str]) -> dict[str, Tensor]:
+    return train(Teacher(write), preset=preset, blocks=blocks)
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize(
+    ("preset", "blocks"), [("zero3", []), ("zero2", []), ("zero3", ["last"])], ids=str
+)
+def test_writes_to_gathered_parameters_hold(write: str, preset: str, blocks: list[str]):
+    before = Teacher(write).state_dict()
+    wanted = train(Teacher(write))
+    assert not torch.equal(wanted["slow.weight"], before["slow.weight"])
+    same(run_on_pool(_teacher, 2, write, preset, blocks), wanted)
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_writes_between_shards_hold(write: str):
+    wanted = train(Teacher(write))
+    same(run_on_pool(_teacher, 2, write, "zero3", ["fast", "slow"]), wanted)
+
+
+def _outside(rank: int, write: str) -> dict[str, Tensor]:
+    module = Teacher(write, is_outside=True)
+    return train(module, preset="zero3", blocks=["fast"], after_step=lambda _: module.move())
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_writes_after_a_step_hold(write: str):
+    module = Teacher(write, is_outside=True)
+    same(run_on_pool(_outside, 2, write), train(module, after_step=lambda _: module.move()))
+
+
+def _bad_memory(rank: int) -> str:
+    def rebind(net: nn.Module) -> None:
+        net.first.weight.data = torch.zeros(3, 4)
+
+    with pytest.raises(PlanError) as error:
+        train(Net(), preset="zero3", blocks=["first"], after_backward=rebind)
+    return str(error.value)
+
+
+def test_plain_memory_for_shards_is_an_error():
+    for message in run_on_pool(_bad_memory, 2):
+        assert message.startswith("p.data = ... gives a parameter in shards other memory")
+        assert "in rebind: net.first.weight.data = torch.zeros(3, 4)" in message
+
+
+def _clipped(rank: int, preset: str) -> dict[str, Tensor]:
+    return train(Net(Clipped), preset=preset, blocks=["first", "last"])
+
+
+@pytest.mark.parametrize("preset", ["zero2", "zero3"])
+def test_new_memory_inside_of_a_block_holds(preset: str):
+    wanted = train(Net(Clipped))
+    same(run_on_pool(_clipped, 2, preset), wanted)
+
+
+# ---- hooks, memory -------------------------------------------------------------------------------
+
+
+def _halve(gradient: Tensor) -> Tensor:
+    return 0.5 * gradient
+
+
+def _hooked(rank: int, when: str) -> dict[str, Tensor]:
+    module = Net()
+    if when == "before":
+        handle = module.first.weight.register_hook(_halve)
+        return train(module, preset="zero3", blocks=["first"])
+
+    def register(net: nn.Module) -> None:
+        if not handles:
+            handles.append(net.first.weight.register_hook(_halve))
+
+    handles: list[Any] = []
+    return train(module, preset="zero3", blocks=["first"], after_step=register)
+
+
+@pytest.mark.parametrize("when", ["before", "later"])
+def test_hooks_of_parameters_get_whole_gradients(when: str):
+    module, handles = Net(), []
+    if when == "before":
+        module.first.weight.register_hook(_halve)
+
+    def register(net: nn.Module) -> None:
+        if when == "later" and not handles:
+            handles.append(net.first.weight.register_hook(_halve))
+
+    wanted = train(module, after_step=register)
+    assert not torch.allclose(wanted["first.weight"], train(Net())["first.weight"])
+    same(run_on_pool(_hooked, 2, when), wanted)
+
+
+def _post_hook(rank: int, when: str) -> str:
+    module = Net()
+
+    def register(net: nn.Module) -> None:
+        net.first.weight.register_post_accumulate_grad_hook(lambda p: None)
+
+    if when == "before":
+        register(module)
+    with pytest.raises(PlanError) as error:
+        train(module, preset="zero3", blocks=["first"], after_step=register)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("when", ["before", "later"])
+def test_post_accumulate_hooks_are_an_error(when: str):
+    for message in run_on_pool(_post_hook, 2, when):
+        assert "hook of parameter 'first.weight'" in message and "use register_hook" in message
+
+
+def _shared_memory(rank: int) -> str:
+    module = Net()
+    module.twin = nn.Linear(4, 3)
+    module.twin.weight = nn.Parameter(module.first.weight.data)
+    with pytest.raises(PlanError) as error:
+        train(module, preset="zero3", blocks=["first"])
+    return str(error.value)
+
+
+def test_parameters_that_share_memory_are_an_error():
+    for message in run_on_pool(_shared_memory, 2):
+        assert "'first.weight' and 'twin.weight' share memory" in message
+
+
+class Tied(nn.Module):
+    """Embedding and head share a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.middle = nn.Embedding(5, 3), nn.Linear(3, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = x.argmax(1)
+        return nn.functional.cross_entropy(self.head(self.middle(self.table(words))), words)
+
+
+def _tied(rank: int, blocks: list[str]) -> Any:
+    try:
+        return train(Tied(), preset="zero3", blocks=blocks)
+    except PlanError as error:
+        return str(error)
+
+
+def test_tied_parameters_are_in_one_group():
+    same(run_on_pool(_tied, 2, ["middle"]), train(Tied()))
+    for message in run_on_pool(_tied, 2, ["table", "head"]):
+        assert "is tied to one of block 'table'" in message
+
+
+# ---- numbers -------------------------------------------------------------------------------------
+
+
+def _numbers(rank: int) -> dict[str, float]:
+    found: dict[str, float] = {}
+
+    def read(net: nn.Module) -> None:
+        gradient = net.first.weight.grad
+        assert isinstance(gradient, DTensor)
+        found.update(
+            norm=float(gradient.norm()),
+            sum=gradient.sum().item(),
+            largest=gradient.abs().max().item(),
+            total=torch.nn.utils.get_total_norm([p.grad for p in net.parameters()]).item(),
+            is_negative=bool((gradient < 0).any()),
+        )
+
+    train(Net(), preset="zero3", blocks=["first"], after_backward=read)
+    return found
+
+
+def test_numbers_are_those_of_whole_tensors():
+    wanted: dict[str, float] = {}
+
+    def read(net: nn.Module) -> None:
+        gradient = net.first.weight.grad
+        wanted.update(
+            norm=float(gradient.norm()),
+            sum=gradient.sum().item(),
+            largest=gradient.abs().max().item(),
+            total=torch.nn.utils.get_total_norm([p.grad for p in net.parameters()]).item(),
+            is_negative=bool((gradient < 0).any()),
+        )
+
+    train(Net(), after_backward=read)
+    for found in run_on_pool(_numbers, 2):
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def _read_alone(rank: int) -> str:
+    sharding_checks.READ_SECONDS = 1.0
+
+    def read(net: nn.Module) -> None:
+        if rank == 0:
+            float(net.first.weight.norm())
+        else:
+            dist.barrier()  # as if in the next step
+
+    try:
+        train(Net(), preset="zero3", blocks=["first"], after_backward=read)
+        return ""
+    finally:
+        sharding_checks.READ_SECONDS = 60.0
+
+
+def test_a_number_that_one_rank_reads_is_an_error_in_time():
+    with pytest.raises(RuntimeError, match="read as a Python number on some ranks alone"):
+        run_on_pool(_read_alone, 2, timeout_seconds=30)
+
+
+def test_handlers_are_there_while_somebody_has_shards():
+    handlers, key = sharding_checks._HANDLERS, sharding_checks._SCALAR
+    assert key not in handlers
+    first, second = sharding_checks.DTensorRules(), sharding_checks.DTensorRules()
+    first.close()
+    assert handlers[key] is sharding_checks.read_number
+    second.close()
+    assert key not in handlers
+
+
+def _clipped_by_user(rank: int) -> dict[str, Tensor]:
+    def clip(net: nn.Module) -> None:
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+
+    return train(Net(), preset="zero3", blocks=["first"], after_backward=clip)
+
+
+def test_clipping_of_user_code_scales_by_the_whole_norm():
+    wanted = train(
+        Net(), after_backward=lambda net: torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+    )
+    assert not torch.allclose(wanted["last.weight"], train(Net())["last.weight"])
+    same(run_on_pool(_clipped_by_user, 2), wanted)
+
+
+# ---- explanations --------------------------------------------------------------------------------
+
+
+def _explained(rank: int) -> list[str]:
+    def mix(net: nn.Module) -> None:
+        net.first.weight.grad.add_(torch.ones(3, 4))
+
+    found = []
+    try:
+        train(Net(), preset="zero3", blocks=["first"], after_backward=mix)
+    except RuntimeError as error:
+        sharding_checks.explain(error)
+        found.append(str(error))
+    own = RuntimeError("own")
+    sharding_checks.explain(own)
+    return [*found, str(own)]
+
+
+def test_shards_that_meet_plain_tensors_are_explained_with_the_line():
+    for found, own in run_on_pool(_explained, 2):
+        assert found.startswith("aten.add_.Tensor meets a parameter in shards (DTensor)")
+        assert "in mix: net.first.weight.grad.add_(torch.ones(3, 4))" in found
+        assert "plan='zero1'" in found and own == "own"
+
+
+class Held(Net):
+    """Penalizes parameters that it has put into a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = [*self.first.parameters()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(p.square().sum() for p in self.held)
+
+
+def _held(rank: int) -> tuple[str, list[str]]:
+    module = Held()
+    own = module.held[0]
+    with pytest.raises(PlanError) as error:
+        train(module, preset="zero3", blocks=["first"])
+    back = Held()
+    train(Net(), preset="zero3", blocks=["first"])
+    return str(error.value), [type(own).__name__, type(back.held[0]).__name__]
+
+
+def test_parameters_that_user_code_holds_are_explained():
+    for message, kinds in run_on_pool(_held, 2):
+        assert message.startswith("code computes with a parameter that it has held")
+        assert "in <genexpr>: " in message
+        assert kinds == ["Replaced", "Parameter"]
+
+
+def _given_back(rank: int) -> dict[str, Tensor]:
+    module = Net()
+    train(module, preset="zero3", blocks=["first"])
+    return train(module)
+
+
+def test_parameters_are_what_they_were_after_a_release():
+    module = Net()
+    train(module)
+    same(run_on_pool(_given_back, 2), train(module))
+
+
+# ---- random numbers ------------------------------------------------------------------------------
+
+
+def add_noise(net: nn.Module) -> None:
+    torch.manual_seed(2)
+    for p in net.parameters():
+        p.grad.add_(torch.randn_like(p.grad), alpha=0.1)
+        p.grad.add_(torch.zeros_like(p.grad).uniform_(), alpha=0.1)
+
+
+def _noisy(rank: int) -> dict[str, Tensor]:
+    return train(Net(), preset="zero3", blocks=["first"], after_backward=add_noise)
+
+
+def test_random_numbers_are_those_of_whole_tensors():
+    same(run_on_pool(_noisy, 2), train(Net(), after_backward=add_noise))

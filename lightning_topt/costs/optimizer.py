@@ -7,8 +7,7 @@
 Nothing is looked up in a table of optimizers: the same optimizer object is copied onto small real
 tensors (`optimizer_copy`), stepped, and watched: its state, traffic, operator calls, temporaries.
 So every option (fused, foreach, momentum, amsgrad, several groups) counts as it is. Only whether
-the update treats elements one by one cannot be seen from outside; see `optim.update_rule`. Where
-the training takes its steps anyway, `observed_optimizer` watches those instead.
+the update treats elements one by one cannot be seen from outside; see `optim.update_rule`.
 """
 
 from __future__ import annotations

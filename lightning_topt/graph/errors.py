@@ -45,7 +45,7 @@ FAKE_MESSAGES = ("FakeTensor", "not supported for tensor subclasses")
 
 
 class PlanError(ValueError):
-    """Report an unreadable plan file, a plan of another model or other ranks, or what it forbids."""
+    """Report an unreadable plan file, a plan of another model or ranks, or what it forbids."""
 
 
 class CaptureError(ValueError):

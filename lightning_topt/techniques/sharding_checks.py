@@ -15,12 +15,13 @@ a forward pass has gathered is therefore copied back always: each rank copies it
 than a gather does. Where the shards were written meanwhile, these count.
 
 A DTensor that is read as a Python number is reduced over the ranks, which all have to read it
-(`DTensorRules`). Where an operator gets plain tensors, too, torch raises, and `explain` says what to
-do. Random numbers are drawn for the whole tensor on each rank, as under ddp.
+(`DTensorRules`). Where an operator gets plain tensors, too, torch raises, and `explain` says what
+to do. Random numbers are drawn for the whole tensor on each rank, as under ddp.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -65,7 +66,7 @@ def check_parameters(named: Mapping[str, nn.Parameter]) -> None:
             )
             places.append((start, start + (size + 1) * parameter.element_size(), name))
     places.sort()
-    for (_, end, first), (start, _, second) in zip(places, places[1:], strict=False):
+    for (_, end, first), (start, _, second) in itertools.pairwise(places):
         if start < end:
             raise PlanError(
                 f"the parameters {first!r} and {second!r} share memory, which shards of them would "
@@ -240,7 +241,7 @@ class _Watched:
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 # ---- all DTensors --------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ WRITES: dict[str, Write] = {
 
 
 class Teacher(nn.Module):
-    """`slow` follows `fast` in each forward, by `write`; rows that two ranks cannot share evenly."""
+    """`slow` follows `fast` in each forward, by `write`; two ranks cannot share rows evenly."""
 
     def __init__(self, write: str, *, is_outside: bool = False) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ def _halve(gradient: Tensor) -> Tensor:
 def _hooked(rank: int, when: str) -> dict[str, Tensor]:
     module = Net()
     if when == "before":
-        handle = module.first.weight.register_hook(_halve)
+        module.first.weight.register_hook(_halve)
         return train(module, preset="zero3", blocks=["first"])
 
     def register(net: nn.Module) -> None:

@@ -22,6 +22,10 @@ from torch._subclasses import fake_tensor
 from torch.utils import checkpoint
 
 WAY_OUT = 'Give an explicit plan, which needs no capture: AutoParallelStrategy(plan="ddp").'
+WHOLE = (  # of plans that shard parameters
+    "choose plan='zero1' or 'ddp', which keep parameters whole "
+    "(docs/concepts/sharding_and_your_code.md)"
+)
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PATHS = ("purelib", "platlib", "stdlib")
 FOLDERS = {
@@ -45,7 +49,7 @@ FAKE_MESSAGES = ("FakeTensor", "not supported for tensor subclasses")
 
 
 class PlanError(ValueError):
-    """Report an unreadable plan file, a plan of another model or ranks, or what it forbids."""
+    """Report an unreadable plan, one of another model or other ranks, or what a plan forbids."""
 
 
 class CaptureError(ValueError):
@@ -124,6 +128,23 @@ def explain_transform(error: Exception) -> CaptureError | None:
                 f"({str(cause).splitlines()[0]}).\n{user_line(cause)}{WAY_OUT}"
             )
     return None
+
+
+def explain_shards(error: BaseException) -> None:
+    """Let `error` say in one sentence what torch says of parameters in shards, if it is that."""
+    if not isinstance(error, RuntimeError):
+        return
+    if "mixed torch.Tensor and DTensor" in str(error):
+        operator = str(error).split()[0].rstrip(":")
+        error.args = (
+            f"{operator} meets a parameter in shards (DTensor) and a plain tensor: give it either "
+            f"kind alone, or {WHOLE}\n{user_line(error)}",
+        )
+    elif "appears to not have been used in the graph" in str(error):
+        error.args = (
+            f"{error} Where it is a parameter in shards, the graph has the gathered one in its "
+            f"place: {WHOLE}\n{user_line(error)}",
+        )
 
 
 def annotate(error: Exception) -> None:

@@ -22,6 +22,7 @@ from lightning_topt.communication.hook import CompressedExchange, ExchangeStatis
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.intervals import LEVEL
 from lightning_topt.execution.memory import MemoryMeter
+from lightning_topt.graph.errors import explain_shards
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.ddp_options import check_devices, known_options, name_own_strategy
 from lightning_topt.plugins.exchange_guard import ExchangeGuard
@@ -39,7 +40,6 @@ from lightning_topt.plugins.shared_updates import SharedUpdates
 from lightning_topt.plugins.step_clock import Hint
 from lightning_topt.plugins.training_data import TrainingData
 from lightning_topt.techniques.ddp_wrapper import register_hook, wrap_in_ddp
-from lightning_topt.techniques.sharding_checks import explain
 
 if TYPE_CHECKING:
     from lightning_topt.communication.local_exchange import LocalExchange
@@ -363,7 +363,7 @@ class AutoParallelStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
-        explain(exception)
+        explain_shards(exception)
         self._guard.give_up(exception)
         self.rank_watch.name(exception)
         super().on_exception(exception)

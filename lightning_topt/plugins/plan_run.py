@@ -32,6 +32,7 @@ from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plugins.clipping import clip_sharded
 from lightning_topt.plugins.data_group import DataGroup, shared_mesh
 from lightning_topt.plugins.exchange_guard import scaler_of
+from lightning_topt.plugins.lent_methods import LentMethods
 from lightning_topt.plugins.monitors import add_monitor
 from lightning_topt.plugins.plan_checkpoints import PlanCheckpoints, release_engine
 from lightning_topt.plugins.plan_options import GivenPlan
@@ -55,6 +56,7 @@ class PlanRun:
         self.runner: StepRunner = PlainRunner()
         self.data = DataGroup()
         self._strategy, self._checkpoints = strategy, checkpoints
+        self._lent = LentMethods()
         self._unclip: Callable[[], None] = _nothing
         self._example: Example | None = None  # of the last fit under a plan with stages
         self._averages: ShardedAverages | None = None
@@ -87,6 +89,7 @@ class PlanRun:
         self.data.end()
         self.runner.close(failed=failed)
         self._stop_clipping()
+        self._lent.give_back()
         self._checkpoints.end_plan()
         self.runner = PlainRunner()
         # After an error the other ranks may be anywhere: collecting the parameters could wait for
@@ -121,6 +124,7 @@ class PlanRun:
         # Clipping has to see the gradients of all ranks.
         if engine.has_shards:
             self._unclip = clip_sharded(strategy.precision_plugin, runner.clips)
+            log_whole_values(trainer, self._lent)
         # Engine and module are there: steps run as the plan says.
         module.to(device)
         self._averages = shard_averages(trainer, engine)
@@ -205,6 +209,20 @@ class PlanRun:
 
 def _nothing() -> None:
     """Undo nothing."""
+
+
+def log_whole_values(trainer: pl.Trainer, lent: LentMethods) -> None:
+    """Let what is logged in shards be whole: a progress bar reads it on one rank alone."""
+    from lightning_topt.techniques.sharding_checks import whole_of  # noqa: PLC0415  (heavy)
+
+    def log(
+        own: Callable[..., None], fx: str, name: str, value: Any, *args: Any, **kw: Any
+    ) -> None:
+        own(fx, name, whole_of(value) if isinstance(value, DTensor) else value, *args, **kw)
+
+    loop = trainer.fit_loop.epoch_loop
+    for results in (loop._results, loop.val_loop._results):
+        lent.lend(results, "log", log)
 
 
 # ---- averages of weights -------------------------------------------------------------------------

@@ -14,16 +14,16 @@ FSDP2 by itself ignores much of it. `watch` follows the parameters of one FSDP2 
 a forward pass has gathered is therefore copied back always: each rank copies its own share, less
 than a gather does. Where the shards were written meanwhile, these count.
 
-A DTensor that is read as a Python number is reduced over the ranks, which all have to read it
-(`DTensorRules`). Where an operator gets plain tensors, too, torch raises, and `explain` says what
-to do. Random numbers are drawn for the whole tensor on each rank, as under ddp.
+While a `DTensorRules` is open, a DTensor that is read as a Python number is reduced over the ranks,
+which all have to read it, and random numbers are drawn for the whole tensor on each rank, as under
+ddp. Where an operator gets plain tensors, too, torch raises: `errors.explain_shards`.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -34,14 +34,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_topt.communication.rank_watch import within_limit
-from lightning_topt.graph.errors import PlanError, line_of_caller, user_line
+from lightning_topt.graph.errors import WHOLE, PlanError, line_of_caller
 
 READ_SECONDS = 60.0  # that ranks wait for each other where one reads a number
-PAGE = "docs/concepts/sharding_and_your_code.md"
-WAY_OUT = f"choose plan='zero1' or 'ddp', which keep parameters whole ({PAGE})"
 _SCALAR = torch.ops.aten._local_scalar_dense.default
 _DRAWS = (
     *(torch.ops.aten.rand_like.default, torch.ops.aten.randn_like.default),
@@ -68,11 +67,11 @@ def check_parameters(named: Mapping[str, nn.Parameter]) -> None:
             )
             places.append((start, start + (size + 1) * parameter.element_size(), name))
     places.sort()
-    for (_, end, first), (start, _, second) in itertools.pairwise(places):
+    for (_, end, first), (start, _, second) in pairwise(places):
         if start < end:
             raise PlanError(
                 f"the parameters {first!r} and {second!r} share memory, which shards of them would "
-                f"not: let both be one Parameter, or {WAY_OUT}"
+                f"not: let both be one Parameter, or {WHOLE}"
             )
 
 
@@ -87,7 +86,7 @@ class Replaced(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         raise PlanError(
             "code computes with a parameter that it has held since before it was sharded "
-            f"({func.__name__}): look it up in its module each time, or {WAY_OUT}\n"
+            f"({func.__name__}): look it up in its module each time, or {WHOLE}\n"
             f"{line_of_caller()}"
         )
 
@@ -103,7 +102,7 @@ def _check_hooks(name: str, parameter: Tensor) -> None:
     if getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise PlanError(
             f"a hook of parameter {name!r} (register_post_accumulate_grad_hook) would see a shard "
-            f"of the gradient: use register_hook, or {WAY_OUT}"
+            f"of the gradient: use register_hook, or {WHOLE}"
         )
 
 
@@ -161,6 +160,8 @@ class _WatchedGroup:
     def end(self) -> None:
         for name in ("_to_unsharded", "_to_sharded", "reshard"):
             delattr(self._group, name)
+        for each in self._watched:
+            each.end()
 
     def _gathered(self) -> None:
         if self._group.is_unsharded:
@@ -200,6 +201,16 @@ class _Watched:
         self._whole: Tensor | None = None  # a view of the gathered parameter
         self._versions: tuple[int, int] = (0, 0)
         self._has_hook = False
+        self._reset = of.reset_sharded_param
+        of.reset_sharded_param = self._loaded
+
+    def end(self) -> None:
+        del self._of.reset_sharded_param
+
+    def _loaded(self) -> None:
+        # `load_state_dict` in a step has written to the gathered parameter
+        if self._of.sharded_state != ShardedState.UNSHARDED:
+            self._reset()
 
     def gathered(self) -> None:
         """Note what is there now. Raises PlanError for hooks that would see shards."""
@@ -282,7 +293,7 @@ def set_data(own: DTensor, value: Tensor) -> None:
     if not isinstance(value, DTensor) or (value._spec, value.dtype) != (own._spec, own.dtype):
         raise PlanError(
             "p.data = ... gives a parameter in shards other memory that is not in such shards: "
-            f"write in place (p.copy_(...)), or {WAY_OUT}\n{line_of_caller()}"
+            f"write in place (p.copy_(...)), or {WHOLE}\n{line_of_caller()}"
         )
     if own is not value:
         own._local_tensor.copy_(value._local_tensor)
@@ -329,24 +340,7 @@ def _meet(mesh: DeviceMesh) -> None:
             raise PlanError(
                 "a sharded value is read as a Python number on some ranks alone "
                 f"(rank {dist.get_rank()} waited for the others): let all ranks read it, or "
-                f"{WAY_OUT}\n{line_of_caller()}"
+                f"{WHOLE}\n{line_of_caller()}"
             )
         time.sleep(pause)
         pause = min(2 * pause, 1e-2)
-
-
-def explain(error: BaseException) -> None:
-    """Let `error` say in one sentence what torch says of parameters in shards, if it is that."""
-    if not isinstance(error, RuntimeError):
-        return
-    if "mixed torch.Tensor and DTensor" in str(error):
-        operator = str(error).split()[0].rstrip(":")
-        error.args = (
-            f"{operator} meets a parameter in shards (DTensor) and a plain tensor: give it either "
-            f"kind alone, or {WAY_OUT}\n{user_line(error)}",
-        )
-    elif "appears to not have been used in the graph" in str(error):
-        error.args = (
-            f"{error} Where it is a parameter in shards, the graph has the gathered one in its "
-            f"place: {WAY_OUT}\n{user_line(error)}",
-        )

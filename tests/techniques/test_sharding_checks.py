@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_topt.execution.engine import Engine
-from lightning_topt.graph.errors import PlanError
+from lightning_topt.graph.errors import PlanError, explain_shards
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.plan.parallel_plan import preset_plan
 from lightning_topt.plan.plan_values import PRESETS
@@ -45,7 +45,7 @@ WRITES: dict[str, Write] = {
 
 
 class Teacher(nn.Module):
-    """`slow` follows `fast` in each forward, by `write`; two ranks cannot share rows evenly."""
+    """`slow` follows `fast` in each forward, by `write`; three rows for two ranks."""
 
     def __init__(self, write: str, *, is_outside: bool = False) -> None:
         super().__init__()
@@ -379,10 +379,10 @@ def _explained(rank: int) -> list[str]:
     try:
         train(Net(), preset="zero3", blocks=["first"], after_backward=mix)
     except RuntimeError as error:
-        sharding_checks.explain(error)
+        explain_shards(error)
         found.append(str(error))
     own = RuntimeError("own")
-    sharding_checks.explain(own)
+    explain_shards(own)
     return [*found, str(own)]
 
 

@@ -100,8 +100,8 @@ class Trace(Protocol):
 class TracedStep:
     """The step of `trainer` on `batch`: its graph, and the calls that tell how it can be split.
 
-    `trace` is None where a step that reads values ran on real tensors; `why_not_split` says where it
-    reads them. `reads`: see `noted_reads`.
+    `trace` is None where a step that reads values ran on real tensors; `why_not_split` says where
+    it reads them. `reads`: see `noted_reads`.
     """
 
     trainer: pl.Trainer

@@ -1,6 +1,5 @@
 """Observe the steps of one rank under a plan for `topt verify`, and compare them with its result.
 
-What a fit watches to be planned is another thing: `plugins.watched_steps`.
 
 where                               what is real                              function
 ranks of a process group            everything                                ObservedRun.observe

@@ -76,7 +76,6 @@ _STOP = "lightning_topt.should_stop"  # of a state in memory
 _IMPORTED_IN_STEPS = (
     "torch._dynamo",
     "lightning_topt.plugins.traced_planning",
-    "lightning_topt.plugins.watched_planning",
 )
 
 _fits = itertools.count()  # of this program, which torchrun starts from its beginning

@@ -1,6 +1,5 @@
 """Observe the steps of one rank under a plan for `topt verify`, and compare them with its result.
 
-
 where                               what is real                              function
 ranks of a process group            everything                                ObservedRun.observe
 a fake process group of any size    the code; nothing is sent, and tensors    rehearse_rank

@@ -261,7 +261,6 @@ def test_another_app_sets_options_of_a_strategy(app):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("watch_steps=soon", "could not be converted to Integer"),
         ("recompute=maybe", "not a valid bool"),
     ],
 )

@@ -7,6 +7,9 @@ import importlib
 import os
 import signal
 import socket
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections.abc import Generator
@@ -152,3 +155,17 @@ def test_what_an_isolated_copy_writes_reaches_nobody(
         here.recv(1)
     for each in (kept, here, there):
         each.close()
+
+
+def test_a_copy_of_a_process_whose_tensors_had_threads_can_compute() -> None:
+    program = """
+        import torch
+        from lightning_topt.basics.forked_call import ForkedCall
+        torch.set_num_threads(2)
+        ones = torch.ones(1 << 20)
+        ones.add_(1)
+        print(ForkedCall(lambda: float(ones.add(1).sum()), isolated=True).result())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.stdout.strip() == str(3.0 * (1 << 20)), result.stderr

@@ -185,8 +185,8 @@ def main() -> None:
         "its tensor axis gets one",
         "batch for the ranks of a tensor group; what is chosen without one keeps a batch for every "
         "rank, as ddp has it, and so",
-        "every logged value and every loss: the ranks of a group then run them in joint modules, "
-        "or in turns (microbatches).",
+        "every logged value and every loss: the ranks of a group then run them one after the "
+        "other (microbatches).",
         "",
         "| set-up | limit, MiB | chosen | fastest executed | regret | each plan once |",
         "|---|---|---|---|---|---|",

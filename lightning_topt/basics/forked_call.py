@@ -161,6 +161,9 @@ def _run_as_child(
             signal.signal(number, signal.SIG_DFL)
         die_with(parent)
         gc.disable()  # a collection would write to every object, and copy all memory
+        # threads of OpenMP are not copied, and a kernel that waits for them never ends
+        if (torch := sys.modules.get("torch")) is not None:
+            torch.set_num_threads(1)
         if isolated:
             _isolate(connection.fileno())
         answer: Any = None

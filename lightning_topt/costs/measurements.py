@@ -268,10 +268,13 @@ class Measurements:
         new = {
             self._name("update", each.key): value
             for each, value in zip(times, seconds, strict=True)
-            if each.key and not each.is_known
+            if each.key and each.waited is not None
         }
         if new:
-            self._add(new, busy=0.0)
+            waited = most(max(each.waited or 0.0 for each in times))
+            ranks = world_size() // self.setup["num_nodes"]
+            is_cpu = self.device.type == "cpu"
+            self._add(new, busy=busy_share(waited, ranks=ranks) if is_cpu else 0.0)
         return {
             name: value for each, value in zip(times, seconds, strict=True) for name in each.names
         }

@@ -7,8 +7,7 @@
 Nothing is looked up in a table of optimizers: the same optimizer object is copied onto small real
 tensors (`optimizer_copy`), stepped, and watched: its state, traffic, operator calls, temporaries.
 So every option (fused, foreach, momentum, amsgrad, several groups) counts as it is. Only whether
-the update treats elements one by one cannot be seen from outside; see `optim.update_rule`. Where
-the training takes its steps anyway, `observed_optimizer` watches those instead.
+the update treats elements one by one cannot be seen from outside; see `optim.update_rule`.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_topt.basics.core_wait import CoreWait
 from lightning_topt.costs.cluster import Device
 from lightning_topt.costs.measuring import kept_global_state, time_kernel
 from lightning_topt.costs.optimizer_copy import OptimizerCopy, OptimizerError, no_global_hooks
@@ -232,12 +232,15 @@ def is_adaptive(optimizer: Optimizer) -> bool:
 
 @dataclass(frozen=True)
 class UpdateTime:
-    """Seconds per element of the updates of the parameters `names`; `key` as in `UpdateKind`."""
+    """Seconds per element of the updates of the parameters `names`; `key` as in `UpdateKind`.
+
+    `waited` is the share of its measuring that had no core; None: it was known.
+    """
 
     key: str
     names: tuple[str, ...]
     seconds: float
-    is_known: bool = False
+    waited: float | None = None
 
 
 def time_updates(
@@ -259,10 +262,12 @@ def time_updates(
     budget = budget_seconds / max(found.count(None), 1)
     times = []
     for kind, seconds in zip(kinds, found, strict=True):
-        value = seconds
-        if value is None:
-            value = measure_kind(kind, device=device, budget_seconds=budget)
-        times.append(UpdateTime(kind.key, kind.names, value, seconds is not None))
+        if seconds is not None:
+            times.append(UpdateTime(kind.key, kind.names, seconds))
+            continue
+        watch = CoreWait(threads=torch.get_num_threads())
+        value = measure_kind(kind, device=device, budget_seconds=budget)
+        times.append(UpdateTime(kind.key, kind.names, value, watch.share()))
     return times
 
 

@@ -24,7 +24,6 @@ Around user code:
     module_copy     copies on fake tensors
     no_trace        run user code, and put everything back
     python_state    describe what objects hold
-    step_purity     what a real step changed
     structures      tensors of a batch
     errors          why a capture failed, and where
 """

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import linecache
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -49,7 +50,7 @@ FAKE_MESSAGES = ("FakeTensor", "not supported for tensor subclasses")
 
 
 class PlanError(ValueError):
-    """Report an unreadable plan, one of another model or other ranks, or what a plan forbids."""
+    """Report an unreadable plan file, a plan of another model or ranks, or what it forbids."""
 
 
 class CaptureError(ValueError):
@@ -134,8 +135,8 @@ def explain_shards(error: BaseException) -> None:
     """Let `error` say in one sentence what torch says of parameters in shards, if it is that."""
     if not isinstance(error, RuntimeError):
         return
-    if "mixed torch.Tensor and DTensor" in str(error):
-        operator = str(error).split()[0].rstrip(":")
+    if mixed := re.search(r"(\S+?):? got mixed torch.Tensor and DTensor", str(error)):
+        operator = mixed.group(1)
         error.args = (
             f"{operator} meets a parameter in shards (DTensor) and a plain tensor: give it either "
             f"kind alone, or {WHOLE}\n{user_line(error)}",

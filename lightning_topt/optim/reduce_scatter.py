@@ -79,7 +79,7 @@ class ScatteredStep:
         rules: Sequence[UpdateRule],
         timeout_seconds: float,
         gather_dtype: torch.dtype | None = None,
-        node: NodeRows | None = None,
+        node: "NodeRows | None" = None,
     ) -> None:
         by_parameter = [
             o for o, rule in zip(optimizers, rules, strict=True) if rule == "parameters"
@@ -151,7 +151,7 @@ class ReduceScatterExchange:
         *,
         uncut: Iterable[Tensor] = (),
         timeout_seconds: float = 1800.0,
-        node: NodeRows | None = None,
+        node: "NodeRows | None" = None,
     ) -> None:
         if not isinstance(ddp, DistributedDataParallel):
             raise TypeError(

@@ -36,7 +36,7 @@ def inside_hooks(
     def before_update(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal passed, user_closure
         optimizer._optimizer_step_pre_hooks = hooks  # torch goes through a copy: closures may add
-        passed = dict(kwargs)
+        passed = kwargs  # the same of all that stand on this step, one in another
         user_closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if user_closure is not None:
             with torch.enable_grad():
@@ -56,7 +56,8 @@ def inside_hooks(
                 "ParallelOptimizerStep)"
             )
 
-    optimizer._optimizer_step_pre_hooks = OrderedDict([*hooks.items(), (-1, before_update)])
+    last = id(before_update), before_update
+    optimizer._optimizer_step_pre_hooks = OrderedDict([*hooks.items(), last])
     after = optimizer.register_step_post_hook(after_update)
     post_hooks: Any = optimizer._optimizer_step_post_hooks
     post_hooks.move_to_end(after.id, last=False)

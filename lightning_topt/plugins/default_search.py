@@ -41,6 +41,7 @@ from lightning_topt.plan.plan_intervals import with_intervals
 from lightning_topt.plan.plan_search import SearchRequest, local_graphs
 from lightning_topt.plan.scenarios import ModelFacts, of_steps
 from lightning_topt.plan.tensor_meshes import least_seconds, tensor_sizes
+from lightning_topt.plugins.group_steps import why_not_with_buffer
 from lightning_topt.plugins.pipeline_steps import takes_index
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning
@@ -303,10 +304,7 @@ def why_not_cut(trainer: pl.Trainer, batch: Any, plan: ParallelPlan) -> str | No
             "depend"
         )
     if written := written_buffers(flow.flow, flow.stage_of_call):
-        return (
-            f"training steps change the buffer {sorted(written)[0]!r}, of which ddp keeps what "
-            "rank 0's batches make"
-        )
+        return why_not_with_buffer(min(written))
     return None
 
 

@@ -296,15 +296,19 @@ class _StagePasses:
 # ---- steps that change buffers -------------------------------------------------------------------
 
 
-def refused_buffer(name: str) -> PlanError:
-    """Return the error for a step that changes the buffer `name`.
+def why_not_with_buffer(name: str) -> str:
+    """Return why ranks that bring a batch each cannot run steps that change the buffer `name`."""
+    return (
+        f"training steps change the buffer {name!r}, of which ddp keeps what rank 0's batches make"
+    )
 
-    DDP keeps what rank 0's batch makes of it, and a group runs the batches of all of its ranks.
-    """
+
+def refused_buffer(name: str) -> PlanError:
+    """Return the error for a step that changes the buffer `name`."""
     return PlanError(
-        f"training steps change the buffer {name!r}, of which ddp keeps what rank 0's batches "
-        "make; in a group of ranks that bring a batch each they would all count: leave out "
-        "own_batches or num_microbatches, or choose a plan without stages and tensor axes"
+        f"{why_not_with_buffer(name)}; in a group of ranks that bring a batch each they would all "
+        "count: leave out own_batches or num_microbatches, or choose a plan without stages and "
+        "tensor axes"
     )
 
 

@@ -99,18 +99,6 @@ PRIVATE_NAMES = (
     PrivateName(f"{_DDP}._ddp_comm_state", "of that hook"),
     PrivateName(f"{_DDP}._ddp_comm_wrapper", "of that hook"),
     PrivateName(f"{_DDP}._model_averager", "whether gradients differ between ranks"),
-    PrivateName(f"{_DDP}._layer_sync", "a fit that is sharded before setup does as `setup` would"),
-    PrivateName(f"{_DDP}._forward_redirection", "steps are watched inside of DDP's forward"),
-    PrivateName(
-        f"{_PYTORCH}.strategies.ddp:_DDPForwardRedirection.__call__",
-        "is repeated, with a context around the step",
-        ("self", "wrapper_module", "original_module", "method_name", "args", "kwargs"),
-    ),
-    PrivateName(
-        f"{_PYTORCH}.overrides.distributed:_sync_module_states",
-        "where there is no DDP that would do it",
-        ("module",),
-    ),
     PrivateName(
         f"{_FABRIC}.utilities.optimizer:_optimizers_to_device",
         "states that were loaded go where `setup` and loading put them",

@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class NeedsCosts:
-    """Asks all ranks for the costs of a step: `MeasuredCosts`."""
+    """Asks all ranks for the costs of a step: `RankCosts`."""
 
     graph: OpGraph
 
@@ -70,7 +70,7 @@ class NeedsKernels:
 
 
 @dataclass(frozen=True)
-class MeasuredCosts:
+class RankCosts:
     """What ranks have measured, or the `cluster` that was given.
 
     Seconds of kernels, and of updates per element of each parameter by name. `measures`: more
@@ -188,7 +188,7 @@ class RunCosts:
     """The optimizer, and what was measured or given."""
 
     optimizer: OptimizerProfile
-    measured: MeasuredCosts
+    measured: RankCosts
 
     @property
     def cluster(self) -> Cluster:
@@ -201,7 +201,7 @@ def read_costs(trainer: pl.Trainer, graph: OpGraph) -> Questions[RunCosts]:
     device = trainer.strategy.root_device
     optimizers, named = make_fake_optimizers(trainer.lightning_module, device=device)
     profile = read_optimizer(optimizers, named_parameters=named, device_type=device.type)
-    measured: MeasuredCosts = yield NeedsCosts(graph)
+    measured: RankCosts = yield NeedsCosts(graph)
     profile = dataclasses.replace(profile, seconds_per_element=measured.update_seconds)
     return RunCosts(profile, measured)
 

@@ -82,10 +82,10 @@ from lightning_topt.plugins.requirements import (
     why_not,
 )
 from lightning_topt.plugins.searched_plan import (
-    MeasuredCosts,
     NeedsCosts,
     NeedsKernels,
     Questions,
+    RankCosts,
     TracedStep,
     choose_for,
     read_costs,
@@ -121,7 +121,15 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer) -> PlanDecision:
             'PipelineStrategy(schedule="continuous")'
         )
     given = request.plan
-    if isinstance(given, UniformPlan) and not request.is_by_block:
+    is_unseen = any(map(is_compiled, module.modules()))
+    if isinstance(given, UniformPlan) and is_unseen and not given.recompute:
+        rank_zero_warn(
+            "topt: what runs inside of compiled code is not seen, so the plan stores the whole "
+            "module as one block"
+        )
+    if isinstance(given, UniformPlan) and (
+        not request.is_by_block or (is_unseen and not given.recompute)
+    ):
         given = preset_plan(given.preset, mesh=given.mesh(world_size, num_nodes=trainer.num_nodes))
     if not module.automatic_optimization:
         _check_manual(request, given)
@@ -131,6 +139,8 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer) -> PlanDecision:
         check_world_size(given, world_size)
         _check_model(given, module)
         return PlanDecision(_given(given, request, trainer), None, "given")
+    # On every rank, before anything is traced.
+    on_every_rank(lambda: _check_given(given, request, trainer))
     try:
         decision = _traced(request, trainer)
     except Exception as error:
@@ -306,7 +316,7 @@ def _answer(
     """Return what `question` asks for. A collective call."""
     if measurements is None:
         assert request.cluster is not None
-        return MeasuredCosts(request.cluster) if isinstance(question, NeedsCosts) else {}
+        return RankCosts(request.cluster) if isinstance(question, NeedsCosts) else {}
     graphs = question.graphs if isinstance(question, NeedsKernels) else [question.graph]
     kernels: dict[KernelKey, float] = {}
     for graph in graphs:
@@ -318,7 +328,7 @@ def _answer(
     )
     updates = on_every_rank(lambda: measurements.agree_on_updates(times))
     cluster = on_every_rank(measurements.cluster)
-    return MeasuredCosts(cluster, kernels, updates, measures=True)
+    return RankCosts(cluster, kernels, updates, measures=True)
 
 
 def _time_updates(trainer: pl.Trainer, known: Callable[[str], float | None]) -> list[UpdateTime]:
@@ -430,6 +440,24 @@ def _check_features(
         )
     check_exchange_of_run(plan, trainer, request)
     check_gathers_of_run(plan, trainer)
+
+
+def _check_given(given: Any, request: PlanRequest, trainer: pl.Trainer) -> None:
+    """Raise PlanError where it is known without a step that nothing runs what is asked for."""
+    if given is None:
+        return
+    mesh = given.mesh(dist.get_world_size(), num_nodes=trainer.num_nodes)
+    fit = Fit(trainer, only_replicated=request.only_replicated)
+    if isinstance(given, UniformPlan):
+        _check_features(preset_plan(given.preset, mesh=mesh), request, trainer)
+    elif isinstance(given, PipelinePlan):
+        kinds = (STAGES, CONTINUOUS) if given.schedule in CONTINUOUS_SCHEDULES else (STAGES,)
+        if reason := why_not(fit, *kinds):
+            raise PlanError(f"this plan is a pipeline, but {reason}; choose a plan without stages")
+    elif mesh.tensor_axes and (reason := why_not(fit, SHARDED, SLICES)):
+        raise PlanError(
+            f"a mesh with tensor axes splits parameters, but {reason}; choose one without"
+        )
 
 
 def _check_model(plan: ParallelPlan, module: pl.LightningModule) -> None:

@@ -29,6 +29,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import FSDPModule
@@ -58,7 +59,8 @@ def check_parameters(named: Mapping[str, nn.Parameter]) -> None:
     places: list[tuple[int, int, str]] = []
     for name, parameter in {p: (name, p) for name, p in named.items()}.values():
         _check_hooks(name, parameter)
-        if parameter.device.type != "meta" and parameter.numel():
+        has_memory = parameter.device.type != "meta" and not isinstance(parameter, FakeTensor)
+        if has_memory and parameter.numel():
             start = parameter.data_ptr()
             size = sum(
                 (n - 1) * step for n, step in zip(parameter.shape, parameter.stride(), strict=True)
@@ -166,8 +168,9 @@ class _WatchedGroup:
             return
         self._gather()
         self._of_forward = self._group._training_state == TrainingState.FORWARD
-        for each in self._watched:
-            each.gathered()
+        with torch._C.DisableTorchFunction():
+            for each in self._watched:
+                each.gathered()
 
     def _resharded(self) -> None:
         self._reshards = True
@@ -182,10 +185,11 @@ class _WatchedGroup:
         if not self._reshards and self._group._training_state == TrainingState.FORWARD:
             return
         if self._group.is_unsharded and self._of_forward:
-            written = [pair for each in self._watched for pair in each.written()]
-            if written:
-                shards, values = zip(*written, strict=True)
-                torch._foreach_copy_(shards, values)
+            with torch._C.DisableTorchFunction():  # modes of tensor axes would take them as split
+                written = [pair for each in self._watched for pair in each.written()]
+                if written:
+                    shards, values = zip(*written, strict=True)
+                    torch._foreach_copy_(shards, values)
         self._release()
 
 
@@ -252,7 +256,7 @@ class _Watched:
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 # ---- all DTensors --------------------------------------------------------------------------------

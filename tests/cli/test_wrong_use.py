@@ -39,7 +39,6 @@ WHOLE = "is at least 1, a whole number; got"
             f"trainer.accumulate_grad_batches {WHOLE} 0",
         ),
         ("plan strategy.cluster=twice.yaml", "the key 'num_nodes' stands twice, again in line"),
-        ("plan strategy.watch_steps=soon", "'soon' of type 'str' could not be converted"),
         ("plan strategy.memory_limt=2GiB", "does not take 'memory_limt'"),
         # hints are quoted: in bash {a,b} becomes two words, in zsh [a] is a pattern
         ("plan strategy.plan=zero1", "such as 'mesh={data:2,tensor:4}'"),

@@ -23,6 +23,7 @@ from torch import nn, optim
 from lightning_topt.basics import core_wait
 from lightning_topt.costs import calibrate as calibrations
 from lightning_topt.costs import measurements
+from lightning_topt.costs import optimizer as optimizer_costs
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.measurements import (
     Entry,
@@ -32,7 +33,7 @@ from lightning_topt.costs.measurements import (
     load_entries,
     save_entries,
 )
-from lightning_topt.costs.optimizer import OptimizerError
+from lightning_topt.costs.optimizer import OptimizerError, time_updates
 from tests.costs.graphs import cluster_of
 from tests.costs.test_calibrate import graph, states
 from tests.launch import run_ranks
@@ -41,24 +42,34 @@ from tests.test_core_wait import linux, other_programs
 SETUP = {"machines": ["a"], "world_size": 2}
 
 
+def measured_updates(found, optimizer, module):
+    times = time_updates(
+        [optimizer],
+        named_parameters=module.named_parameters(),
+        device=torch.device("cpu"),
+        known=found.known_updates,
+    )
+    return found.agree_on_updates(times)
+
+
 @pytest.fixture
 def counted(monkeypatch):
     """The names of what was measured; nothing waits for a calibration."""
     calls = []
     monkeypatch.setattr(measurements, "calibrate", lambda **options: cluster_of(1, backend="gloo"))
 
-    def count(name, **options):
-        real = getattr(measurements, name)
+    def count(name, module=measurements, **options):
+        real = getattr(module, name)
 
         def call(*args, **kwargs):
             calls.append(name)
             return real(*args, **{**kwargs, **options})
 
-        monkeypatch.setattr(measurements, name, call)
+        monkeypatch.setattr(module, name, call)
 
     count("calibrate")
     count("measure_kernels", budget_seconds=30.0)  # it ends long before
-    count("measure_kind", budget_seconds=0.0)
+    count("measure_kind", optimizer_costs, budget_seconds=0.0)
     return calls
 
 
@@ -66,9 +77,7 @@ def everything(directory, *, lines=None, optimizer=optim.AdamW, **options):
     progress = None if lines is None else lines.append
     found = Measurements.open(directory=directory, progress=progress, **options)
     module = nn.Linear(3, 2)
-    updates = found.update_seconds(
-        [optimizer(module.parameters())], named_parameters=module.named_parameters()
-    )
+    updates = measured_updates(found, optimizer(module.parameters()), module)
     return found.cluster().to_dict(), found.kernel_seconds(graph()), updates
 
 
@@ -76,9 +85,9 @@ def test_a_second_start_measures_nothing_and_has_the_same_numbers(tmp_path, coun
     lines = []
     first = everything(tmp_path / "cache", lines=lines)
     assert counted == ["measure_kind", "measure_kind", "calibrate", "measure_kernels"]
-    assert len(lines) == 3 and all(line.startswith("measuring ") for line in lines)
+    assert len(lines) == 2 and all(line.startswith("measuring ") for line in lines)
     assert everything(tmp_path / "cache", lines=lines) == first
-    assert len(counted) == 4 and len(lines) == 3
+    assert len(counted) == 4 and len(lines) == 2
     (file,) = (tmp_path / "cache").glob("*.json")
     assert Measurements.open(directory=tmp_path / "cache").path == file
     assert (
@@ -154,7 +163,7 @@ def test_generators_and_modes_are_as_before(tmp_path, counted):
     found = Measurements.open(directory=tmp_path)
     found.cluster()
     found.kernel_seconds(graph())
-    found.update_seconds([optimizer], named_parameters=module.named_parameters())
+    measured_updates(found, optimizer, module)
     assert (states(), random.getstate()) == before and not optimizer.state
 
 
@@ -167,9 +176,7 @@ def test_optimizers_whose_code_is_in_no_file_are_measured_each_time(tmp_path, co
     module = nn.Linear(3, 2)
     with pytest.raises(OptimizerError, match="not a parameter"):
         stranger = optim.AdamW(nn.Linear(3, 2).parameters())
-        Measurements.open(directory=tmp_path).update_seconds(
-            [stranger], named_parameters=module.named_parameters()
-        )
+        measured_updates(Measurements.open(directory=tmp_path), stranger, module)
 
 
 def on_rank(rank, directory):
@@ -185,7 +192,7 @@ def on_rank(rank, directory):
 def test_ranks_have_the_same_numbers_and_rank_0_tells(tmp_path):
     (first, lines), (second, others) = run_ranks(on_rank, 2, tmp_path)
     assert first == second and first[0] == first[1]
-    assert len(lines) == 3 and others == []
+    assert len(lines) == 2 and others == []
     assert first[0][0]["devices_per_node"] == 2 and len(first[0][1]) == 3
 
 

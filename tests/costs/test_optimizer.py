@@ -12,10 +12,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lightning_topt.costs.cluster import Device
 from lightning_topt.costs.optimizer import (
     OptimizerError,
-    measure_update_seconds,
     read_optimizer,
     update_kinds,
 )
+from tests.costs.updates import measure_update_seconds
 
 CASES = [
     (optim.AdamW, {}),
@@ -216,7 +216,6 @@ def test_measured_seconds():
         optimizers,
         named_parameters=named.items(),
         device=torch.device("cpu"),
-        max_numel=1 << 16,
         budget_seconds=0.1,
     )
     assert set(seconds) == {"embed.weight", "head.weight", "head.bias"}

@@ -14,7 +14,8 @@ import torch
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_topt.costs.optimizer import OptimizerError, measure_update_seconds, read_optimizer
+from lightning_topt.costs.optimizer import OptimizerError, read_optimizer
+from tests.costs.updates import measure_update_seconds
 
 CPU = torch.device("cpu")
 
@@ -102,7 +103,6 @@ def both(optimizer, module):
         [optimizer],
         named_parameters=module.named_parameters(),
         device=CPU,
-        max_numel=64,
         budget_seconds=0.01,
     )
     return profile

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from io import StringIO
@@ -22,9 +20,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_topt import AutoParallelStrategy
-from tests.foreign.shelf import PROGRAMS, Program
-from tests.launch import run_ranks
-from tests.plugins.trainer_ranks import _as_torchrun, make_trainer, mean_over_ranks
+from lightning_topt.plan.parallel_plan import ParallelPlan
+from tests.foreign.shelf import Program
+from tests.plugins.trainer_ranks import make_trainer, mean_over_ranks
 
 CLUSTER = yaml.safe_load(
     (Path(__file__).parents[2] / "conf" / "cluster" / "local_cpu.yaml").read_text()
@@ -33,7 +31,6 @@ CLUSTER = yaml.safe_load(
 # prediction's error.
 CLUSTER["device"]["process_bytes"] = 0
 SEED = 11
-STEPS = 7  # the plan that a search found takes over after the third
 
 
 @dataclass
@@ -46,6 +43,8 @@ class Run:
     state: dict[str, Tensor] = field(default_factory=dict)
     error: str = ""
     plan: str = "ddp"
+    level: int = 0  # of sharding: the highest of all blocks
+    recomputed: list[str] = field(default_factory=list)
     is_plain: bool = True  # every rank computes as under ddp: equal to the last bit
     planned_by: str = ""
     planning_seconds: float = 0.0
@@ -66,18 +65,15 @@ class KeepLosses(L.Callback):
 
 
 def run_program(program: Program, strategy: Strategy) -> Run:
-    """Run `STEPS` batches of `program` on this rank, seeded; an exception is told in `error`."""
+    """Run `program` on this rank, seeded; an exception is told in `error`."""
     run, keeper, start = Run(), KeepLosses(), time.perf_counter()
     L.seed_everything(SEED, verbose=False)
     try:
         module, data = program.make()
-        options: dict[str, Any] = {
-            "limit_train_batches": STEPS,
-            "limit_val_batches": 0,
-            **program.options,
-        }
+        options: dict[str, Any] = {"limit_val_batches": 0, **program.options}
+        callbacks = [keeper, *options.pop("callbacks", ())]
         trainer = make_trainer(
-            strategy, devices=dist.get_world_size(), callbacks=[keeper], **options
+            strategy, devices=dist.get_world_size(), callbacks=callbacks, **options
         )
         with warnings.catch_warnings(), redirect_stdout(StringIO()):
             warnings.simplefilter("ignore")
@@ -93,12 +89,18 @@ def run_program(program: Program, strategy: Strategy) -> Run:
     plan = getattr(strategy, "parallel_plan", None)
     if plan is not None:
         run.plan, run.planned_by = plan.summary(), getattr(strategy, "planned_by", "")
-        plain = (
-            block.config.storage.level == 0 and not block.config.recompute for block in plan.blocks
-        )
-        run.is_plain = not plan.mesh.tensor_axes and all(plain)
+        run.level = max(block.config.storage.level for block in plan.blocks)
+        run.recomputed = [block.block for block in plan.blocks if block.config.recompute]
+        run.is_plain = is_ddp(plan)
         run.planning_seconds = strategy.planning_seconds or 0.0  # type: ignore[attr-defined]
     return run
+
+
+def is_ddp(plan: ParallelPlan) -> bool:
+    """Whether every rank computes as under DDP."""
+    blocks = [block.config for block in plan.blocks]
+    plain = not any(config.storage.level or config.recompute for config in blocks)
+    return plain and plan.mesh.data_parallel_size == plan.mesh.size
 
 
 def differences(one: Run, two: Run, *, exactly: bool) -> list[str]:
@@ -131,14 +133,6 @@ def topt_strategy(program: Program, **options: Any) -> Strategy:
     return AutoParallelStrategy(**options, **unused)
 
 
-def least_memory_strategy(program: Program) -> Strategy:
-    """The plan of least memory on a known cluster: it is another than ddp where it can.
-
-    It takes over after the watched steps.
-    """
-    return topt_strategy(program, objective="memory", cluster=CLUSTER)
-
-
 @dataclass
 class Outcome:
     """One program under ddp and under another strategy, on one rank."""
@@ -147,43 +141,3 @@ class Outcome:
     differences: list[str]
     ddp: Run
     topt: Run
-
-
-Strategies = Sequence[Callable[[Program], Strategy]]
-
-
-def compare_on_this_rank(
-    rank: int, names: Sequence[str], strategies: Strategies
-) -> list[list[Outcome]]:
-    """Run each program under ddp and under each of `strategies`; an outcome for each program and
-    strategy.
-
-    A failure on one rank only would leave the other waiting, and ends with its time-out.
-    """
-    # Ranks are daemons, which may not start the workers of a loader.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    outcomes = []
-    for program in (PROGRAMS[name] for name in names):
-        expected = run_program(program, ddp_strategy(program))
-        runs = [run_program(program, strategy(program)) for strategy in strategies]
-        told = [differences(expected, run, exactly=run.is_plain) for run in runs]
-        outcomes.append(
-            [
-                Outcome(program.name, found, expected, run)
-                for found, run in zip(told, runs, strict=True)
-            ]
-        )
-        for run in (expected, *runs):
-            run.state = {}
-    return outcomes
-
-
-def compare(
-    names: Sequence[str], strategies: Strategies, *, timeout_seconds: float = 240
-) -> list[list[Outcome]]:
-    """For each strategy the outcomes of all programs on both of 2 ranks, which are started once."""
-    arguments = (compare_on_this_rank, 2, (list(names), strategies))
-    ranks = run_ranks(_as_torchrun, 2, *arguments, timeout_seconds=timeout_seconds)
-    return [
-        [program[index] for rank in ranks for program in rank] for index in range(len(strategies))
-    ]

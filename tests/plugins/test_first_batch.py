@@ -1,5 +1,5 @@
-"""A fit begins as under ddp, and the plan comes with the first batch: same hooks, same batches,
-same parameters.
+"""A fit begins as under ddp, or under the plan that is asked for: same hooks, same batches, same
+parameters.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_topt import AutoParallelStrategy
-from lightning_topt.plugins.plan_request import PlanRequest
 from tests.plugins.trainer_ranks import (
     RecordingGPT,
     Tokens,
     loader,
     make_trainer,
-    on_new_ranks,
     on_ranks,
 )
 
@@ -55,9 +53,7 @@ CLUSTER = Path(__file__).parents[2] / "conf" / "cluster" / "local_cpu.yaml"
 
 
 def strategy_of(plan: str | None) -> Any:
-    return (
-        DDPStrategy() if plan == "Lightning" else AutoParallelStrategy(plan=plan, cluster=CLUSTER)
-    )
+    return DDPStrategy() if plan == "Lightning" else AutoParallelStrategy(plan=plan)
 
 
 class Traced(RecordingGPT):
@@ -99,11 +95,17 @@ def traces(rank: int) -> list[Any]:
     return [trace(rank, plan) for plan in ("Lightning", *PLANS)]
 
 
+def but_for_loaders(trace: list[str]) -> list[str]:
+    """Loaders are there earlier under plans that are made of a batch."""
+    return [name for name in trace if name != "train_dataloader"]
+
+
 def test_hooks_fire_once_and_in_the_order_of_ddp_on_the_same_batches() -> None:
     for (expected, batches), *others in on_ranks(traces):
         assert expected.count("configure_optimizers") == expected.count("train_dataloader") == 1
         for (got, seen), plan in zip(others, PLANS, strict=True):
-            assert got == expected, plan
+            assert but_for_loaders(got) == but_for_loaders(expected), plan
+            assert len(got) == len(expected) and (got == expected or plan is not None), plan
             assert len(seen) == len(batches) and all(map(torch.equal, seen, batches)), plan
 
 
@@ -296,26 +298,7 @@ def seeded_losses(rank: int, kind: type[RecordingGPT]) -> list[Any]:
 def test_a_seeded_run_is_that_of_ddp_bit_for_bit(kind: type[RecordingGPT]) -> None:
     for (expected, _, _), (losses, planned_by, said) in on_ranks(seeded_losses, kind):
         assert losses == expected and len(losses) == 6
-        assert planned_by in ("search", "ddp: the fit was over before a plan was made") and not said
-
-
-class CannotBePlanned(RecordingGPT):
-    """Its optimizer updates something that is no parameter of the module."""
-
-    def configure_optimizers(self) -> Any:
-        self.others = [nn.Parameter(torch.zeros(3))]  # in a list, so that it is not registered
-        return torch.optim.AdamW([*self.parameters(), *self.others], lr=1e-2, eps=1e-4)
-
-
-def test_what_cannot_be_planned_goes_on_as_ddp_with_one_warning() -> None:
-    for rank, ((expected, _, _), (losses, planned_by, said)) in enumerate(
-        on_ranks(seeded_losses, CannotBePlanned)
-    ):
-        assert losses == expected and len(losses) == 6
-        assert planned_by.startswith("ddp: ") and "not a parameter of the module" in planned_by
-        assert len(said) == (rank == 0) and all(
-            "not a parameter of the module" in words for words in said
-        )
+        assert planned_by == "clock" and not said
 
 
 class Counting(RecordingGPT):
@@ -348,36 +331,3 @@ def test_blocks_that_a_plan_by_name_cannot_recompute_are_named() -> None:
         assert not plain
         assert [len(said) for said in again] == [int(rank == 0)] * 3
         assert all("('blocks.0') do not do the same" in words for said in again for words in said)
-
-
-# ---- a device that could not hold the module whole -----------------------------------------------
-
-
-def planned_before_setup(rank: int) -> list[Any]:
-    results = []
-    for plan in ("Lightning", None, "zero1+recompute", "zero3"):
-        torch.manual_seed(0)
-        module = OfTheTemplate()
-        options = {} if plan in ("Lightning", None) else {"plan": plan}
-        strategy = DDPStrategy()
-        if plan != "Lightning":
-            strategy = AutoParallelStrategy(
-                cluster=CLUSTER, **(options or {"memory_limit": "1GiB"})
-            )
-        make_trainer(strategy, devices=2, max_steps=3).fit(module, loader(4))
-        # (Lightning leaves its own on the module itself.)
-        recomputed = [
-            name for name, block in module.named_modules() if name and "forward" in vars(block)
-        ]
-        results.append((module.losses, recomputed))
-    return results
-
-
-def test_planning_before_the_module_is_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU that is too small: every kind of plan is applied once, and undone."""
-    monkeypatch.setattr(PlanRequest, "must_shard_first", lambda *_: True)
-    monkeypatch.setattr(PlanRequest, "may_shard_for_memory", lambda *_: True)
-    for (expected, _), *others in on_new_ranks(planned_before_setup):
-        for losses, recomputed in others:
-            assert losses == pytest.approx(expected, rel=1e-5)
-            assert not recomputed

@@ -33,7 +33,7 @@ def fit(rank: int, *several: dict[str, Any]) -> list[Found]:
     for options in several:
         torch.manual_seed(0)
         module = SeesWrapper(layers=2)
-        strategy = AutoParallelStrategy(**{"cluster": CLUSTER, "watch_steps": 1, **options})
+        strategy = AutoParallelStrategy(**{"cluster": CLUSTER, **options})
         make_trainer(strategy, devices=2, limit_train_batches=3).fit(module, OwnShare(8))
         assert strategy.parallel_plan is not None
         plan = strategy.parallel_plan
@@ -45,7 +45,7 @@ def smallest(rank: int, *kinds: bool) -> list[float]:
     """The bytes of the smallest plan of each kind of gradients that a search finds."""
     module, strategy = (
         SeesWrapper(layers=2),
-        AutoParallelStrategy(cluster=CLUSTER, memory_limit="4GiB", watch_steps=1),
+        AutoParallelStrategy(cluster=CLUSTER, memory_limit="4GiB"),
     )
     make_trainer(strategy, devices=2, limit_train_batches=2).fit(module, OwnShare(8))
     if strategy.planning is None:

@@ -56,7 +56,7 @@ def fit(
     module = module or RecordingGPT()
     options = {"allow_compression": allow, "cluster": kwargs.pop("cluster", SLOW)}
     options |= {"objective": kwargs.pop("objective")} if "objective" in kwargs else {}
-    strategy = AutoParallelStrategy(plan=plan, watch_steps=1, **options)
+    strategy = AutoParallelStrategy(plan=plan, **options)
     nodes, checkpoint = kwargs.get("num_nodes", 1), kwargs.pop("ckpt_path", None)
     local, rank = dist.get_world_size() // nodes, dist.get_rank()
     os.environ.update(

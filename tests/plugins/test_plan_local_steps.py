@@ -113,7 +113,7 @@ class StopEarly(L.Callback):
 
 def chosen(rank: int, allow: Any) -> Any:
     strategy = AutoParallelStrategy(
-        objective="time_to_loss", cluster=SLOWEST, watch_steps=1, allow_compression=allow
+        objective="time_to_loss", cluster=SLOWEST, allow_compression=allow
     )
     torch.manual_seed(0)
     module = RecordingGPT()

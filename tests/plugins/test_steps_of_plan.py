@@ -136,7 +136,7 @@ def compared(
     said: list[str] = []
     monkeypatch.setattr(plan_controller, "rank_zero_info", said.append)
     request: Any = SimpleNamespace(cluster=cluster, saves_memory=False)
-    controller = PlanController(request, watch_steps=1)
+    controller = PlanController(request)
     predicted = StepEstimate(1.0, 1, 1.0, 0.0)
     plan = replace(uniform_plan(0, data_parallel_size=2), predicted=predicted)
     point, graph = PlanPoint(1.0, 1.0, 2, plan), SimpleNamespace(parameters=(), ops=())
@@ -150,7 +150,9 @@ def compared(
         callbacks=[],
     )
     decision = PlanDecision(plan, planning, "search", measured)
-    assert controller._take(trainer, lambda: decision)
+    monkeypatch.setattr(plan_controller.plugins, "decide_plan", lambda *_: decision, raising=False)
+    assert controller.decide(trainer) is plan
+    controller.begin_plan(trainer)
     if controller._compared is not None:
         controller._compared._then(seconds, was_busy)
     return said
@@ -216,7 +218,7 @@ def said_in_fits(rank: int) -> list[tuple[int, str | None]]:
     ):
         said: list[str] = []
         plan_controller.rank_zero_info = said.append  # type: ignore[assignment]
-        strategy = AutoParallelStrategy(cluster=cluster, objective="memory", watch_steps=1)
+        strategy = AutoParallelStrategy(cluster=cluster, objective="memory")
         trainer = make_trainer(strategy, devices=2, accumulate_grad_batches=parts)
         trainer.fit(Sleeps(), loader(2, length=samples))
         found.append((len(said), strategy.planned_by))

@@ -12,73 +12,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torchmetrics
-from lightning.pytorch.callbacks import WeightAveraging
-from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
 from lightning_topt import AutoParallelStrategy
-from lightning_topt.plan.parallel_plan import PlanError
 from lightning_topt.plugins.planning import RemotePlanningError
 from tests.plugins.test_pipeline_fits import pipeline
 from tests.plugins.test_tensor_fits import plan
 from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks, topt_trainer
-
-
-class Average(RecordingGPT):
-    """Keeps a moving average of its parameters."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                average = self.averages.setdefault(name, parameter.detach().clone())
-                average.lerp_(parameter, 0.1)
-
-    averages: dict[str, Tensor] = {}
-
-
-class Clipping(RecordingGPT):
-    """Keeps weights small."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        for parameter in self.parameters():
-            parameter.data.clamp_(-1, 1)
-
-
-class Norms(RecordingGPT):
-    """Logs norms of gradients."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.log_dict(grad_norm(self, 2))
-
-
-class Keeps(RecordingGPT):
-    """Keeps a list of parameters for a penalty."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.penalized = [parameter for parameter in self.parameters() if parameter.dim() > 1]
-
-
-class Hooked(RecordingGPT):
-    """Scales a gradient."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.blocks[0].up.weight.register_hook(lambda gradient: 0.5 * gradient)
-
-
-CASES: dict[str, tuple[type[RecordingGPT], list[Any], str]] = {
-    "average": (Average, [], "Average.on_train_batch_end reads parameters"),
-    "weight averaging": (
-        RecordingGPT,
-        [WeightAveraging()],
-        "weight-averaging callbacks copy whole parameters",
-    ),
-    "weight clipping": (Clipping, [], "Clipping.on_train_batch_end reads parameters"),
-    "norms": (Norms, [], "Norms.on_before_optimizer_step reads gradients"),
-    "list": (Keeps, [], "attribute 'penalized' of Keeps holds parameter"),
-    "hook": (Hooked, [], "a hook on parameter 'blocks.0.up.weight'"),
-}
 
 
 class ReadsValue(RecordingGPT):
@@ -99,23 +39,6 @@ def names_its_line(rank: int) -> None:
 
 def test_what_cannot_be_captured_is_named_by_its_line() -> None:
     on_ranks(names_its_line)
-
-
-def refused(rank: int) -> dict[str, str]:
-    sentences = {}
-    for name, (make, callbacks, _) in CASES.items():
-        for given in (plan(1, "ddp"), "tensor"):
-            with pytest.raises(PlanError) as caught:
-                topt_trainer(given, callbacks=callbacks).fit(make(heads=2), loader(8))
-            sentences[f"{name}, {'searched' if given == 'tensor' else 'given'}"] = str(caught.value)
-    return sentences
-
-
-def test_what_looks_at_parameters_between_steps_is_named() -> None:
-    for sentences in on_ranks(refused):
-        for name, sentence in sentences.items():
-            assert CASES[name.rpartition(",")[0]][2] in sentence, (name, sentence)
-            assert "without" in sentence
 
 
 # ---- what steps leave ----------------------------------------------------------------------------

@@ -45,7 +45,7 @@ WRITES: dict[str, Write] = {
 
 
 class Teacher(nn.Module):
-    """`slow` follows `fast` in each forward, by `write`; three rows for two ranks."""
+    """`slow` follows `fast` in each forward, by `write`; two ranks cannot share rows evenly."""
 
     def __init__(self, write: str, *, is_outside: bool = False) -> None:
         super().__init__()

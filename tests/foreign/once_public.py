@@ -1,0 +1,811 @@
+"""Programs in the manner of public ones that read or write parameters and gradients themselves:
+contrastive learners, teachers and averages, optimizers around optimizers, penalties and hooks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    EMAWeightAveraging,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
+
+from tests.foreign.once_shelf import Built, Net, counted, mlp, rows, traced
+
+Pairs = Iterable[tuple[nn.Parameter, nn.Parameter]]
+
+
+def smooth() -> nn.Sequential:
+    """As `mlp`; has a second derivative."""
+    return nn.Sequential(
+        nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 5)
+    )
+
+
+# ---- teachers: three ways to write what follows another network, at two moments
+
+
+def by_data(pairs: Pairs) -> None:
+    for slow, fast in pairs:
+        slow.data = 0.9 * slow.data + 0.1 * fast.data
+
+
+@torch.no_grad()
+def in_place(pairs: Pairs) -> None:
+    for slow, fast in pairs:
+        slow.mul_(0.9).add_(fast, alpha=0.1)
+
+
+def by_copy(pairs: Pairs) -> None:
+    for slow, fast in pairs:
+        slow.data.copy_(0.9 * slow.data + 0.1 * fast.data)
+
+
+class Teacher(Net):
+    """Learns from a frozen copy that follows it: in the step, or after each batch."""
+
+    def __init__(self, follow: Callable[[Pairs], None], *, in_step: bool) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+        self.follow, self.in_step = follow, in_step
+
+    def move(self) -> None:
+        self.trace.append("moved")
+        self.follow(zip(self.teacher.parameters(), self.net.parameters(), strict=True))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.in_step:
+            self.move()
+        with torch.no_grad():
+            wanted = self.teacher(batch[0] + 0.1).softmax(-1)
+        return super().training_step(batch, batch_idx) + F.cross_entropy(self.net(batch[0]), wanted)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not self.in_step:
+            self.move()
+
+
+def put_teacher(follow: Callable[[Pairs], None], *, in_step: bool) -> None:
+    def make() -> Built:
+        return traced(Teacher(follow, in_step=in_step))
+
+    make.__name__ = f"teacher_{follow.__name__}{'_in_the_step' if in_step else ''}"
+    counted("mean teacher, or momentum encoder")(make)
+
+
+for way in (by_data, in_place, by_copy):
+    put_teacher(way, in_step=False)
+    put_teacher(way, in_step=True)
+
+
+class MoCo(Net):
+    """As published: parameters of the key encoder are set by `.data`, keys go to a queue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder_q, self.net = mlp(outputs=16), nn.Identity()
+        self.encoder_k = copy.deepcopy(self.encoder_q)
+        for parameter in self.encoder_k.parameters():
+            parameter.requires_grad = False
+        self.register_buffer("queue", F.normalize(torch.randn(16, 32), dim=0))
+        self.register_buffer("queue_ptr", torch.zeros(1, dtype=torch.long))
+
+    @torch.no_grad()
+    def keys(self, x: Tensor) -> Tensor:
+        pairs = zip(self.encoder_q.parameters(), self.encoder_k.parameters(), strict=True)
+        for param_q, param_k in pairs:
+            param_k.data = param_k.data * 0.9 + param_q.data * 0.1
+        return F.normalize(self.encoder_k(x), dim=1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        q = F.normalize(self.encoder_q(batch[0]), dim=1)
+        k = self.keys(batch[0].flip(-1))
+        positive = torch.einsum("nc,nc->n", q, k).unsqueeze(-1)
+        negative = torch.einsum("nc,ck->nk", q, self.queue.clone().detach())
+        logits = torch.cat([positive, negative], dim=1) / 0.2
+        gathered = self.all_gather(k).flatten(0, 1)
+        start = int(self.queue_ptr)
+        self.queue[:, start : start + len(gathered)] = gathered.T
+        self.queue_ptr[0] = (start + len(gathered)) % self.queue.shape[1]
+        self.trace.append(start)
+        return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
+
+
+@counted("MoCo: momentum encoder and queue inside of the step")
+def moco() -> Built:
+    return traced(MoCo())
+
+
+class Byol(Net):
+    """As in packages of self-supervised learners: a callback moves the target network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.net = mlp(outputs=16), nn.Linear(16, 16)
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        first, second = batch[0], batch[0].flip(-1)
+        loss = torch.zeros(())
+        for one, two in ((first, second), (second, first)):
+            with torch.no_grad():
+                wanted = self.target(two)
+            loss = loss - F.cosine_similarity(self.net(self.online(one)), wanted, dim=-1).mean()
+        return loss
+
+
+class MovesTarget(L.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        share = trainer.global_step / 100
+        pairs = zip(pl_module.online.parameters(), pl_module.target.parameters(), strict=True)
+        for online, target in pairs:
+            target.data = (0.9 + share) * target.data + (0.1 - share) * online.data
+        pl_module.trace.append(trainer.global_step)
+
+
+@counted("BYOL: a callback moves the target network by .data after each batch")
+def byol() -> Built:
+    return traced(Byol(), callbacks=[MovesTarget()])
+
+
+# ---- averages
+
+
+class OwnAverage(Net):
+    """An average by hand, copied at a moment of its own, evaluated in the step."""
+
+    def __init__(self, begins: str) -> None:
+        super().__init__()
+        self.begins = begins
+        self.begin("init")
+
+    def begin(self, moment: str) -> None:
+        if moment == self.begins:
+            self.average = copy.deepcopy(self.net).requires_grad_(False).eval()
+            self.trace.append(moment)
+
+    def setup(self, stage: str) -> None:
+        self.begin("setup")
+
+    def on_fit_start(self) -> None:
+        self.begin("fit")
+
+    @torch.no_grad()
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        pairs = zip(self.average.parameters(), self.net.parameters(), strict=True)
+        for slow, fast in pairs:
+            slow.lerp_(fast, 0.1)
+        self.trace.append("averaged")
+
+
+@counted("average copied in __init__")
+def average_from_init() -> Built:
+    return traced(OwnAverage("init"))
+
+
+@counted("average copied in setup")
+def average_from_setup() -> Built:
+    return traced(OwnAverage("setup"))
+
+
+@counted("average copied in on_fit_start")
+def average_from_fit_start() -> Built:
+    return traced(OwnAverage("fit"))
+
+
+class ShadowOfNames(L.Callback):
+    """Averages in a dictionary by names; they are exchanged with the parameters for validation."""
+
+    def __init__(self) -> None:
+        self.shadow: dict[str, Tensor] = {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.shadow = {name: p.data.clone() for name, p in pl_module.named_parameters()}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        for name, parameter in pl_module.named_parameters():
+            self.shadow[name] = 0.9 * self.shadow[name] + 0.1 * parameter.data
+
+    def exchange(self, pl_module: Any) -> None:
+        for name, parameter in pl_module.named_parameters():
+            kept, parameter.data = parameter.data, self.shadow[name]
+            self.shadow[name] = kept
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self.exchange(pl_module)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self.exchange(pl_module)
+
+
+class Validates(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("val", loss, sync_dist=True)
+        self.trace.append(round(float(loss), 2))
+
+    def val_dataloader(self) -> Any:
+        return rows()
+
+
+@counted(
+    "averages by names, exchanged with the parameters for validation",
+    limit_val_batches=1,
+    val_check_interval=4,
+    num_sanity_val_steps=0,
+)
+def averages_by_names() -> Built:
+    return traced(Validates(), callbacks=[ShadowOfNames()])
+
+
+@counted("Lightning's WeightAveraging")
+def weight_averaging() -> Built:
+    return traced(Net(), callbacks=[WeightAveraging()])
+
+
+@counted("Lightning's EMAWeightAveraging")
+def ema_weight_averaging() -> Built:
+    return traced(Net(), callbacks=[EMAWeightAveraging(decay=0.8)])
+
+
+@counted("Lightning's StochasticWeightAveraging", max_epochs=3, limit_train_batches=4)
+def stochastic_weight_averaging() -> Built:
+    return traced(Net(), callbacks=[StochasticWeightAveraging(1e-2, swa_epoch_start=1)])
+
+
+# ---- optimizers around optimizers
+
+
+class SAM(torch.optim.Optimizer):
+    """The widespread one: a base optimizer inside shares the list of groups."""
+
+    def __init__(self, params: Any, base: Any, rho: float = 0.05, **options: Any) -> None:
+        super().__init__(params, {"rho": rho, **options})
+        self.base_optimizer = base(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+        self.defaults.update(self.base_optimizer.defaults)
+
+    @torch.no_grad()
+    def first_step(self, zero_grad: bool = False) -> None:
+        norms = [
+            p.grad.norm(p=2) for g in self.param_groups for p in g["params"] if p.grad is not None
+        ]
+        norm = torch.norm(torch.stack(norms), p=2)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["old_p"] = p.data.clone()
+                    p.add_(p.grad * (group["rho"] / (norm + 1e-12)))
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad: bool = False) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data = self.state[p]["old_p"]
+        self.base_optimizer.step()
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        closure = torch.enable_grad()(closure)
+        loss = closure()
+        self.first_step(zero_grad=True)
+        closure()
+        self.second_step()
+        return loss
+
+
+class TrainsWithSAM(Net):
+    def configure_optimizers(self) -> Any:
+        return SAM(self.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+@counted("SAM around SGD, automatic: the closure is asked twice")
+def sam() -> Built:
+    return traced(TrainsWithSAM())
+
+
+class StepsTwice(TrainsWithSAM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer.first_step(zero_grad=True)
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.second_step(zero_grad=True)
+        self.trace.append(batch_idx)
+        return loss
+
+
+@counted("SAM around SGD by manual optimization")
+def sam_by_hand() -> Built:
+    return traced(StepsTwice())
+
+
+class StepsInside(torch.optim.Optimizer):
+    """Does nothing but to step a base optimizer that shares its groups (a report)."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.base = torch.optim.SGD(self.param_groups, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step(closure)
+
+
+class TrainsInside(Net):
+    def configure_optimizers(self) -> Any:
+        return StepsInside(self.parameters())
+
+
+@counted("optimizer that steps another with the same groups (report)")
+def optimizer_inside() -> Built:
+    return traced(TrainsInside())
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Wraps an optimizer: every third step goes back half of the way to slow weights."""
+
+    def __init__(self, optimizer: Any, k: int = 3, alpha: float = 0.5) -> None:
+        self.optimizer, self.k, self.alpha = optimizer, k, alpha
+        self.param_groups, self.state = optimizer.param_groups, defaultdict(dict)
+        self.fast_state, self.defaults = optimizer.state, optimizer.defaults
+        for group in self.param_groups:
+            group["counter"] = 0
+
+    def update(self, group: dict[str, Any]) -> None:
+        for fast in group["params"]:
+            state = self.state[fast]
+            if "slow_param" not in state:
+                state["slow_param"] = torch.zeros_like(fast.data)
+                state["slow_param"].copy_(fast.data)
+            slow = state["slow_param"]
+            slow += (fast.data - slow) * self.alpha
+            fast.data.copy_(slow)
+
+    def step(self, closure: Any = None) -> Any:
+        loss = self.optimizer.step(closure)
+        for group in self.param_groups:
+            if group["counter"] == 0:
+                self.update(group)
+            group["counter"] = (group["counter"] + 1) % self.k
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+
+class LooksAhead(Net):
+    def configure_optimizers(self) -> Any:
+        return Lookahead(torch.optim.Adam(self.parameters(), lr=1e-2))
+
+
+@counted("Lookahead around Adam")
+def lookahead() -> Built:
+    return traced(LooksAhead())
+
+
+class OwnList(torch.optim.Optimizer):
+    """Signs of momentum, over a list of parameters of its own."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        self.own = list(params)
+        super().__init__(self.own, {"lr": lr})
+        self.moments = [torch.zeros_like(p) for p in self.own]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for parameter, moment in zip(self.own, self.moments, strict=True):
+            if parameter.grad is not None:
+                moment.mul_(0.9).add_(parameter.grad)
+                parameter.add_(moment, alpha=-self.param_groups[0]["lr"])
+        return loss
+
+
+class TrainsOwnList(Net):
+    def configure_optimizers(self) -> Any:
+        return OwnList(self.parameters())
+
+
+@counted("optimizer with a list of parameters of its own")
+def own_list_of_parameters() -> Built:
+    return traced(TrainsOwnList())
+
+
+class SearchesLines(Net):
+    """Ranks search by the mean of their losses; each by its own, they part under ddp as well."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.trace.append(batch_idx)
+        return super().training_step(batch, batch_idx)
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        def agreed() -> Tensor:
+            return self.all_gather(optimizer_closure().detach()).mean()
+
+        optimizer.optimizer.step(agreed)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), max_iter=3, line_search_fn="strong_wolfe")
+
+
+@counted("LBFGS with a line search on the mean loss of all ranks")
+def line_search_by_lbfgs() -> Built:
+    return traced(SearchesLines())
+
+
+class Extragradient(Net):
+    """A hook before the step moves the weights ahead of the closure; one after it, back."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
+        optimizer.register_step_pre_hook(self.ahead)
+        return optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.trace.append("step")
+        return super().training_step(batch, batch_idx)
+
+    @torch.no_grad()
+    def ahead(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.trace.append("hook")
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(0.95)
+
+
+@counted("hook before the step that moves parameters (extragradient)")
+def extragradient() -> Built:
+    return traced(Extragradient())
+
+
+class NormsWeights(Extragradient):
+    """A hook after the step brings each parameter to a norm of at most one."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
+        optimizer.register_step_post_hook(self.bound)
+        return optimizer
+
+    @torch.no_grad()
+    def bound(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.trace.append("hook")
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(1 / max(1.0, float(parameter.norm())))
+
+
+@counted("hook after the step that bounds norms of parameters")
+def norms_bounded_after_the_step() -> Built:
+    return traced(NormsWeights())
+
+
+class BoundsRows(Net):
+    """Max-norm of rows after each batch, as in text classifiers."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            for layer in (self.net[0], self.net[2]):
+                layer.weight.data = torch.renorm(layer.weight.data, 2, 0, 0.5)
+        self.trace.append(batch_idx)
+
+
+@counted("rows of weights bounded by .data after each batch")
+def rows_bounded() -> Built:
+    return traced(BoundsRows())
+
+
+class ClipsWeights(Net):
+    """Weights are clamped after each step, as those of a Wasserstein critic."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        for parameter in self.net.parameters():
+            parameter.data.clamp_(-0.1, 0.1)
+        self.trace.append("clamped")
+
+
+@counted("weights clamped in place by .data")
+def weights_clamped() -> Built:
+    return traced(ClipsWeights())
+
+
+# ---- adversaries and penalties
+
+
+class WassersteinGan(Net):
+    """Manual optimization: a critic with a gradient penalty, a generator every second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.critic = mlp(inputs=4, outputs=8), mlp(outputs=1)
+        self.critic[1], self.critic[3] = nn.Tanh(), nn.Tanh()
+        self.automatic_optimization = False
+
+    def penalty(self, real: Tensor, fake: Tensor) -> Tensor:
+        share = torch.rand(len(real), 1)
+        between = (share * real + (1 - share) * fake).requires_grad_(True)
+        values = self.critic(between)
+        (slopes,) = torch.autograd.grad(
+            values, between, grad_outputs=torch.ones_like(values), create_graph=True
+        )
+        return ((slopes.norm(2, dim=1) - 1) ** 2).mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        generator, critic = self.optimizers()
+        real, noise = batch[0], torch.randn(len(batch[0]), 4)
+        self.toggle_optimizer(critic)
+        fake = self.net(noise).detach()
+        loss = self.critic(fake).mean() - self.critic(real).mean() + self.penalty(real, fake)
+        self.log("critic", loss)
+        self.manual_backward(loss)
+        critic.step()
+        critic.zero_grad()
+        self.untoggle_optimizer(critic)
+        if batch_idx % 2:
+            self.toggle_optimizer(generator)
+            self.manual_backward(-self.critic(self.net(noise)).mean())
+            generator.step()
+            generator.zero_grad()
+            self.untoggle_optimizer(generator)
+        self.trace.append(batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.Adam(part.parameters(), lr=1e-3, betas=(0.5, 0.9))
+            for part in (self.net, self.critic)
+        ]
+
+
+@counted("GAN with a gradient penalty, by manual optimization", find_unused=True)
+def wasserstein_gan() -> Built:
+    return traced(WassersteinGan())
+
+
+class R1(Net):
+    """The penalty of a discriminator: slopes at real samples, every second batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        real = batch[0].detach().requires_grad_(True)
+        logits = self.net(real)
+        loss = F.cross_entropy(logits, batch[1])
+        if batch_idx % 2 == 0:
+            (slopes,) = torch.autograd.grad(
+                outputs=logits.sum(), inputs=real, create_graph=True, retain_graph=True
+            )
+            loss = loss + 0.5 * slopes.pow(2).flatten(1).sum(1).mean()
+        self.trace.append(batch_idx)
+        return loss
+
+
+@counted("penalty R1 every second batch, automatic")
+def penalty_r1() -> Built:
+    module = R1()
+    module.net = smooth()
+    return traced(module)
+
+
+class PenaltyOnGradients(Net):
+    """The norm of the gradients of parameters is part of the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        slopes = torch.autograd.grad(loss, list(self.net.parameters()), create_graph=True)
+        return loss + 0.1 * sum(slope.square().sum() for slope in slopes)
+
+
+@counted("penalty on the gradients of parameters")
+def penalty_on_gradients() -> Built:
+    module = PenaltyOnGradients()
+    module.net = smooth()
+    return traced(module)
+
+
+class FastGradientSign(Net):
+    """Adversarial training: the slope at the inputs moves them before the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].clone().requires_grad_(True)
+        (slope,) = torch.autograd.grad(F.cross_entropy(self.net(x), batch[1]), x)
+        return super().training_step(((x + 0.05 * slope.sign()).detach(), batch[1]), batch_idx)
+
+
+@counted("adversarial training by torch.autograd.grad at the inputs")
+def adversarial_inputs() -> Built:
+    return traced(FastGradientSign())
+
+
+# ---- parameters: tied, hooked, normed, unfrozen
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class TiedLanguage(Net):
+    """Blocks between an embedding and an output that share their weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.net = nn.Embedding(32, 16), nn.Sequential(Block(), Block(), Block())
+        self.head = nn.Linear(16, 32, bias=False)
+        self.head.weight = self.embed.weight
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens = (batch[0] * 8).long() % 32
+        logits = self.head(self.net(self.embed(tokens[:, :-1])))
+        self.trace.append(self.head.weight is self.embed.weight)
+        return F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:])
+
+
+@counted("embedding and output that share their weight, around blocks")
+def tied_embedding_and_output() -> Built:
+    return traced(TiedLanguage())
+
+
+class Descends(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+@counted("hook that scales the gradient of each weight")
+def scaled_gradients() -> Built:
+    module = Descends()
+    for number, parameter in enumerate(module.net.parameters()):
+        parameter.register_hook(lambda gradient, number=number: gradient * 0.5**number)
+    return traced(module)
+
+
+class ReadsNorms(Net):
+    """Norms of gradients become numbers of Python in two hooks, as for a logger."""
+
+    def norms(self) -> list[float]:
+        return [round(float(p.grad.norm()), 3) for p in self.net.parameters()]
+
+    def on_after_backward(self) -> None:
+        self.trace.append(self.norms())
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.trace.append(self.norms())
+
+
+@counted("norms of gradients as numbers")
+def gradient_norms_as_numbers() -> Built:
+    return traced(ReadsNorms())
+
+
+class LogsNorms(Net):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norms = grad_norm(self.net, norm_type=2)
+        self.log_dict(norms)
+        self.log("total", norms["grad_2.0_norm_total"])
+        self.trace.append(sorted(norms))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.trace.append(round(float(self.trainer.callback_metrics["total"]), 3))
+
+
+@counted("Lightning's grad_norm, logged")
+def gradient_norms_logged() -> Built:
+    return traced(LogsNorms())
+
+
+class LogsWeights(Net):
+    """Statistics of parameters, as loggers of histograms take them."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for parameter in self.net.parameters():
+            values = parameter.detach().cpu().numpy()
+            self.trace.append((values.shape, round(float(values.mean()), 3)))
+
+
+@counted("statistics of parameters by NumPy")
+def statistics_of_weights() -> Built:
+    return traced(LogsWeights())
+
+
+class OlderNorms(Net):
+    """weight_norm by hooks, as older code has it, and spectral_norm as a parametrization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, last = nn.Linear(8, 32), nn.Linear(32, 5)
+        self.net = nn.Sequential(
+            nn.utils.weight_norm(first),
+            nn.ReLU(),
+            nn.utils.parametrizations.spectral_norm(last),
+        )
+
+
+@counted("weight_norm by hooks, spectral_norm as a parametrization")
+def older_norms_of_weights() -> Built:
+    return traced(OlderNorms())
+
+
+class Unfreezes(BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net[:4])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[:4], optimizer, lr=1e-3)
+        pl_module.trace.append([len(group["params"]) for group in optimizer.param_groups])
+
+
+class TrainsHead(Net):
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.Adam(trained, lr=1e-2)
+
+
+@counted(
+    "BaseFinetuning unfreezes a body in the second epoch",
+    find_unused=True,
+    max_epochs=2,
+    limit_train_batches=6,
+)
+def unfrozen_by_a_callback() -> Built:
+    return traced(TrainsHead(), callbacks=[Unfreezes()])
+
+
+# ---- buffers and validation
+
+
+class FakeQuantized(Net):
+    """Buffers of scales are resized in forward, as those of torch.ao are (report)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.scale.numel() == 1:
+            self.scale.resize_(5).fill_(1.0)
+        self.scale.mul_(0.9).add_(0.1 * batch[0].abs().mean())
+        return F.cross_entropy(self.net(batch[0]) / self.scale, batch[1])
+
+
+@counted("buffer that forward resizes (report)")
+def resized_buffer() -> Built:
+    return traced(FakeQuantized())
+
+
+@counted(
+    "validation after every batch (report)",
+    limit_val_batches=1,
+    val_check_interval=1,
+    num_sanity_val_steps=0,
+)
+def validation_after_every_batch() -> Built:
+    return traced(Validates())

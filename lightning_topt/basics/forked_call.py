@@ -85,14 +85,15 @@ class ForkedTalk:
         """
         try:
             if self._has_begun:
-                self._connection.send(answer)
+                self._connection.send_bytes(pickle.dumps(answer))
             self._has_begun = True
             if not self._connection.poll(timeout_seconds):
                 self.kill()
                 raise TimeoutError(
                     f"what runs in a copy of this process said nothing for {timeout_seconds:.0f} s"
                 )
-            word, value = self._connection.recv()
+            # by plain pickle: torch would send tensors through files that a copy may not make
+            word, value = pickle.loads(self._connection.recv_bytes())
         except (EOFError, ConnectionError) as error:
             # errors of the function are sent, so its process was ended from outside
             self.kill()
@@ -170,15 +171,22 @@ def _run_as_child(
         try:
             questions = function()
             while True:
-                connection.send(("asks", questions.send(answer)))
-                answer = connection.recv()
+                connection.send_bytes(pickle.dumps(("asks", questions.send(answer))))
+                answer = pickle.loads(connection.recv_bytes())
         except StopIteration as end:
-            connection.send(("ends", end.value))
+            connection.send_bytes(_result(end.value))
         except Exception as error:
-            connection.send(("fails", _sendable(error)))
+            connection.send_bytes(pickle.dumps(("fails", _sendable(error))))
     finally:
         # no handlers at exit, no flush of buffers: they are the parent's
         os._exit(0)
+
+
+def _result(value: object) -> bytes:
+    try:
+        return pickle.dumps(("ends", value))
+    except Exception as error:
+        return pickle.dumps(("fails", _sendable(error)))
 
 
 def _sendable(error: Exception) -> Exception:

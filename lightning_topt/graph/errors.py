@@ -27,6 +27,7 @@ WHOLE = (  # of plans that shard parameters
     "choose plan='zero1' or 'ddp', which keep parameters whole "
     "(docs/concepts/sharding_and_your_code.md)"
 )
+SHARD_MESSAGES = ("Sharding propagation failed", "sharding strategy", "got DTensor")
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PATHS = ("purelib", "platlib", "stdlib")
 FOLDERS = {
@@ -50,7 +51,7 @@ FAKE_MESSAGES = ("FakeTensor", "not supported for tensor subclasses")
 
 
 class PlanError(ValueError):
-    """Report an unreadable plan file, a plan of another model or ranks, or what it forbids."""
+    """Report an unreadable plan, one of another model or other ranks, or what a plan forbids."""
 
 
 class CaptureError(ValueError):
@@ -145,6 +146,11 @@ def explain_shards(error: BaseException) -> None:
         error.args = (
             f"{error} Where it is a parameter in shards, the graph has the gathered one in its "
             f"place: {WHOLE}\n{user_line(error)}",
+        )
+    elif any(text in str(error) for text in SHARD_MESSAGES):
+        error.args = (
+            f"parameters in shards (DTensor) cannot do this ({str(error).splitlines()[0]}): {WHOLE}"
+            f"\n{user_line(error)}",
         )
 
 

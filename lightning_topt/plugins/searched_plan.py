@@ -100,7 +100,8 @@ class Trace(Protocol):
 class TracedStep:
     """The step of `trainer` on `batch`: its graph, and the calls that tell how it can be split.
 
-    `trace` is None where a step that reads values ran on real tensors. `reads`: see `noted_reads`.
+    `trace` is None where a step that reads values ran on real tensors; `why_not_split` says where it
+    reads them. `reads`: see `noted_reads`.
     """
 
     trainer: pl.Trainer
@@ -108,6 +109,7 @@ class TracedStep:
     graph: OpGraph
     trace: FunctionTrace | None = None
     reads: frozenset[str] = frozenset()
+    why_not_split: str = ""
 
     @classmethod
     def of(
@@ -136,7 +138,7 @@ class TracedStep:
             except Exception as failure:
                 why = f"{error}\nNor did it run on real tensors: {failure}"
                 raise CaptureError(why, needs_values=True) from failure
-            return cls(trainer, batch, graph)
+            return cls(trainer, batch, graph, why_not_split=str(error))
 
     def fit(self, request: PlanRequest, **more: Any) -> Fit:
         """Return the fit of this step, as requirements look at it."""
@@ -146,7 +148,7 @@ class TracedStep:
     def split(self) -> SplitModel:
         """Return what splits the step over tensor axes. Raises PlanError where it cannot be."""
         if self.trace is None:
-            raise PlanError("the step reads values of tensors, so that it cannot be split")
+            raise PlanError(self.why_not_split)
         return SplitModel(
             self.trainer.lightning_module,
             self.batch,

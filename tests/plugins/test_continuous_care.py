@@ -511,7 +511,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         {"val_check_interval": {"seconds": 1}},
         "each rank's clock would decide",
     ),
-    "manual": (lambda: Manual(sgd), {}, "manual optimization runs under the plan 'ddp' only"),
+    "manual": (lambda: Manual(sgd), {}, "manual optimization runs under the plans 'ddp' and"),
     "unknown": (
         lambda: Net(lambda named: torch.optim.Adagrad([p for _, p in named])),
         {"strategy": lambda: never(prediction="spectrain")},

@@ -449,42 +449,6 @@ def test_the_groups_of_a_plan_end_with_it() -> None:
         assert fit == last > 0 and test == second
 
 
-class KeepsFirst(Rich):
-    """Takes something from the first batch of its rank, and leaves nothing behind after that."""
-
-    first: Tensor | None = None
-
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        if self.first is None:
-            self.first = batch["tokens"].float().mean()
-        out = super().training_step(batch, batch_idx)
-        return {**out, "loss": out["loss"] * (1 + self.first / 100)}
-
-
-def keeping(rank: int) -> tuple[Any, Any, Any]:
-    found = []
-    options = {"cluster": cluster(2, 1, SLOW)}
-    for trainer in (
-        make_trainer("ddp", devices=2, max_epochs=1),
-        topt_trainer(None, options=options, max_epochs=1),
-    ):
-        torch.manual_seed(rank)
-        module = KeepsFirst(64)
-        trainer.fit(module, OwnBatches(6))
-        found.append([output[0] for output in module.outputs])
-    strategy = trainer.strategy
-    return *found, (
-        strategy.parallel_plan.summary(),
-        strategy.planning and strategy.planning.left_out,
-    )
-
-
-def test_ranks_that_hold_other_values_do_not_run_batches_of_one_another() -> None:
-    for rank, (expected, losses, (summary, left_out)) in enumerate(on_ranks(keeping)):
-        assert losses == pytest.approx(expected, rel=1e-5) and "tensor" not in summary
-        assert rank or "hold other values" in left_out["Parameters were not split over tensor axes"]
-
-
 def resumed(rank: int, folder: Path) -> Any:
     trainers = {
         "topt": lambda **rest: topt_trainer(plan(1), **rest),

@@ -233,7 +233,7 @@ def test_an_error_names_ranks_and_counts(kind: str, words: str) -> None:
 
 def test_a_plan_in_shards_needs_a_first_batch_of_each_rank() -> None:
     for message in on_ranks(error_of, "zero3", (0, 2)):
-        assert "some rank has no batch at all" in message
+        assert "the training data are empty" in message
 
 
 class Manual(Seen):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import linecache
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -26,6 +27,7 @@ WHOLE = (  # of plans that shard parameters
     "choose plan='zero1' or 'ddp', which keep parameters whole "
     "(docs/concepts/sharding_and_your_code.md)"
 )
+SHARD_MESSAGES = ("Sharding propagation failed", "sharding strategy", "got DTensor")
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PATHS = ("purelib", "platlib", "stdlib")
 FOLDERS = {
@@ -134,8 +136,8 @@ def explain_shards(error: BaseException) -> None:
     """Let `error` say in one sentence what torch says of parameters in shards, if it is that."""
     if not isinstance(error, RuntimeError):
         return
-    if "mixed torch.Tensor and DTensor" in str(error):
-        operator = str(error).split()[0].rstrip(":")
+    if mixed := re.search(r"(\S+?):? got mixed torch.Tensor and DTensor", str(error)):
+        operator = mixed.group(1)
         error.args = (
             f"{operator} meets a parameter in shards (DTensor) and a plain tensor: give it either "
             f"kind alone, or {WHOLE}\n{user_line(error)}",
@@ -144,6 +146,11 @@ def explain_shards(error: BaseException) -> None:
         error.args = (
             f"{error} Where it is a parameter in shards, the graph has the gathered one in its "
             f"place: {WHOLE}\n{user_line(error)}",
+        )
+    elif any(text in str(error) for text in SHARD_MESSAGES):
+        error.args = (
+            f"parameters in shards (DTensor) cannot do this ({str(error).splitlines()[0]}): {WHOLE}"
+            f"\n{user_line(error)}",
         )
 
 

@@ -371,26 +371,44 @@ def test_clipping_of_user_code_scales_by_the_whole_norm():
 # ---- explanations --------------------------------------------------------------------------------
 
 
-def _explained(rank: int) -> list[str]:
-    def mix(net: nn.Module) -> None:
-        net.first.weight.grad.add_(torch.ones(3, 4))
-
-    found = []
-    try:
-        train(Net(), preset="zero3", blocks=["first"], after_backward=mix)
-    except RuntimeError as error:
-        explain_shards(error)
-        found.append(str(error))
-    own = RuntimeError("own")
-    explain_shards(own)
-    return [*found, str(own)]
+def mix(net: nn.Module) -> None:
+    net.first.weight.grad.add_(torch.ones(3, 4))
 
 
-def test_shards_that_meet_plain_tensors_are_explained_with_the_line():
-    for found, own in run_on_pool(_explained, 2):
-        assert found.startswith("aten.add_.Tensor meets a parameter in shards (DTensor)")
-        assert "in mix: net.first.weight.grad.add_(torch.ones(3, 4))" in found
-        assert "plan='zero1'" in found and own == "own"
+def flatten(net: nn.Module) -> None:
+    net.last.weight.view(-1)
+
+
+def as_list(net: nn.Module) -> None:
+    net.last.weight.tolist()
+
+
+def renorm(net: nn.Module) -> None:
+    torch.renorm(net.first.weight.detach(), 2, 0, 1.0)
+
+
+def differentiate(net: nn.Module) -> None:
+    torch.autograd.grad(net.last.weight.sum(), net.first.weight)
+
+
+def _explained(rank: int, use: Callable[[nn.Module], Any]) -> str:
+    with pytest.raises(RuntimeError) as error:
+        train(Net(), preset="zero3", blocks=["first"], after_backward=use)
+    explain_shards(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("use", [mix, flatten, as_list, renorm, differentiate])
+def test_what_shards_cannot_do_is_explained_with_the_line(use: Callable[[nn.Module], Any]):
+    for message in run_on_pool(_explained, 2, use):
+        assert "in shards" in message and "plan='zero1'" in message
+        assert f", in {use.__name__}: " in message
+
+
+def test_errors_of_user_code_stay():
+    error = RuntimeError("own")
+    explain_shards(error)
+    assert str(error) == "own"
 
 
 class Held(Net):

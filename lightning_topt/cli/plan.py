@@ -34,7 +34,7 @@ from lightning_topt.cli.plan_steps import PlanSetup, UnpricedSearch, report_plan
 from lightning_topt.cli.search_space import SearchedMeshes
 from lightning_topt.communication.started_ranks import leave_to_rank_0
 from lightning_topt.costs.cluster import sentence_of
-from lightning_topt.graph.no_trace import no_collection
+from lightning_topt.graph.capture import no_collection
 from lightning_topt.plan.choose import OBJECTIVES, TIME_TO_LOSS, check_objective
 from lightning_topt.plan.plan_intervals import interval_sentences, with_intervals
 from lightning_topt.plan.scenarios import ModelFacts, of_steps

@@ -34,7 +34,6 @@ from lightning_topt.basics.core_wait import CoreWait
 from lightning_topt.costs.cluster import Device
 from lightning_topt.costs.measuring import kept_global_state, time_kernel
 from lightning_topt.costs.optimizer_copy import OptimizerCopy, OptimizerError, no_global_hooks
-from lightning_topt.graph.no_trace import kept_objects
 from lightning_topt.optim.local_step import count_exchanges
 from lightning_topt.optim.update_rule import (
     BY_PARAMETER,
@@ -179,10 +178,9 @@ def read_optimizer(
         key = (id(optimizer), options_key(group), parameter.ndim, parameter.dtype)
         if key not in probes:
             ndim, dtype = parameter.ndim, parameter.dtype
-            with kept_objects(optimizer, type(optimizer)):
-                probes[key] = probe_group(
-                    optimizer, group, ndim=ndim, dtype=dtype, device_type=device_type
-                )
+            probes[key] = probe_group(
+                optimizer, group, ndim=ndim, dtype=dtype, device_type=device_type
+            )
         updates[name] = probes[key].update(parameter)
         by_name[name] = probes[key]
         if (count := exchanges[id(optimizer)]) is not None:
@@ -205,7 +203,7 @@ def exchanges_of_whole(optimizer: Optimizer) -> int | None:
     """
     if is_one_of(optimizer, ELEMENTWISE):
         return None
-    with kept_global_state(), kept_objects(optimizer, type(optimizer)), no_global_hooks():
+    with kept_global_state(), no_global_hooks():
         return count_exchanges(optimizer)
 
 
@@ -336,11 +334,8 @@ def measure_kind(kind: UpdateKind, *, device: torch.device, budget_seconds: floa
     if device.type == "cuda":
         # no more than the free memory takes, with gradient, state and temporaries
         numel = min(numel, torch.cuda.mem_get_info(device)[0] // (_TENSORS * dtype.itemsize))
-    with kept_objects(kind.optimizer, type(kind.optimizer)):
-        step = make_step(
-            kind.optimizer, kind.group, ndim=ndim, dtype=dtype, device=device, numel=numel
-        )
-        return time_kernel(step, device=device, budget_seconds=budget_seconds) / numel
+    step = make_step(kind.optimizer, kind.group, ndim=ndim, dtype=dtype, device=device, numel=numel)
+    return time_kernel(step, device=device, budget_seconds=budget_seconds) / numel
 
 
 @dataclass(frozen=True)
@@ -363,7 +358,7 @@ class UpdateKind:
 
 @kept_global_state()
 def _communicates(optimizer: Optimizer) -> bool:
-    with kept_objects(optimizer, type(optimizer)), no_global_hooks():
+    with no_global_hooks():
         return collective_in_step(optimizer) is not None
 
 

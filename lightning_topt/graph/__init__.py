@@ -2,7 +2,7 @@
 
 How a graph comes about:
     capture         a step on fake tensors -> graph; which modules may run again
-    step_observer   the same of a real step of the module that trains; seconds of operators
+    step_observer   the same on real tensors, for steps that read values
     recorder        the dispatch mode and hooks that record a step for both
     recording       what a step left behind, and the graph that two recordings give
     skipped_calls   equal layers are recorded twice and then skipped
@@ -22,7 +22,6 @@ For pipelines:
 
 Around user code:
     module_copy     copies on fake tensors
-    no_trace        run user code, and put everything back
     python_state    describe what objects hold
     structures      tensors of a batch
     errors          why a capture failed, and where

@@ -18,8 +18,7 @@ much.
 
 Recomputable: called exactly once, and its output needs a gradient. The call changes no tensor that
 is older than itself, as running statistics or an in-place operator on its input do. A second call
-with the same arguments did the same ([Note: second calls] in `capture`). Watched steps
-are not run again: there [Note: pure calls] in `step_observer` decides.
+with the same arguments did the same ([Note: second calls] in `capture`).
 """
 
 from __future__ import annotations

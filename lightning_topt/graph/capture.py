@@ -9,9 +9,10 @@ How it goes:
 3. `find_repeatable` calls modules a second time, to learn which may be recomputed.
 4. `choose_blocks` cuts the graph into the modules that a plan decides about.
 
-`topt plan` calls it in `cli.example_step`, a fit in `plugins.searched_plan`: one that does not
-watch real steps, or needs a larger batch. `techniques.tensor_parallel.split_capture` captures the
-step on slices. The graph goes to `costs.training_step`, which prices it, in a `SearchRequest`.
+`topt plan` calls it in `cli.example_step`, a fit in `plugins.searched_plan`: in a process that is
+thrown away, since nothing that user code leaves behind is put back.
+`techniques.tensor_parallel.split_capture` captures the step on slices. The graph goes to
+`costs.training_step`, which prices it, in a `SearchRequest`.
 
 [Note: second calls] A forward pass runs on a fresh copy. When it is over, every candidate is called
 again with the arguments of its first call, the last one first, as in a backward pass. Its forward
@@ -29,6 +30,7 @@ is compared. Where it does not pass they are called by themselves.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import weakref
 from collections import Counter
@@ -42,16 +44,17 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lightning_topt.graph.blocks import choose_blocks, mark_repeatable, repeat_candidates
 from lightning_topt.graph.equal_calls import CallsDiffer, ObservedCall, expand, rebuild
 from lightning_topt.graph.errors import (
     WAY_OUT,
     CaptureError,
-    annotate,
+    PlanError,
     explain,
     explain_transform,
+    raised_by_user,
 )
 from lightning_topt.graph.kernels import (
     QUERIES,
@@ -63,7 +66,6 @@ from lightning_topt.graph.kernels import (
     written_tensors,
 )
 from lightning_topt.graph.module_copy import fake_copy
-from lightning_topt.graph.no_trace import no_collection, no_trace
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.python_state import describe, host_random_state
 from lightning_topt.graph.recorder import Recorder
@@ -105,8 +107,8 @@ def capture(
 
     ``module.training_step(batch, 0)`` and the backward pass of its loss run on fake tensors (shapes
     without memory) at two batch sizes; what differs between the two runs scales with the batch.
-    `module`, its trainer and the random number generators are left as they were; `batch` is only
-    read. Any Python control flow is followed as this one step takes it.
+    Any Python control flow is followed as this one step takes it. It runs on a copy of `module`;
+    what it does elsewhere stays, so call this in a process that is thrown away.
 
     Args:
         module: a LightningModule with automatic optimization.
@@ -127,32 +129,26 @@ def capture(
         equal_modules: what `find_equal` says of `module`; None: it is asked.
 
     Raises:
-        CaptureError: the step depends on values of tensors or uses an operator without a shape-only
-            implementation (`needs_values` is then true, and `observe_step` may help); it runs other
-            operators on a larger batch, returns no loss, has no trainable parameter or lazy ones,
-            or the module optimizes manually. The message names the operator, the line and a way
-            out.
+        CaptureError: the step raises an error, depends on values of tensors or uses an operator
+            without a shape-only implementation (`needs_values` is then true, and `observe_step` may
+            help); it runs other operators on a larger batch, returns no loss, has no trainable
+            parameter or lazy ones, or the module optimizes manually. The message names the
+            operator, the line and a way out.
         ValueError: this machine has no such `device`, or the options contradict one another.
-        Exception: whatever `training_step` itself raises; see `errors.may_need_values`.
     """
-    _check(module, torch.device(device))
+    check_can_run(module)
+    # Without the device autograd does not raise, it ends the process.
+    kind = torch.device(device).type
+    if kind != "cpu" and not torch.get_device_module(kind).is_available():
+        raise ValueError(
+            f"a capture for {kind!r} needs such a device in this machine; capture for 'cpu' here"
+        )
     if second_batch is not None and not batch_scaling:
         raise ValueError("batch_scaling=False captures one batch; leave out second_batch")
     step = StepRun(module, forward_context, torch.device(device), adapt, equal_modules)
-    # compiled modules run eagerly; nothing that user code does in a capture stays
-    with no_trace(module), torch.compiler.set_stance("force_eager"), no_collection():
-        # one size: one recording, taken for both
+    with no_collection():
         if not batch_scaling:
-            copied, recording, input_bytes = step.record(batch, unlike=set())
-            size = common_size(batch)
-            graph = assemble(
-                copied,
-                (recording, recording),
-                name=type(module).__name__,
-                sizes=(size, size),
-                input_bytes=(input_bytes, input_bytes),
-            )
-            return _finish(graph, step, batch, recording=recording, like=like)
+            return graph_of_one_size(step, batch, like, unlike=set())
         # two sizes from one recording, where that is enough
         if like is not None and one_recording:
             found = _from_one_recording(step, batch, like)
@@ -177,8 +173,47 @@ def one_is_enough(
     if not like.batch_scaling:
         return False
     step = StepRun(module, forward_context, torch.device(device), equal_modules=equal_modules)
-    with no_trace(module), torch.compiler.set_stance("force_eager"), no_collection():
+    with no_collection():
         return _from_one_recording(step, batch, like) == like
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Collect no garbage meanwhile.
+
+    A collection takes long, and would end the life of tensors in cycles at no moment of the step.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def graph_of_one_size(
+    step: StepRun,
+    batch: object,
+    like: OpGraph | None = None,
+    *,
+    unlike: set[Hashable] | None = None,
+) -> OpGraph:
+    """Return the graph of `step` on `batch`, which holds for batches of its size.
+
+    `like` is as in `capture`, `unlike` as in `StepRun.record`.
+    """
+    # one recording, taken for two
+    copied, recording, input_bytes = step.record(batch, unlike=unlike)
+    size = common_size(batch)
+    graph = assemble(
+        copied,
+        (recording, recording),
+        name=type(step.module).__name__,
+        sizes=(size, size),
+        input_bytes=(input_bytes, input_bytes),
+    )
+    return _finish(graph, step, batch, recording=recording, like=like)
 
 
 def _capture_two_sizes(
@@ -260,7 +295,8 @@ def _as_in(like: OpGraph, graph: OpGraph) -> OpGraph:
     return mark_repeatable(graph, repeatable).with_blocks(like.blocks)
 
 
-def _check(module: nn.Module, device: torch.device) -> None:
+def check_can_run(module: nn.Module) -> None:
+    """Raise CaptureError for a module that optimizes manually, or has nothing to train."""
     if not getattr(module, "automatic_optimization", True):
         raise CaptureError(
             f"{type(module).__name__} optimizes manually (automatic_optimization=False): its "
@@ -271,12 +307,6 @@ def _check(module: nn.Module, device: torch.device) -> None:
         raise CaptureError(
             f"{type(module).__name__} has no trainable parameters, so there is nothing to plan"
         )
-    # Without the device autograd does not raise, it ends the process.
-    if device.type != "cpu" and not torch.get_device_module(device).is_available():
-        raise ValueError(
-            f"a capture for {device.type!r} needs such a device in this machine; capture for 'cpu' "
-            "here"
-        )
 
 
 # ---- one step on fake copies ---------------------------------------------------------------------
@@ -284,11 +314,11 @@ def _check(module: nn.Module, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Fake copies of a module and of a batch, and the mode under which a step of them runs."""
+    """Copies of a module and of a batch, and the mode under which a step of fake ones runs."""
 
     module: nn.Module
     batch: object
-    mode: FakeTensorMode
+    mode: FakeTensorMode | None = None
 
 
 @dataclass(eq=False)
@@ -335,8 +365,7 @@ class StepRun:
     ) -> tuple[nn.Module, Recording, int]:
         """Return the copy that ran, what it did with `batch`, and the bytes of this batch.
 
-        Raises CaptureError, with `needs_values` where real tensors would help, or whatever the step
-        itself raises.
+        Raises CaptureError, with `needs_values` where real tensors would help.
 
         Args:
             batch: what `training_step` takes.
@@ -378,6 +407,7 @@ class StepRun:
                 # equal layers: their calls are skipped by hooks in the place of `forward`
                 calls = None
                 if unlike is not None:
+                    assert prepared.mode is not None
                     alike = {
                         path: key for path, key in self._equal_modules.items() if key not in unlike
                     }
@@ -386,24 +416,21 @@ class StepRun:
                 recorders.append(recorder := Recorder(copied, leaves, resizes=mode))
                 if calls is not None:
                     calls.install(recorder)
-                # the step itself
-                with recorder.forward(), self.forward_context(), inner:
-                    output = call_training_step(copied, prepared.batch)
-                loss = loss_of(output)
-                with recorder.backward(loss):
-                    loss.backward()
+                # the step itself; compiled modules run eagerly
+                with torch.compiler.set_stance("force_eager"):
+                    with recorder.forward(), self.forward_context(), inner:
+                        output = call_training_step(copied, prepared.batch)
+                    loss = loss_of(output)
+                    with recorder.backward(loss):
+                        loss.backward()
             return copied, recorder.recording, nbytes_of(leaves)
-        except (CaptureError, CallsDiffer):
+        except (CaptureError, CallsDiffer, PlanError):
             raise
-        # what torch raises about fake tensors is explained, what is the user's own is annotated
         except Exception as error:
             explained = explain_transform(error)
             if explained is None:
                 explained = explain(error, recorders[0].failed if recorders else None)
-            if explained is not None:
-                raise explained from error
-            annotate(error)
-            raise
+            raise explained or raised_by_user(error) from error
 
 
 def call_training_step(module: Any, batch: object) -> Any:
@@ -442,7 +469,8 @@ def loss_of(output: object) -> Tensor:
     if not loss.requires_grad or loss.numel() != 1:
         raise CaptureError(
             "the loss that training_step returned must be one number that depends on trainable "
-            f"parameters; it has shape {tuple(loss.shape)} and requires_grad={loss.requires_grad}"
+            f"parameters; it has shape {tuple(loss.shape)} and requires_grad={loss.requires_grad}. "
+            f"{WAY_OUT}"
         )
     return loss
 
@@ -476,12 +504,14 @@ def find_repeatable(
     if not wanted:
         return set()
     try:
-        with step.prepared(batch, samples=samples) as prepared:
+        eager = torch.compiler.set_stance("force_eager")
+        with step.prepared(batch, samples=samples) as prepared, eager:
             copied, inputs = prepared.module, prepared.batch
             outside = [*copied.parameters(), *copied.buffers(), *tensors_in(inputs)]
             trace = CallTracer(outside)
             # skipped calls give results like those of their models
             for path, model in skipped.items():
+                assert prepared.mode is not None
                 vars(copied.get_submodule(path))["forward"] = _skipped_forward(
                     model, prepared.mode, trace
                 )
@@ -577,7 +607,7 @@ class _Candidate:
     args: tuple[object, ...] = ()
     kwargs: dict[str, object] = field(default_factory=dict)
     first: CallTrace | None = None
-    autocast: _Autocast | None = None
+    around: _Around | None = None
     forward: Any = None
     inside: list[_Candidate] = field(default_factory=list)
     calls: int = 0
@@ -601,7 +631,7 @@ class _Candidate:
                 outer.inside.append(self)
             run.order.append(self)
             run.under_way.append(self)
-            self.args, self.kwargs, self.autocast = args, kwargs, _Autocast()
+            self.args, self.kwargs, self.around = args, kwargs, _Around()
             try:
                 with trace.call() as self.first:
                     return self.forward(*args, **kwargs)
@@ -613,11 +643,11 @@ class _Candidate:
 
     def repeats(self, trace: CallTracer) -> bool:
         """Return whether a call with the same arguments does the same."""
-        assert self.first is not None and self.autocast is not None
+        assert self.first is not None and self.around is not None
         roots = [self.module, self.args, self.kwargs]
         before, drawn = describe(roots), host_random_state()
         try:
-            with self.autocast.again(), torch.enable_grad(), trace.call() as second:
+            with self.around.again(), torch.enable_grad(), trace.call() as second:
                 self.forward(*self.args, **self.kwargs)
         except Exception:
             return False
@@ -625,8 +655,8 @@ class _Candidate:
         return same_python and not second.has_effects and second.equals(self.first)
 
 
-class _Autocast:
-    """The autocast that `torch.utils.checkpoint` sets back before it calls again."""
+class _Around:
+    """What `torch.utils.checkpoint` sets back before it calls again: autocast, random numbers."""
 
     def __init__(self) -> None:
         uses_cuda = torch.cuda.is_initialized()
@@ -635,9 +665,13 @@ class _Autocast:
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in kinds
         ]
+        with _disable_current_modes():
+            self.drawn = torch.get_rng_state()
 
     @contextmanager
     def again(self) -> Iterator[None]:
+        with _disable_current_modes():
+            torch.set_rng_state(self.drawn)
         with ExitStack() as stack:
             for kind, enabled, dtype in self.casts:
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))

@@ -15,14 +15,14 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch._subclasses import fake_tensor
 from torch.utils import checkpoint
 
-WAY_OUT = 'Give an explicit plan, which needs no capture: AutoParallelStrategy(plan="ddp").'
+WAY_OUT = 'Choose plan="ddp" or plan="zero1", which need no look at the step.'
 WHOLE = (  # of plans that shard parameters
     "choose plan='zero1' or 'ddp', which keep parameters whole "
     "(docs/concepts/sharding_and_your_code.md)"
@@ -57,7 +57,7 @@ class PlanError(ValueError):
 class CaptureError(ValueError):
     """The training step cannot be captured; the message says why, where, and what to do instead.
 
-    `needs_values`: a real step, which is watched (`observe_step`), may succeed.
+    `needs_values`: a step on real tensors (`observe_step`) may succeed.
     """
 
     def __init__(self, message: str, *, needs_values: bool = False) -> None:
@@ -66,11 +66,7 @@ class CaptureError(ValueError):
 
 
 def may_need_values(error: BaseException) -> bool:
-    """Return whether a capture on fake tensors that raised `error` may succeed on real ones.
-
-    True also for exceptions of the user's own that the step raised under fake tensors: they may be
-    a consequence.
-    """
+    """Return whether a capture on fake tensors that raised `error` may succeed on real ones."""
     return bool(getattr(error, "needs_values", False))
 
 
@@ -154,15 +150,29 @@ def explain_shards(error: BaseException) -> None:
         )
 
 
-def annotate(error: Exception) -> None:
-    """Note on the user's own exception that a capture was running (Python 3.11 shows it)."""
-    with suppress(AttributeError):  # an exception with slots
-        error.needs_values = True  # type: ignore[attr-defined]
-    if hasattr(error, "add_note"):
-        error.add_note(
-            "raised while lightning_topt ran training_step on fake tensors to capture it. "
-            f"{WAY_OUT}"
-        )
+def raised_by_user(error: Exception) -> CaptureError:
+    """Return the CaptureError for what code of the user raised that ran to plan a fit.
+
+    Real tensors may help: under fake ones the error may be a consequence.
+    """
+    return CaptureError(
+        "what the module does in a step was tried before the fit, to plan it, and raised "
+        f"{type(error).__name__}: {one_line(error)}\n{user_line(error)}{WAY_OUT}",
+        needs_values=True,
+    )
+
+
+@contextmanager
+def with_user_lines() -> Iterator[None]:
+    """Let errors that come out of code of the user name its line: copies send no tracebacks."""
+    try:
+        yield
+    except (CaptureError, PlanError):
+        raise
+    except Exception as error:
+        if not user_line(error):
+            raise
+        raise raised_by_user(error) from error
 
 
 def check_no_reentrant_checkpoint(unit: str) -> None:

@@ -20,12 +20,15 @@ that is made inside a call and read outside without being returned.
 
 from __future__ import annotations
 
+import io
+import random
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
@@ -42,7 +45,6 @@ from lightning_topt.graph.errors import (
 )
 from lightning_topt.graph.kernels import is_collective, is_strided, is_view, written_tensors
 from lightning_topt.graph.module_copy import fake_copy, runs_metrics
-from lightning_topt.graph.no_trace import no_trace
 from lightning_topt.graph.python_state import host_random_state
 from lightning_topt.graph.step_flow import (
     Draw,
@@ -77,7 +79,8 @@ def trace_flow(
 ) -> StepFlow:
     """Return the flow of ``run(module, batch)``.
 
-    It runs on a copy of `module` without memory; nothing is left behind.
+    It runs on a copy of `module` without memory, in the process of every rank. Random states stay
+    as they are; what else user code changes beside the copy is changed, as in the passes of stages.
 
     Args:
         module: whose step it is.
@@ -122,7 +125,7 @@ def _attempt(
     context: Callable[[], AbstractContextManager[object]],
     has_values: bool,
 ) -> StepFlow:
-    with no_trace(module), torch.compiler.set_stance("force_eager"):
+    with _as_it_was(device), torch.compiler.set_stance("force_eager"):
         copied, mode = fake_copy(module, device=device)
         # a copy of the real batch, or a fake one of the same shapes
         own_batch = copied_batch(batch)
@@ -144,6 +147,24 @@ def _attempt(
                 raise explained from error
             raise
     return recorder.flow()
+
+
+@contextmanager
+def _as_it_was(device: torch.device) -> Iterator[None]:
+    """Put back random states and the cache of autocast; `print` shows no tensors of a copy."""
+    python, numpy, caches = (
+        random.getstate(),
+        np.random.get_state(),
+        torch.is_autocast_cache_enabled(),
+    )
+    devices = [] if device.type == "cpu" else [device]
+    try:
+        with torch.random.fork_rng(devices), redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_autocast_cache_enabled(caches)
 
 
 class _Readable(TorchFunctionMode):

@@ -40,13 +40,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_topt.graph.errors import WAY_OUT, CaptureError
-from lightning_topt.graph.no_trace import random_states
+from lightning_topt.graph.errors import CaptureError
 
 T = TypeVar("T", bound=nn.Module)
 VALUE_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
 ATOMS = {int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device}
 REGISTRIES = ("_parameters", "_buffers", "_modules")
+SHARED_TYPES: tuple[type, ...] = (
+    *(types.ModuleType, types.GeneratorType, ProcessGroup),
+    *(type(threading.Lock()), type(threading.RLock())),
+)
 OWNERS = ("_trainer", "_fabric")  # of a LightningModule
 SHARED_BASES = {"LightningDataModule", "Trainer", "Callback", "Logger"}
 TENSOR_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
@@ -93,17 +96,15 @@ def build_on_meta(make: Callable[[], T]) -> T:
     """Return the module that `make` makes, on the meta device where its constructor allows it.
 
     A constructor that reads the value of a tensor (`item`, `tolist`, `numpy`, a branch on it) or
-    mixes devices raises there: it runs again with real tensors, from the same state of the random
-    number generators. Raises what it then raises. ``is_on_meta`` says which of the two happened; a
-    module on meta can be captured, but runs no real step.
+    mixes devices raises there: it runs again with real tensors. Raises what it then raises.
+    ``is_on_meta`` says which of the two happened; a module on meta can be captured, but runs no
+    real step.
     """
-    with random_states():
-        try:
-            with torch.device("meta"):
-                return make()
-        except Exception:  # whatever a constructor makes of a tensor without values
-            pass
-    return make()
+    try:
+        with torch.device("meta"):
+            return make()
+    except Exception:  # whatever a constructor makes of a tensor without values
+        return make()
 
 
 def is_on_meta(module: nn.Module) -> bool:
@@ -117,10 +118,9 @@ def is_on_meta(module: nn.Module) -> bool:
 def copy_module(module: T, copies: TensorCopies, *, fake: bool) -> T:
     """Return a deep copy of `module` with its tensors converted by `copies`, which logs nothing.
 
-    The trainer, data sets and any attribute that cannot be copied are shared. Iterators that cannot
-    be copied are replaced: what they yield to a copy would be lost. With `fake` metrics and
-    synchronized batch normalization, which need values, do without them. Raises CaptureError for
-    lazy parameters without a shape.
+    The trainer, data sets and any attribute that cannot be copied are shared. With `fake` metrics
+    and synchronized batch normalization, which need values, do without them. Raises CaptureError
+    for lazy parameters without a shape.
     """
     # what is shared is its own copy; tensors are converted before all else
     memo: dict[int, object] = {id(value): value for value in _shared(module)}
@@ -315,29 +315,16 @@ def _copyable(value: object, memo: dict[int, object]) -> bool:
 
 @contextmanager
 def _reducers() -> Iterator[None]:
-    """Teach `copy.deepcopy` to share or replace some types, wherever they are.
-
-    Modules of Python, locks and process groups are shared; generators of Python are replaced by
-    `_UsedUp`, those of torch copied with their state.
-    """
+    """Teach `copy.deepcopy` to share what it cannot copy, and to copy generators of torch."""
 
     def share(value: object) -> str:
         return "shared"  # a string means that the object is its own copy
 
-    def replace(value: object) -> tuple[object, ...]:
-        return _UsedUp, ()
-
     def draw_alike(value: Any) -> tuple[Any, ...]:
         return functools.partial(_generator_like, value), ()
 
-    table: dict[type, Callable[[Any], Any]] = {
-        types.ModuleType: share,
-        type(threading.Lock()): share,
-        type(threading.RLock()): share,
-        types.GeneratorType: replace,
-        ProcessGroup: share,
-        torch.Generator: draw_alike,
-    }
+    table: dict[type, Callable[[Any], Any]] = dict.fromkeys(SHARED_TYPES, share)
+    table[torch.Generator] = draw_alike
     # what a user has registered stays
     new = {cls: function for cls, function in table.items() if cls not in copyreg.dispatch_table}
     copyreg.dispatch_table.update(new)
@@ -346,21 +333,6 @@ def _reducers() -> Iterator[None]:
     finally:
         for cls in new:
             del copyreg.dispatch_table[cls]
-
-
-class _UsedUp:
-    """Stands for a generator of Python, which cannot be copied."""
-
-    def __iter__(self) -> Any:
-        return self
-
-    def __next__(self) -> Any:
-        raise CaptureError(
-            "the training step takes what a generator of the module yields, and a capture would "
-            "use it up. " + WAY_OUT
-        )
-
-    send = close = __next__
 
 
 def _generator_like(generator: torch.Generator) -> torch.Generator:

@@ -4,8 +4,7 @@
     module(*args)
     describe([module, args]) == before      # the call has left nothing behind
 
-Descriptions are equal for objects that would behave the same; tensors count by shape, or by
-identity. Nothing of the user is copied or called.
+Descriptions are equal for objects that would behave the same. Nothing of the user is called.
 """
 
 from __future__ import annotations
@@ -25,27 +24,37 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_topt.graph.errors import is_users
 
-MAX_NODES = 20_000
-MAX_ITEMS = 10_000  # a larger container, such as a replay buffer, counts by its length
+MAX_OBJECTS, MAX_ITEMS = 20_000, 10_000  # all beyond, and in larger containers, counts as equal
+LEAVES = (int, str, bytes, type(None), torch.dtype, torch.device)
+SEQUENCES = (list, tuple, collections.deque)
 # described by their class alone
 OPAQUE = (
     *(type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial),
-    *(Dataset, DataLoader, Sampler),
+    *(nn.Module, Dataset, DataLoader, Sampler),
 )
 OWN_NAMES = ("_parameters", "_modules", "forward")  # compared otherwise, or replaced by us
+CHANGEABLE = (int, float, str, type(None), list, dict, set, Tensor, collections.deque)
 
 
-def describe(roots: Iterable[object], *, identities: bool = False) -> object:
-    """Return the state of `roots`.
+Seen = dict[int, tuple[int, object]]  # by id: numbers, and the objects
 
-    A module stands for its submodules and what their code can change. With `identities` another
-    tensor of the same shape is another state.
+
+def describe(roots: Iterable[object]) -> object:
+    """Return the state of `roots`, tensors by their shapes.
+
+    A module stands for its submodules and what their code can change.
     """
-    describer = _Describer(identities=identities)
-    return [
-        describer.module(root) if isinstance(root, nn.Module) else describer.value(root)
-        for root in roots
-    ]
+    seen: Seen = {}
+    found: list[object] = []
+    for root in roots:
+        if isinstance(root, nn.Module):
+            for part in root.modules():
+                own = {name: v for name, v in vars(part).items() if name not in OWN_NAMES}
+                found.append(_describe(own, seen))
+            found.append(_describe(_surroundings(map(type, root.modules())), seen))
+        else:
+            found.append(_describe(root, seen))
+    return found
 
 
 def describe_surroundings(classes: Iterable[type]) -> object:
@@ -53,14 +62,7 @@ def describe_surroundings(classes: Iterable[type]) -> object:
 
     These are globals, class attributes and closures; tensors count by identity.
     """
-    describer = _Describer(identities=True)
-    return [
-        describer.value(list(_surroundings(cls)))
-        for cls in sorted(classes, key=lambda cls: cls.__qualname__)
-    ]
-
-
-_REGISTRIES = frozenset(["_parameters", "_buffers", "_modules"])
+    return _describe(_surroundings(classes), {}, identities=True)
 
 
 def host_random_state() -> tuple[object, ...]:
@@ -70,159 +72,53 @@ def host_random_state() -> tuple[object, ...]:
     return random.getstate(), state[1].tobytes(), state[2:]
 
 
-class ModuleState:
-    """The attributes of each part of `module` at one moment, and the globals of their files.
-
-    Values are described (see `describe`), tensors by their shapes.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._parts, self._files = _attributes_of(module), _files_of(module)
-
-    def changed(self) -> set[str]:
-        """Return the paths of the modules that have changed since."""
-        now, files = _attributes_of(self._module), _files_of(self._module)
-        paths = {
-            path
-            for path in self._parts.keys() | now.keys()
-            if self._parts.get(path) != now.get(path)
-        }
-        # a file that changed counts for all modules whose classes are in it
-        classes = {
-            name
-            for name, (cls, state) in files.items()
-            if self._files.get(name, (cls, None))[1] != state
-        }
-        return paths | {
-            path
-            for path, part in self._module.named_modules()
-            if _class_name(type(part)) in classes
-        }
-
-
-def _class_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _attributes_of(module: nn.Module) -> dict[str, object]:
-    found = {}
-    for path, part in module.named_modules():
-        if path:  # the root is no block, and Lightning keeps its own notes there
-            own = {
-                name: value
-                for name, value in vars(part).items()
-                if name not in _REGISTRIES and "_hooks" not in name
-            }
-            found[path] = describe([own])
-    return found
-
-
-def _files_of(module: nn.Module) -> dict[str, tuple[type, object]]:
-    classes = {_class_name(type(part)): type(part) for path, part in module.named_modules() if path}
-    return {name: (cls, describe_surroundings([cls])) for name, cls in classes.items()}
-
-
-class _Describer:
-    """One description; objects that were met before are referred to by number."""
-
-    def __init__(self, *, identities: bool = False) -> None:
-        self._identities = identities
-        self._numbers: dict[int, int] = {}
-        self._held: list[object] = []
-
-    def module(self, root: nn.Module) -> object:
-        """Return the state of a module, its submodules and what their code can change."""
-        # attributes of each module first, then what the code of each class can reach
-        classes = {type(module) for module in root.modules()}
-        return [
-            [
-                self.value({k: v for k, v in vars(m).items() if k not in OWN_NAMES})
-                for m in root.modules()
-            ],
-            [
-                self.value(list(_surroundings(cls)))
-                for cls in sorted(classes, key=lambda cls: cls.__qualname__)
-            ],
+def _describe(value: Any, seen: Seen, *, identities: bool = False) -> object:
+    """Return the state of a value; objects in `seen` are referred to by number."""
+    if isinstance(value, Tensor):
+        return id(value) if identities else (tuple(value.shape), value.dtype, value.requires_grad)
+    if isinstance(value, LEAVES):
+        return value
+    if isinstance(value, (float, complex)):
+        return repr(value)  # not-a-number equals itself
+    if isinstance(value, np.ndarray):
+        return value.shape, value.dtype, value.tobytes() if value.nbytes < 1 << 16 else b""
+    if id(value) in seen or len(seen) >= MAX_OBJECTS:
+        return "seen", seen.get(id(value), (MAX_OBJECTS,))[0]
+    seen[id(value)] = len(seen), value  # held, so that no other object gets its id
+    inside: object = None
+    if isinstance(value, torch.Generator):
+        inside = value.get_state().tolist()
+    elif isinstance(value, (dict, set, frozenset, *SEQUENCES)) and len(value) > MAX_ITEMS:
+        inside = len(value)
+    elif isinstance(value, (set, frozenset)):  # without an order: of other items the number counts
+        inside = len(value), sorted(map(repr, (v for v in value if isinstance(v, (int, str)))))
+    elif isinstance(value, SEQUENCES):
+        inside = [_describe(item, seen, identities=identities) for item in value]
+    elif isinstance(value, dict) or not isinstance(value, OPAQUE):
+        items = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+        inside = [
+            (key if isinstance(key, str) else type(key), _describe(v, seen, identities=identities))
+            for key, v in items.items()
         ]
-
-    def value(self, value: object) -> object:
-        # leaves: described by value, or by shape
-        if isinstance(value, Tensor) and self._identities:
-            return "tensor", id(value)
-        if isinstance(value, Tensor):
-            return "tensor", tuple(value.shape), str(value.dtype), value.requires_grad
-        if isinstance(value, np.ndarray):
-            return (
-                "array",
-                value.shape,
-                str(value.dtype),
-                hash(value.tobytes()) if value.nbytes < 1 << 16 else 0,
-            )
-        # True is an int too
-        if isinstance(value, (int, str, bytes, type(None), torch.dtype, torch.device)):
-            return value
-        if isinstance(value, (float, complex)):
-            return repr(value)  # not-a-number equals itself
-        # containers and objects: each is described once, references to it by number
-        if id(value) in self._numbers:
-            return "seen", self._numbers[id(value)]
-        # from here on all is taken to be the same: a description must end
-        if len(self._numbers) >= MAX_NODES:
-            return "beyond"
-        self._numbers[id(value)] = len(self._numbers)
-        self._held.append(value)  # so that no other object gets its id
-        return type(value).__qualname__, self._inside(value)
-
-    def _inside(self, value: object) -> object:
-        if (
-            isinstance(value, (dict, list, tuple, collections.deque, set, frozenset))
-            and len(value) > MAX_ITEMS
-        ):
-            return "items", len(value)
-        if isinstance(value, dict):
-            return [
-                (str(key) if isinstance(key, str) else type(key), self.value(item))
-                for key, item in value.items()
-            ]
-        if isinstance(value, (list, tuple, collections.deque)):
-            return [self.value(item) for item in value]
-        # a set has no order; items of other kinds count by their number
-        if isinstance(value, (set, frozenset)):
-            return len(value), sorted(
-                repr(item) for item in value if isinstance(item, (str, int, float))
-            )
-        # a generator that was drawn from is another state
-        if isinstance(value, torch.Generator):
-            return value.get_state().tolist()
-        # modules are described as roots; functions and data sets are not looked into
-        if isinstance(value, (nn.Module, *OPAQUE)):
-            return None
-        # any other object by its attributes; with slots alone, by its class
-        attributes = getattr(value, "__dict__", None)
-        return self.value(dict(attributes)) if isinstance(attributes, dict) else None
+    return type(value).__qualname__, inside
 
 
-def _surroundings(cls: type) -> Iterator[object]:
-    """Yield what the code of a user's class can change.
+def _surroundings(classes: Iterable[type]) -> list[object]:
+    """Return what the code of users' classes can change: globals, attributes, closures."""
+    return [pair for cls in sorted(set(classes), key=str) for pair in _names_around(cls)]
 
-    Globals of its file, attributes of the class, closures of `forward`.
-    """
-    # what code can change in place or set anew; functions, classes and modules are left out
-    plain = (int, float, str, bool, type(None), list, dict, set, Tensor, collections.deque)
+
+def _names_around(cls: type) -> Iterator[object]:
     for base in cls.__mro__:
         if not is_users(base.__module__):
             continue
         # `forward` of this class itself: its bases have their own turn
-        forward = vars(base).get("forward")
-        for cell in getattr(forward, "__closure__", None) or ():
+        for cell in getattr(vars(base).get("forward"), "__closure__", None) or ():
             try:
-                content = cell.cell_contents
+                yield None if isinstance(cell.cell_contents, nn.Module) else cell.cell_contents
             except ValueError:  # not filled yet
-                content = None
-            if not isinstance(content, nn.Module):
-                yield content
+                yield None
         for namespace in (vars(sys.modules[base.__module__]), vars(base)):
             for name, value in namespace.items():
-                if not name.startswith("__") and isinstance(value, plain):
+                if not name.startswith("__") and isinstance(value, CHANGEABLE):
                     yield name, value

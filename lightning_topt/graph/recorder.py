@@ -14,27 +14,24 @@ Where it comes from:
     what is saved     hooks on saved tensors
     when it is freed  weak references to storages (`LiveStorages`)
 
-A recorder watches a copy on fake tensors, or, with `live`, the module that trains in a step of its
-own; there it must not change what runs, and its own errors must never reach the step.
+A recorder watches a copy, on fake tensors or, where a step reads values, on real ones.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode,
@@ -42,7 +39,6 @@ from torch.utils._python_dispatch import (
     _pop_mode,
     _push_mode,
 )
-from torch.utils.hooks import RemovableHandle
 
 from lightning_topt.graph.equal_calls import ObservedCall
 from lightning_topt.graph.kernels import (
@@ -93,39 +89,6 @@ def entered(mode: TorchDispatchMode) -> Iterator[None]:
                 _push_mode(other)
 
 
-class CallWatch(Protocol):
-    """Watches what calls of modules read and leave behind, while they are recorded."""
-
-    def enter(self, call: CallRecord, module: nn.Module, args: tuple[object, ...]) -> None:
-        """A call begins."""
-
-    def leave(self, call: CallRecord, kwargs: Mapping[str, object]) -> None:
-        """The innermost call under way ends, perhaps by an exception.
-
-        Its keywords are known now.
-        """
-
-    def operator(
-        self, func: OpOverload, values: Iterable[object], tensors: Iterable[Tensor]
-    ) -> None:
-        """An operator runs with the arguments `values`, the `tensors` among them."""
-
-    def write(self, tensor: Tensor) -> None:
-        """An operator writes to `tensor`."""
-
-
-class LiveMode(TorchDispatchMode):
-    """Base of modes that may watch a module while it trains."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Say that compiled functions stay compiled under this mode.
-
-        Otherwise they would be skipped for good.
-        """
-        return True
-
-
 class _Frame:
     """A module call that is under way; `op` is its operator when the module is a leaf."""
 
@@ -133,7 +96,7 @@ class _Frame:
         self.call, self.op = call, op
 
 
-class Recorder(LiveMode):
+class Recorder(TorchDispatchMode):
     """A mode that records a step; `recording` has the result.
 
     Args:
@@ -141,13 +104,9 @@ class Recorder(LiveMode):
         outside: further tensors that exist before the pass (the batch).
         resizes: the mode of a pass on `PRIME` batches, whose kernels are measured at other sizes
             too (see [Note: one recording] in `recording`).
-        live: `module` is the one that trains, in a step of its own (see `step_observer`): nothing
-            is changed or put back, collectives are real, and what runs beside the step's operators,
-            such as DDP's buckets, is not recorded.
 
     Attributes:
-        failed: the operator that was running when an error was raised, of a copy.
-        problem: what ended a live recording; the step goes on.
+        failed: the operator that was running when an error was raised.
         observed: the call whose reads and writes are compared with those of its equals.
         current: the operator that runs, or ran last.
     """
@@ -158,21 +117,13 @@ class Recorder(LiveMode):
         outside: Iterable[Tensor],
         *,
         resizes: FakeTensorMode | None = None,
-        live: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # the result, and what ended it
         self.recording = Recording()
         self.failed: OpOverload | None = None
-        self.problem: Exception | None = None
-        self._resizes, self._live = resizes, live
-        self.supports_higher_order_operators = live
-        self._handles: list[RemovableHandle] = []
-        # the autograd node whose gradient is complete, and goes to DDP's buckets
-        self._reduced: Any = None
+        self._resizes = resizes
         # where the step is
-        self.is_backward, self.is_on, self.current = False, False, 0
-        self.calls: CallWatch | None = None
+        self.is_backward, self.current = False, 0
         outside = list(outside)
         self.memory = LiveStorages(
             self.recording, [*module.parameters(), *module.buffers(), *outside]
@@ -195,33 +146,20 @@ class Recorder(LiveMode):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Wrap the forward pass.
-
-        Of a copy the tensors that autograd saves are recorded; a live step saves in its own way.
-        """
-        with ExitStack() as stack:
-            stack.enter_context(entered(self))
-            if not self._live:
-                stack.enter_context(
-                    torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
-                )
-            # operators outside of the two passes are not of the step
-            self.is_on = True
-            stack.callback(setattr, self, "is_on", False)
+        """Wrap the forward pass."""
+        saved = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        with entered(self), saved:
             yield
-        with self._own_problems():
-            self._claim_saved(self.current)
-            self.nodes.claim(self.current)
+        self._claim_saved(self.current)
+        self.nodes.claim(self.current)
 
     @contextmanager
     def backward(self, loss: Tensor) -> Iterator[None]:
         """Wrap the backward pass from `loss`."""
-        with self._own_problems():
-            self.is_backward = True
-            self.nodes.begin_backward()
-            # the first kernel of the pass has no node of its own: it belongs to the loss
-            self.current = self.nodes.op_of(loss.grad_fn, self.current)
-            self.recording.backward_start = len(self.recording.kernel_ops)
+        self.is_backward = True
+        # the first kernel of the pass has no node of its own: it belongs to the loss
+        self.current = self.nodes.op_of(loss.grad_fn, self.current)
+        self.recording.backward_start = len(self.recording.kernel_ops)
         with entered(self):
             yield
 
@@ -230,68 +168,12 @@ class Recorder(LiveMode):
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 # after autograd has added to ``.grad``
-                accumulated = partial(self._accumulated, name)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(accumulated))
-        paths = {submodule: path for path, submodule in module.named_modules() if path}
-        if self._live:
-            self._hook_all_modules(paths)
-            return
-        for submodule, path in paths.items():
-            enter, leave = partial(self._enter, path), partial(self._exit, path)
-            self._handles.append(
+                parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name))
+        for path, submodule in module.named_modules():
+            if path:
+                enter, leave = partial(self._enter, path), partial(self._exit, path)
                 submodule.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
-            )
-            self._handles.append(submodule.register_forward_hook(leave, with_kwargs=True))
-
-    def _hook_all_modules(self, paths: Mapping[nn.Module, str]) -> None:
-        """See the calls of live modules by hooks for all modules.
-
-        Hooks of their own would be copied with them, and change what torch runs. What goes wrong
-        ends the recording, not the step.
-        """
-        # by identity: a module may have its own idea of equality; other threads run other steps
-        thread = threading.get_ident()
-        known = {id(submodule): path for submodule, path in paths.items()}
-
-        def is_seen(module: nn.Module) -> bool:
-            is_live = self.problem is None and self.is_on and not self.is_backward
-            return is_live and id(module) in known and threading.get_ident() == thread
-
-        def enter(module: nn.Module, args: tuple[object, ...]) -> None:
-            if is_seen(module):
-                with self._own_problems(), torch._C.DisableTorchFunction():
-                    self._enter(known[id(module)], module, args, {})
-
-        def leave(
-            module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object
-        ) -> None:
-            if is_seen(module):
-                with self._own_problems(), torch._C.DisableTorchFunction():
-                    self._exit(known[id(module)], module, args, kwargs, output)
-
-        self._handles.append(register_module_forward_pre_hook(enter))
-        self._handles.append(register_module_forward_hook(leave, with_kwargs=True))
-
-    @contextmanager
-    def _own_problems(self) -> Iterator[None]:
-        """Keep what goes wrong with a live recording, which ends there."""
-        if not self._live:
-            yield
-            return
-        try:
-            yield
-        except Exception as error:
-            self.problem = error.with_traceback(None)  # which would hold the step's tensors
-
-    def close(self) -> None:
-        """Take all hooks off again, and let go of all tensors."""
-        for handle in self._handles:
-            handle.remove()
-            # torch keeps its note about the keywords of a hook for all modules.
-            getattr(nn.modules.module, "_global_forward_hooks_with_kwargs", {}).pop(handle.id, None)
-        self._handles.clear()
-        self.memory.forget()
-        self._reduced = None
+                submodule.register_forward_hook(leave, with_kwargs=True)
 
     def _enter(
         self, path: str, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
@@ -307,8 +189,6 @@ class Recorder(LiveMode):
         is_leaf = next(module.children(), None) is None
         op = self._new_op(path, type(module).__name__, (*self.stack(), path)) if is_leaf else None
         self._frames.append(_Frame(call, op))
-        if self.calls is not None:
-            self.calls.enter(call, module, args)
 
     def _exit(
         self,
@@ -323,18 +203,7 @@ class Recorder(LiveMode):
         # A call that raised, and whose error somebody caught, has left its frame behind.
         while (frame := self._frames.pop()).call.path != path:
             frame.call.exit = len(self.recording.kernel_ops)
-            if self.calls is not None:
-                self.calls.leave(frame.call, {})
         tensors, call = list(tensors_in(output)), frame.call
-        # Hooks for all modules see keywords at the end of a call alone, perhaps with more in them.
-        if kwargs and self._live:
-            call.inputs = [
-                storage
-                for storage in self.memory.within((args, kwargs))
-                if storage.made < call.enter
-            ]
-        if self.calls is not None:
-            self.calls.leave(call, kwargs)
         call.exit, call.outputs = len(self.recording.kernel_ops), self.memory.within(tensors)
         call.needs_grad = any(tensor.requires_grad for tensor in tensors)
         if frame.op is not None:
@@ -342,21 +211,17 @@ class Recorder(LiveMode):
             self.nodes.claim(frame.op)
 
     def _accumulated(self, name: str, parameter: Tensor) -> None:
-        if self.problem is None:
-            with self._own_problems():
-                if self._live:
-                    self._reduced = torch._C._current_autograd_node()
-                if parameter.grad is not None:
-                    self.recording.with_gradient.add(name)
-                    # the gradient itself, and the parts that autograd added to get it
-                    todo = self.memory.within(parameter.grad)
-                    for storage in todo:
-                        storage.is_left = True
-                    while todo:
-                        storage = todo.pop()
-                        if storage.gradient_of is None:
-                            storage.gradient_of = name
-                            todo += storage.parts
+        if parameter.grad is not None:
+            self.recording.with_gradient.add(name)
+            # the gradient itself, and the parts that autograd added to get it
+            todo = self.memory.within(parameter.grad)
+            for storage in todo:
+                storage.is_left = True
+            while todo:
+                storage = todo.pop()
+                if storage.gradient_of is None:
+                    storage.gradient_of = name
+                    todo += storage.parts
 
     # ---- operators -------------------------------------------------------------------------------
 
@@ -365,17 +230,10 @@ class Recorder(LiveMode):
     ) -> Any:
         """Run `func` and record it."""
         kwargs = kwargs or {}
-        if isinstance(func, HigherOrderOperator):  # seen by live recordings alone
-            self.problem = self.problem or NotImplementedError(
-                f"{func} calls functions, which are not seen"
-            )
-            return func(*args, **kwargs)
         if func._schema.name in QUERIES:
             device = fake_device(func, args)  # autograd asks for it all the time
             return func(*args, **kwargs) if device is None else device
-        if self._live:
-            return self._live_dispatch(func, args, kwargs)
-        # A copy: the operator is found before the call, since its autograd nodes follow.
+        # The operator is found before the call, since its autograd nodes follow.
         index = self._backward_op() if self.is_backward else self._forward_op(func)
         self.failed = func
         frozen: FrozenCall | None = None
@@ -392,34 +250,6 @@ class Recorder(LiveMode):
         self.failed = None
         self._record(index, func, args, kwargs, out, frozen)
         return out
-
-    def _live_dispatch(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
-        """Run `func`, whatever happens to the recording."""
-        # the user's operator runs in any case, between what is noted before it and after it
-        index: int | None = None
-        if self.problem is None and (self.is_on or self.is_backward):
-            with self._own_problems():
-                if not (self.is_backward and self._is_beside(func)):
-                    index = self._backward_op() if self.is_backward else self._forward_op(func)
-                    self.recording.has_collectives |= is_collective(func)
-        out = func(*args, **kwargs)
-        if index is not None and self.problem is None:
-            with self._own_problems():
-                self._record(index, func, args, kwargs, out)
-        return out
-
-    def _is_beside(self, func: OpOverload) -> bool:
-        """Return whether an operator of the backward pass is not of the recorded step.
-
-        It is DDP's then, a loss scaler's, or a logger's.
-        """
-        node = torch._C._current_autograd_node()
-        # Without a node DDP copies what came out of its buckets; before the first one, only the
-        # gradient of the loss is made.
-        if node is None:
-            has_begun = len(self.recording.kernel_ops) > self.recording.backward_start
-            return func._schema.name != "aten::ones_like" or has_begun
-        return node is self._reduced or self.nodes.is_between(node)
 
     def _record(
         self,
@@ -512,8 +342,6 @@ class Recorder(LiveMode):
         sources = self.memory.within(tensors)
         is_sum = self.is_backward and func._schema.name == SUM_OF_GRADIENTS and len(sources) == 2
         if not self.is_backward:
-            if self.calls is not None:
-                self.calls.operator(func, (*args, *kwargs.values()), tensors)
             self._read(index, tensors, sources)
             self._write(index, func, args, kwargs)
         outputs = list(tensors_in(out))
@@ -525,10 +353,10 @@ class Recorder(LiveMode):
             self.memory.track(tensor, born=born, op=index, parts=tuple(sources) if is_sum else ())
         if self.observed is not None and func._schema.name == CAST:
             self.observed.cast(args[0], self.memory.of(out))
-        # A live tensor has all of its bytes.
+        # A real tensor has all of its bytes.
         place, hidden = hidden_bytes(func, args)
-        if not self._live and hidden and (storage := self.memory.of(outputs[place])):
-            storage.bytes += int(hidden)
+        if hidden and (storage := self.memory.of(outputs[place])):
+            storage.bytes += int(hidden) if isinstance(outputs[place], FakeTensor) else 0
         if not self.is_backward and not op.outputs:
             op.outputs = [shape_of(tensor) for tensor in outputs]
         record.kernel_ops.append(index)
@@ -555,8 +383,6 @@ class Recorder(LiveMode):
             storage = self.memory.of(tensor)
             if self.observed is not None:
                 self.observed.write(tensor, storage)
-            if self.calls is not None:
-                self.calls.write(tensor)
             self.recording.writes.append(
                 (len(self.recording.kernel_ops), storage.born if storage else OUTSIDE)
             )
@@ -602,10 +428,6 @@ class LiveStorages:
         self._outside_ids = {
             tensor.untyped_storage()._cdata for tensor in self._outside if is_strided(tensor)
         }
-
-    def forget(self) -> None:
-        """Let go of the older tensors, and of all that is noted of live ones."""
-        self._outside, self._live, self._references = [], {}, {}
 
     def of(self, tensor: Tensor) -> StorageRecord | None:
         """Return the storage of `tensor`; None where it is older or not strided."""
@@ -657,7 +479,6 @@ class AutogradNodes:
     def __init__(self) -> None:
         self._ops: dict[int, int] = {}
         self._next = torch._C._autograd._get_sequence_nr()
-        self._between = range(0)
 
     def claim(self, op: int, *, keep_last: bool = False) -> None:
         """Note that nodes made since the last claim belong to operator `op`.
@@ -673,17 +494,6 @@ class AutogradNodes:
     def op_of(self, node: Any, default: int) -> int:
         """Return the operator of `node`, `default` for None and nodes that nobody claimed."""
         return default if node is None else self._ops.get(node._sequence_nr(), default)
-
-    def begin_backward(self) -> None:
-        """Note that nodes made since the last claim are not of the step.
-
-        Such as that of a loss that is divided for accumulation.
-        """
-        self._between = range(self._next, torch._C._autograd._get_sequence_nr())
-
-    def is_between(self, node: Any) -> bool:
-        """Return whether `node` was made between the forward and the backward pass."""
-        return node._sequence_nr() in self._between
 
     @property
     def are_claimed(self) -> bool:

@@ -38,8 +38,8 @@ from lightning_topt.costs.exchange_model import legal_exchanges, legal_local_ste
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.costs.sizes import ROOT
 from lightning_topt.costs.training_step import TrainingStep
+from lightning_topt.graph.capture import no_collection
 from lightning_topt.graph.mesh_axes import Mesh, data_mesh, hybrid_mesh
-from lightning_topt.graph.no_trace import no_collection
 from lightning_topt.graph.op_config import OpConfig, Storage
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.chains import NO_BOUND, Chain, Choices, FoundPlans, search_chains

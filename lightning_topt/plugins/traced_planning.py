@@ -35,7 +35,7 @@ from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.optimizer import UpdateTime, time_updates
 from lightning_topt.execution.plan_problems import check_world_size
 from lightning_topt.graph.blocks import block_of, choose_blocks
-from lightning_topt.graph.errors import one_line
+from lightning_topt.graph.errors import one_line, with_user_lines
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
 from lightning_topt.plan.explanation import price_plan
@@ -209,7 +209,7 @@ def _traced(request: PlanRequest, trainer: pl.Trainer) -> PlanDecision:
 def _plan_of(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Questions[_Found]:
     """Make the plan of rank 0's step on `batch`; runs in a copy of its process."""
     given = request.plan
-    with _messages() as messages:
+    with with_user_lines(), _messages() as messages:
         if isinstance(given, UniformPlan):
             mesh = given.mesh(dist.get_world_size(), num_nodes=trainer.num_nodes)
             step = TracedStep.of(trainer, batch, splits=False)
@@ -249,6 +249,7 @@ def runs_in_copies(trainer: pl.Trainer) -> bool:
 
 def in_copy(trainer: pl.Trainer, function: Callable[[], T]) -> T:
     """Return what `function` does in a copy of this process, or here where no copy can run it."""
+    function = with_user_lines()(function)
     if not runs_in_copies(trainer):
         return function()
     return ForkedCall(function, isolated=True).result(timeout_seconds=_PATIENCE_SECONDS)

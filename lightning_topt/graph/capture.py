@@ -686,7 +686,7 @@ class Source(NamedTuple):
 
     Args:
         kind: ``"made"`` by this call, ``"met"`` in it first, or ``"known"`` before.
-        place: counts what a call makes or meets.
+        place: counts what a call makes, or what it meets.
         serial: counts all memory.
         version: counts the writes to it.
         offset: of the tensor in its storage.
@@ -719,13 +719,14 @@ class Source(NamedTuple):
 class CallTrace:
     """The operators that one call runs, and the memory that each of them reads.
 
-    `own` are (kind, place) by serial. `has_effects`: it drew from a generator of its own or talked
+    `own` are (kind, place) by serial, `places` counts them by kind. `has_effects`: it drew from a generator of its own or talked
     to other ranks.
     """
 
     operators: list[tuple[OpOverload, Frozen]] = field(default_factory=list)
     sources: list[list[Source]] = field(default_factory=list)
-    own: dict[int, tuple[str, int]] = field(default_factory=dict)  # (kind, place) by serial
+    own: dict[int, tuple[str, int]] = field(default_factory=dict)
+    places: Counter[str] = field(default_factory=Counter)
     has_effects: bool = False
 
     def equals(self, other: CallTrace) -> bool:
@@ -811,7 +812,8 @@ class CallTracer(TorchDispatchMode):
         self._serials[address] = self._count
         # new for all calls under way, at the next place in each
         for call in self._open:
-            call.own[self._count] = kind, len(call.own)
+            call.own[self._count] = kind, call.places[kind]
+            call.places[kind] += 1
 
         def freed(_: object) -> None:
             del self._serials[address], self._references[address]

@@ -402,19 +402,6 @@ def test_graphs_travel_pickled(module: Any) -> None:
     assert pickle.loads(pickle.dumps(graph)) == graph
 
 
-def test_random_numbers_in_the_step_are_taken_back() -> None:
-    class Noisy(MLP):
-        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
-            scale = random.random() + np.random.rand() + float(torch.rand(1).shape[0])
-            return super().training_step(batch + torch.randn_like(batch)) * scale
-
-    module = Noisy()
-    state = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
-    capture(module, torch.zeros(4, 16))
-    assert state[0] == random.getstate() and (state[1] == np.random.get_state()[1]).all()
-    assert torch.equal(state[2], torch.get_rng_state())
-
-
 def test_precision_context_is_applied() -> None:
     graph = capture(
         MLP(), batch_for(MLP()), forward_context=lambda: torch.autocast("cpu", dtype=torch.bfloat16)

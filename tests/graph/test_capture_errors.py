@@ -1,10 +1,9 @@
-"""What cannot be captured is refused with operator, line and a way out; the user's own errors stay
-their own.
-"""
+"""What cannot be captured is refused with operator or error, line and a way out."""
 
 from __future__ import annotations
 
-import sys
+import importlib
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -14,7 +13,7 @@ import torchmetrics
 from torch import Tensor, nn
 
 from lightning_topt.graph.capture import capture
-from lightning_topt.graph.errors import CaptureError
+from lightning_topt.graph.errors import CaptureError, PlanError, is_users, with_user_lines
 from tests.graph.measure import flops_of
 from tests.models import GPT, MLP, ConvNet, batch_for
 
@@ -36,7 +35,7 @@ def refuse(module: Any, batch: Any, *fragments: str, **kwargs: Any) -> None:
 
 
 X = torch.zeros(4, 8)
-WAY_OUT = 'AutoParallelStrategy(plan="ddp")'
+WAY_OUT = 'plan="ddp" or plan="zero1"'
 
 
 def test_value_of_a_tensor() -> None:
@@ -184,36 +183,37 @@ def test_step_that_depends_on_the_batch_size() -> None:
     refuse(Odd(), X, "other operators on 4 samples than on 8", "relu", "tanh", WAY_OUT)
 
 
-def test_users_own_error_keeps_its_type() -> None:
+def test_users_own_error_has_its_line() -> None:
     class MyError(Exception):
         pass
 
     class Raises(Net):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            raise MyError("mine")
-
-    with pytest.raises(MyError, match="mine") as caught:
-        capture(Raises(), X)
-    if sys.version_info >= (3, 11):
-        assert "while lightning_topt" in caught.value.__notes__[0]
+            raise MyError("mine")  # by the user
 
     class WrongShape(Net):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return self.net(batch[:, :3]).mean()
+            return self.net(batch[:, :3]).mean()  # three of eight
 
-    with pytest.raises(RuntimeError) as shape_error:
-        capture(WrongShape(), X)
-    assert not isinstance(shape_error.value, CaptureError)
-
-
-def test_users_not_implemented_error_is_their_own() -> None:
     class Unfinished(Net):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             self.net(batch)
             raise NotImplementedError("later")
 
-    with pytest.raises(NotImplementedError, match="later"):
-        capture(Unfinished(), X)
+    refuse(Raises(), X, "raised MyError: mine", f"{__file__}:", "# by the user", WAY_OUT)
+    refuse(WrongShape(), X, "raised RuntimeError", "# three of eight", WAY_OUT)
+    refuse(Unfinished(), X, "raised NotImplementedError: later", WAY_OUT)
+
+
+def test_errors_of_user_code_have_a_line_and_others_stay() -> None:
+    def plans(rows: Any) -> None:
+        with with_user_lines():
+            rows[1]  # too few
+
+    with pytest.raises(CaptureError, match=r"IndexError: list index out of range\n.*# too few"):
+        plans([])
+    with pytest.raises(PlanError, match="as it is"), with_user_lines():
+        raise PlanError("as it is")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -407,6 +407,39 @@ def test_users_own_error_in_a_transform_is_their_own() -> None:
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             return torch.func.vmap(lambda row: row @ torch.zeros(3))(batch).mean()
 
-    with pytest.raises(RuntimeError, match="size") as caught:
-        capture(Wrong(), X)
-    assert not isinstance(caught.value, CaptureError)
+    refuse(Wrong(), X, "raised RuntimeError", "size", "row @ torch.zeros(3)", WAY_OUT)
+
+
+# ---- whose code it is
+
+
+def test_packages_may_be_installed_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By ``pip install --target``; the user's files may lie beside them."""
+    for name in (
+        "topt_installed/__init__.py",
+        "topt_installed/part.py",
+        "topt_alone.py",
+        "topt_own.py",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "some-1.0.dist-info").mkdir()
+    (tmp_path / "some-1.0.dist-info" / "RECORD").write_text(
+        "topt_installed/__init__.py,,\ntopt_alone.py,sha256=1,0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ("topt_installed.part", "topt_alone", "topt_own")
+    users = {name: is_users(importlib.import_module(name).__name__) for name in names}
+    assert users == {"topt_installed.part": False, "topt_alone": False, "topt_own": True}
+
+
+class Described:
+    """As classes written in C may be: its name of a module is a descriptor."""
+
+    __module__ = property(lambda self: "somewhere")  # type: ignore[assignment]
+
+
+def test_classes_whose_module_is_no_name_are_not_the_users() -> None:
+    assert not is_users(Described.__module__)

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from lightning_topt.graph.kernels import hidden_bytes, measure
-from lightning_topt.graph.step_observer import StepTimer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -94,16 +93,3 @@ def test_what_a_recurrent_layer_keeps_is_about_what_is_expected(kind: str, both_
     ((expected, actual, flops),) = seen
     assert flops > 0
     assert expected == pytest.approx(actual, rel=0.5), (kind, both_ways, expected / actual)
-
-
-def test_a_timed_step_has_no_launches_in_its_kernels() -> None:
-    x = torch.zeros(1024, device="cuda")
-    x.add_(1)
-    timer = StepTimer(torch.device("cuda"))
-    with timer:
-        for _ in range(20):
-            x.add_(1)
-    ((name, _),) = timer.seconds()
-    assert name.startswith("aten.add_")
-    (seconds,) = timer.seconds().values()
-    assert 5e-7 < seconds < 1e-5  # the host takes longer to issue one

@@ -156,9 +156,9 @@ def read_optimizer(
 ) -> OptimizerProfile:
     """Profile optimizers that were built over `named_parameters`.
 
-    Fake tensors will do: only shapes are read. The optimizers may be those of the training: they,
-    their state and parameters and all random generators stay as they are. `device_type` is where
-    they will run; it decides torch's default between the for-loop and the foreach step.
+    Fake tensors will do: only shapes are read. Optimizers, their state and parameters and all
+    random generators stay as they are; what their steps change elsewhere stays. `device_type` is
+    where they will run; it decides torch's default between the for-loop and the foreach step.
 
     Raises:
         OptimizerError: for a parameter that is not among `named_parameters`, and for an optimizer
@@ -495,8 +495,8 @@ def probe_group(
 ) -> Probe:
     """Step copies of `optimizer` with the options of `group` and watch.
 
-    The optimizer and what it refers to stay as they are. Raises OptimizerError when the step fails,
-    needs a closure or sparse gradients, or cannot be tried on a copy.
+    The optimizer stays as it is. Raises OptimizerError when the step fails, needs a closure or
+    sparse gradients, or cannot be tried on a copy.
     """
     if isinstance(optimizer, optim.LBFGS):
         return lbfgs_probe(group, ndim, dtype)

@@ -719,8 +719,8 @@ class Source(NamedTuple):
 class CallTrace:
     """The operators that one call runs, and the memory that each of them reads.
 
-    `own` are (kind, place) by serial, `places` counts them by kind. `has_effects`: it drew from a generator of its own or talked
-    to other ranks.
+    `own` are (kind, place) by serial, `places` counts them by kind. `has_effects`: it drew from a
+    generator of its own or talked to other ranks.
     """
 
     operators: list[tuple[OpOverload, Frozen]] = field(default_factory=list)

@@ -65,6 +65,10 @@ class CaptureError(ValueError):
         self.needs_values = needs_values
 
 
+class StepError(CaptureError):
+    """Code of the user raised an error, the cause, while it ran to plan a fit."""
+
+
 def may_need_values(error: BaseException) -> bool:
     """Return whether a capture on fake tensors that raised `error` may succeed on real ones."""
     return bool(getattr(error, "needs_values", False))
@@ -150,12 +154,12 @@ def explain_shards(error: BaseException) -> None:
         )
 
 
-def raised_by_user(error: Exception) -> CaptureError:
-    """Return the CaptureError for what code of the user raised that ran to plan a fit.
+def raised_by_user(error: Exception) -> StepError:
+    """Return the StepError for what code of the user raised that ran to plan a fit.
 
     Real tensors may help: under fake ones the error may be a consequence.
     """
-    return CaptureError(
+    return StepError(
         "what the module does in a step was tried before the fit, to plan it, and raised "
         f"{type(error).__name__}: {one_line(error)}\n{user_line(error)}{WAY_OUT}",
         needs_values=True,

@@ -29,7 +29,7 @@ from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.graph.blocks import why_not_recomputed
 from lightning_topt.graph.capture import capture
-from lightning_topt.graph.errors import WAY_OUT, CaptureError, may_need_values
+from lightning_topt.graph.errors import WAY_OUT, CaptureError, StepError, may_need_values
 from lightning_topt.graph.op_config import Shard
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.step_observer import observe_step
@@ -135,6 +135,8 @@ class TracedStep:
                     batch,
                     forward_context=trainer.precision_plugin.forward_context,
                 )
+            except StepError:  # which says more than what fake tensors made of it
+                raise
             except Exception as failure:
                 why = f"{str(error).removesuffix(WAY_OUT)}Nor did it run on real tensors: {failure}"
                 raise CaptureError(why, needs_values=True) from failure

@@ -150,7 +150,7 @@ def test_what_user_code_raises_before_a_fit_has_its_line(
     options: dict[str, Any], module: L.LightningModule, says: str, line: str
 ) -> None:
     for name, message in on_ranks(fit_error, options, module):
-        assert name in ("CaptureError", "RemotePlanningError")
+        assert name in ("StepError", "RemotePlanningError")
         assert says in message and f"{__file__}:" in message and line in message
         assert 'Choose plan="ddp"' in message
 

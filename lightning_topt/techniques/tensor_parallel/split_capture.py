@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from lightning_topt.graph.capture import capture
+from lightning_topt.graph.errors import StepError
 from lightning_topt.graph.module_copy import contiguous_stride, empty_fake
 from lightning_topt.graph.op_config import Placements, Shard
 from lightning_topt.graph.op_graph import OpGraph
@@ -104,13 +105,13 @@ def capture_split(
             adapt=run.of,
             like=like,
         )
-    except ValueError:
-        raise
-    except Exception as error:  # of user code, which ran unsharded
+    except StepError as error:  # of user code, which ran unsharded, or of a rule for splits
+        if isinstance(error.__cause__, ValueError):
+            raise error.__cause__ from None
         raise ValueError(
             f"module {run.under_way[-1] if run.under_way else ''!r} does not run with its "
-            f"parameters split: {error}; {_ADVICE}"
-        ) from error
+            f"parameters split: {error.__cause__}; {_ADVICE}"
+        ) from error.__cause__
     # The user must see the same shapes as without a split; where one recording stands for two,
     # those of the second one's samples.
     _check_results(

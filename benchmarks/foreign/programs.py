@@ -14,9 +14,10 @@ import re
 import statistics
 from collections import Counter
 
+from tests.foreign.test_shelf import SHELVES, names_of, searched
+
 from benchmarks.common import RESULTS, machine
 from tests.foreign.run import STEPS, Outcome, compare, topt_strategy
-from tests.foreign.test_shelf import SHELVES, names_of, searched
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -47,17 +47,18 @@ if TYPE_CHECKING:
 
 
 class AutoParallelStrategy(DDPStrategy):
-    """Distributed data parallelism that plans before it runs: ``Trainer(strategy="topt")``.
+    """Distributed data parallelism, or the plan that is asked for: ``Trainer(strategy="topt")``.
 
-    A fit begins as it does under Lightning's ``ddp``, hook by hook, and its first steps are real
-    steps under DDP. They are timed, and where a plan may gain recorded: operators, lifetimes of
-    tensors, kernel times, the optimizer. Then every combination of ZeRO level and activation
-    checkpointing per block is searched. The plan that fits the limits best takes over between two
-    steps, with parameters and optimizer states where they are. On CPUs tensor axes and stages are
-    searched too, where they may pay and the watched steps changed nothing but tensors. User code
-    runs exactly as often as under ``ddp``; with stages and tensor axes a rank also runs batches of
-    others. All plans give the loss curve of ``ddp`` (in float32 up to the order of additions),
-    unless you allow others. Where nothing can be gained DDP goes on.
+    Where nothing is asked, a fit is that of Lightning's ``ddp``. What may change is who computes
+    the update: ranks share it where a clock says that this pays (`SharedUpdates`). `hint` then says
+    where the time of a step goes, and which word would treat that.
+
+    Where anything is asked, the step is traced when the fit is set up, in a copy of rank 0's
+    process. Plans are searched, and one is applied before `configure_optimizers`, as Lightning's
+    ``ModelParallelStrategy`` does. Optimizers are made of the parameters in shards; what these show
+    to your code is in docs/concepts/sharding_and_your_code.md. With stages and tensor axes a rank
+    also runs batches of others. All plans give the loss curve of ``ddp`` (in float32 up to the
+    order of additions), unless you allow others.
 
     Args:
         memory_limit: most bytes a rank may use for the model's training state and activations, as a
@@ -70,7 +71,8 @@ class AutoParallelStrategy(DDPStrategy):
             compressed and stale plans need; docs/how_to/slow_network.md). None: time, where it can
             be planned. Beside a plan that is not searched ``"memory"`` gives
             freed memory back to the system, and chooses nothing, as a warning says.
-        plan: run this plan instead of searching: a `ParallelPlan`, a plan file, a mapping, or a
+        plan: ``"search"`` searches all plans that keep the loss curve (``strategy="topt_full"``).
+            Else run this plan instead of searching: a `ParallelPlan`, a plan file, a mapping, or a
             name: ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"``, ``"hybrid_zero2"``,
             ``"hybrid"``, ``"tensor"``, ``"tensor_sequence"``, ``"context"``, ``"tensor_2d"``,
             ``"tensor_3d"``, ``"pipeline"``, each also with ``"+recompute"``; zero2, zero3 and the
@@ -101,12 +103,6 @@ class AutoParallelStrategy(DDPStrategy):
         allow_staleness: whether a plan with stages, searched on a mesh or given, may be a pipeline
             that never flushes: passes compute with weights that miss some updates. True, or the
             rule that predicts them, such as ``"spectrain"``.
-        watch_steps: N, how many steps are watched before anything is decided. On CPUs, without a
-            `cluster`, `memory_limit` or the objective ``"memory"``, they are only timed: that DDP
-            stays is decided after them. Where a plan may gain, two more are watched, one recorded
-            and one whose kernels are timed; a searched plan comes after N + 2 steps at the
-            earliest. Elsewhere the first of the N is recorded, in the second kernels are timed, in
-            others the whole step. A plan by name whose blocks matter watches one step.
         checkpoint: ``"full"`` saves the plain file of ``ddp``, for which rank 0 collects the whole
             state; ``"sharded"`` a folder, to which every rank writes what it keeps. Both are
             loaded, under any plan and number of ranks.
@@ -126,16 +122,15 @@ class AutoParallelStrategy(DDPStrategy):
             `memory_limit`, or with the objective ``"memory"``, a plan may make gradients views of
             its buckets; ``gradient_as_bucket_view=False`` forbids that.
 
-    Where an accelerator, or the `memory_limit` on it, could not hold the parameters twice, planning
-    comes before the module gets there: data loaders are then built, and a batch is read, when the
-    fit is set up. After an exception a module that ran sharded keeps its parameters in shards; load
-    a checkpoint into a new one. Manual optimization runs as ``ddp`` does (one plan, no search); it
-    refuses `memory_limit` and other plans. Attributes, once a plan is decided: `parallel_plan`,
-    `planned_by` (``"search"``, ``"given"``, or why it is ``ddp``), `planning_seconds`,
+    A model whose parameters, gradients and two moments cannot fit on a device is planned as if its
+    memory were the limit. After an exception a module that ran sharded keeps its parameters in
+    shards; load a checkpoint into a new one. Manual optimization runs under ``ddp`` and ``zero1``;
+    it refuses a search and other plans. Attributes, once a plan is decided: `parallel_plan`,
+    `planned_by` (``"search"``, ``"given"``, ``"clock"``, or why it is ``ddp``), `planning_seconds`,
     `planned_core_wait_share` (above 0: the machine was busy when it was measured), and on rank 0
     `planning` (the frontier) when there was a search. Raises ValueError for wrong options. Where
-    `memory_limit`, `objective` or `plan` was given, rank 0 raises `NoPlanFitsError` when no plan
-    meets the limit, and `CaptureError` when the module cannot be captured; the others raise
+    `memory_limit`, ``objective="memory"`` or `plan` was given, rank 0 raises `NoPlanFitsError` when
+    no plan meets the limit, and `CaptureError` when the module cannot be captured; the others raise
     `RemotePlanningError` with its message. Without any of them DDP goes on, with a warning.
     """
 

@@ -12,10 +12,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lightning_topt.costs.cluster import Device
 from lightning_topt.costs.optimizer import (
     OptimizerError,
+    measure_update_seconds,
     read_optimizer,
     update_kinds,
 )
-from tests.costs.updates import measure_update_seconds
 
 CASES = [
     (optim.AdamW, {}),

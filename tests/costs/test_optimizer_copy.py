@@ -14,8 +14,7 @@ import torch
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_topt.costs.optimizer import OptimizerError, read_optimizer
-from tests.costs.updates import measure_update_seconds
+from lightning_topt.costs.optimizer import OptimizerError, measure_update_seconds, read_optimizer
 
 CPU = torch.device("cpu")
 

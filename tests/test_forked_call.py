@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import importlib
+import mmap
+import multiprocessing
 import os
 import signal
 import socket
@@ -169,3 +171,18 @@ def test_a_copy_of_a_process_whose_tensors_had_threads_can_compute() -> None:
     command = [sys.executable, "-c", textwrap.dedent(program)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.stdout.strip() == str(3.0 * (1 << 20)), result.stderr
+
+
+def test_what_an_isolated_copy_writes_to_shared_memory_stays_there(tmp_path: Path) -> None:
+    counter, file = multiprocessing.Value("i", 1), tmp_path / "mapped"
+    file.write_bytes(b"abc")
+    mapped = mmap.mmap(os.open(file, os.O_RDWR), 3)
+
+    def writes() -> tuple[int, bytes]:
+        counter.value += 1
+        mapped[:1] = b"x"
+        return counter.value, mapped[:]
+
+    assert ForkedCall(writes, isolated=True).result() == (2, b"xbc")
+    assert counter.value == 1 and mapped[:] == file.read_bytes() == b"abc"
+    assert ForkedCall(writes).result() == (2, b"xbc") and counter.value == 2

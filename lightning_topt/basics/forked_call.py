@@ -14,14 +14,15 @@ A generator may ask this process for what it cannot do itself:
         said = talk.next(answer_of(said.value))
 
 An isolated copy may run code of users: it has none of the files, sockets and screens that are open
-here, and writes no others. Only what is kept for later processes is written from there
-(`writable_files`).
+here, writes no others, and has memory that processes share as a copy. Only what is kept for later
+processes is written from there (`writable_files`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import os
 import pickle
 import resource
@@ -35,6 +36,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+_MAP_FIXED = 0x10  # mmap(2)
+_MOST_SHARED_BYTES = 1 << 30
 
 
 class Said(NamedTuple):
@@ -209,11 +212,40 @@ def _isolate(keep: int) -> None:
     for number in {0, 1, 2, *map(int, os.listdir(folder))} - {keep, nothing}:
         with suppress(OSError):  # that of the folder is closed by now
             os.dup2(nothing, number, inheritable=False)
+    _copy_shared_memory()
     # with the signal ignored, a write fails with an error rather than ending the process
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     # only the soft limit: `writable_files` raises it again
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, most))
+
+
+def _copy_shared_memory() -> None:
+    """Replace memory that is shared with other processes by copies of it (on Linux alone).
+
+    Raises MemoryError for more than a GiB.
+    """
+    if sys.platform != "linux":
+        return
+    with open("/proc/self/maps") as file:  # address range, permissions, offset, device, file
+        regions = [line.split()[:2] for line in file]
+    shared = [
+        tuple(int(end, 16) for end in place.split("-"))
+        for place, permissions in regions
+        if permissions == "rw-s"
+    ]
+    if sum(end - start for start, end in shared) > _MOST_SHARED_BYTES:
+        raise MemoryError("this process shares more memory with others than a copy may hold")
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+    for start, end in shared:
+        values = ctypes.string_at(start, end - start)
+        place = libc.mmap(start, end - start, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+        if place != start:
+            raise OSError(ctypes.get_errno(), "shared memory cannot be copied")
+        ctypes.memmove(start, values, len(values))
 
 
 @contextmanager

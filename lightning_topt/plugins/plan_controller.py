@@ -104,6 +104,8 @@ class PlanController:
     def decide(self, trainer: pl.Trainer) -> ParallelPlan:
         """Return the plan of this fit, made now. A collective call. Raises what planning does."""
         start, device = perf_counter(), trainer.strategy.root_device
+        if self.request.needs_batch and trainer.lightning_module.automatic_optimization:
+            trainer.fit_loop.setup_data()  # draws as it does under ddp
         # Planning draws random numbers, and training goes on as if it had not.
         with isolate_rng():
             decision = plugins.decide_plan(self.request, trainer)

@@ -225,7 +225,7 @@ class PlanRequest:
         """Whether the plan depends on how a training step runs."""
         given = self.plan
         if isinstance(given, ParallelPlan):
-            return given.schedule is not None
+            return given.schedule is not None or given.brings_batches
         return given is None or self.is_by_block or isinstance(given, MeshPlan | PipelinePlan)
 
     def fits_as_ddp(self, module: pl.LightningModule, device: torch.device) -> bool:

@@ -14,8 +14,9 @@ import itertools
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data._utils import worker
 
 from lightning_topt.basics.forked_call import ForkedCall
 from lightning_topt.communication.rank_watch import is_of_collective
@@ -212,12 +214,10 @@ def example_batch(trainer: pl.Trainer) -> Any:
 
     A copy of this process reads it, so that data sets, iterators and generators stay as they are.
     What a copy cannot read (an open file, a queue that a thread fills) is read here. A batch of an
-    iterator that cannot begin again is then put back before its first. Calls
-    `trainer.fit_loop.setup_data()`, as `trainer.estimated_stepping_batches` does. Raises ValueError
-    when the training data are empty.
+    iterator that cannot begin again is then put back before its first. The loaders are those of the
+    fit, which `trainer.fit_loop.setup_data()` has made. Raises ValueError when the training data
+    are empty.
     """
-    # Loaders as the fit will have them, with their samplers.
-    trainer.fit_loop.setup_data()
     combined = trainer.fit_loop._combined_loader
     if combined is None:
         raise ValueError(
@@ -226,7 +226,7 @@ def example_batch(trainer: pl.Trainer) -> Any:
         )
     if hasattr(os, "fork"):
         with suppress(Exception):
-            read = ForkedCall(lambda: batches_of(combined, trainer)[0], isolated=True)
+            read = ForkedCall(partial(_read_in_copy, combined, trainer), isolated=True)
             return read.result(timeout_seconds=_READ_SECONDS)
     # A batch that is read here moves loaders with a state of their own, which the fit has begun to
     # read.
@@ -247,6 +247,28 @@ def example_batch(trainer: pl.Trainer) -> Any:
         assert trainer.fit_loop._data_fetcher is not None
         iter(trainer.fit_loop._data_fetcher)
     return batch
+
+
+def _read_in_copy(loaders: CombinedLoader, trainer: pl.Trainer) -> Any:
+    for loader in loaders.flattened:
+        if getattr(loader, "num_workers", 0) and loader.worker_init_fn is not None:
+            loader.worker_init_fn(0)
+    return batches_of(loaders, trainer)[0]
+
+
+@contextmanager
+def _as_worker(loader: Any) -> Iterator[None]:
+    """Let the data set of `loader` be read as by its first worker, where it has workers."""
+    count = getattr(loader, "num_workers", 0)
+    before = worker._worker_info
+    if count:
+        worker._worker_info = worker.WorkerInfo(
+            id=0, num_workers=count, seed=torch.initial_seed(), dataset=loader.dataset
+        )
+    try:
+        yield
+    finally:
+        worker._worker_info = before
 
 
 class _ReadAhead:
@@ -286,6 +308,11 @@ def _samples(loader: Any, times: int) -> Any | None:
 
     None where its size cannot be chosen.
     """
+    with _as_worker(loader):
+        return _read_samples(loader, times)
+
+
+def _read_samples(loader: Any, times: int) -> Any | None:
     dataset: Any = getattr(loader, "dataset", None)
     batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     is_map_style = isinstance(loader, DataLoader) and not isinstance(dataset, IterableDataset)

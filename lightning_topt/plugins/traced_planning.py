@@ -170,7 +170,6 @@ class _Found:
 
 def _traced(request: PlanRequest, trainer: pl.Trainer) -> PlanDecision:
     """Return the plan that is made of a traced step. A collective call."""
-    trainer.fit_loop.setup_data()  # ranks agree on lengths there
     talk: ForkedTalk | _TalkHere | None = None
     planning: Planning | None = None
     measurements: Measurements | None = None
@@ -345,7 +344,6 @@ def _time_updates(trainer: pl.Trainer, known: Callable[[str], float | None]) -> 
 def _given(plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer) -> ParallelPlan:
     """Return a complete plan, checked, with its rule of weights where it needs one."""
     if plan.schedule is not None or plan.brings_batches:
-        trainer.fit_loop.setup_data()
 
         def check_step() -> None:
             step = TracedStep.of(trainer, example_batch(trainer), splits=False)

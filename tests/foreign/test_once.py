@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.optim import adaptive_step, step_costs
 from lightning_topt.plan import choose
+from lightning_topt.plugins import shared_updates
 from tests.foreign.once_run import compare_counts, first_difference
 from tests.foreign.once_shelf import COUNTED, Built, Counted, Net, traced
 from tests.foreign.programs import ALL
@@ -144,6 +145,7 @@ def share_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(adaptive_step, "choose_pieces", always)
     patch.setattr(adaptive_step, "TRIAL_STEPS", 2)
     patch.setattr(step_costs, "MEASURED_STEPS", ("kinds", "whole"))
+    patch.setattr(shared_updates, "_WORTH_SECONDS", -1.0)
 
 
 @pytest.mark.timeout(300)

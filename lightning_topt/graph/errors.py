@@ -27,7 +27,11 @@ WHOLE = (  # of plans that shard parameters
     "choose plan='zero1' or 'ddp', which keep parameters whole "
     "(docs/concepts/sharding_and_your_code.md)"
 )
-SHARD_MESSAGES = ("Sharding propagation failed", "sharding strategy", "got DTensor")
+SHARD_MESSAGES = (
+    *("Sharding propagation failed", "sharding strategy", "got DTensor"),
+    *("its data is not allocated yet", ".numpy() is not supported for tensor subclasses"),
+    "FSDP does not support deepcopy",
+)
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PATHS = ("purelib", "platlib", "stdlib")
 FOLDERS = {
@@ -134,7 +138,7 @@ def explain_transform(error: Exception) -> CaptureError | None:
 
 def explain_shards(error: BaseException) -> None:
     """Let `error` say in one sentence what torch says of parameters in shards, if it is that."""
-    if not isinstance(error, RuntimeError):
+    if not isinstance(error, RuntimeError | AssertionError):
         return
     if mixed := re.search(r"(\S+?):? got mixed torch.Tensor and DTensor", str(error)):
         operator = mixed.group(1)
@@ -147,11 +151,20 @@ def explain_shards(error: BaseException) -> None:
             f"{error} Where it is a parameter in shards, the graph has the gathered one in its "
             f"place: {WHOLE}\n{user_line(error)}",
         )
-    elif any(text in str(error) for text in SHARD_MESSAGES):
+    elif any(text in str(error) for text in SHARD_MESSAGES) or _is_assertion_of_shards(error):
+        why = (str(error) or "mixed kinds of tensors").splitlines()[0]
         error.args = (
-            f"parameters in shards (DTensor) cannot do this ({str(error).splitlines()[0]}): {WHOLE}"
-            f"\n{user_line(error)}",
+            f"parameters in shards (DTensor) cannot do this ({why}): {WHOLE}\n{user_line(error)}",
         )
+
+
+def _is_assertion_of_shards(error: BaseException) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    return (
+        isinstance(error, AssertionError)
+        and bool(frames)
+        and f"{os.sep}distributed{os.sep}tensor{os.sep}" in frames[-1].filename
+    )
 
 
 def raised_by_user(error: Exception) -> StepError:

@@ -30,7 +30,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map, tree_unflatten
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils import worker
 
 from lightning_topt.basics.forked_call import ForkedCall
@@ -235,9 +235,9 @@ def example_batch(trainer: pl.Trainer) -> Any:
         for loader in combined.flattened
         if isinstance(loader, _Stateful) and not isinstance(loader, TrackedLoader)
     ]
-    if any(iter(loader) is loader for loader in combined.flattened):
+    if any(isinstance(loader, Iterator) for loader in combined.flattened):
         combined.flattened = [
-            _ReadAhead(loader) if iter(loader) is loader else loader
+            _ReadAhead(loader) if isinstance(loader, Iterator) else loader
             for loader in combined.flattened
         ]
     batch = batches_of(combined, trainer)[0]
@@ -308,11 +308,6 @@ def _samples(loader: Any, times: int) -> Any | None:
 
     None where its size cannot be chosen.
     """
-    with _as_worker(loader):
-        return _read_samples(loader, times)
-
-
-def _read_samples(loader: Any, times: int) -> Any | None:
     dataset: Any = getattr(loader, "dataset", None)
     batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     is_map_style = isinstance(loader, DataLoader) and not isinstance(dataset, IterableDataset)
@@ -323,7 +318,8 @@ def _read_samples(loader: Any, times: int) -> Any | None:
             raise ValueError("planning needs a training batch, but the training data set is empty")
         if times > 1 and size < 2 * batch_size:
             return None
-        samples = [dataset[index % size] for index in range(times * min(batch_size, size))]
+        with _as_worker(loader):
+            samples = [dataset[index % size] for index in range(times * min(batch_size, size))]
         return loader.collate_fn(samples)
     return _first(loader) if times == 1 else None
 
@@ -331,16 +327,26 @@ def _read_samples(loader: Any, times: int) -> Any | None:
 def _first(loader: Iterable[Any]) -> Any:
     if isinstance(loader, _ReadAhead):
         return loader.first
-    # Without workers, which would outlive this.
     if isinstance(loader, DataLoader) and loader.num_workers:
-        loader = DataLoader(
-            loader.dataset,
-            batch_size=loader.batch_size,
-            collate_fn=loader.collate_fn or default_collate,
-        )
+        return _first_without_workers(loader)
     for batch in loader:
         return batch
     raise ValueError("planning needs a training batch, but the training data are empty")
+
+
+def _first_without_workers(loader: DataLoader[Any]) -> Any:
+    """Return the first batch; workers would outlive this."""
+    dataset: Any = loader.dataset
+    with _as_worker(loader):
+        if isinstance(dataset, IterableDataset):
+            samples = [*itertools.islice(iter(dataset), loader.batch_size or 1)]
+        else:
+            index: Any = next(iter(loader.batch_sampler or loader.sampler), [])
+            samples = [dataset[i] for i in index] if loader.batch_sampler else [dataset[index]]
+    if not samples:
+        raise ValueError("planning needs a training batch, but the training data are empty")
+    is_batched = loader.batch_size is not None or loader.batch_sampler is not None
+    return loader.collate_fn(samples if is_batched else samples[0])
 
 
 def _transferred(trainer: pl.Trainer, batch: Any) -> Any:

@@ -35,7 +35,7 @@ from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.optimizer import UpdateTime, time_updates
 from lightning_topt.execution.plan_problems import check_world_size
 from lightning_topt.graph.blocks import block_of, choose_blocks
-from lightning_topt.graph.errors import one_line, with_user_lines
+from lightning_topt.graph.errors import CaptureError, one_line, with_user_lines
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
 from lightning_topt.plan.explanation import price_plan
@@ -211,12 +211,7 @@ def _plan_of(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Questions
     with with_user_lines(), _messages() as messages:
         if isinstance(given, UniformPlan):
             mesh = given.mesh(dist.get_world_size(), num_nodes=trainer.num_nodes)
-            step = TracedStep.of(trainer, batch, splits=False)
-            graph = step.graph
-            found = _Found(given.of(graph, mesh))
-            _check_features(found.plan, request, trainer, step)
-            if given.recompute:
-                say_what_stays(graph)
+            found = _Found(_of_blocks(given, mesh, request, trainer, batch))
         elif isinstance(given, PipelinePlan):
             found = _Found((yield from _pipeline(request, trainer, batch, given)))
         else:
@@ -228,6 +223,29 @@ def _plan_of(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Questions
             planning = yield from search
             found = _Found(planning.chosen.plan, planning)
     return replace(_as_eager(found, trainer.lightning_module), messages=tuple(messages))
+
+
+def _of_blocks(
+    given: UniformPlan, mesh: Mesh, request: PlanRequest, trainer: pl.Trainer, batch: Any
+) -> ParallelPlan:
+    """Return a plan by name for the blocks of the step, or for one block where none are seen."""
+    try:
+        step = TracedStep.of(trainer, batch, splits=False)
+    except CaptureError as error:
+        if given.recompute:
+            raise CaptureError(
+                f"{error} Or leave '+recompute' out of the plan, whose blocks have to be seen."
+            ) from error
+        rank_zero_warn(
+            "topt: the blocks were not seen, so the plan stores the whole module as one: "
+            f"{one_line(error)}"
+        )
+        return preset_plan(given.preset, mesh=mesh)
+    plan = given.of(step.graph, mesh)
+    _check_features(plan, request, trainer, step)
+    if given.recompute:
+        say_what_stays(step.graph)
+    return plan
 
 
 def _as_eager(found: _Found, module: pl.LightningModule) -> _Found:

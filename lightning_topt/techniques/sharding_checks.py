@@ -22,6 +22,7 @@ ddp. Where an operator gets plain tensors, too, torch raises: `errors.explain_sh
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, cast
@@ -48,6 +49,8 @@ _DRAWS = (
 )
 _ATTRIBUTES = {"__get__", "__set__", "__delete__", "size", "dim", "numel", "is_floating_point"}
 _OWN_DATA: Any = Tensor.data
+# of the shards of parameters, by their `id`: what ``p.data`` has given to others
+_ALIASES: dict[int, list[weakref.ref[DTensor]]] = {}
 _HANDLERS: Any = DTensor._op_dispatcher._custom_op_handlers
 
 
@@ -272,7 +275,7 @@ class DTensorRules:
         if DTensorRules._open == 0:
             DTensorRules._before = {**_HANDLERS}
             _HANDLERS.update({_SCALAR: read_number, **dict.fromkeys(_DRAWS, draw)})
-            DTensor.data = property(_OWN_DATA.__get__, set_data)  # type: ignore[assignment]
+            DTensor.data = property(get_data, set_data)  # type: ignore[assignment]
         DTensorRules._open += 1
 
     def close(self) -> None:
@@ -281,6 +284,7 @@ class DTensorRules:
         if DTensorRules._open == 0:
             _HANDLERS.clear()
             _HANDLERS.update(DTensorRules._before)
+            _ALIASES.clear()
             del DTensor.data
 
 
@@ -295,9 +299,23 @@ def set_data(own: DTensor, value: Tensor) -> None:
             "p.data = ... gives a parameter in shards other memory that is not in such shards: "
             f"write in place (p.copy_(...)), or {WHOLE}\n{line_of_caller()}"
         )
-    if own is not value:
-        own._local_tensor.copy_(value._local_tensor)
-        torch.autograd.graph.increment_version(own)
+    if own is value:
+        return
+    # What `p.data` was before keeps its values, as where memory changes hands.
+    before = [reference() for reference in _ALIASES.pop(id(own._local_tensor), ())]
+    for alias in before:
+        if alias is not None and alias is not value:
+            alias._local_tensor = alias._local_tensor.clone()
+    own._local_tensor.copy_(value._local_tensor)
+    torch.autograd.graph.increment_version(own)
+
+
+def get_data(own: DTensor) -> Tensor:
+    """Return ``own.data``, known for as long as somebody has it."""
+    data: DTensor = _OWN_DATA.__get__(own)
+    known = [each for each in _ALIASES.get(id(own._local_tensor), ()) if each() is not None]
+    _ALIASES[id(own._local_tensor)] = [*known, weakref.ref(data)]
+    return data
 
 
 def read_number(_: object, args: tuple[Any, ...], kwargs: object) -> Any:

@@ -67,8 +67,11 @@ REFUSED_BY: dict[MakeStrategy, dict[str, str]] = {limited: {}, full: {}}
 COUNTS_MACHINERY = frozenset[str]()
 # Errors of ours that users meet.
 SENTENCES = re.compile(
-    r"(PlanError|CaptureError|NoPlanFitsError|UnsplittableOptimizer|ValueError"
-    r"|RemotePlanningError): [^\n]{20,700}\nTraceback"
+    r"((PlanError|CaptureError|StepError|NoPlanFitsError|UnsplittableOptimizer|ValueError"
+    r"|RemotePlanningError): [^\n]{20,900}"
+    # of torch's kind, in our words and with the line of user code
+    r"|(RuntimeError|NotImplementedError|AssertionError): [^\n]{20,700} choose plan='zero1' or[^\n]+"
+    r"(\n[^\n]+\n?[^\n]*)?)\nTraceback"
 )
 
 

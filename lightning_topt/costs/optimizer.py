@@ -34,6 +34,7 @@ from lightning_topt.basics.core_wait import CoreWait
 from lightning_topt.costs.cluster import Device
 from lightning_topt.costs.measuring import kept_global_state, time_kernel
 from lightning_topt.costs.optimizer_copy import OptimizerCopy, OptimizerError, no_global_hooks
+from lightning_topt.graph.kernels import is_collective, skip_collective
 from lightning_topt.optim.local_step import count_exchanges
 from lightning_topt.optim.update_rule import (
     BY_PARAMETER,
@@ -514,15 +515,17 @@ def probe_group(
     copied = partial(_copy, optimizer, group, dtype=dtype, device_type=device_type, device=device)
     dims = _PRIMES[:ndim]
     # the first step on a parameter of distinct dims shows the shapes of its state
-    states = copied(shapes=[dims]).first_states()
+    with _SkippedCollectives():  # type: ignore[no-untyped-call]
+        states = copied(shapes=[dims]).first_states()
     shape = (64, _PROBE_NUMEL // 64) if ndim >= 2 else (_PROBE_NUMEL,)
     # the second step on one and on several parameters shows traffic, calls and temporaries
     watched = []
     for count in (1, _PROBE_COUNT):
         copy = copied(shapes=[shape] * count)
-        copy.step()
-        with _KernelCounter() as watch:
+        with _SkippedCollectives():  # type: ignore[no-untyped-call]
             copy.step()
+            with _KernelCounter() as watch:
+                copy.step()
         watched.append(watch)
     one, many = watched
     adds = many.peak_bytes >= _PROBE_COUNT * one.peak_bytes
@@ -630,7 +633,7 @@ def _copy(
             and not options.get("fused")
         ):
             options["foreach"] = True  # torch's default there
-    return _Steps(copy)
+    return _Steps(copy, parameters)
 
 
 def _random(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -642,8 +645,18 @@ def _random(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> T
 class _Steps:
     """A copied optimizer whose failures name it."""
 
-    def __init__(self, copy: OptimizerCopy) -> None:
+    def __init__(self, copy: OptimizerCopy, parameters: Sequence[nn.Parameter]) -> None:
         self.optimizer, self.states = copy.optimizer, copy.states
+        self._given = [(parameter, parameter.grad) for parameter in parameters]
+        # some of those that nobody knows ask for the gradients again
+        is_known = is_one_of(self.optimizer, BY_PARAMETER)
+        takes_closure = "closure" in inspect.signature(type(self.optimizer).step).parameters
+        self._options = {"closure": self._closure} if takes_closure and not is_known else {}
+
+    def _closure(self) -> Tensor:
+        for parameter, gradient in self._given:
+            parameter.grad = gradient
+        return torch.ones(())
 
     def kept(self) -> list[Tensor]:
         """Return the tensors of the states, and those that the optimizer has beside them."""
@@ -671,12 +684,21 @@ class _Steps:
         """Take a step, without the hooks of the real run."""
         try:
             with no_global_hooks():
-                self.optimizer.step()
+                self.optimizer.step(**self._options)
         except Exception as error:
             raise OptimizerError(
                 f"a trial step of {type(self.optimizer).__name__} failed, so its memory is not "
                 f"known: {error}. Give the plan explicitly, for instance plan='ddp'"
             ) from error
+
+
+class _SkippedCollectives(TorchDispatchMode):
+    """Lets the step of one rank alone send nothing: others are not in this trial."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_collective(func):
+            return skip_collective(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 class _KernelCounter(TorchDispatchMode):

@@ -141,7 +141,7 @@ def explain_shards(error: BaseException) -> None:
     if not isinstance(error, RuntimeError | AssertionError):
         return
     if mixed := re.search(r"(\S+?):? got mixed torch.Tensor and DTensor", str(error)):
-        operator = mixed.group(1)
+        operator = mixed.group(1).strip("('\"")
         error.args = (
             f"{operator} meets a parameter in shards (DTensor) and a plain tensor: give it either "
             f"kind alone, or {WHOLE}\n{user_line(error)}",

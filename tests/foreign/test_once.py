@@ -43,11 +43,11 @@ def zero3_again(program: Any) -> Any:
 
 def limited(program: Any) -> Any:
     """Of a limit that is just below what DDP needs: see `just_below_ddp`."""
-    return AutoParallelStrategy(memory_limit="1GiB", cluster=CLUSTER)
+    return topt_strategy(program, memory_limit="1GiB", cluster=CLUSTER)
 
 
 def full(program: Any) -> Any:
-    return AutoParallelStrategy(plan="search", cluster=CLUSTER)
+    return topt_strategy(program, plan="search", cluster=CLUSTER)
 
 
 ASKED = (zero3, zero3_again, limited, full)
@@ -70,7 +70,7 @@ SENTENCES = re.compile(
     r"((PlanError|CaptureError|StepError|NoPlanFitsError|UnsplittableOptimizer|ValueError"
     r"|RemotePlanningError): [^\n]{20,900}"
     # of torch's kind, in our words and with the line of user code
-    r"|(RuntimeError|NotImplementedError|AssertionError): [^\n]{20,700} choose plan='zero1' or[^\n]+"
+    r"|(RuntimeError|NotImplementedError|AssertionError): [^\n]{20,700}: choose plan='zero1'[^\n]+"
     r"(\n[^\n]+\n?[^\n]*)?)\nTraceback"
 )
 

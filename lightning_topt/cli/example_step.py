@@ -29,6 +29,7 @@ from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.step_observer import observe_step
 from lightning_topt.graph.structures import batch_sizes
 from lightning_topt.plugins.planning import batches_of
+from lightning_topt.plugins.requirements import noted_reads
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 
@@ -64,6 +65,7 @@ class ExampleStep:
     split: SplitModel | None = None
     reads_values: bool = False
     batch: object = None
+    reads: frozenset[str] = frozenset()  # of the rank and the fit, see `requirements.noted_reads`
 
 
 def capture_example(
@@ -134,11 +136,12 @@ def capture_batches(
         "forward_context": OnAccelerator(precision) if elsewhere else precision,
         "device": device,
     }
-    trace, reads_values = FunctionTrace() if splits else None, False
+    trace, reads_values, reads = FunctionTrace() if splits else None, False, set[str]()
     traced = {**given, "adapt": None if trace is None else trace.of}
     try:
         # two batches tell how the step grows with the batch
-        graph = capture(model, batch, second_batch=second_batch, **traced)
+        with noted_reads() as reads:
+            graph = capture(model, batch, second_batch=second_batch, **traced)
         sizes = batch_sizes(batch, second_batch)
     except Exception as error:
         reads_values = may_need_values(error)
@@ -158,7 +161,9 @@ def capture_batches(
     given["compiled"] = compiled
     split = None if trace is None else SplitModel(model, batch, graph, trace, second_batch, **given)
     graph = fused(graph) if compiled else graph
-    return ExampleStep(graph, sizes[0], split, reads_values=reads_values, batch=batch)
+    return ExampleStep(
+        graph, sizes[0], split, reads_values=reads_values, batch=batch, reads=frozenset(reads)
+    )
 
 
 def has_accelerators(*clusters: Cluster | None) -> bool:

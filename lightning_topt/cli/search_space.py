@@ -191,7 +191,12 @@ class SearchedPipelines:
             return not module.get_parameter(name).is_meta
 
         fit = Fit(
-            trainer, example.batch, search.graph, request.only_replicated, would_shard=has_values
+            trainer,
+            example.batch,
+            search.graph,
+            request.only_replicated,
+            example.reads,
+            would_shard=has_values,
         )
         why = why_left_out(fit, search)
         if why is None:

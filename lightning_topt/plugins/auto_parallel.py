@@ -492,8 +492,9 @@ class AutoParallelStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._training_data.begin()
+        assert self.lightning_module is not None
+        self._run.runner.begin_training(self.lightning_module.trainer)
         if not self._is_asked:
-            assert self.lightning_module is not None
             self._updates = SharedUpdates(
                 self, self._controller, waited=lambda: self._training_data.waited_seconds
             )

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -103,12 +102,11 @@ class ContinuousRunner(StepRunner):
 
     @override
     def begin(self, trainer: pl.Trainer) -> None:
-        """Let the loop of a fit drain the pipeline where it has to, and wait nowhere else."""
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._begin_loop(trainer)
         check_microbatches(self.engine)
 
-    def _begin_loop(self, trainer: pl.Trainer) -> None:
+    @override
+    def begin_training(self, trainer: pl.Trainer) -> None:
+        """Let the loop of a fit drain the pipeline where it has to, and wait nowhere else."""
         loop = trainer.fit_loop.epoch_loop
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         broadcast, callback = loop._broadcast_sigterm_tensor, _DrainFirst(self)

@@ -352,7 +352,9 @@ def choose_runner(engine: Engine, module: pl.LightningModule, strategy: DDPStrat
 def run_options(strategy: DDPStrategy) -> RunOptions:
     """Return what Lightning's DDPStrategy would make of its options."""
     # As DDPStrategy registers it, which drops hooks on CPUs.
-    hook = None if strategy.root_device.type == "cpu" else strategy._ddp_comm_hook
+    hook = strategy._ddp_comm_hook
+    if hook is not None and strategy.root_device.type == "cpu":
+        hook = None
     if hook is not None and strategy._ddp_comm_wrapper is not None:
         hook = strategy._ddp_comm_wrapper(hook)
     nodes = strategy.num_nodes

@@ -54,6 +54,9 @@ class StepRunner(ABC):
     def begin(self, trainer: pl.Trainer) -> None:  # noqa: B027
         """Begin to run steps, once the engine has applied the plan. Raises PlanError."""
 
+    def begin_training(self, trainer: pl.Trainer) -> None:  # noqa: B027
+        """Begin to train, with signals and loaders of the fit in hand."""
+
     def close(self, *, failed: bool) -> None:  # noqa: B027
         """End to run steps. Where the run has `failed`, other ranks may be anywhere."""
 

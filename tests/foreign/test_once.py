@@ -59,12 +59,84 @@ ASKED = (zero3, zero3_again, limited, full)
 # The update stays whole: the rule of the optimizer is not known, hooks watch its step, or its
 # gradients are sparse. Every other program that takes enough steps shares it.
 NOT_SHARED = frozenset[str]()
+MANUAL = "manual optimization runs under the plans 'ddp' and 'zero1' only"
+UNPLANNED = "manual optimization cannot be planned"
+BY_HAND = (
+    *("two_optimizers_by_hand", "steps_that_return_nothing", "sam_by_hand", "wasserstein_gan"),
+    "gan_with_manual_optimization",
+)
+# What a step needs is made by a hook of training, which comes after planning.
+MADE_LATER = (
+    *("unlabeled_iterator", "queue_filled_by_a_thread", "pool_that_works_ahead"),
+    *("queue_between_processes", "subprocess_with_a_pipe", "socket_to_a_server"),
+)
+# What cannot be tried before the fit, and a part of the sentence.
+UNTRACED = {
+    **dict.fromkeys(MADE_LATER, "tried before the fit"),
+    **dict.fromkeys(("group_made_on_first_use", "groups_in_a_dictionary"), "File too large"),
+    "bound_loggers": "You are trying to `self.log()`",
+    "gradients_per_sample": "uses a transform of torch.func",
+}
 # Refused under every plan that shards parameters, and a part of the sentence.
-REFUSED: dict[str, str] = {}
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(BY_HAND, MANUAL),
+    **dict.fromkeys(("muon_over_ranks", "step_that_ranks_agree_on"), "shared between ranks"),
+    **dict.fromkeys(("closure_asked_by_lbfgs", "line_search_by_lbfgs"), "LBFGS takes them for one"),
+    **dict.fromkeys(("sparse_table", "sparse_embeddings"), "'table' has sparse gradients"),
+    **dict.fromkeys(("scalar_parameter", "clip"), "has no dimension to shard"),
+    **dict.fromkeys(
+        ("average_from_fit_start", "older_selves", "weights_averaged_by_torch"), "deepcopy"
+    ),
+    **dict.fromkeys(("gradient_norms_logged", "logged_gradient_norms"), "not allocated yet"),
+    "norms_gathered_before_the_step": "c10d.allgather_",
+    "scripted_block": "'net.1' is a TorchScript module",
+    "rows_bounded": "aten.renorm.default",
+    "penalty_on_gradients": "the graph has the gathered one in its place",
+    "statistics_of_weights": ".numpy() is not supported",
+    "replay_of_an_environment": "aten.copy_.default meets a parameter in shards",
+    "histograms_of_weights": "aten.add_.Tensor meets a parameter in shards",
+    "autoencoder": "aten.addmm.default meets a parameter in shards",
+    "hooks_on_parameters": "register_post_accumulate_grad_hook",
+    "stored_list_for_l2": "held since before it was sharded",
+    "average_by_hand": "mixed kinds of tensors",
+    "unused_parameters": "gives unused.weight no gradient",
+}
 # What is refused under one strategy beside that, or in other words; "": it is not.
-REFUSED_BY: dict[MakeStrategy, dict[str, str]] = {limited: {}, full: {}}
-# Counts of what the machinery of shards does itself, as the page on it says: these may differ.
-COUNTS_MACHINERY = frozenset[str]()
+REFUSED_BY: dict[MakeStrategy, dict[str, str]] = {
+    zero3_again: UNTRACED,
+    # nothing but DDP runs them, of which every plan needs more
+    limited: {
+        **UNTRACED,
+        **dict.fromkeys(BY_HAND, UNPLANNED),
+        **dict.fromkeys(
+            ("gradients_kept_by_the_optimizer", "optimizer_that_keeps_gradients", "lookahead"),
+            "no plan fits",
+        ),
+        **dict.fromkeys(
+            ("muon_over_ranks", "step_that_ranks_agree_on", "sam", "closure_asked_twice"),
+            "no plan fits",
+        ),
+        **dict.fromkeys(
+            ("steps_skipped_by_the_optimizer", "sparse_table", "sparse_embeddings"), "no plan fits"
+        ),
+        "own_list_of_parameters": "a trial step of OwnList failed",
+    },
+    full: {
+        **UNTRACED,
+        **dict.fromkeys(BY_HAND, UNPLANNED),
+        "own_list_of_parameters": "a trial step of OwnList failed",
+    },
+}
+# They note what the machinery of shards does (docs/concepts/sharding_and_your_code.md): its
+# operators, hooks of graphs, addresses, or that rank 0 alone has the whole state in a checkpoint.
+COUNTS_MACHINERY = frozenset(
+    [
+        *("modes_of_the_user", "hooks_on_nodes", "gradients_kept_by_the_optimizer"),
+        "checkpoints_in_the_middle",
+    ]
+)
+# Ranks of ddp go apart: it does not average what is trained since later than its start.
+NO_ORACLE = frozenset(["unfrozen_by_a_callback"])
 # Errors of ours that users meet.
 SENTENCES = re.compile(
     r"((PlanError|CaptureError|StepError|NoPlanFitsError|UnsplittableOptimizer|ValueError"
@@ -76,7 +148,7 @@ SENTENCES = re.compile(
 
 
 def refusals(strategy: MakeStrategy) -> dict[str, str]:
-    sharded = {} if strategy is limited else REFUSED
+    sharded = REFUSED if strategy in (zero3, zero3_again) else {}
     known = {**sharded, **REFUSED_BY.get(strategy, {})}
     return {name: word for name, word in known.items() if word}
 
@@ -117,6 +189,8 @@ def wrong(name: str, ranks: Sequence[Outcome], known: dict[str, str]) -> str:
         sentence = errors[0].split("\nTraceback")[0]
         return "" if known[name] in sentence else f"{name}: {known[name]!r} is not in {sentence!r}"
     told = [each for outcome in ranks for each in outcome.differences]
+    if name in NO_ORACLE and not ranks[0].topt.is_plain and not any(errors):
+        return ""
     if name in COUNTS_MACHINERY:
         told = [each for each in told if not each.startswith("evidence")]
     if not any(told):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -30,8 +28,6 @@ from lightning_topt import AutoParallelStrategy
 from lightning_topt.plugins.exact_evaluation import (
     ExactSampler,
     ExactSamplerOf,
-    _is_even,
-    why_padded,
 )
 from tests.plugins.trainer_ranks import compressed, make_trainer, on_ranks
 
@@ -479,28 +475,6 @@ def counted(rank: int, kind: str) -> int:
 )
 def test_by_default_ranks_have_equally_many_batches(kind: str, batches: int) -> None:
     assert on_ranks(counted, kind) == [batches] * 2
-
-
-def test_even_batches_are_those_that_samplers_give() -> None:
-    for length, batch_size, ranks in itertools.product(range(14), range(1, 5), (1, 2, 3)):
-        for drop_last in (False, True):
-            loader = DataLoader(Numbers(length), batch_size=batch_size, drop_last=drop_last)
-            counts = set()
-            for rank in range(ranks):
-                sampler = ExactSampler(loader.dataset, num_replicas=ranks, rank=rank, shuffle=False)
-                counts.add(len(list(BatchSampler(sampler, batch_size, drop_last))))
-            assert _is_even(loader, ranks) == (len(counts) == 1), (length, batch_size, ranks)
-
-
-def test_a_step_that_takes_batches_by_itself_gets_the_samples_of_ddp() -> None:
-    class Takes(Plain):
-        def test_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
-            pass
-
-    trainer: Any = SimpleNamespace(lightning_module=Takes(), callbacks=[], datamodule=None)
-    assert why_padded(trainer) == "test_step takes batches by itself"
-    trainer.lightning_module = Plain()
-    assert why_padded(trainer) is None
 
 
 def on_own_parts(rank: int, uneven: str | None) -> dict[str, float]:

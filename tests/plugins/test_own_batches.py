@@ -21,10 +21,8 @@ from lightning_topt import AutoParallelStrategy
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.graph.capture import capture
 from lightning_topt.plan.choose import NoPlanFitsError
-from lightning_topt.plugins.default_search import WatchedTrace
 from lightning_topt.plugins.requirements import OWN_BATCHES, SEQUENTIAL, Fit, why_not
 from lightning_topt.plugins.value_exchange import values_of_ranks
-from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from tests.launch import run_ranks
 from tests.models import MLP
 from tests.plugins.trainer_ranks import make_trainer, on_ranks, topt_trainer
@@ -131,23 +129,6 @@ class Logging(MLP):
         self.mean.update(loss.detach())
         self.log("loss", loss)
         return loss
-
-
-@pytest.mark.parametrize(
-    ("module", "changes"),
-    [
-        (Counting(), True),
-        (Keeping(), True),
-        (Replacing(), True),
-        (Measuring(), True),  # its batch norm
-        (Logging(), False),
-        (MLP(), False),
-    ],
-)
-def test_what_a_step_leaves_behind_is_seen(module: L.LightningModule, changes: bool) -> None:
-    watched = WatchedTrace(FunctionTrace())
-    capture(module, torch.zeros(4, 16), batch_scaling=False, adapt=watched.of)
-    assert (watched.change is not None) == changes and watched.trace.calls
 
 
 class OwnBackward(MLP):

@@ -15,7 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_topt.costs.cluster import Link
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plugins.default_search import why_not_cut
-from lightning_topt.plugins.requirements import SEARCHED_STAGES, Fit, why_not
+from lightning_topt.plugins.requirements import SEARCHED_STAGES, why_not
+from lightning_topt.plugins.searched_plan import TracedStep
 from tests.models import GPT
 from tests.plugins.test_group_steps import (
     CLIPPED,
@@ -156,8 +157,11 @@ def reasons(rank: int) -> dict[str, Any]:
         trainer.strategy.connect(module)
         plan = ParallelPlan.from_dict(staged_plan(1))
         found[type(module).__name__] = why_not_cut(trainer, next(iter(loader(4))), plan)
-    trainer.strategy.connect(Warming())
-    found["Warming"] = why_not(Fit(trainer), SEARCHED_STAGES)
+    warming = Warming()
+    warming.trainer, warming._trainer = trainer, trainer
+    trainer.strategy.connect(warming)
+    step = TracedStep.of(trainer, next(iter(loader(4))))
+    found["Warming"] = why_not(step.fit(trainer.strategy.request), SEARCHED_STAGES)
     return found
 
 

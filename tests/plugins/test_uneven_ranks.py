@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_topt import AutoParallelStrategy, LocalSteps, LocalStepsStrategy
+from lightning_topt.plugins.planning import RemotePlanningError
 from tests.models import GPT
 from tests.plugins.trainer_ranks import compressed, make_trainer, on_ranks
 
@@ -214,7 +215,7 @@ def test_all_may_stop_with_the_first(plan: str, kind: str) -> None:
 def error_of(rank: int, *args: Any) -> str:
     try:
         fit(rank, *args)
-    except ValueError as error:
+    except (ValueError, RemotePlanningError) as error:
         return str(error)
     return "no error"
 

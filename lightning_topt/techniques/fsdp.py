@@ -241,15 +241,47 @@ class ShardedModule(nn.Module):
     """The root of a module without DDP; it gathers and releases the loose parameters.
 
     It is a wrapper, so that a call of `module` from inside (`self(x)` in a training step) passes no
-    hook twice.
+    hook twice. Where callbacks call `module` themselves (`gather_outside`), it gathers, too.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        self._runs = self._has_gathered = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Give every rank rank 0's buffers, as DDP does, and call the wrapped module."""
+        self._runs = True
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            self._runs = False
+
+    def gather_outside(self) -> list[RemovableHandle]:
+        """Gather the loose parameters for calls of the module from outside; return the hooks."""
+
+        def before(*_: Any) -> None:
+            is_in_backward = torch._C._current_graph_task_id() != -1
+            if self._runs or is_in_backward or not isinstance(self, FSDPModule):
+                return
+            state = self._get_fsdp_state()
+            state._lazy_init()  # this is the root, whatever runs first
+            groups = state._fsdp_param_groups
+            if groups and all(group.is_sharded for group in groups):
+                self._has_gathered = True
+                self.unshard()
+
+        def after(*_: Any) -> None:
+            if self._has_gathered and isinstance(self, FSDPModule):
+                self._has_gathered = False
+                self.reshard()
+
+        return [
+            self.module.register_forward_pre_hook(before, prepend=True),
+            self.module.register_forward_hook(after, always_call=True),
+        ]
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         buffers = [buffer for buffer in self.module.buffers() if buffer.numel()]
         if buffers:
             dist._broadcast_coalesced(  # type: ignore[attr-defined]
@@ -362,6 +394,8 @@ class _Sharding:
             after_forward=in_shards and _in_shards(model, ""),
             ignored=ignored,
         )
+        if isinstance(model.root, ShardedModule):
+            self._hooks += model.root.gather_outside()
         # before FSDP2's own hook on the root, which looks for them
         self._hooks.append(model.root.register_forward_pre_hook(model.gathers.attach, prepend=True))
 

@@ -58,7 +58,18 @@ ASKED = (zero3, zero3_again, limited, full)
 
 # The update stays whole: the rule of the optimizer is not known, hooks watch its step, or its
 # gradients are sparse. Every other program that takes enough steps shares it.
-NOT_SHARED = frozenset[str]()
+NOT_SHARED = frozenset(
+    [
+        # rules that are not known
+        *("gradients_kept_by_the_optimizer", "optimizer_that_keeps_gradients", "schedule_free"),
+        *("steps_skipped_by_the_optimizer", "muon_over_ranks", "step_that_ranks_agree_on"),
+        *("closure_asked_by_lbfgs", "line_search_by_lbfgs", "closure_asked_twice", "lookahead"),
+        *("sam", "sam_by_hand", "optimizer_inside", "own_list_of_parameters"),
+        # step hooks, sparse gradients, fewer steps than are measured
+        *("hooks_of_the_optimizer", "extragradient", "norms_bounded_after_the_step"),
+        *("sparse_embeddings", "sparse_table", "accumulation_cut_by_epochs"),
+    ]
+)
 MANUAL = "manual optimization runs under the plans 'ddp' and 'zero1' only"
 UNPLANNED = "manual optimization cannot be planned"
 BY_HAND = (
@@ -76,6 +87,12 @@ UNTRACED = {
     **dict.fromkeys(("group_made_on_first_use", "groups_in_a_dictionary"), "File too large"),
     "bound_loggers": "You are trying to `self.log()`",
     "gradients_per_sample": "uses a transform of torch.func",
+}
+# What a search cannot try before the fit, which asks for more than a plan by name.
+UNTRIED = {
+    "own_list_of_parameters": "a trial step of OwnList failed",
+    "schedule_free": "a trial step of ScheduleFree failed",
+    "scripted_block": "post accumulate grad hooks",
 }
 # Refused under every plan that shards parameters, and a part of the sentence.
 REFUSED: dict[str, str] = {
@@ -95,7 +112,6 @@ REFUSED: dict[str, str] = {
     "statistics_of_weights": ".numpy() is not supported",
     "replay_of_an_environment": "aten.copy_.default meets a parameter in shards",
     "histograms_of_weights": "aten.add_.Tensor meets a parameter in shards",
-    "autoencoder": "aten.addmm.default meets a parameter in shards",
     "hooks_on_parameters": "register_post_accumulate_grad_hook",
     "stored_list_for_l2": "held since before it was sharded",
     "average_by_hand": "mixed kinds of tensors",
@@ -119,13 +135,12 @@ REFUSED_BY: dict[MakeStrategy, dict[str, str]] = {
         **dict.fromkeys(
             ("steps_skipped_by_the_optimizer", "sparse_table", "sparse_embeddings"), "no plan fits"
         ),
-        "own_list_of_parameters": "a trial step of OwnList failed",
+        **dict.fromkeys(
+            ("closure_asked_by_lbfgs", "line_search_by_lbfgs", "optimizer_inside"), "no plan fits"
+        ),
+        **UNTRIED,
     },
-    full: {
-        **UNTRACED,
-        **dict.fromkeys(BY_HAND, UNPLANNED),
-        "own_list_of_parameters": "a trial step of OwnList failed",
-    },
+    full: {**UNTRACED, **dict.fromkeys(BY_HAND, UNPLANNED), **UNTRIED},
 }
 # They note what the machinery of shards does (docs/concepts/sharding_and_your_code.md): its
 # operators, hooks of graphs, addresses, or that rank 0 alone has the whole state in a checkpoint.
@@ -140,10 +155,10 @@ NO_ORACLE = frozenset(["unfrozen_by_a_callback"])
 # Errors of ours that users meet.
 SENTENCES = re.compile(
     r"((PlanError|CaptureError|StepError|NoPlanFitsError|UnsplittableOptimizer|ValueError"
-    r"|RemotePlanningError): [^\n]{20,900}"
+    r"|RemotePlanningError): [^\n]{20,1200}(\n[^\n]+){0,3}"
     # of torch's kind, in our words and with the line of user code
-    r"|(RuntimeError|NotImplementedError|AssertionError): [^\n]{20,700}: choose plan='zero1'[^\n]+"
-    r"(\n[^\n]+\n?[^\n]*)?)\nTraceback"
+    r"|(RuntimeError|NotImplementedError|AssertionError): [^\n]{20,700}"
+    r"(: |or )choose plan='zero1'[^\n]+(\n[^\n]+\n?[^\n]*)?)\n+Traceback"
 )
 
 
@@ -259,7 +274,7 @@ def test_what_is_asked_is_equal_to_ddp_or_refused(
         just_below_ddp(monkeypatch)
     names, known = chosen(strategy), refusals(strategy)
     ran = check(compare_counts(names, strategy, among=names), known)
-    level = {zero3: 3, zero3_again: 3, limited: 1, full: 0}[strategy]
+    level = {zero3: 3, zero3_again: 3, limited: 0, full: 0}[strategy]
     low = {name for name, ranks in ran.items() if ranks[0].topt.level < level}
     assert not low, "sharded less than was asked"
     if strategy is limited:

@@ -388,12 +388,20 @@ def silence(module: nn.Module) -> None:
     # Loggers are properties, which only a class can replace.
     cls = type(module)
     loggers = {
-        name: value
+        name: _in_place_of(getattr(cls, name), value)
         for name, value in (("logger", silent), ("loggers", [silent]))
         if hasattr(cls, name)
     }
     if loggers:
         module.__class__ = type(cls.__name__, (cls,), {**loggers, "__module__": cls.__module__})
+
+
+def _in_place_of(own: Any, value: Any) -> Any:
+    """Return a property that is `value`, after what `own` reads, which somebody may note."""
+    if not isinstance(own, property) or own.fget is None:
+        return value
+    read = own.fget
+    return property(lambda copied: (read(copied), value)[1])
 
 
 class _Silent:

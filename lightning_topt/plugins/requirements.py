@@ -44,6 +44,7 @@ from torch.nn.parameter import is_lazy
 from torchmetrics import Metric, MetricCollection
 
 from lightning_topt.graph.kernels import NAMESPACES
+from lightning_topt.graph.module_copy import silence
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plugins.value_exchange import check_packs
 from lightning_topt.techniques.ddp_wrapper import names_to_ignore
@@ -71,8 +72,10 @@ def noted_reads() -> Generator[set[str], None, None]:
     reads: set[str] = set()
 
     def note(name: str) -> None:
-        caller = sys._getframe(2).f_globals.get("__name__", "")
-        if not is_library(caller):
+        caller: Any = sys._getframe(2)
+        if caller.f_globals.get("__name__") == silence.__module__:  # reads for a copy's user
+            caller = caller.f_back
+        if not is_library(caller.f_globals.get("__name__")):
             reads.add(name)
 
     def noting(name: str, own: property) -> property:

@@ -130,17 +130,18 @@ class TracedStep:
             if not may_need_values(error) or trainer.strategy.root_device.type != "cpu":
                 raise
             try:
-                graph = observe_step(
-                    trainer.lightning_module,
-                    batch,
-                    forward_context=trainer.precision_plugin.forward_context,
-                )
+                with noted_reads() as reads:
+                    graph = observe_step(
+                        trainer.lightning_module,
+                        batch,
+                        forward_context=trainer.precision_plugin.forward_context,
+                    )
             except StepError:  # which says more than what fake tensors made of it
                 raise
             except Exception as failure:
                 why = f"{str(error).removesuffix(WAY_OUT)}Nor did it run on real tensors: {failure}"
                 raise CaptureError(why, needs_values=True) from failure
-            return cls(trainer, batch, graph, why_not_split=str(error))
+            return cls(trainer, batch, graph, None, frozenset(reads), why_not_split=str(error))
 
     def fit(self, request: PlanRequest, **more: Any) -> Fit:
         """Return the fit of this step, as requirements look at it."""

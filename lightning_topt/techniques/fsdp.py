@@ -267,7 +267,7 @@ class ShardedModule(nn.Module):
             state = self._get_fsdp_state()
             state._lazy_init()  # this is the root, whatever runs first
             groups = state._fsdp_param_groups
-            if groups and all(group.is_sharded for group in groups):
+            if groups and not any(group.is_unsharded for group in groups):
                 self._has_gathered = True
                 self.unshard()
 

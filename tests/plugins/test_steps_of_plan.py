@@ -135,7 +135,7 @@ def compared(
     """What a fit says whose plan's step was predicted to take a second."""
     said: list[str] = []
     monkeypatch.setattr(plan_controller, "rank_zero_info", said.append)
-    request: Any = SimpleNamespace(cluster=cluster, saves_memory=False)
+    request: Any = SimpleNamespace(cluster=cluster, saves_memory=False, needs_batch=False)
     controller = PlanController(request)
     predicted = StepEstimate(1.0, 1, 1.0, 0.0)
     plan = replace(uniform_plan(0, data_parallel_size=2), predicted=predicted)

@@ -38,7 +38,6 @@ from lightning_topt.communication.rank_watch import is_of_collective
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.intervals import LEVEL
 from lightning_topt.data.resumable_loader import TrackedLoader
-from lightning_topt.graph.errors import may_need_values
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plugins.plan_request import PlanRequest
@@ -153,12 +152,7 @@ def _first_difference(one: Any, two: Any) -> tuple[Any, Any]:
 
 
 class RemotePlanningError(RuntimeError):
-    """Planning failed on another rank, whose message this is.
-
-    `needs_values` is that rank's as well (see `CaptureError`).
-    """
-
-    needs_values = False
+    """Planning failed on another rank, whose message this is."""
 
 
 def on_rank_0(function: Callable[[], T]) -> T:
@@ -189,16 +183,14 @@ def _share(function: Callable[[], T], *, only_rank_0: bool) -> T:
                 raise  # a rank is gone: the next collective call would wait for it again
             error = caught
     # Everyone learns of all errors before anyone raises.
-    mine = None if error is None else (f"{type(error).__name__}: {error}", may_need_values(error))
+    mine = None if error is None else f"{type(error).__name__}: {error}"
     problems: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, mine)
     if error is not None:
         raise error
     for rank, problem in enumerate(problems):
         if problem is not None:
-            remote = RemotePlanningError(f"planning failed on rank {rank}: {problem[0]}")
-            remote.needs_values = problem[1]
-            raise remote
+            raise RemotePlanningError(f"planning failed on rank {rank}: {problem}")
     if only_rank_0:
         box = [result]
         dist.broadcast_object_list(box, 0)

@@ -19,7 +19,7 @@ from lightning_topt import (
     LocalStepsStrategy,
     PipelineStrategy,
 )
-from lightning_topt.plugins.lightning_private import PRIVATE_NAMES, PrivateName
+from tests.plugins.lightning_private import PRIVATE_NAMES, PrivateName
 
 PACKAGE = Path(lightning_topt.__file__).parent
 LISTED = {name for each in PRIVATE_NAMES for name in re.split(r"[:.]", each.where)}
@@ -143,7 +143,6 @@ def test_all_that_is_used_is_in_the_table(package: dict[Path, ast.AST]) -> None:
         path.name: names
         for path, tree in package.items()
         if path.parent.name in ("plugins", "cli")
-        and path.name != "lightning_private.py"
         and (names := unlisted(tree, of_lightning, of_package))
     }
     assert found == {}
@@ -164,9 +163,8 @@ def test_the_search_sees_what_is_not_listed(code: str, name: str) -> None:
 
 def test_what_is_in_the_table_is_used(package: dict[Path, ast.AST]) -> None:
     used = set[str]()
-    for path, tree in package.items():
-        if path.name != "lightning_private.py":
-            used |= used_in(tree, set()) | defined_in(tree)
+    for tree in package.values():
+        used |= used_in(tree, set()) | defined_in(tree)
     names = {re.split(r"[:.]", each.where)[-1] for each in PRIVATE_NAMES}
     assert names - used - {"__call__"} == set()
 

@@ -1,8 +1,7 @@
-"""All names of Lightning that are not public and that this package overrides, calls or reads.
+"""All names of Lightning that are not public and that the package overrides, calls or reads.
 
-No public hook gives what they are needed for. Lightning may change them in any release: a test
-compares this table with the installed version and with what the package uses
-(tests/plugins/test_lightning_private.py). Nothing is imported from here at run time.
+No public hook gives what they are needed for. Lightning may change them in any release:
+`test_lightning_private` compares this table with the installed version and with the package.
 """
 
 from __future__ import annotations

@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_topt.communication.hook import CompressedExchange
@@ -51,7 +50,6 @@ from lightning_topt.execution.plan_problems import (
 from lightning_topt.optim import clipping
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.schedules.schedules import Schedule, single_stage_schedule
-from lightning_topt.techniques.recomputation import apply_recomputation, remove_recomputation
 from lightning_topt.techniques.registry import TECHNIQUES
 from lightning_topt.techniques.run_options import RunOptions
 from lightning_topt.techniques.technique import Applied, ParallelModel, forget_meshes
@@ -120,16 +118,12 @@ class Engine:
             parameter for name, parameter in self.module.named_parameters() if name in names
         )
 
-    def apply(
-        self, *, wrapped: DistributedDataParallel | None = None, example: Example | None = None
-    ) -> nn.Module:
+    def apply(self, *, example: Example | None = None) -> nn.Module:
         """Apply the plan to the module in place. A collective call.
 
         After an error it cannot be called again.
 
         Args:
-            wrapped: the module in a DistributedDataParallel that exists. It is used where all
-                gradients are unsharded, and must not be there otherwise.
             example: of the steps, for a plan with stages, which runs in `run_step` and `evaluate`
                 only.
 
@@ -137,14 +131,12 @@ class Engine:
             What forward must be called through.
         """
         try:
-            return self._apply(wrapped, example)
+            return self._apply(example)
         except BaseException:
             self.abort()
             raise
 
-    def _apply(self, wrapped: DistributedDataParallel | None, example: Example | None) -> nn.Module:
-        averages = self.plan.keeps_gradients_whole and self.plan.local_steps is None
-        assert wrapped is None or averages, "DDP would average gradients that are to be sharded"
+    def _apply(self, example: Example | None) -> nn.Module:
         parameters: dict[str, dict[str, nn.Parameter]] = {
             block: {**named} for block, named in self._parameters.items()
         }
@@ -166,7 +158,7 @@ class Engine:
             configs=self.plan.configs,
             parameters=parameters,
             device=self.device,
-            root=self.module if wrapped is None else wrapped,
+            root=self.module,
             exchange=self.plan.gradient_exchange,
             local_steps=self.plan.local_steps,
             options=self._options,
@@ -195,13 +187,6 @@ class Engine:
                 self.exchange = applied.exchange
         warn_where_nodes_differ(self.plan, self._options.topology)
         return self._model
-
-    def recompute(self, plan: ParallelPlan) -> None:
-        """Go on with `plan`, the present one but for the blocks that it recomputes."""
-        blocks = [block.block for block in plan.blocks if block.config.recompute]
-        self.plan = plan
-        apply_recomputation(self.module, blocks)
-        self._applied.add(Applied(undo=lambda: remove_recomputation(self.module)))
 
     def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Make ``step`` of optimizers over the module's parameters follow the plan.

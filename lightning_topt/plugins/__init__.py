@@ -61,7 +61,6 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from lightning_topt.plugins.plan_artifacts import log_plan
     from lightning_topt.plugins.plan_checkpoints import load_whole, save_file
     from lightning_topt.plugins.step_without_batch import zero_loss
-    from lightning_topt.plugins.traced_planning import decide_plan
     from lightning_topt.plugins.uneven_ranks import UnevenRanks
 
 # What only some fits need, and the module that it is imported from at its first use.
@@ -78,7 +77,6 @@ _HOMES = {
     "load_whole": "plan_checkpoints",
     "save_file": "plan_checkpoints",
     "zero_loss": "step_without_batch",
-    "decide_plan": "traced_planning",
 }
 
 __all__ = [
@@ -90,7 +88,6 @@ __all__ = [
     "StageSteps",
     "UnevenRanks",
     "check_elastic",
-    "decide_plan",
     "load_whole",
     "log_plan",
     "save_file",

@@ -68,9 +68,9 @@ class AutoParallelStrategy(DDPStrategy):
             memory of the device.
         objective: ``"time"`` (fastest step within the limit), ``"memory"`` (least memory) or
             ``"time_to_loss"`` (least time to the loss of dense training, by the measured steps that
-            compressed and stale plans need; docs/how_to/slow_network.md). None: time, where it can
-            be planned. Beside a plan that is not searched ``"memory"`` gives
-            freed memory back to the system, and chooses nothing, as a warning says.
+            compressed and stale plans need; docs/how_to/slow_network.md). None: time, where
+            something is searched. Beside a plan that is not searched ``"memory"`` gives freed
+            memory back to the system, and chooses nothing, as a warning says.
         plan: ``"search"`` searches all plans that keep the loss curve (``strategy="topt_full"``).
             Else run this plan instead of searching: a `ParallelPlan`, a plan file, a mapping, or a
             name: ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"``, ``"hybrid_zero2"``,
@@ -215,7 +215,7 @@ class AutoParallelStrategy(DDPStrategy):
 
     @property
     def planned_by(self) -> str | None:
-        """What the plan comes from: ``"search"``, ``"given"``, or why it is ``ddp``."""
+        """What the plan comes from: ``"search"``, ``"given"``, ``"clock"``, or why it is ddp."""
         return self._controller.planned_by
 
     @property
@@ -225,7 +225,7 @@ class AutoParallelStrategy(DDPStrategy):
 
     @property
     def planning_seconds(self) -> float | None:
-        """How long planning took in the last fit."""
+        """Seconds until the plan of the last fit was decided; a clock's include its steps."""
         return self._controller.seconds
 
     @property
@@ -297,15 +297,21 @@ class AutoParallelStrategy(DDPStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
+        module, device, request = self.lightning_module, self.root_device, self.request
+        is_fit = trainer.state.fn == TrainerFn.FITTING
+        if is_fit:
+            # Asking is consent; and what cannot fit under DDP needs a plan.
+            self._is_asked = not request.asks_nothing or (
+                module.automatic_optimization and not request.fits_as_ddp(module, device)
+            )
         self._batches.begin(trainer)
-        if trainer.state.fn != TrainerFn.FITTING:
+        if not is_fit:
             # In the shards of the last fit, or as ddp does.
             self._guard.open(None)
             if not self._run.set_up_evaluation(self.parallel_plan, trainer):
                 super().setup(trainer)
             return
         # A new fit: nothing of the last one is left.
-        module, device, request = self.lightning_module, self.root_device, self.request
         self._failed = False
         request.check_local_steps()
         check_agreement(request, module)
@@ -314,10 +320,6 @@ class AutoParallelStrategy(DDPStrategy):
         self._guard.open(None)
         self._checkpoints.begin_fit(module)
         self._updates = None
-        # Asking is consent; and what cannot fit under DDP needs a plan.
-        self._is_asked = not request.asks_nothing or (
-            module.automatic_optimization and not request.fits_as_ddp(module, device)
-        )
         super().setup(trainer)
 
     @override
@@ -420,7 +422,7 @@ class AutoParallelStrategy(DDPStrategy):
         return self._run.runner.gathers_in_evaluation
 
     def _may_gather(self) -> bool:
-        return not self.request.asks_nothing
+        return self._is_asked or not self.request.asks_nothing
 
     def _join_evaluation(self, name: str) -> None:
         """Take part in an evaluation step without a batch."""

@@ -75,8 +75,7 @@ class StepMonitor(pl.Callback):
     accumulated gradient: forward, backward, exchange and update, with the device idle at both ends;
     not the wait for data, logging of other callbacks, or validation. Peak bytes are those of such
     spans, from the very first step on (DDP holds its buckets twice at the start of the second).
-    Under ``"topt"`` both count from the second step of its plan on. See `MemoryMeter` for what
-    counts.
+    See `MemoryMeter` for what counts.
     """
 
     def __init__(self, *, warmup_steps: int = 5) -> None:
@@ -113,6 +112,8 @@ class StepMonitor(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._reset(global_step=trainer.global_step)
+        # A strategy that has applied a plan knows its idle rank better.
+        self._meter = getattr(trainer.strategy, "memory_meter", None) or self._meter
 
     @override
     def on_train_batch_start(
@@ -138,15 +139,6 @@ class StepMonitor(pl.Callback):
         _synchronize(trainer.strategy.root_device)
         self._seconds += time.perf_counter() - self._started
         self._kept += self._core_wait.seconds()
-        # A strategy whose plan has taken over in this step knows its idle rank better. The step's
-        # peak is that of planning, and steps before it ran by another plan: this one is the last of
-        # the warm-up.
-        meter = getattr(trainer.strategy, "memory_meter", None)
-        if meter is not None and meter is not self._meter:
-            self._meter, self._peak_bytes = meter, None
-            self._step_seconds.clear()
-            self._kept_in_steps = 0.0
-            self._steps_done = min(self._steps_done, self.warmup_steps - 1)
         # The first steps build state and buckets.
         steady = self._steps_done >= self.warmup_steps
         peak = self._meter.peak_bytes()

@@ -23,13 +23,13 @@ class PipelineStrategy(AutoParallelStrategy):
 
     ``Trainer(strategy=PipelineStrategy(stages=4, microbatches=8))``
 
-    At the first training batch the step is captured, and its blocks are cut into the stages whose
-    step is fastest. From then on a rank holds the parameters of its stages alone. It runs the
-    module's own `training_step` on each microbatch, in which only its own blocks compute. Losses
-    and gradients are those of the batch in one process. They are means of those of microbatches,
-    weighted by what their means are over; or sums, where the loss is one. Which it is, is tested at
-    the first batch. Ranks of one pipeline get the same batches. What the last stage returns and
-    logs is returned and logged on every rank.
+    At setup the step is captured, and its blocks are cut into the stages whose step is fastest.
+    From then on a rank holds the parameters of its stages alone. It runs the module's own
+    `training_step` on each microbatch, in which only its own blocks compute. Losses and gradients
+    are those of the batch in one process. They are means of those of microbatches, weighted by what
+    their means are over; or sums, where the loss is one. Which it is, is tested with the captured
+    step. Ranks of one pipeline get the same batches. What the last stage returns and logs is
+    returned and logged on every rank.
 
     Args:
         stages: number of stages; None: as many as fit on all ranks. With fewer, ranks that are left

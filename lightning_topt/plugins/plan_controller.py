@@ -1,4 +1,4 @@
-"""The plan of a fit: decided at setup, and compared with the first steps that it takes.
+"""The plan of a fit: what was asked is decided at setup, and compared with its first steps.
 
 What was decided stays until the next fit, for whoever asks. What plans and searches is imported
 when it is first used. A measurement that the first steps do not bear out is renewed.
@@ -15,7 +15,6 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_topt import plugins
 from lightning_topt.basics.units import format_seconds
 from lightning_topt.costs.intervals import Interval, interval_of
 from lightning_topt.execution.memory import (
@@ -45,7 +44,7 @@ class PlanController:
         plan: what was decided, None before that.
         planning: what was searched, on rank 0.
         planned_by: ``"search"``, ``"given"``, ``"clock"``, or why the plan is ``ddp``.
-        seconds: that planning has taken in this fit.
+        seconds: until it was decided; by a clock, with the steps that it has timed.
         memory_meter: of the plan's steps, where a `StepMonitor` measures them.
     """
 
@@ -108,7 +107,10 @@ class PlanController:
             trainer.fit_loop.setup_data()  # draws as it does under ddp
         # Planning draws random numbers, and training goes on as if it had not.
         with isolate_rng():
-            decision = plugins.decide_plan(self.request, trainer)
+            # what traces and searches is imported where a plan is made
+            from lightning_topt.plugins import traced_planning  # noqa: PLC0415
+
+            decision = traced_planning.decide_plan(self.request, trainer)
         self.plan, self.planning, self.planned_by, self._measurements = decision
         # Give back what planning has used, before memory is measured.
         if self.request.saves_memory or self.plan.saves_memory:

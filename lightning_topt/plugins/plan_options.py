@@ -407,10 +407,9 @@ def check_planner_options(
     objective: Any,
     confidence: Any = LEVEL,
     equal_within: Any = None,
-    objectives: Sequence[str] = ("time", "memory", TIME_TO_LOSS),
 ) -> None:
     """Raise ValueError for options that `AutoParallelStrategy` cannot have."""
-    check_objective(objective, allowed=objectives)
+    check_objective(objective, allowed=("time", "memory", TIME_TO_LOSS))
     check_real(confidence, name="confidence")
     check_level(confidence)
     for name, share in (("memory_margin", memory_margin), ("equal_within", equal_within)):

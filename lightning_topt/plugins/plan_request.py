@@ -461,8 +461,6 @@ def why_not_alone(request: PlanRequest, trainer: pl.Trainer) -> str | None:
         )
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         return "the GradScaler of precision 16-mixed may skip a step on one rank alone"
-    if len(strategy.optimizers) > 1:
-        return "there are several optimizers"
     if strategy.ranks_may_end_apart:
         return "the training data may end on one rank before others"
     averaging = (StochasticWeightAveraging, WeightAveraging)

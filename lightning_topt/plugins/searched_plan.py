@@ -1,11 +1,8 @@
-"""What a search for a plan needs, and the searches: without a plan, and on a given mesh.
+"""What a search for a plan needs: a traced step and its costs; and the search on a given mesh.
 
-They run in a copy of rank 0's process, where user code leaves nothing behind (`traced_planning`).
-What all ranks have to measure is asked of them:
-
-    step = TracedStep.of(trainer, batch)            # the step on fake tensors
-    costs = yield from read_costs(request, trainer, step.graph)   # `NeedsCosts`
-    planning = yield from search_all(request, step, costs)        # `NeedsKernels`
+On CPUs it runs in a copy of rank 0's process, where user code leaves nothing behind
+(`traced_planning`). What all ranks have to measure is asked of them (`NeedsCosts`, `NeedsKernels`).
+The search without a mesh is `default_search`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_topt.costs.communication import Collective
@@ -100,7 +99,7 @@ class DataParallel(Technique):
 
     @override
     def apply(self, model: ParallelModel) -> Applied | None:
-        """Wrap the module in DDP, unless it is wrapped already.
+        """Wrap the module in DDP.
 
         With stages there is no DDP: their gradients are exchanged when a stage ends. Nor where
         ranks train alone.
@@ -113,28 +112,27 @@ class DataParallel(Technique):
             _move(model, whole)
             return None
         sharded = model.parameters_where(lambda config: not has_unsharded_gradients(config))
-        if not isinstance(model.root, DistributedDataParallel):
-            if sharded and not any(parameter.requires_grad for parameter in whole.values()):
-                return None  # DDP takes no module in which it has nothing to average
-            _move(model, whole)
-            if model.mesh.data_parallel_size == 1 and model.mesh.tensor_axes:
-                return None
-            # along the data axes only, if there are others
-            options, ignored = model.options, _names_for_ddp(sharded)
-            arguments = dict(options.ddp)
-            if model.data_group is not None:
-                arguments["process_group"] = model.data_group
-            if model.num_microbatches > 1:
-                # the caller sends buffers, and stashes gradients from batch to batch
-                arguments |= {"broadcast_buffers": False, "gradient_as_bucket_view": False}
-            model.root = wrap_in_ddp(
-                model.module,
-                device=model.device,
-                arguments=arguments,
-                ignored=ignored,
-                topology=options.topology,
-            )
-            register_hook(model.root, options.hook, options.hook_state)
+        if sharded and not any(parameter.requires_grad for parameter in whole.values()):
+            return None  # DDP takes no module in which it has nothing to average
+        _move(model, whole)
+        if model.mesh.data_parallel_size == 1 and model.mesh.tensor_axes:
+            return None
+        # along the data axes only, if there are others
+        options, ignored = model.options, _names_for_ddp(sharded)
+        arguments = dict(options.ddp)
+        if model.data_group is not None:
+            arguments["process_group"] = model.data_group
+        if model.num_microbatches > 1:
+            # the caller sends buffers, and stashes gradients from batch to batch
+            arguments |= {"broadcast_buffers": False, "gradient_as_bucket_view": False}
+        model.root = wrap_in_ddp(
+            model.module,
+            device=model.device,
+            arguments=arguments,
+            ignored=ignored,
+            topology=options.topology,
+        )
+        register_hook(model.root, options.hook, options.hook_state)
         return Applied(undo=lambda: None, no_sync=model.root.no_sync)
 
 

@@ -146,28 +146,6 @@ def test_steps_are_logged_beside_what_was_predicted(clock, accumulates):
         assert each.get("topt/predicted_step_seconds") == (7 if accumulates == 2 else None)
 
 
-class TakesOver(pl.Callback):
-    """Gives the strategy another meter in step `at`, as a plan does that takes over then."""
-
-    def __init__(self, at):
-        self.at = at
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if batch_idx == self.at:
-            trainer.strategy.memory_meter = MemoryMeter(torch.device("cpu"))
-            trainer.strategy.memory_meter.mark_base(pl_module)
-
-
-def test_steps_before_a_plan_takes_over_do_not_count(clock):
-    monitor = StepMonitor(warmup_steps=2)
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, callbacks=[monitor, TakesOver(5)], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(Known(clock), DataLoader(torch.ones(9, 1)), DataLoader(torch.ones(2, 1)))
-    assert monitor.measurement.steps == 3
-
-
 @linux
 def test_peak_is_that_of_training_steps_not_of_validation():
     module = Known(step_bytes=64 * MIB, val_bytes=256 * MIB)

@@ -19,7 +19,7 @@ from lightning_topt.basics import core_wait
 from lightning_topt.costs.cluster import Accuracy, Cluster, ErrorFigure
 from lightning_topt.plan.parallel_plan import StepEstimate, uniform_plan
 from lightning_topt.plan.plan_frontier import PlanPoint
-from lightning_topt.plugins import plan_controller, step_clock
+from lightning_topt.plugins import plan_controller, step_clock, traced_planning
 from lightning_topt.plugins.plan_controller import PlanController
 from lightning_topt.plugins.planning import PlanDecision, Planning
 from lightning_topt.plugins.step_clock import STEPS_OF_PLAN, StepsOfPlan
@@ -150,7 +150,7 @@ def compared(
         callbacks=[],
     )
     decision = PlanDecision(plan, planning, "search", measured)
-    monkeypatch.setattr(plan_controller.plugins, "decide_plan", lambda *_: decision, raising=False)
+    monkeypatch.setattr(traced_planning, "decide_plan", lambda *_: decision)
     assert controller.decide(trainer) is plan
     controller.begin_plan(trainer)
     if controller._compared is not None:

@@ -13,7 +13,8 @@ the cluster and the batch:
                                interleaved; one stage without a pipeline                  repeated
     ZeRO-2, ZeRO-3             a chain of blocks (`techniques.plan_costs`)                all
 
-Stages have equally many layers; the first have one more where that is not possible. Tensor groups
+ZeRO-3 in a pipeline is predicted as ZeRO-1. Stages have equally many layers; the first have one
+more where that is not possible. Tensor groups
 are neighbours, then data ranks, then stages. What has no model of its own is between two that do:
 
     every n-th layer recomputed          1 / n of the way from none to all

@@ -111,14 +111,13 @@ def run(config: DictConfig) -> None:
             )
         predict_plan(config, _known(cluster), console=console)
         return
-    _refuse(config, ("out", "ranks", "compiled", "tensor_overlap", "offload"), why="of a plan")
     folder = _path(config.runs, "runs")
     if not folder.is_dir():
         raise ValueError(
-            f"runs is a folder with run.json files, and {shown(str(folder))} is none: rows of a "
-            f"table are predicted by `python -m benchmarks.prediction.rows {folder}` in a checkout "
-            "of lightning_topt"
+            f"runs is a folder with run.json files: rows of a table are predicted by `python -m "
+            f"benchmarks.prediction.rows {folder}`, in a checkout of lightning_topt"
         )
+    _refuse(config, ("out", "ranks", "compiled", "tensor_overlap", "offload"), why="of a plan")
     save = None if config.save_cluster is None else _path(config.save_cluster, "save_cluster")
     predict_runs(folder, cluster, save=save, console=console)
 

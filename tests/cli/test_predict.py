@@ -343,7 +343,7 @@ def test_factors_between_kinds_of_time():
     [
         (["cluster=a100_64x8"], "say what is to be predicted"),
         (["runs={runs}", "plan=zero3", "cluster=a100_64x8"], "one of the two"),
-        (["runs={table}"], "python -m benchmarks.prediction.rows {table}"),
+        (["runs={table}", "out=out.csv"], "python -m benchmarks.prediction.rows {table}"),
         (["runs={empty}"], "no run.json below"),
         (["runs={runs}", "cluster=a100_64x8", "cluster_file={runs}"], "leave out one of them"),
         (["runs={runs}", "ranks=4"], "ranks belongs to the prediction of a plan"),

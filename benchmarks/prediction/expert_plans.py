@@ -4,7 +4,7 @@
     python -m benchmarks.prediction.expert_plans 4 7    # these alone, printed
 
 Each setting has the model, the machines, the batch and the lengths of a paper. Four figures stand
-beside one another: the time that was published; what `topt predict` says of the published layout as
+beside one another: the time that was published; what `run_prices` says of the published layout as
 its authors' program runs it; what `topt plan` says of the best plan on the published mesh, for the
 model of Hugging Face under Lightning's mixed precision; and the plan that it chooses when it is
 free. GPTs have no dropout. All but the first come from the cost model; nothing was measured here.
@@ -27,11 +27,11 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 
 from benchmarks.common import RESULTS, machine
+from benchmarks.prediction.run_prices import RunPrice, RunPrices
+from benchmarks.prediction.training_runs import RunsAgain, TrainingRun, model_named
 from hydra_plugins.lightning_topt_searchpath import conf_dir
 from lightning_topt.basics.units import format_bytes, format_seconds
-from lightning_topt.cli.run_prices import RunPrice, RunPrices
 from lightning_topt.cli.several_clusters import as_hydra_reads
-from lightning_topt.cli.training_runs import RunsAgain, TrainingRun, model_named
 from lightning_topt.cli.what_if import WhatIfOptions, read_searches
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.plan.choose import NoPlanFitsError

@@ -34,7 +34,7 @@ from scipy.optimize import least_squares
 from scipy.stats import kendalltau
 
 from benchmarks.common import RESULTS, machine
-from lightning_topt.cli.training_runs import TrainingRun, read_run_file
+from benchmarks.prediction.training_runs import TrainingRun, read_run_file
 from lightning_topt.costs.cluster import Link
 from lightning_topt.costs.communication import ring_seconds
 from lightning_topt.costs.compute import SHARPNESS, host_bound_seconds

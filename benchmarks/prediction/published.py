@@ -1,4 +1,4 @@
-"""Predictions of `topt predict` for training runs that others published.
+"""Predictions of training runs that others published.
 
     python -m benchmarks.prediction.published PATH/rows.csv [--more PATH/many_nodes.csv]
 
@@ -20,11 +20,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.common import RESULTS, machine
-from lightning_topt.cli.run_prices import RunPrices, clusters_of, completed
-from lightning_topt.cli.training_runs import TrainingRun, read_run_file
-from lightning_topt.costs.cluster import Accuracy, Cluster, ErrorFigure
-from lightning_topt.costs.fitted_constants import Constant, fit_constants
-from lightning_topt.costs.intervals import Domain, Interval
+from benchmarks.prediction.error_figures import domain_of, figure_of
+from benchmarks.prediction.fitted_constants import Constant, fit_constants
+from benchmarks.prediction.run_prices import RunPrices, clusters_of, completed
+from benchmarks.prediction.training_runs import TrainingRun, read_run_file
+from lightning_topt.costs.cluster import Accuracy, Cluster
+from lightning_topt.costs.intervals import Interval
 
 # TFLOP/s of the data sheets in bfloat16 (dense), and bytes/s of memory
 PEAKS = {"a100": (312e12, 2.04e12), "h100": (989e12, 3.35e12)}
@@ -115,12 +116,12 @@ def judge(runs: Sequence[TrainingRun], clusters: Mapping[str, Cluster]) -> list[
     for run, source, seconds in predicted:
         # errors of all other sources, each predicted from the others
         rest = [each for each in predicted if each[1] != source]
-        figure = ErrorFigure.of(
+        figure = figure_of(
             [each[2] for each in rest],
             [each[0].seconds or 1.0 for each in rest],
             groups=[each[1] for each in rest],
         )
-        domain = Domain.of([e[0].sizes for e in rest], [e[0].techniques for e in rest])
+        domain = domain_of([each[0] for each in rest])
         interval = Accuracy(figure, domain=domain).interval(seconds, run.sizes, run.techniques)
         cost = files[run.gpu].price(run)
         found.append(Judged(run, source, cost.step_seconds, cost.peak_bytes, seconds, interval))

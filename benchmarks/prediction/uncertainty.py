@@ -26,8 +26,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.common import RESULTS, machine
+from benchmarks.prediction.error_figures import domain_of, figure_of
 from benchmarks.prediction.published import source_of
-from lightning_topt.cli.run_prices import (
+from benchmarks.prediction.run_prices import (
     RunPrice,
     RunPrices,
     cluster_named,
@@ -37,9 +38,8 @@ from lightning_topt.cli.run_prices import (
     fit_runs,
     measured_runs,
 )
-from lightning_topt.cli.training_runs import TrainingRun, read_run_file
+from benchmarks.prediction.training_runs import TrainingRun, read_run_file
 from lightning_topt.costs.cluster import ErrorFigure
-from lightning_topt.costs.intervals import Domain
 
 Priced = tuple[TrainingRun, RunPrice]
 Choice = Callable[[Sequence[Priced]], TrainingRun]
@@ -98,13 +98,13 @@ def gpu_bytes(runs: Sequence[Priced]) -> ErrorFigure:
     """Return the errors of peaks of published runs."""
     known = [(price.peak_bytes, run.bytes, run.source) for run, price in runs if run.bytes]
     predicted, measured, sources = zip(*known, strict=True)
-    return ErrorFigure.of(predicted, measured, groups=sources, above=True)
+    return figure_of(predicted, measured, groups=sources, above=True)
 
 
 def gpu_domain(runs: Sequence[Priced]) -> str:
     """Return what the published runs with a measured peak were like."""
     known = [run for run, _ in runs if run.bytes]
-    domain = Domain.of([run.sizes for run in known], [run.techniques for run in known])
+    domain = domain_of(known)
     sizes = ", ".join(f"{name} {a:.4g} to {b:.4g}" for name, (a, b) in domain.sizes.items())
     return f"{sizes}; {', '.join(domain.techniques)}"
 

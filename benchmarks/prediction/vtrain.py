@@ -1,12 +1,12 @@
-"""Predictions of `topt predict` for measured iterations of Megatron GPTs.
+"""Predictions of measured iterations of Megatron GPTs.
 
     python -m benchmarks.prediction.vtrain PATH/a100_megatron_sample.csv [--other PATH/more.csv]
 
 Predictions come from a data sheet, and from fitted constants. The rows are those of github
 VIA-Research/vTrain (MIT), `data/ground_truth_single.csv`. Constants are fitted to 40 of them and
 tested on all others, six times. `--other` rows are never fitted to; they are predicted with
-constants that are fitted to all of the first file. Nothing here is a model of its own: the package
-prices rows with the code of the search (`topt predict`).
+constants that are fitted to all of the first file. Nothing here is a model of its own: rows are
+priced with the code of the search (`run_prices`).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.common import RESULTS, ROOT, machine
+from benchmarks.prediction.fitted_constants import CONSTANTS, FittedConstants
 from benchmarks.prediction.gpu_cost_model import FITTED, SPLITS, judge
-from lightning_topt.cli.run_prices import (
+from benchmarks.prediction.run_prices import (
     RunPrices,
     cluster_for,
     completed,
     fit_runs,
     measured_runs,
 )
-from lightning_topt.cli.training_runs import TrainingRun
+from benchmarks.prediction.training_runs import TrainingRun
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.fitted_constants import CONSTANTS, FittedConstants
 
 CLUSTER = ROOT / "conf" / "cluster" / "a100_64x8.yaml"
 HEADER = (

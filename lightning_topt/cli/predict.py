@@ -2,11 +2,10 @@
 
     plan=FILE or a name     `predict_plan`: one plan of a model, and what its time is made of
     runs=FOLDER             `predict_runs`: recorded runs (`run.json`), predicted and measured
-    runs=FILE.csv           `predict_rows`: runs of a CSV file (`training_runs`, `run_prices`)
 
 Recorded runs also tell how wrong the constants of a cluster are:
 
-    t = a compute + b exposed communication   a, b fitted to the runs, as `fitted_constants` does it
+    t = a compute + b exposed communication        a, b fitted to the runs (`least_factors`)
 
 A cluster whose computing takes a times as long and whose links b times as long predicts these runs
 better. Each run is predicted from the others to say by how much.
@@ -15,8 +14,7 @@ better. Each run is predicted from the others to say by how much.
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,16 +39,6 @@ from lightning_topt.cli.example_step import (
     one_device_trainer,
     plain_value,
 )
-from lightning_topt.cli.run_prices import (
-    RunPrice,
-    RunPrices,
-    clusters_of,
-    completed,
-    difference_of,
-    fit_runs,
-    measured_runs,
-)
-from lightning_topt.cli.training_runs import RunsAgain, TrainingRun, read_run_file
 from lightning_topt.costs.cluster import (
     Accuracy,
     Cluster,
@@ -59,8 +47,7 @@ from lightning_topt.costs.cluster import (
     Link,
     sentence_of,
 )
-from lightning_topt.costs.fitted_constants import CONSTANTS, FittedConstants, least_factors
-from lightning_topt.costs.intervals import Domain, Interval
+from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.costs.plain_values import number, parse_json, read_text, shown
 from lightning_topt.graph.module_copy import build_on_meta
@@ -82,7 +69,13 @@ from lightning_topt.plugins.planning import make_fake_optimizers
 MOST_RUNS, SHOWN, ENOUGH = 10_000, 20, 3
 WIDTHS = 0.3, 0.5  # how far the factors stray, as logarithms
 
-_OF_PLANS = "compiled", "tensor_overlap", "offload"  # rows say it in columns
+# of `least_factors`
+EXPECTED_ERROR = 0.05  # s
+HUBER = 1.5  # of s: larger residuals count by their size, not its square
+_STEPS = 40  # of Gauss-Newton
+_DIFFERENCE = 1e-4  # of a factor's logarithm
+_FAR = 4.0  # no factor is above e^4
+
 # configurations that are priced and that nothing here runs, by their options
 _PREDICTED_ONLY = {
     "tensor_overlap": "exchanges of tensor axes beside products",
@@ -104,31 +97,29 @@ def run(config: DictConfig) -> None:
     # a plan or runs, not both
     if (config.runs is None) == (config.plan is None):
         raise ValueError(
-            "say what is to be predicted, one of the two: runs=FILE.csv (or a folder with run.json "
-            "files), or plan=FILE.yaml"
+            "say what is to be predicted, one of the two: plan=FILE.yaml, or runs=FOLDER with "
+            "run.json files"
         )
     # options that belong to another kind of prediction are refused, not ignored
     cluster, console = _read_cluster(config), Console()
     if config.plan is not None:
-        _refuse(config, ("calibrate_on", "save_cluster"), why="of runs")
+        _refuse(config, ("save_cluster",), why="of runs")
         if config.out is not None and (config.offload or config.tensor_overlap):
             raise ValueError(
                 "out is a plan that runs, and no plan runs with offload or tensor_overlap: leave "
                 "out one of them"
             )
         predict_plan(config, _known(cluster), console=console)
-    elif _path(config.runs, "runs").is_dir():
-        _refuse(config, ("calibrate_on", "out", "ranks", *_OF_PLANS), why="of a CSV file or a plan")
-        save = None if config.save_cluster is None else _path(config.save_cluster, "save_cluster")
-        predict_runs(_path(config.runs, "runs"), cluster, save=save, console=console)
-    else:
-        _refuse(config, ("ranks", *_OF_PLANS), why="of a plan")
-        paths = {
-            name: _path(config[name], name)
-            for name in ("calibrate_on", "out", "save_cluster")
-            if config[name]
-        }
-        predict_rows(_path(config.runs, "runs"), cluster, **paths, console=console)
+        return
+    folder = _path(config.runs, "runs")
+    if not folder.is_dir():
+        raise ValueError(
+            f"runs is a folder with run.json files: rows of a table are predicted by `python -m "
+            f"benchmarks.prediction.rows {folder}`, in a checkout of lightning_topt"
+        )
+    _refuse(config, ("out", "ranks", "compiled", "tensor_overlap", "offload"), why="of a plan")
+    save = None if config.save_cluster is None else _path(config.save_cluster, "save_cluster")
+    predict_runs(folder, cluster, save=save, console=console)
 
 
 def _read_cluster(config: DictConfig) -> Cluster | None:
@@ -195,7 +186,8 @@ def predict_plan(config: DictConfig, cluster: Cluster, *, console: Console) -> N
     sure = KnownErrors.of(cluster, example.graph).intervals(priced.plan, *costs)
     _print_priced(priced, cluster, sure, console=console)
     console.print(PREDICTED_AS[example.graph.predicted_as], highlight=False)
-    _print_predicted_only([name for name in _PREDICTED_ONLY if config[name]], console)
+    if only := [what for name, what in _PREDICTED_ONLY.items() if config[name]]:
+        console.print(f"Predicted only, nothing here runs it: {', '.join(only)}.", highlight=False)
     if config.out is not None:
         out = Path(config.out)
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -222,12 +214,6 @@ def _priced(
             "none: give one whose tensor axis splits activations too, or leave it out"
         )
     return overlapped
-
-
-def _print_predicted_only(names: Sequence[str], console: Console) -> None:
-    if names:
-        parts = ", ".join(_PREDICTED_ONLY[name] for name in names)
-        console.print(f"Predicted only, nothing here runs it: {parts}.", highlight=False)
 
 
 def _captured(
@@ -328,227 +314,6 @@ def _print_priced(
         print_explanation(priced.blocks, console=console)
     if priced.stages:
         print_stages(priced.stages, console=console)
-
-
-# ---- rows of a file
-
-# parts of an iteration, and how they are printed
-_PARTS = {
-    "forward": "forward",
-    "backward": "backward",
-    "once": "exchanges and update",
-    "pipeline": "waiting in the pipeline",
-}
-
-
-def predict_rows(
-    runs: Path,
-    cluster: Cluster | None,
-    *,
-    calibrate_on: Path | None = None,
-    out: Path | None = None,
-    save_cluster: Path | None = None,
-    console: Console,
-) -> None:
-    """Predict the rows of a file, and print a summary.
-
-    Args:
-        runs: the file.
-        cluster: where they run; it gets as many more nodes as the rows need. None: where their
-            column `gpu` says.
-        calibrate_on: a file of measured rows, to which the constants of the cluster are fitted.
-        out: gets the rows with what is predicted.
-        save_cluster: gets the cluster.
-        console: where to print.
-
-    Raises:
-        ValueError: files that cannot be read, and rows that no run can have.
-    """
-    # clusters for the rows that are predicted, and for those they are fitted to
-    file = read_run_file(runs)
-    known: Sequence[TrainingRun] = () if calibrate_on is None else measured_runs(calibrate_on)
-    clusters = clusters_of([*file.runs, *known], cluster)
-    file = replace(file, runs=_completed(file.runs, clusters, runs, console))
-    if calibrate_on is not None:
-        known = _completed(known, clusters, calibrate_on, console)
-    for name, found in clusters.items():
-        console.print(
-            f"{found.name}: {found.num_nodes} nodes of {found.devices_per_node} devices"
-            f"{f' for rows on {name}' if name else ''}.",
-            highlight=False,
-        )
-
-    # their constants
-    for name, found in [*clusters.items()] if calibrate_on is not None else ():
-        own = [run for run in known if cluster is not None or run.gpu == name]
-        if len(own) < 2:
-            raise ValueError(
-                f"{calibrate_on} has {len(own)} measured rows on {name!r}: constants are fitted to "
-                "at least two"
-            )
-        fitted = fit_runs(found, own)
-        _print_constants(found, fitted, console)
-        domain = Domain.of([run.sizes for run in own], [run.techniques for run in own])
-        source = f"the {len(own)} rows of {calibrate_on and calibrate_on.name} it was fitted to"
-        accuracy = Accuracy(fitted.error, source=source, domain=domain)
-        clusters[name] = replace(
-            fitted.cluster, accuracy=_of_pairs_and_peaks(accuracy, fitted, own)
-        )
-
-    # the rows
-    costs = {name: RunPrices(found) for name, found in clusters.items()}
-    of_run = [run.gpu if cluster is None else "" for run in file.runs]
-    priced = [costs[name].price(run) for name, run in zip(of_run, file.runs, strict=True)]
-    _print_summary(file.runs, priced, console)
-    fused = sum(run.fused for run in file.runs)
-    console.print(
-        f"Predicted as compiled, elementwise chains as one kernel: {fused} rows; as eager: "
-        f"{len(file.runs) - fused}.",
-        highlight=False,
-    )
-    _print_predicted_only(
-        [name for name in _PREDICTED_ONLY if any(getattr(run, name) for run in file.runs)], console
-    )
-    for found in clusters.values():
-        console.print(sentence_of(found.accuracy), highlight=False)
-    sure = [
-        (
-            clusters[name].seconds_interval(cost.step_seconds, run.sizes, run.techniques),
-            clusters[name].bytes_interval(cost.peak_bytes, run.sizes, run.techniques),
-        )
-        for name, run, cost in zip(of_run, file.runs, priced, strict=True)
-    ]
-    intervals = [seconds for seconds, _ in sure]
-    _print_intervals(file.runs, intervals, console)
-    if out is not None:
-        added: dict[str, Sequence[float | str]] = {
-            "predicted_seconds": [each.step_seconds for each in priced],
-            "predicted_peak_bytes": [each.peak_bytes for each in priced],
-        }
-        for column, of in (("seconds", intervals), ("peak_bytes", [size for _, size in sure])):
-            if any(each is not None for each in of):
-                ends = [("", "") if each is None else (each.low, each.high) for each in of]
-                low, high = f"predicted_{column}_low", f"predicted_{column}_high"
-                added[low], added[high] = zip(*ends, strict=True)
-        if any(each.outside for each in intervals if each is not None):
-            added["outside"] = [
-                "" if each is None else "; ".join(each.outside) for each in intervals
-            ]
-        file.save(out, added)
-        console.print(f"predictions: {out}", highlight=False, soft_wrap=True)
-    if save_cluster is not None:
-        if len(clusters) > 1:
-            raise ValueError(
-                f"save_cluster is a file for one cluster, and the rows are on {len(clusters)}: "
-                "give rows of one kind of GPU"
-            )
-        save_cluster.parent.mkdir(parents=True, exist_ok=True)
-        next(iter(clusters.values())).save(save_cluster)
-        console.print(f"cluster: {save_cluster}", highlight=False, soft_wrap=True)
-
-
-def _of_pairs_and_peaks(
-    accuracy: Accuracy, fitted: FittedConstants, runs: Sequence[TrainingRun]
-) -> Accuracy:
-    """Return `accuracy` with what pairs of runs, and measured peaks, say beside it."""
-    prices = RunPrices(fitted.cluster)
-    pairs = difference_of(runs, [prices.step_seconds(run) for run in runs])
-    known = [run for run in runs if run.bytes is not None]
-    if not known:
-        return replace(accuracy, difference=pairs)
-    peaks = _measured([prices.price(run).peak_bytes for run in known], [r.bytes for r in known])
-    return replace(
-        accuracy,
-        difference=pairs,
-        bytes=ErrorFigure.of(*zip(*peaks, strict=True), above=True),
-        bytes_domain=Domain.of([run.sizes for run in known], [run.techniques for run in known]),
-    )
-
-
-def _completed(
-    runs: Sequence[TrainingRun], clusters: Mapping[str, Cluster], path: Path, console: Console
-) -> Sequence[TrainingRun]:
-    found = completed(runs, clusters)
-    if unsaid := sum(run.recompute is None for run in runs):
-        again = next(
-            run.recompute for run, before in zip(found, runs, strict=True) if not before.recompute
-        )
-        what = (
-            "everything, as some would not fit otherwise"
-            if again == RunsAgain(1.0)
-            else "nothing, as all of them fit"
-        )
-        console.print(
-            f"{unsaid} rows of {path.name} do not say what they recompute: {what}.",
-            highlight=False,
-        )
-    return found
-
-
-def _print_constants(before: Cluster, fitted: FittedConstants, console: Console) -> None:
-    table = Table(
-        "constant", "in the file", "fitted", "factor", title=f"Constants of {before.name}"
-    )
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for constant in CONSTANTS:
-        name = f"{constant.part}.{constant.entry}"
-        if name in fitted.factors:
-            values = constant.of(before), constant.of(fitted.cluster), fitted.factors[name]
-            table.add_row(name, *(f"{value:.3g}" for value in values))
-    console.print(table)
-
-
-def _print_intervals(
-    runs: Sequence[TrainingRun], intervals: Sequence[Interval | None], console: Console
-) -> None:
-    """Print how many measured times are in their intervals, and what is outside of the domain."""
-    both = [
-        (run.seconds in interval)
-        for run, interval in zip(runs, intervals, strict=True)
-        if interval is not None and run.seconds is not None
-    ]
-    if both:
-        console.print(
-            f"{sum(both)} of {len(both)} measured times are in their intervals, which are for nine "
-            "of ten.",
-            highlight=False,
-        )
-    outside = Counter(what for each in intervals if each is not None for what in each.outside)
-    if outside:
-        parts = ", ".join(f"{what} ({count} rows)" for what, count in outside.most_common())
-        console.print(f"Outside of what was measured, so less sure: {parts}.", highlight=False)
-
-
-def _print_summary(
-    runs: Sequence[TrainingRun], priced: Sequence[RunPrice], console: Console
-) -> None:
-    """Print what the predicted time is made of, and errors where times or peaks were measured."""
-    # all rows together
-    seconds = {part: sum(each.seconds[part] for each in priced) for part in _PARTS}
-    total = sum(seconds.values()) or 1.0
-    made = ", ".join(f"{name} {100 * seconds[part] / total:.0f} %" for part, name in _PARTS.items())
-    console.print(f"{len(runs)} rows; of their predicted time: {made}.", highlight=False)
-    times = _measured([cost.step_seconds for cost in priced], [run.seconds for run in runs])
-    if times:
-        # two figures: the mean error, and how far most of them are off
-        figure = ErrorFigure.of(*zip(*times, strict=True))
-        mean = sum(abs(a / b - 1) for a, b in times) / len(times)
-        console.print(
-            f"Against the times in the file: mean error {100 * mean:.1f} %; {figure}.",
-            highlight=False,
-        )
-    if peaks := _measured([cost.peak_bytes for cost in priced], [run.bytes for run in runs]):
-        memory = ErrorFigure.of(*zip(*peaks, strict=True))
-        console.print(f"Against the peaks of memory in the file: {memory}.", highlight=False)
-
-
-def _measured(
-    predicted: Sequence[float], measured: Sequence[float | None]
-) -> list[tuple[float, float]]:
-    """Return pairs of what is predicted and measured, where it was."""
-    pairs = zip(predicted, measured, strict=True)
-    return [(value, known) for value, known in pairs if known is not None]
 
 
 # ---- recorded runs
@@ -780,6 +545,62 @@ def corrected(cluster: Cluster, runs: Sequence[RecordedRun]) -> Cluster:
     }
     given: dict[str, Any] = {**links, "device": device, "collectives": curves}
     return replace(cluster, **given, accuracy=accuracy)
+
+
+def least_factors(
+    predict: Callable[[Array], Sequence[float] | Array],
+    measured: Sequence[float],
+    *,
+    widths: Sequence[float],
+) -> Array:
+    """Return the factors a (constant,) with which `predict` comes closest to `measured`.
+
+        minimize over x = log a     sum of rho(log(predict(a) / measured) / s) + sum of (x / w)^2
+
+    w are the `widths`, s is EXPECTED_ERROR. rho is Huber's loss, so that a few odd steps do not
+    decide. Gauss-Newton with Levenberg's damping; derivatives are differences.
+    """
+    target, scale = np.log(np.asarray(measured, float)), np.asarray(widths, float)
+
+    def residuals(x: Array) -> Array:
+        found: Array = (np.log(np.asarray(predict(np.exp(x)), float)) - target) / EXPECTED_ERROR
+        return found
+
+    factors: Array = np.exp(_minimum(residuals, scale))
+    return factors
+
+
+def _minimum(residuals: Callable[[Array], Array], widths: Array) -> Array:
+    """Return the logarithms of factors at the least loss, from 0 on."""
+    x, damping = np.zeros(len(widths)), 1e-2
+    known = residuals(x)
+    loss = _loss(known, x, widths)
+    for _ in range(_STEPS):
+        slopes = np.stack(
+            [(residuals(x + step) - known) / _DIFFERENCE for step in _DIFFERENCE * np.eye(len(x))],
+            axis=1,
+        )
+        weights = 1 / np.maximum(np.abs(known) / HUBER, 1.0)
+        curvature = (slopes.T * weights) @ slopes + np.diag(widths**-2)
+        gradient = (slopes.T * weights) @ known + x / widths**2
+        before = loss
+        while damping < 1e6:
+            step = np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), -gradient)
+            there = np.clip(x + step, -_FAR, _FAR)
+            found = residuals(there)
+            if (new := _loss(found, there, widths)) < loss:
+                x, known, loss, damping = there, found, new, damping / 5
+                break
+            damping *= 5
+        if before - loss < 1e-4 * before:
+            break
+    return x
+
+
+def _loss(residuals: Array, x: Array, widths: Array) -> float:
+    size = np.abs(residuals)
+    huber = np.where(size <= HUBER, size**2, 2 * HUBER * size - HUBER**2)
+    return float(huber.sum() + ((x / widths) ** 2).sum())
 
 
 def _bytes_error(runs: Sequence[RecordedRun]) -> ErrorFigure | None:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ from lightning_topt.costs.intervals import (
     Domain,
     Interval,
     interval_of,
-    quantile_of_groups,
+    quantile_of,
     share_at,
 )
 from lightning_topt.costs.plain_values import (
@@ -63,7 +63,7 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_t
 CurveKey = tuple[str, int, int]  # collective, size and stride of the group
 UNKNOWN = (
     "How far predictions for this cluster are from the truth is not known: no run on it was "
-    "compared (`topt predict runs=...` with calibrate_on=... or a folder of run.json files does)."
+    "compared (`topt predict runs=FOLDER` compares those of run.json files)."
 )
 
 
@@ -524,30 +524,14 @@ class ErrorFigure:
 
     @classmethod
     def of(
-        cls,
-        predicted: Sequence[float],
-        measured: Sequence[float],
-        *,
-        fitted: int = 0,
-        groups: Sequence[Hashable] = (),
-        above: bool = False,
+        cls, predicted: Sequence[float], measured: Sequence[float], *, above: bool = False
     ) -> ErrorFigure:
-        """Return the figure of predictions by a model.
-
-        `fitted` of its constants are from the same runs; `groups` as in `quantile_of_groups`. With
-        `above` it has that share too.
-        """
+        """Return the figure of predictions; with `above` it has that share too."""
         ratios = np.log(np.asarray(predicted, float) / np.asarray(measured, float))
         errors = np.expm1(np.abs(ratios))
-        larger = math.sqrt(len(errors) / max(len(errors) - fitted, 1))
-        p90 = quantile_of_groups(errors.tolist(), groups)
-        over = quantile_of_groups(np.expm1(np.maximum(-ratios, 0.0)).tolist(), groups)
-        return cls(
-            min(float(np.median(errors)), p90) * larger,
-            p90 * larger,
-            len(errors),
-            over * larger if above else None,
-        )
+        p90 = quantile_of(errors.tolist())
+        over = quantile_of(np.expm1(np.maximum(-ratios, 0.0)).tolist()) if above else None
+        return cls(min(float(np.median(errors)), p90), p90, len(errors), over)
 
     def to_dict(self) -> dict[str, float]:
         """Return plain values, without what is not known."""

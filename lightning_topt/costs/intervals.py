@@ -8,10 +8,8 @@ JASA 113(523), 2018, algorithm 2):
     q         the k-th smallest of n errors, k = ceil((n + 1) 0.9); the largest where k > n
     interval  predicted / w to predicted w,    log w = q + W d
 
-Runs come in groups, such as those of one table, whose errors are alike. So q is the larger of two:
-each run counts as much as any other, or each group does, whatever the number of its runs. d is how
-far outside of the measured runs a new one is: doublings beyond the least or the most of each size,
-and 1 for each technique that none had.
+d is how far outside of the measured runs a new one is: doublings beyond the least or the most of
+each size, and 1 for each technique that none had.
 
 Other levels than 0.9 have a w whose logarithm is in proportion, as that of normal errors is: at 0
 nothing is left of it, at 0.99 it is 1.57 times as large.
@@ -20,12 +18,9 @@ nothing is left of it, at 0.99 it is 1.57 times as large.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
-
-import numpy as np
 
 LEVEL = 0.9
 WIDER = 0.1  # W, of a doubling outside
@@ -51,21 +46,6 @@ class Domain:
                     f"the domain of {name} is from a number above 0 to one at least as large, got "
                     f"{least} to {most}"
                 )
-
-    @classmethod
-    def of(
-        cls, sizes: Sequence[Mapping[str, float]], techniques: Sequence[Sequence[str]] = ()
-    ) -> Domain:
-        """Return the domain of runs with these sizes and techniques, a run each."""
-        known = {name for each in sizes for name in each}
-        ranges = {
-            name: (
-                min(each[name] for each in sizes if name in each),
-                max(each[name] for each in sizes if name in each),
-            )
-            for name in sorted(known)
-        }
-        return cls(ranges, tuple(sorted({each for several in techniques for each in several})))
 
     def outside(
         self, sizes: Mapping[str, float], techniques: Sequence[str] = ()
@@ -138,28 +118,10 @@ def _widths_of(level: float) -> float:
     return at / usual
 
 
-def quantile_of_groups(
-    errors: Sequence[float], groups: Sequence[Hashable] = (), *, level: float = LEVEL
-) -> float:
+def quantile_of(errors: Sequence[float], *, level: float = LEVEL) -> float:
     """Return the error that a new run stays below at this level.
 
-    Of so few runs that the level asks for more, the largest.
-
-    Args:
-        errors: of runs, at least one, not negative.
-        groups: of each run; without them runs alone count.
-        level: as above.
+    Of so few runs, at least one, that the level asks for more, the largest.
     """
-    counts = Counter(groups)
-    of_groups = [1 / counts[group] for group in groups]
-    return max(
-        _quantile(errors, weights, level) for weights in ([1.0] * len(errors), of_groups) if weights
-    )
-
-
-def _quantile(errors: Sequence[float], weights: Sequence[float], level: float) -> float:
-    order, count = np.argsort(errors), len(errors)
-    # of n runs, with the new one: the share of n + 1 that has at most this error
-    shares = np.cumsum(np.array(weights)[order]) / sum(weights) * count / (count + 1)
-    place = min(int(np.searchsorted(shares, level - 1e-9)), count - 1)
-    return float(np.asarray(errors, float)[order[place]])
+    place = math.ceil((len(errors) + 1) * (level - 1e-9))
+    return float(sorted(errors)[min(max(place, 1), len(errors)) - 1])

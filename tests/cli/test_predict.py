@@ -8,10 +8,11 @@ import json
 import re
 import sys
 
+import numpy as np
 import pytest
 
 from lightning_topt.cli import main
-from lightning_topt.cli.predict import corrected, correction_factors, read_runs
+from lightning_topt.cli.predict import corrected, correction_factors, least_factors, read_runs
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.plan.parallel_plan import ParallelPlan
 
@@ -327,3 +328,36 @@ def test_runs_of_other_machines(topt, runs):
     assert code == 2 and "no run below" in output and "elsewhere on 2 cpu rank(s)" in output
     code, output = topt("predict", f"runs={runs}", f"save_cluster={runs}/c.yaml")
     assert code == 2 and "say which" in output
+
+
+def test_factors_between_kinds_of_time():
+    first, second = np.array([1.0, 2.0, 0.1, 1.0]), np.array([0.1, 0.0, 1.0, 1.0])
+    found = least_factors(
+        lambda a: a[0] * first + a[1] * second, 1.2 * first + 0.7 * second, widths=(0.5, 0.5)
+    )
+    assert found == pytest.approx([1.2, 0.7], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["cluster=a100_64x8"], "say what is to be predicted"),
+        (["runs={runs}", "plan=zero3", "cluster=a100_64x8"], "one of the two"),
+        (["runs={table}", "out=out.csv"], "python -m benchmarks.prediction.rows {table}"),
+        (["runs={empty}"], "no run.json below"),
+        (["runs={runs}", "cluster=a100_64x8", "cluster_file={runs}"], "leave out one of them"),
+        (["runs={runs}", "ranks=4"], "ranks belongs to the prediction of a plan"),
+        (["runs={runs}", "compiled=true"], "compiled belongs to the prediction of a plan"),
+        (["runs={runs}", "cluster=[a100_8x8,h100_2x8]"], "for one cluster"),
+        (
+            ["plan=zero3", "cluster=a100_64x8", "save_cluster=c.yaml"],
+            "save_cluster belongs to the prediction of runs",
+        ),
+    ],
+)
+def test_one_sentence_for_what_cannot_be(topt, runs, tmp_path, arguments, sentence):
+    (tmp_path / "table.csv").write_text("gpus\n1\n")
+    (tmp_path / "empty").mkdir()
+    paths = {"runs": runs, "table": tmp_path / "table.csv", "empty": tmp_path / "empty"}
+    code, output = topt("predict", *(argument.format(**paths) for argument in arguments))
+    assert code == 2 and sentence.format(**paths) in output and "Traceback" not in output

@@ -7,14 +7,22 @@ import random
 
 import pytest
 
-from lightning_topt.costs.cluster import CPU_BYTES, Accuracy, Cluster, ErrorFigure
+from lightning_topt.costs.cluster import (
+    CPU_BYTES,
+    UNKNOWN,
+    Accuracy,
+    Cluster,
+    ClusterError,
+    ErrorFigure,
+    sentence_of,
+)
 from lightning_topt.costs.intervals import (
     LEVEL,
     WIDER,
     Domain,
     check_level,
     interval_of,
-    quantile_of_groups,
+    quantile_of,
     share_at,
 )
 from tests.costs.test_formulas import cluster
@@ -25,25 +33,20 @@ def test_nine_of_ten_new_runs_are_inside():
     draw, inside = random.Random(3), []
     for _ in range(400):
         errors = [abs(draw.gauss(0, 0.1)) for _ in range(30)]
-        inside.append(abs(draw.gauss(0, 0.1)) <= quantile_of_groups(errors))
+        inside.append(abs(draw.gauss(0, 0.1)) <= quantile_of(errors))
     assert 0.86 < sum(inside) / len(inside) < 0.96
 
 
 def test_quantiles_by_hand():
     errors = [n / 100 for n in range(1, 20)]
-    assert quantile_of_groups(errors) == 0.18  # the 18th of 19
-    assert quantile_of_groups([0.3, 0.1]) == 0.3  # of so few the largest
-    # a group of one run counts as much as that of many
-    many = [0.01] * 38 + [0.5]
-    assert quantile_of_groups(many) == 0.01
-    assert quantile_of_groups(many, ["a"] * 38 + ["b"]) == 0.5
+    assert quantile_of(errors) == 0.18  # the 18th of 19
+    assert quantile_of([0.3, 0.1]) == 0.3  # of so few the largest
+    assert quantile_of(errors, level=0.0) == 0.01
 
 
 def test_runs_outside_are_less_sure():
-    domain = Domain.of(
-        [{"devices": 8, "parameters": 1e9}, {"devices": 64, "parameters": 7e9}],
-        [("tensor",), ("pipeline",)],
-    )
+    sizes = {"devices": (8, 64), "parameters": (1e9, 7e9)}
+    domain = Domain(sizes, ("pipeline", "tensor"))
     assert domain.outside({"devices": 16, "parameters": 2e9}, ("tensor",)) == {}
     outside = domain.outside({"devices": 256, "parameters": 5e8, "other": 3.0}, ("sharded",))
     assert outside == {"devices": 2.0, "parameters": 1.0, "sharded": 1.0}
@@ -62,7 +65,7 @@ def test_other_levels_scale_the_width():
     """As normal errors do: drawn ones are inside so often as the level says."""
     draw = random.Random(1)
     errors = [draw.gauss(0, 0.1) for _ in range(4000)]
-    nine = quantile_of_groups([abs(e) for e in errors])
+    nine = quantile_of([abs(e) for e in errors])
     for level in (0.2, 0.5, 0.8, 0.98):
         interval = interval_of(1.0, error=math.expm1(nine), level=level)
         assert interval.level == level
@@ -99,6 +102,37 @@ def test_bytes_above_the_prediction():
     ranks = cluster(backend="gloo")
     assert ranks.memory_margin() == unknown.memory_margin() == 0.05 > CPU_BYTES.above
     assert ranks.bytes_interval(100.0, {}).high == pytest.approx(107.5)
+
+
+def test_error_figures():
+    figure = ErrorFigure.of([1.1, 0.8, 1.0], [1.0, 1.0, 1.0])
+    assert (
+        figure.median == pytest.approx(0.1)
+        and figure.p90 == pytest.approx(0.25)
+        and figure.runs == 3
+    )
+    assert str(figure) == "half of 3 runs within 10 %, nine of ten within 25 %"
+    assert (
+        "half of 3 runs within 10 %" in sentence_of(Accuracy(figure, source="here"))
+        and sentence_of(None) == UNKNOWN
+    )
+    with pytest.raises(ValueError, match="at least 1 run"):
+        ErrorFigure(0.1, 0.2, 0)
+
+
+def test_a_cluster_file_keeps_its_accuracy(tmp_path):
+    errors = ErrorFigure(0.05, 0.1, 40), ErrorFigure(0.01, 0.02, 8)
+    known = cluster(accuracy=Accuracy(*errors, "rows"))
+    known.save(tmp_path / "c.yaml")
+    assert Cluster.load(tmp_path / "c.yaml") == known
+    assert Cluster.from_dict(cluster().to_dict()) == cluster()
+    data = known.to_dict()
+    data["accuracy"]["seconds"]["median"] = 0.5
+    with pytest.raises(ClusterError, match="median <= p90"):
+        Cluster.from_dict(data)
+    data["accuracy"]["seconds"] = {"median": 0.1}
+    with pytest.raises(ClusterError, match="p90"):
+        Cluster.from_dict(data)
 
 
 def test_a_file_keeps_the_domain(tmp_path):

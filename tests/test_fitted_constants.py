@@ -7,19 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_topt.costs.cluster import (
-    UNKNOWN,
-    Accuracy,
-    Cluster,
-    ClusterError,
-    Device,
-    ErrorFigure,
-    Link,
-    NodeType,
-    sentence_of,
-)
+from benchmarks.prediction.error_figures import figure_of, quantile_of_groups
+from benchmarks.prediction.fitted_constants import CONSTANTS, fit_constants
+from lightning_topt.costs.cluster import Cluster, Device, ErrorFigure, Link, NodeType
 from lightning_topt.costs.compute import host_bound_seconds
-from lightning_topt.costs.fitted_constants import CONSTANTS, fit_constants, least_factors
+from lightning_topt.costs.intervals import quantile_of
 
 CLUSTER = Cluster(
     "c", Device("d", 10**9, {"float32": 1e12}, 1e11, launch_seconds=1e-5), 2, 1, Link(1e-5, 1e9)
@@ -81,14 +73,6 @@ def test_a_few_odd_steps_do_not_decide():
     assert all(factor == pytest.approx(1.0, abs=0.12) for factor in fitted.factors.values())
 
 
-def test_factors_between_kinds_of_time():
-    first, second = np.array([1.0, 2.0, 0.1, 1.0]), np.array([0.1, 0.0, 1.0, 1.0])
-    found = least_factors(
-        lambda a: a[0] * first + a[1] * second, 1.2 * first + 0.7 * second, widths=(0.5, 0.5)
-    )
-    assert found == pytest.approx([1.2, 0.7], rel=0.01)
-
-
 def test_wrong_use():
     with pytest.raises(ValueError, match="two measured steps"):
         fit_constants(CLUSTER, seconds_of, [1.0])
@@ -105,35 +89,11 @@ def test_every_constant_is_one_of_a_cluster():
         assert constant.of(scaled) == pytest.approx(2 * (constant.of(whole) or constant.usual))
 
 
-def test_error_figures():
-    figure = ErrorFigure.of([1.1, 0.8, 1.0], [1.0, 1.0, 1.0])
-    assert (
-        figure.median == pytest.approx(0.1)
-        and figure.p90 == pytest.approx(0.25)
-        and figure.runs == 3
-    )
-    fitted = ErrorFigure.of([1.1, 0.8, 1.0, 1.0], [1.0] * 4, fitted=3)
-    assert fitted.p90 == pytest.approx(2 * ErrorFigure.of([1.1, 0.8, 1.0, 1.0], [1.0] * 4).p90)
-    assert str(figure) == "half of 3 runs within 10 %, nine of ten within 25 %"
-    assert (
-        "half of 3 runs within 10 %" in sentence_of(Accuracy(figure, source="here"))
-        and sentence_of(None) == UNKNOWN
-    )
-    with pytest.raises(ValueError, match="at least 1 run"):
-        ErrorFigure(0.1, 0.2, 0)
-
-
-def test_a_cluster_file_keeps_its_accuracy(tmp_path):
-    known = replace(
-        CLUSTER, accuracy=Accuracy(ErrorFigure(0.05, 0.1, 40), ErrorFigure(0.01, 0.02, 8), "rows")
-    )
-    known.save(tmp_path / "c.yaml")
-    assert Cluster.load(tmp_path / "c.yaml") == known
-    assert Cluster.from_dict(CLUSTER.to_dict()) == CLUSTER
-    data = known.to_dict()
-    data["accuracy"]["seconds"]["median"] = 0.5
-    with pytest.raises(ClusterError, match="median <= p90"):
-        Cluster.from_dict(data)
-    data["accuracy"]["seconds"] = {"median": 0.1}
-    with pytest.raises(ClusterError, match="p90"):
-        Cluster.from_dict(data)
+def test_figures_of_groups_and_of_fitted_constants():
+    """A group of one run counts as much as that of many; fitted constants make errors larger."""
+    many = [0.01] * 38 + [0.5]
+    assert quantile_of_groups(many) == quantile_of(many) == 0.01
+    assert quantile_of_groups(many, ["a"] * 38 + ["b"]) == 0.5
+    plain, fitted = (figure_of([1.1, 0.8, 1.0, 1.0], [1.0] * 4, fitted=each) for each in (0, 3))
+    assert plain == ErrorFigure.of([1.1, 0.8, 1.0, 1.0], [1.0] * 4)
+    assert fitted.p90 == pytest.approx(2 * plain.p90)

@@ -12,9 +12,10 @@
     ranks                `gpus`, `tp`, `pp`, `dp`, `cp`              cp 1
     batch                `seq`, `mbs`, `gbs`, or `ga` microbatches   -
     device               `gpu`: a cluster of the configurations,     the cluster that is given
-                         or one of `GPUS`
-    recomputation        `recompute`: none, full, selective,         see
-                         selective(op), selective(2)                 `run_prices.completed`
+                         or one of `run_prices.GPUS`
+    recomputation        `recompute`: none, full, selective          see
+                         (attention), selective(op) (every second    `run_prices.completed`
+                         product), selective(2) (every second layer)
     sharding             `sharding`: none, DDP, ZeRO-1 to 3,         none
                          FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD
     interleaving         `stages per rank`                           1
@@ -436,7 +437,7 @@ def _places(path: Path, header: Sequence[str], *, need_times: bool) -> dict[str,
     if missing:
         raise ValueError(
             f"{path} lacks the column{'s' * (len(missing) > 1)} {names(missing)}; it has "
-            f"{names(header)}, and needs those that docs/how_to/predict.md lists"
+            f"{names(header)}, and needs those that benchmarks/prediction/training_runs.py lists"
         )
     return places
 

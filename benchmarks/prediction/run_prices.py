@@ -13,7 +13,8 @@ the cluster and the batch:
                                interleaved; one stage without a pipeline                  repeated
     ZeRO-2, ZeRO-3             a chain of blocks (`techniques.plan_costs`)                all
 
-Stages have equally many layers; the first have one more where that is not possible. Tensor groups
+ZeRO-3 in a pipeline is predicted as ZeRO-1. Stages have equally many layers; the first have one
+more where that is not possible. Tensor groups
 are neighbours, then data ranks, then stages. What has no model of its own is between two that do:
 
     every n-th layer recomputed          1 / n of the way from none to all
@@ -36,18 +37,20 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hydra_plugins.lightning_topt_searchpath import conf_dir
-from lightning_topt.cli.training_runs import ModelSizes, RunsAgain, TrainingRun, read_run_file
-from lightning_topt.cli.transformer import RankTransformer, TransformerSizes, takes_fused_softmax
-from lightning_topt.costs.cluster import Cluster, Device, ErrorFigure, Link
-from lightning_topt.costs.communication import Group, estimate_collective_seconds
-from lightning_topt.costs.compute import offloaded_seconds
-from lightning_topt.costs.fitted_constants import (
+from benchmarks.prediction.error_figures import figure_of
+from benchmarks.prediction.fitted_constants import (
     CONSTANTS,
     Constant,
     FittedConstants,
     fit_constants,
 )
+from benchmarks.prediction.repeated_blocks import RepeatedBlocks, repeat_blocks
+from benchmarks.prediction.training_runs import ModelSizes, RunsAgain, TrainingRun, read_run_file
+from benchmarks.prediction.transformer import RankTransformer, TransformerSizes, takes_fused_softmax
+from hydra_plugins.lightning_topt_searchpath import conf_dir
+from lightning_topt.costs.cluster import Cluster, Device, ErrorFigure, Link
+from lightning_topt.costs.communication import Group, estimate_collective_seconds
+from lightning_topt.costs.compute import offloaded_seconds
 from lightning_topt.costs.optimizer import OptimizerProfile, ParameterUpdate
 from lightning_topt.costs.plain_values import names, shown
 from lightning_topt.costs.training_step import TrainingStep
@@ -58,7 +61,7 @@ from lightning_topt.graph.module_copy import build_on_meta
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import Block, OpGraph
 from lightning_topt.plan.plan_values import PRESETS
-from lightning_topt.plan.stage_blocks import RepeatedBlocks, StageBlocks, repeat_blocks
+from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_simulation import (
     StageSeconds,
     formula_step_seconds,
@@ -168,7 +171,7 @@ def difference_of(
                 predicted.append(a / b)
                 measured.append(was_a / was_b)
                 jobs.append(job)
-    return ErrorFigure.of(predicted, measured, groups=jobs) if jobs else None
+    return figure_of(predicted, measured, groups=jobs) if jobs else None
 
 
 def clusters_of(runs: Sequence[TrainingRun], cluster: Cluster | None) -> dict[str, Cluster]:
@@ -184,8 +187,8 @@ def clusters_of(runs: Sequence[TrainingRun], cluster: Cluster | None) -> dict[st
         by_gpu.setdefault(run.gpu, []).append(run)
     if "" in by_gpu:
         raise ValueError(
-            "say for which machines: cluster=NAME of the group (topt predict --help lists them), "
-            "cluster_file=FILE, or a column gpu in each row"
+            "say for which machines: --cluster NAME of conf/cluster, --cluster-file FILE, or a "
+            "column gpu in each row"
         )
     return {gpu: cluster_for(several, cluster_named(gpu)) for gpu, several in by_gpu.items()}
 
@@ -200,8 +203,8 @@ def cluster_named(gpu: str) -> Cluster:
     path = conf_dir() / "cluster" / f"{name}.yaml"
     if not name.isidentifier() or not path.exists():
         raise ValueError(
-            f"the GPU {shown(gpu)} is not known: write one of {names(GPUS)}, a name of the group "
-            "of clusters, or give cluster_file=FILE for all rows"
+            f"the GPU {shown(gpu)} is not known: write one of {names(GPUS)}, a name of "
+            "conf/cluster, or give --cluster-file FILE for all rows"
         )
     return Cluster.load(path)
 
@@ -271,7 +274,7 @@ class RunPrices:
             raise ValueError(
                 f"{run.gpus} GPUs are more than the {self.cluster.num_devices} of the cluster "
                 f"{self.cluster.name!r}: say "
-                f"cluster.num_nodes={math.ceil(run.gpus / self.cluster.devices_per_node)}"
+                f"num_nodes: {math.ceil(run.gpus / self.cluster.devices_per_node)} in its file"
             )
         if run.offload:
             return self._offloaded(run, with_bytes=with_bytes)

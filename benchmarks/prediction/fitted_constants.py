@@ -6,9 +6,8 @@ These are rates, latencies and launch times, never a step itself.
 
 c are the cluster's own constants, from its data sheet or measured, x logarithms of factors, s the
 error that a right model has, w_k how far a constant of this kind strays from where it is
-(CONSTANTS), rho Huber's loss, so that a few odd steps do not decide. What the steps say nothing
-about stays where it is (`fit_constants`). Gauss-Newton with Levenberg's damping; derivatives are
-differences.
+(CONSTANTS), rho Huber's loss. What the steps say nothing about stays where it is (`fit_constants`).
+`least_factors` of the package minimizes it, which also fits factors to recorded runs.
 """
 
 from __future__ import annotations
@@ -19,17 +18,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from benchmarks.prediction.error_figures import figure_of
+from lightning_topt.cli.predict import Array, least_factors
 from lightning_topt.costs.cluster import Cluster, ErrorFigure
 
-Array = NDArray[np.float64]
 Predict = Callable[[Cluster], Sequence[float]]  # seconds of each step
-EXPECTED_ERROR = 0.05  # s
-HUBER = 1.5  # of s: larger residuals count by their size, not its square
-_STEPS = 40  # of Gauss-Newton
-_DIFFERENCE = 1e-4  # of a factor's logarithm
-_FAR = 4.0  # no constant moves by more than e^4
 
 
 @dataclass(frozen=True)
@@ -135,57 +129,4 @@ def fit_constants(
     fitted = at(found)
     factors = {f"{c.part}.{c.entry}": float(factor) for c, factor in zip(used, found, strict=True)}
     moved = int((np.abs(np.log(found)) > 0.01).sum())
-    return FittedConstants(fitted, factors, ErrorFigure.of(predict(fitted), measured, fitted=moved))
-
-
-def least_factors(
-    predict: Callable[[Array], Sequence[float] | Array],
-    measured: Sequence[float],
-    *,
-    widths: Sequence[float],
-) -> Array:
-    """Return the factors (constant,) with which `predict` comes closest to `measured`.
-
-    Each near 1 by its width.
-    """
-    target, scale = np.log(np.asarray(measured, float)), np.asarray(widths, float)
-
-    def residuals(x: Array) -> Array:
-        found: Array = (np.log(np.asarray(predict(np.exp(x)), float)) - target) / EXPECTED_ERROR
-        return found
-
-    factors: Array = np.exp(_minimum(residuals, scale))
-    return factors
-
-
-def _minimum(residuals: Callable[[Array], Array], widths: Array) -> Array:
-    """Return the logarithms of factors at the least loss, from 0 on."""
-    x, damping = np.zeros(len(widths)), 1e-2
-    known = residuals(x)
-    loss = _loss(known, x, widths)
-    for _ in range(_STEPS):
-        slopes = np.stack(
-            [(residuals(x + step) - known) / _DIFFERENCE for step in _DIFFERENCE * np.eye(len(x))],
-            axis=1,
-        )
-        weights = 1 / np.maximum(np.abs(known) / HUBER, 1.0)
-        curvature = (slopes.T * weights) @ slopes + np.diag(widths**-2)
-        gradient = (slopes.T * weights) @ known + x / widths**2
-        before = loss
-        while damping < 1e6:
-            step = np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), -gradient)
-            there = np.clip(x + step, -_FAR, _FAR)
-            found = residuals(there)
-            if (new := _loss(found, there, widths)) < loss:
-                x, known, loss, damping = there, found, new, damping / 5
-                break
-            damping *= 5
-        if before - loss < 1e-4 * before:
-            break
-    return x
-
-
-def _loss(residuals: Array, x: Array, widths: Array) -> float:
-    size = np.abs(residuals)
-    huber = np.where(size <= HUBER, size**2, 2 * HUBER * size - HUBER**2)
-    return float(huber.sum() + ((x / widths) ** 2).sum())
+    return FittedConstants(fitted, factors, figure_of(predict(fitted), measured, fitted=moved))

@@ -327,8 +327,8 @@ def destroy_process_group() -> None:
 
     Lightning does this for NCCL only; threads of a gloo group that outlives the interpreter can
     abort it. A thread of the group drops the tensors of the last collective call after that has
-    returned, for which it needs the interpreter. Trainers and models refer to the group in cycles.
-    Both are done with after a collection.
+    returned, for which it needs the interpreter. Trainers and models refer to the group in cycles:
+    it ends with a collection, which takes a fifth of a second.
 
     After an error gloo waits for calls that other ranks have left, which may wait for this one to
     end. So the process ends then, after a few seconds.
@@ -341,7 +341,6 @@ def destroy_process_group() -> None:
         # its thread needs no interpreter, which a call into gloo may hold
         nowhere = open(os.devnull, "w")  # noqa: SIM115
         faulthandler.dump_traceback_later(_END_SECONDS, exit=True, file=nowhere)
-    gc.collect()
     dist.destroy_process_group()
     gc.collect()
     if _cut_off:

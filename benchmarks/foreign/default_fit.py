@@ -72,7 +72,7 @@ class Net(L.LightningModule):
 
 
 L.seed_everything(0, verbose=False)
-shape, samples = ((3, 32, 32), 16) if kind == "cnn" else ((1024,), 32)
+shape, samples = ((3, 32, 32), 16) if kind == "cnn" else ((1024,), 16)
 length = 2 * samples * int(steps)
 index = torch.arange(2048)
 data = torch.utils.data.TensorDataset(torch.randn(2048, *shape), index % 10)

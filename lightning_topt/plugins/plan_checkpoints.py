@@ -94,10 +94,8 @@ class PlanCheckpoints:
         """Know that nothing runs the plan any more; its engine still has the states."""
         self._runner = PlainRunner()
 
-    def attach_optimizers(self, runner: StepRunner, optimizers: Sequence[Optimizer]) -> None:
-        """Let the engine of `runner` run the optimizers of this fit."""
-        assert runner.engine is not None
-        runner.engine.attach_optimizers(optimizers)
+    def begin_steps(self, runner: StepRunner) -> None:
+        """Know what runs the steps of this fit: its engine has the optimizers by now."""
         self._fitted, self._runner = runner.engine, runner
 
     # ---- states ----------------------------------------------------------------------------------

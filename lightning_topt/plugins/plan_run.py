@@ -146,7 +146,8 @@ class PlanRun:
         fit = Fit(self._strategy.lightning_module.trainer)
         if is_continuous and (reason := why_not(fit, CONTINUOUS)):
             raise PlanError(f"this plan's stages never wait for an update, but {reason}")
-        self._checkpoints.attach_optimizers(self.runner, optimizers)
+        self.engine.attach_optimizers(optimizers)
+        self._checkpoints.begin_steps(self.runner)
 
     # ---- what others ask -------------------------------------------------------------------------
 

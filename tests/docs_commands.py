@@ -88,7 +88,6 @@ FORMS = [
     Form(r"^topt advise .*stalls=", "compose", (), "reads a record of topt stalls"),
     Form(r"^topt stalls", "compose", (), "trains seven times (tests/cli/test_stalls)"),
     Form(r"^topt train .*schedule=continuous", "compose", (), "snippets of these pages train it"),
-    Form(r"^topt calibrate .*quality=", "compose", (), "trains for minutes (cli/test_quality)"),
     Form(r"^topt calibrate", "compose", (), "measures for half a minute (tests/cli/test_main)"),
     Form(r"^topt (plan|advise) .*model=hf", "compose", (), "reads the reader's config.json"),
     Form(

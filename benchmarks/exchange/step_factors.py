@@ -37,9 +37,9 @@ from torch import nn
 from benchmarks.common import RESULTS, ROOT, machine
 from benchmarks.exchange import adam_simulator as methods
 from benchmarks.exchange.adam_simulator import Model, Text, bits_per_byte, gradients
+from benchmarks.exchange.paired_runs import steps_to
 from benchmarks.pipelines.simulators import ContinuousTraining, Step
 from benchmarks.pipelines.weight_prediction import deal, gpt_pieces, make_optimizer, next_byte
-from lightning_topt.plan.paired_runs import steps_to
 
 RUNS = RESULTS / "step_factors.json"
 TABLE = ROOT / "lightning_topt" / "plan" / "step_factors.json"

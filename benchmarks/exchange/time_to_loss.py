@@ -42,10 +42,10 @@ from benchmarks.exchange.loss_ways import (
     smooth,
     window_of,
 )
+from benchmarks.exchange.paired_runs import steps_to
 from benchmarks.exchange.step_factors import LENGTHS, RUNS, factors, kendall_tau
 from benchmarks.lab import Lab, LabError, end_on_signals
 from lightning_topt.communication.method_registry import read_method
-from lightning_topt.plan.paired_runs import steps_to
 from lightning_topt.plan.step_factors import FactorRow, StepTable, nearest_in_length, pooled
 from lightning_topt.prediction import Prediction, make_prediction
 

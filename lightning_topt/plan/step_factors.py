@@ -207,7 +207,7 @@ class StepTable:
     def of_model(cls, model: str) -> StepTable:
         """Return the rows of the package, and what this user has measured of a model.
 
-        `topt calibrate quality=...` measures it. A way of training that it has a row of is not
+        `benchmarks.exchange.quality` measures it. A way of training that it has a row of is not
         looked up in the package's table. Raises ValueError for a file that is no such table.
 
         Args:

@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks.exchange import step_factors as harness
 from benchmarks.exchange.adam_simulator import Model
+from benchmarks.exchange.paired_runs import keep_row
 from lightning_topt.communication import BF16, SparseLoCo, TopK
 from lightning_topt.costs.cluster import Link
 from lightning_topt.costs.intervals import Interval
@@ -26,12 +27,15 @@ from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan
 from lightning_topt.plan.pipeline_search import StaleWeights
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plan.step_factors import (
+    FILE,
     SAME,
     FactorRow,
     StepFactor,
     StepTable,
     Training,
     choose_by_loss,
+    model_words,
+    own_file,
     pooled,
     search_each_way,
     time_to_loss,
@@ -418,3 +422,42 @@ def test_steps_are_read_between_points():
         for p in itertools.permutations((1, 2, 3))
     ]
     assert (orders[0], orders[-1]) == (1, -1)
+
+
+# ---- the table of the user
+
+
+def test_rows_of_the_users_model_go_before_those_of_the_package(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path, net = own_file(), model_words("Net", 1234)
+    assert path == tmp_path / "lightning_topt" / FILE.name
+    plan, training = point(1, "bf16").plan, Training("AdamW", 1000)
+    shipped = StepTable.read()
+    assert StepTable.of_model(net) == shipped
+    keep_row(path, row("bf16", 7.5, model=net, source="mine"))
+    keep_row(path, row("bf16", 9.5, model="Other of 1 parameters", source="mine"))
+    found = StepTable.of_model(net).factor_of(plan, training)
+    assert isinstance(found, StepFactor) and found.median == 7.5
+    assert found.rests_on.startswith("1 runs of 1000 steps, Net of 1,234 parameters (mine, ")
+    # a model that nothing was measured of has the package's rows alone
+    assert StepTable.of_model("Net of 5 parameters") == shipped
+    # another way, and another length of this one
+    few = point(1, "few bits").plan
+    assert StepTable.of_model(net).factor_of(few, training) == shipped.factor_of(few, training)
+    assert "was measured in 1000 steps" in str(
+        StepTable.of_model(net).factor_of(plan, Training("AdamW", 9000))
+    )
+    assert BF16() == plan.gradient_exchange
+    path.write_text("{")
+    with pytest.raises(ValueError, match="is no table of step factors"):
+        StepTable.of_model(net)
+
+
+def test_the_file_of_a_user_without_a_home_is_none(monkeypatch):
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setattr(Path, "home", no_home)
+    assert own_file() is None and StepTable.of_model("Net of 5 parameters") == StepTable.read()
+    assert json.loads(FILE.read_text())["version"] == 1

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
+from benchmarks.exchange.paired_runs import keep_row
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.communication import Dense, GradientMethod, TopK
 from lightning_topt.communication.method_registry import read_gradient_method
@@ -24,7 +25,6 @@ from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.execution.engine import Engine
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.plan.paired_runs import keep_row
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError
 from lightning_topt.plan.step_factors import FactorRow, model_words, own_file
 from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks, once_on_ranks

@@ -1,18 +1,15 @@
-"""Races of runs whose factors are known, the table of the user, and which rows count."""
+"""Races of runs whose factors are known, and the table of the user."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import random
-from pathlib import Path
 
 import pytest
 
-from lightning_topt.communication import BF16
-from lightning_topt.plan.paired_runs import (
+from benchmarks.exchange.paired_runs import (
     BEHIND,
     DIVERGED,
     REACHED,
@@ -27,15 +24,7 @@ from lightning_topt.plan.paired_runs import (
     steps_to,
     write_whole,
 )
-from lightning_topt.plan.step_factors import (
-    FILE,
-    StepFactor,
-    StepTable,
-    Training,
-    model_words,
-    own_file,
-)
-from tests.plan.test_step_factors import point
+from lightning_topt.plan.step_factors import StepTable, model_words
 
 PAIRING = Pairing(steps=100, seeds=(3, 4))
 EVERY = 5
@@ -206,39 +195,3 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no space"):
         write_whole(path, "after")
     assert path.read_text() == "before" and [*tmp_path.iterdir()] == [path]
-
-
-def test_rows_of_the_users_model_go_before_those_of_the_package(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = own_file()
-    assert path == tmp_path / "lightning_topt" / FILE.name
-    plan, training = point(1, "bf16").plan, Training("AdamW", 1000)
-    shipped = StepTable.read()
-    assert StepTable.of_model(NET) == shipped
-    keep_row(path, row_of(WAY, [7.5], model=NET, **ROW))
-    keep_row(path, row_of(WAY, [9.5], model="Other of 1 parameters", **ROW))
-    found = StepTable.of_model(NET).factor_of(plan, training)
-    assert isinstance(found, StepFactor) and found.median == 7.5
-    assert found.rests_on.startswith("1 runs of 1000 steps, Net of 1,234 parameters (mine, ")
-    # a model that nothing was measured of has the package's rows alone
-    assert StepTable.of_model("Net of 5 parameters") == shipped
-    # another way, and another length of this one
-    few = point(1, "few bits").plan
-    assert StepTable.of_model(NET).factor_of(few, training) == shipped.factor_of(few, training)
-    assert "was measured in 1000 steps" in str(
-        StepTable.of_model(NET).factor_of(plan, Training("AdamW", 9000))
-    )
-    assert BF16() == plan.gradient_exchange
-    path.write_text("{")
-    with pytest.raises(ValueError, match="is no table of step factors"):
-        StepTable.of_model(NET)
-
-
-def test_the_file_of_a_user_without_a_home_is_none(monkeypatch):
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
-    monkeypatch.setattr(Path, "home", no_home)
-    assert own_file() is None and StepTable.of_model(NET) == StepTable.read()
-    assert json.loads(FILE.read_text())["version"] == 1

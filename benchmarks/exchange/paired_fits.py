@@ -32,9 +32,9 @@ import torch.multiprocessing as mp
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from typing_extensions import override
 
+from benchmarks.exchange.paired_runs import Target, WayFailedError
 from lightning_topt.basics.units import format_duration
 from lightning_topt.communication.rank_watch import is_of_collective
-from lightning_topt.plan.paired_runs import Target, WayFailedError
 from lightning_topt.plan.step_factors import model_words
 from lightning_topt.plugins.local_steps_strategy import compressed_strategy
 from lightning_topt.plugins.pipeline_strategy import PipelineStrategy
@@ -53,7 +53,7 @@ class PairedFit:
             Trainer. They pickle.
         metric: `name` and `mode` of what validation logs.
         how: a mapping with `method`, or with a continuous `schedule`; empty: dense.
-        ranks, accelerator, start_method: that are started, and how processes are.
+        ranks, start_method: how many are started, and how.
         seed: of first weights and samples.
         accumulate: batches of an optimizer step.
         every: steps between two values of the loss.
@@ -69,7 +69,6 @@ class PairedFit:
     metric: Mapping[str, Any]
     how: Mapping[str, Any]
     ranks: int
-    accelerator: str
     start_method: str
     seed: int
     accumulate: int
@@ -118,7 +117,7 @@ def _wait(ranks: Any, job: PairedFit, *, patience: float) -> None:
                 seen, since = size, time.monotonic()
             if time.monotonic() - since > patience:
                 raise WayFailedError(
-                    f"nothing came of it for {format_duration(patience)}: say a longer timeout=, "
+                    f"nothing came of it for {format_duration(patience)}: say a longer --timeout, "
                     f"or see {job.folder / 'log.txt'}"
                 )
             time.sleep(_POLL_SECONDS)

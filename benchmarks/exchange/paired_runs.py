@@ -243,7 +243,7 @@ def _dense_targets(ranks: int, train: Train, *, pairing: Pairing, say: Say) -> _
             raise ValueError(
                 f"the dense run of seed {seed} does not train: its loss is lowest at the first of "
                 f"{len(target.dense)} checks ({loss:.4g} after {step:.0f} steps). Take a lower "
-                "learning rate, more steps or a smaller check_every"
+                "learning rate, more steps or a smaller --check-every"
             )
     return {(ranks, seed): target for seed, target in best.items()}
 

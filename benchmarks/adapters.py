@@ -24,8 +24,6 @@ from lightning_topt.execution.memory import (
     return_freed_memory,
     warm_up,
 )
-from lightning_topt.execution.observed_step import ObservedRun
-from lightning_topt.execution.verify_plan import verify_plan
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.plan.parallel_plan import ParallelPlan, preset_plan
@@ -33,6 +31,7 @@ from lightning_topt.plan.plan_values import PRESETS
 from lightning_topt.plugins.planning import make_fake_optimizers
 from lightning_topt.techniques.plan_costs import PlanCosts
 from tests.costs.graphs import cluster_of
+from tests.execution.observed_ranks import Calls, observe, priced
 from tests.launch import run_ranks
 from tests.models import GPT, TunedGPT, batch_for
 
@@ -55,14 +54,13 @@ def predicted(model: str, plan: ParallelPlan) -> tuple[float, int]:
     module = MODELS[model]()
     batch = batch_for(module, SAMPLES)
     graph = capture(module, batch)
-    found = verify_plan(plan, module, optimizers_of=optimizers_of, graph=graph)
     optimizers, named = make_fake_optimizers(module, device=CPU)
     profile = read_optimizer(optimizers, named_parameters=named)
     cluster = cluster_of(RANKS, backend="gloo")
     blocks = [block for block in graph.blocks if block.name in {b.block for b in plan.blocks}]
     step = TrainingStep(graph.with_blocks(blocks), cluster, profile, plan.mesh, SAMPLES)
     peak = PlanCosts(step).memory({b.block: b.config for b in plan.blocks}).max()
-    return float(peak), sum(row.nbytes for row in found.collectives)
+    return float(peak), exchanged(priced(plan, graph, profile))
 
 
 def measured(rank: int, model: str, plan: ParallelPlan) -> tuple[float, int]:
@@ -102,8 +100,13 @@ def measured(rank: int, model: str, plan: ParallelPlan) -> tuple[float, int]:
     module.forward = forward
     engine.release()
     again = MODELS[model]()
-    seen = ObservedRun(plan, again, batch, optimizers_of).observe()
-    return statistics.median(peaks[2:]), sum(row.nbytes for row in seen.collectives)
+    seen = observe(plan, again, batch, optimizers_of)
+    return statistics.median(peaks[2:]), exchanged(seen.calls)
+
+
+def exchanged(calls: Calls) -> int:
+    """Return the bytes of all collectives of a step."""
+    return sum(nbytes for _, nbytes in calls.values())
 
 
 def main() -> None:

@@ -29,8 +29,7 @@ topt: plan and train PyTorch Lightning modules across devices.
 measured
   topt calibrate [overrides]   measure this machine, for later plans
   topt predict   [overrides]   what given plans or recorded runs would take on a cluster; no search
-  topt verify    [overrides]   would a plan run, what would each rank hold and exchange; for any \
-number of ranks
+  topt verify    [overrides]   would a plan run, and what would each rank hold; any number of ranks
   topt stalls    [overrides]   what training waits for when it waits for data, and what would \
 remove it
   topt advise    [overrides]   which batch, how many devices, what is slow, what is worth \

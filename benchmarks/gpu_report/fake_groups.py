@@ -48,10 +48,6 @@ from lightning_topt.costs.optimizer import (
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.memory import MemoryMeter
-from lightning_topt.execution.observed_step import (
-    _forward_is_training_step,
-    _own_objects,
-)
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.capture import call_training_step, capture, loss_of
 from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh, hybrid_mesh
@@ -66,6 +62,7 @@ from lightning_topt.techniques.run_options import RunOptions
 from lightning_topt.techniques.technique import forget_meshes
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
+from tests.execution.observed_ranks import forward_is_training_step
 
 RANKS, STAGES, MICROBATCHES = 8, 4, 8
 _FAST = Link(0.0, 1e18)
@@ -310,6 +307,19 @@ def fake_ranks(world_size: int, *, rank: int) -> Iterator[None]:
         forget_meshes()
 
 
+@contextmanager
+def _own_objects() -> Iterator[None]:
+    """Let a rank receive its own objects: nothing that could be unpickled comes of a fake group."""
+
+    def gather(object_list: Any, obj: object, group: object = None) -> Any:
+        object_list[:] = [obj] * len(object_list)
+
+    # a broadcast leaves what is there; a gather finds its own object of every rank
+    broadcast = mock.patch.object(dist, "broadcast_object_list", lambda *_, **__: None)
+    with broadcast, mock.patch.object(dist, "all_gather_object", gather):
+        yield
+
+
 def make_step(
     plan: ParallelPlan, module: nn.Module, batch: Tensor, device: torch.device
 ) -> tuple[Callable[[], Any], Callable[[], None]]:
@@ -328,7 +338,7 @@ def make_step(
     parts: Sequence[Any] = [batch] * (plan.num_microbatches if staged else 1)
 
     def loss(model: nn.Module, part: Any) -> Tensor:
-        with _forward_is_training_step(module):
+        with forward_is_training_step(module):
             found = loss_of(model(part))
         for optimizer in optimizers:  # after forward, as Lightning does
             optimizer.zero_grad()

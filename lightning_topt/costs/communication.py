@@ -91,15 +91,12 @@ class Collective:
         op: one of `COLLECTIVES`.
         size: bytes of the whole tensor, as in `estimate_collective_seconds`.
         group: the ranks.
-        packed: it travels together with others of its kind, in as few messages as the code that
-            sends them makes.
     """
 
     during: str
     op: str
     size: float
     group: Group
-    packed: bool = False
 
 
 # ---- Formulas

@@ -31,7 +31,7 @@ one more round trip.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -50,7 +50,6 @@ from lightning_topt.communication.exchange_method import (
 from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.cluster import Cluster, DatagramPath, Link
 from lightning_topt.costs.communication import (
-    Collective,
     Group,
     bottleneck_link,
     check_world_size,
@@ -70,8 +69,16 @@ def make_exchange_model(
     """Return the model of `method` on `world_size` ranks.
 
     Every `stride`-th of those that are packed node by node. What it leaves open is as in a run on
-    them. Raises ValueError where there are no `legal_exchanges`.
+    them. Raises ValueError as `check_exchange`.
     """
+    check_exchange(method, cluster=cluster, world_size=world_size, stride=stride)
+    return ExchangeModel(method, graph, cluster, _topology(cluster, world_size, stride), stride)
+
+
+def check_exchange(
+    method: GradientMethod, *, cluster: Cluster, world_size: int, stride: int = 1
+) -> None:
+    """Raise ValueError where there are no `legal_exchanges`."""
     if not legal_exchanges(method, cluster=cluster, world_size=world_size, stride=stride):
         raise ValueError(
             f"{world_size} ranks on nodes of {cluster.devices_per_node} devices cannot exchange "
@@ -79,7 +86,6 @@ def make_exchange_model(
             "with several ranks each, all equally many, and method='dense' without it is no "
             "exchange of its own"
         )
-    return ExchangeModel(method, graph, cluster, _topology(cluster, world_size, stride), stride)
 
 
 def legal_exchanges(
@@ -192,14 +198,6 @@ class ExchangeModel:
             estimate_wait_seconds(self.cluster, op=op, group=self._group(where))
             for where, op in calls
         )
-
-    def collectives(self, block: str) -> Iterator[Collective]:
-        """Yield what ranks exchange for the gradients of `block`."""
-        work = self.work[block]
-        if work.exempt_bytes:
-            yield Collective("backward", "all_reduce", work.exempt_bytes, self._group("world"))
-        for where, op, size in work.collectives:
-            yield Collective("backward", op, size, self._group(where))
 
     def _network_seconds(self, work: Work) -> float:
         seconds = sum(

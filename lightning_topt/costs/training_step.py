@@ -381,16 +381,14 @@ class TrainingStep:
         group = Group(self.mesh.ranks_along(axes), self.mesh.stride(axes))
         return estimate_collective_seconds(self.cluster, op=op, size=size, group=group)
 
-    def collective(
-        self, during: str, op: str, size: float, *, axes: Iterable[int], packed: bool = False
-    ) -> Collective:
+    def collective(self, during: str, op: str, size: float, *, axes: Iterable[int]) -> Collective:
         """Return `op` on a tensor of `size` bytes by the groups along `axes` (indices) of the mesh.
 
         See `Collective`.
         """
         axes = tuple(axes)
         group = Group(self.mesh.ranks_along(axes), self.mesh.stride(axes)) if axes else Group(1)
-        return Collective(during, op, size, group, packed)
+        return Collective(during, op, size, group)
 
     def seconds_of(self, collectives: Iterable[Collective]) -> float:
         """Return the seconds of `collectives` one after another."""

@@ -7,6 +7,6 @@ gathered_state         states in full form
 sharded_checkpoint     checkpoints as a folder
 pipeline/              plans with stages
 memory                 the peak of a rank
-plan_problems, held_bytes, planned_collectives, verify_plan, observed_step
+plan_problems, held_bytes, verify_plan
                        what a plan will do, before its ranks exist
 """

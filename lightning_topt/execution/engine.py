@@ -17,8 +17,7 @@ registry and undoes them in the reverse order. Stages come first: `PipelineRun` 
 rank, and techniques are applied to the parameters that it keeps.
 
 In a fit `plugins.plan_run` makes the engine and releases it, and saves and loads the module by it.
-A `StepRunner` runs the steps by it, and `plugins.plan_checkpoints` saves and loads optimizers. In
-an observed step `observed_step` does all of this.
+A `StepRunner` runs the steps by it, and `plugins.plan_checkpoints` saves and loads optimizers.
 """
 
 from __future__ import annotations
@@ -108,14 +107,6 @@ class Engine:
         return not (self.has_shards or trains_alone) and all(
             isinstance(each, AttachedOptimizer) and each.is_replicated
             for each in self._optimizers.values()
-        )
-
-    @property
-    def non_local_parameters(self) -> frozenset[nn.Parameter]:
-        """Parameters of the module that only stages of other ranks need and keep."""
-        names = frozenset[str]() if self._stages is None else self._stages.non_local.names
-        return frozenset(
-            parameter for name, parameter in self.module.named_parameters() if name in names
         )
 
     def apply(self, *, example: Example | None = None) -> nn.Module:

@@ -1,9 +1,9 @@
 """Reasons why a plan would not run, found without starting anything.
 
 Each is a sentence that says what to do. `*_problems` yield them: of the model, of shards and
-optimizers, of batches, of the machines, of a captured step. The engine asks for fewer and raises at
-once: `checked_parameters`, `check_world_size`. Where the nodes of a run are not those that the plan
-was made for, it runs as well, only at another speed: `layout_difference`.
+optimizers, of the exchange, of batches, of the machines, of a captured step. The engine asks for
+fewer and raises at once: `checked_parameters`, `check_world_size`. Where the nodes of a run are not
+those that the plan was made for, it runs as well, only at another speed: `layout_difference`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from lightning_topt.basics.units import format_bytes
 from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import check_world_size as check_cluster_size
+from lightning_topt.costs.exchange_model import check_exchange
 from lightning_topt.execution.held_bytes import Blocks, once, shares_updates
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig
@@ -197,6 +198,15 @@ def shard_problems(
                     f"ranks cannot share the updates of {type(optimizer).__name__}: "
                     f"{error.reason}; choose ZeRO level 0 for block {blocks_of[0]!r}"
                 )
+
+
+def exchange_problems(plan: ParallelPlan, cluster: Cluster) -> Iterator[str]:
+    """Yield why the data ranks of `plan` cannot exchange gradients by its method."""
+    method, mesh = plan.gradient_exchange, plan.mesh
+    if method is not None:
+        ranks, stride = mesh.data_parallel_size, mesh.stride(mesh.data_axes)
+        given = {"world_size": ranks, "stride": stride}
+        yield from _raised(lambda: check_exchange(method, cluster=cluster, **given))
 
 
 def batch_problems(

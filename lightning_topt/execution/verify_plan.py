@@ -1,4 +1,4 @@
-"""Verify a plan before its ranks exist: would it run, what would ranks hold, and what exchange.
+"""Verify a plan before its ranks exist: would it run, and what would each rank hold?
 
 Nothing is started and nothing allocated: the model may be on the meta device, and the number of
 ranks is that of the plan.
@@ -11,21 +11,16 @@ ranks is that of the plan.
     )
     verification.problems                         # sentences; none: it would run
     verification.held[""]                         # bytes of the block "" on each rank, by KINDS
-    verification.collectives                      # of one step
-    verification.messages                         # of one step, of a plan with stages (`example=`)
     print_verification(verification, console=rich.console.Console())
 
-The bytes follow from the placements (`held_bytes`), the collectives from what the techniques say
-that they cost (`planned_collectives`). Of a plan with stages a step is traced on shapes, and its
-schedule is run through (`StagedStep`). What operators exchange along tensor axes depends on the
-code between them: it is learnt from the step of a rank (`observed_step`).
+Problems are found by `plan_problems`, and the bytes follow from the placements (`held_bytes`). Of a
+plan with stages a step is traced on shapes: it says which parameters each stage needs.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,38 +32,33 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_topt.basics.units import format_bytes
-from lightning_topt.costs.cluster import Cluster
+from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.costs.optimizer_copy import OptimizerError
 from lightning_topt.costs.sizes import narrow_parameters
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.execution.held_bytes import KINDS, Blocks, Integers, held_bytes
-from lightning_topt.execution.pipeline.messages import Crossings, rank_program
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.execution.pipeline.stage_layout import StageLayout
 from lightning_topt.execution.plan_problems import (
     batch_problems,
     cluster_problems,
     configs_of,
+    exchange_problems,
     find_notes,
     graph_problems,
     model_problems,
     shard_problems,
 )
-from lightning_topt.execution.planned_collectives import (
-    CollectiveRow,
-    cluster_for,
-    planned_collectives,
-    rows_of,
-)
 from lightning_topt.graph.flow_trace import trace_flow
+from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.module_copy import fake_copy
 from lightning_topt.graph.op_graph import Block, OpGraph
 from lightning_topt.graph.step_flow import assign_calls
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.report_page import block_ranges, ranges
 from lightning_topt.schedules.check import check_schedule
-from lightning_topt.schedules.schedules import Schedule, make_schedule
+from lightning_topt.schedules.schedules import make_schedule
 from lightning_topt.techniques.plan_costs import PlanCosts
 from lightning_topt.techniques.registry import parameters_by_block
 from lightning_topt.techniques.tensor_parallel.layout import TensorAxes
@@ -90,7 +80,7 @@ def verify_plan(
     batch_size: int | None = None,
     example: Example | None = None,
 ) -> Verification:
-    """Return whether `plan` would run on `module`, and what ranks would hold and exchange.
+    """Return whether `plan` would run on `module`, and what ranks would hold.
 
     Never raises for a plan that does not run: that is among `Verification.problems`.
 
@@ -113,32 +103,28 @@ def verify_plan(
         return Verification(plan, (*of_model, *of_batch))
     local = _LocalModule.of(plan, module, optimizers_of)
     problems = [*shard_problems(plan, local.blocks, local.optimizers), *of_batch]
-    notes = [*local.notes]
+    machines = _machines(plan.mesh, cluster)
+    problems += exchange_problems(plan, machines)
+    notes, peak = [*local.notes], None
+    # What ranks hold, and what is known of a captured step.
+    held: Mapping[str, Integers] = {}
     if plan.schedule is not None:
-        found = _verify_stages(plan, module, local, example, problems=problems, notes=notes)
-        return found if cluster is None or not found.held else _on_cluster(found, cluster)
-    # What ranks hold and call.
-    given: dict[str, Any] = {"optimizers": local.optimizers}
-    held = held_bytes(local.blocks, configs_of(plan), plan.mesh, profile=local.profile, **given)
-    collectives: tuple[CollectiveRow, ...] = ()
-    try:
-        planned = planned_collectives(
-            plan, local.module, local.blocks, cluster=cluster, graph=graph, **given
-        )
-        collectives = rows_of(planned, plan.mesh)
-    except ValueError as error:  # an exchange of gradients that these ranks cannot have
-        problems.append(str(error))
-    # What is known of a captured step, and of the machines.
-    peak = None
-    if graph is not None:
-        problems += graph_problems(plan, graph, local.blocks)
-        if not problems and local.profile is not None:
-            peak, why = _peak(plan, graph, local.profile, cluster=cluster)
-            notes += why
-    notes += find_notes(plan, local.blocks, cluster)
-    known = optimizers_of is None or local.profile is not None
-    verification = Verification(plan, tuple(problems), tuple(notes), held, collectives, peak, known)
-    return verification if cluster is None else _on_cluster(verification, cluster)
+        try:
+            held = _held_by_stages(plan, module, example, local)
+            notes.append("the peak of a step is not predicted: the plan has stages")
+        except ValueError as error:  # a schedule that does not fit, or a step that cannot be cut
+            problems.append(" ".join(str(error).split()))
+    else:
+        held = local.held(plan, local.blocks)
+        if graph is not None:
+            problems += graph_problems(plan, graph, local.blocks)
+            if not problems and local.profile is not None:
+                peak, why = _peak(plan, graph, local.profile, machines)
+                notes += why
+        notes += find_notes(plan, local.blocks, cluster)
+    # Whether the machines suffice.
+    found = Verification(plan, tuple(problems), tuple(notes), held, peak)
+    return found if cluster is None or not held else _on_cluster(found, cluster)
 
 
 @dataclass(frozen=True)
@@ -150,22 +136,17 @@ class Verification:
         problems: why the plan would not run, and what to do, a sentence each; none: it would.
         notes: what is worth knowing.
         held: bytes of each block on each rank, (rank, kind) by `KINDS`. Empty where the plan does
-            not belong to the model; without optimizers there is no state.
-        collectives: of one step, of each rank; along tensor axes once a rank was observed.
+            not belong to the model. There is no state without optimizers, nor where these do not
+            tell what they keep, which is a note.
         peak_bytes: of a step's peak on the fullest rank, with activations; None where the step was
             not captured.
-        knows_state: false where optimizers do not tell what state they make: then none is held.
-        messages: of one step, instead of collectives, of a plan with stages.
     """
 
     plan: ParallelPlan
     problems: tuple[str, ...]
     notes: tuple[str, ...] = ()
     held: Mapping[str, Integers] = field(default_factory=dict)
-    collectives: tuple[CollectiveRow, ...] = ()
     peak_bytes: float | None = None
-    knows_state: bool = True
-    messages: tuple[MessageRow, ...] = ()
 
     @property
     def would_run(self) -> bool:
@@ -197,7 +178,7 @@ class Verification:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values. Ranks that hold equally much of every block are one entry."""
         return {
-            "schema_version": 1,
+            "schema_version": 2,
             "would_run": self.would_run,
             "problems": list(self.problems),
             "notes": list(self.notes),
@@ -215,85 +196,55 @@ class Verification:
                 }
                 for ranks, one in self.equal_ranks()
             ],
-            "collectives": [{**vars(row)} for row in self.collectives],
-            "messages": [{**vars(row)} for row in self.messages],
         }
 
 
-def _verify_stages(
-    plan: ParallelPlan,
-    module: nn.Module,
-    local: _LocalModule,
-    example: Example | None,
-    *,
-    problems: Sequence[str],
-    notes: Sequence[str],
-) -> Verification:
-    """Verify a plan with stages, of which `problems` and `notes` are known already."""
-    if example is None:
-        missing = (
-            "a plan with stages is verified with an example of its steps: "
-            "verify_plan(example=Example(step, microbatch))"
-        )
-        return Verification(plan, (*problems, missing), tuple(notes))
-    try:
-        step = StagedStep.of(plan, module, example)
-    except ValueError as error:  # a schedule that does not fit, or a step that cannot be cut
-        return Verification(plan, (*problems, " ".join(str(error).split())), tuple(notes))
-    # what ranks hold and send; the rest is not predicted
-    held = step.held(plan, local.blocks, optimizers=local.optimizers, profile=local.profile)
-    more = [
-        *notes,
-        "the peak of a step is not predicted, nor what data ranks exchange: the plan has stages",
-    ]
-    knows_state = local.profile is not None or not local.optimizers
-    return Verification(
-        plan, tuple(problems), tuple(more), held, knows_state=knows_state, messages=step.messages
-    )
+def cluster_for(mesh: Mesh) -> Cluster:
+    """Return a cluster with the nodes that `mesh` was made for.
 
-
-def peak_bytes(
-    plan: ParallelPlan, graph: OpGraph, profile: OptimizerProfile, *, cluster: Cluster | None
-) -> float:
-    """Return the bytes of a captured step's peak on the fullest rank, by the cost model.
-
-    Raises ValueError for a plan with blocks that are no modules of `graph`.
+    Its speeds are not known: it may be asked about bytes only.
     """
-    # Blocks as the plan has them, none of which is recomputed.
-    blocks = tuple(
-        Block(each.block, group=index, recomputable=False) for index, each in enumerate(plan.blocks)
-    )
-    # The cluster may be too small: bytes are the same on any.
-    machines = (
-        cluster_for(plan.mesh)
-        if cluster is None or plan.mesh.size > cluster.num_devices
-        else cluster
-    )
-    step = TrainingStep(
-        graph.with_blocks(blocks),
-        machines,
-        profile,
-        plan.mesh,
-        graph.batch_size,
-        exchange=plan.gradient_exchange,
-        local_steps=plan.local_steps,
-        narrow=narrow_parameters(graph) if plan.gather_dtype else frozenset(),
-    )
-    return float(PlanCosts(step).memory(configs_of(plan)).max())
+    # Axes inside a node are the last ones.
+    per_node = 1
+    for axis in reversed(mesh.axes):
+        if axis.scope == "inter":
+            break
+        per_node *= axis.size
+    device, link = Device("any device", 1, {"float32": 1.0}, 1.0), Link(0.0, 1.0)
+    return Cluster("any cluster", device, per_node, mesh.size // per_node, link, link)
+
+
+def _machines(mesh: Mesh, cluster: Cluster | None) -> Cluster:
+    """Return `cluster`, or one that is large enough: bytes are the same on any."""
+    return cluster_for(mesh) if cluster is None or mesh.size > cluster.num_devices else cluster
 
 
 def _peak(
-    plan: ParallelPlan, graph: OpGraph, profile: OptimizerProfile, *, cluster: Cluster | None
+    plan: ParallelPlan, graph: OpGraph, profile: OptimizerProfile, machines: Cluster
 ) -> tuple[float | None, list[str]]:
-    """Return the peak, or why it is not known."""
+    """Return the bytes of a step's peak on the fullest rank, or why they are not known."""
     unknown = "the peak of a step is not predicted: "
     if plan.mesh.tensor_axes:
         return None, [f"{unknown}the step was captured with whole operators, not with their pieces"]
     if graph.unused:
         return None, [f"{unknown}the step gives {graph.unused[0]!r} no gradient"]
+    # Blocks as the plan has them, none of which is recomputed.
+    blocks = tuple(
+        Block(each.block, group=index, recomputable=False) for index, each in enumerate(plan.blocks)
+    )
     try:
-        return peak_bytes(plan, graph, profile, cluster=cluster), []
-    except ValueError as error:
+        step = TrainingStep(
+            graph.with_blocks(blocks),
+            machines,
+            profile,
+            plan.mesh,
+            graph.batch_size,
+            exchange=plan.gradient_exchange,
+            local_steps=plan.local_steps,
+            narrow=narrow_parameters(graph) if plan.gather_dtype else frozenset(),
+        )
+        return float(PlanCosts(step).memory(configs_of(plan)).max()), []
+    except ValueError as error:  # blocks that are no modules of the graph
         return None, [f"{unknown}{error}"]
 
 
@@ -341,125 +292,79 @@ class _LocalModule:
             )
         return cls(local, blocks, optimizers, profile)
 
+    def held(self, plan: ParallelPlan, blocks: Blocks) -> dict[str, Integers]:
+        """Return what ranks hold of `blocks`, some of the parameters of the module."""
+        given: dict[str, Any] = {"optimizers": self.optimizers, "profile": self.profile}
+        return held_bytes(blocks, configs_of(plan), plan.mesh, **given)
+
 
 # ---- plans with stages ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class MessageRow:
-    """Messages from one rank to another in a step: `count` of them, `nbytes` bytes in all.
+def _held_by_stages(
+    plan: ParallelPlan, module: nn.Module, example: Example | None, local: _LocalModule
+) -> dict[str, Integers]:
+    """Return what `held_bytes` returns, each rank with the parameters that its stages need.
 
-    `sender` and `receiver` are places along the pipeline axis; `what` is ``"activations"`` or
-    ``"gradients"``.
+    Raises ValueError as `_layout`.
     """
+    layout = _layout(plan, module, example)
+    # A tied parameter is where any of its names is needed.
+    names_of = defaultdict[nn.Parameter, list[str]](list)
+    for parameters in local.blocks.values():
+        for name, parameter in parameters.items():
+            names_of[parameter].append(name)
+    # (rank, kind) for each block, place after place of the pipeline.
+    mesh = plan.mesh
+    held = {block: np.zeros((mesh.size, len(KINDS)), np.int64) for block in local.blocks}
+    places = np.array([mesh.pipeline_rank(rank) for rank in range(mesh.size)])  # (rank,)
+    for place in range(mesh.pipeline_size):
+        kept = set()
+        for parameter, names in names_of.items():
+            holders = {rank for name in names for rank in layout.holders(name)}
+            if not holders or place in holders:
+                kept.add(parameter)
+        own = {
+            block: {name: p for name, p in parameters.items() if p in kept}
+            for block, parameters in local.blocks.items()
+        }
+        for block, sizes in local.held(plan, own).items():
+            held[block][places == place] = sizes[places == place]
+    return held
 
-    sender: int
-    receiver: int
-    what: str
-    count: int
-    nbytes: int
 
+def _layout(plan: ParallelPlan, module: nn.Module, example: Example | None) -> StageLayout:
+    """Return which parameters each stage of `plan` needs in a step like that of `example`.
 
-@dataclass(frozen=True)
-class StagedStep:
-    """A step of a plan with stages: what each stage needs, and the messages between ranks."""
-
-    layout: StageLayout
-    messages: tuple[MessageRow, ...]
-
-    @classmethod
-    def of(
-        cls,
-        plan: ParallelPlan,
-        module: nn.Module,
-        example: Example,
-        *,
-        forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> StagedStep:
-        """Return the step of `module`, which needs no memory.
-
-        Its microbatches are like that of `example`.
-
-        Raises:
-            ValueError: for a schedule that these ranks cannot have, or that would hang with what
-                stages need of one another; and for a step that cannot be cut like this.
-        """
-        assert plan.schedule is not None, "a plan without stages"
-        schedule = make_schedule(
-            plan.schedule,
-            num_ranks=plan.mesh.pipeline_size,
-            num_microbatches=plan.num_microbatches,
-            stages_per_rank=plan.stages_per_rank,
+    Raises:
+        ValueError: without an example; for a schedule that these ranks cannot have, or that would
+            hang with what stages need of one another; for a step that cannot be cut like this.
+    """
+    if example is None:
+        raise ValueError(
+            "a plan with stages is verified with an example of its steps: "
+            "verify_plan(example=Example(step, microbatch))"
         )
-        blocks = [
-            tuple(block.block for block in stage.blocks if block.block) for stage in plan.stages
-        ]
-        units = [name for names in blocks for name in names]
-        # The step on shapes, cut where the plan cuts it.
-        flow = trace_flow(
-            module, example.step, example.microbatch, units=units, forward_context=forward_context
-        )
-        stage_of_call = assign_calls(flow, blocks)
-        targets = flow.crossings(stage_of_call)
-        crossings = Crossings(targets, {ref: flow.spec(ref) for ref in targets}, stage_of_call)
-        # For each stage the earlier ones that it receives from: the schedule must not hang.
-        sources: dict[int, set[int]] = {}
-        for ref, needed_by in targets.items():
-            for stage in needed_by:
-                sources.setdefault(stage, set()).add(stage_of_call[ref.call])
-        check_schedule(schedule, needs={stage: sorted(found) for stage, found in sources.items()})
-        layout = StageLayout.of_flow(
-            flow, stage_of_call, module, rank_of_stage=schedule.rank_of_stage
-        )
-        return cls(layout, _messages(schedule, crossings))
-
-    def held(
-        self,
-        plan: ParallelPlan,
-        blocks: Blocks,
-        *,
-        optimizers: Sequence[Optimizer] = (),
-        profile: OptimizerProfile | None = None,
-    ) -> dict[str, Integers]:
-        """Return what `held_bytes` returns, each rank with the parameters that its stages need."""
-        mesh, configs = plan.mesh, {block.block: block.config for block in plan.blocks}
-        # (rank, kind) for each block, place after place of the pipeline.
-        held = {block: np.zeros((mesh.size, len(KINDS)), np.int64) for block in blocks}
-        # (rank,): the place of each along the pipeline axis
-        places = np.array([mesh.pipeline_rank(rank) for rank in range(mesh.size)])
-        for place in range(mesh.pipeline_size):
-            # A tied parameter is where any of its names is needed.
-            names_of: dict[nn.Parameter, list[str]] = defaultdict(list)
-            for parameters in blocks.values():
-                for name, parameter in parameters.items():
-                    names_of[parameter].append(name)
-            kept = set()
-            for parameter, names in names_of.items():
-                holders = {rank for name in names for rank in self.layout.holders(name)}
-                if not holders or place in holders:
-                    kept.add(parameter)
-            own = {
-                block: {n: p for n, p in parameters.items() if p in kept}
-                for block, parameters in blocks.items()
-            }
-            of_place = held_bytes(own, configs, mesh, optimizers=optimizers, profile=profile)
-            for block, sizes in of_place.items():
-                held[block][places == place] = sizes[places == place]
-        return held
-
-
-def _messages(schedule: Schedule, crossings: Crossings) -> tuple[MessageRow, ...]:
-    """Return the messages of a step, those between two ranks and of a kind as one row."""
-    # every rank's program, so that each message is met once, where it is sent
-    of_all = [crossings] * schedule.num_microbatches
-    sizes = defaultdict[tuple[int, int, str], list[int]](list)
-    for rank in range(schedule.num_ranks):
-        for step in rank_program(schedule, of_all, rank=rank):
-            for message in step.sends:
-                if message.sender != message.receiver:
-                    what = "gradients" if message.is_gradient else "activations"
-                    sizes[message.sender, message.receiver, what].append(message.spec.nbytes)
-    return tuple(MessageRow(*key, len(found), sum(found)) for key, found in sorted(sizes.items()))
+    assert plan.schedule is not None, "a plan without stages"
+    schedule = make_schedule(
+        plan.schedule,
+        num_ranks=plan.mesh.pipeline_size,
+        num_microbatches=plan.num_microbatches,
+        stages_per_rank=plan.stages_per_rank,
+    )
+    # The step on shapes, cut where the plan cuts it.
+    blocks = [tuple(each.block for each in stage.blocks if each.block) for stage in plan.stages]
+    units = [name for names in blocks for name in names]
+    flow = trace_flow(module, example.step, example.microbatch, units=units)
+    stage_of_call = assign_calls(flow, blocks)
+    # For each stage the earlier ones that it receives from: the schedule must not hang.
+    sources = defaultdict[int, set[int]](set)
+    for ref, needed_by in flow.crossings(stage_of_call).items():
+        for stage in needed_by:
+            sources[stage].add(stage_of_call[ref.call])
+    check_schedule(schedule, needs={stage: sorted(found) for stage, found in sources.items()})
+    ranks = schedule.rank_of_stage
+    return StageLayout.of_flow(flow, stage_of_call, module, rank_of_stage=ranks)
 
 
 # ---- for people ----------------------------------------------------------------------------------
@@ -472,10 +377,6 @@ def print_verification(verification: Verification, *, console: Console) -> None:
     if verification.held:
         console.print(_ranks_table(verification))
         console.print(_blocks_table(verification))
-    if verification.collectives:
-        console.print(_collectives_table(verification))
-    if verification.messages:
-        console.print(_messages_table(verification))
     if verification.peak_bytes is not None:
         console.print(
             "peak of a step on the fullest rank, predicted: "
@@ -493,11 +394,11 @@ def print_verification(verification: Verification, *, console: Console) -> None:
     )
 
 
-def _table(*columns: str, left: int, caption: str = "") -> Table:
-    """Return a table with the first `left` columns flush left."""
+def _table(*columns: str, caption: str) -> Table:
+    """Return a table of numbers with names in its first column."""
     table = Table(*columns, caption=caption or None, caption_justify="left")
     table.columns[0].overflow = "fold"
-    for column in table.columns[left:]:
+    for column in table.columns[1:]:
         column.justify, column.no_wrap = "right", True
     return table
 
@@ -507,7 +408,7 @@ def _ranks_table(verification: Verification) -> Table:
     hidden = len(groups) - _ROWS
     caption = f"{hidden} more kinds of ranks, which hold less" if hidden > 0 else ""
     table = _table(
-        "ranks", *(kind.replace("_", " ") for kind in KINDS), "together", left=1, caption=caption
+        "ranks", *(kind.replace("_", " ") for kind in KINDS), "together", caption=caption
     )
     for ranks, one in groups[:_ROWS]:
         sizes = held[one].tolist()
@@ -527,27 +428,7 @@ def _blocks_table(verification: Verification) -> Table:
         f"; {hidden} more kinds of blocks are smaller" if hidden > 0 else ""
     )
     columns = (kind.replace("_", " ") for kind in KINDS)
-    table = _table("blocks", *columns, left=1, caption=caption)
+    table = _table("blocks", *columns, caption=caption)
     for sizes in order[:_ROWS]:
         table.add_row(escape(block_ranges(alike[sizes])), *map(format_bytes, sizes))
-    return table
-
-
-def _collectives_table(verification: Verification) -> Table:
-    table = _table("pass", "collective", "along", "ranks", "calls", "bytes", left=3)
-    for row in verification.collectives:
-        table.add_row(
-            row.during, row.op, row.axis, str(row.ranks), str(row.count), format_bytes(row.nbytes)
-        )
-    return table
-
-
-def _messages_table(verification: Verification) -> Table:
-    hidden = len(verification.messages) - _ROWS
-    caption = "places along the pipeline; of one step" + (f"; {hidden} more" if hidden > 0 else "")
-    table = _table("from", "to", "what", "messages", "bytes", left=3, caption=caption)
-    for row in sorted(verification.messages, key=lambda row: -row.nbytes)[:_ROWS]:
-        table.add_row(
-            str(row.sender), str(row.receiver), row.what, str(row.count), format_bytes(row.nbytes)
-        )
     return table

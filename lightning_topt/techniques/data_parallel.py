@@ -75,10 +75,6 @@ class DataParallel(Technique):
         return bool(self.claims(config, step.mesh))
 
     @override
-    def collectives(self, step: TrainingStep, block: str, config: OpConfig) -> Iterator[Collective]:
-        return unsharded_gradient_collectives(step, block)
-
-    @override
     def lifetimes(
         self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours
     ) -> Iterator[Lifetime]:
@@ -233,7 +229,7 @@ def unsharded_gradient_collectives(step: TrainingStep, block: str) -> Iterator[C
     """
     if step.exchange is None and step.local_steps is None:
         size = sum(map(gradient_bytes, step.parameters(block)))
-        yield step.collective("backward", "all_reduce", size, axes=step.mesh.data_axes, packed=True)
+        yield step.collective("backward", "all_reduce", size, axes=step.mesh.data_axes)
 
 
 def add_exchange(

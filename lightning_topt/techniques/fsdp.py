@@ -25,7 +25,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -40,7 +39,6 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_topt.communication.collectives import AllGather, ReduceScatter, backend_of
-from lightning_topt.costs.communication import Collective
 from lightning_topt.costs.lifetimes import Lifetime
 from lightning_topt.costs.sizes import ROOT, gradient_bytes, shard_share
 from lightning_topt.costs.training_step import TrainingStep
@@ -51,10 +49,8 @@ from lightning_topt.techniques.fsdp_costs import (
     ShardedBlock,
     add_fsdp_seconds,
     can_be_sharded,
-    fsdp_collectives,
     gathered_lifetimes,
     gradient_lifetimes,
-    owner_collectives,
     plan_lifetimes,
     shard_lifetimes,
 )
@@ -117,11 +113,6 @@ class FsdpTechnique(Technique):
     @override
     def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
         return bool(self.claims(config, step.mesh))
-
-    @override
-    def collectives(self, step: TrainingStep, block: str, config: OpConfig) -> Iterator[Collective]:
-        sharded = self._sharded(step, block, config, ALONE)
-        return chain(fsdp_collectives(sharded), owner_collectives(sharded))
 
     @override
     def lifetimes(

@@ -398,7 +398,7 @@ def owner_collectives(block: ShardedBlock) -> Iterator[Collective]:
         size = sum(map(gradient_bytes, owned))
         legs = [(size / replicas, block.axes)] * (count - 1)
         for nbytes, axes in [*legs, (size * replicas, step.mesh.data_axes)] if size else []:
-            yield step.collective("update", "all_to_all", nbytes, axes=axes, packed=True)
+            yield step.collective("update", "all_to_all", nbytes, axes=axes)
 
 
 def add_fsdp_seconds(seconds: BlockSeconds, block: ShardedBlock) -> None:

@@ -20,7 +20,6 @@ from typing_extensions import override
 from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.topology import Topology
-from lightning_topt.costs.communication import Collective
 from lightning_topt.costs.lifetimes import REBUILD, REDUCE_LAST, UPDATE, Lifetime
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh
@@ -84,11 +83,6 @@ class GradientCompression(Technique):
     @override
     def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
         return step.exchange is not None and has_unsharded_gradients(config)
-
-    @override
-    def collectives(self, step: TrainingStep, block: str, config: OpConfig) -> Iterator[Collective]:
-        assert step.exchange_model is not None
-        return step.exchange_model.collectives(block)
 
     @override
     def lifetimes(

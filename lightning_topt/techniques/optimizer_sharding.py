@@ -41,7 +41,6 @@ from lightning_topt.optim.update_rule import (
 )
 from lightning_topt.techniques.data_parallel import (
     add_reduction,
-    unsharded_gradient_collectives,
     unsharded_gradient_lifetimes,
 )
 from lightning_topt.techniques.ddp_wrapper import names_to_ignore
@@ -91,11 +90,6 @@ class OptimizerSharding(Technique):
     @override
     def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
         return bool(self.claims(config, step.mesh))
-
-    @override
-    def collectives(self, step: TrainingStep, block: str, config: OpConfig) -> Iterator[Collective]:
-        yield from unsharded_gradient_collectives(step, block)
-        yield from _broadcasts(step, block)
 
     @override
     def lifetimes(
@@ -165,7 +159,7 @@ def _broadcasts(step: TrainingStep, block: str) -> Iterator[Collective]:
         sum(size for size in sizes if size < _SMALL_BYTES)
     ]
     for size in parts:
-        yield step.collective("update", "broadcast", size, axes=step.mesh.data_axes, packed=True)
+        yield step.collective("update", "broadcast", size, axes=step.mesh.data_axes)
 
 
 def share_step(

@@ -4,8 +4,8 @@ A technique takes care of some entries of an `OpConfig` (its storage, its recomp
 one class in one module, with three faces:
 
     what is legal            claims, check, configs
-    what it costs            takes_part, collectives, lifetimes, plan_lifetimes, add_seconds,
-                             plan_seconds, update_share, result_bytes
+    what it costs            takes_part, lifetimes, plan_lifetimes, add_seconds, plan_seconds,
+                             update_share, result_bytes
     how it is applied        apply, which returns how to undo it
 
 A new one takes its own module and one line of the registry.
@@ -31,7 +31,6 @@ from torch.optim import Optimizer
 from lightning_topt.communication.exchange_method import GradientMethod, LocalMethod
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.topology import own_group
-from lightning_topt.costs.communication import Collective
 from lightning_topt.costs.lifetimes import Lifetime
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh
@@ -170,7 +169,7 @@ def forget_meshes() -> None:
     """Empty DTensor's caches.
 
     DTensor takes meshes of the same ranks for equal, and gives a later one's tensors the mesh that
-    it has seen first: with groups that may be gone, or as another rank in a rehearsal.
+    it has seen first: with groups that may be gone, or as another rank in a fake group.
     """
     for name in (
         "_clear_sharding_prop_cache",
@@ -303,13 +302,6 @@ class Technique(ABC):
     def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
         """Return whether it adds to the costs of blocks under `config`; False by default."""
         return False
-
-    def collectives(self, step: TrainingStep, block: str, config: OpConfig) -> Iterator[Collective]:
-        """Yield what ranks exchange in a step for a block under `config`; nothing by default.
-
-        The seconds of exchanges in `add_seconds` are those of these collectives.
-        """
-        return iter(())
 
     def lifetimes(
         self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +60,8 @@ def test_a_plan_with_a_tensor_axis_is_verified_and_trains_as_one_process_does(
     plan = ParallelPlan.load(path)
     assert plan.mesh.names == ("tensor",) and plan.batch_size == 4
     assert all(block.config.parameters for block in plan.blocks if block.block)
-    arguments = [f"plan={path}", "devices=2", f"json={tmp_path}/verify.json"]
-    output = " ".join(
-        finished(topt("verify", *TINY, *CLUSTER, *arguments, folder=tmp_path)).split()
-    )
-    assert "rank 0 of a fake group of 2 ranks took a step and did what is said here" in output
-    assert "all 2 ranks of this machine took a step and did what is said here" in output
-    assert {
-        row["axis"] for row in json.loads((tmp_path / "verify.json").read_text())["collectives"]
-    } == {"tensor"}
+    output = finished(topt("verify", *TINY, *CLUSTER, f"plan={path}", folder=tmp_path))
+    assert output.strip().endswith("would run")
     alone, samples = Losses(), data()
     order = DistributedSampler(samples, num_replicas=1, rank=0)  # Lightning's order
     make_trainer(callbacks=[alone]).fit(model(), DataLoader(samples, batch_size=4, sampler=order))

@@ -9,8 +9,6 @@ from dataclasses import replace
 import pytest
 
 from lightning_topt.cli import main
-from lightning_topt.cli.local_processes import start_method
-from lightning_topt.execution import observed_step
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan, uniform_plan
@@ -25,10 +23,6 @@ TINY = [
     "data.max_bytes=40000",
 ]
 WIDE = 300
-patches_ranks = pytest.mark.skipif(
-    start_method("cpu") != "fork",
-    reason="changes code of ranks, which spawned ones (torch built for CUDA) do not see",
-)
 
 
 @pytest.fixture
@@ -58,23 +52,14 @@ def topt_verify(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_a_plan_by_name_on_a_fake_group(topt_verify):
+def test_a_plan_by_name(topt_verify):
     code, output, record = topt_verify(
         "plan=zero3", "ranks=64", "cluster=a100_8x8", "global_batch_size=512"
     )
-    assert (
-        code == 0
-        and "would run" in output
-        and "rank 0 of a fake group of 64 ranks took a step and did" in output
-    )
-    assert record["schema_version"] == 1 and record["would_run"] and record["world_size"] == 64
+    assert code == 0 and "would run" in output
+    assert record["schema_version"] == 2 and record["would_run"] and record["world_size"] == 64
     assert sorted(rank for group in record["held"] for rank in group["ranks"]) == list(range(64))
     assert record["held"][0]["ranks"][0] == 0 and "0-31" in output
-    assert [row["op"] for row in record["collectives"]] == [
-        "all_gather",
-        "all_gather",
-        "reduce_scatter",
-    ]
     assert record["peak_bytes"] > sum(
         record["held"][0][kind] for kind in ("parameters", "gradients", "optimizer_state")
     )
@@ -83,8 +68,8 @@ def test_a_plan_by_name_on_a_fake_group(topt_verify):
 def test_a_plan_file_without_a_captured_step(topt_verify, tmp_path):
     plan = uniform_plan(1, data_parallel_size=512, blocks=["blocks.0", "blocks.1"])
     plan.save(tmp_path / "plan.yaml")
-    code, output, record = topt_verify(f"plan={tmp_path}/plan.yaml", "capture=false", "rank=511")
-    assert code == 0 and "rank 511 of a fake group of 512 ranks" in output
+    code, output, record = topt_verify(f"plan={tmp_path}/plan.yaml", "capture=false")
+    assert code == 0 and "512 rank(s)" in output
     assert record["peak_bytes"] is None and set(record["held"][0]["blocks"]) == {
         "",
         "blocks.0",
@@ -106,58 +91,11 @@ def test_a_plan_with_stages(topt_verify, tmp_path):
     code, output, record = topt_verify(
         f"plan={tmp_path}/plan.yaml", "cluster=a100_8x8", "cluster.num_nodes=32"
     )
-    assert (
-        code == 0
-        and "would run" in output
-        and "not tried on a fake group" in output
-        and "activations" in output
-    )
-    assert [(row["what"], row["count"]) for row in record["messages"]] == [
-        ("activations", 4),
-        ("gradients", 4),
-    ]
+    assert code == 0 and "would run" in output
     assert len(record["held"]) == 2 and len(record["held"][0]["ranks"]) == 128
-
-    for plan in (staged_plan(), replace(staged_plan(), num_microbatches=2, own_batches=True)):
-        plan.save(tmp_path / "plan.yaml")
-        code, output, record = topt_verify(f"plan={tmp_path}/plan.yaml", "devices=2")
-        assert (
-            code == 0
-            and "all 2 ranks of this machine took a step" in output
-            and "than said" not in output
-        )
-        assert [row["count"] for row in record["messages"]] == [plan.num_microbatches] * 2
+    replace(staged_plan(), num_microbatches=2, own_batches=True).save(tmp_path / "plan.yaml")
     code, output, _ = topt_verify(f"plan={tmp_path}/plan.yaml", "global_batch_size=7")
     assert code == 1 and "a batch of 7 samples cannot be divided evenly over 2" in output
-
-
-def test_ranks_of_this_machine_agree(topt_verify):
-    code, output, record = topt_verify("plan=zero1+recompute", "devices=2", "rehearse=false")
-    assert (
-        code == 0 and "all 2 ranks of this machine took a step and did what is said here" in output
-    )
-    assert {row["op"] for row in record["collectives"]} == {"all_reduce", "broadcast"}
-
-
-@patches_ranks
-def test_ranks_that_hold_more_or_call_less_are_problems(topt_verify, monkeypatch):
-    observe = observed_step.ObservedRun.observe
-
-    def other(self):
-        seen = observe(self)
-        held = {block: (sizes[0] + 4, *sizes[1:]) for block, sizes in seen.held.items()}
-        return replace(seen, held=held, collectives=seen.collectives[1:])
-
-    monkeypatch.setattr(observed_step.ObservedRun, "observe", other)
-    code, output, record = topt_verify("plan=zero2", "devices=2", "rehearse=false")
-    assert code == 1 and "would not run" in output and not record["would_run"]
-    more, *_, calls = [
-        problem for problem in record["problems"] if "more differences" not in problem
-    ]
-    assert more.startswith(
-        "rank 0 of this machine holds 4 bytes more than said: parameters of block "
-    )
-    assert calls.endswith("all_gather over data (2 ranks) in forward: 5 expected, but not called")
 
 
 @pytest.mark.parametrize(
@@ -178,14 +116,12 @@ def test_ranks_that_hold_more_or_call_less_are_problems(topt_verify, monkeypatch
         (["plan=zero9", "ranks=4"], 2, "neither a file nor one of"),
         (["plan=hybrid", "ranks=8"], 2, "needs several nodes"),
         (["plan=hybrid", "ranks=9", "nodes=2"], 2, "9 ranks cannot be divided over 2 nodes"),
-        (["plan=zero3", "ranks=64", "devices=2"], 2, "devices=2, but the plan is for 64 ranks"),
-        (["plan=zero3", "ranks=4", "rank=4"], 2, "rank=4, but the plan has the ranks 0 to 3"),
         (["plan=zero3+recompute", "ranks=4", "capture=false"], 2, "leave out capture=false"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_would_not_run_and_wrong_use(topt_verify, arguments, code, words):
-    found, output, _ = topt_verify("rehearse=false", *arguments)
+    found, output, _ = topt_verify(*arguments)
     assert (found, words in output) == (code, True), output
     assert "Traceback" not in output
 
@@ -201,21 +137,3 @@ def test_a_plan_file_of_another_model(topt_verify, tmp_path):
 def test_ranges_of_ranks():
     assert ranges([0, 1, 2, 5]) == "0-2,5" and ranges([7]) == "7"
     assert ranges([0, 2, 4, 6, 8]) == "0,2,4,... (5)"
-
-
-@patches_ranks
-def test_a_rank_of_this_machine_that_fails_is_a_problem(topt_verify, monkeypatch):
-    def fails(self):
-        raise RuntimeError("no room on this rank")
-
-    monkeypatch.setattr(observed_step.ObservedRun, "observe", fails)
-    code, _, record = topt_verify("plan=ddp", "devices=2", "rehearse=false")
-    assert code == 1 and record["problems"] == [
-        "a step on 2 ranks of this machine failed: RuntimeError: no room on this rank"
-    ]
-    code, _, record = topt_verify("plan=ddp", "ranks=2")
-    assert (
-        code == 1
-        and "rank 0 of a fake group of 2 ranks failed: RuntimeError: no room on this rank"
-        in record["problems"][0]
-    )

@@ -20,7 +20,6 @@ from lightning_topt.communication.topology import Topology
 from lightning_topt.communication.wire import LevelMessage, MessageFormat
 from lightning_topt.costs import exchange_model
 from lightning_topt.costs.cluster import Cluster, Device, Link
-from lightning_topt.costs.communication import Group
 from lightning_topt.costs.exchange_model import (
     ExchangeModel,
     exempt_parameters,
@@ -427,6 +426,5 @@ def test_ranks_beside_tensor_axes() -> None:
     given = BF16()
     model = make_exchange_model(given, graph=one_block(), cluster=CLUSTER, world_size=3, stride=2)
     (block,) = model.graph.blocks
-    assert {each.group for each in model.collectives(block.name)} == {Group(3, 2)}
     beside = make_exchange_model(given, graph=one_block(), cluster=CLUSTER, world_size=3)
     assert model.worker_seconds(block.name) > beside.worker_seconds(block.name)

@@ -19,7 +19,7 @@ from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.held_bytes import KINDS, held_bytes
 from lightning_topt.execution.plan_problems import configs_of
-from lightning_topt.execution.planned_collectives import cluster_for
+from lightning_topt.execution.verify_plan import cluster_for
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import data_mesh, hybrid_mesh
 from lightning_topt.graph.op_graph import Block

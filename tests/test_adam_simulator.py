@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.exchange import adam_compression, adam_simulator
-from benchmarks.exchange.adam_simulator import AdamW, Model, Text, batched_losses, gradients, rate
+from benchmarks.exchange.adam_simulator import AdamW, Model, Text, batched_losses, gradients
 from lightning_topt.cli.tasks.byte_lm import ByteGPT
 
 MODEL = Model(layers=1, hidden=16, heads=2, seq_len=8)
@@ -70,12 +70,6 @@ def test_the_optimizer_is_torchs():
         torch.testing.assert_close(value[0], parameters[name].detach(), rtol=1e-4, atol=1e-6)
 
 
-def test_more_ranks_of_the_same_batch_are_the_same_dense_run(text):
-    one = _train(_method(adam_simulator.Mean, 1), text, 1)
-    four = _train(_method(adam_simulator.Mean, 4), text, 4)
-    torch.testing.assert_close(one, four, rtol=1e-3, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("make", "options"),
     [
@@ -107,8 +101,3 @@ def test_every_method_lowers_the_loss(text, name):
     )
     assert (end < start - 0.05).all(), (start, end)
     assert 0 < method.traffic <= (1.0 if name == "dense" else 0.7)
-
-
-def test_the_learning_rate_rises_and_falls():
-    rates = [rate(step, 1000) for step in range(1000)]
-    assert rates[0] == 0.01 and max(rates) == rates[100] == 1.0 and 0.1 <= rates[-1] < 0.101

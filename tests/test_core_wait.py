@@ -61,27 +61,6 @@ def counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counts:
     return count
 
 
-def test_a_share_is_the_part_of_the_time_since_the_watch_began(clock: Clock, counts: Counts):
-    counts(3.0)
-    watch = CoreWait(threads=1)
-    counts(3.5)
-    clock.now += 2.0
-    assert watch.share() == 0.25 and watch.seconds() == 0.5
-
-
-@pytest.mark.parametrize(("threads", "share"), [(1, 0.25), (2, 0.75)])
-def test_what_threads_of_the_same_process_ran_is_taken_off(
-    clock: Clock, counts: Counts, monkeypatch: pytest.MonkeyPatch, threads: int, share: float
-):
-    """But for those that compute, which run on other cores."""
-    monkeypatch.setattr(clock, "process_time", lambda: 0.5 * clock.now)
-    monkeypatch.setattr(clock, "thread_time", lambda: 0.0)
-    watch = CoreWait(threads=threads)
-    counts(1.5)
-    clock.now += 2.0
-    assert watch.share() == share
-
-
 def test_where_linux_does_not_count_the_clocks_tell_of_what_computes(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ):

@@ -82,9 +82,7 @@ def run_command(command: Command, folder: Path) -> list[Ended]:
     [
         ("topt plan mesh={data:2,tensor:1}", "'mesh={data:2,tensor:1}'"),
         ("topt plan mesh='{data:2}' ranks=2", "Could not override 'ranks'"),
-        ("tpot plan", "tpot"),
         ("topt serve", "no row of FORMS"),
-        ("make nothing", "'nothing'"),
         ("python -m benchmarks.nothing", "'benchmarks.nothing'"),
     ],
 )

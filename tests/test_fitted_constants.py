@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks.prediction.error_figures import figure_of, quantile_of_groups
-from benchmarks.prediction.fitted_constants import CONSTANTS, fit_constants
-from lightning_topt.costs.cluster import Cluster, Device, ErrorFigure, Link, NodeType
+from benchmarks.prediction.fitted_constants import fit_constants
+from lightning_topt.costs.cluster import Cluster, Device, ErrorFigure, Link
 from lightning_topt.costs.compute import host_bound_seconds
 from lightning_topt.costs.intervals import quantile_of
 
@@ -71,22 +71,6 @@ def test_a_few_odd_steps_do_not_decide():
     measured[0] *= 10
     fitted = fit_constants(CLUSTER, seconds_of, measured.tolist())
     assert all(factor == pytest.approx(1.0, abs=0.12) for factor in fitted.factors.values())
-
-
-def test_wrong_use():
-    with pytest.raises(ValueError, match="two measured steps"):
-        fit_constants(CLUSTER, seconds_of, [1.0])
-    kinds = [NodeType(CLUSTER.device, 2)] * 2
-    mixed = Cluster.of_nodes(kinds, name="m", intra=Link(0, 1), inter=Link(0, 1))
-    with pytest.raises(ValueError, match="several kinds"):
-        fit_constants(mixed, seconds_of, [1.0] * len(STEPS))
-
-
-def test_every_constant_is_one_of_a_cluster():
-    whole = replace(CLUSTER, num_nodes=2, inter=Link(1e-5, 1e9))
-    for constant in CONSTANTS:
-        scaled = constant.scaled(whole, 2.0)
-        assert constant.of(scaled) == pytest.approx(2 * (constant.of(whole) or constant.usual))
 
 
 def test_figures_of_groups_and_of_fitted_constants():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import importlib
 import mmap
 import multiprocessing
@@ -12,7 +11,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -69,27 +67,9 @@ def test_a_process_that_is_killed_is_an_error() -> None:
         ForkedCall(lambda: os.kill(os.getpid(), signal.SIGKILL)).result()
 
 
-def test_killing_leaves_no_process_behind() -> None:
-    call = ForkedCall(lambda: time.sleep(600))
-    call.kill()
-    with pytest.raises(ProcessLookupError):
-        os.kill(call._talk._process, 0)
-
-
 def test_waiting_has_an_end() -> None:
     with pytest.raises(TimeoutError, match="said nothing"):
         ForkedCall(lambda: time.sleep(600)).result(timeout_seconds=0.2)
-
-
-def test_it_runs_beside_other_threads() -> None:
-    stop = threading.Event()
-    thread = threading.Thread(target=stop.wait)
-    thread.start()
-    try:
-        assert ForkedCall(lambda: threading.active_count()).result() == 1
-    finally:
-        stop.set()
-        thread.join()
 
 
 ADD = """
@@ -117,18 +97,6 @@ def test_what_a_copy_compiles_is_kept_for_later_processes(
         lambda: (module.add(1, 2), sum(module.add.stats.cache_hits.values())), isolated=isolated
     )
     assert again.result() == (3, 1)
-
-
-def test_a_full_disk_does_not_keep_a_kernel_from_running(tmp_path: Path, monkeypatch: Any) -> None:
-    (tmp_path / "compiles_alone.py").write_text(ADD)
-    monkeypatch.syspath_prepend(tmp_path)
-    add = importlib.import_module("compiles_alone").add
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(add._cache._cache_file, "save", full)
-    assert add(1, 2) == 3
 
 
 def test_what_an_isolated_copy_writes_reaches_nobody(

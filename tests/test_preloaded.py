@@ -128,7 +128,7 @@ sys.exit({code})
 """
 
 
-@pytest.mark.parametrize("code", ["", "0", "259", "-1", "'a word'", "True", "None", "[]"])
+@pytest.mark.parametrize("code", ["", "259", "-1", "'a word'"])
 def test_it_ends_as_python_does(code):
     ours, pythons = (
         run(python, "-c", THREAD.format(code=code))
@@ -185,30 +185,6 @@ def ask_a_server(tmp_path, search_path):
         client.settimeout(60)
         client.recv(4)
     return server
-
-
-REGISTRY = "lightning.fabric.utilities.registry"
-
-
-def write_libraries(folder):
-    """Modules with the names of all libraries, which say that they were imported."""
-    target = "from unittest.mock import Mock\ncpu_target = Mock()"
-    for library in (*preloaded.LIBRARIES, "numba.core.registry", REGISTRY):
-        for end in range(1, library.count(".") + 2):
-            package = folder.joinpath(*library.split(".")[:end])
-            package.mkdir(exist_ok=True)
-            says = f"import sys\nprint('import', __name__, file=sys.stderr)\n{target}"
-            (package / "__init__.py").write_text(says)
-
-
-def test_libraries_may_lie_where_only_the_tests_look(tmp_path):
-    folder = tmp_path / "libraries"
-    folder.mkdir()
-    write_libraries(folder)
-    server = ask_a_server(tmp_path, [str(folder)])
-    said = server.communicate(timeout=30)[1].splitlines()
-    assert server.returncode == 0
-    assert {f"import {library}" for library in preloaded.LIBRARIES} <= {*said}
 
 
 def test_a_library_that_is_missing_ends_the_server_with_its_error(tmp_path):

@@ -35,7 +35,7 @@ TRIAL = Trial(
     runs=(RUN, replace(RUN, ranks=1, batch_size=3, event=Event())),
 )
 
-SEEDS = (3, 12)
+SEEDS = (12,)
 DDP_SEED = 12  # resumed inside an epoch on another number of ranks
 
 

@@ -115,7 +115,6 @@ def test_the_same_seed_gives_the_same_metric(trained, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["tarin"], "no command 'tarin'; choose one of plan, train, calibrate"),
         (["train", "trainer.max_epoch=1"], "Could not override 'trainer.max_epoch'"),
         (["train", "strategy=ddp", "data.max_bytes=10"], "raise max_bytes"),
     ],
@@ -132,10 +131,7 @@ def test_wrong_use_is_one_sentence_and_exit_code_2(arguments, words, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["train", "model=resnet"], "Could not find 'model/resnet'"),
-        (["plan", "cluster=mine"], "Could not find 'cluster/mine'"),
         (["train", "+trainer.colour=red"], "colour"),
-        (["train", "strategy.memory_limit=2 bananas"], "bananas"),
         (["plan", *ALONE, "strategy.memory_limit=1KiB", "cluster=local_cpu"], "memory"),
         (["plan", "strategy=ddp"], "needs strategy=topt"),
         (
@@ -146,13 +142,10 @@ def test_wrong_use_is_one_sentence_and_exit_code_2(arguments, words, tmp_path):
             ["plan", "mesh={data:2,tensor:4}", "tensor=false"],
             "tensor=false, but the mesh has a tensor axis",
         ),
-        (["plan", "mesh={data:2}", "tensor=true"], "tensor=true, but the mesh has no tensor axis"),
-        (["plan", "trainer.devices=1", "tensor=true"], "a tensor axis lies inside a node"),
         (
             ["plan", "mesh={data:2,tensor:3}", "device_counts=[4]"],
             "has 6 ranks, and this run has 4",
         ),
-        (["plan", "strategy.plan=zero1"], "topt plan searches a plan"),
         (
             [
                 "plan",
@@ -165,7 +158,6 @@ def test_wrong_use_is_one_sentence_and_exit_code_2(arguments, words, tmp_path):
             ["plan", *TINY, "model.num_heads=1", "cluster=a100_8x8", "mesh={tensor:7}"],
             "cut into 7 slices",
         ),
-        (["calibrate", "accelerator=abacus"], "accelerator must be cpu or cuda"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -62,13 +62,9 @@ def test_entries_are_overridden_and_curves_stay_where_they_hold(tmp_path):
     ("like", "variables", "words"),
     [
         ("a100_8x8", {}, "this process is in none"),
-        ("a100_8x8", {"SLURM_JOB_ID": "7", "SLURM_NNODES": "x"}, "this process is in none"),
         (None, GPUS, r"say cluster.like=FILE.yaml.* or one of a100_128x8, .*mixed_a100_v100$"),
-        ("slurm", GPUS, "got 'slurm'"),
-        ("a100", GPUS, "got 'a100'"),
         ("missing.yaml", GPUS, "cannot read the cluster 'missing.yaml'"),
         ("a100_8x8", JOB, "SLURM job 7 has no GPUs"),
-        ("a100_8x8", {**JOB, "SLURM_GPUS_ON_NODE": "many"}, "'many', which is no number"),
         ("a100_8x8", {**GPUS, "SLURM_GPUS": "7"}, "has 7 GPUs on 2 nodes, and 4 on this one"),
         ("local_cpu", {**JOB, "SLURM_TASKS_PER_NODE": "3,2"}, "has 3,2 tasks .* not equally many"),
         ("local_cpu", JOB, r"is one node without a link to others: say \+cluster.inter="),

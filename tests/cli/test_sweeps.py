@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 
 from lightning_topt.cli import main
@@ -125,21 +124,6 @@ def test_each_job_has_its_own_ranks_values_and_folder(tmp_path: Path) -> None:
     assert first_job[1]["process"] != second_job[1]["process"]
 
 
-@pytest.mark.parametrize(
-    ("words", "left"),
-    [
-        (["train", "-m", "a=1,2", "~b", "+c=3"], ["train"]),
-        (
-            ["--multirun", "-cn", "other", "--config-dir=x=y", "a=1"],
-            ["-cn", "other", "--config-dir=x=y"],
-        ),
-        (["a=1", "hydra/launcher=joblib"], []),
-    ],
-)
-def test_commands_and_options_stay_and_overrides_go(words: list[str], left: list[str]) -> None:
-    assert sweep_jobs._without_overrides(words) == left
-
-
 def test_a_rank_gets_the_overrides_of_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
     job = SimpleNamespace(
         mode=None,
@@ -218,27 +202,6 @@ def test_ranks_of_srun_submit_no_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main._words_of_rank("train", ["-m"]) == of_rank
     with pytest.raises(SystemExit):  # rank 0 does it
         main._words_of_rank("predict", [])
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["-m", "a=1,2", "~b"],
-        ["a=1,2", "-m"],
-        ["a=1", "--multirun", "--config-dir=x"],
-        ["--config-dir", "x=y", "-m"],
-        ["-m"],
-        ["-cn", "other", "+a=1"],
-        [],
-    ],
-)
-def test_hydra_reads_the_overrides_of_a_rank_beside_those_of_the_user(words: list[str]) -> None:
-    of_rank = ["hydra.output_subdir=null", "hydra.job.name=train_rank_1"]
-    expected = get_args_parser().parse_args(words)
-    found = get_args_parser().parse_args(main._with_overrides(words, of_rank))
-    assert found.overrides == [*expected.overrides, *of_rank]
-    found.overrides = expected.overrides
-    assert found == expected
 
 
 @pytest.mark.parametrize(

@@ -16,33 +16,18 @@ WHOLE = "is at least 1, a whole number; got"
     ("words", "sentence"),
     [
         ("plan trainer.num_nodes=-1", "trainer: `num_nodes` must be a positive integer"),
-        ("plan trainer.precision=99", "trainer: Precision 99 is invalid"),
-        ("plan trainer.accelerator=abacus", "trainer: You selected an invalid accelerator name"),
         ("plan data.batch_size=-1", f"data: batch_size {WHOLE} -1"),
-        ("train data.batch_size=x trainer.devices=1", f"data: batch_size {WHOLE} 'x'"),
         ("plan experiment=digits data.batch_size=0", f"data: batch_size {WHOLE} 0"),
         ("plan seed=abc", "seed is at least 0, at most 4294967295, a whole number; got 'abc'"),
-        ("stalls seed=-3", "seed is at least 0, at most 4294967295, a whole number; got -3"),
         ("plan hydra.run.dir=/dev/null/run", "cannot be made or written (Not a directory"),
         ("plan cluster=mine", "Could not find 'cluster/mine'"),
-        ("calibrate devices=0", f"devices {WHOLE} 0"),
         ("calibrate devices=nope", f"devices {WHOLE} 'nope'"),
-        ("plan model.num_layers=-1", f"model: num_layers {WHOLE} -1"),
-        ("plan processes=-1", f"processes {WHOLE} -1"),
-        ("plan --config-dir nowhere", "nowhere' not found"),
         ("plan --config-dir twice model=twice", "found duplicate key hidden"),
-        ("plan --config-dir twice model=latin", "a configuration cannot be read (it is not UTF-8"),
         ("plan --config-dir twice model=broken", "a configuration cannot be read (Input/output"),
         ("train trainer.max_epochs=x", "trainer.max_epochs is at least -1, a whole number; got"),
-        (
-            "plan trainer.accumulate_grad_batches=0",
-            f"trainer.accumulate_grad_batches {WHOLE} 0",
-        ),
         ("plan strategy.cluster=twice.yaml", "the key 'num_nodes' stands twice, again in line"),
         ("plan strategy.memory_limt=2GiB", "does not take 'memory_limt'"),
-        # hints are quoted: in bash {a,b} becomes two words, in zsh [a] is a pattern
         ("plan strategy.plan=zero1", "such as 'mesh={data:2,tensor:4}'"),
-        ("plan mesh={data:2} pipeline=true", "such as 'mesh={pipeline:4,data:2}'"),
     ],
 )
 def test_one_sentence_and_status_2(words: str, sentence: str, tmp_path: Path) -> None:

@@ -155,23 +155,3 @@ def nothing_lost(rank: int, values: dict[str, Any]) -> None:
 )
 def test_nothing_is_lost(values):
     run_on_pool(nothing_lost, 2, values)
-
-
-def scaled(rank: int, shape: tuple[int, int]) -> None:
-    plain, _ = wrap(TopK(density=0.05, momentum=0.5), topology=Topology(*shape, rank))
-    ddp, exchange = wrap(TopK(density=0.05, momentum=0.5), topology=Topology(*shape, rank))
-    for step in range(4):
-        exchange.loss_scale = 2.0 ** (10 - step)
-        plain.zero_grad()
-        ddp.zero_grad()
-        loss_of(plain, rank, step).backward()
-        (loss_of(ddp, rank, step) * exchange.loss_scale).backward()
-        for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(
-                ours.grad / exchange.loss_scale, theirs.grad, rtol=1e-6, atol=1e-9
-            )
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_loss_scale_changes_nothing(shape):
-    run_on_pool(scaled, shape[0] * shape[1], shape)

@@ -79,26 +79,6 @@ def test_exchanges_make_few_groups_and_leave_none(nodes: int) -> None:
                 assert in_use - before == 3 + max(stages, int(with_exempt)), name
 
 
-def counts_of_flat_forms(rank: int) -> dict[str, tuple[int, int, int]]:
-    found = {}
-    for name, kind in BY_NODES.items():
-        module, before = module_with_bias(), count()
-        exchange = CompressedExchange(
-            kind(hierarchical=False), topology=Topology(1, 2, rank), timeout_seconds=30
-        )
-        exchange.take_over(module)
-        averaged(exchange, module, rank, steps=3)
-        in_use = count()
-        exchange.close()
-        found[name] = before, in_use, count()
-    return found
-
-
-def test_methods_that_can_go_by_nodes_take_one_group_without() -> None:
-    for found in run_ranks(counts_of_flat_forms, 2):
-        assert found == dict.fromkeys(BY_NODES, (1, 2, 1))
-
-
 def counts_of_outer_steps(rank: int, nodes: int) -> dict[str, tuple[int, int, int]]:
     found = {}
     for name, kind in LOCAL_METHODS.items():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 
@@ -13,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_topt.communication import LocalSteps, OuterSteps, rank_watch
+from lightning_topt.communication import LocalSteps, OuterSteps
 from lightning_topt.communication.local_sgd import OuterGradient
 from lightning_topt.communication.rank_watch import PeerLostError
 from tests.launch import run_on_pool, run_ranks
@@ -227,33 +225,6 @@ def test_rounding_of_parameters_is_no_step():
     assert run_on_pool(_standing_still, 2) == [True, True]
 
 
-def _continued(rank, options):
-    """Saved and loaded after five steps: the same end as without."""
-    parameters = _initial(seed=0)
-    local = OuterSteps(parameters.items(), LocalSteps(**options))
-    for step in range(5):
-        _local_step(parameters, rank, step)
-        local.after_step()
-    state, values = local.state_dict(), {name: value.clone() for name, value in parameters.items()}
-    resumed = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    second = OuterSteps(resumed.items(), LocalSteps(**options))
-    second.load_state_dict(state)
-    for name, value in values.items():
-        resumed[name].copy_(value)
-    for step in range(5, 9):
-        for tensors, steps in ((parameters, local), (resumed, second)):
-            _local_step(tensors, rank, step)
-            steps.after_step()
-    return all(
-        torch.equal(resumed[name], parameters[name]) for name in SHAPES
-    ), second.statistics.outer_steps
-
-
-@pytest.mark.parametrize("options", [{"every": 2}, {"every": 2, "density": 0.1}])
-def test_state_round_trip(options):
-    assert run_on_pool(_continued, 2, options) == [(True, 4), (True, 4)]
-
-
 def _wrong_state(rank):
     local = OuterSteps([("a", torch.zeros(3)), ("b", torch.zeros(2))], LocalSteps(every=2))
     state = local.state_dict()
@@ -308,33 +279,6 @@ def test_nan_is_named_on_all_ranks_and_nothing_changes():
     assert run_on_pool(_not_finite, 3) == [True] * 3
 
 
-def _leaves(rank):
-    rank_watch.GRACE_SECONDS = 2.0
-    parameters = _initial(seed=0)
-    # longer than this test may take: a rank that is lost is named before
-    local = OuterSteps(parameters.items(), LocalSteps(every=2), timeout_seconds=600)
-    for step in range(2):
-        _local_step(parameters, rank, step)
-        local.after_step()
-    time.sleep(1.0)  # a validation
-    if rank == 2:
-        os.kill(
-            os.getpid(), signal.SIGKILL
-        )  # a rank that ends by itself still answers for a moment
-    time.sleep(0.7 * rank)  # rank 1 is still in a local step when rank 0 finds out
-    with pytest.raises(PeerLostError, match=r"^rank 2 did not answer"):
-        for step in range(2, 4):
-            _local_step(parameters, rank, step)
-            local.after_step()
-    assert local.outer_steps == 1
-
-
-def test_lost_rank_is_named():
-    # the other two gave theirs
-    with pytest.raises(RuntimeError, match=r"^ranks \[2\] gave no result: they ended"):
-        run_ranks(_leaves, 3)
-
-
 def _alone(rank):
     parameter = torch.zeros(3)
     local = OuterSteps(
@@ -361,26 +305,6 @@ def _waits_too_long(rank):
 
 def test_timeout():
     run_ranks(_waits_too_long, 2)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"every": 0}, "every .the number of local steps"),
-        ({"every": 1, "outer_learning_rate": 0.0}, "outer_learning_rate is positive"),
-        ({"every": 1, "outer_momentum": 1.0}, "outer_momentum is at least 0 and below 1"),
-        ({"every": 1, "density": 0.0}, "density is the fraction sent"),
-        ({"every": 1, "density": 1.5}, "density is the fraction sent"),
-        (
-            {"every": 1, "residual_decay": 0.9},
-            "residual_decay is from 0 to 1, and 1 where no density",
-        ),
-        ({"every": 1, "value_dtype": "float64"}, "value_dtype is one of"),
-    ],
-)
-def test_options_out_of_range(options, message):
-    with pytest.raises(ValueError, match=message):
-        LocalSteps(**options)
 
 
 def test_parameters_that_cannot_be():

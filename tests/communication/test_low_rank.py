@@ -14,7 +14,6 @@ from lightning_topt.communication.methods.power_sgd import (
     first_factor,
     matrix_shape,
     orthonormal,
-    plan_factors,
     saves_enough,
 )
 from tests.communication.buckets import (
@@ -23,22 +22,11 @@ from tests.communication.buckets import (
     exchange_step,
     gradients_of,
     make_exchange,
-    make_layout,
 )
-from tests.launch import run_on_pool, run_ranks
+from tests.launch import run_on_pool
 
 WORLD_SIZE, STEPS = 3, 5
 FACTORED = ("first", "second", "conv")
-
-
-def test_what_travels_as_factors():
-    plan = plan_factors(make_layout(SHAPES, exempt=("embedding",)), rank=2)
-    assert [(group.names, group.rows, group.columns, group.rank) for group in plan.groups] == [
-        (("first", "second"), 24, 20, 2),
-        (("conv",), 12, 27, 2),
-    ]
-    assert plan.whole_numel == 13 + 6 + 80
-    assert plan.p_numel == 2 * (24 + 24 + 12) and plan.q_numel == 2 * (20 + 20 + 27)
 
 
 def test_matrix_shapes_and_savings():
@@ -129,25 +117,6 @@ def test_several_steps_equal_the_slow_twin(error_feedback, low_rank):
         )
         ring = 2 * (WORLD_SIZE - 1) / WORLD_SIZE
         assert bytes_sent == pytest.approx((STEPS - 1) * ring * sent_per_step, abs=4 * STEPS)
-
-
-def test_gradient_of_low_rank_arrives_whole():
-    def run(rank):
-        exchange = make_exchange(PowerSGD(rank=2), rank, 2)
-        generator = torch.Generator().manual_seed(5)
-        gradients = gradients_of(rank, 0)
-        for name in FACTORED:
-            rows, columns = matrix_shape(gradients[name].shape)
-            product = torch.randn(rows, 2, generator=generator) @ torch.randn(
-                2, columns, generator=generator
-            )
-            gradients[name] = product.view(gradients[name].shape) * (rank + 1)
-        means = exchange_step(exchange, gradients, step=1)
-        return all(
-            torch.allclose(means[n], gradients[n] * 1.5 / (rank + 1), atol=1e-4) for n in FACTORED
-        )
-
-    assert run_ranks(run, 2) == [True, True]
 
 
 def _net():

@@ -17,7 +17,6 @@ from torch import Tensor
 from lightning_topt.communication.node import node_channel, node_kernels
 from lightning_topt.communication.node.node_channel import LocalPeerLost, NodeMemoryUnavailable
 from lightning_topt.communication.node.node_exchange import (
-    Buffers,
     SharedMemoryNodeExchange,
     shard_bounds,
 )
@@ -161,20 +160,6 @@ def test_a_bucket_is_released_only_when_all_have_read_it() -> None:
     run_on_pool(not_completed_before_all_have_read, 2)
 
 
-def test_results_use_the_same_memory_again() -> None:
-    buffers = Buffers()
-    first, second = buffers.take(100), buffers.take(50)
-    assert first.data_ptr() != second.data_ptr()
-    buffers.give(first)
-    buffers.give(second)
-    assert buffers.take(40) is second
-    assert buffers.take(40) is first
-    buffers.give(first)
-    buffers.give(second)
-    assert buffers.take(200).numel() == 200
-    assert buffers.free == [first]
-
-
 def other_sizes(rank: int) -> None:
     node = exchange()
     with pytest.raises(RuntimeError, match=r"same buckets in the same order|has left"):
@@ -183,20 +168,6 @@ def other_sizes(rank: int) -> None:
 
 def test_differing_sizes_are_an_error() -> None:
     run_on_pool(other_sizes, 2)
-
-
-def bad_tensors(rank: int) -> None:
-    node = exchange()
-    with pytest.raises(ValueError, match=r"float32, bfloat16 or float16; got torch\.int32"):
-        node.reduce_scatter(torch.ones(4, dtype=torch.int32))
-    with pytest.raises(ValueError, match="flat contiguous CPU tensor"):
-        node.reduce_scatter(torch.ones(4, 2))
-    with pytest.raises(ValueError, match="flat contiguous CPU tensor"):
-        node.gather_shards(torch.ones(8)[::2])
-
-
-def test_tensors_that_cannot_be_exchanged() -> None:
-    run_on_pool(bad_tensors, 2)
 
 
 def memory_held() -> list[str]:

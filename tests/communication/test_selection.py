@@ -13,7 +13,6 @@ from lightning_topt.communication.selection import (
     feedback_top_k,
     kernels,
     top_k,
-    vector_top_k,
     warm_up,
 )
 from lightning_topt.communication.selection.vector_top_k import (
@@ -167,45 +166,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(momentum, where, k):
         torch.testing.assert_close(velocity, before[1], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("data", "k", "ways"),
-    [
-        ("normal", 2000, ["list"]),
-        ("zeros", 2000, ["ties"]),
-        ("mostly zeros", 2000, ["ties"]),
-        ("all but few equal", 2000, ["ties"]),
-        # the sample holds everything, so its bound is too high
-        ("periodic", 100, ["lower", "list"]),
-        ("periodic", 2000, ["lower", "whole"]),  # more than there is
-        # the bound is zero, and nothing but its size says that this is wrong
-        ("unseen", 2000, ["whole"]),
-    ],
-)
-def test_where_the_sample_misleads_the_search_goes_on_as_meant(data, k, ways, monkeypatch):
-    """Not only right, but by the way that was meant."""
-    taken, chosen, tied, lower = (
-        [],
-        vector_top_k._chosen,
-        vector_top_k._with_ties,
-        vector_top_k._corrected_bound,
-    )
-
-    def spy_chosen(bits, positions, k):
-        taken.append("list" if positions.size else "whole")
-        return chosen(bits, positions, k)
-
-    monkeypatch.setattr(vector_top_k, "_chosen", spy_chosen)
-    monkeypatch.setattr(vector_top_k, "_with_ties", lambda *a: taken.append("ties") or tied(*a))
-    monkeypatch.setattr(
-        vector_top_k, "_corrected_bound", lambda *a: taken.append("lower") or lower(*a)
-    )
-    x, residual = DATA[data](200_003), torch.zeros(200_003)
-    assert torch.equal(top_k(x, k).indices, slow_indices(x, k))
-    assert taken == ways
-    assert torch.equal(feedback_top_k(x, residual, k).indices.long(), slow_indices(x, k))
-    assert taken == ways * 2
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_16_bit_number_is_read_exactly(dtype):
     numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
@@ -225,12 +185,6 @@ def test_a_sum_that_overflows_leaves_what_it_was_added_to(where):
     with pytest.raises(NonFiniteError):
         feedback_top_k(gradient, residual, 10)
     torch.testing.assert_close(residual, before, rtol=1e-6, atol=1e-6)
-
-
-def test_the_same_input_gives_the_same_selection():
-    x = torch.randn(300_000)
-    first, second = top_k(x, 3000), top_k(x.clone(), 3000)
-    assert torch.equal(first.indices, second.indices)
 
 
 @pytest.mark.parametrize(("rounds", "recall"), [(10, 0.95), (30, 1.0)])

@@ -99,15 +99,6 @@ def test_one_process_needs_no_group():
     assert Cluster.from_dict(cluster.to_dict()) == cluster
 
 
-def test_budget_of_kernels_is_kept():
-    assert measure_kernels(graph(), budget_seconds=0.0) == {}
-
-
-def test_nodes_must_divide_ranks():
-    with pytest.raises(ValueError, match="2 nodes"):
-        calibrate(num_nodes=2)
-
-
 def inter_on_rank(rank, collectives):
     before = dict(dist.distributed_c10d._world.pg_map)
     cluster = calibrate(num_nodes=2, budget_seconds=0.1, collectives=collectives, datagrams=True)
@@ -256,11 +247,6 @@ def test_generators_and_modes_are_as_before():
     assert states() == before
 
 
-def test_known_kernels_are_not_measured():
-    first, *others = measure_kernels(graph(), budget_seconds=30.0)
-    assert list(measure_kernels(graph(), budget_seconds=30.0, known={first})) == others
-
-
 # ---- Measurements are repeated until they agree
 
 
@@ -276,18 +262,6 @@ def part(*rounds, order=None, name=""):
     return measure
 
 
-def test_halves_that_agree_are_enough_and_have_all_other_parts_between_them():
-    order = []
-    parts = {name: part(1.0, 1.1, order=order, name=name) for name in "ab"}
-    found = repeat_parts(parts, seconds_left=lambda: 1.0)
-    assert {name: fastest(rounds) for name, rounds in found.items()} == {
-        "a": {"t": 1.0},
-        "b": {"t": 1.0},
-    }
-    assert usual(found["a"]) == {"t": 1.05}
-    assert order == ["a", "b", "a", "b"]
-
-
 def test_a_part_is_repeated_until_its_two_fastest_rounds_agree():
     order = []
     parts = {
@@ -297,12 +271,6 @@ def test_a_part_is_repeated_until_its_two_fastest_rounds_agree():
     noisy = repeat_parts(parts, seconds_left=lambda: 1.0)["noisy"]
     assert fastest(noisy) == {"t": 1.0} and usual(noisy) == {"t": 2.05}
     assert order == ["quiet", "noisy", "quiet", "noisy", "noisy", "noisy"]
-
-
-def test_times_of_a_curve_agree_one_by_one():
-    curve = part({1: 1.0, 2: 9.0}, {1: 1.1, 2: 5.0}, {1: 7.0, 2: 5.0})
-    rounds = repeat_parts({"curve": curve}, seconds_left=lambda: 1.0)["curve"]
-    assert fastest(rounds) == {1: 1.0, 2: 5.0} and usual(rounds) == {1: 1.1, 2: 5.0}
 
 
 def test_repeating_is_bounded_by_rounds_and_by_time():

@@ -7,7 +7,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import random
 import time
 import warnings
 from dataclasses import replace
@@ -24,7 +23,6 @@ from lightning_topt.basics import core_wait
 from lightning_topt.costs import calibrate as calibrations
 from lightning_topt.costs import measurements
 from lightning_topt.costs import optimizer as optimizer_costs
-from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.measurements import (
     Entry,
     Measurements,
@@ -35,7 +33,7 @@ from lightning_topt.costs.measurements import (
 )
 from lightning_topt.costs.optimizer import OptimizerError, time_updates
 from tests.costs.graphs import cluster_of
-from tests.costs.test_calibrate import graph, states
+from tests.costs.test_calibrate import graph
 from tests.launch import run_ranks
 from tests.test_core_wait import linux, other_programs
 
@@ -156,17 +154,6 @@ def test_a_network_namespace_is_told_from_one_before_that_had_its_number():
     )
 
 
-def test_generators_and_modes_are_as_before(tmp_path, counted):
-    module = nn.Linear(3, 2)
-    optimizer = optim.AdamW(module.parameters())
-    before = states(), random.getstate()
-    found = Measurements.open(directory=tmp_path)
-    found.cluster()
-    found.kernel_seconds(graph())
-    measured_updates(found, optimizer, module)
-    assert (states(), random.getstate()) == before and not optimizer.state
-
-
 def test_optimizers_whose_code_is_in_no_file_are_measured_each_time(tmp_path, counted):
     namespace = {"optim": optim, "__name__": "somewhere"}
     exec("class Mine(optim.SGD):\n    pass", namespace)
@@ -223,45 +210,6 @@ def test_a_link_that_has_changed_is_measured_again(tmp_path):
     for (lines, seconds), (_, others) in zip(first, second, strict=True):
         assert seconds == others and seconds[0] / 100 < seconds[1] < 100 * seconds[0]
         assert len(lines) == 1 and "again, since exchanges take another time" in lines[0]
-
-
-def stored_cluster(directory, value, *, ranks, monkeypatch):
-    """What a start of so many ranks makes of a stored cluster."""
-    found = Measurements.open(directory=directory)
-    found.entries[found._name("cluster")] = Entry(time.time(), value)
-    with monkeypatch.context() as several:
-        several.setattr(measurements, "world_size", lambda: ranks)
-        return found._cluster_in(found.entries)
-
-
-def test_measurements_by_scope_of_older_versions_are_read_where_they_have_all_groups(
-    tmp_path, monkeypatch
-):
-    def older(ranks):
-        curve = {
-            "op": "all_reduce",
-            "scope": "intra",
-            "world_size": ranks,
-            "bytes": [4096],
-            "seconds": [1e-4],
-        }
-        return {**cluster_of(ranks, backend="gloo").to_dict(), "collectives": [curve]}
-
-    two = stored_cluster(tmp_path, older(2), ranks=2, monkeypatch=monkeypatch)
-    assert two is not None and set(two.collectives) == {("all_reduce", 2, 1)}
-    assert stored_cluster(tmp_path, older(4), ranks=4, monkeypatch=monkeypatch) is None
-    value = older(4)
-    groups = (
-        {"group_size": 4, "stride": 1},
-        {"group_size": 2, "stride": 1},
-        {"group_size": 2, "stride": 2},
-    )
-    value["collectives"] = [
-        {"op": "all_reduce", **group, "bytes": [4096], "seconds": [1e-4]} for group in groups
-    ]
-    assert stored_cluster(tmp_path, value, ranks=4, monkeypatch=monkeypatch) == Cluster.from_dict(
-        value
-    )
 
 
 SPOILED = {

@@ -11,7 +11,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_topt.costs.cluster import Device
 from lightning_topt.costs.optimizer import (
-    OptimizerError,
     measure_update_seconds,
     read_optimizer,
     update_kinds,
@@ -163,29 +162,6 @@ def test_lbfgs_is_not_shardable():
     assert len(state["old_dirs"]) == 100
     real = sum(v.nbytes for v in vectors)
     assert sum(profile.state_bytes(name) for name in ("weight", "bias")) == real
-
-
-def test_own_optimizers():
-    class Sharp(optim.SGD):
-        def step(self, closure=None):
-            raise RuntimeError("needs a closure")
-
-    class Named(optim.AdamW):
-        pass
-
-    model = nn.Linear(2, 2)
-    assert read_optimizer(
-        [Named(model.parameters())], named_parameters=model.named_parameters()
-    ).elementwise
-    with pytest.raises(OptimizerError, match=r"trial step of Sharp failed.*needs a closure"):
-        read_optimizer(
-            [Sharp(model.parameters(), lr=0.1)], named_parameters=model.named_parameters()
-        )
-    with pytest.raises(OptimizerError, match="not a parameter of the module"):
-        read_optimizer(
-            [optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)],
-            named_parameters=model.named_parameters(),
-        )
 
 
 def test_a_step_that_is_unknown_keeps_everything_whole():

@@ -21,40 +21,6 @@ KIB, MIB = 1 << 10, 1 << 20
 SIZES = (1, 700, 40 * KIB, MIB, MIB + 1, 3 * MIB, 9 * MIB, 10 * MIB, 11 * MIB + 5, 50 * MIB)
 
 
-@pytest.mark.parametrize(
-    ("size", "allocated", "reserved"),
-    [
-        (1, 512, 2 * MIB),
-        (513, 1024, 2 * MIB),
-        (MIB, MIB, 2 * MIB),
-        (MIB + 1, MIB + 512, 20 * MIB),
-        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
-        (10 * MIB, 10 * MIB, 10 * MIB),
-        (11 * MIB, 11 * MIB, 12 * MIB),  # what is left is too small to be cut off
-        (11 * MIB - 512, 11 * MIB - 512 + 0, 12 * MIB),
-    ],
-)
-def test_segments_of_one_tensor(size: int, allocated: int, reserved: int) -> None:
-    allocator = CachingAllocator()
-    block = allocator.allocate(size)
-    assert allocator.reserved == reserved
-    if reserved - allocated > MIB or reserved == 2 * MIB:
-        assert allocator.allocated == allocated
-    else:
-        assert allocator.allocated == reserved
-    allocator.free(block)
-    assert (allocator.allocated, allocator.reserved) == (0, reserved)
-
-
-def test_a_small_tensor_in_a_large_segment_keeps_the_next_large_one_out() -> None:
-    allocator = CachingAllocator()
-    large = allocator.allocate(100 * MIB)
-    allocator.free(large)
-    allocator.allocate(40 * MIB)  # takes a part of the free segment
-    allocator.allocate(100 * MIB)
-    assert (allocator.allocated, allocator.reserved) == (140 * MIB, 200 * MIB)
-
-
 def test_streams_have_pools_of_their_own() -> None:
     allocator = CachingAllocator()
     allocator.free(allocator.allocate(30 * MIB, stream=1))

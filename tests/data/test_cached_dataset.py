@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from lightning_topt import data
 from lightning_topt.data.cache import sample_codec
 from lightning_topt.data.cache.cached_batches import BatchDataset, ReadyBatch, collate
 from lightning_topt.data.cache.cached_dataset import CachedDataset
@@ -316,21 +315,6 @@ def test_checking_leaves_the_random_state_alone():
     same((torch.rand(2), random.random(), np.random.rand()), wanted)
 
 
-def test_an_error_of_the_source_is_the_callers_and_nothing_is_kept(tmp_path):
-    broken = [True]
-
-    def make(i):
-        if broken[0]:
-            raise OSError("the source is away")
-        return torch.ones(1)
-
-    dataset = BatchDataset(cached(Data(make), tmp_path))
-    with pytest.raises(OSError, match="away"):
-        dataset.__getitems__([1, 2])
-    broken[0] = False
-    same(collate(dataset.__getitems__([1, 2])), torch.ones(2, 1))
-
-
 def test_what_does_not_come_back_as_it_was_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(sample_codec._BUILD, "int", lambda spec, take: int(take()[0]) + 1)
     data = Data(KINDS["named"])
@@ -339,10 +323,3 @@ def test_what_does_not_come_back_as_it_was_is_refused(tmp_path, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(RefusedCacheError, match=r"holds a builtins\.int"):
         cached(data, tmp_path)
-
-
-def test_public_names_are_there():
-    assert all(getattr(data, name) is not None for name in data.__all__)
-    assert data.deterministic is deterministic
-    with pytest.raises(AttributeError):
-        data.nonsense  # noqa: B018

@@ -31,30 +31,6 @@ def finish(ledger: Ledger, worker: int, *, nbytes: int = 100, now: float = 1e9) 
     ledger.add_idle(worker, ledger.workers[worker])
 
 
-def test_workers_of_different_jobs_prepare_different_batches_of_the_next_ones():
-    ledger = ledger_of("a", "b", "c")
-    assert sorted(position for _, position in ledger.assignments(0)) == [(0, 0), (0, 1), (0, 2)]
-
-
-def test_a_batch_goes_to_each_job_once_and_is_forgotten_with_the_last():
-    ledger = ledger_of("a", "b")
-    list(ledger.assignments(0))
-    finish(ledger, 1)
-    for job in ("a", "b"):
-        assert ledger.drop_excess() == []
-        ledger.request(job)
-        assert ledger.deliveries() == [(job, (0, 0))]
-    assert ledger.drop_excess() == [(0, 0)]
-    ledger.request("a")
-    assert ledger.deliveries() == []
-
-
-def test_the_job_that_prepared_least_is_asked_first():
-    ledger = ledger_of("a", "b")
-    ledger.jobs["a"].prepared = 5
-    assert next(ledger.assignments(0)) == (2, (0, 0))
-
-
 def test_no_further_ahead_than_two_batches_per_worker():
     ledger = ledger_of("a")
     for _ in range(10):
@@ -62,15 +38,6 @@ def test_no_further_ahead_than_two_batches_per_worker():
         if 1 in ledger.claims:
             finish(ledger, 1)
     assert sorted(ledger.held) == [(0, 0), (0, 1)]
-
-
-def test_the_claim_of_a_lost_worker_is_free_at_once():
-    ledger = ledger_of("a", "b")
-    claimed = dict(ledger.assignments(0))
-    finish(ledger, 2)
-    ledger.remove_worker(1)
-    ledger.remove_job("a")
-    assert claimed[1] in dict(ledger.assignments(0)).values()
 
 
 def test_a_claim_is_given_to_another_when_it_is_old_and_somebody_waits():
@@ -131,33 +98,6 @@ def test_what_is_needed_soon_and_by_many_is_worth_most():
     order = [(0, 99), (0, 7), (0, 6), (0, 101), (0, 100), (0, 5), (0, 4), (0, 104), (0, 102)]
     expected = [(0, 99), (0, 7), (0, 6), (0, 5), (0, 4), (0, 101), (0, 100), (0, 104), (0, 102)]
     assert sorted(order, key=ledger.rank) == expected
-
-
-def test_no_more_is_begun_than_there_is_room_for():
-    ledger = ledger_of("a", "b", "c", "d", memory_bytes=350)
-    next(ledger.assignments(0))
-    finish(ledger, 1, nbytes=100)
-    assert len(list(ledger.assignments(1))) == 2  # with the one that is kept, three
-
-
-def test_what_a_job_jumps_over_is_forgotten():
-    ledger = ledger_of("a")
-    list(ledger.assignments(0))
-    finish(ledger, 1)
-    assert ledger.drop_excess() == []
-    ledger.start("a", (1, 0), end=20)
-    assert ledger.drop_excess() == [(0, 0)] and ledger.held_bytes == 0
-
-
-def test_what_only_a_lost_job_needed_is_forgotten():
-    ledger = ledger_of("a", "behind")
-    ledger.start("a", (0, 5), end=20)
-    list(ledger.assignments(0))
-    finish(ledger, 2)
-    assert ledger.drop_excess() == []
-    ledger.remove_worker(2)
-    ledger.remove_job("behind")
-    assert ledger.drop_excess() == [(0, 0)]
 
 
 def test_a_worker_helps_others_with_what_its_own_job_needs_later_but_not_with_what_it_has_had():

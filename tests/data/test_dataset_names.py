@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import warnings
 
@@ -77,9 +76,9 @@ def test_it_is_said_once_which_attributes_change_and_what_to_do(names):
         names.name_of(data)
 
 
-@pytest.mark.parametrize("ignored", [("calls", "seen"), ["seen", "calls"], {"calls", "seen"}])
 @pytest.mark.parametrize("of_class", [True, False])
-def test_what_is_ignored_is_no_change(names, unwarned, ignored, of_class):
+def test_what_is_ignored_is_no_change(names, unwarned, of_class):
+    ignored = ("calls", "seen")
     cls = type("Ignoring", (Counting,), {"ignored_by_cache": ignored} if of_class else {})
     data = cls() if of_class else cls(ignored_by_cache=ignored)
     before = names.name_of(data)
@@ -87,15 +86,6 @@ def test_what_is_ignored_is_no_change(names, unwarned, ignored, of_class):
     data.seen.append(threading.Lock())  # what has no name is ignored too
     assert names.name_of(data) == before == fingerprint(data)
     data.size = 16
-    assert fingerprint(data) != before
-
-
-def test_one_name_is_ignored(names):
-    data = Items(calls=0, ignored_by_cache="calls")
-    before = fingerprint(data)
-    data.calls = 1
-    assert fingerprint(data) == before
-    data.size = 1
     assert fingerprint(data) != before
 
 
@@ -115,18 +105,6 @@ def test_one_that_is_made_anew_in_each_epoch_says_what_is_never_the_same(names):
     assert len(caught) == 1
 
 
-def test_equal_ones_that_are_made_anew_say_nothing(names, unwarned):
-    assert len({names.name_of(Items(paths=["a"]), place="train") for _ in range(4)}) == 1
-
-
-def test_what_had_no_value_may_be_a_change(names):
-    data = Items()
-    before = names.name_of(data)
-    data.opened = "a transform"
-    with pytest.warns(UserWarning):
-        assert names.name_of(data) != before
-
-
 @pytest.mark.parametrize("name", ["opened", "made"])
 def test_what_is_opened_on_first_use_is_no_change(names, name):
     data = Items()
@@ -138,16 +116,6 @@ def test_what_is_opened_on_first_use_is_no_change(names, name):
     data.size = 16
     with pytest.warns(UserWarning, match="not as it was"):
         assert names.name_of(data) == fingerprint(Items(16))
-
-
-def test_what_has_got_a_value_since_counts_when_something_is_opened(names):
-    data = Items()
-    names.name_of(data)
-    data.opened = "a transform"
-    with pytest.warns(UserWarning, match="not as it was"):
-        name = names.name_of(data)
-    data.made = threading.Lock()
-    assert names.name_of(data) == name
 
 
 def test_what_became_unnamable_keeps_its_name_with_a_warning(names):
@@ -172,13 +140,6 @@ def test_files_are_looked_at_when_something_else_has_changed(names, tmp_path):
         assert names.name_of(data) == fingerprint(data)
 
 
-def test_without_looking_at_files(tmp_path):
-    names = DatasetNames(data_version="1")
-    assert names.name_of(Items(path=str(tmp_path))) == fingerprint(
-        Items(path=str(tmp_path)), data_version="1"
-    )
-
-
 def test_ranks_that_disagree_stay(names):
     data, asked = Items(), []
 
@@ -196,13 +157,3 @@ def test_ranks_that_disagree_stay(names):
     with pytest.warns(UserWarning, match="not as it was"):
         assert names.name_of(data, agree=agree) == other
     assert asked == [before, other, other]
-
-
-def test_data_sets_that_are_gone_are_forgotten(names, unwarned):
-    for size in range(5):
-        names.name_of(Items(size))
-        gc.collect()
-    plain = [1, 2, 3]
-    assert names.name_of(plain) == names.name_of(plain) == fingerprint(plain)
-    names.name_of(Items())
-    assert len(names._known) <= 3

@@ -76,14 +76,6 @@ def test_everything_is_on_disk_after_close(tmp_path):
     assert on_disk(tmp_path) == list(range(ITEMS))
 
 
-def test_it_copies_while_the_job_runs(tmp_path):
-    cache = make(tmp_path)
-    fill(cache)
-    wait_until(lambda: cache.statistics().disk_items == ITEMS)
-    assert os.sched_getscheduler(cache._writer.process.pid) == os.SCHED_OTHER
-    cache.close()
-
-
 def test_it_runs_at_the_lowest_priority(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_writer, "AT_LOWEST_PRIORITY", True)
     cache = make(tmp_path)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import fcntl
 import os
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import default_collate
@@ -15,9 +14,8 @@ from torch.utils.data import default_collate
 from lightning_topt.data.cache import mapped_entries
 from lightning_topt.data.cache.cached_batches import BatchDataset
 from lightning_topt.data.cache.cached_dataset import CachedDataset
-from lightning_topt.data.cache.mapped_entries import MappedEntries
 from lightning_topt.data.cache.sample_cache import SampleCache
-from lightning_topt.data.cache.sample_codec import encode, layout, size_of
+from lightning_topt.data.cache.sample_codec import encode, size_of
 
 ITEMS = 12
 
@@ -161,49 +159,6 @@ def test_room_that_is_not_used_takes_no_memory(tmp_path):
     cache.close()
 
 
-def test_find_says_where_and_copy_copies(cache):
-    samples = Samples()
-    filled(cache, samples)
-    known = layout(cache.get(0))
-    head = len(known.header).to_bytes(4, "little") + known.header
-    mapped = MappedEntries(cache.memory)
-    offsets, fresh = mapped.find([2, 9], header=head, nbytes=known.nbytes)
-    assert offsets.tolist() == [cache.memory.locate(item).offset for item in (2, 9)] and fresh.all()
-    assert mapped.verify(2, header=head)
-    assert mapped.find([2, 9], header=head, nbytes=known.nbytes)[1].tolist() == [False, True]
-    other = head[:-1] + b"?"
-    assert not mapped.verify(9, header=other)
-    assert mapped.find([2, 9], header=other, nbytes=known.nbytes)[0].tolist() == [0, 0]
-    assert mapped.find([2], header=head, nbytes=known.nbytes + 1)[0].tolist() == [0]
-    assert (mapped.gather(offsets, 4) == np.frombuffer(head[:4], np.uint8)).all()
-    target = np.zeros(known.nbytes, np.uint8)
-    mapped.copy([int(offsets[0])], known.nbytes, [target.ctypes.data])
-    assert target.tobytes() == bytes(cache.get(2))
-    mapped.close()
-    mapped.close()
-
-
-def test_all_at_once_only_where_all_are_verified(cache):
-    samples = Samples()
-    filled(cache, samples)
-    known, mapped = layout(cache.get(0)), cache.mapped
-    head = len(known.header).to_bytes(4, "little") + known.header
-    want = {"header": head, "nbytes": known.nbytes}
-    assert mapped.verify(2, header=head) and mapped.find_all(np.array([2, 9]), **want) is None
-    assert mapped.verify(9, header=head)
-    offsets = mapped.find_all(np.array([9, 2, 9]), **want)
-    assert offsets.tolist() == [cache.memory.locate(item).offset for item in (9, 2, 9)]
-    assert mapped.find_all(np.array([2]), header=head[:-1] + b"?", nbytes=known.nbytes) is None
-    assert mapped.find_all(np.array([2]), header=head, nbytes=known.nbytes + 1) is None
-    rows = torch.zeros((3, known.nbytes - 5), dtype=torch.uint8)
-    mapped.take(offsets, 5, rows)
-    assert [bytes(row.numpy()) for row in rows] == [
-        bytes(cache.get(item))[5:] for item in (9, 2, 9)
-    ]
-    cache.memory.clear()
-    assert mapped.find_all(np.array([2, 9]), **want) is None
-
-
 @pytest.mark.parametrize("where", [1 << 40, (1 << 64) - 8])
 def test_a_record_that_points_outside_of_the_file(cache, where):
     """After its entry was verified: the batch is read one by one then, and the entry from the
@@ -234,19 +189,6 @@ def test_new_entries_are_verified_ahead_and_damaged_ones_are_not(cache, monkeypa
     batch = batches.__getitems__(list(range(ITEMS))).batch
     assert equal(batch, expected(samples, range(ITEMS)))
     assert cache.statistics().damaged == 1
-
-
-def test_what_a_batch_stores_is_ready_to_be_read_in_place(cache):
-    samples = Samples()
-    batches = BatchDataset(CachedDataset(samples, cache))
-    for _ in range(2):
-        got = batches.__getitems__(list(range(6)))
-        got = got.batch if hasattr(got, "batch") else default_collate(got)
-        assert equal(got, expected(samples, range(6)))
-        known = layout(cache.get(0))
-        header = len(known.header).to_bytes(4, "little") + known.header
-        offsets, unknown = cache.mapped.find(range(ITEMS), header=header, nbytes=known.nbytes)
-        assert (offsets > 0).tolist() == [item < 6 for item in range(ITEMS)] and not unknown.any()
 
 
 def test_batches_are_on_the_cpu_whatever_the_default_device(cache):

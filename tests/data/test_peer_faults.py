@@ -121,11 +121,6 @@ def test_something_else_that_listens_there(pair, words):
         assert client([pair[0], address]).fetch(THEIRS[:2]) == [None] * 2
 
 
-def test_short_secrets_are_none():
-    with pytest.raises(ValueError, match="token_bytes"):
-        run_key(b"secret", fingerprint="f", num_items=1)
-
-
 def test_a_killed_owner_is_left_alone_and_asked_again_when_it_is_back(pair, monkeypatch):
     peers, port = client(pair, retry_seconds=3600), pair[1].server.address[1]
     assert plain(peers.fetch(THEIRS[:2])) == [payload(item) for item in THEIRS[:2]]

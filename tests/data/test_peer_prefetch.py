@@ -9,11 +9,8 @@ import time
 
 import pytest
 from torch.utils.data import (
-    BatchSampler,
     ConcatDataset,
-    RandomSampler,
     Sampler,
-    SequentialSampler,
     Subset,
 )
 
@@ -21,7 +18,7 @@ from lightning_topt.data.cache.cached_dataset import CachedDataset
 from lightning_topt.data.cache.sample_cache import SampleCache
 from lightning_topt.data.lookahead import Lookahead
 from lightning_topt.data.peers.prefetch import PrefetchingPeers
-from lightning_topt.data.resumable_loader import ResumableLoader, can_look_ahead
+from lightning_topt.data.resumable_loader import ResumableLoader
 from tests.processes import wait_until
 
 SECONDS = 5  # for what happens in a thread
@@ -135,14 +132,6 @@ def test_what_nobody_asked_for_is_dropped_when_later_ones_are_asked_for(others):
     peers.close()
 
 
-def test_an_item_twice(others, peers):
-    peers.expect([1, 1])
-    wait_until(lambda: others.asked)
-    assert peers.fetch([1, 1]) == [b"0001", b"0001"]
-    first, second = peers.fetch([3, 3])
-    assert first is not second  # each the caller's own
-
-
 def test_a_thread_that_fails_leaves_the_work_to_those_who_ask(others, peers, monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
     others.fails = True
@@ -150,17 +139,6 @@ def test_a_thread_that_fails_leaves_the_work_to_those_who_ask(others, peers, mon
     wait_until(lambda: others.asked)
     others.fails = False
     assert peers.fetch([1]) == [b"0001"]
-
-
-def test_forgotten_closed_and_begun_again(others, peers):
-    peers.expect([1])
-    wait_until(lambda: others.asked)
-    peers.forget()
-    assert peers.fetch([1]) == [b"0001"] and len(others.asked) == 2
-    peers.close()
-    peers.expect([3])
-    wait_until(lambda: len(others.asked) == 3)
-    assert peers.fetch([3]) == [b"0003"] and peers.prefetched == 1
 
 
 def test_another_process_fetches_for_itself(others, peers):
@@ -181,21 +159,9 @@ def test_another_process_fetches_for_itself(others, peers):
     assert copy.fetch([7]) == [b"0007"]
 
 
-def test_no_bytes_are_no_prefetching(others):
-    with pytest.raises(ValueError, match="positive"):
-        PrefetchingPeers(others, ahead_bytes=0)
-
-
 class Own(Sampler):
     def __iter__(self):
         return iter(range(4))
-
-
-def test_only_samplers_that_draw_at_the_beginning_are_looked_into():
-    assert can_look_ahead(RandomSampler(range(4))) and can_look_ahead(
-        BatchSampler(SequentialSampler(range(4)), 2, False)
-    )
-    assert not can_look_ahead(Own())
 
 
 class Announced:

@@ -155,7 +155,7 @@ def test_half_an_entry_or_a_wrong_one_is_not_stored(nodes):
     assert two[1].has(item) == {"memory", "disk"}
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "0", "192.0.2.1", "fe80::1%nosuch0"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
 def test_it_listens_on_no_other_interface_than_one_of_this_machine(nodes, host):
     store = nodes(1)[0].memory
     with pytest.raises(ValueError, match="listen"):
@@ -172,13 +172,6 @@ def test_it_listens_on_the_one_it_was_given_only(pair):
     assert own_address(towards=HERE) == HERE
     with pytest.raises(ValueError, match="in use"):
         PeerServer([pair[0].memory], host=host, port=port, secret=SECRET, fingerprint="f")
-
-
-def test_stores_of_different_data_are_not_served_together(nodes, tmp_path):
-    other = Node(tmp_path / "other", num_items=5)
-    with pytest.raises(ValueError, match="same number"):
-        PeerServer([nodes(1)[0].memory, other.memory], host=HERE, secret=SECRET, fingerprint="f")
-    other.close()
 
 
 def has_ended(process):
@@ -272,35 +265,6 @@ def test_it_imports_neither_torch_nor_what_could_unpickle(pair):
             isinstance(node, ast.Attribute) and node.attr in ("load", "save")
             for node in ast.walk(tree)
         )
-
-
-def test_a_client_needs_an_address_of_every_other_node():
-    with pytest.raises(ValueError, match="addresses"):
-        Peers([None, None], node=0, num_items=ITEMS, seed=0, secret=SECRET, fingerprint="f")
-    with pytest.raises(ValueError, match="positive"):
-        Peers(
-            [None, (HERE, 1)],
-            node=0,
-            num_items=ITEMS,
-            seed=0,
-            secret=SECRET,
-            fingerprint="f",
-            timeout_seconds=0,
-        )
-    with pytest.raises(ValueError, match="queue_bytes"):
-        Peers(
-            [None, (HERE, 1)],
-            node=0,
-            num_items=ITEMS,
-            seed=0,
-            secret=SECRET,
-            fingerprint="f",
-            queue_bytes="0 B",
-        )
-    with pytest.raises(ValueError, match="positive"):
-        PeerLimits(items=0)
-    with pytest.raises(ValueError, match="no interface"):
-        own_address(towards="fe80::1%nosuch0")
 
 
 def test_addresses_of_another_family(nodes):

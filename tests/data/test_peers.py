@@ -5,7 +5,6 @@ and what was pushed stays.
 from __future__ import annotations
 
 import os
-import pickle
 import threading
 import time
 
@@ -140,17 +139,6 @@ def test_one_fetch_brings_what_all_owners_hold_in_the_order_of_the_question(node
     ]
 
 
-def test_memory_that_is_full_is_not_promoted_to(nodes):
-    pair = nodes(2, memory=500)
-    items = [item for item in owned(1, num_nodes=2) if item > 10]
-    for item in items:
-        pair[1].disk.write(item, [payload(item)])
-    peers = client(pair)
-    for _ in range(2):
-        assert plain(peers.fetch(items)) == [payload(item) for item in items]
-    assert pair[1].memory.used_bytes == 0
-
-
 @pytest.mark.parametrize(
     "limits", [{"reply_bytes": 4000}, {"items": 3}, {"items": 5, "reply_bytes": 1}]
 )
@@ -246,17 +234,6 @@ def test_a_workers_last_pushes_are_not_lost(nodes, monkeypatch):
     assert peers.counts.fetched == fetched
     assert all(pair[1].has(item) for item in items)
     assert plain(peers.fetch(items)) == [payload(item) for item in items]
-
-
-def test_pickled_it_is_another_client_of_the_same_nodes(nodes):
-    pair = nodes(2)
-    items = owned(1, num_nodes=2)
-    peers = client(pair, retry_seconds=7)
-    peers.push(items[0], [payload(items[0])])  # has a thread and a connection
-    again = pickle.loads(pickle.dumps(peers))
-    peers.close()
-    assert plain(again.fetch(items[:2])) == [payload(items[0]), None]
-    assert again.retry_seconds == 7 and again.counts.fetched == 1 and peers.counts.fetched == 0
 
 
 def test_threads_share_it(nodes):

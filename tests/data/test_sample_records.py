@@ -8,7 +8,6 @@ import functools
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 from lightning_topt.data.cache import sample_codec
 from lightning_topt.data.cache.sample_codec import decode, encode
@@ -151,13 +150,3 @@ def test_a_class_that_has_changed_is_not_made_of_what_was_stored():
         decode(entry)
     with pytest.raises(ValueError, match="NamedTuple or dataclass"):
         sample_codec.register_sample_type(int)
-
-
-def test_what_would_not_come_back_is_found_by_storing_it_again(monkeypatch):
-    sample = {"x": [Pair(torch.ones(2), Slotted(1))], "y": 3}
-    assert sample_codec.changed_by_storing(sample) is None
-    monkeypatch.setattr(sample_codec, "record_of", lambda kind, attributes: kind(5))
-    assert sample_codec.changed_by_storing(sample) == f"{__name__}.Slotted"
-    assert sample_codec.changed_by_storing({"y": 3}) is None
-    monkeypatch.setitem(sample_codec._BUILD, "tensor", lambda spec, take: torch.zeros(3))
-    assert sample_codec.changed_by_storing(sample) == "torch.Tensor"

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import decimal
 import enum
 import random
 
@@ -38,18 +37,6 @@ class Member(Body, enum.Enum):
     FIRST = 1
 
 
-class Number(int):
-    pass
-
-
-class Real(np.float64):
-    pass
-
-
-class Text(str):
-    pass
-
-
 class Colour(enum.IntEnum):
     RED = 1
 
@@ -62,48 +49,24 @@ labelled = torch.ones(2)
 labelled.label = 5
 REFUSED = {
     "dataclass_of_dict": (dataclass_of(dict), "subclass of dict"),
-    "dataclass_of_list": (dataclass_of(list), "subclass of list"),
-    "dataclass_of_tuple": (dataclass_of(tuple), "subclass of tuple"),
     "dataclass_of_error": (dataclass_of(Exception), "OfException"),
     "dataclass_enum": (Member.FIRST, "Member"),
     "masked": (np.ma.array([1, 2], mask=[True, False]), r"np\.asarray"),
-    "masked_value": (np.ma.masked, r"np\.asarray"),
-    "matrix": (np.matrix([[1, 2]]), r"np\.asarray"),
-    "records": (np.rec.array([(1, 2.0)]), r"np\.asarray"),
     "structured": (np.zeros(2, [("a", "i4")]), "plain dtypes"),
-    "structured_value": (np.zeros(2, [("a", "i4")])[0], "plain dtypes"),
-    "no_fields": (np.zeros(2, np.dtype([])), "plain dtypes"),
     "objects": (np.array([1, None]), "plain dtypes"),
-    "long_double": (np.longdouble(1), "plain dtypes"),
-    "long_complex": (np.zeros(2, np.clongdouble), "plain dtypes"),
     "parameter": (torch.nn.Parameter(torch.ones(2)), r"as_subclass\(torch\.Tensor\)"),
-    "frozen_parameter": (
-        torch.nn.Parameter(torch.ones(2), requires_grad=False),
-        r"as_subclass\(torch\.Tensor\)",
-    ),
     "tensor_subclass": (torch.ones(2).as_subclass(Wrapped), r"as_subclass\(torch\.Tensor\)"),
     "gradient": (torch.ones(2, requires_grad=True), "need no gradient"),
     "sparse": (torch.eye(2).to_sparse(), "dense"),
     "meta": (torch.empty(2, device="meta"), "on the CPU"),
     "tensor_attribute": (labelled, "label"),
     "size": (torch.Size([2]), "subclass of tuple"),
-    "return_type": (torch.ones(2, 2).max(0), "subclass of tuple"),
     "ordered": (collections.OrderedDict(a=1), "subclass of dict"),
-    "default": (collections.defaultdict(int), "subclass of dict"),
-    "int_subclass": (Number(3), "subclass of int"),
     "enum": (Colour.RED, "subclass of int"),
-    "scalar_subclass": (Real(2.0), "Real"),
-    "str_subclass": (Text("a"), "subclass of str"),
-    "decimal": (decimal.Decimal(1), "Decimal"),
     "set": ({1}, "set"),
-    "bytearray": (bytearray(b"a"), "bytearray"),
-    "range": (range(3), "range"),
     "bool_key": ({True: 1}, "keys"),
-    "numpy_key": ({np.int64(1): 1}, "keys"),
     "object": (object(), "object"),
-    "type": (Body, "type"),
     "exif": (Image.new("RGB", (1, 1)).getexif(), "Exif"),
-    "palette": (Image.new("P", (1, 1)).palette, "ImagePalette"),
 }
 
 

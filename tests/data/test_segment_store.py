@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from lightning_topt.data.cache import segment_store
-from lightning_topt.data.cache.segment_store import CLAIMED, SegmentStore, checksum
+from lightning_topt.data.cache.segment_store import SegmentStore, checksum
 from lightning_topt.data.cache.store_file import PAGE, RECORD, StoreFile
 
 ITEMS = 40
@@ -52,30 +52,10 @@ def test_written_once_and_read_back_by_another(folder):
         again.read(ITEMS)
 
 
-def test_scattered_reads(folder):
-    store = open_store(folder)
-    store.write(0, [payload(0)])
-    parts = [np.empty(size, np.uint8) for size in (100, 0, 900)]
-    assert store.read_into(0, parts) and b"".join(part.tobytes() for part in parts) == payload(0)
-    assert not store.read_into(0, parts[:2]) and not store.read_into(1, parts)
-
-
 def test_entries_of_many_buffers(folder):
     store = open_store(folder)
     parts = [bytes([i % 256]) * 3 for i in range(1500)]
     assert store.write(0, parts) and content(store, 0) == b"".join(parts)
-
-
-def test_never_evicts_and_holds_exactly_its_capacity(folder):
-    store = open_store(folder, capacity_bytes=10_500)
-    order = random.Random(0).sample(range(ITEMS), ITEMS)
-    assert [store.write(item, [payload(item)]) for item in order] == [True] * 10 + [False] * (
-        ITEMS - 10
-    )
-    assert sorted(order[:10]) == [item for item in range(ITEMS) if item in store]
-    assert store.write(order[20], [payload(0, 400)]) and not store.write(
-        order[21], [payload(0, 400)]
-    )
 
 
 def test_every_flipped_bit_is_found(folder):
@@ -165,19 +145,6 @@ def test_a_writer_killed_between_reserving_and_publishing_leaves_its_place(folde
     assert other.write(6, [payload(6)]) and content(store, 6) == payload(6)
 
 
-def test_a_damaged_entry_is_stored_again_in_its_place(folder):
-    store = open_store(folder)
-    store.write(1, [payload(1)])
-    os.pwrite(store.file.descriptor, b"?", store.locate(1).offset + 10)
-    used = store.used_bytes
-    assert store.read(1) is None and store.damaged == 1 and store._record(1)[0] == CLAIMED
-    assert (
-        store.write(1, [payload(1)])
-        and content(store, 1) == payload(1)
-        and store.used_bytes == used
-    )
-
-
 def _write_all(folder, seed, barrier):
     store = open_store(folder)
     barrier.wait()
@@ -196,38 +163,6 @@ def test_several_processes_fill_one_store(folder):
         assert writer.exitcode == 0
     store = open_store(folder)
     assert len(store) == ITEMS and store.used_bytes == ITEMS * 1000  # nothing twice
-
-
-def test_a_full_disk_ends_writing_with_one_warning(folder, monkeypatch):
-    store = open_store(folder)
-    store.write(0, [payload(0)])
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "pwritev", full)
-    with pytest.warns(UserWarning, match="No space left") as caught:
-        assert not any(store.write(item, [payload(item)]) for item in range(1, ITEMS))
-    assert len(caught) == 1 and content(store, 0) == payload(0)
-
-
-def test_memory_that_is_not_there_is_not_taken(folder):
-    store = open_store(folder, capacity_bytes=1 << 30, available=lambda: 50_000, num_items=200)
-    with pytest.warns(UserWarning, match="no memory is left"):
-        stored = [store.write(item, [payload(item, 100_000)]) for item in range(3)]
-    assert stored == [False] * 3
-
-
-def test_failing_reads_are_misses(folder, monkeypatch):
-    store = open_store(folder)
-    store.write(0, [payload(0)])
-
-    def broken(*_):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "preadv", broken)
-    with pytest.warns(UserWarning, match="Input/output error"):
-        assert store.read(0) is None
 
 
 def test_the_tail_of_a_damaged_header_is_found_again(folder):

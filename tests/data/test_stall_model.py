@@ -298,15 +298,7 @@ def test_questions_asked():
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"num_workers": -1},
-        {"cores": 0},
-        {"memory_share": 1.2},
-        {"memory_share": 0.6, "disk_share": 0.6},
-        {"link_bytes_per_second": 0.0},
-        {"latency_seconds": -1.0},
-        {"step_speedup": 0.0},
-    ],
+    [{"num_workers": -1}, {"memory_share": 0.6, "disk_share": 0.6}],
 )
 def test_wrong_set_ups(changes):
     with pytest.raises(ValueError):

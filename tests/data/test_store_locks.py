@@ -61,34 +61,6 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_lock_that_stays_held_is_waited_for_once_and_tried_again_now_and_then(
-    folder, monkeypatch
-):
-    store = open_store(folder)
-    store.write(9, [payload(9)])
-    holder = Holder(monkeypatch)
-    write = lambda item: holder.seconds(lambda: store.write(item, [payload(item)]))  # noqa: E731
-    with pytest.warns(UserWarning, match="not stored") as caught:
-        seconds, stored = write(0)
-        assert seconds == pytest.approx(store_file.LOCK_SECONDS, abs=0.02) and not stored
-        for item in range(9):
-            assert write(item) == (0, False)
-        assert write(9) == (0, True)  # it is there
-        for _ in range(3):
-            holder.clock.now += store_file.PAUSE_SECONDS
-            seconds, stored = write(0)
-            assert 0 < seconds <= 1.02 and not stored
-            assert write(1) == (0, False)
-    assert len(caught) == 1
-    holder.stopped = False
-    assert write(0) == (0, False)  # the pause is not over
-    holder.clock.now += store_file.PAUSE_SECONDS
-    assert write(0) == (0, True) and write(1) == (0, True) and content(store, 0) == payload(0)
-    holder.stopped = True
-    # it was to be had meanwhile
-    assert write(2)[0] == pytest.approx(store_file.LOCK_SECONDS, abs=0.02)
-
-
 def test_damaged_entries_wait_for_it_once_too(folder, monkeypatch):
     store = open_store(folder)
     for item in range(5):

@@ -101,22 +101,6 @@ def test_an_error_is_kept_and_what_was_to_follow_is_left_out() -> None:
     assert saves.take_error() is None
 
 
-def test_nothing_follows_a_save_that_has_failed_already() -> None:
-    saves, done = BackgroundSaves(), list[Any]()
-
-    def fails(state: Any) -> None:
-        raise OSError("disk full")
-
-    saves.submit(1, fails, name="first")
-    saves.wait(60)
-    saves.then(lambda: done.append("removed"))
-    assert not done and saves.has_failed
-    saves.submit(2, done.append, name="second")
-    saves.wait(60)
-    saves.then(lambda: done.append("removed"))
-    assert done == [2, "removed"]
-
-
 def test_what_cannot_be_pickled_is_an_error_at_once() -> None:
     saves = BackgroundSaves()
     with pytest.raises(Exception, match="pickle"):

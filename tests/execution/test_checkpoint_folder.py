@@ -167,12 +167,6 @@ def test_metadata_sets_no_attributes(without_manifest: Path) -> None:
     assert step_of(without_manifest) == 7
 
 
-def test_metadata_is_read_once(without_manifest: Path) -> None:
-    checkpoint = open_sharded(without_manifest)
-    (without_manifest / ".metadata").unlink()
-    assert (checkpoint["state_dict"]["weight"] == 7).all()
-
-
 def test_a_manifest_names_no_folder_elsewhere(copied: Path, tmp_path: Path) -> None:
     files_of(copied).rename(tmp_path / files_of(copied).name)
     assert not holds_shards(copied)  # a file of this name alone may be anybody's

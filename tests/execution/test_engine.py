@@ -4,7 +4,6 @@ parameters, states.
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any
 
@@ -163,64 +162,6 @@ def test_plan_equals_one_process(name: str, optimizer_name: str) -> None:
     assert whole_optimizer["state"].keys() == optimizer_state["state"].keys()
     for index, values in optimizer_state["state"].items():
         assert_close(whole_optimizer["state"][index], values)
-
-
-def test_optimizer_state_is_divided() -> None:
-    _, _, optimizer_state = one_process("adamw")
-    total = sum(
-        t.numel()
-        for values in optimizer_state["state"].values()
-        for t in values.values()
-        if t.dim()
-    )
-    for stage in (1, 2, 3):
-        held = [result[-1] for result in trained(f"zero{stage}", "adamw")]
-        assert sum(held) == total
-        assert max(held) <= 0.62 * total  # 7 rows on 2 ranks: 4 + 3
-
-
-def resume(
-    rank: int, plan: ParallelPlan, module_state: dict[str, Any], optimizer_state: dict[str, Any]
-) -> Any:
-    module = Net()
-    module.load_state_dict(module_state)
-    engine = Engine(plan, module, device=CPU)
-    model = engine.apply()
-    optimizer = OPTIMIZERS["adamw"](module.parameters())
-    engine.attach_optimizers([optimizer])
-    engine.load_optimizer_state(optimizer, copy.deepcopy(optimizer_state))
-    engine.load_module_state(module_state)
-    for batch in data():
-        optimizer.zero_grad()
-        model(batch.chunk(WORLD)[rank]).backward()
-        optimizer.step()
-    return engine.module_state(), engine.optimizer_state(optimizer)
-
-
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        *(("zero1", "zero0"), ("zero3", "zero1"), ("zero1", "zero2")),
-        *(("zero1", "zero3-recompute"), ("zero3", "mixed-replicated")),
-    ],
-)
-def test_state_of_one_plan_resumes_under_another(source: str, target: str) -> None:
-    _, module_state, optimizer_state, _, _ = trained(source, "adamw")[0]
-    actual, actual_optimizer = run_on_pool(
-        resume, WORLD, PLANS[target], module_state, optimizer_state
-    )[0]
-    torch.manual_seed(0)
-    module = Net()
-    module.load_state_dict(module_state)
-    optimizer = OPTIMIZERS["adamw"](module.parameters())
-    optimizer.load_state_dict(copy.deepcopy(optimizer_state))
-    for batch in data():
-        optimizer.zero_grad()
-        module(batch).backward()
-        optimizer.step()
-    assert_close(actual, module.state_dict())
-    for index, values in optimizer.state_dict()["state"].items():
-        assert_close(actual_optimizer["state"][index], values)
 
 
 def bad_plans(rank: int) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.equality import MODELS, Refusal, cell, compare, count_cells, read_rows, table
-from benchmarks.tensor.equality import COMPARISON, PLANS, Plan, against_one_process, row, run_plan
+from benchmarks.tensor.equality import COMPARISON, PLANS, against_one_process, row, run_plan
 from tests.launch import run_ranks
 
 BY_NAME = {plan.name: plan for plan in PLANS}
@@ -54,17 +54,3 @@ def test_rows_are_read_back_and_counted() -> None:
     assert read_rows(f"text\n\n{table([*rows.values()], ['x', 'y'])}\n", ["x", "y"]) == rows
     assert read_rows(table([*rows.values()], ["x", "y"]), ["x"]) == {}
     assert count_cells([*rows.values()], 2) == (1, 1, 4)
-
-
-def test_there_are_thirty_plans_of_five_models() -> None:
-    def mixes(plan: Plan) -> bool:
-        more = (
-            len(plan.axes)
-            + (plan.storage not in ("ddp", "hybrid"))
-            + (plan.microbatches > 1)
-            + (plan.clip is not None)
-        )
-        return more + plan.bfloat16 + (plan.exchange is not None) > 2
-
-    assert len(MODELS) >= 5 and len(BY_NAME) == len(PLANS) >= 30 and sum(map(mixes, PLANS)) >= 10
-    assert {plan.mesh.size for plan in PLANS} == {2, 4, 8}

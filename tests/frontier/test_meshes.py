@@ -1,14 +1,11 @@
 """search_meshes against the union of what each mesh gives by itself."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
 from lightning_topt.costs.chain_table import ChainTable
 from lightning_topt.frontier import chain_search, layer_search
 from lightning_topt.frontier.chain_search import column_count, search_meshes
-from lightning_topt.frontier.layer_search import GiveUpError
 from tests.frontier.brute_force import brute_force_frontier
 from tests.frontier.tables import random_chain
 
@@ -109,53 +106,6 @@ def test_time_that_is_up_is_said(monkeypatch):
             and p.peak_bytes <= wanted.peak_bytes * factor
             for _, p in found.points
         )
-
-
-def test_narrow_sweeps_follow_where_all_at_once_takes_too_long(monkeypatch):
-    monkeypatch.setattr(chain_search, "_UNPRICED", 0)
-    monkeypatch.setattr(layer_search, "_SMALL", 0)
-    sweep, caps = layer_search._sweep_with_cap, []
-
-    def too_long_at_first(*args, cap, **options):
-        caps.append(cap)
-        if len(caps) == 1:
-            raise GiveUpError
-        return sweep(*args, cap=cap, **options)
-
-    monkeypatch.setattr(layer_search, "_sweep_with_cap", too_long_at_first)
-    rng = np.random.default_rng(2)
-    tables = [random_chain(rng, blocks=4, configs=3, edges=0.5) for _ in range(3)]
-    found = search_meshes([(i, lambda i=i: tables[i]) for i in range(3)], max_seconds=60)
-    assert caps[0] > caps[1] and found.exact
-    assert [(p.step_seconds, p.peak_bytes) for _, p in found.points] == union(tables)
-
-
-def test_all_at_once_ends_as_soon_as_the_layers_left_would_take_too_long(monkeypatch):
-    monkeypatch.setattr(chain_search, "_UNPRICED", 0)
-    monkeypatch.setattr(layer_search, "_SMALL", 0)
-    clock, steps, ends = [0.0], [], []
-    for module in (layer_search, chain_search):
-        watch = SimpleNamespace(thread_time=lambda: clock[0], perf_counter=lambda: clock[0])
-        monkeypatch.setattr(module, "time", watch)
-    step, sweep = layer_search.LayerWalk.step, layer_search._sweep_with_cap
-
-    def twice_as_long_as_the_last(self):
-        clock[0] += 2.0 ** len(steps)
-        steps.append(self.done)
-        step(self)
-
-    def watched(*args, **options):
-        try:
-            return sweep(*args, **options)
-        finally:
-            ends.append((clock[0], len(steps)))
-
-    monkeypatch.setattr(layer_search.LayerWalk, "step", twice_as_long_as_the_last)
-    monkeypatch.setattr(layer_search, "_sweep_with_cap", watched)
-    table = random_chain(np.random.default_rng(3), blocks=30, configs=4, edges=0.5)
-    found = search_meshes([("mesh", lambda: table)], max_seconds=1000)
-    assert ends[0][0] < 500 and ends[0][1] < 10, "long before the 750 s that it may take"
-    assert found.points and found.error_bound > 0
 
 
 def test_no_mesh_and_no_allowed_plan():

@@ -1,8 +1,5 @@
 """Pipelines cut exactly: the search against every way to cut, and against known plans."""
 
-import dataclasses
-import itertools
-
 import numpy as np
 import pytest
 
@@ -226,12 +223,6 @@ def test_states_are_bounded_and_the_error_said(monkeypatch):
     assert inexact > 10
 
 
-def test_time_that_is_up_is_said():
-    table = random_stages(np.random.default_rng(9), "1f1b", blocks=9, stages=3)
-    found = search_stages(table, max_seconds=-1.0)
-    assert not found.exact and found.points == ()
-
-
 @pytest.mark.parametrize(("epsilon", "most"), [(0.0, 2**12), (0.2, 2**12), (0.0, 6), (0.1, 6)])
 def test_compiled_states_are_those_of_arrays(epsilon, most):
     rng, thinned, shorter = np.random.default_rng(6), 0, 0
@@ -248,38 +239,6 @@ def test_compiled_states_are_those_of_arrays(epsilon, most):
     assert (thinned > 0) == (epsilon > 0 or most < 10) and shorter > 100
     many = [np.random.default_rng(0).random((1100, 5))]
     assert states_of_runs(np.array([-1]), np.array([0]), many, 0.0, 2**12) is None
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_runs_that_receive_alike_are_one_class(shared):
-    rng = np.random.default_rng(3)
-    table = random_stages(rng, SCHEDULES[0], blocks=8, stages=3, ties=True, distinct=2)
-    table = dataclasses.replace(
-        table, shared=rng.integers(0, 2, (3, 8, 9)).astype(float) if shared else None
-    )
-    runs, link = stage_search.runs_of(table.order), table.links[0]
-    of, run_of, extras = stage_search._classes(table, runs, 0)
-    rows = {}
-    for i, j in itertools.combinations(range(9), 2):
-        received = [
-            float(getattr(link, name)[i]) if i else 0.0
-            for name in ("lead", "load", "floor", "kept")
-        ]
-        more = [0.0] * 3 if table.shared is None else table.shared[:, i, j].tolist()
-        rows[i, j] = (int(runs.of[i, j]), *received, *more)
-    ordered = sorted(set(rows.values()))
-    assert {(i, j): ordered.index(row) for (i, j), row in rows.items()} == {
-        (i, j): of[i, j] for i, j in rows
-    }
-    assert [
-        (run, *more) for run, more in zip(run_of.tolist(), extras.tolist(), strict=True)
-    ] == ordered
-
-
-def test_equal_runs_share_their_states():
-    runs = runs_of((0, 1, 1, 1, 1, 2))
-    assert len(runs.last) == 4 + 5 + 5 + 1  # middles, with the first, with the last, all
-    assert runs.of[1, 3] == runs.of[2, 4] and runs.of[0, 3] != runs.of[1, 4]
 
 
 def test_the_load_of_a_plan_is_bounded_from_below():

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from lightning_topt.graph.capture import capture
 from lightning_topt.graph.errors import may_need_values
 from lightning_topt.graph.step_observer import observe_step
 from tests.graph.measure import flops_of
+from tests.graph.test_steps_with_values import Net
 from tests.launch import run_ranks
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
@@ -25,15 +25,6 @@ X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
 def bfloat16() -> Any:
     return torch.autocast("cpu", dtype=torch.bfloat16)
-
-
-class Net(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(8, 8)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net(batch).square().mean()
 
 
 class Experts(Net):
@@ -59,15 +50,6 @@ class Experts(Net):
         return out.square().mean()
 
 
-class MaskedExperts(Experts):
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        x = self.net(batch)
-        chosen, out = self.gate(x).argmax(-1), torch.zeros_like(x)
-        for index, expert in enumerate(self.experts):
-            out[chosen == index] = expert(x[chosen == index])
-        return out.square().mean()
-
-
 class CapacityExperts(Experts):
     """Every expert takes two tokens, so that no shape depends on values."""
 
@@ -80,7 +62,7 @@ class CapacityExperts(Experts):
         return out.square().mean()
 
 
-@pytest.mark.parametrize("experts", [Experts, MaskedExperts, CapacityExperts])
+@pytest.mark.parametrize("experts", [Experts, CapacityExperts])
 def test_mixtures_of_experts_under_autocast(experts: Any) -> None:
     torch.manual_seed(0)
     module = experts()

@@ -15,7 +15,6 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.kernels import (
     FLOPS,
-    REPLAYABLE,
     encode_arguments,
     hidden_bytes,
     make_call,
@@ -64,39 +63,6 @@ def test_arguments_are_json_and_complete() -> None:
     }
 
 
-def test_made_again_with_shape_stride_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    x = torch.zeros(6, 4, dtype=torch.bfloat16).t()
-    wide = torch.zeros(4, 1).expand(4, 6)
-    call = make_call(kernel("aten.add.Tensor", x, wide), "cpu")
-    with torch.utils._python_dispatch.TorchDispatchMode() as _:
-        pass
-
-    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            seen.extend(args)
-            return func(*args, **(kwargs or {}))
-
-    with Spy():
-        call()
-    assert [(t.shape, t.stride(), t.dtype) for t in seen] == [
-        ((4, 6), (1, 4), torch.bfloat16),
-        ((4, 6), (1, 0), torch.float32),
-    ]
-    assert seen[0].float().std() > 0
-
-
-def test_what_cannot_be_made_again() -> None:
-    with pytest.raises(ValueError, match="unknown in this process"):
-        make_call(kernel("nowhere.nothing.default", torch.zeros(2)), "cpu")
-    with pytest.raises(ValueError, match="cannot be made again"):
-        make_call(kernel("aten.add.Tensor", object()), "cpu")
-    with pytest.raises(ValueError, match="does not run on meta"):
-        make_call(kernel("aten._logcumsumexp.default", torch.zeros(2), 0), "meta")()
-
-
 def test_flops_torch_does_not_know() -> None:
     q = torch.zeros(2, 4, 8, 16)
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -126,15 +92,6 @@ def test_bytes() -> None:
     )
     zero = torch.ops.aten.zero_.default
     assert measure(zero, (x,), {}, zero(x)).bytes == 4 * 24
-
-
-def test_allocated_bytes_are_those_of_new_storages() -> None:
-    x = torch.zeros(4, 8)
-    aten = torch.ops.aten
-    assert measure(aten.mul.Tensor, (x, 2.0), {}, x * 2).allocated == x.nbytes
-    assert measure(aten.mul_.Tensor, (x, 2.0), {}, x).allocated == 0
-    mean, std = torch.zeros(4), torch.zeros(4)
-    assert measure(aten.std_mean.correction, (x, [1]), {}, (std, mean)).allocated == 32
 
 
 def test_convolutions_on_cpu_hold_copies_of_their_arguments() -> None:
@@ -372,13 +329,6 @@ def test_unknown_operators_are_refused() -> None:
         make_call(kernel("aten._ctc_loss.default"), "cpu")
     with pytest.raises(ValueError, match="might misread"):
         make_call(kernel("c10d.barrier.default"), "cpu")
-
-
-def test_listed_names_exist() -> None:
-    missing = {
-        name for name in REPLAYABLE if not hasattr(torch.ops.aten, name.removeprefix("aten::"))
-    }
-    assert missing == set()
 
 
 # ---- recurrent layers of cuDNN, made again by modules

@@ -114,11 +114,6 @@ def test_costs_refuse_other_batch_sizes() -> None:
         TrainingStep(graph, cluster, profile, data_mesh(2), 8)
 
 
-def test_second_batch_needs_scaling() -> None:
-    with pytest.raises(ValueError, match="leave out second_batch"):
-        capture(Detector(), LIST, second_batch=LIST, batch_scaling=False)
-
-
 def test_unused_parameters_are_named() -> None:
     graph = capture(Branching(), batch_for(Branching()))
     assert graph.unused == ("unused.weight", "unused.bias")

@@ -205,30 +205,6 @@ def test_blocks_that_may_run_again_are_those_whose_call_left_nothing_behind(
         assert found == (kind not in IMPURE)
 
 
-def test_arguments_that_a_call_changes_make_it_impure() -> None:
-    class Cached(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor, cache: list[Any]) -> Tensor:
-            cache.append(1)
-            return self.linear(x)
-
-    class Model(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Cached() for _ in range(2))
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            cache: list[Any] = []
-            for block in self.blocks:
-                batch = block(batch, cache)
-            return batch.square().mean()
-
-    assert not any(block.recomputable for block in observe_step(Model(), torch.randn(4, 8)).blocks)
-
-
 class Routes(nn.Module):
     """Runs as many operators as its random numbers say."""
 
@@ -241,11 +217,3 @@ class Routes(nn.Module):
 def test_a_second_call_draws_the_same_numbers() -> None:
     blocks = observe_step(Net(Routes), torch.randn(4, 8)).blocks
     assert [block.recomputable for block in blocks if block.name == "blocks.1"] == [True]
-
-
-def test_the_original_is_left_alone() -> None:
-    net = Net(Counts)
-    observe_step(net, torch.randn(4, 8))
-    assert net.calls == 0 and not any(m.count for m in net.modules() if isinstance(m, Counts))
-    assert all(parameter.grad is None for parameter in net.parameters())
-    assert not any(module._forward_hooks for module in net.modules())

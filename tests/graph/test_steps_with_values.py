@@ -16,9 +16,7 @@ from lightning_topt.graph.capture import capture
 from lightning_topt.graph.errors import CaptureError, may_need_values
 from lightning_topt.graph.step_observer import observe_step
 from tests.graph.measure import flops_of
-from tests.graph.test_capture import MODEL_IDS, MODELS
 from tests.launch import run_ranks
-from tests.models import batch_for
 
 
 class Net(L.LightningModule):
@@ -108,18 +106,6 @@ def test_steps_that_depend_on_values(module: Any) -> None:
             and value._version == before[name][1]
             and value.grad is None
         )
-
-
-@pytest.mark.parametrize("module", MODELS, ids=MODEL_IDS)
-def test_a_real_step_has_the_operators_and_blocks_of_a_captured_one(module: Any) -> None:
-    fake = capture(module, batch_for(module), batch_scaling=False)
-    real = observe_step(module, batch_for(module))
-    # its metric, which fake tensors cannot follow to the end
-    if type(module).__name__ != "ConvNet":
-        assert [(op.name, op.kind, op.forward, op.parameters) for op in real.ops] == [
-            (op.name, op.kind, op.forward, op.parameters) for op in fake.ops
-        ]
-    assert real.blocks == fake.blocks and real.parameters == fake.parameters
 
 
 def test_what_real_tensors_cannot_help() -> None:

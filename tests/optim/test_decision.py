@@ -10,13 +10,11 @@ import random
 import pytest
 import torch
 
-from lightning_topt.optim import adaptive_step
 from lightning_topt.optim.adaptive_step import (
     GatherCost,
     GroupCost,
     choose_pieces,
     decide,
-    group_costs,
     measure_gather,
 )
 from lightning_topt.optim.pieces import Piece, Share, assign_pieces
@@ -56,45 +54,9 @@ def test_groups_pay_the_latency_together():
     assert first.gather_seconds == second.gather_seconds == pytest.approx(0.2)
 
 
-def test_told_to():
-    cost = GroupCost(3, 2_000_000, 0.1, 0.05)
-    (told,) = decide([cost], world_size=2, gather=GatherCost(0.01, 1e-7), always=True)
-    assert told.shared and not told.pays
-    assert told.reason == (
-        "group 3: shared as told although it does not pay; its update takes 100.00 ms on every "
-        "rank, 50.00 ms on the busiest of 2 when shared, and gathering 2.0 MB takes 210.00 ms: "
-        "costs 160.00 ms per step"
-    )
-    (plain,) = decide([cost], world_size=2, gather=GatherCost(0.01, 1e-7))
-    assert plain.reason.startswith("group 3: not shared;") and plain.reason.endswith(
-        "would cost 160.00 ms per step"
-    )
-    (paying,) = decide([cost], world_size=2, gather=FREE, always=True)
-    assert paying.reason.startswith("group 3: shared;") and paying.reason.endswith(
-        "saves 50.00 ms per step"
-    )
-
-
 def test_one_rank():
     (alone,) = decide([GroupCost(0, 1, 1.0, 0.1)], world_size=1, gather=FREE, always=True)
     assert not alone.shared and "only one rank" in alone.reason
-
-
-def test_costs_of_groups():
-    shares = [rows(0, 3.0), rows(1, 1.0, group=1), rows(2, 0.0, group=2)]
-    pieces = [
-        Piece(0, 0, 500, 0),
-        Piece(0, 500, 1000, 1),
-        Piece(1, 0, 1000, 1),
-        Piece(2, 0, 1000, 0),
-    ]
-    costs = group_costs(shares, pieces, sent_bytes={0: 70, 1: 20, 2: 5}, world_size=2)
-    # rank 1 is busiest: 1.5 + 1.0 of 4.0
-    assert costs == [
-        GroupCost(0, 70, 3.0, 1.875),
-        GroupCost(1, 20, 1.0, 0.625),
-        GroupCost(2, 5, 0.0, 0.0),
-    ]
 
 
 def step_seconds(groups, shares, sent, world_size, gather):
@@ -188,29 +150,3 @@ def test_a_measured_gather_is_the_same_on_all_ranks():
     assert first == second
     for cost in first:
         assert 0 < cost.latency_seconds < 1 and 0 <= cost.seconds_per_byte < 1e-5
-
-
-def test_the_fit(monkeypatch):
-    """A gather that takes 2 s and 3 ns per byte is found out."""
-    monkeypatch.setattr(adaptive_step.dist, "get_world_size", lambda group: 4)
-    monkeypatch.setattr(
-        adaptive_step, "slowest_of_ranks", lambda values, **_: [2 * value for value in values]
-    )
-    times = []
-
-    def timed(parameters, pieces, **options):
-        times.append(sum(parameters[i].nbytes for i in {piece.index for piece in pieces}))
-        return 1.0 + (1.5e-9 * times[-1] if len(times) > 1 else 0.0)
-
-    monkeypatch.setattr(adaptive_step, "_time_gather", timed)
-    assert measure_gather(device=torch.device("cpu")) == GatherCost(2.0, pytest.approx(3e-9))
-    assert times == [4 * 4 * 256, 16 << 20]
-
-
-def test_the_sample_of_real_parameters():
-    parameters = [torch.empty(8 << 20, device="meta") for _ in range(20)]  # 32 MiB each
-    pieces = [Piece(i, 0, 8 << 20, i % 2) for i in range(1, 20)]
-    _, sample = adaptive_step._sample(parameters, pieces)
-    assert [piece.index for piece in sample] == [1, 11]
-    assert adaptive_step._sample(parameters[:2], pieces[:1])[1] == pieces[:1]
-    assert adaptive_step._sample(parameters, []) is None

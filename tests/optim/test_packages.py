@@ -182,12 +182,6 @@ def test_goes_on_with_another_number_of_ranks(name: str) -> None:
             assert torch.equal(value, parameter), f"parameter {index} on rank {rank}"
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_splits_by_parameters(name: str) -> None:
-    _, optimizer = make(name)
-    assert update_rule(optimizer) == "parameters"
-
-
 @pytest.mark.parametrize(
     "make_coupled",
     [

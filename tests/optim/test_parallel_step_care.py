@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
-import os
-import time
 import warnings
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lightning_topt.communication.rank_watch import PeerLostError
 from lightning_topt.optim.parallel_step import install_parallel_step
 from lightning_topt.optim.pieces import Piece
-from tests.launch import _rank, run_ranks
+from tests.launch import run_ranks
 from tests.optim.parallel_cases import (
     OPTIMIZERS,
     Net,
-    loss_of,
     make_net,
     parameters_of,
     row_pieces,
@@ -75,46 +67,3 @@ def refusals(rank: int) -> None:
 
 def test_bad_input_is_refused() -> None:
     run_ranks(refusals, 2)
-
-
-def dying(rank: int, folder: str) -> None:
-    """Rank 2 goes after its update, before it sends; the others write what they were told."""
-    group = dist.new_group(timeout=timedelta(seconds=10))
-    net = make_net()
-    optimizer = torch.optim.AdamW(net.parameters())
-    step = install_parallel_step(
-        optimizer, pieces=row_pieces(parameters_of(optimizer), 3), group=group
-    )
-    loss_of(net, 0).backward()
-    optimizer.step()
-    if rank == 2:
-        step.exchange = lambda: os._exit(1)
-    started = time.monotonic()
-    with pytest.raises(PeerLostError) as caught:
-        optimizer.step()
-    assert time.monotonic() - started < 15
-    assert len(parameters_of(optimizer)) == len(list(net.parameters()))
-    Path(folder, str(rank)).write_text(str(caught.value))
-    os._exit(0)
-
-
-def test_a_rank_that_dies_during_the_gather_is_an_error(tmp_path: Path) -> None:
-    context = mp.get_context("fork")
-    args = (
-        3,
-        str(tmp_path / "store"),
-        context.SimpleQueue(),
-        context.Barrier(3),
-        20,
-        (str(tmp_path),),
-    )
-    ranks = [
-        context.Process(target=_rank, args=(dying, rank, *args), daemon=True) for rank in range(3)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(timeout=30)
-        process.kill()
-    for rank in range(2):
-        assert "a rank is gone" in (tmp_path / str(rank)).read_text()

@@ -12,9 +12,7 @@ from torch import nn, optim
 
 from lightning_topt.optim import step_costs
 from lightning_topt.optim.step_costs import (
-    combine,
     estimate_seconds,
-    make_shares,
     measure_step,
     parameter_kinds,
     slowest_of_ranks,
@@ -111,14 +109,6 @@ def test_a_failing_step_leaves_the_groups_whole():
     assert [group["params"] for group in optimizer.param_groups] == before
 
 
-def test_kinds():
-    optimizer = optim.SGD(make_groups(), lr=0.1)
-    set_gradients(optimizer, 0)
-    assert parameter_kinds(optimizer) == [[0, 2], [1], [3], [4], [5]]
-    optimizer.param_groups[0]["params"][2].grad = None  # does not cost what its like does
-    assert parameter_kinds(optimizer) == [[0], [1], [2], [3], [4], [5]]
-
-
 def test_time_goes_to_whom_it_belongs(monkeypatch):
     optimizer, now = optim.SGD(make_groups(), lr=0.1), [0.0]
     set_gradients(optimizer, 0)
@@ -157,12 +147,6 @@ def test_counters_are_set_back():
     assert group["step"] is tensor and float(tensor) == 1
 
 
-def test_medians_scaled_to_the_plain_step():
-    measured = [{0: 1.0, 1: 3.0}, {0: 1.0, 1: 5.0}, {0: 100.0, 1: 3.0}]
-    assert combine(measured, whole_seconds=[2.0, 2.0, 50.0]) == pytest.approx([0.5, 1.5])
-    assert combine([{0: 0.0}], whole_seconds=[2.0]) == [0.0]
-
-
 def test_estimates_where_nothing_can_be_told_apart():
     optimizer = optim.SGD(
         [nn.Parameter(torch.zeros(s)) for s in ((8, 4), (2, 4, 4), (32,), (5,))], lr=0.1
@@ -175,32 +159,6 @@ def test_estimates_where_nothing_can_be_told_apart():
     # 8 * 4^2 + 32 = 160, 16 * 2^2 + 32 = 96, 32
     by_matrix = estimate_seconds(optimizer, work="matrices", whole_seconds=[288.0, 288.0, 1e3])
     assert by_matrix == pytest.approx([160.0, 96.0, 32.0, 0.0])
-
-
-def test_shares():
-    groups = make_groups()
-    groups[1]["params"].append(nn.Parameter(torch.zeros(0, 3)))
-    optimizer = optim.AdamW(groups, lr=0.1)
-    set_gradients(optimizer, 2)  # number 4 has no gradient
-    optimizer.step()
-    shares = make_shares(optimizer, rule="elements", seconds=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 0.0])
-    # nothing of an empty parameter can be shared
-    assert [s.index for s in shares] == [0, 1, 2, 3, 4, 5]
-    assert [s.rows for s in shares] == [8, 4, 8, 8, 3, 1] and [s.group for s in shares] == [
-        0,
-        0,
-        0,
-        1,
-        1,
-        1,
-    ]
-    assert [s.nbytes for s in shares[:4]] == [260, 36, 260, 260] and shares[5].nbytes == 12
-    assert shares[4].nbytes == round(12 * (3 * 260 + 36 + 12) / (4 * (3 * 32 + 4 + 1)))
-    assert [s.cost_seconds for s in shares] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
-    assert all(s.splittable for s in shares)
-    assert not any(
-        s.splittable for s in make_shares(optimizer, rule="parameters", seconds=[0.0] * 7)
-    )
 
 
 def _slowest(rank):

@@ -152,17 +152,11 @@ def test_files_hold_local_steps(method, tmp_path):
         (uniform_plan(1, data_parallel_size=2), DILOCO, "ZeRO level 1.*choose level 0"),
         (uniform_plan(0, data_parallel_size=1), DILOCO, "several of them"),
         (preset_plan(PRESETS["ddp"], mesh=hybrid_mesh(2, 2)), DILOCO, "one data axis"),
-        (staged(axes="pipeline"), DILOCO, "one data axis"),
         (staged(axes="data tensor pipeline"), DILOCO, "one data axis.*tensor 2"),
         (staged(own_batches=True, num_microbatches=2), DILOCO, "leave out own_batches"),
         (staged(gradient_exchange=TopK()), DILOCO, "average no gradients"),
         (uniform_plan(0, data_parallel_size=2), LocalSteps(hierarchical=True), "leave out hier"),
         (uniform_plan(0, data_parallel_size=2), TopK(), "averages gradients in every step"),
-        (
-            replace(uniform_plan(0, data_parallel_size=2), gradient_exchange=TopK()),
-            DILOCO,
-            "average no gradients",
-        ),
     ],
 )
 def test_what_cannot_train_alone_is_refused(plan, method, says):

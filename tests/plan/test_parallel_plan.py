@@ -20,7 +20,7 @@ from lightning_topt.plan.parallel_plan import (
     preset_plan,
     uniform_plan,
 )
-from lightning_topt.plan.plan_values import PRESETS, describe_config, mesh_to_list
+from lightning_topt.plan.plan_values import PRESETS, mesh_to_list
 from lightning_topt.prediction import make_prediction
 
 HAND_WRITTEN = """
@@ -71,15 +71,11 @@ def test_a_mesh_of_two_axes() -> None:
     ("change", "says"),
     [
         (("name: data_shard", "name: data_replicate"), "no two with the same name"),
-        (("size: 2, scope", "size: 0, scope"), r"mesh\[0\].size must be"),
         (("scope: inter", "scope: rack"), "scope must be one of"),
         (("scope: inter", "scopes: inter"), "unknown entries"),
         (("storage: hybrid", "storage: zero4"), "storage is one of ddp, zero1"),
-        (("storage: hybrid", "storage: hybrid, gradients: shard(0)"), "unknown entries"),
         (("data_shard: shard(0)}", "shard: shard(0)}"), "names each axis of the mesh"),
-        (("inputs: [shard(0)]", "inputs: shard(0)"), r"computes.inputs must be a list"),
         (("computes: {inputs", "computes: {input"), "computes: unknown entries .*inputs, outputs"),
-        (("- blocks:", "- block:"), r"stages\[0\]: unknown entries .*known are blocks"),
     ],
 )
 def test_wrong_meshes_and_placements_say_what_is_wrong(change: tuple[str, str], says: str) -> None:
@@ -143,14 +139,10 @@ def test_hand_written() -> None:
     [
         (("version: 1", "version: 3"), "version is 3"),
         (("version: 1", "version: 2"), "unknown entries.*blocks"),
-        (("data_parallel_size: 2", "data_parallel_size: 0"), "at least 1"),
-        (("data_parallel_size: 2", "data_parallel_size: true"), "whole number"),
         (("data_parallel_size: 2", ""), "'data_parallel_size' is missing"),
         (('block: ""', "block: other"), "everything outside"),
         (('block: ""', "block: blocks.0"), "twice"),
-        (('block: ""', "block: 7"), r"blocks\[1\]"),
         (("parameters: replicate", "parameters: sharded"), "'sharded' is not a placement"),
-        (("parameters: replicate", "parameters: 3"), r"blocks\[1\]"),
         (
             (
                 "parameters: shard(0), gradients: shard(0)",
@@ -158,8 +150,6 @@ def test_hand_written() -> None:
             ),
             "need sharded",
         ),
-        (("recompute: true", "recompute: 1"), "true or false"),
-        (("recompute: true", "recomputed: true"), "recomputed"),
     ],
 )
 def test_wrong_plans_say_what_is_wrong(change: tuple[str, str], says: str) -> None:
@@ -234,26 +224,13 @@ def test_hand_written_gradient_exchange() -> None:
     assert plan.summary() == "1 x ZeRO-1, 1 x DDP, gradients top-k 2 %"
 
 
-def test_plans_with_whole_gradients_are_written_as_before() -> None:
-    plan = uniform_plan(0, data_parallel_size=2)
-    assert "gradient_exchange" not in plan.to_yaml()
-    assert ParallelPlan.from_dict({**plan.to_dict(), "gradient_exchange": None}) == plan
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         (("method: topk", "method: top"), "gradient_exchange: method is one of"),
         (("density: 0.02", "density: 0"), "gradient_exchange: density is the fraction"),
-        (("density: 0.02", "density: many"), "density is a finite number; got 'many'"),
-        (("density: 0.02", "density: true"), "density is a finite number; got True"),
-        (
-            ("hierarchical: false", "hierarchical: 1"),
-            "hierarchical is True or False, or None; got 1",
-        ),
         (('[norm, "head.*"]', "norm"), "exempt is a list of texts"),
         (("density: 0.02", "rank: 3"), "method 'topk' has no option 'rank'; its options are"),
-        (("density: 0.02", "debug: true"), "method 'topk' has no option 'debug'"),
         (
             (
                 '{method: topk, density: 0.02, hierarchical: false, exempt: [norm, "head.*"]}',
@@ -281,11 +258,6 @@ def test_wrong_gradient_exchanges_say_what_is_wrong(change: tuple[str, str], say
     ("exchange", "stage", "says"),
     [
         (TopK(momentum=0.9), 0, "momentum is not part of a plan"),
-        (
-            TopK(selection="torch"),
-            0,
-            "selection is not part of a plan; its entries for topk are dense_steps, ",
-        ),
         (Dense(hierarchical=False), 0, "needs hierarchical"),
     ],
 )
@@ -294,21 +266,6 @@ def test_an_exchange_that_does_not_suit_a_plan(
 ) -> None:
     with pytest.raises(PlanError, match=says):
         replace(uniform_plan(stage, data_parallel_size=2), gradient_exchange=exchange)
-
-
-@pytest.mark.parametrize(
-    ("exchange", "words"),
-    [
-        (EXCHANGES[0], "top-k 0.1 % in bfloat16 between nodes"),
-        (EXCHANGES[1], "top-k 1 % without error feedback"),
-        (EXCHANGES[2], "whole, summed in each node first"),
-        (EXCHANGES[4], "PowerSGD rank 4"),
-        (EXCHANGES[5], "1 bit per entry"),
-    ],
-)
-def test_words_for_an_exchange(exchange: GradientMethod, words: str) -> None:
-    assert exchange.words == words
-    assert exchange.is_exact is (exchange.name == "dense")
 
 
 def test_microbatches_are_those_of_a_tensor_group() -> None:
@@ -373,36 +330,6 @@ stages:
 """
 
 
-@pytest.mark.parametrize(
-    ("axis", "computes", "words"),
-    [
-        ("tensor", "parameters: {weight: {data: replicate, tensor: shard(0)}}", "DDP + split"),
-        (
-            "tensor_tokens",
-            "inputs: [{data: shard(0), tensor_tokens: shard(1)}]",
-            "DDP + split activations",
-        ),
-        ("tensor", "outputs: [{data: shard(0), tensor: replicate}]", "DDP"),
-    ],
-)
-def test_a_summary_says_what_is_split_along_which_axes(
-    axis: str, computes: str, words: str
-) -> None:
-    plan = ParallelPlan.from_yaml(
-        f"version: 2\nmesh: [{{name: data, size: 1}}, {{name: {axis}, size: 2}}]\nstages:\n"
-        f"- blocks:\n  - {{block: layer, storage: ddp, computes: {{{computes}}}}}\n"
-        "  - {block: '', storage: ddp}\n"
-    )
-    assert describe_config(plan.blocks[0].config, plan.mesh) == words and plan.summary().endswith(
-        f"on data 1 x {axis} 2"
-    )
-    alone = ParallelPlan.from_yaml(
-        f"version: 2\nmesh: [{{name: {axis}, size: 2}}]\n"
-        "stages:\n- blocks: [{block: '', storage: ddp}]\n"
-    )
-    assert alone.summary() == f"1 x DDP on {axis} 2"
-
-
 def test_stages_by_hand() -> None:
     plan = ParallelPlan.from_yaml(WITH_STAGES)
     assert plan.schedule == "1f1b" and plan.num_microbatches == 8 and plan.stages_per_rank == 1
@@ -450,7 +377,6 @@ def test_positions_along_a_pipeline() -> None:
     ("change", "says"),
     [
         (("schedule: 1f1b", ""), "needs a schedule such as 'schedule: 1f1b'"),
-        (("schedule: 1f1b", "schedule: 1"), "schedule must be"),
         (
             ("name: pipeline, size: 2", "name: data_replicate, size: 2"),
             "needs an axis of the mesh for the stages",
@@ -459,19 +385,11 @@ def test_positions_along_a_pipeline() -> None:
             ("name: pipeline, size: 2", "name: pipeline, size: 4"),
             "2 stages cannot be divided among 4 ranks",
         ),
-        (("num_microbatches: 8", "num_microbatches: 0"), "num_microbatches"),
         (('block: "", storage', "block: norm, storage"), "everything outside"),
         (("block: head, storage: ddp", 'block: "", storage: ddp'), "must place it alike"),
         (
             ("block: head, storage: ddp", "block: embed, storage: zero1"),
             "'embed' is in the stages 0 and 1",
-        ),
-        (
-            (
-                "{block: blocks.1, storage: zero1}\n  - {block: head, storage: ddp}",
-                '{block: "", storage: zero1}',
-            ),
-            "stages.1.",
         ),
     ],
 )
@@ -509,13 +427,8 @@ def test_a_pipeline_that_never_flushes_says_its_rule_of_weights() -> None:
             "leave it out, or choose the schedule continuous or continuous_overlapped; got 1f1b",
         ),
         (("stages:", "num_microbatches: 4\nstages:"), "does not cut batches"),
-        (("stages:", "num_microbatches: 2\nown_batches: true\nstages:"), "does not cut batches"),
         (("rule: pipemare", "rule: oracle"), "prediction is one of"),
         (("annealing_updates", "steps"), "has the options"),
-        (
-            ("{rule: pipemare, annealing_updates: 7}", "[spectrain]"),
-            "prediction is the name of a rule",
-        ),
         (
             ("size: 2}, {name: data, size: 2}", "size: 1}, {name: data, size: 2}"),
             "runs one stage on each rank: 1 stages; got 2",

@@ -35,12 +35,11 @@ from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, search_plans, stage_blocks
 from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_simulation import (
-    formula_step_seconds,
     stage_bytes,
     stage_seconds,
     step_seconds_of,
 )
-from lightning_topt.plan.stage_tables import PASS_SECONDS, PipelineShape, shape_of_plan, stage_table
+from lightning_topt.plan.stage_tables import PipelineShape, shape_of_plan, stage_table
 from lightning_topt.plan.staged_plans import search_stages_for, staged_points
 from lightning_topt.schedules.schedules import SCHEDULES
 from lightning_topt.techniques.registry import check_runs
@@ -245,31 +244,6 @@ def test_stages_of_one_node_exchange_what_they_share_inside_it() -> None:
     inside, across = (PipelineShape(2, data, "1f1b", 1, 4, 2.0).once(on).shared for data in (1, 2))
     assert inside is not None and across is not None
     assert inside[0, 0, 2] < 1.0 < 2.0 < across[0, 0, 2]
-
-
-def test_one_stage_is_a_pipeline_that_receives_nothing() -> None:
-    blocks = stage_blocks(make_request(layers=4))
-    shape = PipelineShape(1, 2, "1f1b", 1, 4, 2.0)
-    seconds = stage_seconds(blocks, shape, [StagePoint(0.0, 0.0, (4,), (0,), (0,) * 4)])
-    assert seconds.transfers.sum() == 0.0
-    passes, once = blocks.passes(2.0), shape.once(blocks)
-    expected = 4 * float((passes.forward + passes.backward).sum() + 2 * PASS_SECONDS) + float(
-        once.seconds.sum()
-    )
-    for found in (step_seconds_of(seconds, shape), formula_step_seconds(seconds, shape)):
-        assert found is not None and float(found[0]) == pytest.approx(expected)
-
-
-def test_a_step_of_equal_stages_is_as_its_formula_says() -> None:
-    """The formula stands in where a simulation would take long."""
-    blocks = stage_blocks(make_request(layers=4))
-    shape = PipelineShape(2, 2, "1f1b", 1, 8, 2.0)
-    seconds = stage_seconds(blocks, shape, [StagePoint(0.0, 0.0, (2, 4), (0, 0), (0,) * 4)])
-    simulated = step_seconds_of(seconds, shape)
-    assert simulated is not None
-    assert float(formula_step_seconds(seconds, shape)[0]) == pytest.approx(
-        float(simulated[0]), rel=0.1
-    )
 
 
 def test_rows_apart_exchange_over_the_links_between_them(request_of_gpt: SearchRequest) -> None:
@@ -477,22 +451,6 @@ def test_a_plan_with_stages_tells_its_shape_and_is_not_explained_by_blocks(
         explain_plan(request_of_gpt, point.plan)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "gpipe"])
-def test_what_is_given_of_a_pipeline_is_kept(request_of_gpt: SearchRequest, schedule: str) -> None:
-    wanted = PipelineRequest(4, schedule, 8, ranks=4)
-    found = search_plans(replace(request_of_gpt, device_counts=(8,), pipelines=wanted)).points
-    fastest = min(found, key=lambda point: point.step_seconds).plan
-    names = [
-        [block.block for block in stage.blocks if block.block.startswith("blocks.")]
-        for stage in fastest.stages
-    ]
-    assert [name for stage in names for name in stage] == [f"blocks.{n}" for n in range(6)]
-    assert len(names) == 4 and all(names)
-    assert {
-        (p.plan.schedule, p.plan.num_microbatches, p.plan.mesh.pipeline_size) for p in found
-    } == {(schedule, 8, 4)}
-
-
 def test_simpler_pipelines_are_preferred_where_others_gain_little(
     request_of_gpt: SearchRequest,
 ) -> None:
@@ -551,27 +509,6 @@ def test_stages_on_two_kinds_of_nodes_equal_brute_force(request_of_gpt: SearchRe
         simulated = step_seconds_of(stage_seconds(blocks, shape, points), shape)
         assert simulated is not None
         np.testing.assert_allclose(simulated, [point.step_seconds for point in points], rtol=0.3)
-
-
-def test_a_stage_on_both_kinds_of_nodes_is_as_slow_as_the_slower_one(
-    request_of_gpt: SearchRequest,
-) -> None:
-    cluster = mixed(slower=3.0)
-    blocks = stage_blocks(replace(request_of_gpt, cluster=cluster))
-    shape = PipelineShape(2, 2, "1f1b", 1, 8, 2.0)
-    assert [shape.kinds_of([s], cluster) for s in (0, 1)] == [(0,), (1,)] and shape.kinds_of(
-        [0, 1], cluster
-    ) == (0, 1)
-    fast, slow, both = (blocks.on(kinds).passes(2.0).forward for kinds in ((0,), (1,), (0, 1)))
-    assert (
-        (slow > 1.5 * fast).all()
-        and (both == slow).all()
-        and (blocks.passes(2.0).forward == slow).all()
-    )
-    assert (
-        blocks.on((0,)).step.kernel_seconds == {}
-        and stage_blocks(request_of_gpt).on(()).kinds == blocks.kinds
-    )
 
 
 def test_stages_are_explained_by_what_they_take(request_of_gpt: SearchRequest) -> None:

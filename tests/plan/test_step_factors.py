@@ -231,21 +231,6 @@ def test_pipelines_that_train_alone_have_the_factor_of_both():
     assert "the product of 2 measurements" in chosen.plan.reason
 
 
-@pytest.mark.parametrize(
-    ("plan", "why"),
-    [
-        (stale_plan("bf16", ranks=4), "of its parts no run of .* with 4 data rank"),
-        (stale_plan("bf16", prediction="none"), "of its parts no run of .* missing updates by"),
-        (stale_plan("1 %"), "of its parts .* did not reach the dense run's loss"),
-    ],
-)
-def test_a_product_needs_both_of_its_factors(plan, why):
-    stale = row("dense", 1.2, 1.5, 1.8, staleness=plan.in_flight, prediction="spectrain")
-    found = StepTable((*TABLE.rows, stale)).factor_of(plan, ADAMW)
-    assert isinstance(found, str)
-    assert re.search(why, found), found
-
-
 def test_the_choice_is_that_of_a_look_at_every_plan():
     draw = random.Random(0)
     chosen_ways = set()
@@ -273,24 +258,6 @@ def test_the_choice_is_that_of_a_look_at_every_plan():
         seconds = found.step_seconds * known[found.plan.gradient_exchange]
         assert seconds <= min(times) * 1.15 + 2e-3
     assert chosen_ways == {*known}
-
-
-def test_a_faster_step_that_needs_more_steps_is_not_chosen():
-    points = [point(1.5), point(1.0, "few bits"), point(0.1, "2 %")]
-    found = choose_by_loss(of(points), ADAMW, table=TABLE)
-    assert found.step_seconds == 1.5
-    assert found.plan.gradient_exchange is None
-    assert "by definition" in found.plan.reason
-    assert "Left out of the choice: no run of" in found.plan.reason
-    # long runs need fewer of its steps
-    found = choose_by_loss(
-        of([point(1.5), point(1.0, "few bits")]),
-        Training("AdamW", 12000),
-        table=TABLE,
-        time_error=0.0,
-    )
-    assert found.plan.gradient_exchange == METHODS["few bits"]
-    assert "1.20 x (1.20 to 1.30) the steps. The factor rests on 3 runs" in found.plan.reason
 
 
 def test_asynchronous_pipelines_are_searched_with_each_exchange():

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import pickle
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -32,13 +30,10 @@ from lightning_topt.plan.plan_frontier import PlanFrontier
 from lightning_topt.plan.plan_report import whole_sentences
 from lightning_topt.plan.plan_search import (
     SearchRequest,
-    _spaces,
     local_graphs,
     search_plans,
-    step_on,
 )
 from lightning_topt.plan.tensor_meshes import (
-    layout_step,
     least_seconds,
     placed_tensors,
     saving_no_computation,
@@ -240,15 +235,6 @@ def test_the_host_of_an_accelerator_splits_calls_and_issues_kernels_again(
     assert step.host_seconds == 0.0
 
 
-def test_steps_that_split_activations_have_split_calls_too(request_of_gpt: SearchRequest) -> None:
-    assert request_of_gpt.split is not None
-    mesh = Mesh((Axis("data", 2), Axis("tensor", 4)))
-    whole = step_on(request_of_gpt, mesh)
-    plain = next(tensor_steps(whole, request_of_gpt.split, mesh=mesh))
-    step = layout_step(whole, request_of_gpt.split, mesh=mesh, layout="tensor_sequence")
-    assert step.computes and step.split_calls == plain.split_calls > 0
-
-
 def test_microbatches_take_their_computation_and_share_the_rest(own_batches: SearchRequest) -> None:
     assert own_batches.split is not None
     whole = TrainingStep(
@@ -416,16 +402,6 @@ def test_plans_that_only_split_say_what_cannot_be() -> None:
     assert local_graphs(replace(made, split=None)) == []
 
 
-def test_captured_steps_go_to_another_process(request_of_gpt: SearchRequest) -> None:
-    split = request_of_gpt.split
-    assert split is not None
-    local_graphs(request_of_gpt)
-    other = pickle.loads(pickle.dumps(replace(split, _known=type(split._known)())))
-    assert len(other.trace.calls) == len(split.trace.calls) and not other.captured.graphs
-    other.take_over(pickle.loads(pickle.dumps(split.captured)))
-    assert other.captured == split.captured and other.captured.graphs
-
-
 class Normed(nn.Module):
     """A perceptron with a norm inside, which no table knows."""
 
@@ -511,18 +487,6 @@ def test_a_split_is_captured_only_where_its_plans_may_be_better(
     assert any("tensor" in point.plan.mesh.names for point in found[0])
 
 
-def test_measured_kernels_are_not_bounded_by_formulas(
-    request_of_gpt: SearchRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(*args: Any) -> OpGraph:
-        raise AssertionError("a bound was asked for")
-
-    monkeypatch.setattr(SplitModel, "bound_graph", refused)
-    search_plans(replace(request_of_gpt, kernel_seconds={("aten.mm.default", "{}"): 1e-3}))
-    with pytest.raises(AssertionError, match="a bound was asked for"):
-        search_plans(request_of_gpt)
-
-
 def test_what_is_between_layers_may_be_split_by_step(request_of_gpt: SearchRequest) -> None:
     """The fewest bytes that are kept for backward; the plan says so, and reads as it was
     written.
@@ -537,14 +501,3 @@ def test_what_is_between_layers_may_be_split_by_step(request_of_gpt: SearchReque
     assert ParallelPlan.from_yaml(least.to_yaml()) == least
     named = search_plans(replace(request_of_gpt, mesh=mesh, shards=False, layout="tensor"))
     assert not any(block.config.sums for point in named.candidates for block in point.plan.blocks)
-
-
-def test_only_runs_with_evaluations_keep_room_for_whole_parameters(
-    own_batches: SearchRequest,
-) -> None:
-    for evaluates in (True, False):
-        room = [
-            space.costs.step.joined_bytes
-            for space in _spaces(replace(own_batches, evaluates=evaluates), 8)
-        ]
-        assert room and all((size > 0) is evaluates for size in room)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.plugins.test_first_batch import MadeBefore
 from tests.plugins.trainer_ranks import (
     RecordingGPT,
     loader,
@@ -24,17 +25,6 @@ from tests.plugins.trainer_ranks import (
 )
 
 PLANS = ["zero1", "zero1+recompute", "zero2", "zero3", "zero3+recompute", "tensor", "pipeline"]
-
-
-class Held(RecordingGPT):
-    """Its optimizer is there before the fit, and after it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
-
-    def configure_optimizers(self) -> Any:
-        return self.optimizer
 
 
 def left_on(module: nn.Module) -> dict[str, Any]:
@@ -89,15 +79,15 @@ def test_modules_are_left_as_under_ddp_and_optimizers_say_where_their_state_is(p
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_an_optimizer_of_the_module_has_its_whole_state(plan: str) -> None:
-    (_, expected), _ = once_on_ranks(fit, "ddp", Held)
+    (_, expected), _ = once_on_ranks(fit, "ddp", MadeBefore)
     assert len(expected) == len(list(RecordingGPT().parameters()))
-    assert [told for _, told in on_ranks(fit, plan, Held)] == [expected] * 2
+    assert [told for _, told in on_ranks(fit, plan, MadeBefore)] == [expected] * 2
 
 
 def cut_into_rows(rank: int, plan: str) -> tuple[list[float], list[float]]:
     """Two fits with one optimizer, of one parameter: each rank has half of its rows."""
     torch.manual_seed(0)
-    module = Held()
+    module = MadeBefore()
     module.optimizer = torch.optim.AdamW([module.tokens.weight], lr=1e-2)
     for other in module.parameters():
         other.requires_grad_(other is module.tokens.weight)

@@ -94,7 +94,6 @@ def test_the_first_samples_are_a_batch() -> None:
             r"no common size in dimension 0 \(they are \(3, 2\), \(4, 2\)\)",
         ),
         ({"text": "alone"}, "are missing"),
-        ([ramp(0, 2)], "no common size"),
         ([ramp(2, 2).to_sparse()], "sparse or nested"),
         ([pack_sequence([ramp(2), ramp(1)])], "pack it in training_step"),
     ],

@@ -151,8 +151,10 @@ def plain_losses(make, augmented):
     return fit(Module(make, dataset=Numbers(augmented=True) if augmented else None))[0]
 
 
-@pytest.mark.parametrize("augmented", [False, True], ids=["plain", "augmented"])
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize(
+    ("kind", "augmented"),
+    [*((kind, False) for kind in LOADERS), ("workers", True), ("concatenation", True)],
+)
 def test_the_losses_are_those_without_a_cache(tmp_path, kind, augmented):
     make, dataset = LOADERS[kind], Numbers(augmented=True) if augmented else None
     expected = plain_losses(make, augmented)

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing as mp
-import os
-import signal
 import threading
 import warnings
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -23,16 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_topt.communication import LinkCosts, LocalSteps, PowerSGD, TopK, rank_watch
+from lightning_topt.communication import LinkCosts, LocalSteps, PowerSGD, TopK
 from lightning_topt.communication.topology import Topology
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
 from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy, make_topology
 from lightning_topt.plugins.plan_run import run_options
 from tests.models import GPT, Branching, batch_for
 from tests.plugins.trainer_ranks import (
-    LoggingGPT,
     RecordingGPT,
-    _as_torchrun,
     compressed,
     loader,
     make_trainer,
@@ -174,9 +167,6 @@ LOSSY: list[dict[str, Any]] = [
     {"density": 0.05, "hierarchical": True, "nodes": 2},
     {"density": None, "bits": 2},
     {"method": "powersgd"},
-    {"method": "bf16"},
-    {"method": "fp16"},
-    {"method": "sign"},
     {"method": "bounded_loss", "tolerance": 0.05},
 ]
 
@@ -350,11 +340,16 @@ def of_module(rank: int, kind: type[L.LightningModule], ddp: Any) -> list[dict[s
     return found
 
 
-GRAPHS: list[dict[str, Any]] = [{}, {"static_graph": True}, {"find_unused_parameters": True}]
-
-
-@pytest.mark.parametrize("kind", [Groups, Manual])
-@pytest.mark.parametrize("ddp", GRAPHS, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "ddp"),
+    [
+        (Groups, {"static_graph": True}),
+        (Groups, {"find_unused_parameters": True}),
+        (Manual, {}),
+        (Manual, {"find_unused_parameters": True}),
+    ],
+    ids=str,
+)
 def test_modules_equal_ddp(kind: type[L.LightningModule], ddp: dict[str, Any]) -> None:
     for first, second in on_ranks(of_module, kind, ddp):
         assert second["losses"] == pytest.approx(first["losses"], rel=1e-5)
@@ -468,36 +463,24 @@ def test_an_exchange_ends_with_its_strategy() -> None:
     ("options", "error", "says"),
     [
         ({"method": {"density": 0.0}}, ValueError, "density"),
-        ({"method": {"density": 1.5}}, ValueError, "density"),
-        ({"method": "zip"}, ValueError, "powersgd"),
         (
             {"method": {"dencity": 0.1}},
             ValueError,
             "method 'topk' has no option 'dencity'; its options are dense_steps, ",
         ),
-        ({"dencity": 0.1}, TypeError, "dencity"),
         (
             {"density": 0.1},
             TypeError,
             r"give it to that, as in CompressedDDPStrategy\(TopK\(density=0.1\)\)",
-        ),
-        ({"rank": 4}, TypeError, r"CompressedDDPStrategy\(PowerSGD\(rank=4\)\)"),
-        (
-            {"method": {"method": "bf16", "density": 0.1}},
-            ValueError,
-            "'bf16' has no option 'density'",
         ),
         (
             {"method": LocalSteps(every=2)},
             ValueError,
             "give it to LocalStepsStrategy, or choose one of .*dense, bf16",
         ),
-        ({"method": "local_steps"}, ValueError, "give it to LocalStepsStrategy"),
         ({"method": 3}, ValueError, "a method of exchange is a name, a mapping"),
-        ({"method": {"link": {"latency_seconds": 1e-4, "bandwidth": 0}}}, ValueError, "bandwidth"),
         ({"nodes": 0}, ValueError, "nodes is at least 1"),
         ({"ddp_comm_hook": print}, ValueError, "ddp_comm_hook would replace"),
-        ({"model_averaging_period": 2}, ValueError, "model_averaging_period"),
     ],
 )
 def test_wrong_options_are_refused_at_once(
@@ -521,11 +504,8 @@ def test_options_from_yaml_and_command_lines() -> None:
         ((None, None), (2, 4)),
         ((4, None), (4, 2)),
         ((None, 8), (1, 8)),
-        ((8, 1), (8, 1)),
         ((3, None), None),
         ((2, 2), None),
-        ((16, None), None),
-        ((None, 16), None),
     ],
 )
 def test_topology_of_eight_ranks(given: tuple[Any, Any], expected: tuple[int, int] | None) -> None:
@@ -549,11 +529,6 @@ def test_a_plan_knows_the_trainers_nodes(monkeypatch: pytest.MonkeyPatch) -> Non
 
 class Momentum(SgdGPT):
     momentum = 0.9
-
-
-class WarmAdam(SgdGPT):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters())
 
 
 class ColdAdam(SgdGPT):
@@ -588,16 +563,11 @@ def fit_error(rank: int, options: dict[str, Any], kind: type[L.LightningModule])
 
 ERRORS: list[tuple[dict[str, Any], type[L.LightningModule], str, str]] = [
     ({"momentum": 0.9}, Momentum, "ValueError", "SGD has its own (momentum=0.9)"),
-    ({"momentum": 0.9}, WarmAdam, "ValueError", "Adam has its own"),
     ({"momentum": 0.9}, ColdAdam, "", ""),
     ({"momentum": 0.9}, SgdGPT, "", ""),
-    ({}, Momentum, "", ""),
-    ({"method": "demo"}, WarmAdam, "ValueError", "Adam has its own"),
     ({"method": "demo"}, Momentum, "ValueError", "SGD has its own (momentum=0.9)"),
-    ({"method": "demo"}, SgdGPT, "", ""),
     ({"nonfinite": "skip"}, SgdGPT, "ValueError", "would train on NaN"),
     ({}, NotANumber, "FloatingPointError", "rank 1 has NaN or infinities"),
-    ({"nodes": 3}, SgdGPT, "ValueError", "not nodes x ranks_per_node"),
     ({}, Sharded, "ValueError", "head.weight is sharded"),
     ({}, Double, "ValueError", "tokens.weight is torch.float64"),
 ]
@@ -618,46 +588,3 @@ def differing(rank: int) -> tuple[str, str]:
 def test_ranks_that_differ() -> None:
     for error, message in on_ranks(differing):
         assert error == "ValueError" and "density is 0.2 on rank 1 and 0.1 on rank 0" in message
-
-
-class Killed(GPT):
-    """Rank 1 dies in the middle; the other notices in the exchange."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 3 and self.global_rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-class KilledWhileLogging(Killed, LoggingGPT):
-    """The other rank notices in a collective call of Lightning's."""
-
-
-def survivor(store: str, rank: int, queue: Any, kind: type[L.LightningModule]) -> None:
-    rank_watch.GRACE_SECONDS = 0.5  # nobody is left who could answer later
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
-    queue.put(_as_torchrun(rank, fit_error, 2, ({}, kind)))
-
-
-@pytest.mark.parametrize("kind", [Killed, KilledWhileLogging])
-def test_killed_rank_is_named(tmp_path: Path, kind: type[L.LightningModule]) -> None:
-    context = mp.get_context("fork")
-    queue = context.Queue()
-    ranks = [
-        context.Process(target=survivor, args=(str(tmp_path / "store"), rank, queue, kind))
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        rank.start()
-    try:
-        error, message = queue.get(timeout=60)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
-    assert error == "PeerLostError" and message.startswith("rank 1 did not answer")

@@ -492,12 +492,6 @@ class Repeats(Net):
         return torch.optim.LBFGS(self.parameters())
 
 
-class Manual(Net):
-    """Two optimizers, stepped by hand."""
-
-    automatic_optimization = False
-
-
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "16 bits": (
         lambda: Net(sgd),
@@ -511,21 +505,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         {"val_check_interval": {"seconds": 1}},
         "each rank's clock would decide",
     ),
-    "manual": (lambda: Manual(sgd), {}, "manual optimization runs under the plans 'ddp' and"),
-    "unknown": (
-        lambda: Net(lambda named: torch.optim.Adagrad([p for _, p in named])),
-        {"strategy": lambda: never(prediction="spectrain")},
-        "knows the optimizers SGD, Adam, AdamW",
-    ),
     "no mesh": (
         lambda: Net(sgd),
         {"strategy": lambda: AutoParallelStrategy(allow_staleness=True, cluster=cluster(2))},
         "without a plan each rank has its own",
-    ),
-    "a rule": (
-        lambda: Net(sgd),
-        {"strategy": lambda: never(schedule="continuous_overlapped", prediction="two_versions")},
-        "needs as many minibatches in an update as are in flight, 2: set accumulate_grad_batches=2",
     ),
 }
 

@@ -281,18 +281,17 @@ def test_a_cache_goes_inside(tmp_path):
     cached.close()
 
 
-@pytest.mark.parametrize(("data", "size"), [("stdlib_bytes", 8), ("digits", 32)])
-def test_it_can_be_configured_around_any_data(tmp_path, data, size):
+def test_it_can_be_configured_around_any_data(tmp_path):
     where = f"data.directory={tmp_path}"
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         config = compose(
-            "train", overrides=["data=coordinated", f"data@data.datamodule={data}", where]
+            "train", overrides=["data=coordinated", "data@data.datamodule=digits", where]
         )
     module = instantiate(config.data)
     module.prepare_data()
     module.setup("fit")
     batch = next(iter(module.train_dataloader()))
-    assert len(batch if torch.is_tensor(batch) else batch[0]) == size
+    assert len(batch[0]) == 32
     module.close()
 
 

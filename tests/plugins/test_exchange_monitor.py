@@ -113,13 +113,6 @@ def test_values_of_every_step(tmp_path: Path) -> None:
     assert shown[-1]["exposed_ms"] > 0
 
 
-def test_dense_sends_what_ddp_sends(tmp_path: Path) -> None:
-    _, logged, _ = on_ranks(run, tmp_path, {"method": "dense"}, {})[0]
-    assert (
-        logged[2]["topt/exchange_bytes_per_step"] == logged[2]["topt/exchange_dense_bytes_per_step"]
-    )
-
-
 def test_datagrams_say_what_was_lost(tmp_path: Path) -> None:
     _, logged, _ = on_ranks(run, tmp_path, {"method": "bounded_loss", "tolerance": 0.05}, {})[0]
     rows = [logged[step] for step in range(1, 8)]

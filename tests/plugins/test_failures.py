@@ -34,11 +34,8 @@ def fit_error(rank: int, options: dict[str, Any], module: L.LightningModule) -> 
     ("text", "says"),
     [
         (": : :", "not YAML"),
-        ("[1, 2]", "a plan is a mapping"),
         ("version: 99", "version"),
-        ("kind: Deployment\nversion: 1", "unknown entries"),
         (GOOD.to_yaml().replace("shard(0)", "shard(x)", 1), "shard"),
-        (GOOD.to_yaml().replace("size: 2", "size: two"), "whole number"),
         (GOOD.to_yaml().split("stages:")[0], "missing"),
     ],
 )
@@ -85,12 +82,6 @@ class MyError(Exception):
 class Raising(GPT):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         raise MyError("from the user's code")
-
-
-class DataDependent(GPT):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        return loss * 2 if loss.item() > 0 else loss
 
 
 class Frozen(GPT):
@@ -153,10 +144,6 @@ def test_what_user_code_raises_before_a_fit_has_its_line(
         assert name in ("StepError", "RemotePlanningError")
         assert says in message and f"{__file__}:" in message and line in message
         assert 'Choose plan="ddp"' in message
-
-
-def fit_uncaptured(rank: int) -> None:
-    topt_trainer("ddp").fit(DataDependent(), loader(4))
 
 
 def test_no_trainable_parameters() -> None:

@@ -69,18 +69,6 @@ def test_lightning_has_it_as_it_was(known: PrivateName) -> None:
         assert known.why
 
 
-@pytest.mark.parametrize(
-    "where",
-    [
-        "lightning.pytorch.strategies.ddp:DDPStrategy._no_such_name",
-        "lightning.pytorch.loops.fit_loop:_FitLoop._gone",
-        "lightning.fabric.utilities.optimizer:_optimizers_to_moon",
-    ],
-)
-def test_the_check_sees_what_is_gone(where: str) -> None:
-    assert not is_there(*resolve(where))
-
-
 def names_of_lightning() -> set[str]:
     """All private names that Lightning's own code defines, on whatever."""
     found = set[str]()
@@ -146,19 +134,6 @@ def test_all_that_is_used_is_in_the_table(package: dict[Path, ast.AST]) -> None:
         and (names := unlisted(tree, of_lightning, of_package))
     }
     assert found == {}
-
-
-@pytest.mark.parametrize(
-    ("code", "name"),
-    [
-        ("from lightning.pytorch.loops.fetchers import _DataFetcher", "_DataFetcher"),
-        ("def f(trainer): return trainer._results_of_stage", "_results_of_stage"),
-        ("def f(loop): return getattr(loop, '_restarting', False)", "_restarting"),
-        ("class A:\n    def f(self): return self._fabric", "_fabric"),
-    ],
-)
-def test_the_search_sees_what_is_not_listed(code: str, name: str) -> None:
-    assert unlisted(ast.parse(code), {name}, set()) == {name}
 
 
 def test_what_is_in_the_table_is_used(package: dict[Path, ast.AST]) -> None:

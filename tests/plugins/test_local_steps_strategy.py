@@ -286,7 +286,7 @@ def buffers(rank: int, precision: str) -> dict[str, Tensor]:
     return state(module)
 
 
-PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true")
+PRECISIONS = ("32-true", "16-mixed", "bf16-true")
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -302,13 +302,9 @@ def test_all_of_the_module_is_equal_at_the_end(precision: str) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"method": {"every": 0}}, ValueError, "every"),
         ({"method": {"outer_momentum": 1.0}}, ValueError, "outer_momentum"),
-        ({"method": {"every": 2, "density": 2.0}}, ValueError, "density"),
         ({"method": "topk"}, ValueError, "give it to CompressedDDPStrategy"),
         ({"every": 2}, TypeError, "does not take 'every'"),
-        ({"timeout_seconds": 0}, ValueError, "timeout_seconds"),
-        ({"find_unused_parameters": True}, TypeError, "find_unused_parameters"),
         ({"ddp_comm_hook": print}, ValueError, "ddp_comm_hook"),
     ],
 )

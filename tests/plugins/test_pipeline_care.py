@@ -8,15 +8,13 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.parametrizations import spectral_norm
 
-from lightning_topt import AutoParallelStrategy, PipelineStrategy
 from tests.plugins.test_pipeline_fits import in_order, pipeline
 from tests.plugins.trainer_ranks import RecordingGPT, Tokens, loader, make_trainer, on_ranks
 
@@ -44,12 +42,6 @@ class Normed(RecordingGPT):
     def __init__(self) -> None:
         super().__init__()
         spectral_norm(self.blocks[0].up)
-
-
-class Nothing(RecordingGPT):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        super().training_step(batch, batch_idx)
-        return None
 
 
 class ReadsRank(RecordingGPT):
@@ -80,18 +72,6 @@ class ReadsValue(RecordingGPT):
         return self.head(self.norm(x))
 
 
-class OneBlock(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return (batch[0].float().mean() * self.weight).sum()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "within": (Within, {}, r"neither a mean nor a sum over samples.*use microbatches=1"),
     "spectral norm": (
@@ -99,7 +79,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         r"change the buffer 'blocks.0.up.parametrizations.weight.0._u' and compute with it",
     ),
-    "nothing": (Nothing, {}, "returned NoneType without a loss"),
     "value": (
         ReadsValue,
         {},
@@ -112,16 +91,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         "OwnBackward.backward may do more with the loss than to differentiate it",
     ),
     "manual": (Manual, {}, "manual optimization"),
-    "few blocks": (
-        OneBlock,
-        {},
-        "has 0 block.s. that can be stages of a pipeline .none., and 2 stages are wanted",
-    ),
-    "ranks": (
-        RecordingGPT,
-        {"stages": 3},
-        "need 3 ranks or a multiple of that, and this run has 2",
-    ),
 }
 
 
@@ -134,23 +103,7 @@ def refusals(rank: int) -> dict[str, str]:
             found[name] = f"{type(error).__name__}: {error}"
         else:
             found[name] = "the fit went through"
-    first, second, rest = (
-        {"block": name, "storage": "ddp"} for name in ("blocks.0", "blocks.1", "")
-    )
-    plan = {
-        "version": 2,
-        "mesh": [{"name": "pipeline", "size": 2}],
-        "stages": [{"blocks": [first, rest]}, {"blocks": [second]}],
-    }
-    with pytest.raises(ValueError, match=r"schedule is one of gpipe, .*; got '2f2b'"):
-        strategy = AutoParallelStrategy(plan={**plan, "schedule": "2f2b", "num_microbatches": 2})
-        make_trainer(strategy, devices=2).fit(RecordingGPT(heads=2), loader(8))
     return found
-
-
-def test_a_schedule_is_searched_on_a_mesh_only() -> None:
-    with pytest.raises(ValueError, match=r"schedule is one of gpipe, .*; got None"):
-        PipelineStrategy(schedule=None)  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_a_pipeline_is_refused_on_every_rank() -> None:

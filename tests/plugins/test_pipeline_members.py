@@ -5,15 +5,13 @@ cut.
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_topt.costs.cluster import Link
-from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
+from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.default_search import why_not_cut
 from lightning_topt.plugins.requirements import SEARCHED_STAGES, why_not
 from lightning_topt.plugins.searched_plan import TracedStep
@@ -27,7 +25,7 @@ from tests.plugins.test_group_steps import (
     cluster,
     staged_plan,
 )
-from tests.plugins.trainer_ranks import loader, make_trainer, on_ranks, topt_trainer
+from tests.plugins.trainer_ranks import loader, on_ranks, topt_trainer
 
 EXACT: dict[str, Any] = {"relative": 1e-6, "batches": Wordless}
 SLOW = Link(1e-5, 1e6)
@@ -90,45 +88,6 @@ class Averaging(Unnumbered):
     def training_step(self, batch: Any) -> Any:
         self.mean.mul_(0.9)
         return super().training_step(batch)
-
-
-def resumed(rank: int, folder: Path) -> Any:
-    given = {"topt": staged_plan(1, schedule="gpipe"), "ddp": None}
-
-    def fit(name: str, epochs: int, path: Path | None = None, **options: Any) -> Unnumbered:
-        torch.manual_seed(0)
-        rest = {"max_epochs": epochs, "num_sanity_val_steps": 0, **options}
-        trainer = (
-            make_trainer("ddp", devices=2, **rest)
-            if given[name] is None
-            else topt_trainer(given[name], **rest)
-        )
-        module = Unnumbered()
-        trainer.fit(module, loader(4, length=24), loader(4, length=8), ckpt_path=path)
-        return module
-
-    halves = {}
-    for name in given:
-        # Before an evaluation is over: the parameters are whole.
-        saving = ModelCheckpoint(folder / name, filename="half", save_on_train_epoch_end=False)
-        halves[name] = fit(name, 1, callbacks=[saving], enable_checkpointing=True).losses
-    found = {}
-    for first, then in (("ddp", "ddp"), ("topt", "ddp"), ("ddp", "topt")):
-        module = fit(then, 2, folder / first / "half.ckpt")
-        found[first, then] = halves[first] + module.losses, dict(module.state_dict())
-    with pytest.raises(PlanError, match="change the buffer 'mean'"):
-        topt_trainer(given["topt"]).fit(Averaging(), loader(4))
-    return found
-
-
-def test_checkpoints_go_on_under_ddp_and_back(tmp_path: Path) -> None:
-    for found in on_ranks(resumed, tmp_path):
-        losses, state = found["ddp", "ddp"]
-        assert len(losses) == 6
-        for own_losses, own_state in found.values():
-            assert own_losses == pytest.approx(losses, rel=1e-5)
-            for name, value in state.items():
-                torch.testing.assert_close(own_state[name], value, rtol=1e-5, atol=1e-5)
 
 
 class Warming(Unnumbered):

@@ -218,24 +218,6 @@ def test_each_fit_begins_anew(clock):
         assert monitor.total.batches == 8
 
 
-class Breaks(Step):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
-            raise RuntimeError("broken")
-
-
-def test_nothing_stays_behind_after_an_exception(clock):
-    trainer = make_trainer(callbacks=[StallMonitor()])
-    with pytest.raises(RuntimeError, match="broken"):
-        trainer.fit(Breaks(clock), DataLoader(Items(clock)))
-    assert not set(monitors._HOOKS) & set(vars(trainer.fit_loop.epoch_loop))
-
-
-def test_every_n_steps_is_checked():
-    with pytest.raises(ValueError, match="every_n_steps"):
-        StallMonitor(every_n_steps=0)
-
-
 class Sleeps(Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return 6
@@ -251,45 +233,6 @@ def test_with_the_real_clock(workers):
     # a worker has a head start of the time that the fit takes to begin
     least = 0 if workers else 6 * 0.02
     assert least < monitor.total.wait_seconds < monitor.total.seconds
-
-
-class Event:
-    """A CUDA event on a device whose work is done at `busy_until`."""
-
-    clock: Clock
-    busy_until = 0.0
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self, stream: Any) -> None:
-        self.passed = max(self.clock.now, self.busy_until)
-
-    def query(self) -> bool:
-        return self.clock.now >= self.passed
-
-    def elapsed_time(self, other: Event) -> float:
-        return 1e3 * (other.passed - self.passed)
-
-
-def test_a_device_with_work_does_not_wait(clock, monkeypatch):
-    monkeypatch.setattr(Event, "clock", clock, raising=False)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    idle = monitors._DeviceIdle(torch.device("cuda", 0))
-
-    def wait(seconds: float, *, busy_seconds: float) -> None:
-        monkeypatch.setattr(Event, "busy_until", clock.now + busy_seconds)
-        idle.mark_start()
-        clock.now += seconds
-        idle.mark_end(seconds)
-
-    wait(3.0, busy_seconds=2.0)
-    assert idle.settled_seconds() == pytest.approx(1.0)
-    wait(3.0, busy_seconds=5.0)
-    assert idle.settled_seconds() == 0.0
-    clock.now += 10
-    assert idle.settled_seconds() == 0.0 and not idle._pending
 
 
 @pytest.mark.gpu

@@ -141,16 +141,15 @@ def hooked(rank: int, how: str, optimizer: str, hooks: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "hooks"),
+    ("how", "hooks", "optimizer"),
     [
-        ("zero1", "pre and post"),
-        ("always", "pre and post"),
-        ("measured", "pre and post"),
-        ("measured", "all pre and post"),
-        ("zero3", "pre"),
+        ("zero1", "pre and post", "Adam"),
+        ("always", "pre and post", "SGD"),
+        ("measured", "pre and post", "Adam"),
+        ("measured", "all pre and post", "SGD"),
+        ("zero3", "pre", "Adam"),
     ],
 )
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_step_hooks_run_where_they_do_under_ddp(how: str, hooks: str, optimizer: str) -> None:
     on_ranks(hooked, how, optimizer, hooks)
 
@@ -189,6 +188,5 @@ def saved_and_resumed(rank: int, folder: Path, accumulated: int) -> None:
         torch.testing.assert_close(resumed[1][1], resumed[0][1], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_checkpoints_of_every_phase_are_those_of_ddp(tmp_path: Path, accumulated: int) -> None:
-    on_ranks(saved_and_resumed, tmp_path, accumulated)
+def test_checkpoints_of_every_phase_are_those_of_ddp(tmp_path: Path) -> None:
+    on_ranks(saved_and_resumed, tmp_path, 2)

@@ -162,20 +162,14 @@ def compared(
     ("seconds", "options", "measured", "words", "renewed"),
     [
         (1.45, {}, Measured(), None, 0),
-        (0.7, {}, Measured(), None, 0),
         (0.4, {}, Measured(0.5), "the machine was busy when it was measured", 0),
-        (1.6, {"was_busy": True}, Measured(), "the machine is busy now", 0),
         (1.6, {"was_busy": True}, Measured(0.5), "the machine is busy now", 0),
-        # a busy machine now does not make steps faster
         (0.4, {"was_busy": True}, Measured(), "the next fit measures again", 1),
         (1.6, {}, Measured(), "the next fit measures again", 1),
         (1.6, {}, Measured(is_old=False), "the cost model is wrong here", 1),
-        # clusters that were given
         (9.0, {"cluster": LOCAL}, None, None, 0),
-        (1.15, {"cluster": KNOWN}, None, None, 0),
         (1.3, {"cluster": KNOWN}, None, "outside of the 833 ms to 1.2 s that were predicted", 0),
         (1.3, {"cluster": replace(KNOWN, busy_share=0.4)}, None, "when it was measured", 0),
-        # the prediction is of another step
         (9.0, {"parts": 2}, Measured(), None, 0),
     ],
 )

@@ -15,7 +15,6 @@ from lightning_topt.schedules.schedules import (
     Schedule,
     forward_schedule,
     make_schedule,
-    single_stage_schedule,
 )
 from tests.schedules.slow_interpreter import runs
 
@@ -127,15 +126,7 @@ def test_forward_schedules_run_and_go_on_with_the_earliest_microbatch() -> None:
     ("name", "sizes", "message"),
     [
         ("1f2b", (2, 2, 1), "schedule is one of gpipe, 1f1b, "),
-        ("gpipe", (0, 2, 1), "num_ranks is at least 1"),
-        ("gpipe", (2, 0, 1), "num_microbatches is at least 1"),
-        ("gpipe", (2, 2, 0), "stages_per_rank is at least 1"),
         ("1f1b", (2, 2, 2), "'1f1b' runs 1 stage on each rank, got 2; choose among interleaved, "),
-        (
-            "interleaved",
-            (2, 2, 1),
-            "'interleaved' runs at least 2 stages on each rank, got 1; choose among gpipe, ",
-        ),
         ("zbv", (2, 2, 3), "'zbv' runs 2 stages on each rank, got 3; choose among interleaved, "),
     ],
 )
@@ -143,12 +134,6 @@ def test_sizes_that_are_not_legal(name: str, sizes: tuple[int, int, int], messag
     ranks, parts, stages = sizes
     with pytest.raises(ValueError, match=message):
         make_schedule(name, num_ranks=ranks, num_microbatches=parts, stages_per_rank=stages)
-
-
-@pytest.mark.parametrize(("ranks", "parts"), [((), 1), ((0, 2), 1), ((0, 1), 0)])
-def test_forward_schedules_that_are_not_legal(ranks: tuple[int, ...], parts: int) -> None:
-    with pytest.raises(ValueError, match="at least one"):
-        forward_schedule(ranks, parts)
 
 
 def in_flight(schedule: Schedule, rank: int) -> int:
@@ -176,18 +161,3 @@ def test_microbatches_in_flight(ranks: int, parts: int) -> None:
         assert [in_flight(schedule, rank) for rank in range(ranks)] == [
             count(rank) for rank in range(ranks)
         ], name
-
-
-def test_the_schedule_of_one_stage() -> None:
-    schedule = single_stage_schedule(3)
-    assert [(a.kind[0], a.microbatch_index) for a in schedule.actions[0]] == [
-        (k, i) for i in range(3) for k in "fb"
-    ]
-    assert (
-        schedule.num_stages,
-        schedule.num_ranks,
-        schedule.stages_of(0),
-        schedule.stages_of(1),
-    ) == (1, 1, (0,), ())
-    with pytest.raises(ValueError, match="at least one microbatch"):
-        single_stage_schedule(0)

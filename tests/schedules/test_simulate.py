@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_topt.schedules.check import ScheduleError
 from lightning_topt.schedules.schedules import (
     SCHEDULES,
     Action,
@@ -297,13 +296,10 @@ def test_forward_schedules_hold_no_activations_and_keep_ranks_busy() -> None:
     ("costs", "message"),
     [
         (StageCosts([1.0], [1.0, 1.0]), "forward has a number for each of 2 stages; got 1"),
-        (StageCosts([1.0, -1.0], [1.0, 1.0]), "forward has finite numbers of at least 0"),
         (
             StageCosts([1.0, 1.0], [1.0, 1.0]),
             "splits backward; its costs have no seconds of backward_input",
         ),
-        (equal_costs(2, 1.0, 1.0, transfer_bytes={(0, 2): 1.0}), "transfer_bytes has edges"),
-        (equal_costs(2, 1.0, 1.0, gradient_seconds={}), "gradient_seconds has every edge"),
         (
             StageCosts([1.0] * 2, [1.0] * 2, [1.0] * 2, [1.0] * 2, {(1, 0): 1.0}),
             "receives from stages before it",
@@ -315,12 +311,3 @@ def test_costs_that_do_not_fit_are_refused(costs: StageCosts, message: str) -> N
         simulate(make_schedule("zero_bubble", num_ranks=2, num_microbatches=2), costs)
     with pytest.raises(ValueError, match="there is a formula for"):
         equal_stages_seconds("zbv", num_stages=2, num_microbatches=2, forward=1.0, backward=1.0)
-
-
-def test_a_schedule_that_hangs_is_not_simulated() -> None:
-    rows = (
-        (Action("forward", 0, 0), Action("backward", 0, 0)),
-        (Action("backward", 1, 0), Action("forward", 1, 0)),
-    )
-    with pytest.raises(ScheduleError, match="before its forward"):
-        simulate(Schedule("mine", 1, (0, 1), rows), equal_costs(2, 1.0, 1.0))

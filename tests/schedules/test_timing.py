@@ -20,7 +20,6 @@ from lightning_topt.schedules.schedules import (
 from lightning_topt.schedules.timing import (
     StageCosts,
     chained_rank_seconds,
-    is_chain,
     many_rank_seconds,
     seconds_per_minibatch,
     step_seconds,
@@ -75,11 +74,6 @@ def test_a_schedule_that_hangs_is_said_to(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ValueError, match="no seconds of backward_input"):
         zero_bubble = make_schedule("zero_bubble", num_ranks=2, num_microbatches=2)
         many_rank_seconds(zero_bubble, (once, once, None, None, None), (None, None))
-
-
-def test_stages_that_receive_from_others_are_no_chain() -> None:
-    assert is_chain(((0, 1), (1, 2)), 3) and is_chain((), 1)
-    assert not is_chain(((0, 1), (0, 2), (1, 2)), 3) and not is_chain(((0, 1),), 3)
 
 
 @pytest.mark.parametrize("lag_per_hop", [1, 2, 3])

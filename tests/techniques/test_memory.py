@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_topt.costs.lifetimes import Phases
 from lightning_topt.costs.segments import blocks_reduced_last, locate
 from lightning_topt.costs.sizes import (
     gradient_bytes,
@@ -295,65 +294,6 @@ def test_sharded_peak_is_that_of_a_simulated_step(seed):
         frozen = [p for p in graph.block_parameters(first) if not p.trainable] if narrow else []
         more = result.peak_bytes - reserve - simulated
         assert -1e-6 < more < 1e-6 + 2 * sum(map(parameter_bytes, frozen)), narrow
-
-
-def test_hand_made_numbers():
-    """Two blocks of a 4 x 4 float32 matrix each; activations 100 and 200 bytes kept, 10 of
-    output.
-    """
-    parameters = tuple(Parameter(f"{b}.w", (4, 4), "float32", b) for b in "ab")
-    ops = tuple(Op(b, "Linear", b, b, (f"{b}.w",), (), (), (), Amount()) for b in "ab")
-    timeline = tuple(
-        Segment(b, Amount(kept), Amount(10), Amount(kept), Amount(5))
-        for b, kept in (("a", 100.0), ("b", 200.0))
-    )
-    graph = graph_of(
-        "M",
-        1,
-        ops,
-        (),
-        parameters,
-        (Block("a", 0, True), Block("b", 0, True)),
-        timeline,
-        0,
-        Amount(),
-    )
-    profile = profile_of(graph)
-
-    def peak(level, recompute=False, world_size=2, views=False):
-        configs = {b: OpConfig.zero(level, recompute=recompute) for b in "ab"}
-        return explained(graph, profile, configs, world_size, views=views)
-
-    whole = 2 * (64 + 64 + 132)  # parameters, buckets, Adam's state
-    # The gradients of the step before wait for zero_grad.
-    assert peak(0).peak_bytes == whole + 2 * 64 + 100 + 200
-    assert peak(0).peak_phase == "forward 1"
-    assert peak(0, recompute=True).peak_bytes == whole + 10 + 200 + 2 * 64
-    assert peak(1).peak_bytes == whole - 132 + 100 + 200 + 2 * 64
-    # In the backward of b, whose gradient is not in a bucket yet.
-    assert peak(0, views=True).peak_bytes == whole + 100 + 200 + 5 + 64
-    assert peak(0, views=True).peak_phase == "backward 1"
-    # b runs its forward again
-    assert peak(0, recompute=True, views=True).peak_bytes == whole + 10 + (10 + 200) + 64
-    assert peak(1, views=True).peak_bytes == whole - 132 + 100 + 200 + 5 + 64
-    shards = 2 * (32 + 66)
-    # backward of b: its whole parameter and gradient; the flat buffer of a, gathered ahead
-    assert peak(3).peak_bytes == shards + 100 + 200 + 5 + 64 + 64 + 64
-    # forward of b: both whole parameters, b's flat buffer, and the shards of the last step's
-    # gradients
-    assert peak(2).peak_bytes == shards + 100 + 200 + 2 * 64 + 64 + 2 * 32
-    assert peak(2).peak_phase == "forward 1"
-
-
-def test_phases_are_complete_and_parts_add_up():
-    graph = random_graph(5)
-    profile, phases = profile_of(graph), Phases(len(graph.timeline))
-    assert len(set(phases.order)) == len(phases.order) == 6 * len(graph.timeline) + 4
-    result = explained(
-        graph, profile, random_plan(graph, profile, (0, 1, 2, 3), 2, random.Random(0)), 2
-    )
-    assert sum(result.peak_parts.values()) == pytest.approx(result.peak_bytes)
-    assert max(result.phases.values()) == result.phases[result.peak_phase] == result.peak_bytes
 
 
 def test_parameters_used_in_two_segments_are_located():

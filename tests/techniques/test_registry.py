@@ -5,7 +5,6 @@ refused.
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 from lightning_topt.communication import BF16, GradientMethod
 from lightning_topt.graph.blocks import block_of
 from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh, hybrid_mesh
-from lightning_topt.graph.op_config import OpConfig, Partial, Replicate, Shard, Storage
+from lightning_topt.graph.op_config import OpConfig, Replicate, Shard, Storage
 from lightning_topt.plan.plan_values import PRESETS
 from lightning_topt.techniques.registry import (
     TECHNIQUES,
@@ -81,14 +80,7 @@ ZERO1 = OpConfig(PRESETS["zero1"].storage(STAGES))
             None,
             "block 'a': no technique",
         ),
-        (
-            HYBRID,
-            {"": OpConfig.zero(3, axes=2, over=[0])},
-            None,
-            "on the mesh data_replicate 2 x data_shard 2",
-        ),
         (TENSOR, {"": OpConfig.zero(3, axes=2)}, None, "on the mesh data 2 x tensor 2"),
-        (FLAT, {"": replace(PLAIN, outputs=((Partial(),),))}, None, "takes care of its outputs"),
         (FLAT, {"": OpConfig.zero(3), "a": OpConfig.zero(2)}, BF16(), "needs whole gradients"),
         (
             data_mesh(1),
@@ -107,12 +99,6 @@ ZERO1 = OpConfig(PRESETS["zero1"].storage(STAGES))
             {"": ZERO1, "a": OpConfig(PRESETS["zero2"].storage(STAGES))},
             None,
             "block 'a' has ZeRO level 2",
-        ),
-        (
-            Mesh((Axis("pipeline", 2), Axis("time", 2))),
-            {"": OpConfig.zero(0, axes=2)},
-            None,
-            "axis 'time'",
         ),
     ],
 )

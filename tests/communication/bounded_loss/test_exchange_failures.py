@@ -26,8 +26,7 @@ from lightning_topt.communication.bounded_loss import (
     PeerSilentError,
     open_endpoint,
 )
-from lightning_topt.communication.bounded_loss import endpoint as endpoint_module
-from lightning_topt.communication.bounded_loss.datagram import KINDS, REPORT
+from lightning_topt.communication.bounded_loss.datagram import KINDS
 from lightning_topt.communication.bounded_loss.over_store import connect_over_store
 from tests.communication.bounded_loss.datagram_proxy import Faults
 from tests.communication.bounded_loss.ranks_here import SECONDS, exchanges, step, whole_numbers
@@ -93,19 +92,6 @@ def test_who_left_is_named():
         ranks[1].close()
         with pytest.raises(PeerSilentError, match="rank 1 left"):
             ranks[0].start(0, values, out=np.empty_like(values)).wait(SECONDS)
-
-
-def test_a_side_channel_that_is_cut():
-    values = np.ones(1000, np.float32)
-    with exchanges(2) as ranks:
-        step(ranks, [values, values])
-        stream = socket.socket(fileno=os.dup(int(ranks[0]._thread.t.peers[1].stream)))
-        stream.shutdown(socket.SHUT_RDWR)
-        stream.close()
-        handles = [exchange.start(0, values, out=np.empty_like(values)) for exchange in ranks]
-        for rank, handle in enumerate(handles):
-            with pytest.raises(PeerSilentError, match=f"rank {1 - rank} "):
-                handle.wait(SECONDS)
 
 
 def test_other_sizes_are_told():
@@ -187,22 +173,6 @@ def test_silent_strangers_keep_nobody_waiting():
         each.close()
 
 
-def test_no_connection_can_be_accepted(monkeypatch):
-    first, second = (open_endpoint("127.0.0.1") for _ in range(2))
-    tries = []
-    monkeypatch.setattr(endpoint_module, "_accepted", tries.append)  # as with too many open files
-    with (
-        socket.create_connection((first.address[0], first.address[2])),
-        pytest.raises(ConnectionFailedError, match="rank 1 did not connect"),
-    ):
-        BoundedLossExchange(
-            0, [first.address, second.address], KEY, endpoint=first, timeout_seconds=0.3
-        )
-    assert 0 < len(tries) < 40  # not as often as a processor can
-    first.close()
-    second.close()
-
-
 class Recorded:
     """A store in this process, and what was said in it."""
 
@@ -233,25 +203,6 @@ def test_the_key_is_not_in_the_store():
     assert all(each.tolist() == [3.0] * 10 for each in sums)
     for exchange in made:
         exchange.close()
-
-
-def test_a_report_that_comes_again_measures_nothing():
-    """Not even the last one: it says that it has been under way until now."""
-    values = [whole_numbers(20_000, seed=rank) for rank in range(2)]
-    with exchanges(2) as ranks:
-        step(ranks, values)
-        t = ranks[0]._thread.t
-        before = ranks[0].statistics().round_trip_seconds
-        now = time.time_ns()
-        highest = int(t.paths[1].highest)
-        again = struct.pack("<8q", highest, 0, 0, now - 5_000_000_000, 0, 0, 0, 1)
-        with _own_socket(ranks[1]) as peers_own:
-            header = _header(int(t.config.key), kind=REPORT, size=len(again))
-            for _ in range(20):
-                peers_own.sendto(header + again, ("127.0.0.1", _port_of(ranks[0])))
-        _wait_until_read(ranks[0])
-        assert ranks[0].statistics().round_trip_seconds < before + 0.1
-        step(ranks, values)
 
 
 def _header(key, *, kind=1, rank=1, step=1, tensor=0, segment=0, size=40, sequence=0):
@@ -341,29 +292,6 @@ def _wait_until_read(exchange):
             time.sleep(0.001)
 
 
-def test_two_jobs_side_by_side():
-    """They neither disturb each other nor accept each other's datagrams."""
-    values = [whole_numbers(60_000, seed=rank) for rank in range(4)]
-    with exchanges(2) as first, exchanges(2) as second:
-        stray = socket.socket(fileno=os.dup(int(first[0]._thread.t.config.udp_socket)))
-        stray.sendto(
-            _header(int(first[0]._thread.t.config.key), size=0),
-            ("127.0.0.1", _port_of(second[1])),
-        )
-        stray.close()
-        for _ in range(3):
-            outs = [np.empty_like(each) for each in values]
-            handles = [
-                exchange.start(0, own, out=out)
-                for exchange, own, out in zip([*first, *second], values, outs, strict=True)
-            ]
-            for handle in handles:
-                handle.wait(SECONDS)
-            np.testing.assert_array_equal(outs[0], values[0] + values[1])
-            np.testing.assert_array_equal(outs[3], values[2] + values[3])
-        assert second[1].statistics().rejected == 1
-
-
 def test_nothing_grows():
     """Memory, threads and descriptors over steps; and all of them go with the exchange."""
 
@@ -388,16 +316,3 @@ def test_nothing_grows():
         assert seen[0][:2] == seen[1][:2]
         assert seen[1][2] - seen[0][2] < 4 << 20
     assert used()[:2] == before[:2]
-
-
-def test_sockets_are_bound_to_one_address():
-    endpoint = open_endpoint("127.0.0.1")
-    try:
-        assert (
-            endpoint.datagrams.getsockname()[0] == endpoint.listener.getsockname()[0] == "127.0.0.1"
-        )
-        assert endpoint.largest_datagram([endpoint.address]) >= 1472
-    finally:
-        endpoint.close()
-    with pytest.raises(ValueError, match="no socket can be bound"):
-        open_endpoint("192.0.2.1")

@@ -244,15 +244,6 @@ def test_ways_of_sending(options):
         np.testing.assert_array_equal(sums[1], sum(contributions))
 
 
-def test_more_parts_than_slots_at_first():
-    options = WireOptions(part_bytes=1 << 13)
-    contributions = [whole_numbers(200_000, seed=rank) for rank in range(2)]
-    with exchanges(2, options=options) as ranks:
-        for _ in range(2):
-            sums, _ = step(ranks, contributions, bucket=9)
-            np.testing.assert_array_equal(sums[0], sum(contributions))
-
-
 def test_a_single_rank():
     exchange = BoundedLossExchange(0, [("127.0.0.1", 0, 0)], 0, endpoint=None)
     values = np.arange(5, dtype=np.float32)
@@ -267,13 +258,8 @@ def test_mistakes_are_told():
     with exchanges(2) as ranks:
         for wrong, said in [
             ({"values": values.astype(np.float64)}, "float32"),
-            ({"values": np.ones((2, 5), np.float32)}, "one dimension"),
             ({"out": np.ones(9, np.float32)}, "takes 10 elements"),
             ({"tolerance": 1.0}, "tolerance"),
-            ({"tolerance": -0.1}, "tolerance"),
-            ({"priority": 4}, "priority"),
-            ({"bucket": -1}, "bucket"),
-            ({"exact": [(5, 11)]}, "exact"),
         ]:
             arguments = {"bucket": 0, "values": values, **wrong}
             with pytest.raises(ValueError, match=said):
@@ -283,9 +269,6 @@ def test_mistakes_are_told():
             ranks[0].start(1, np.ones(11, np.float32))
     with pytest.raises(ValueError, match="closed"):
         ranks[0].start(1, values)
-    for wrong in ({"datagram_bytes": 100}, {"part_bytes": 10}, {"rate": 0.0}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            WireOptions(**wrong)
 
 
 def _over_store(rank: int, world_size: int) -> list[float]:

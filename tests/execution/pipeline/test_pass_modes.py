@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import operator
-import weakref
 from functools import partial, reduce
 from typing import Any
 
@@ -23,7 +22,6 @@ from lightning_topt.graph.capture import call_training_step
 from lightning_topt.graph.errors import CaptureError
 from lightning_topt.graph.flow_trace import trace_flow
 from lightning_topt.graph.step_flow import assign_calls
-from tests.execution.pipeline.pipelined_models import MODELS, Mixed
 from tests.execution.pipeline.stages_in_turn import assert_same, run_plain, run_stages
 from tests.execution.pipeline.test_stage_pass import microbatches
 from tests.foreign.transformers_models import (
@@ -35,7 +33,7 @@ from tests.foreign.transformers_models import (
     picture_and_label,
     translation,
 )
-from tests.models import GPT, ConvNet, batch_for
+from tests.models import GPT, batch_for
 
 GPT_STAGES = [["blocks.0"], ["blocks.1"], ["norm", "head"]]
 
@@ -187,32 +185,6 @@ def test_evaluation(mode):
     assert not passes._passes
 
 
-def test_the_last_stage_alone_logs_and_measures():
-    module = ConvNet()
-    logged: list[Any] = []
-    module.log = lambda name, value, **options: logged.append(name)
-    batch = batch_for(module)
-    passes = stage_pass(module, call_training_step, batch, [["conv1"], ["conv2"], ["hidden"]])
-    torch.manual_seed(1)
-    forward_all(passes, lambda: call_training_step(module, batch))
-    assert logged == ["train_accuracy"]
-    assert module.accuracy.tp.sum() + module.accuracy.fn.sum() == len(batch[1])
-    assert module.log is not None
-    assert "_compiled_call_impl" not in vars(module.conv1)
-
-
-def test_hooks_of_users_run_where_the_module_runs():
-    module = GPT()
-    called: list[int] = []
-    module.blocks[0].register_forward_hook(lambda *_: called.append(0))
-    module.blocks[1].register_forward_pre_hook(lambda *_: called.append(1))
-    batch = batch_for(module)
-    passes = stage_pass(module, call_training_step, batch, GPT_STAGES)
-    called.clear()  # a trace runs the hooks of its copy
-    forward_all(passes, lambda: call_training_step(module, batch))
-    assert called == [0, 1]
-
-
 def test_uneven_microbatches_draw_in_one_order():
     module = GPT(layers=2, dropout=0.2)
     sizes = [batch_for(module, 3), batch_for(module, 1), batch_for(module, 3)]
@@ -239,27 +211,6 @@ def test_uneven_microbatches_draw_in_one_order():
         assert torch.equal(torch.get_rng_state(), plain.random_state)
     for got, wanted in zip(losses, plain.losses * 2, strict=True):
         torch.testing.assert_close(got, wanted)
-
-
-def test_a_microbatch_is_forgotten_after_its_backward_pass():
-    module = Chain()
-    kept: list[Any] = []
-
-    def step(module: Any, batch: Tensor) -> Tensor:
-        x = module.a(batch).tanh()
-        kept.append(weakref.ref(x))
-        return module.b(x).sum()
-
-    batch = torch.randn(2, 4)
-    passes = stage_pass(module, step, batch, [["a"], ["b"]])
-    kept.clear()
-    sent = passes.forward(0, 0, lambda: step(module, batch), {}).sent
-    loss = passes.forward(1, 0, lambda: step(module, batch), sent).result
-    assert kept[1]() is not None or gc.isenabled()
-    made = passes.backward(1, 0, {}, loss=loss)
-    del loss
-    passes.backward(0, 0, made)
-    assert [ref() for ref in kept] == [None, None]
 
 
 def test_what_has_no_influence_gets_zeros():
@@ -348,41 +299,6 @@ def test_steps_that_do_not_do_what_their_trace_did(step, message):
     assert all("_compiled_call_impl" not in vars(each) for each in module.modules())
 
 
-@pytest.mark.parametrize(("caught", "raises"), [(Exception, False), (BaseException, True)])
-def test_code_that_catches_exceptions(caught, raises):
-    def step(module: Any, batch: Tensor) -> Tensor:
-        try:
-            return module.b(module.a(batch)).sum()
-        except caught:
-            return batch.sum()
-
-    module, batch = Chain(), torch.randn(2, 4)
-    passes = stage_pass(module, step, batch, [["a"], ["b"]])
-    if raises:
-        with pytest.raises(CaptureError, match="catches BaseException"):
-            passes.forward(0, 0, lambda: step(module, batch), {})
-    else:
-        assert passes.forward(0, 0, lambda: step(module, batch), {}).sent
-
-
-def test_an_error_of_the_user_passes_through():
-    module = Chain()
-
-    def step(module: Any, batch: Tensor) -> Tensor:
-        x = module.a(batch)
-        if not module.flag:
-            raise KeyError("mine")
-        return module.b(x).sum()
-
-    batch = torch.randn(2, 4)
-    passes = stage_pass(module, step, batch, [["a"], ["b"]])
-    module.flag = False
-    with pytest.raises(KeyError, match="mine"):
-        passes.forward(0, 0, lambda: step(module, batch), {})
-    module.flag = True
-    passes.forward(0, 0, lambda: step(module, batch), {})
-
-
 def llama() -> Any:
     return hf.LlamaForCausalLM(
         hf.LlamaConfig(**{**HALVES, "num_hidden_layers": 3, "tie_word_embeddings": True})
@@ -435,15 +351,3 @@ def test_models_of_transformers(make, sample, stages):
     )
     assert_same(got, plain)
     assert not got.flow.reads_values
-
-
-def test_models_of_this_folder_keep_their_flow_between_microbatches():
-    for model in MODELS:
-        module = model()
-        units = list(module.blocks)
-        one, other = (
-            trace_flow(module, call_training_step, module.batch(2), units=units) for _ in range(2)
-        )
-        assert one == other
-        assert trace_flow(module, call_training_step, module.batch(3), units=units) != one
-    assert Mixed in MODELS

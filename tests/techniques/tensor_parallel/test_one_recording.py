@@ -15,9 +15,6 @@ from lightning_topt.graph import capture as capturing
 from lightning_topt.graph.capture import StepRun
 from lightning_topt.graph.recording import (
     PRIME,
-    Unclear,
-    number_at,
-    size_at,
 )
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
@@ -152,22 +149,6 @@ def test_one_recording_tells_what_two_do(
     # Two small batches may run different operators, where one has as many samples as there are
     # ranks.
     assert all(a == b for a, b in zip(found, of_two, strict=True) if samples > 1 or b is not None)
-
-
-def test_a_size_that_may_be_a_part_of_the_batch_is_not_clear() -> None:
-    assert [size_at(2, size) for size in (0, 7, 128_256, PRIME, 12 * PRIME)] == [
-        0,
-        7,
-        128_256,
-        2,
-        24,
-    ]
-    for size in (PRIME // 2, PRIME + 1, 3 * PRIME - 1):
-        with pytest.raises(Unclear):
-            size_at(2, size)
-    assert [number_at(1, value) for value in (-1, 2.0 * PRIME, 2**63 - 1, True, "sum", 0.5)] == [
-        *(-1, 2.0, 2**63 - 1, True, "sum", 0.5)
-    ]
 
 
 class Pairs(nn.Module):

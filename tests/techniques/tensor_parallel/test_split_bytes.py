@@ -194,16 +194,6 @@ def test_three_dimensions() -> None:
     assert found[3] == 2 * (1 + 1 + 2) * 2 * (q - 1) / q * rows  # of two norms
 
 
-def test_an_axis_of_one_rank_changes_nothing() -> None:
-    for sizes in ((2, 2, 1), (1, 2, 2), (2, 1, 2)):
-        found = {
-            each.op
-            for each in Seen(2, sizes, THREE, CUBE).calls
-            if sizes[each.axis] > 1 and each.size > 4 * TOKENS
-        }
-        assert found == {"all_gather", "reduce_scatter"}, sizes
-
-
 def kept_by_a_layer(*given: object) -> float:
     return Seen(3, *given).bytes_kept - Seen(2, *given).bytes_kept  # type: ignore[arg-type]
 

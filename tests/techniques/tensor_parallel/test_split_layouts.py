@@ -28,10 +28,8 @@ from lightning_topt.graph.op_config import Replicate, Shard
 from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout, layout_axes
-from lightning_topt.techniques.tensor_parallel.split_mode import SplitMode
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
-from lightning_topt.techniques.tensor_parallel.tensor_mover import Gathered, saved_as_slices
 from tests.launch import run_ranks
 from tests.techniques.tensor_parallel.on_ranks import check, compare
 from tests.techniques.tensor_parallel.test_split_models import gpt2, ids, llama
@@ -209,52 +207,8 @@ def test_a_border_that_does_not_divide_names_the_dims_that_would_have_to(
         layout_of_model(split_model("llama"), layout)
 
 
-def test_slices_that_were_saved_go_with_the_backward_of_their_gather() -> None:
-    local = torch.tensor([1.0, 2.0], requires_grad=True)
-    slices = local * 1
-    whole = slices * 2
-    gathered = Gathered(whole, slices, lambda given: given * 2)
-    with saved_as_slices([gathered]):
-        loss = whole.square().sum()
-    assert gathered.local is not None
-    loss.backward()  # and the graph lives on
-    assert gathered.local is None and local.grad is not None
-    assert local.grad.tolist() == [8.0, 16.0]
-
-
 def bfloat16() -> AbstractContextManager[Any]:
     return torch.autocast("cpu", dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    ("layout", "context"), [("tensor_sequence", bfloat16), ("tensor_2d", nullcontext)]
-)
-def test_blocks_alike_are_captured_once(
-    layout: str, context: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def deep() -> nn.Module:
-        module = ByteGPT(5, 32, 4, 8)
-        module.log = lambda *args, **kwargs: None  # type: ignore[method-assign,assignment]
-        return module
-
-    monkeypatch.setitem(MODELS, "deep", (deep, partial(ids, BATCH, 9)))
-    ran: list[str] = []
-
-    def counted(self: SplitMode, rule: BlockRule, *args: Any) -> Any:
-        ran.append(rule.block)
-        return run_block(self, rule, *args)
-
-    run_block = SplitMode.run_block
-    monkeypatch.setattr(SplitMode, "run_block", counted)
-    model = split_model("deep", context)
-    found = layout_of_model(model, layout)
-    short = model.local_graph_of(*found)
-    blocks = Counter(name for name in ran if name.startswith("blocks."))
-    # the first gets what the embedding made
-    assert blocks == {"blocks.0": 1, "blocks.1": 1, "blocks.2": 1}
-    monkeypatch.setattr(step_run, "find_equal", lambda module: {})
-    model._known.graphs.clear()
-    assert model.local_graph_of(*found) == short is not None
 
 
 def test_inputs_of_products_are_gathered_in_the_dtype_of_autocast() -> None:

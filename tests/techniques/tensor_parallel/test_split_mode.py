@@ -395,39 +395,3 @@ def test_changes_that_no_row_knows_are_refused() -> None:
             x.transpose_(0, 1)
         with pytest.raises(ValueError, match=r"add changes a tensor in place"):
             torch.add(torch.zeros(4, 8), 1, out=x)
-
-
-def test_shapes_are_whole_and_new_tensors_too() -> None:
-    mode, x = alone(Shard(1))
-    with mode:
-        assert (x.shape, x.size(-1), x.numel(), len(x.T), x.new_zeros(x.shape).shape) == (
-            (4, 8),
-            8,
-            32,
-            8,
-            (4, 8),
-        )
-        assert layout_of(x.new_zeros(3)) is None
-    assert x.shape == (4, 4)
-
-
-def test_numbers_and_flags_of_the_same_value_are_different_calls() -> None:
-    mode, x = alone(Shard(0))
-    with mode:
-        assert layout_of(x.std(1)) == Layout((4,), (Shard(0),))
-        assert layout_of(x.std(True)) is None  # the deviation of all, unbiased
-
-
-def test_torch_is_as_it_was_after_the_mode() -> None:
-    before = torch.autograd.Function.__dict__["apply"]
-    mode, _ = alone(Shard(0))
-    with mode:
-        assert torch.autograd.Function.__dict__["apply"] is not before
-    assert torch.autograd.Function.__dict__["apply"] is before
-
-
-def test_what_is_remembered_on_a_tensor_does_not_hold_it() -> None:
-    """A view would, and every step left its activations behind."""
-    mode, _ = alone(Shard(0))
-    x = torch.rand(3, 8, requires_grad=True) * 1
-    assert moves.enter(x, mode.axes, 0)._base is None

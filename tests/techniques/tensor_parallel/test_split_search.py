@@ -222,20 +222,6 @@ def test_collectives_are_those_of_the_run(module: nn.Module, batch: object) -> N
         assert Counter(predicted) == Counter(made), split.placements
 
 
-def test_dropout_is_dearer_where_its_tensor_is_split() -> None:
-    """All ranks draw the numbers of the whole tensor."""
-    seconds = []
-    for dropout in (0.0, 0.5):
-        module = Step(GPTBlock(64, 8, dropout))
-        found, _ = trace(module, torch.zeros(4, 8, 64))
-        fixed = {f"inner.{name}": placement for name, placement in MEGATRON_BLOCK.items()}
-        costs = prices(module, 2)
-        both = [price_split(found.calls, costs, placements) for placements in ({}, fixed)]
-        assert both[0] is not None and both[1] is not None
-        seconds.append(both[1].seconds - both[0].seconds)
-    assert seconds[1] > seconds[0]
-
-
 def test_a_trace_leaves_the_module_alone() -> None:
     module = GPT()
     before = {name: vars(m).copy() for name, m in module.named_modules()}

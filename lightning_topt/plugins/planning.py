@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import lightning.pytorch as pl
@@ -125,7 +124,7 @@ def check_agreement(request: PlanRequest, module: nn.Module) -> None:
     mine = {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "lightning": version("lightning"),
+        "lightning": pl.__version__,
         "options of the strategy": repr(request),
         "parameters of the model": [
             (name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
+import lightning
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
@@ -124,7 +125,7 @@ def check_agreement(request: PlanRequest, module: nn.Module) -> None:
     mine = {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "lightning": pl.__version__,
+        "lightning": lightning.__version__,
         "options of the strategy": repr(request),
         "parameters of the model": [
             (name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()

@@ -4,8 +4,8 @@
     for index, outcome in outcomes_of(search, items, processes=2): ...     # independent items
 
 `run_on_ranks` starts ranks with a process group, or uses those that torchrun or srun has started.
-There `topt calibrate` and `topt plan` measure. `outcomes_of` divides searches that need nothing of
-one another among helper processes and this one.
+There `topt calibrate`, `topt plan` and `topt verify` measure and try steps. `outcomes_of` divides
+searches that need nothing of one another among helper processes and this one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,11 @@ def start_method(kind: str) -> str:
 
 
 def run_on_ranks(
-    function: Collective[Result], *arguments: object, accelerator: str, devices: int
+    function: Collective[Result],
+    *arguments: object,
+    accelerator: str,
+    devices: int,
+    threads: int | None = None,
 ) -> Result | None:
     """Call `function` on `devices` new ranks, or on those that torchrun or srun has started.
 
@@ -65,6 +69,8 @@ def run_on_ranks(
         arguments: pickled where ranks are spawned.
         accelerator: ``"cpu"``, ``"cuda"`` or ``"gpu"``.
         devices: the number of new ranks.
+        threads: of each new rank; None: as many as a rank of Lightning has. It must be 1 where this
+            process has computed with several threads, which a forked rank would wait for.
 
     Returns:
         The result of rank 0; None on ranks of torchrun and srun other than 0.
@@ -114,7 +120,7 @@ def run_on_ranks(
         start: Any = mp.start_processes  # type: ignore[attr-defined]
         start(
             _run_rank,
-            args=(function, kind, devices, folder, arguments),
+            args=(function, kind, devices, threads, folder, arguments),
             nprocs=devices,
             start_method=start_method(kind),
         )
@@ -127,11 +133,16 @@ def _run_rank(
     function: Collective[object],
     kind: str,
     world_size: int,
+    threads: int | None,
     folder: str,
     arguments: tuple[object, ...],
 ) -> None:
     """Be one of the new ranks."""
-    _set_num_threads_if_needed(num_processes=world_size)  # as a rank of Lightning has
+    # threads as a rank of Lightning has, unless the caller says otherwise
+    if threads is None:
+        _set_num_threads_if_needed(num_processes=world_size)
+    else:
+        torch.set_num_threads(threads)
     options = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": world_size}
     result = _call_in_group(function, kind, rank, 1, arguments, **options)
     if rank == 0:

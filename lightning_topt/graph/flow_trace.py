@@ -23,7 +23,7 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -75,12 +75,12 @@ def trace_flow(
     *,
     units: Collection[str],
     device: torch.device | str = "cpu",
+    forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> StepFlow:
     """Return the flow of ``run(module, batch)``.
 
     It runs on a copy of `module` without memory, in the process of every rank. Random states stay
     as they are; what else user code changes beside the copy is changed, as in the passes of stages.
-    Whether gradients are computed is as at the call.
 
     Args:
         module: whose step it is.
@@ -89,6 +89,8 @@ def trace_flow(
         batch: one microbatch, on `device`; it is copied.
         units: paths of the named blocks, none of them inside of another.
         device: where the step will run.
+        forward_context: makes a context around `run`, such as autocast. Whether gradients are
+            computed is as at the call.
 
     Raises:
         CaptureError: the step cannot be run by stages or on fake tensors; the message names the
@@ -104,6 +106,7 @@ def trace_flow(
         batch,
         units=units,
         device=torch.device(device),
+        context=forward_context,
     )
     # without values first: only then is the flow that of every batch
     try:
@@ -119,6 +122,7 @@ def _attempt(
     *,
     units: Collection[str],
     device: torch.device,
+    context: Callable[[], AbstractContextManager[object]],
     has_values: bool,
 ) -> StepFlow:
     with _as_it_was(device), torch.compiler.set_stance("force_eager"):
@@ -133,7 +137,7 @@ def _attempt(
         # a cast kept from one unit to the next would be a tensor that it hides
         torch.set_autocast_cache_enabled(False)
         try:
-            with recorder, _Readable(recorder):
+            with recorder, _Readable(recorder), context():
                 result = run(copied, own_batch)
             recorder.finish(result, copied)
         except CaptureError:

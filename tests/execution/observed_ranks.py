@@ -235,13 +235,14 @@ class _Recorder(TorchDispatchMode):
     def _as_one(self, cls: Any, op: str, position: int) -> Callable[..., Any]:
         original = cls.__call__
 
+        # FSDP2 gives all of them by their names
         def counted(
-            call: object, output: Tensor, given: Tensor, group: Any, *rest: Any, **more: Any
+            call: object, output_tensor: Tensor, input_tensor: Tensor, group: Any, **more: Any
         ) -> Any:
-            self._note(op, [(output, given)[position]], group)
+            self._note(op, [(output_tensor, input_tensor)[position]], group)
             self._inside = True
             try:
-                return original(call, output, given, group, *rest, **more)
+                return original(call, output_tensor, input_tensor, group, **more)
             finally:
                 self._inside = False
 

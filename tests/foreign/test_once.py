@@ -240,7 +240,7 @@ def share_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(shared_updates, "_WORTH_SECONDS", -1.0)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_what_runs_under_ddp_is_equal_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     share_at_once(monkeypatch)
     names = chosen(default)
@@ -265,7 +265,7 @@ def just_below_ddp(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(choose, "fitting_points", fitting_points)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("strategy", ASKED)
 def test_what_is_asked_is_equal_to_ddp_or_refused(
     strategy: MakeStrategy, monkeypatch: pytest.MonkeyPatch

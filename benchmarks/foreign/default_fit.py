@@ -1,6 +1,6 @@
 """What `strategy="topt"` costs and brings where nothing else is said, against Lightning's `ddp`.
 
-    python -m benchmarks.foreign.default_fit     # about 20 minutes on 2 cores
+    python -m benchmarks.foreign.default_fit     # about 35 minutes on 2 cores
 
 Each job is `python fit.py` with two CPU ranks of one thread, as a user starts it; rounds are
 interleaved.

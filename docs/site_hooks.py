@@ -21,12 +21,12 @@ LINK = re.compile(r"\]\((?:\.\./)+(docs|benchmarks/results)/([^)]+)\)")
 
 
 def on_config(config: Any) -> Any:
-    """Add a page for each measurement, and the development log where there is one."""
+    """Add a page for each measurement, and what did not help where there is such a page."""
     pages = [f"{MEASURED}/{path.name}" for path in sorted(RESULTS.glob("*.md"))]
     section = {name: entry for part in config.nav for name, entry in part.items()}
     section["Results"].append({"All measurements": pages})
     if (ROOT / "docs" / LOG).exists():
-        section["Help"].append({"Development log": LOG})
+        section["Help"].append({"What did not help": LOG})
     return config
 
 

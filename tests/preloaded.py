@@ -225,7 +225,8 @@ def import_libraries(search_path: tuple[str, ...]) -> None:
 
 def import_topt(search_path: tuple[str, ...]) -> None:
     """Import all modules of `lightning_topt`, of this repository."""
-    with _found_on((str(ROOT), *search_path)):
+    with _found_on(search_path):
+        sys.path.insert(0, str(ROOT))  # before an installed one
         package = importlib.import_module("lightning_topt")
         for module in pkgutil.walk_packages(package.__path__, "lightning_topt."):
             importlib.import_module(module.name)

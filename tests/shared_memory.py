@@ -19,8 +19,7 @@ def shared_files() -> set[str]:
     parent. Python's semaphores are left out: its resource tracker removes them, some time after a
     process was killed.
     """
-    # Folders of elastic fits have a name by their process, and tests of their own.
-    names = {n for n in os.listdir(FOLDER) if not n.startswith(("sem.", "topt-elastic-"))}
+    names = {n for n in os.listdir(FOLDER) if not n.startswith("sem.")}
     own, others = set(), set()
     for process in psutil.process_iter() if names else ():
         (own if _is_own(process) else others).update(_held(process.pid))

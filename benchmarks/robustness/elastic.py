@@ -9,9 +9,6 @@ every `--every` seconds, one after the other. Prints, and writes with ``--output
                       the kill until the process group begins again, from there to the step's
                       begin on the last rank, and to its end
     goodput           samples per second with the losses, as a share of those without
-
-Of a rank that was killed the process is another one. So restarts by torchrun, which happen where
-the process is lost that waits for it, are with ``--kill waiting``.
 """
 
 from __future__ import annotations
@@ -39,14 +36,12 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=10, help="seconds between two losses")
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--kill", choices=("training", "waiting"), default="training")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     quiet, disturbed = measure(options, kills=False), measure(options, kills=True)
     result = {
         "parameters": options.parameters,
         "ranks": options.ranks,
-        "kill": options.kill,
         "every_seconds": options.every,
         "samples_per_second": [quiet["samples_per_second"], disturbed["samples_per_second"]],
         "goodput": disturbed["samples_per_second"] / quiet["samples_per_second"],
@@ -78,7 +73,7 @@ def measure(options: argparse.Namespace, *, kills: bool) -> dict[str, Any]:
                 time.sleep(min(options.every, max(0, begin + options.seconds - time.time())))
                 if kills and time.time() < begin + options.seconds - options.every / 2:
                     rank = len(losses) % options.ranks
-                    losses.append(lose(events, job, rank, kind=options.kill))
+                    losses.append(lose(events, job, rank))
         finally:
             os.killpg(job.pid, signal.SIGTERM)
             job.wait(timeout=60)
@@ -89,11 +84,11 @@ def measure(options: argparse.Namespace, *, kills: bool) -> dict[str, Any]:
     return {"samples_per_second": samples / options.seconds, "losses": losses}
 
 
-def lose(events: Path, job: subprocess.Popen[bytes], rank: int, *, kind: str) -> dict[str, Any]:
+def lose(events: Path, job: subprocess.Popen[bytes], rank: int) -> dict[str, Any]:
     """Kill `rank`, and return how long each part took until the next step."""
     begun = [each for each in read(events) if each["what"] == "begun" and each["rank"] == rank]
     killed = time.time()
-    os.kill(begun[-1][kind], signal.SIGKILL)
+    os.kill(begun[-1]["training"], signal.SIGKILL)
     group = wait_for(events, job, lambda each: each["what"] == "group" and each["at"] > killed)
     step = wait_for(events, job, lambda each: each["what"] == "step" and each["at"] > group["at"])
     first: dict[int, float] = {}

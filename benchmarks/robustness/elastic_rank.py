@@ -63,7 +63,7 @@ class Module(L.LightningModule):
         return loss
 
     def on_train_start(self) -> None:
-        write("begun", rank=self.global_rank, training=os.getpid(), waiting=os.getppid())
+        write("begun", rank=self.global_rank, training=os.getpid())
 
     def on_train_batch_start(self, *_: Any) -> None:
         write("batch", rank=self.global_rank)

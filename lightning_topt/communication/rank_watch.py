@@ -651,16 +651,15 @@ def init_attempt(
     world_size: int,
     timeout: timedelta,
     device_id: torch.device | None = None,
-    meets_within: timedelta | None = None,
 ) -> None:
     """Make the default process group, in a part of torchrun's store that no other attempt uses.
 
     With ``--max-restarts`` torchrun (torch 2.13, rendezvous c10d) gives every attempt the store of
     the one before. gloo then connects to the addresses of ranks that are dead: the second attempt
-    never begins. Raises TimeoutError where not all ranks come, `meets_within` a shorter time.
+    never begins. Raises TimeoutError where not all ranks come.
     """
     store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
-    own = attempt_store(store, rank=rank, world_size=world_size, timeout=meets_within or timeout)
+    own = attempt_store(store, rank=rank, world_size=world_size, timeout=timeout)
     options: dict[str, Any] = {
         "rank": rank,
         "world_size": world_size,

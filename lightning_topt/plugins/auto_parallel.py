@@ -174,21 +174,19 @@ class AutoParallelStrategy(DDPStrategy):
         self._run = PlanRun(self, self._checkpoints)
         self._updates: SharedUpdates | None = None  # of a fit that asks for no plan
         self._is_asked = False
-        preemption = Preemption()
-        self._training_data = TrainingData(self, preemption)
+        self._training_data = TrainingData(self, Preemption())
         self._elastic: ElasticRun | None = None
         if elastic:
             plugins.check_elastic(
-                checkpoint=checkpoint,
+                checkpoint=checkpoint != "full",
                 async_checkpoint=async_checkpoint,
-                uneven=uneven,
-                allow_staleness=allow_staleness,
-                start_method=self._start_method,
+                uneven=uneven not in (None, "join"),
+                allow_staleness=allow_staleness is not False,
+                start_method=self._start_method != "popen",
             )
             self._elastic = plugins.ElasticRun(
                 self, self.rank_watch, self._training_data, self._run
             )
-            preemption.keep = self._elastic.keep
         self._batches = RankBatches(
             uneven,
             pad_evaluation,

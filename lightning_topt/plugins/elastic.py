@@ -9,87 +9,79 @@ A strategy has an `ElasticRun`, to which its hooks delegate:
     optimizer_step        `watched`, `end_update`
     teardown              `end_training`
 
-When a rank is lost, collective calls of the others fail. Each of them has the parameters and the
-optimizer state after its last step: the update comes after all gradients have arrived. One process
-of each machine leaves them in memory (`execution.surviving_state`), as a checkpoint with the
-position in the data. All ranks end, and begin again from the newest of these states: the processes
-that wait for them fork (`communication.rank_keeper`), or torchrun starts new ones, where a process
-that waits is lost, or a node. Ranks may differ by one step then; the state after it is right on
-whichever rank has it.
+The process that torchrun has started stays behind (`_Keeper`): it forks the one that trains, and
+has memory for a state. When a rank is lost, collective calls of the others fail. Each of them has
+the parameters and the optimizer state after its last step: the update comes after all gradients
+have arrived. One process of each machine leaves them in that memory (`_Memory`), as a checkpoint
+with the position in the data. All end with `RANK_LOST`, and the keepers fork again: all imports are
+done, and torchrun sees nothing of it. Ranks may differ by one step then; the state after it is
+right on whichever rank has it.
 
-torchrun's SIGTERM, with which it also makes room for a node that comes, ends all ranks after the
-same batch (`plugins.preemption`). Then the state of all is kept, under any plan.
-
-Where a plan shards the state a loss takes a part of it. Such a fit begins again as the user's
-``ckpt_path`` says, and so does one whose ranks were all lost.
+Every other end is passed on, so torchrun restarts as ever, and the fit begins as the user's
+``ckpt_path`` says. So it does where a plan shards the state, of which a loss takes a part.
 """
 
 from __future__ import annotations
 
+import fcntl
 import importlib
-import itertools
+import io
 import logging
+import mmap
 import os
 import random
+import signal
 import sys
+import time
+import zlib
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any
+from types import FrameType
+from typing import IO, Any, NamedTuple, NoReturn
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.distributed as dist
-import xxhash
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_topt.basics.forked_call import die_with
-from lightning_topt.communication.rank_keeper import RANK_LOST, RankProgress, keep_rank, keep_store
-from lightning_topt.communication.rank_watch import is_of_collective
-from lightning_topt.execution.surviving_state import (
-    FoundState,
-    Place,
-    SurvivingStates,
-    find_newest,
-    states_of,
-)
-from lightning_topt.plugins.exchange_guard import CHECKPOINT_KEY
+from lightning_topt.communication.rank_watch import is_of_collective, own_identity
 from lightning_topt.plugins.lost_ranks import LostRankWatch
 from lightning_topt.plugins.plan_run import PlanRun
-from lightning_topt.plugins.training_data import DATA_KEY, TrainingData
+from lightning_topt.plugins.training_data import TrainingData
 
 log = logging.getLogger(__name__)
 
-# How long ranks that begin again wait for each other: those that are in a step come late. Without
-# one torchrun restarts all.
-MEET_SECONDS, MEET_STEPS = 20.0, 4
-# Whether torchrun hosts the store of the ranks, which then outlives them.
-_SHARED = "TORCHELASTIC_USE_AGENT_STORE"
+RANK_LOST = 75  # exit status; EX_TEMPFAIL of sysexits.h
+MOST_LOSSES_WITHOUT_STEP = 3  # then torchrun is to restart
+LOCK_SECONDS = 60.0  # that a process waits while another one of its machine writes its state
+IN_MEMORY = "memory of the ranks that are left"  # in place of a path
 _CKPT_PATH, _WEIGHTS_ONLY = 4, 5  # of the arguments of Trainer._fit_impl
-_STOP = "lightning_topt.should_stop"  # of a state in memory
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# Imported once, before the fork: torch imports the first one in an optimizer's first step.
+_IMPORTED_IN_STEPS = ("torch._dynamo", "lightning_topt.plugins.traced_planning")
 
-# torch imports the first one in an optimizer's first step.
-_IMPORTED_IN_STEPS = (
-    "torch._dynamo",
-    "lightning_topt.plugins.traced_planning",
-)
+_keeper: list[_Keeper] = []  # of this process, once a fit has begun
 
-_fits = itertools.count()  # of this program, which torchrun starts from its beginning
-_owner: list[int] = []  # torchrun's process
-_progress: list[RankProgress] = []  # of this process, where another one waits for it
+
+class Place(NamedTuple):
+    """How far a fit was, in optimizer steps and batches: the larger one is the newer one."""
+
+    step: int
+    batches: int
 
 
 class ElasticRun:
-    """Lets the fits of `strategy` go on after a loss.
+    """Lets the fit of `strategy` go on after a loss.
 
     Args:
-        strategy: whose fits these are.
+        strategy: whose fit it is.
         watch: makes its process group.
-        data: knows what a fit was trained on.
+        data: knows what the fit was trained on.
         plan: that runs.
     """
 
@@ -97,20 +89,14 @@ class ElasticRun:
         self, strategy: DDPStrategy, watch: LostRankWatch, data: TrainingData, plan: PlanRun
     ) -> None:
         self._strategy, self._watch, self._data, self._plan = strategy, watch, data, plan
-        self._states: SurvivingStates | None = None
-        self._found: FoundState | None = None
-        self._draws_anew = False  # for it lacks the random states of these ranks
-        self._is_asked_to_stop = False  # by trainer.should_stop, before the loss
-        self._fit = 0
+        self._memory: _Memory | None = None  # of this machine
+        self._checkpoint: dict[str, Any] | None = None  # that survived, until it is loaded
+        self._goes_on = self._has_path = False
         # Whether hooks are asked for the state of this rank, without the others.
         self.is_alone = False
         self._is_training = self._is_updating = False
         self._steps = self._first_step = 0
-        # As the batches of a step found them.
-        self._buffers: dict[str, Tensor] = {}
-        self._stopped_before = False
-        self._ckpt_path: object = None  # the user's
-        self._has_warned = False
+        self._buffers: dict[str, Tensor] = {}  # as the batches of a step found them
 
     # ---- the fit ---------------------------------------------------------------------------------
 
@@ -121,43 +107,29 @@ class ElasticRun:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run `function` of `trainer`; a fit from the state that survived, if one did.
-
-        In another process, if nothing keeps this one from being forked.
-        """
+        """Run `function` of `trainer`; a fit in a forked process, from the state that survived."""
         if trainer.state.fn != TrainerFn.FITTING:
             return function(*args, **kwargs)
         self._check(trainer)
-        self._fit = next(_fits)
-        self._ckpt_path, self._has_warned = args[_CKPT_PATH], False
-        forks = _may_fork()
-        if forks:
-            _fork()
-        elif not _progress:
-            log.info(
-                "torchrun restarts this process after a loss. It cannot be forked: it has threads "
-                "(OMP_NUM_THREADS=1 leaves out those of torch), a device in use, or a process "
-                "group before the fit"
-            )
-        within = None
-        if forks and _progress[0].restarts > 0:
-            longest = _progress[0].longest_seconds
-            within = timedelta(seconds=max(MEET_SECONDS, MEET_STEPS * longest))
+        for module in _IMPORTED_IN_STEPS:
+            importlib.import_module(module)
+        _keeper[:] = [_Keeper()]
+        _keeper[0].keep()
+        # From here on in a process that trains.
         assert self._strategy.accelerator is not None
         self._strategy.accelerator.setup_device(self._strategy.root_device)
-        self._watch.meet(self._strategy, is_restarted=True, within=within)
-        self._find()
-        if self._found is not None:
-            args = (*args[:_CKPT_PATH], str(self._found.path), False, *args[_WEIGHTS_ONLY + 1 :])
-            log.info("training goes on after step %d, from memory", self._found.place.step)
+        self._watch.meet(self._strategy, is_restarted=True)
+        place = self._find()
+        if place is not None:
+            args = (*args[:_CKPT_PATH], IN_MEMORY, False, *args[_WEIGHTS_ONLY + 1 :])
+            log.info("training goes on after step %d, from memory", place.step)
+        self._has_path = args[_CKPT_PATH] is not None
         try:
             return function(*args, **kwargs)
         except Exception as error:
             if not is_of_collective(error):
                 raise
-            self._leave(trainer, error)
-            if not _progress:
-                raise
+            self._leave(trainer)
             log.warning("rank %d begins again: %s", trainer.global_rank, str(error)[:300])
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
@@ -165,35 +137,91 @@ class ElasticRun:
 
     def _check(self, trainer: pl.Trainer) -> None:
         environment = self._strategy.cluster_environment
-        if not isinstance(environment, TorchElasticEnvironment):
+        if (
+            not isinstance(environment, TorchElasticEnvironment)
+            or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        ):
             raise ValueError(
-                "elastic=True needs ranks that torchrun starts, which outlives them: "
+                "elastic=True needs ranks and a store of torchrun, which outlive them: "
                 "torchrun --standalone --nproc-per-node 2 --max-restarts 3 train.py"
             )
         device, backend = self._strategy.root_device.type, self._strategy.process_group_backend
         if device != "cpu" or backend not in (None, "gloo"):
-            raise ValueError(
-                f'elastic=True was tried with accelerator="cpu" and gloo only, not with {device} '
-                f"and {backend or 'its default'}: leave elastic out, and let torchrun restart from "
-                "ckpt_path"
-            )
+            raise ValueError('elastic=True runs with accelerator="cpu" and gloo: leave elastic out')
         if not trainer.lightning_module.automatic_optimization:
-            raise ValueError(
-                "elastic=True needs automatic optimization: between the steps of several "
-                "optimizers a loss leaves no state that all ranks have"
-            )
+            raise ValueError("elastic=True needs automatic optimization")
         if trainer.early_stopping_callbacks:
             raise ValueError(
-                "elastic=True cannot have EarlyStopping: a loss changes the means of the epoch "
-                "that it reads. Use max_epochs or max_steps"
+                "elastic=True cannot have EarlyStopping, which reads means of the epoch: use "
+                "max_epochs or max_steps"
             )
+        if _keeper:
+            raise ValueError("elastic=True runs one fit in a program: start another program")
+        # Threads of OpenMP (libgomp), loggers and BLAS are lost in a fork, and their users hang.
+        if dist.is_initialized() or len(os.listdir("/proc/self/task")) > 1:
+            raise ValueError(
+                "elastic=True forks this process, which has threads or a process group: set "
+                "OMP_NUM_THREADS=1, and start loggers and groups in the fit"
+            )
+
+    def _find(self) -> Place | None:
+        """Find the newest state that survived. A collective call."""
+        own = _machine(), _keeper[0].memory
+        owners: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(owners, own)
+        # The first rank of a machine has the memory of all.
+        self._memory = next(memory for machine, memory in owners if machine == own[0])
+        places: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(places, self._memory.place())
+        newest: Place | None = max(filter(None, places), default=None)
+        if newest is None:
+            return None
+        # A machine that lacks it gets it from the first rank that has it.
+        has_it, sent = places[dist.get_rank()] == newest, [b""]
+        if any(place != newest for place in places):
+            source = places.index(newest)
+            if dist.get_rank() == source:
+                sent = [self._memory.read()]
+            dist.broadcast_object_list(sent, source)
+        file = self._memory.path if has_it else io.BytesIO(sent[0])
+        # Pickles are of this run.
+        self._checkpoint = torch.load(file, map_location="cpu", weights_only=False)
+        self._goes_on = True
+        return newest
+
+    def load(self, path: Any) -> Any:
+        """Return the checkpoint at `path` if that is the state that survived, else None."""
+        checkpoint, self._checkpoint = self._checkpoint, None
+        return checkpoint if path == IN_MEMORY else None
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def begin_training(self) -> None:
+        """Note that all of the state is there."""
+        trainer = self._trainer
+        self._check_training()
+        if not self._has_path and not self._is_replicated():
+            rank_zero_warn(
+                "elastic=True: under this plan a loss lets training begin again from the start. "
+                'Give fit ckpt_path="last" and a ModelCheckpoint, or plan="ddp"'
+            )
+        self._is_training, self._is_updating = True, False
+        self._steps = self._first_step = trainer.global_step
+        if self._goes_on:
+            # Other random numbers than before the loss, different ones on each rank.
+            text = f"{torch.initial_seed()} {self._place()} {self._strategy.global_rank}"
+            seed = zlib.crc32(text.encode())
+            torch.manual_seed(seed)
+            np.random.seed(seed)
+            random.seed(seed)
+            _end_epoch(trainer)
 
     def _check_training(self) -> None:
         """Raise ValueError for data and schedulers whose state a loss takes. A collective call."""
         if any(each.reduce_on_plateau for each in self._strategy.lr_scheduler_configs):
             raise ValueError(
-                "elastic=True cannot have ReduceLROnPlateau: a loss changes the means of the epoch "
-                "that it reads. Use a scheduler that counts steps or epochs"
+                "elastic=True cannot have ReduceLROnPlateau, which reads means of the epoch: use a "
+                "scheduler that counts steps or epochs"
             )
         lengths = self._data.lengths
         if lengths is None:
@@ -201,87 +229,33 @@ class ElasticRun:
                 "elastic=True needs training data that can go on where they were: map-style data "
                 "sets with shuffle=True or False and the samplers of torch and Lightning"
             )
-        if self._found is not None:
-            return
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, lengths)
-        if any(each != lengths for each in found):
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, lengths)
+        if any(each != lengths for each in of_ranks):
             raise ValueError(
-                f"elastic=True needs ranks with equally many batches, and they have {found}: one "
-                "of them knows the position of all. Use torch's DistributedSampler, which repeats "
-                "samples"
+                f"elastic=True needs ranks with equally many batches, and they have {of_ranks}: "
+                "use torch's DistributedSampler, which repeats samples"
             )
-
-    def _find(self) -> None:
-        """Find the newest state that survived. A collective call."""
-        # Not the device's group: states travel between hosts.
-        group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
-        self._states = states_of(_owner[0] if _owner else os.getppid())
-        self._found = find_newest(self._states, fit=self._fit, group=group)
-        if group is not None:
-            dist.destroy_process_group(group)
-
-    def load(self, path: Any) -> Any:
-        """Return the checkpoint at `path` if that is the state that survived, else None."""
-        if self._found is None or str(path) != str(self._found.path):
-            return None
-        checkpoint = self._found.load()
-        states = checkpoint[CHECKPOINT_KEY][DATA_KEY]["random"]
-        self._draws_anew = len(states) != self._strategy.world_size
-        self._is_asked_to_stop = checkpoint.pop(_STOP, False)
-        return checkpoint
-
-    # ---- steps -----------------------------------------------------------------------------------
-
-    def begin_training(self) -> None:
-        """Know that all of the state is there."""
-        trainer = self._trainer
-        self._check_training()
-        self._is_training, self._is_updating = True, False
-        self._steps = self._first_step = trainer.global_step
-        if self._found is not None and self._draws_anew:
-            self._seed(self._found.place)
-            _end_epoch(trainer, is_asked=self._is_asked_to_stop)
-        self.begin_plan()
-
-    def begin_plan(self) -> None:
-        """Warn where the plan that runs keeps no state that outlives a loss."""
-        if self._ckpt_path is None and not self._has_warned and not self._is_replicated():
-            self._has_warned = True
-            rank_zero_warn(
-                "elastic=True: under this plan each rank has a part of the state, so after a loss "
-                'training begins again from the start. Give fit ckpt_path="last" and a '
-                'ModelCheckpoint, or plan="ddp"'
-            )
-
-    def _seed(self, place: Place) -> None:
-        """Draw other random numbers than before the loss, different ones on each rank."""
-        text = f"{torch.initial_seed()} {place} {self._strategy.global_rank}"
-        seed = xxhash.xxh32_intdigest(text.encode())
-        torch.manual_seed(seed)
-        np.random.seed(seed)
-        random.seed(seed)
 
     def begin_batch(self) -> None:
-        """Know that a batch begins: the state is that after the last step."""
+        """Note that a batch begins: the state is that after the last step."""
         if not self._is_training:
             return
         trainer = self._trainer
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress
-        done = progress.current.processed
-        if done % trainer.accumulate_grad_batches == 0:
-            self._buffers = copy_buffers(trainer.lightning_module)
-            self._stopped_before = trainer.should_stop
+        if progress.current.processed % trainer.accumulate_grad_batches == 0:
+            buffers = trainer.lightning_module.named_buffers(remove_duplicate=False)
+            self._buffers = {
+                name: each.detach().clone() for name, each in buffers if each.device.type != "meta"
+            }
         step = trainer.global_step
         if step == self._steps:
             return
-        # Somebody's gradients of this process group have arrived: all ranks have begun.
-        if self._steps == self._first_step and self._states is not None:
-            self._states.remove_before(self._place())
-            self._found = None
+        # Gradients of all ranks have arrived: all have loaded the state.
+        if self._steps == self._first_step and self._memory is not None:
+            self._memory.remove_before(self._place())
         self._steps = step
-        if _progress:
-            _progress[0].step()
+        _keeper[0].note_step()
 
     def watched(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return `closure` of a step, after which the optimizer updates parameters."""
@@ -294,12 +268,12 @@ class ElasticRun:
         return run
 
     def end_update(self) -> None:
-        """Know that the optimizer has updated all parameters."""
+        """Note that the optimizer has updated all parameters."""
         self._is_updating = False
 
     def end_training(self) -> None:
         """Forget the fit."""
-        self._is_training, self._found, self._buffers = False, None, {}
+        self._is_training, self._buffers = False, {}
 
     # ---- what is left of it ----------------------------------------------------------------------
 
@@ -309,33 +283,7 @@ class ElasticRun:
         return self._strategy.lightning_module.trainer
 
     def _place(self) -> Place:
-        return Place(self._fit, self._trainer.global_step, self._data.batches)
-
-    def _leave(self, trainer: pl.Trainer, error: BaseException) -> None:
-        """Leave the state after the last step, for ranks that begin again, where it is whole."""
-        why_not = self._why_not()
-        if why_not is None:
-            try:
-                place = self._place()
-                assert self._states is not None
-                self._states.write(place, lambda: self._own_state(trainer))
-                log.info("rank %d leaves the state after step %d", trainer.global_rank, place.step)
-            except Exception as failure:  # of memory, or of the user's hooks
-                why_not = f"{type(failure).__name__}: {failure}"
-        if why_not is not None:
-            log.warning("rank %d leaves no state: %s", trainer.global_rank, why_not)
-        for logger in trainer.loggers if trainer.is_global_zero else ():
-            logger.save()
-
-    def _why_not(self) -> str | None:
-        """Return why this rank has no state that others could go on from, None if it has."""
-        if not self._is_training:
-            return "training had not begun"
-        if self._is_updating:
-            return "it was in an update"
-        if not self._is_replicated():
-            return "under this plan it has a part of it; training goes on from ckpt_path"
-        return None
+        return Place(self._trainer.global_step, self._data.batches)
 
     def _is_replicated(self) -> bool:
         """Return whether this rank has all of the state."""
@@ -346,104 +294,44 @@ class ElasticRun:
             hasattr(each, "consolidate_state_dict") for each in self._strategy.optimizers
         )
 
+    def _leave(self, trainer: pl.Trainer) -> None:
+        """Leave the state after the last step, for ranks that begin again."""
+        why_not = None
+        if not self._is_training:
+            why_not = "training had not begun"
+        elif self._is_updating:
+            why_not = "it was in an update"
+        elif not self._is_replicated():
+            why_not = "under this plan it has a part of it; training goes on from ckpt_path"
+        else:
+            try:
+                assert self._memory is not None
+                self._memory.write(self._place(), lambda: self._own_state(trainer))
+            except Exception as failure:  # of memory, or of the user's hooks
+                why_not = f"{type(failure).__name__}: {failure}"
+        if why_not is not None:
+            log.warning("rank %d leaves no state: %s", trainer.global_rank, why_not)
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            logger.save()
+
     def _own_state(self, trainer: pl.Trainer) -> dict[str, Any]:
         """Return the checkpoint of this rank as it was between two steps."""
         is_trained = _between_batches(trainer)
         # What forward passes have changed since the last step.
         if not (is_trained and self._data.begins_window):
-            set_buffers(trainer.lightning_module, self._buffers)
-            trainer.should_stop = self._stopped_before
+            for name, value in self._buffers.items():
+                owner, _, own_name = name.rpartition(".")
+                trainer.lightning_module.get_submodule(owner)._buffers[own_name] = value
         self.is_alone = True
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        checkpoint = self._data.with_state(checkpoint, alone=True)
-        return {**checkpoint, _STOP: trainer.should_stop}
-
-    def keep(self) -> None:
-        """Keep the state of all ranks in memory, between two steps. A collective call."""
-        assert self._states is not None
-        # Rank 0 collects it, under any plan.
-        checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        checkpoint = self._data.with_state(checkpoint)
-        if self._trainer.is_global_zero:
-            try:
-                self._states.write(self._place(), lambda: checkpoint)
-            except (OSError, RuntimeError) as error:  # of memory
-                log.warning("no state is kept in memory: %s", error)
-        self._strategy.barrier("elastic")
+        return self._data.with_state(checkpoint, alone=True)
 
 
-def _may_fork() -> bool:
-    """Return whether this process can be forked: its children can do what it could."""
-    if dist.is_initialized() or torch.cuda.is_initialized():
-        return False
-    # OpenMP's threads (libgomp) are lost in a fork, and the next parallel region would hang.
-    # So are those of others: Python's, of loggers and data, and BLAS's.
-    return len(os.listdir("/proc/self/task")) == 1
-
-
-def _fork() -> None:
-    """Stay behind, and return in the processes that train."""
-    _owner[:] = [os.getppid()]
-    die_with(_owner[0])  # torchrun may be killed, and then nobody would end what waits
-    if os.environ.get(_SHARED) != "True":
-        if os.environ["RANK"] == "0":
-            keep_store(int(os.environ["MASTER_PORT"]))
-        os.environ[_SHARED] = "True"
-    # Once, rather than in each process that trains.
-    for module in _IMPORTED_IN_STEPS:
-        importlib.import_module(module)
-    _progress[:] = [keep_rank()]
-
-
-def copy_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return copies of all buffers of `module` by their names, of shared ones by each name."""
-    return {
-        name: each.detach().clone()
-        for name, each in module.named_buffers(remove_duplicate=False)
-        if each.device.type != "meta"
-    }
-
-
-def set_buffers(module: nn.Module, values: dict[str, Tensor]) -> None:
-    """Let `values` be the buffers of these names, whichever tensors user code has put there."""
-    for name, value in values.items():
-        owner, _, own_name = name.rpartition(".")
-        module.get_submodule(owner)._buffers[own_name] = value
-
-
-def check_elastic(
-    *,
-    checkpoint: str,
-    async_checkpoint: bool,
-    uneven: str | None,
-    allow_staleness: object,
-    start_method: str,
-) -> None:
-    """Raise ValueError for options of a strategy with which a fit cannot outlive its ranks."""
-    if async_checkpoint:
-        raise ValueError(
-            "elastic=True ends processes while a checkpoint may be written in the background: "
-            "leave out async_checkpoint"
-        )
-    if checkpoint != "full":
-        raise ValueError(
-            'elastic=True keeps the state of all ranks in one piece: use checkpoint="full"'
-        )
-    if start_method != "popen":
-        raise ValueError(
-            "elastic=True needs ranks that torchrun starts, one process each: leave "
-            f"start_method={start_method!r} out"
-        )
-    if uneven not in (None, "join"):
-        raise ValueError(
-            "elastic=True needs ranks that have read equally many batches at a loss, so that one "
-            "knows the position of all: leave uneven out"
-        )
-    if allow_staleness is not False:
-        raise ValueError(
-            "elastic=True needs steps between which nothing is in flight, which asynchronous "
-            "pipelines do not have: leave allow_staleness out"
-        )
+def check_elastic(**options: bool) -> None:
+    """Raise ValueError for the first option that is set, with which no fit outlives its ranks."""
+    for option, is_set in options.items():
+        if is_set:
+            raise ValueError(f"elastic=True needs whole states between steps: leave out {option}")
 
 
 def _between_batches(trainer: pl.Trainer) -> bool:
@@ -477,21 +365,176 @@ def _between_batches(trainer: pl.Trainer) -> bool:
     return is_trained
 
 
-def _end_epoch(trainer: pl.Trainer, *, is_asked: bool) -> None:
+def _end_epoch(trainer: pl.Trainer) -> None:
     """Let an epoch whose batches are all trained on end, unless a validation is to come.
 
-    Lightning would read another batch first. So ends one in which the trainer `is_asked` to stop.
+    Lightning would read another batch first.
     """
     loop = trainer.fit_loop.epoch_loop
     is_over = loop.restarting and loop.batch_progress.is_last_batch
-    validates = loop.val_loop.restarted_mid_evaluation
 
     def begin(fetcher: Any) -> None:
         del loop.__dict__["advance"]
-        trainer.should_stop |= is_asked
-        if not validates and (is_over or (is_asked and trainer.fit_loop._can_stop_early)):
-            raise StopIteration
-        loop.advance(fetcher)
+        raise StopIteration
 
-    if is_asked or (is_over and not validates):
+    if is_over and not loop.val_loop.restarted_mid_evaluation:
         loop.advance = begin  # type: ignore[method-assign, assignment]
+
+
+# ---- the process that waits ----------------------------------------------------------------------
+
+
+class _Keeper:
+    """Waits for `process`, which trains, and forks it again after a loss.
+
+    Signals go on to that process, and it dies with this one. What lies in `memory` goes with this
+    one too, however it ends.
+    """
+
+    def __init__(self) -> None:
+        self.memory = _Memory(os.getpid(), os.memfd_create("place"), os.memfd_create("state"))
+        self.process = 0
+        self._is_ending = False  # asked to end, so that no process is forked any more
+        self._has_stepped = mmap.mmap(-1, 1)  # shared with the process that trains
+        self._handlers: dict[int, Any] = {}
+
+    def note_step(self) -> None:
+        """Note that an optimizer step was made, in the process that trains."""
+        self._has_stepped[0] = 1
+
+    def keep(self) -> None:
+        """Fork a process that trains, as often as ranks are lost; return in each of these.
+
+        The calling process ends as the last of them did, or by the third loss without a step.
+        """
+        die_with(os.getppid())  # torchrun may be killed, and then nobody would end what waits
+        losses = 0
+        while True:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()  # or both processes would write what is left
+            self._has_stepped[0] = 0
+            if self._fork():
+                return
+            status = os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+            losses = 1 if self._has_stepped[0] else losses + 1
+            if self._is_ending or not (status < 0 or status == RANK_LOST):
+                _end(status)
+            if losses >= MOST_LOSSES_WITHOUT_STEP:
+                log.error("%d losses without a step: torchrun is to restart", losses)
+                _end(status)
+
+    def _fork(self) -> bool:
+        """Fork the process that trains; return whether this is that one."""
+        # Signals wait meanwhile: each process then handles them as it is to.
+        before, own = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED), os.getpid()
+        try:
+            self.process = os.fork()
+            if self.process == 0:
+                # torchrun sends signals to the group of the process that waits: each comes once
+                os.setpgid(0, 0)
+                die_with(own)
+                for number, handler in self._handlers.items():
+                    signal.signal(number, handler)
+                return True
+            for number in _FORWARDED:
+                self._handlers.setdefault(number, signal.getsignal(number))
+                signal.signal(number, self._forward)
+            return False
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self._is_ending |= number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        try:
+            os.kill(self.process, number)
+        except ProcessLookupError:  # it has ended
+            return
+
+
+def _end(status: int) -> NoReturn:
+    # Without what `atexit` holds: that is the training process's to run.
+    os._exit(status if status >= 0 else 128 - status)
+
+
+# ---- memory for a state --------------------------------------------------------------------------
+
+
+class _Memory(NamedTuple):
+    """Room for one state in the memory of a machine, in files without a name (memfd).
+
+    Processes of the machine reach the files through the one that holds them. A file that is locked
+    says of which place the state is; it is empty while a state is written, so a kill leaves none.
+    """
+
+    holder: int  # process
+    label: int  # descriptors
+    state: int
+
+    @property
+    def path(self) -> str:
+        """Where the state is."""
+        return f"/proc/{self.holder}/fd/{self.state}"
+
+    def _open(self) -> IO[str]:
+        return open(f"/proc/{self.holder}/fd/{self.label}", "r+")
+
+    def place(self) -> Place | None:
+        """Return of which place the state is, None where there is none."""
+        with self._open() as label:
+            return _read(label)
+
+    def read(self) -> bytes:
+        """Return the state as bytes."""
+        with open(self.path, "rb") as file:
+            return file.read()
+
+    def write(self, place: Place, make: Callable[[], Any]) -> None:
+        """Write the state that `make` returns, unless there is one as new.
+
+        One process writes at a time. `make` must not communicate with other ranks: they wait here,
+        or have ended. Raises TimeoutError after `LOCK_SECONDS`.
+        """
+        with self._open() as label:
+            _lock(label)
+            before = _read(label)
+            if before is not None and before >= place:
+                return
+            state = make()
+            label.truncate(0)
+            torch.save(state, self.path)
+            label.seek(0)
+            label.write(f"{place.step} {place.batches}")
+
+    def remove_before(self, place: Place) -> None:
+        """Free the memory of an older state."""
+        with self._open() as label:
+            _lock(label)
+            before = _read(label)
+            if before is not None and before < place:
+                label.truncate(0)
+                os.truncate(self.path, 0)
+
+
+def _read(label: IO[str]) -> Place | None:
+    label.seek(0)
+    words = label.read().split()
+    return Place(*map(int, words)) if words else None
+
+
+def _lock(file: IO[str]) -> None:
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"another process has written its state for {LOCK_SECONDS:.0f} s: hooks such "
+                    "as on_save_checkpoint must not communicate after a loss"
+                ) from None
+        time.sleep(0.01)
+
+
+def _machine() -> str:
+    # Its boot and its space of process numbers.
+    return " ".join(own_identity().split()[:2])

@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -104,19 +103,10 @@ class LostRankWatch:
         self._launchers = own, ours
         return ours
 
-    def meet(
-        self,
-        strategy: DDPStrategy,
-        *,
-        is_restarted: bool = False,
-        within: timedelta | None = None,
-    ) -> None:
+    def meet(self, strategy: DDPStrategy, *, is_restarted: bool = False) -> None:
         """Let restarted ranks meet in the store of those before them, before Lightning begins.
 
-        Args:
-            strategy: whose process group is made.
-            is_restarted: whether ranks may have been started again by others than torchrun.
-            within: how long ranks wait for each other; None: as long as for a collective call.
+        `is_restarted`: ranks may have been started again by others than torchrun.
         """
         if dist.is_initialized() or not (is_restarted or shares_store_between_attempts()):
             return
@@ -128,7 +118,6 @@ class LostRankWatch:
             world_size=strategy.world_size,
             timeout=strategy._timeout or default_pg_timeout,
             device_id=device,
-            meets_within=within,
         )
 
     @contextmanager

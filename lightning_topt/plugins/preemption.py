@@ -46,8 +46,6 @@ class Preemption:
 
     def __init__(self) -> None:
         self._may_stop: Callable[[], bool] = bool
-        # keeps the state in memory before a signal ends the fit, a collective call
-        self.keep: Callable[[], None] | None = None
         self._trainer: pl.Trainer | None = None
         self._note = torch.zeros(2, dtype=torch.int32)
         self._agreed = torch.zeros(2, dtype=torch.int32)
@@ -198,8 +196,6 @@ class Preemption:
         path = requeue_path(trainer) if requeues else last_path(trainer)
         # one path: ranks may see each other's files, or not
         path = trainer.strategy.broadcast(path)
-        if self.keep is not None:
-            self.keep()
         if path is not None:
             for logger in trainer.loggers:
                 logger.finalize("finished")

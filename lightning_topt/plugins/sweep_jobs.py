@@ -9,14 +9,12 @@ so ranks are started with the overrides of their job instead:
 A process that starts ranks has their environment variables and their process group from then on.
 The next job begins without them: `begin_job`, from a strategy's constructor.
 
-Under srun or torchrun every rank runs the whole sweep, job by job with the others. submitit runs
-jobs in processes of its own; where it starts several for a job of SLURM, these are the ranks. Ray
-runs jobs in its workers, each of which starts the ranks.
+Under srun or torchrun every rank runs the whole sweep, job by job with the others. On SLURM
+submitit starts the ranks of each job.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import subprocess
@@ -24,7 +22,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
@@ -33,8 +30,8 @@ log = logging.getLogger(__name__)
 END_SECONDS = 60.0  # that ranks of a job have to end, after their main process has
 _VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
 _MULTIRUN = ("-m", "--multirun")
-_SUBMITIT = "hydra_submitit_launcher"
-_RAY_WORKER = os.path.join("ray", "_private", "workers", "default_worker.py")
+# Launchers whose jobs run in the user's program, whose command line is known there.
+_LAUNCHERS = (".BasicLauncher", ".JoblibLauncher")
 # What a rank is given by its job, in place of the user's.
 _OF_THE_JOB = ("hydra.mode", "hydra.run.", "hydra.sweep.", "hydra.output_subdir", "hydra.job.")
 
@@ -65,6 +62,12 @@ def job_folder() -> str | None:
 def rank_command(local_rank: int) -> tuple[list[str], str]:
     """Return the command that runs this job once more, as another rank, and the folder for it."""
     job = sys.modules["hydra.core.hydra_config"].HydraConfig.get()
+    launcher = str(job.launcher.get("_target_", ""))
+    if not launcher.endswith(_LAUNCHERS):
+        raise ValueError(
+            f"jobs of {launcher} cannot start ranks by a command line: give the strategy "
+            'start_method="spawn", or the Trainer devices=1'
+        )
     given = {
         "hydra.mode": "RUN",
         "hydra.run.dir": _quoted(job.runtime.output_dir),
@@ -77,12 +80,9 @@ def rank_command(local_rank: int) -> tuple[list[str], str]:
         "hydra.output_subdir": "null",
         "hydra.job.name": f"{job.job.name}_rank_{local_rank}",
     }
-    program = _of_worker(job) or [
+    command = [
         *_program(job.runtime.cwd),
         *_without_overrides(sys.argv[1:]),
-    ]
-    command = [
-        *program,
         *job.overrides.task,
         *(word for word in job.overrides.hydra if not word.lstrip("+~").startswith(_OF_THE_JOB)),
         *(f"{name}={value}" for name, value in given.items()),
@@ -99,45 +99,6 @@ def _program(folder: str) -> list[str]:
         if spec is not None and spec.origin == path:
             return [sys.executable, "-m", spec.name]
     return [sys.executable, path]
-
-
-def _of_worker(job: Any) -> list[str]:
-    """Return the user's program and its options in a process of submitit or Ray; elsewhere nothing.
-
-    Such a process has a command line of its own, and gets the user's function pickled.
-    """
-    main = sys.modules["__main__"]
-    name = getattr(getattr(main, "__spec__", None), "name", "")
-    file = getattr(main, "__file__", "")
-    is_worker = name.startswith("submitit.") or file.endswith(_RAY_WORKER)
-    if not is_worker or sys.argv[0] != file:
-        return []
-    of_function = inspect.unwrap(_task_function()).__globals__
-    path = os.path.join(job.runtime.cwd, of_function["__file__"])
-    program = [path]
-    if of_function.get("__package__"):
-        program = [
-            "-m",
-            f"{of_function['__package__']}.{os.path.splitext(os.path.basename(path))[0]}",
-        ]
-    options = {"main": "--config-path", "command-line": "--config-dir"}
-    for source in job.runtime.config_sources:
-        if source.provider in options and source.path:
-            scheme = "" if source.schema == "file" else f"{source.schema}://"
-            program += [options[source.provider], f"{scheme}{source.path}"]
-    if job.job.config_name:
-        program += ["--config-name", job.job.config_name]
-    return [sys.executable, *program]
-
-
-def _task_function() -> Any:
-    """Return the user's function that Hydra is running."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_name == "run_job" and "task_function" in frame.f_locals:
-            return frame.f_locals["task_function"]
-        frame = frame.f_back
-    raise RuntimeError("Hydra runs no function here: start ranks in the thread of the app's main")
 
 
 def _without_overrides(words: Sequence[str]) -> list[str]:
@@ -166,27 +127,20 @@ def know_ranks(
 
 
 def check_job() -> None:
-    """Raise ValueError where ranks that others have started cannot be those of a sweep's job."""
+    """Raise ValueError where the ranks of srun or torchrun would not run the same jobs in turn."""
     if job_folder() is None:
         return
     from lightning_topt.communication.started_ranks import started_rank  # noqa: PLC0415  (sweeps)
 
-    if int(os.environ.get("SUBMITIT_LOCAL_NTASKS", 1)) > 1:
-        raise ValueError(
-            "tasks of submitit_local do not know each other as ranks: leave "
-            "hydra.launcher.tasks_per_node at 1, and the strategy starts as many ranks as the "
-            "Trainer has devices"
-        )
     job = sys.modules["hydra.core.hydra_config"].HydraConfig.get()
     launcher, sweeper = (str(job[kind].get("_target_", "")) for kind in ("launcher", "sweeper"))
-    if started_rank()[1] == 1 or _SUBMITIT in launcher:
+    if started_rank()[1] == 1 or "submitit" in launcher:
         return
     if not (launcher.endswith(".BasicLauncher") and sweeper.endswith(".BasicSweeper")):
         raise ValueError(
             "each rank of srun or torchrun runs the whole sweep, and with this launcher or sweeper "
-            f"({launcher}, {sweeper}) not the same jobs in turn: start the sweep in one process, "
-            "such as with hydra/launcher=submitit_slurm, or leave out hydra/launcher and "
-            "hydra/sweeper"
+            "not the same jobs in turn: start the sweep in one process, or leave out "
+            "hydra/launcher and hydra/sweeper"
         )
 
 
@@ -196,24 +150,16 @@ def begin_job() -> None:
         return
     last = _started.pop()
     last.stop_watching()
-    _end(last.processes)
+    # Ranks end with their job; one that hangs is killed.
+    deadline = time.monotonic() + END_SECONDS
+    for process in last.processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            log.warning("process %d of the last job has not ended: it is killed", process.pid)
+            process.kill()
+            process.wait()
     if dist.is_initialized():
         dist.destroy_process_group()
     for name in _VARIABLES:
         os.environ.pop(name, None)
-
-
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait for ranks, which end with their job; kill them where one has hung."""
-    deadline = time.monotonic() + END_SECONDS
-    for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            log.warning(
-                "process %d of the last job has not ended within %.0f s, and is killed",
-                process.pid,
-                END_SECONDS,
-            )
-            process.kill()
-            process.wait()

@@ -127,6 +127,7 @@ def test_each_job_has_its_own_ranks_values_and_folder(tmp_path: Path) -> None:
 def test_a_rank_gets_the_overrides_of_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
     job = SimpleNamespace(
         mode=None,
+        launcher={"_target_": JOBLIB},
         runtime=SimpleNamespace(output_dir='/runs/a="b"', cwd="/home"),
         sweep=SimpleNamespace(dir="/runs", subdir='a="b"'),
         job=SimpleNamespace(num=3, id="3", name="app"),
@@ -149,14 +150,15 @@ def test_a_rank_gets_the_overrides_of_its_job(monkeypatch: pytest.MonkeyPatch) -
     spec = SimpleNamespace(name="package.app", origin="/home/app.py")
     monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=spec))
     assert sweep_jobs.rank_command(1)[0][:3] == [sys.executable, "-m", "package.app"]
-    # That of a worker is not the user's.
-    spec.origin = "/launcher/worker.py"
-    assert sweep_jobs.rank_command(1)[0][:2] == [sys.executable, "/home/app.py"]
+    job.launcher["_target_"] = SUBMITIT
+    with pytest.raises(ValueError, match="start_method"):
+        sweep_jobs.rank_command(1)
 
 
 BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 SUBMITIT = "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher"
 SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+JOBLIB = "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher"
 OPTUNA = "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper"
 STEP = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
 
@@ -166,10 +168,9 @@ STEP = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
     [
         (BASIC, SWEEPER, STEP, None),
         (SUBMITIT, OPTUNA, STEP, None),  # ranks of a job, not of the sweep
-        (BASIC, OPTUNA, STEP, "not the same jobs in turn"),
+        (BASIC, OPTUNA, STEP, "in turn"),
         (BASIC, OPTUNA, {}, None),
-        ("hydra_plugins.joblib.JoblibLauncher", SWEEPER, STEP, "not the same jobs in turn"),
-        (SUBMITIT, SWEEPER, {"SUBMITIT_LOCAL_NTASKS": "2"}, "tasks_per_node at 1"),
+        (JOBLIB, SWEEPER, STEP, "in turn"),
     ],
 )
 def test_sweeps_of_started_ranks(
@@ -202,42 +203,6 @@ def test_ranks_of_srun_submit_no_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main._words_of_rank("train", ["-m"]) == of_rank
     with pytest.raises(SystemExit):  # rank 0 does it
         main._words_of_rank("predict", [])
-
-
-@pytest.mark.parametrize(
-    ("spec", "file"),
-    [
-        (SimpleNamespace(name="submitit.core._submit"), "/submitit/_submit.py"),
-        (None, "/packages/ray/_private/workers/default_worker.py"),
-    ],
-)
-def test_a_rank_of_a_launchers_worker_runs_the_users_program(
-    spec: Any, file: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def source(provider: str, schema: str, path: str) -> SimpleNamespace:
-        return SimpleNamespace(provider=provider, schema=schema, path=path)
-
-    sources = [source("hydra", "pkg", "hydra.conf"), source("main", "file", "/home/conf")]
-    sources.append(source("command-line", "file", "/more"))
-    job = SimpleNamespace(
-        runtime=SimpleNamespace(cwd="/home", config_sources=sources),
-        job=SimpleNamespace(config_name="train"),
-    )
-    options = ["--config-path", "/home/conf", "--config-dir", "/more", "--config-name", "train"]
-    worker = SimpleNamespace(__spec__=spec, __file__=file)
-    monkeypatch.setitem(sys.modules, "__main__", worker)
-    monkeypatch.setattr(sys, "argv", [file, "/jobs/1"])
-    users: dict[str, Any] = {"__file__": "app.py", "__name__": "__main__"}
-    exec("def main(config): ...", users)
-
-    def run_job(task_function: Any) -> list[str]:  # as Hydra names them
-        return sweep_jobs._of_worker(job)
-
-    assert run_job(users["main"]) == [sys.executable, "/home/app.py", *options]
-    users["__package__"] = "package"
-    assert run_job(users["main"]) == [sys.executable, "-m", "package.app", *options]
-    monkeypatch.setattr(sys, "argv", ["/bin/topt", "train"])  # the command has put its own back
-    assert run_job(users["main"]) == []
 
 
 def test_a_rank_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,13 @@ what they leave behind.
 
 from __future__ import annotations
 
+import fcntl
+import io
+import os
+import signal
+import subprocess
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +19,18 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.demos.boring_classes import BoringModel
-from torch import nn
 
 from lightning_topt import AutoParallelStrategy
-from lightning_topt.plugins.elastic import ElasticRun, copy_buffers, set_buffers
+from lightning_topt.plugins import elastic
+from lightning_topt.plugins.elastic import (
+    MOST_LOSSES_WITHOUT_STEP,
+    RANK_LOST,
+    ElasticRun,
+    Place,
+    _Keeper,
+)
 from tests.launch import run_ranks
+from tests.preloaded import preloaded_topt
 from tests.torchrun_job import Job, check_same, check_same_end, jobs, undisturbed
 
 __all__ = ["jobs", "undisturbed"]  # fixtures
@@ -52,14 +65,6 @@ def test_a_kill_while_a_state_is_written(jobs: Any, undisturbed: Job) -> None:
     check_same(job, undisturbed)
 
 
-def test_a_fit_that_was_asked_to_stop_does(jobs: Any) -> None:
-    job = jobs([["stop end", 3, None], ["kill end", 3, 1]], validates=True)
-    job.run(2)
-    assert job.losses().keys() == {1, 2}, job.output()
-    assert {note["validated"] for note in job.notes() if "validated" in note} == {3}
-    assert torch.load(job.folder / "end.pt")["count"] == 3
-
-
 def test_a_window_that_is_not_full_comes_again(jobs: Any) -> None:
     plain, disturbed = jobs([], accumulate=2), jobs([["kill odd", 3, 1]], accumulate=2)
     for job in (plain, disturbed):
@@ -78,17 +83,6 @@ def test_a_loss_in_a_validation_lets_all_of_it_come_again(jobs: Any) -> None:
     for job in (plain, disturbed):
         validated = Counter(note["validated"] for note in job.notes() if "validated" in note)
         assert validated == {6: 2, 12: 2}, job.output()
-
-
-def test_damaged_states_are_left_out(jobs: Any) -> None:
-    """Then the fit begins again from its ckpt_path."""
-    plain, job = jobs([], saves=True), jobs([["kill in", 6, 1], ["damage in", 6, 0]], saves=True)
-    for each in (plain, job):
-        each.run(2)
-    assert "is damaged, and is left out" in job.output()
-    check_same(job, plain)
-    steps = Counter(note["step"] for note in job.notes())
-    assert [step for step in steps if steps[step] == 4] == [5]  # saved after step 4
 
 
 def test_sharded_plans_go_on_from_the_last_checkpoint(jobs: Any) -> None:
@@ -112,16 +106,17 @@ def test_an_error_of_the_user_ends_the_job(jobs: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        ({"checkpoint": "sharded"}, "in one piece"),
-        ({"uneven": "stop"}, "leave uneven out"),
-        ({"start_method": "spawn"}, "leave start_method='spawn' out"),
-        ({"allow_staleness": True}, "leave allow_staleness out"),
+        {"checkpoint": "sharded"},
+        {"async_checkpoint": True},
+        {"uneven": "stop"},
+        {"start_method": "spawn"},
+        {"allow_staleness": True},
     ],
 )
-def test_options_that_cannot_hold_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_options_that_cannot_hold_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
         AutoParallelStrategy(elastic=True, **options)
 
 
@@ -133,7 +128,7 @@ def test_without_torchrun_it_is_refused() -> None:
         logger=False,
         enable_checkpointing=False,
     )
-    with pytest.raises(ValueError, match="torchrun --standalone"):
+    with pytest.raises(ValueError, match="torchrun"):
         trainer.fit(BoringModel())
 
 
@@ -143,86 +138,128 @@ def elastic_run(
     backend: str | None = None,
     on_plateau: bool = False,
     lengths: list[float] | None = None,
-    is_replicated: bool = True,
 ) -> ElasticRun:
     strategy: Any = SimpleNamespace(
         cluster_environment=object.__new__(TorchElasticEnvironment),
         root_device=torch.device(device),
         process_group_backend=backend,
         lr_scheduler_configs=[SimpleNamespace(reduce_on_plateau=on_plateau)],
-        optimizers=[],
     )
     data: Any = SimpleNamespace(lengths=lengths)
-    plan: Any = SimpleNamespace(engine=SimpleNamespace(is_replicated=is_replicated))
-    return ElasticRun(strategy, SimpleNamespace(), data, plan)  # type: ignore[arg-type]
+    return ElasticRun(strategy, SimpleNamespace(), data, SimpleNamespace())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("options", "stops_early", "message"),
+    ("options", "automatic", "stops_early", "word"),
     [
-        ({"device": "cuda"}, False, "leave elastic out"),
-        ({"backend": "mpi"}, False, "leave elastic out"),
-        ({}, True, "EarlyStopping"),
+        ({"device": "cuda"}, True, False, "gloo"),
+        ({"backend": "mpi"}, True, False, "gloo"),
+        ({}, False, False, "automatic"),
+        ({}, True, True, "EarlyStopping"),
     ],
 )
-def test_fits_that_were_not_tried_are_refused(
-    options: dict[str, Any], stops_early: bool, message: str
+def test_fits_that_cannot_go_on_are_refused(
+    options: dict[str, Any],
+    automatic: bool,
+    stops_early: bool,
+    word: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     trainer: Any = SimpleNamespace(
-        lightning_module=SimpleNamespace(automatic_optimization=True),
         early_stopping_callbacks=[object()] * stops_early,
+        lightning_module=SimpleNamespace(automatic_optimization=automatic),
     )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=word):
         elastic_run(**options)._check(trainer)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"on_plateau": True, "lengths": [6]}, "ReduceLROnPlateau"),
-        ({"lengths": None}, "map-style data"),
-    ],
-)
-def test_states_that_a_loss_takes_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        elastic_run(**options)._check_training()
-
-
-def _check_lengths(rank: int, lengths: list[list[float]]) -> str | None:
+def _check_training(rank: int, options: list[dict[str, Any]]) -> str:
     try:
-        elastic_run(lengths=lengths[rank])._check_training()
+        elastic_run(**options[rank])._check_training()
     except ValueError as error:
         return str(error)
-    return None
+    return ""
 
 
-@pytest.mark.parametrize("lengths", [[[6], [6]], [[6], [5]]])
-def test_ranks_need_equally_many_batches(lengths: list[list[float]]) -> None:
-    for error in run_ranks(_check_lengths, 2, lengths):
-        assert (error is None) is (lengths[0] == lengths[1])
-        assert error is None or "equally many batches, and they have [[6], [5]]" in error
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ([{"lengths": [6]}] * 2, ""),
+        ([{"lengths": [6]}, {"lengths": [5]}], "equally many"),
+        ([{"on_plateau": True}] * 2, "ReduceLROnPlateau"),
+        ([{"lengths": None}] * 2, "map-style"),
+    ],
+)
+def test_states_that_a_loss_takes_are_refused(options: list[dict[str, Any]], word: str) -> None:
+    for error in run_ranks(_check_training, 2, options):
+        assert word in error if word else not error
 
 
-def test_a_plan_that_shards_warns_without_ckpt_path(recwarn: pytest.WarningsRecorder) -> None:
-    elastic_run(is_replicated=True).begin_plan()
-    assert not recwarn
-    run = elastic_run(is_replicated=False)
-    for _ in range(2):
-        run.begin_plan()
-    assert ["begins again from the start" in str(each.message) for each in recwarn] == [True]
+def test_the_newest_state_is_kept_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = _Keeper().memory
+    assert memory.place() is None
+    memory.write(Place(9, 9), lambda: {"step": 9})
+    memory.write(Place(9, 9), lambda: pytest.fail("it is there"))
+    memory.write(Place(10, 11), lambda: {"step": 10})
+    memory.write(Place(10, 10), lambda: pytest.fail("it is older"))
+    memory.remove_before(Place(10, 11))
+    assert memory.place() == Place(10, 11)
+    assert torch.load(memory.path) == torch.load(io.BytesIO(memory.read())) == {"step": 10}
+    # An error, such as of memory, leaves none; another process that writes is waited for.
+    with pytest.raises(TypeError):
+        memory.write(Place(11, 12), lambda: {"step": (each for each in ())})
+    assert memory.place() is None
+    monkeypatch.setattr(elastic, "LOCK_SECONDS", 0.1)
+    with open(f"/proc/{memory.holder}/fd/{memory.label}", "r+") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(TimeoutError, match="on_save_checkpoint"):
+            memory.write(Place(12, 12), dict)
+    memory.write(Place(12, 12), dict)
+    memory.remove_before(Place(13, 13))
+    assert memory.place() is None and memory.read() == b""
 
 
-def test_buffers_are_those_before_whatever_was_put_there() -> None:
-    module = nn.Sequential(nn.BatchNorm1d(2), nn.Module())
-    shared = torch.zeros(2)
-    module.register_buffer("first", shared)
-    module[1].register_buffer("second", shared)
-    before = copy_buffers(module)
-    module[0](torch.randn(4, 2))  # in place
-    module.first = shared + 1
-    module[1].second = torch.ones(3)
-    set_buffers(module, before)
-    state = module.state_dict()
-    assert state["0.num_batches_tracked"] == 0
-    assert torch.equal(state["0.running_mean"], torch.zeros(2))
-    assert torch.equal(state["first"], shared) and torch.equal(state["1.second"], shared)
+# ---- the process that waits
+
+BEGIN = """
+import os, signal, sys, time
+from lightning_topt.plugins.elastic import RANK_LOST, _Keeper
+os.setsid()
+print("before")
+keeper = _Keeper()
+keeper.keep()
+print("process", flush=True)
+count = os.path.getsize("count") if os.path.exists("count") else 0
+open("count", "a").write("x")
+"""
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "processes"),
+    [
+        ("sys.exit(0)", 0, 1),
+        ("sys.exit(3)", 3, 1),
+        (f"keeper.note_step()\nif count < 5: {KILL}", 0, 6),
+        ("keeper.note_step()\nif count < 5: os._exit(RANK_LOST)", 0, 6),
+        # losses without a step between them
+        ("os._exit(RANK_LOST)", RANK_LOST, MOST_LOSSES_WITHOUT_STEP),
+        (KILL, 128 + signal.SIGKILL, MOST_LOSSES_WITHOUT_STEP),
+        # a signal goes on, once, and none is started again
+        ("os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)", 128 + signal.SIGTERM, 1),
+    ],
+)
+def test_lost_processes_are_replaced(
+    code: str, status: int, processes: int, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [preloaded_topt(), "-c", BEGIN + code],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        text=True,
+        stdout=subprocess.PIPE,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.split()) == (status, ["before", *["process"] * processes])

@@ -16,7 +16,7 @@ from typing import NoReturn
 from topt_console.status_line import STATUS
 
 __version__ = "0.1.0"
-COMMANDS = ("plan", "train", "calibrate", "predict", "verify", "stalls", "advise", "checkpoint")
+COMMANDS = ("plan", "train", "calibrate", "predict", "verify", "stalls", "checkpoint")
 CHECKPOINT_ACTIONS = ("inspect", "verify", "convert")  # of `topt checkpoint`, its first word
 WRONG_USE = 2
 COMPLETION = ("-sc", "--shell-completion")
@@ -32,8 +32,6 @@ measured
   topt verify    [overrides]   would a plan run, and what would each rank hold; any number of ranks
   topt stalls    [overrides]   what training waits for when it waits for data, and what would \
 remove it
-  topt advise    [overrides]   which batch, how many devices, what is slow, what is worth \
-allowing; no training
   topt checkpoint [action] [overrides]   inspect, verify or convert a checkpoint
   topt --version
 

@@ -5,8 +5,7 @@
 
 Every combination of choices is a scenario, and each has a search of its own. `read_searches`
 captures the step once for each length, `search_all` searches several scenarios at a time. One is
-chosen by the objective within the limits, and all are reported. `topt advise` searches in the same
-way.
+chosen by the objective within the limits, and all are reported.
 """
 
 from __future__ import annotations

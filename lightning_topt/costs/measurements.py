@@ -132,10 +132,9 @@ class Measurements:
         directory: Path | None,
         refreshed: float | None,
         progress: Progress | None,
-        dropped: Entries | None = None,
     ) -> None:
         self.setup, self.device, self.entries, self.directory = setup, device, entries, directory
-        self._refreshed, self._progress, self._dropped = refreshed, progress, dropped or {}
+        self._refreshed, self._progress = refreshed, progress
         self.busy_share, self._opened, self._says_busy = 0.0, time.time(), True
 
     @classmethod
@@ -170,14 +169,15 @@ class Measurements:
         except RuntimeError:  # a user without a home
             folder = None
 
+        options: dict[str, Any] = {"device": device, "directory": folder, "progress": progress}
+        if refresh:
+            return cls(setup, entries={}, refreshed=time.time(), **options)
+
         def read() -> Entries:
             return load_entries(folder, setup) if own_rank() == 0 and folder is not None else {}
 
         # rank 0's file counts: ranks that disagree would measure different things, and wait forever
         stored = from_rank_0(on_all_ranks(read))
-        options: dict[str, Any] = {"device": device, "directory": folder, "progress": progress}
-        if refresh:
-            return cls(setup, entries={}, dropped=stored, refreshed=time.time(), **options)
         quiet = {name: entry for name, entry in stored.items() if not entry.busy}
         if len(quiet) < len(stored) and not _machine_is_busy(ranks=world_size() // num_nodes):
             stored = quiet
@@ -194,7 +194,7 @@ class Measurements:
         With `refresh` all collectives and datagrams are measured (about 4 s). What is stored is
         measured again where one exchange now takes six times as long as it should, or a sixth.
         """
-        stored = self._cluster_in(self.entries)
+        stored = self._stored_cluster()
         if stored is not None and _links_are_as_in(stored, self.device):
             self._use(stored.busy_share)
             return stored
@@ -216,11 +216,6 @@ class Measurements:
             self._refreshed = None
         self._add({self._name("cluster"): cluster.to_dict()}, busy=cluster.busy_share)
         return cluster
-
-    @property
-    def cluster_before(self) -> Cluster | None:
-        """The cluster that was stored, which a `refresh` does not use; None without one."""
-        return self._cluster_in(self._dropped)
 
     def kernel_seconds(
         self, graph: OpGraph, *, budget_seconds: float = _KERNELS_SECONDS
@@ -340,8 +335,8 @@ class Measurements:
         self._use(entry.busy)
         return float(value)
 
-    def _cluster_in(self, entries: Entries) -> Cluster | None:
-        entry = entries.get(self._name("cluster"))
+    def _stored_cluster(self) -> Cluster | None:
+        entry = self.entries.get(self._name("cluster"))
         try:
             cluster = None if entry is None else Cluster.from_dict(entry.value)
         except ClusterError:

@@ -12,7 +12,6 @@ choose                                      one plan of a frontier, and why
 parallel_plan, plan_values                  `ParallelPlan`; `plan.yaml`
 explanation                                 what a given plan costs, and where
 scenarios                                   several clusters, batches and prices
-advice, advice_bottlenecks                  numbers with their formulas
 frontier_report, plan_report,               tables, pictures and pages for people
 scenario_report, report_page
 """

@@ -66,7 +66,7 @@ def test_answers_import_nothing(arguments: list[str], says: str) -> None:
         (
             ["tarin"],
             "there is no command 'tarin'; choose one of plan, train, calibrate, predict, verify, "
-            "stalls, advise",
+            "stalls, checkpoint",
         ),
         (["-sc"], "shell completion takes install=SHELL"),
         (["-sc", "install=powershell"], "shell completion takes install=SHELL"),
@@ -81,7 +81,7 @@ def test_wrong_use_is_refused_as_quickly(arguments: list[str], says: str) -> Non
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("topt ", "plan train calibrate predict verify stalls advise"),
+        ("topt ", "plan train calibrate predict verify stalls checkpoint"),
         ("topt  tr", "train"),
         ("topt x", ""),
         ("topt nothing mo", ""),

@@ -1,4 +1,4 @@
-"""`topt plan` over several machines, and `topt advise`: what they choose, write and refuse."""
+"""`topt plan` over several machines: what it chooses, writes and refuses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from hydra_plugins.lightning_topt_searchpath import conf_dir
 from lightning_topt.basics.units import format_seconds
-from lightning_topt.cli import advise, plan
+from lightning_topt.cli import plan
 from lightning_topt.cli.several_clusters import as_hydra_reads
 from lightning_topt.plan.choose import NoPlanFitsError
 from lightning_topt.plan.parallel_plan import ParallelPlan
@@ -23,13 +23,13 @@ from tests.forked_command import forked_topt as topt
 SMALL = [*TINY, "data.batch_size=4", "pipeline=false", "tensor=false"]
 
 
-def command(name: str, folder: Path, *arguments: str) -> None:
+def command(folder: Path, *arguments: str) -> None:
     """Run a command as Hydra does, in this process."""
     words = [*SMALL, *as_hydra_reads(arguments), f"hydra.runtime.output_dir={folder}"]
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        config = compose(name, overrides=words, return_hydra_config=True)
+        config = compose("plan", overrides=words, return_hydra_config=True)
         HydraConfig.instance().set_config(config)
-        {"plan": plan, "advise": advise}[name].run(config)
+        plan.run(config)
 
 
 def record(folder: Path) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def test_several_clusters_counts_and_batches(
         "device_counts=[8,32]",
         "batch_size=[32,64]",
     ]
-    command("plan", tmp_path, *arguments, "work.samples=1e6", "spot=null", "accumulate=1")
+    command(tmp_path, *arguments, "work.samples=1e6", "spot=null", "accumulate=1")
     estimates = best(tmp_path)
     kinds = {(e["cluster"], e["devices"], e["batch_size"], e["spot"]) for e in estimates}
     assert len(kinds) == 2 * (2 * 2 + 1 * 2 + 2 * 2), "32 devices are more than h100_2x8 has"
@@ -80,7 +80,7 @@ def test_searches_side_by_side_find_what_one_process_does(tmp_path: Path) -> Non
     for processes in (1, 3):
         (tmp_path / str(processes)).mkdir()
         words = (*arguments, "batch_size=32", f"processes={processes}")
-        command("plan", tmp_path / str(processes), *words)
+        command(tmp_path / str(processes), *words)
     alone, together = (record(tmp_path / str(processes)) for processes in (1, 3))
     assert len(best(tmp_path / "3")) == 3 and len(together["notes"]) == 1
     assert together == alone
@@ -90,7 +90,6 @@ def test_searches_side_by_side_find_what_one_process_does(tmp_path: Path) -> Non
 
 def test_lengths_are_captured_one_by_one(tmp_path: Path) -> None:
     command(
-        "plan",
         tmp_path,
         "cluster=a100_8x8",
         "device_counts=[8]",
@@ -115,9 +114,7 @@ def test_all_files_speak_of_steps_not_of_micro_batches(
 ) -> None:
     """Also in a terminal of 80 columns: model, cluster and devices, then one time of a step."""
     monkeypatch.setenv("COLUMNS", "80")
-    command(
-        "plan", tmp_path, "cluster=a100_8x8", "device_counts=[8]", "batch_size=64", "accumulate=4"
-    )
+    command(tmp_path, "cluster=a100_8x8", "device_counts=[8]", "batch_size=64", "accumulate=4")
     (only,) = best(tmp_path)
     predicted = ParallelPlan.load(tmp_path / "plan.yaml").predicted
     assert predicted is not None and predicted.step_seconds == only["step_seconds"]
@@ -137,7 +134,7 @@ def test_all_files_speak_of_steps_not_of_micro_batches(
 
 def test_all_devices_of_a_cluster_where_only_a_batch_is_given(tmp_path: Path) -> None:
     given = ["cluster=h100_2x8", "batch_size=32", "cluster.device.price_per_hour=5"]
-    command("plan", tmp_path, *given, "accumulate=1")
+    command(tmp_path, *given, "accumulate=1")
     (only,) = best(tmp_path)
     assert (
         only["devices"] == 16
@@ -187,7 +184,7 @@ def test_what_cannot_be_is_one_sentence(
     )
     base += [] if any(word.startswith("batch_size") for word in arguments) else ["batch_size=32"]
     with pytest.raises(error, match=says) as raised:
-        command("plan", tmp_path, *base, *arguments)
+        command(tmp_path, *base, *arguments)
     assert "\n" not in str(raised.value)
 
 
@@ -233,56 +230,3 @@ def test_the_command_line(tmp_path: Path) -> None:
     *_, last = wrong.output.strip().splitlines()
     assert wrong.status == 2 and last.startswith("topt: "), wrong.output
     assert "Could not find 'cluster/nothing'" in last
-
-
-def test_advice_has_every_topic_with_formula_and_source(tmp_path: Path) -> None:
-    log = tmp_path / "metrics.csv"
-    log.write_text(
-        "step,gradient_noise_scale\n"
-        + "".join(f"{k},{value}\n" for k, value in enumerate([1e9, "", 60, 80]))
-    )
-    arguments = [
-        "cluster=cloud_25gbe_16x8",
-        "device_counts=[8]",
-        "batch_size=32",
-        f"log={log}",
-        "exchange_tail=2",
-    ]
-    command("advise", tmp_path, *arguments)
-    found = json.loads((tmp_path / "advice.json").read_text())["advice"]
-    topics = {
-        "batch size",
-        "number of devices",
-        "bottleneck",
-        "data",
-        "cache",
-        "parameter servers",
-        "compression",
-    }
-    assert {each["topic"] for each in found} == topics | {"bounded loss"}
-    assert all(each["source"] for each in found)
-    assert all(each["formula"] and each["inputs"] for each in found if each["value"] is not None)
-    noise = next(each for each in found if "N" in each["inputs"] and each["topic"] == "batch size")
-    assert noise["inputs"]["N"] == 70, "the median of the second half"
-    sizes = [row["samples of a step"] for row in found[0]["table"]]
-    assert sizes == [8, 16, 32, 64, 128]
-    text = (tmp_path / "advice.md").read_text()
-    assert all(f"## {topic[:1].upper()}{topic[1:]}" in text for topic in topics)
-    assert ParallelPlan.load(tmp_path / "plan.yaml").mesh.size == 8
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["efficiency=1.5"], "efficiency is a share between 0 and 1"),
-        (["stalls=nowhere.json"], r"stalls: cannot read 'nowhere\.json': No such file"),
-        (["log={own}"], "has no column 'gradient_noise_scale'.*name another with noise_column="),
-        (["batch_size=[32,64]"], "topt advise is about one batch_size"),
-    ],
-)
-def test_advice_refuses_in_one_sentence(arguments: list[str], says: str, tmp_path: Path) -> None:
-    (tmp_path / "own.csv").write_text("step,loss\n1,2\n")
-    words = [word.format(own=tmp_path / "own.csv") for word in arguments]
-    base = [] if any(word.startswith("batch_size") for word in words) else ["batch_size=32"]
-    with pytest.raises(ValueError, match=says):
-        command("advise", tmp_path, "cluster=a100_8x8", "device_counts=[8]", *base, *words)

@@ -81,7 +81,6 @@ FORMS = [
     Form(r"^topt .*--config-dir configs ", "skip", (), "a project's files (cli/test_own_classes)"),
     Form(r"^topt .*accelerator=cuda", "compose", (), "needs CUDA devices"),
     Form(r"^topt .*_target_=mine\.", "compose", (), "names classes of the reader's own"),
-    Form(r"^topt .*cluster=slurm", "compose", (), "reads the job of SLURM that it runs in"),
     Form(r"^topt .*/shared/", "compose", (), "reads a file that a cluster's nodes share"),
     Form(r"^topt predict .*runs=", "compose", (), "reads records of runs (tests/cli/test_predict)"),
     Form(r"^topt .*plan=\S+\.yaml", "compose", (), "reads a plan file (tests/cli/test_predict)"),

@@ -37,7 +37,6 @@ from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.plan.choose import NoPlanFitsError
 from lightning_topt.plan.pipeline_search import PipelineRequest
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
-from lightning_topt.plan.scenario_report import plan_in_words
 from lightning_topt.plan.scenarios import Estimate, Scenario, search_scenario
 
 MARGIN = 0.05  # of the choice, as in a fit
@@ -333,8 +332,8 @@ def in_short(found: Estimate) -> str:
         parts.append("sequence parallel")
     if plan.schedule is not None:
         parts.append(f"{plan.schedule} of {plan.num_microbatches}")
-    if found.accumulate > 1:
-        parts.append(f"{found.accumulate} micro-batches")
+    if found.point.plan.accumulate > 1:
+        parts.append(f"{found.point.plan.accumulate} micro-batches")
     if again:
         parts.append(f"{again} of {len(named)} blocks again")
     return ", ".join(parts)
@@ -357,7 +356,7 @@ def main() -> None:
             rows.append(look_at(SETTINGS[index]))
             print(table(rows[-1:])[-1], flush=True)
             if not isinstance(rows[-1].chosen, str):
-                print(plan_in_words(rows[-1].chosen), flush=True)
+                print(rows[-1].chosen.plan_in_words, flush=True)
     if len(rows) < len(SETTINGS):
         return
     doc = (__doc__ or "").split("\n\n", 2)[-1].strip()

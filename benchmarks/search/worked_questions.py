@@ -31,16 +31,14 @@ from lightning_topt.basics.units import format_bytes, format_duration, format_mo
 from lightning_topt.cli.several_clusters import as_hydra_reads
 from lightning_topt.cli.what_if import WhatIfOptions, read_searches, search_all
 from lightning_topt.graph.mesh_axes import data_mesh
+from lightning_topt.plan.micro_batches import ModelFacts, step_of_microbatches
 from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
-from lightning_topt.plan.scenario_report import plan_in_words
 from lightning_topt.plan.scenarios import (
     Estimate,
-    ModelFacts,
     choose_estimate,
     default_objective,
     estimate,
-    step_of_microbatches,
 )
 
 
@@ -237,8 +235,9 @@ def table(rows: Sequence[tuple[str, Estimate | str]], chosen: Estimate) -> list[
         if with_run:
             money = "no price" if each.money is None else format_money(each.money)
             cells += ["" if each.run is None else format_duration(each.run.seconds), money]
-        parts = f"{each.accumulate} micro-batches, " if each.accumulate > 1 else ""
-        lines.append(f"| {' | '.join(cells)} | {parts}{plan_in_words(each)} |")
+        count = each.point.plan.accumulate
+        parts = f"{count} micro-batches, " if count > 1 else ""
+        lines.append(f"| {' | '.join(cells)} | {parts}{each.plan_in_words} |")
     return lines
 
 

@@ -10,15 +10,17 @@ A model on the meta device is captured without memory. One whose step reads valu
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 from hydra.utils import instantiate
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_topt.cli.slurm import plugins_of_planning
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.graph.accelerator_kernels import OnAccelerator
 from lightning_topt.graph.capture import capture
@@ -186,6 +188,17 @@ def one_device_trainer(config: DictConfig) -> pl.Trainer:
     }
     trainer: pl.Trainer = instantiate(config.trainer, **given, _convert_="all")
     return trainer
+
+
+def plugins_of_planning(trainer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return plugins for a Trainer that trains nothing; of none but `trainer`'s own, if any.
+
+    In a job of SLURM it is no rank. Else Lightning takes the batch script for rank 0 of the job's
+    tasks, and refuses ``--ntasks``.
+    """
+    if "SLURM_JOB_ID" not in os.environ or trainer.get("plugins") is not None:
+        return {}
+    return {"plugins": [LightningEnvironment()]}
 
 
 def plain_value(value: object) -> Any:

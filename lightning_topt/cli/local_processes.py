@@ -1,25 +1,17 @@
 """Work in other processes of this machine, without a Trainer.
 
     run_on_ranks(measure, accelerator="cpu", devices=4)     # a collective function, rank 0's result
-    for index, outcome in outcomes_of(search, items, processes=2): ...     # independent items
 
 `run_on_ranks` starts ranks with a process group, or uses those that torchrun or srun has started.
-There `topt calibrate`, `topt plan` and `topt verify` measure and try steps. `outcomes_of` divides
-searches that need nothing of one another among helper processes and this one.
+There `topt calibrate` and `topt plan` measure.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-import queue
-import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,15 +22,10 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 
 from lightning_topt.basics.argument_checks import check_whole
-from lightning_topt.basics.core_wait import usable_cores
 from lightning_topt.communication.started_ranks import give_step_port, named_port
 
-Item = TypeVar("Item")
 Result = TypeVar("Result")
 Collective = Callable[..., Result]  # (device, num_nodes, *arguments), called on every rank
-
-_MOST_PROCESSES = 8  # each has its own captures: 1.3 GB for 70 B parameters
-_PATIENCE_SECONDS = 600.0  # for a helper that sends nothing
 
 
 def start_method(kind: str) -> str:
@@ -52,15 +39,11 @@ def start_method(kind: str) -> str:
     return "fork" if fork else "spawn"
 
 
-# ---- ranks: one collective function
-
-
 def run_on_ranks(
     function: Collective[Result],
     *arguments: object,
     accelerator: str,
     devices: int,
-    threads: int | None = None,
 ) -> Result | None:
     """Call `function` on `devices` new ranks, or on those that torchrun or srun has started.
 
@@ -69,8 +52,6 @@ def run_on_ranks(
         arguments: pickled where ranks are spawned.
         accelerator: ``"cpu"``, ``"cuda"`` or ``"gpu"``.
         devices: the number of new ranks.
-        threads: of each new rank; None: as many as a rank of Lightning has. It must be 1 where this
-            process has computed with several threads, which a forked rank would wait for.
 
     Returns:
         The result of rank 0; None on ranks of torchrun and srun other than 0.
@@ -120,7 +101,7 @@ def run_on_ranks(
         start: Any = mp.start_processes  # type: ignore[attr-defined]
         start(
             _run_rank,
-            args=(function, kind, devices, threads, folder, arguments),
+            args=(function, kind, devices, folder, arguments),
             nprocs=devices,
             start_method=start_method(kind),
         )
@@ -133,16 +114,11 @@ def _run_rank(
     function: Collective[object],
     kind: str,
     world_size: int,
-    threads: int | None,
     folder: str,
     arguments: tuple[object, ...],
 ) -> None:
     """Be one of the new ranks."""
-    # threads as a rank of Lightning has, unless the caller says otherwise
-    if threads is None:
-        _set_num_threads_if_needed(num_processes=world_size)
-    else:
-        torch.set_num_threads(threads)
+    _set_num_threads_if_needed(num_processes=world_size)  # as a rank of Lightning has
     options = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": world_size}
     result = _call_in_group(function, kind, rank, 1, arguments, **options)
     if rank == 0:
@@ -168,114 +144,3 @@ def _call_in_group(
         return result if dist.get_rank() == 0 else None
     finally:
         dist.destroy_process_group()
-
-
-# ---- helpers: independent items
-
-
-def most_processes(searches: int) -> int:
-    """Return how many processes are worth having for so many searches here."""
-    return max(min(usable_cores(), searches, _MOST_PROCESSES), 1)
-
-
-def outcomes_of(
-    function: Callable[[Item], Result], items: Sequence[Item], *, processes: int
-) -> Iterator[tuple[int, Result | ValueError]]:
-    """Start helpers now, and return an iterator of the outcomes, in the order in which they come.
-
-    Every process, this one included, takes the next item when it has done one. What a helper took
-    and did not finish is done here. Helpers are forked where that is safe. Else they are spawned,
-    and `function` and `items` are pickled; results always are.
-
-    Returns:
-        Pairs of an item's index, and what `function` returned for it or the ValueError it raised.
-    """
-    context: Any = get_context(start_method("cpu"))
-    taken = context.Value("i", 0)  # items that some process has begun
-    received = queue.SimpleQueue[tuple[int, Any] | None]()
-    helpers = []
-    for _ in range(processes - 1):
-        reader, writer = context.Pipe(duplex=False)
-        helper = context.Process(target=_help, args=(function, items, taken, writer), daemon=True)
-        helper.start()
-        writer.close()  # or its end would never be seen
-        threading.Thread(target=_receive, args=(reader, received), daemon=True).start()
-        helpers.append(helper)
-    return _outcomes(function, items, taken, received, helpers)
-
-
-def _outcomes(
-    function: Callable[[Item], Result],
-    items: Sequence[Item],
-    taken: object,
-    received: queue.SimpleQueue[Any],
-    helpers: Sequence[Any],
-) -> Iterator[tuple[int, Result | ValueError]]:
-    """Do items here, and yield these outcomes and those of `helpers`."""
-    # items without an outcome, and helpers that may still send one
-    left, going = {*range(len(items))}, len(helpers)
-    try:
-        while True:
-            index = _take(taken)
-            is_last = index >= len(items)
-            if not is_last:
-                yield index, _outcome(function, items[index])
-                left.discard(index)
-            # what has come meanwhile; after the last item, wait for what helpers are at
-            while going and left and (is_last or not received.empty()):
-                try:
-                    found = received.get(timeout=_PATIENCE_SECONDS)
-                except queue.Empty:
-                    going = 0
-                    break
-                if found is None:  # one has ended
-                    going -= 1
-                else:
-                    left.discard(found[0])
-                    yield found
-            if is_last:
-                break
-        # what a helper took and did not finish
-        for index in sorted(left):
-            yield index, _outcome(function, items[index])
-    finally:
-        for helper in helpers:
-            helper.terminate()
-            helper.join()
-
-
-def _receive(reader: Connection, received: queue.SimpleQueue[Any]) -> None:
-    """Pass on what a helper sends, and None when it has ended.
-
-    A thread does it, since a helper stops when its pipe is full and nobody reads.
-    """
-    try:
-        with suppress(EOFError, OSError):
-            while True:
-                received.put(reader.recv())
-    finally:
-        received.put(None)
-
-
-def _help(function: Any, items: Sequence[object], taken: Any, writer: Connection) -> None:
-    """Do items in a helper process, which prints nothing."""
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (to the end of the process)
-    torch.set_num_threads(1)  # a forked process would wait for threads that it does not have
-    while (index := _take(taken)) < len(items):
-        writer.send((index, _outcome(function, items[index])))
-
-
-def _take(taken: Any) -> int:
-    """Return the index of the next item, which no other process gets."""
-    # reading and counting up must be one step among all processes
-    with taken.get_lock():
-        index: int = taken.value
-        taken.value += 1
-    return index
-
-
-def _outcome(function: Callable[[Item], Result], item: Item) -> Result | ValueError:
-    try:
-        return function(item)
-    except ValueError as error:
-        return error

@@ -36,8 +36,8 @@ from lightning_topt.communication.started_ranks import leave_to_rank_0
 from lightning_topt.costs.cluster import sentence_of
 from lightning_topt.graph.capture import no_collection
 from lightning_topt.plan.choose import OBJECTIVES, TIME_TO_LOSS, check_objective
+from lightning_topt.plan.micro_batches import ModelFacts, of_steps
 from lightning_topt.plan.plan_intervals import interval_sentences, with_intervals
-from lightning_topt.plan.scenarios import ModelFacts, of_steps
 from lightning_topt.plan.step_factors import left_out_sentence
 from lightning_topt.plugins.planning import Planning
 from lightning_topt.plugins.searched_plan import by_objective, choose_for, search_for

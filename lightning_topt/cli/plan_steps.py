@@ -33,22 +33,21 @@ from lightning_topt.cli.example_step import (
     ExampleStep,
     NeedsValues,
     capture_example,
+    plugins_of_planning,
 )
 from lightning_topt.cli.local_processes import run_on_ranks
 from lightning_topt.cli.report import model_name
 from lightning_topt.cli.search_space import SearchedMeshes
-from lightning_topt.cli.slurm import plugins_of_planning
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer, time_updates
 from lightning_topt.graph.module_copy import build_on_meta
 from lightning_topt.plan.explanation import explain_plan, explain_stages, unsplit_operators
-from lightning_topt.plan.frontier_report import print_table, save_png
+from lightning_topt.plan.frontier_report import print_table
 from lightning_topt.plan.plan_report import (
     print_explanation,
-    print_schedule,
     print_stages,
-    save_schedule_png,
+    schedule_title,
     whole_sentences,
 )
 from lightning_topt.plan.plan_search import SearchRequest, local_graphs, stage_blocks
@@ -296,8 +295,7 @@ def report_plan(
         planning: the frontier, and the point that was chosen; its times are those of a step.
         search: what was searched, for one of the micro-batches of a step.
         request: what the user asked.
-        folder: gets ``frontier.png``, ``frontier.html``, ``plan.yaml`` and, for a plan with
-            stages, ``schedule.png``.
+        folder: gets ``frontier.html`` and ``plan.yaml``.
         notes: sentences for the page and, with `ends`, for the terminal.
         ends: print the notes and the folder too.
     """
@@ -323,9 +321,6 @@ def report_plan(
         notes=[kind, *notes, *whole],
         step=step,
     )
-    save_png(folder / "frontier.png", points, planning.chosen, memory_limit=limit, title=title)
-    if step is not None:
-        save_schedule_png(folder / "schedule.png", step)
     plan.save(folder / "plan.yaml")
 
     # the terminal
@@ -349,7 +344,7 @@ def report_plan(
             highlight=False,
         )
     if step is not None:
-        print_schedule(step, console=console)
+        console.print(schedule_title(step), highlight=False, markup=False)
         print_stages(explain_stages(search, plan), console=console)
         for line in whole:
             console.print(line, highlight=False, markup=False)

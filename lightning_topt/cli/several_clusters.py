@@ -68,5 +68,4 @@ def _composed(name: str) -> Cluster | None:
         return None
     if not isinstance(cluster, DictConfig):
         raise ClusterError(f"the cluster {name!r} is not a mapping")
-    found = instantiate(cluster, _convert_="all")  # slurm.yaml names a function that makes it
-    return found if isinstance(found, Cluster) else Cluster.from_dict(found)
+    return Cluster.from_dict(instantiate(cluster, _convert_="all"))

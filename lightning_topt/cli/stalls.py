@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from lightning_topt.basics.units import parse_bandwidth
-from lightning_topt.cli.slurm import plugins_of_planning
+from lightning_topt.cli.example_step import plugins_of_planning
 from lightning_topt.data.stalls.loop import Watched
 from lightning_topt.data.stalls.measurement import (
     MeasurementOptions,

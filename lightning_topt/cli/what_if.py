@@ -1,11 +1,11 @@
-"""`topt plan` for machines that nobody has yet, over clusters, devices, batches and lengths.
+"""`topt plan` for machines that nobody has yet, over clusters, devices and batches.
 
     topt plan 'cluster=[a100_8x8,h100_2x8]' 'batch_size=[512,1024]' work.tokens=3e11 \
         limits.deadline=20d
 
 Every combination of choices is a scenario, and each has a search of its own. `read_searches`
-captures the step once for each length, `search_all` searches several scenarios at a time. One is
-chosen by the objective within the limits, and all are reported.
+captures the step once, `search_all` searches several scenarios at a time. One is chosen by the
+objective within the limits, and all are reported.
 """
 
 from __future__ import annotations
@@ -14,29 +14,30 @@ import dataclasses
 import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import torch
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lightning_topt.basics.argument_checks import check_flag, check_real, check_whole
+from lightning_topt.basics.core_wait import usable_cores
 from lightning_topt.basics.units import parse_seconds
 from lightning_topt.cli.example_step import has_accelerators
-from lightning_topt.cli.local_processes import most_processes, outcomes_of
+from lightning_topt.cli.local_processes import start_method
 from lightning_topt.cli.plan_steps import PlanSetup, UnpricedSearch, report_plan
-from lightning_topt.cli.report import model_name
 from lightning_topt.cli.search_space import SearchedMeshes
 from lightning_topt.cli.several_clusters import read_clusters
 from lightning_topt.communication.started_ranks import leave_to_rank_0
-from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import check_world_size
 from lightning_topt.plan.choose import OBJECTIVES, NoPlanFitsError, check_objective
+from lightning_topt.plan.micro_batches import of_microbatches
 from lightning_topt.plan.plan_search import SearchRequest
-from lightning_topt.plan.scenario_report import print_scenarios, save_scenarios
 from lightning_topt.plan.scenarios import (
     SCENARIO_OBJECTIVES,
     Limits,
@@ -46,9 +47,9 @@ from lightning_topt.plan.scenarios import (
     check_asked,
     choose_estimate,
     default_objective,
-    of_microbatches,
+    print_scenarios,
+    save_scenarios,
     search_scenario,
-    unpriced,
 )
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning
@@ -58,7 +59,9 @@ from topt_console.status_line import STATUS
 # that good.
 EPSILON = 0.01
 _SECONDS = 3.0  # of the search of one scenario with one number of micro-batches
-_CHOICES = ("clusters", "batch_size", "seq_len", "accumulate")
+_MOST_PROCESSES = 8  # each has its own captures: 1.3 GB for 70 B parameters
+_CHOICES = ("clusters", "batch_size", "accumulate")
+Search = tuple[Scenario, SearchRequest]
 
 
 def is_asked(config: DictConfig) -> bool:
@@ -66,7 +69,7 @@ def is_asked(config: DictConfig) -> bool:
     limits = (value for name, value in config.limits.items() if name != "currency")
     given = [*(config[name] for name in _CHOICES), *config.work.values(), *limits]
     is_new = config.objective in SCENARIO_OBJECTIVES and config.objective not in OBJECTIVES
-    return any(value is not None for value in given) or config.spot is not False or is_new
+    return any(value is not None for value in given) or is_new
 
 
 def run(config: DictConfig) -> None:
@@ -82,40 +85,33 @@ def run(config: DictConfig) -> None:
     check_asked(asked.objective or "time", asked.limits, has_work=asked.work is not None)
     searches, request = read_searches(config, asked)
     check_objective(request.objective)
-    found, left_out = search_all(searches, request, asked)
+    results, notes = search_all(searches, request, asked)
 
-    # the objective, and what it cannot judge
-    estimates = [each.chosen for each in found]
+    # the choice; where none keeps the limits, the estimates are written all the same
+    estimates = [each.chosen for each in results]
     objective = asked.objective or default_objective(
         estimates, asked.limits, given=request.objective
     )
-    notes = [*left_out]
-    clusters = {str(estimate.scenario.cluster.name) for estimate in estimates}
-    if objective == "money" and (without := unpriced(estimates)) and len(without) < len(clusters):
-        notes.append(f"Without a price, and left out of the choice: {', '.join(without)}.")
-
-    # the choice; where none keeps the limits, the estimates are written all the same
     folder = Path(HydraConfig.get().runtime.output_dir)
-    shown = [estimate for each in found for estimate in each.estimates]
-    given: dict[str, Any] = {"limits": asked.limits, "notes": notes}
-    given["model"] = model_name(searches[0][1].graph)
+    save = functools.partial(
+        save_scenarios, folder / "scenarios.json", estimates, limits=asked.limits, notes=notes
+    )
     try:
         chosen, reason = choose_estimate(estimates, objective=objective, limits=asked.limits)
     except NoPlanFitsError:
-        save_scenarios(folder, shown, estimates, None, reason="", **given)
+        save(None, reason="")
         raise
+    save(chosen, reason=reason)
 
     # the plan of the chosen scenario, then the scenarios
     STATUS.show("writing the report")
-    best = next(each for each in found if each.chosen is chosen)
-    planned = dataclasses.replace(best.scenario, spot=False)
-    search = next(search for scenario, search in searches if scenario == planned)
-    search = of_microbatches(search, chosen.accumulate)
+    best = next(each for each in results if each.chosen is chosen)
+    search = next(search for scenario, search in searches if scenario == chosen.scenario)
+    search = of_microbatches(search, chosen.point.plan.accumulate)
     best.frontier.save(folder / "frontier.json")
     planning = Planning(best.frontier, chosen.point, search.graph)
     report_plan(planning, search, request, folder=folder, notes=notes, ends=False)
     console = Console()
-    save_scenarios(folder, shown, estimates, chosen, reason=reason, **given)
     print_scenarios(estimates, chosen, limits=asked.limits, console=console)
     for line in (reason, *notes, f"run folder: {folder}"):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -128,16 +124,12 @@ def run(config: DictConfig) -> None:
 class WhatIfOptions:
     """The choices, what a run takes, and its limits.
 
-    None stands for what the configuration has. `spot` None means both, on spot devices and not.
-    `processes` search; None: one on each core.
+    None stands for what the configuration has.
     """
 
     batch_sizes: tuple[int, ...] | None = None
-    seq_lens: tuple[int, ...] | None = None
     clusters: tuple[str, ...] | None = None
     accumulate: tuple[int, ...] | None = None
-    processes: int | None = None
-    spot: bool | None = False
     work: Workload | None = None
     limits: Limits = field(default_factory=Limits)
     objective: str | None = None
@@ -150,52 +142,41 @@ class WhatIfOptions:
             ValueError: for what they cannot mean.
         """
         work, limits = (
-            {str(name): value for name, value in config.get(group, {}).items() if value is not None}
+            {str(name): value for name, value in config[group].items() if value is not None}
             for group in ("work", "limits")
         )
-        spot = config.get("spot", False)
-        if spot not in (None, True, False):
-            raise ValueError(f"spot is true, false or null (both); got {spot!r}")
+        for name, value in work.items():
+            work[name] = check_real(value, name=f"work.{name}", positive=True)
+        for name, value in limits.items():
+            if name in ("deadline", "step_seconds"):
+                limits[name] = parse_seconds(value, name=f"limits.{name}")
+            elif name != "currency":
+                limits[name] = check_real(value, name=f"limits.{name}", positive=True)
         return cls(
             batch_sizes=_read_numbers(config.batch_size, name="batch_size"),
-            seq_lens=_read_numbers(config.seq_len, name="seq_len"),
-            clusters=_read_names(config.get("clusters")),
+            clusters=_read_names(config.clusters),
             accumulate=_read_numbers(config.accumulate, name="accumulate"),
-            processes=None
-            if config.processes is None
-            else check_whole(config.processes, name="processes"),
-            spot=spot,
-            work=Workload(
-                **{k: check_real(v, name=f"work.{k}", positive=True) for k, v in work.items()}
-            )
-            if work
-            else None,
-            limits=Limits(
-                **{k: _read_limit(k, v) for k, v in limits.items()}  # type: ignore[arg-type]
-            ),
+            work=Workload(**work) if work else None,
+            limits=Limits(**limits),
             objective=config.objective,
         )
 
 
+# one number or a list of them, each once
 def _read_numbers(value: Any, *, name: str) -> tuple[int, ...] | None:
-    """Return one number or a list of them, each once."""
     if value is None:
         return None
-    several = (
-        list(value) if OmegaConf.is_list(value) or isinstance(value, list | tuple) else [value]
-    )
+    several = list(value) if OmegaConf.is_list(value) else [value]
     if not several:
         raise ValueError(f"{name} is a number or a list of numbers; the list is empty")
     return tuple(dict.fromkeys(check_whole(each, name=name) for each in several))
 
 
+# one name of a cluster or a list of them, each once
 def _read_names(value: Any) -> tuple[str, ...] | None:
-    """Return one name of a cluster or a list of them, each once."""
     if value is None:
         return None
-    several = (
-        [value] if isinstance(value, str) else list(value) if not isinstance(value, Mapping) else []
-    )
+    several: Any = [value] if isinstance(value, str | Mapping) else list(value)
     if not several or not all(isinstance(each, str) for each in several):
         raise ValueError(
             "clusters are names of cluster files, such as 'cluster=[a100_8x8,h100_2x8]'"
@@ -203,77 +184,39 @@ def _read_names(value: Any) -> tuple[str, ...] | None:
     return tuple(dict.fromkeys(several))
 
 
-def _read_limit(name: str, value: float | str) -> float | str:
-    if name == "currency":
-        return str(value)
-    if name in ("deadline", "step_seconds"):
-        return parse_seconds(value, name=f"limits.{name}")
-    return check_real(value, name=f"limits.{name}", positive=True)
-
-
 # ---- from a configuration to searches
 
 
-def read_searches(
-    config: DictConfig, asked: WhatIfOptions
-) -> tuple[list[tuple[Scenario, SearchRequest]], PlanRequest]:
-    """Return every scenario with its search, and what the user asked of the planner.
-
-    The step is captured once for each length.
-    """
-    searches: list[tuple[Scenario, SearchRequest]] = []
-    request: PlanRequest | None = None
-    # another length is another model, with a step of its own
-    for length in asked.seq_lens or (None,):
-        setup = PlanSetup.of(_of_length(config, length))
-        clusters = read_clusters(asked.clusters, default=setup.request.cluster)
-        if None not in clusters:  # else ranks of torchrun or srun measure it together
-            leave_to_rank_0()
-        # within a scenario the fastest plan is also the cheapest and soonest
-        objective = asked.objective or setup.request.objective
-        if objective not in ("time", "memory", "devices"):
-            objective = "time"
-        request = dataclasses.replace(setup.request, objective=objective)
-        own_length = config.model.get("seq_len")
-        shown_length = length or (own_length if isinstance(own_length, int) else None)
-        searches += _on_clusters(config, asked, setup, clusters, length=shown_length)
-    assert request is not None
-    return searches, request
+def read_searches(config: DictConfig, asked: WhatIfOptions) -> tuple[list[Search], PlanRequest]:
+    """Return every scenario with its search, and what the user asked of the planner."""
+    setup = PlanSetup.of(config)
+    clusters = read_clusters(asked.clusters, default=setup.request.cluster)
+    if None not in clusters:  # else ranks of torchrun or srun measure it together
+        leave_to_rank_0()
+    # within a scenario the fastest plan is also the cheapest and soonest
+    objective = asked.objective or setup.request.objective
+    if objective not in OBJECTIVES:
+        objective = "time"
+    request = dataclasses.replace(setup.request, objective=objective)
+    requests = [dataclasses.replace(request, cluster=cluster) for cluster in clusters]
+    return [*_searches(config, asked, setup, requests)], request
 
 
-def _of_length(config: DictConfig, length: int | None) -> DictConfig:
-    """Return the configuration with a model for samples of so many tokens."""
-    if length is None:
-        return config
-    if "seq_len" not in config.model:
-        raise ValueError(
-            "seq_len is that of a model with the entry model.seq_len, which this one does not have"
-        )
-    changed: DictConfig = config.copy()
-    with open_dict(changed):
-        changed.model.seq_len = length
-    return changed
-
-
-def _on_clusters(
-    config: DictConfig,
-    asked: WhatIfOptions,
-    setup: PlanSetup,
-    clusters: list[Cluster | None],
-    *,
-    length: int | None,
-) -> Iterator[tuple[Scenario, SearchRequest]]:
-    """Yield the scenarios of one length: clusters, then numbers of devices, then batches."""
-    requests = [dataclasses.replace(setup.request, cluster=cluster) for cluster in clusters]
+# clusters, then numbers of devices, then batches
+def _searches(
+    config: DictConfig, asked: WhatIfOptions, setup: PlanSetup, requests: Sequence[PlanRequest]
+) -> Iterator[Search]:
     # meshes first: whether any of them has a tensor axis decides how the step is captured
     meshes = [SearchedMeshes.read(config, request, setup.trainer) for request in requests]
     STATUS.show(f"capturing the step of {type(setup.model).__name__}")
     example, capture_seconds = setup.capture(
         splits=any(each.tensor for each in meshes),
-        accelerator=has_accelerators(*clusters),
-        compiled=bool(check_flag(config.get("compiled", False), name="compiled")),
+        accelerator=has_accelerators(*(request.cluster for request in requests)),
+        compiled=bool(check_flag(config.compiled, name="compiled")),
     )
     STATUS.clear()
+    length = config.model.get("seq_len")
+    length = length if isinstance(length, int) else None
 
     for request, searched in zip(requests, meshes, strict=True):
         unpriced = UnpricedSearch.of(
@@ -297,9 +240,9 @@ def _on_clusters(
 
 
 def search_all(
-    searches: Sequence[tuple[Scenario, SearchRequest]], request: PlanRequest, asked: WhatIfOptions
+    searches: Sequence[Search], request: PlanRequest, asked: WhatIfOptions
 ) -> tuple[list[ScenarioResult], list[str]]:
-    """Search every scenario, several at a time, behind a progress bar.
+    """Search every scenario, one on each core of this machine.
 
     Returns:
         What was found, and notes on scenarios without a plan, which are left out.
@@ -307,75 +250,62 @@ def search_all(
     Raises:
         ValueError: the first error, where no scenario has a plan.
     """
-    outcomes: dict[int, ScenarioResult | ValueError] = {}
-    processes = asked.processes or most_processes(len(searches))
-    # of several scenarios a bar says how many are done, of one a line what is searched
-    alone = len(searches) < 2
-    search = functools.partial(_search, request, asked, STATUS.show if alone else None)
-    # helpers are forked here, before the bar starts a thread
-    coming = outcomes_of(search, searches, processes=min(processes, len(searches)))
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    bar = Progress(*columns, disable=alone, transient=True, console=Console(stderr=True))
-    with bar:
-        for index, outcome in bar.track(coming, total=len(searches), description="searching"):
-            outcomes[index] = outcome
+    search = functools.partial(_search, request, asked)
+    processes = min(usable_cores(), len(searches), _MOST_PROCESSES)
+    if processes < 2 or start_method("cpu") != "fork":
+        outcomes = [search(each, progress=STATUS.show) for each in searches]
+    else:
+        STATUS.show(f"searching {len(searches)} scenarios in {processes} processes")
+        # helpers find the searches in the memory that they are forked with, and compute with one
+        # thread: a forked process would wait for threads that it does not have
+        _FORKED.extend(functools.partial(search, each) for each in searches)
+        try:
+            with ProcessPoolExecutor(
+                processes, get_context("fork"), torch.set_num_threads, (1,)
+            ) as pool:
+                outcomes = [*pool.map(_search_forked, range(len(searches)))]
+        finally:
+            _FORKED.clear()
     STATUS.clear()
 
     # a scenario alone may have no plan, or none that fits
-    each = [(scenario, outcomes[index]) for index, (scenario, _) in enumerate(searches)]
-    errors = [(scenario, outcome) for scenario, outcome in each if isinstance(outcome, ValueError)]
-    found = [outcome for _, outcome in each if not isinstance(outcome, ValueError)]
-    if not found:
+    results = [outcome for outcome in outcomes if not isinstance(outcome, ValueError)]
+    pairs = [(scenario, outcome) for (scenario, _), outcome in zip(searches, outcomes, strict=True)]
+    errors = [(scenario, error) for scenario, error in pairs if isinstance(error, ValueError)]
+    if not results:
         raise errors[0][1]
-    return _with_spot(found, asked), [
-        f"Left out: {scenario}: {error}" for scenario, error in errors
-    ]
+    return results, [f"Left out: {scenario}: {error}" for scenario, error in errors]
+
+
+_FORKED: list[Callable[[], ScenarioResult | ValueError]] = []
+
+
+def _search_forked(place: int) -> ScenarioResult | ValueError:
+    return _FORKED[place]()
 
 
 def _search(
     request: PlanRequest,
     asked: WhatIfOptions,
-    progress: Callable[[str], None] | None,
-    of: tuple[Scenario, SearchRequest],
-) -> ScenarioResult:
+    of: Search,
+    *,
+    progress: Callable[[str], None] | None = None,
+) -> ScenarioResult | ValueError:
     scenario, search = of
     gc.collect(0)  # what the search before left
-    check_world_size(search.cluster, world_size=scenario.devices)
-    return search_scenario(
-        search,
-        scenario,
-        objective=request.objective,
-        memory_limit=request.memory_limit,
-        memory_margin=request.margin_on(search.cluster),
-        difference=request.difference_on(search.cluster),
-        confidence=request.confidence,
-        accumulate=asked.accumulate,
-        work=asked.work,
-        progress=progress,
-    )
-
-
-def _with_spot(found: list[ScenarioResult], asked: WhatIfOptions) -> list[ScenarioResult]:
-    """Add the scenarios on spot devices, or return these alone, as ``spot`` says.
-
-    Plans do not change there; prices and failures do.
-    """
-    if asked.spot is False:
-        return found
-    spot = [
-        each.on_spot(work=asked.work)
-        for each in found
-        if each.scenario.cluster.device.spot_price_per_hour is not None
-    ]
-    if asked.spot and not spot:
-        name = found[0].scenario.cluster.name
-        raise ValueError(
-            f"spot=true, but the cluster {name!r} has no cluster.device.spot_price_per_hour: give "
-            "one"
+    try:
+        check_world_size(search.cluster, world_size=scenario.devices)
+        return search_scenario(
+            search,
+            scenario,
+            objective=request.objective,
+            memory_limit=request.memory_limit,
+            memory_margin=request.margin_on(search.cluster),
+            difference=request.difference_on(search.cluster),
+            confidence=request.confidence,
+            accumulate=asked.accumulate,
+            work=asked.work,
+            progress=progress,
         )
-    return spot if asked.spot else [*found, *spot]
+    except ValueError as error:
+        return error

@@ -304,7 +304,6 @@ class Device:
             libraries).
         page_fault_seconds_per_byte: what a byte costs that is taken anew from the operating system,
             which plans under a memory limit do for every tensor on CPUs (`execution.memory`).
-        spot_price_per_hour: where its owner may take it back.
         framework_seconds: what a kernel of a step costs beyond itself where the host does not run
             ahead of the device: modules, autograd, Python (CPUs).
         launch_seconds: what the host takes for a kernel of a step where it does (accelerators).
@@ -325,7 +324,6 @@ class Device:
     price_per_hour: float | None = None
     process_bytes: int = 0
     page_fault_seconds_per_byte: float = 0.0
-    spot_price_per_hour: float | None = None
     framework_seconds: float = 0.0
     launch_seconds: float = 0.0
     half_rate_flops: float = 0.0
@@ -417,7 +415,6 @@ def slowest_device(devices: Sequence[Device], counts: Sequence[int]) -> Device:
         memory_bandwidth=min(device.memory_bandwidth for device in devices),
         op_overhead_seconds=max(device.op_overhead_seconds for device in devices),
         price_per_hour=_mean([device.price_per_hour for device in devices], counts),
-        spot_price_per_hour=_mean([device.spot_price_per_hour for device in devices], counts),
         process_bytes=max(device.process_bytes for device in devices),
         page_fault_seconds_per_byte=max(device.page_fault_seconds_per_byte for device in devices),
         framework_seconds=max(device.framework_seconds for device in devices),
@@ -710,7 +707,6 @@ _device = record(
     caching_allocator=truth,
     host_bandwidth=parse_bandwidth,
     price_per_hour=number,
-    spot_price_per_hour=number,
 )
 _datagrams = record(_path, round_trip_seconds=parse_seconds, bandwidth=parse_bandwidth, loss=number)
 _link = record(Link, latency_seconds=parse_seconds, bandwidth=parse_bandwidth, datagrams=_datagrams)
@@ -720,7 +716,6 @@ _node_types = list_of(
 _failures = record(
     Failures,
     per_device_hour=number,
-    spot_per_device_hour=number,
     restart_seconds=parse_seconds,
     checkpoint_bandwidth=parse_bandwidth,
 )

@@ -3,12 +3,11 @@
     equation                                                       function
     M = 1 / (r * devices)                                          Failures.seconds_between
     C = checkpoint bytes / B                                       checkpoint_seconds
-    tau = sqrt(2 C M)                                              young_interval [1]
-    tau = sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + C / 2M / 9) - C      daly_interval [2]
+    tau = sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + C / 2M / 9) - C      daly_interval
           for C < 2M, else M
-    T = M exp(R / M) (exp((tau + C) / M) - 1) T_s / tau            expected_seconds [2]
+    T = M exp(R / M) (exp((tau + C) / M) - 1) T_s / tau            expected_seconds
 
-[1] Young, CACM 17(9), 1974. [2] Daly, FGCS 22(3), 2006. Failures are independent.
+Daly, FGCS 22(3), 2006. Failures are independent.
 
 r failures per device and second, M mean seconds between failures of any device, C seconds to write
 a checkpoint (training waits), R seconds from a failure to training again, B bytes/s of the store
@@ -31,8 +30,6 @@ class Failures:
 
     Args:
         per_device_hour: failures of a device per hour; 0: none.
-        spot_per_device_hour: the same on spot devices, which their owner takes back; None: as often
-            as others.
         restart_seconds: from a failure to the first step after it, but for reading the checkpoint.
         checkpoint_bandwidth: bytes per second that all ranks together write to, and read from, the
             store of checkpoints; None: they take no time.
@@ -41,30 +38,21 @@ class Failures:
     """
 
     per_device_hour: float = 0.0
-    spot_per_device_hour: float | None = None
     restart_seconds: float = 0.0
     checkpoint_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
-        if min(self.per_device_hour, self.spot_per_device_hour or 0.0, self.restart_seconds) < 0:
+        if min(self.per_device_hour, self.restart_seconds) < 0:
             raise ValueError("failures: rates and restart_seconds are at least 0")
         if self.checkpoint_bandwidth is not None and not self.checkpoint_bandwidth > 0:
             raise ValueError("failures.checkpoint_bandwidth is positive")
 
-    def rate(self, *, spot: bool) -> float:
-        """Return the failures of a device per hour."""
-        return (
-            self.spot_per_device_hour
-            if spot and self.spot_per_device_hour is not None
-            else self.per_device_hour
-        )
-
-    def seconds_between(self, devices: int, *, spot: bool = False) -> float:
+    def seconds_between(self, devices: int) -> float:
         """Return the mean seconds between failures of any of `devices` devices.
 
         Infinite without failures.
         """
-        rate = self.rate(spot=spot) * devices
+        rate = self.per_device_hour * devices
         return 3600.0 / rate if rate > 0 else math.inf
 
 
@@ -92,11 +80,6 @@ class RunTime:
         return self.seconds / self.step_seconds - 1 if self.step_seconds else 0.0
 
 
-def young_interval(checkpoint_seconds: float, *, seconds_between: float) -> float:
-    """Return Young's seconds of training between checkpoints."""
-    return math.sqrt(2 * checkpoint_seconds * seconds_between)
-
-
 def daly_interval(checkpoint_seconds: float, *, seconds_between: float) -> float:
     """Return Daly's seconds of training between checkpoints; infinite without failures."""
     if math.isinf(seconds_between):
@@ -104,7 +87,7 @@ def daly_interval(checkpoint_seconds: float, *, seconds_between: float) -> float
     ratio = checkpoint_seconds / (2 * seconds_between)
     if ratio >= 1:
         return seconds_between
-    young = young_interval(checkpoint_seconds, seconds_between=seconds_between)
+    young = math.sqrt(2 * checkpoint_seconds * seconds_between)
     return young * (1 + math.sqrt(ratio) / 3 + ratio / 9) - checkpoint_seconds
 
 
@@ -135,16 +118,15 @@ def run_time(
     failures: Failures | None,
     devices: int,
     checkpoint_bytes: float,
-    spot: bool = False,
 ) -> RunTime:
     """Return what a run of `step_seconds` seconds of steps takes on `devices` devices.
 
     With checkpoints at Daly's interval. `checkpoint_bytes` are those of one checkpoint of all
     ranks. Without `failures`, or their rate, nothing is added.
     """
-    if failures is None or failures.rate(spot=spot) == 0:
+    if failures is None or failures.per_device_hour == 0:
         return RunTime(step_seconds, step_seconds)
-    between = failures.seconds_between(devices, spot=spot)
+    between = failures.seconds_between(devices)
     rate = math.inf if failures.checkpoint_bandwidth is None else failures.checkpoint_bandwidth
     writing = max(checkpoint_bytes / rate, 1e-3)  # nothing is written in no time
     interval = min(daly_interval(writing, seconds_between=between), max(step_seconds, 1e-9))

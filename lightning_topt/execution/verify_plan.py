@@ -56,7 +56,7 @@ from lightning_topt.graph.module_copy import fake_copy
 from lightning_topt.graph.op_graph import Block, OpGraph
 from lightning_topt.graph.step_flow import assign_calls
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plan.report_page import block_ranges, ranges
+from lightning_topt.plan.report_table import block_ranges, ranges
 from lightning_topt.schedules.check import check_schedule
 from lightning_topt.schedules.schedules import make_schedule
 from lightning_topt.techniques.plan_costs import PlanCosts

@@ -11,7 +11,7 @@ plan_frontier                               the plans that no other beats; `fron
 choose                                      one plan of a frontier, and why
 parallel_plan, plan_values                  `ParallelPlan`; `plan.yaml`
 explanation                                 what a given plan costs, and where
+micro_batches                               a step of several micro-batches
 scenarios                                   several clusters, batches and prices
-frontier_report, plan_report,               tables, pictures and pages for people
-scenario_report, report_page
+frontier_report, plan_report, report_table  tables, and one page, for people
 """

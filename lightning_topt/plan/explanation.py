@@ -23,10 +23,10 @@ from lightning_topt.costs.sizes import narrow_parameters
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.frontier.stage_search import StagePoint
 from lightning_topt.graph.op_graph import Block
+from lightning_topt.plan.micro_batches import ModelFacts, step_of_microbatches
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, StagePlan, StepEstimate
 from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, stage_blocks, step_on
-from lightning_topt.plan.scenarios import ModelFacts, step_of_microbatches
 from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_simulation import (
     cut_of_plan,

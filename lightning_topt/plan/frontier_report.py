@@ -1,30 +1,29 @@
-"""A frontier for people: a table, a picture, and a page that shows the plan of any point.
+"""A frontier for people: a table, and a page that shows the plan of any point.
 
     points = frontier.shown_with(chosen)
     print_table(points, chosen, console=Console())
     limit = MemoryLimit(2**30)
-    save_png("frontier.png", points, chosen, memory_limit=limit)
     save_html("frontier.html", points, chosen, memory_limit=limit)
 
-All three mark the chosen plan, and show in grey what does not fit into the limit.
+Both mark the chosen plan, and show in grey what does not fit into the limit. The page
+(`frontier_report.html`) loads nothing from elsewhere, and reads its data as JSON from an element
+``data``. Its axes have round marks in units that people read (`drawn_axis`).
 """
 
 from __future__ import annotations
 
+import html
 import itertools
+import json
 import math
+import re
 import textwrap
 from collections.abc import Callable, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.text import Text
-from numpy.typing import NDArray
 from rich.console import Console
-from rich.table import Table
 
 from lightning_topt.basics.units import format_bytes, format_seconds
 from lightning_topt.costs.intervals import Interval
@@ -34,46 +33,28 @@ from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan
 from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.plan_report import schedule_svg
 from lightning_topt.plan.plan_values import config_to_dict, describe_config
-from lightning_topt.plan.report_page import (
-    BYTES,
-    COLOURS,
-    FAINT,
-    INK,
-    LINE,
-    MARKERS,
-    RED,
-    SECONDS,
-    STAR,
-    DrawnAxis,
-    block_ranges,
-    draw_axes,
-    drawn_axis,
-    save_page,
-)
+from lightning_topt.plan.report_table import block_ranges, table
 from lightning_topt.schedules.simulate import Simulation
 
 Points = Sequence[PlanPoint]
-_MANY = 150  # more points than this are drawn small
-_HEADING: dict[str, Any] = {"color": INK, "weight": "bold", "fontsize": 13, "parse_math": False}
-_LEGEND: dict[str, Any] = {"frameon": False, "labelcolor": INK, "handletextpad": 0.3}
-_EDGE: dict[str, Any] = {"linestyle": "none", "markeredgecolor": "white"}
-_BOX = {"boxstyle": "round,pad=0.5", "facecolor": "white", "edgecolor": LINE, "alpha": 0.94}
-_POINTER = {"arrowstyle": "-", "color": INK, "linewidth": 0.9, "shrinkB": 9}
-_NOTE: dict[str, Any] = {
-    "textcoords": "offset pixels",
-    "color": INK,
-    "linespacing": 1.5,
-    "bbox": _BOX,
-    "zorder": 6,
-    "fontsize": 10,
-    "va": "bottom",
-    "arrowprops": _POINTER,
-}
 _KIND = ("runs", "parameters", "gradients", "optimizer_state")  # what a page says of a block
 _SCHEDULE = (
     '<section class="card schedule" aria-label="Schedule"><h3>Schedule of the chosen '
     "plan</h3>{}</section>"
 )
+# units of axes: name, factor, marks of a logarithmic axis
+Units = tuple[tuple[str, float, tuple[float, ...]], ...]
+_POWERS = tuple(2**k for k in range(10))
+_ROUND = (1, 2, 5, 10, 20, 50, 100, 200, 500)
+BYTES: Units = tuple(
+    (name, 1024.0**k, _POWERS) for k, name in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))
+)
+SECONDS: Units = (
+    ("us", 1e-6, _ROUND),
+    ("ms", 1e-3, _ROUND),
+    ("s", 1.0, (*_ROUND, 1000, 2000, 5000, 10000)),
+)
+_LOG_FROM = 20.0  # an axis is logarithmic when its largest value is so many times its smallest
 
 
 class MemoryLimit(NamedTuple):
@@ -136,9 +117,7 @@ def print_table(
     names.append("plan")
     if any(_is_outside(ordered[i]) for i in shown):
         caption += "; ~ unlike what was measured"
-    table = Table(*names, caption=caption, caption_justify="left")
-    for column in table.columns[1:-1]:
-        column.justify, column.no_wrap = "right", True
+    made = table(*names, left=("plan",), caption=caption)
     for i in shown:
         point = ordered[i]
         numbers = [
@@ -149,8 +128,8 @@ def print_table(
         ]
         fits = point.peak_bytes <= most
         mark, style = ("*", "bold green") if i == index else ("", "") if fits else ("!", "dim")
-        table.add_row(mark, *numbers, point.plan.summary(), style=style)
-    console.print(table)
+        made.add_row(mark, *numbers, point.plan.summary(), style=style)
+    console.print(made)
 
 
 def _loss_cells(point: PlanPoint) -> list[str]:
@@ -192,44 +171,6 @@ def _selection(points: Points, chosen: int, *, limit: int) -> list[int]:
     rest = [i for i in range(len(points)) if i not in kept]
     free = max(0, limit - len(kept))
     return sorted(kept | {rest[(2 * k + 1) * len(rest) // (2 * free)] for k in range(free)})
-
-
-def save_png(
-    path: str | Path,
-    points: Points,
-    chosen: PlanPoint,
-    *,
-    memory_limit: MemoryLimit | None = None,
-    title: str = "",
-) -> None:
-    """Draw the frontier: peak bytes to the right, seconds per step upwards.
-
-    There is one series per number of devices. What does not fit into `memory_limit` is grey.
-
-    Raises:
-        ValueError: `chosen` is not one of the points.
-    """
-    ordered, _ = _ordered(points, chosen)
-    figure = Figure(figsize=(9, 5.2), dpi=160, facecolor="white", layout="constrained")
-    axes = figure.add_subplot(facecolor="white")
-    x, y = drawn_axes(ordered, memory_limit)
-    draw_axes(axes, x, y)
-    _draw_series(axes, ordered, memory_limit)
-    if memory_limit is not None:
-        _draw_limit(axes, x, memory_limit)
-    counts = len(axes.get_legend_handles_labels()[1])
-    columns = min(counts, 6)
-    axes.legend(
-        loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=columns, columnspacing=1.4, **_LEGEND
-    )
-    axes.set_title(
-        _title(title, chosen.plan),
-        loc="left",
-        pad=12 + 18 * math.ceil(counts / columns),
-        **_HEADING,
-    )
-    _annotate(figure, axes, ordered, chosen)
-    figure.savefig(path, format="png", facecolor="white")
 
 
 def save_html(
@@ -282,9 +223,17 @@ def save_html(
         "blocks": blocks,
         "points": entries,
     }
-    schedule = "" if step is None else _SCHEDULE.format(schedule_svg(step))
-    heading = _title(title, chosen.plan)
-    save_page(path, "frontier_report.html", title=heading, data=data, schedule=schedule)
+    # no "<" in the data: neither "</script>" nor "<!--" can end the element early
+    embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    filled = {
+        "title": html.escape(_title(title, chosen.plan)),
+        "data": embedded,
+        "schedule": "" if step is None else _SCHEDULE.format(schedule_svg(step)),
+    }
+    page = resources.files("lightning_topt.plan") / "frontier_report.html"
+    names = r"\{\{ (title|data|schedule) \}\}"
+    text = re.sub(names, lambda match: filled[match[1]], page.read_text(encoding="utf-8"))
+    Path(path).write_text(text, encoding="utf-8")
 
 
 def _ordered(points: Points, chosen: PlanPoint) -> tuple[list[PlanPoint], int]:
@@ -305,11 +254,7 @@ def _title(title: str, plan: ParallelPlan) -> str:
     return title or (f"Plans for {plan.model}" if plan.model else "Parallel plans")
 
 
-def _devices(count: int) -> str:
-    return "1 device" if count == 1 else f"{count} devices"
-
-
-# ---- the picture
+# ---- axes
 
 
 def drawn_axes(
@@ -338,98 +283,52 @@ def _time_title(point: PlanPoint) -> str:
     return "Time to the loss" + (" per dense step" if point.to_loss.steps is None else "")
 
 
-def _draw_series(axes: Axes, points: Points, memory_limit: MemoryLimit | None) -> None:
-    most = math.inf if memory_limit is None else memory_limit.most_bytes
-    size, edge = (6.5, 0.7) if len(points) <= _MANY else (3.5, 0.0)
-    # a series for each number of devices; points are in this order
-    for number, (devices, group) in enumerate(
-        itertools.groupby(points, key=lambda point: point.devices)
-    ):
-        x, y = zip(*((point.peak_bytes, point.compared_seconds) for point in group), strict=True)
-        # a chosen plan may be beaten
-        best = [k for k in range(len(y)) if y[k] < min(y[:k], default=math.inf)]
-        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
-        # a step: with memory between two plans, the smaller one is what runs
-        line: dict[str, Any] = {"alpha": 0.45, "linewidth": 1.6, "drawstyle": "steps-post"}
-        axes.plot([x[k] for k in best], [y[k] for k in best], color=colour, **line)
-        # plans that do not fit are grey; the others are named in the legend
-        for fits, name in ((True, _devices(devices)), (False, None)):
-            at = [k for k in range(len(y)) if (x[k] <= most) == fits]
-            if not at and not fits:
-                continue
-            axes.plot(
-                [x[k] for k in at],
-                [y[k] for k in at],
-                marker,
-                color=colour if fits else LINE,
-                label=name,
-                markersize=size,
-                markeredgewidth=edge,
-                **_EDGE,
-            )
-    if any(point.peak_bytes > most for point in points):
-        axes.plot([], [], "o", color=LINE, label="does not fit", markersize=6.5, **_EDGE)
+class DrawnAxis(NamedTuple):
+    """The range of an axis in seconds or bytes, and where its marks are."""
+
+    title: str
+    low: float
+    high: float
+    log: bool
+    ticks: tuple[tuple[float, str], ...]
 
 
-def _draw_limit(axes: Axes, x: DrawnAxis, memory_limit: MemoryLimit) -> None:
-    text, place = str(memory_limit), min(max(memory_limit.bytes, x.low), x.high)
-    # a limit outside of the axes is an arrow at their edge
-    if place == memory_limit.bytes:
-        axes.axvline(place, color=RED, linewidth=1.4, linestyle=(0, (5, 3)))
-        axes.axvspan(place, x.high, color=FAINT, alpha=0.09, linewidth=0)
+def drawn_axis(title: str, values: Sequence[float], *, units: Units) -> DrawnAxis:
+    """Return the axis that shows all `values`, with about five round marks."""
+    low, high = min(values), max(values)
+    # a logarithmic axis where the largest value is many times the least
+    log = 0 < _LOG_FROM * low < high
+    if log:
+        pad = (high / low) ** 0.06
+        # marks: round values in their units, at most about seven
+        low, high = low / pad, high * pad
+        ticks = [
+            (mark * factor, f"{mark:,.10g} {name}".rstrip())
+            for name, factor, marks in units
+            for mark in marks
+        ]
+        inside = [tick for tick in ticks if low <= tick[0] <= high]
+        ticks = inside[:: max(1, math.ceil(len(inside) / 7))]
     else:
-        text = f"{text} →" if memory_limit.bytes > x.high else f"← {text}"
-    # the words on the side with more room
-    side, shift = ("right", -5) if place > (x.low + x.high) / 2 else ("left", 5)
-    where: dict[str, Any] = {
-        "xycoords": ("data", "axes fraction"),
-        "textcoords": "offset points",
-        "va": "top",
-    }
-    axes.annotate(text, (place, 1.0), xytext=(shift, -3), ha=side, color=RED, fontsize=10, **where)
-
-
-def _annotate(figure: Figure, axes: Axes, points: Points, chosen: PlanPoint) -> None:
-    """Mark the chosen point and write its plan beside it, where that covers fewest points."""
-    place = (chosen.peak_bytes, chosen.compared_seconds)
-    axes.plot(
-        *place,
-        marker="*",
-        markersize=21,
-        color=STAR,
-        markeredgecolor=INK,
-        markeredgewidth=1.1,
-        zorder=5,
-    )
-    numbers = f"{format_seconds(place[1])}, {format_bytes(place[0])}, {_devices(chosen.devices)}"
-    # the note is drawn once at the star, only to learn its size
-    text = "\n".join([*textwrap.wrap(f"chosen: {chosen.plan.summary()}", 44), numbers])
-    note = axes.annotate(text, place, (0, 0), **_NOTE)
-    note.set_in_layout(False)
-    figure.draw_without_rendering()  # the layout decides where the points are
-    star = axes.transData.transform(place)
-    size, frame = np.array(Text.get_window_extent(note).size), axes.get_window_extent()
-    # points and corners of their lines, in pixels; places for the note, on a grid
-    ends = [
-        (b.peak_bytes, a.compared_seconds)
-        for a, b in itertools.pairwise(points)
-        if a.devices == b.devices
-    ]
-    taken = axes.transData.transform(
-        [*((point.peak_bytes, point.compared_seconds) for point in points), *ends]
-    )
-    room = np.array(frame.size) - size - 80
-    corners = [
-        np.array(frame.min) + 25 + room * (i / 20, j / 20) for i in range(21) for j in range(21)
-    ]
-
-    def cost(corner: NDArray[np.float64]) -> float:
-        near = ((taken > corner - 20) & (taken < corner + size + 20)).all(axis=1).sum()
-        distance = float(np.hypot(*np.maximum(np.maximum(corner - star, star - corner - size), 0)))
-        # neither far away nor on the star
-        return 1000.0 * float(near) + max(distance, 180 - 2 * distance)
-
-    note.set_position(tuple(min(corners, key=cost) - star))
+        # a linear axis, from 0 where the margin would go below
+        margin = 0.08 * (high - low) or 0.25 * high or 1.0
+        low, high = max(0.0, low - margin), high + margin
+        # about five round values, in the largest unit that is not above `high`
+        name, factor, _ = next((unit for unit in reversed(units) if unit[1] <= high), units[0])
+        rough = (high - low) / factor / 5
+        exponent = math.floor(math.log10(rough))
+        # the least of 1, 2, 5 and 10 times a power of ten that makes five marks or fewer
+        step = (
+            next(m for m in (1, 2, 5, 10) if m * 10.0**exponent >= rough * 0.999) * 10.0**exponent
+        )
+        # as many decimals as the step needs; 1e-9 is for its rounding
+        decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+        first, last = math.ceil(low / factor / step - 1e-9), math.floor(high / factor / step + 1e-9)
+        ticks = [
+            (k * step * factor, f"{k * step:,.{decimals}f} {name}".rstrip())
+            for k in range(first, last + 1)
+        ]
+    return DrawnAxis(title, low, high, log, tuple(ticks))
 
 
 # ---- the data of the page

@@ -34,12 +34,12 @@ from lightning_topt.plan.choose import (
     errors_of,
     fitting_points,
 )
+from lightning_topt.plan.micro_batches import ModelFacts, of_steps
 from lightning_topt.plan.own_batches import least_own_batch_seconds, search_own_batches
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plan.plan_intervals import with_intervals
 from lightning_topt.plan.plan_search import SearchRequest, local_graphs
-from lightning_topt.plan.scenarios import ModelFacts, of_steps
 from lightning_topt.plan.tensor_meshes import least_seconds, tensor_sizes
 from lightning_topt.plugins.group_steps import why_not_with_buffer
 from lightning_topt.plugins.pipeline_steps import takes_index

@@ -26,7 +26,7 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.frontier_report import MemoryLimit, save_html
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plan.report_page import report_title
+from lightning_topt.plan.report_table import report_title
 from lightning_topt.plan.step_factors import left_out_sentence
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning

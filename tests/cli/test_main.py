@@ -201,7 +201,6 @@ def test_plan_writes_the_frontier_and_the_plan(tmp_path):
         plan.reason
         and plan.predicted.step_seconds <= (1 + TIME_ERROR) * min(seconds) + TIME_ERROR_SECONDS
     )
-    assert (tmp_path / "run" / "frontier.png").read_bytes().startswith(b"\x89PNG")
     assert "<html" in (tmp_path / "run" / "frontier.html").read_text()
     assert plan.reason.split()[0] in output
 

@@ -120,7 +120,6 @@ def test_a_plan_with_stages_is_written_and_its_step_drawn(tmp_path: Path) -> Non
         and "with batches of 4 in the loader a step has 4" in words
     )
     assert "each stage, all microbatches of a step; update: with exchanges between" in words
-    assert (path.parent / "schedule.png").stat().st_size > 10_000
     assert "Schedule of the chosen plan" in (path.parent / "frontier.html").read_text()
 
 
@@ -143,7 +142,6 @@ def test_a_plan_that_never_flushes_is_found_where_it_is_allowed_and_drawn_with_w
         "Schedule continuous: 2 stages on 2 ranks" in words
         and "misses: updates that forward passes are too early for" in words
     )
-    assert (path.parent / "schedule.png").stat().st_size > 10_000
 
 
 class Counting(GPT):

@@ -13,7 +13,7 @@ from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan, uniform_plan
 from lightning_topt.plan.plan_values import PRESETS
-from lightning_topt.plan.report_page import ranges
+from lightning_topt.plan.report_table import ranges
 
 TINY = [
     "model.num_layers=2",

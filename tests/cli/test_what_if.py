@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from hydra_plugins.lightning_topt_searchpath import conf_dir
 from lightning_topt.basics.units import format_seconds
-from lightning_topt.cli import plan
+from lightning_topt.cli import plan, what_if
 from lightning_topt.cli.several_clusters import as_hydra_reads
 from lightning_topt.plan.choose import NoPlanFitsError
 from lightning_topt.plan.parallel_plan import ParallelPlan
@@ -38,7 +38,8 @@ def record(folder: Path) -> dict[str, Any]:
 
 
 def best(folder: Path) -> list[dict[str, Any]]:
-    return [each for each in record(folder)["estimates"] if each["best"]]
+    found: list[dict[str, Any]] = record(folder)["estimates"]
+    return found
 
 
 def test_a_list_of_clusters_is_what_hydra_can_read() -> None:
@@ -55,10 +56,10 @@ def test_several_clusters_counts_and_batches(
         "device_counts=[8,32]",
         "batch_size=[32,64]",
     ]
-    command(tmp_path, *arguments, "work.samples=1e6", "spot=null", "accumulate=1")
+    command(tmp_path, *arguments, "work.samples=1e6", "accumulate=1")
     estimates = best(tmp_path)
-    kinds = {(e["cluster"], e["devices"], e["batch_size"], e["spot"]) for e in estimates}
-    assert len(kinds) == 2 * (2 * 2 + 1 * 2 + 2 * 2), "32 devices are more than h100_2x8 has"
+    kinds = {(e["cluster"], e["devices"], e["batch_size"]) for e in estimates}
+    assert len(kinds) == 2 * 2 + 1 * 2 + 2 * 2, "32 devices are more than h100_2x8 has"
     assert all(e["money"] and e["run_seconds"] for e in estimates)
     (chosen,) = [e for e in estimates if e["chosen"]]
     assert chosen["money"] == min(e["money"] for e in estimates)
@@ -68,45 +69,26 @@ def test_several_clusters_counts_and_batches(
     )
     assert record(tmp_path)["reason"].startswith(f"{chosen['devices']} x {chosen['cluster']}")
     assert ParallelPlan.load(tmp_path / "plan.yaml").mesh.size == chosen["devices"]
-    page = (tmp_path / "scenarios.html").read_text()
-    assert "{{" not in page and page.count("</script>") == 2 and 'id="y"' in page
-    assert (tmp_path / "scenarios.png").stat().st_size > 10_000
     printed = " ".join(capsys.readouterr().out.split())
-    assert "the cheapest of" in printed and "times may be off by" in printed and "(spot)" in printed
+    assert "the cheapest of" in printed and "times may be off by" in printed
 
 
-def test_searches_side_by_side_find_what_one_process_does(tmp_path: Path) -> None:
+def test_searches_side_by_side_find_what_one_process_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments = ["cluster=[a100_8x8,h100_2x8]", "device_counts=[8,32]", "accumulate=1"]
-    for processes in (1, 3):
-        (tmp_path / str(processes)).mkdir()
-        words = (*arguments, "batch_size=32", f"processes={processes}")
-        command(tmp_path / str(processes), *words)
-    alone, together = (record(tmp_path / str(processes)) for processes in (1, 3))
+    for cores in (1, 3):
+        (tmp_path / str(cores)).mkdir()
+        monkeypatch.setattr(what_if, "usable_cores", lambda cores=cores: cores)
+        command(tmp_path / str(cores), *arguments, "batch_size=32", "work.tokens=1e9")
+    alone, together = (record(tmp_path / str(cores)) for cores in (1, 3))
     assert len(best(tmp_path / "3")) == 3 and len(together["notes"]) == 1
     assert together == alone
-    plans = [ParallelPlan.load(tmp_path / str(processes) / "plan.yaml") for processes in (1, 3)]
+    plans = [ParallelPlan.load(tmp_path / str(cores) / "plan.yaml") for cores in (1, 3)]
     assert plans[0] == plans[1]
-
-
-def test_lengths_are_captured_one_by_one(tmp_path: Path) -> None:
-    command(
-        tmp_path,
-        "cluster=a100_8x8",
-        "device_counts=[8]",
-        "batch_size=32",
-        "seq_len=[32,64]",
-        "work.tokens=1e9",
-        "accumulate=1",
-    )
-    short, long = best(tmp_path)
-    assert (short["seq_len"], long["seq_len"]) == (32, 64) and long["peak_bytes"] > short[
-        "peak_bytes"
-    ]
-    steps = [
-        each["run_seconds"] / each["step_seconds"] / (1 + each["overhead"])
-        for each in (short, long)
-    ]
-    assert steps == pytest.approx([1e9 / 32 / 32, 1e9 / 32 / 64])
+    for each in best(tmp_path / "1"):  # of samples of 32 tokens
+        steps = each["run_seconds"] / each["step_seconds"] / (1 + each["overhead"])
+        assert steps == pytest.approx(1e9 / 32 / 32)
 
 
 def test_all_files_speak_of_steps_not_of_micro_batches(
@@ -127,7 +109,7 @@ def test_all_files_speak_of_steps_not_of_micro_batches(
     assert "gpt (42.9 k parameters) on a100_8x8, 8 devices\n" in printed
     assert "<h1>gpt (42.9 k parameters) on a100_8x8, 8 devices</h1>" in page
     step = format_seconds(only["step_seconds"])
-    assert f": {step} and" in " ".join(printed.split()) and f" {step}│" in printed
+    assert f": {step} and" in " ".join(printed.split()) and f" {step}" in printed
     table = [line for line in printed.splitlines() if line[:1] in "┏┃┡│└"]
     assert table and max(map(len, table)) <= 80
 
@@ -150,17 +132,17 @@ def test_all_devices_of_a_cluster_where_only_a_batch_is_given(tmp_path: Path) ->
         (
             ["work.samples=1e9", "limits.deadline=1s"],
             NoPlanFitsError,
-            "the nearest is 8 x a100_8x8, 32 samples of 32 with",
+            "the nearest is 8 x a100_8x8, 32 samples with",
         ),
         (
             ["work.samples=1e9", "limits.budget=0.01"],
             NoPlanFitsError,
-            "the plan does not finish for 0.01",
+            "for 0.01 USD: the nearest is",
         ),
         (
             ["limits.deadline=20d"],
             ValueError,
-            r"say what it takes, for instance work\.tokens=300e9",
+            "whole run",
         ),
         (
             ["objective=money", "cluster.device.price_per_hour=null"],
@@ -186,15 +168,6 @@ def test_what_cannot_be_is_one_sentence(
     with pytest.raises(error, match=says) as raised:
         command(tmp_path, *base, *arguments)
     assert "\n" not in str(raised.value)
-
-
-def test_a_length_is_for_models_that_have_one(tmp_path: Path) -> None:
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        config = compose("plan", overrides=["model=cnn", "data=digits", "seq_len=16"])
-    with pytest.raises(
-        ValueError, match=r"a model with the entry model\.seq_len, which this one does not have"
-    ):
-        plan.run(config)
 
 
 def test_stages_and_tensor_axes_are_among_the_choices(tmp_path: Path) -> None:

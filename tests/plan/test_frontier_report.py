@@ -1,4 +1,4 @@
-"""The table, the picture and the page: what is marked, what is left out, and that the page is whole
+"""The table and the page: what is marked, what is left out, and that the page is whole
 and harmless.
 """
 
@@ -8,12 +8,9 @@ import dataclasses
 import itertools
 import json
 import shutil
-import struct
 import subprocess
 from html.parser import HTMLParser
 
-import matplotlib
-import matplotlib.pyplot as plt
 import pytest
 from rich.console import Console
 
@@ -22,10 +19,10 @@ from lightning_topt.communication import TopK
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.choose import choose
-from lightning_topt.plan.frontier_report import MemoryLimit, print_table, save_html, save_png
+from lightning_topt.plan.frontier_report import MemoryLimit, print_table, save_html
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan, StepEstimate
 from lightning_topt.plan.plan_frontier import PlanPoint
-from lightning_topt.plan.report_page import block_ranges
+from lightning_topt.plan.report_table import block_ranges
 
 GIB = 2.0**30
 HOSTILE = "</script><b>&\u2028 'x' <!-- {{ data }}"
@@ -140,46 +137,6 @@ def test_table_leaves_out_evenly_and_says_so():
         assert len(shown) >= 3  # and some between
     # the ends of three series and the chosen one stay
     assert len(table_rows(points, chosen, limit=2)[0]) == 7
-
-
-@pytest.mark.parametrize(
-    ("count", "devices", "memory_limit"),
-    [
-        (1, (1,), None),
-        (9, (2,), MemoryLimit(500 * GIB, name="memory of a device")),
-        (2000, (1, 2, 4, 8, 16, 32, 64), MemoryLimit(0.8 * GIB)),
-    ],
-)
-def test_png(tmp_path, count, devices, memory_limit):
-    points = frontier(count, devices=devices)
-    path = tmp_path / "frontier.png"
-    save_png(
-        path, points, points[count // 2], memory_limit=memory_limit, title="5 $ and 6 $ \\frac"
-    )
-    content = path.read_bytes()
-    assert content.startswith(b"\x89PNG\r\n\x1a\n") and content[-8:-4] == b"IEND"
-    assert struct.unpack(">II", content[16:24]) == (1440, 832)
-
-
-def test_png_shows_the_limit_and_the_choice(tmp_path):
-    points = frontier(9)
-    pictures = set()
-    for index, limit in (
-        (0, None),
-        (4, None),
-        (4, MemoryLimit(0.8 * GIB)),
-        (4, MemoryLimit(0.7 * GIB)),
-    ):
-        save_png(tmp_path / "x.png", points, points[index], memory_limit=limit)
-        pictures.add((tmp_path / "x.png").read_bytes())
-    assert len(pictures) == 4
-
-
-def test_png_leaves_pyplot_alone(tmp_path):
-    settings, backend = dict(matplotlib.rcParams), matplotlib.get_backend()
-    save_png(tmp_path / "x.png", frontier(3), frontier(3)[0])
-    assert dict(matplotlib.rcParams) == settings and matplotlib.get_backend() == backend
-    assert plt.get_fignums() == []
 
 
 def test_page_loads_nothing(tmp_path):

@@ -11,6 +11,7 @@ from lightning_topt.costs.communication import Group, estimate_collective_second
 from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh, hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.explanation import price_plan
+from lightning_topt.plan.micro_batches import ModelFacts, step_of_microbatches
 from lightning_topt.plan.parallel_plan import (
     BlockPlan,
     ParallelPlan,
@@ -21,7 +22,6 @@ from lightning_topt.plan.parallel_plan import (
 )
 from lightning_topt.plan.plan_search import SearchRequest, search_plans, step_on
 from lightning_topt.plan.plan_values import PRESETS
-from lightning_topt.plan.scenarios import ModelFacts, step_of_microbatches
 from tests.costs.graphs import cluster_of, profile_of, random_graph
 from tests.plan.test_search import every_plan
 

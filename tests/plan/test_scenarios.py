@@ -17,23 +17,21 @@ from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.choose import NoPlanFitsError
+from lightning_topt.plan.micro_batches import ModelFacts, of_steps, step_of_microbatches
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StepEstimate
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest
-from lightning_topt.plan.scenario_report import print_scenarios
 from lightning_topt.plan.scenarios import (
     Estimate,
     Limits,
-    ModelFacts,
     Scenario,
     Workload,
     check_asked,
     choose_estimate,
     default_objective,
     estimate,
-    of_steps,
+    print_scenarios,
     search_scenario,
-    step_of_microbatches,
 )
 from tests.models import GPT
 
@@ -44,12 +42,9 @@ def cluster(
     name: str = "c",
     *,
     price: float | None = 2.0,
-    spot: float | None = None,
     failures: Failures | None = None,
 ) -> Cluster:
-    device = Device(
-        "d", 10**9, {"float32": 1e12}, 1e11, price_per_hour=price, spot_price_per_hour=spot
-    )
+    device = Device("d", 10**9, {"float32": 1e12}, 1e11, price_per_hour=price)
     return Cluster(name, device, 8, 16, Link(1e-5, 1e9), Link(1e-5, 1e9), failures=failures)
 
 
@@ -78,20 +73,17 @@ def test_a_run_and_its_price() -> None:
         and found.run.seconds == pytest.approx(3600)
         and found.money == pytest.approx(8.0)
     )
-    assert found.samples_per_second == 64 and found.tokens_per_second == 6400
+    assert found.samples_per_second == 64
     assert found.money_per_sample == pytest.approx(8.0 / (32 * 7200))
     assert of(0.5, scenario, Workload(samples=32)).run.seconds == pytest.approx(0.5)
     assert of(0.5, scenario, Workload(steps=10)).run.seconds == pytest.approx(5)
 
 
 def test_failures_cost_time_and_money() -> None:
-    failures = Failures(1e-4, 1e-2, restart_seconds=300, checkpoint_bandwidth=1e9)
-    machines = cluster(spot=0.5, failures=failures)
-    work = Workload(steps=1e6)
-    plain, spot = (of(0.5, Scenario(machines, 4, 32, spot=spot), work) for spot in (False, True))
-    assert 5e5 < plain.run.seconds < spot.run.seconds
-    assert plain.money == pytest.approx(plain.run.seconds / 3600 * 4 * 2.0)
-    assert spot.money == pytest.approx(spot.run.seconds / 3600 * 4 * 0.5)
+    failures = Failures(1e-4, restart_seconds=300, checkpoint_bandwidth=1e9)
+    found = of(0.5, Scenario(cluster(failures=failures), 4, 32), Workload(steps=1e6))
+    assert 5e5 < found.run.seconds < 6e5
+    assert found.money == pytest.approx(found.run.seconds / 3600 * 4 * 2.0)
 
 
 def test_micro_batches_exchange_and_update_once_where_gradients_are_whole() -> None:
@@ -129,9 +121,8 @@ def test_work_is_one_amount(given) -> None:
 
 
 def test_tokens_need_a_length() -> None:
-    with pytest.raises(ValueError, match="set seq_len, or give work"):
+    with pytest.raises(ValueError, match="give work"):
         of(0.5, Scenario(cluster(), 4, 32), Workload(tokens=1e9))
-    assert str(Workload(tokens=300e9)) == "300 B tokens" and str(Workload(steps=500)) == "500 steps"
 
 
 def three() -> list[Estimate]:
@@ -184,19 +175,14 @@ def many() -> list[Estimate]:
     ]
 
 
-@pytest.mark.parametrize("width", [80, 100, 140])
-def test_the_table_fits_and_says_once_what_is_the_same(width: int) -> None:
+def test_the_table_marks_the_choice_and_the_limits() -> None:
     limits = Limits(deadline=36000, currency="USD")
     estimates = many()
-    console = Console(width=width, record=True, quiet=False, file=io.StringIO())
+    console = Console(width=80, record=True, quiet=False, file=io.StringIO())
     print_scenarios(estimates, estimates[1], limits=limits, console=console)
     text = console.export_text()
     lines = text.splitlines()
-    assert all(len(line) <= width for line in lines) and "…" not in text
-    assert lines[0].strip() == "Steps of 1024 samples, samples of 8192 tokens"
-    head = [name.strip() for name in lines[2].strip("┃").split("┃")]
-    assert head[:3] == ["", "cluster", "devices"] and "USD" in head
-    assert ("samples/s" in head) == (width >= 100) and ("plan" in head) == (width >= 130)
+    assert all(len(line) <= 80 for line in lines) and "…" not in text
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
     assert [(row[0], row[2]) for row in rows if len(row) > 2 and row[2].isdigit()] == [
         ("!", "256"),
@@ -204,16 +190,16 @@ def test_the_table_fits_and_says_once_what_is_the_same(width: int) -> None:
         ("!", "256"),
         ("", "512"),
     ]
-    assert "! not within 10.0 h" in text
+    assert "! not within 10.0 h" in text and "USD" in text
 
 
 def test_a_missing_price_is_one_sentence() -> None:
     work = Workload(steps=10)
     (unpriced,) = [of(1.0, Scenario(cluster("home", price=None), 4, 32), work)]
     assert unpriced.money is None and unpriced.money_per_sample is None
-    with pytest.raises(ValueError, match="'home' has no price: set cluster"):
+    with pytest.raises(ValueError, match="no price"):
         choose_estimate([unpriced], objective="money", limits=Limits())
-    with pytest.raises(ValueError, match="leave out objective=money and limits"):
+    with pytest.raises(ValueError, match="price"):
         choose_estimate([unpriced], objective="time", limits=Limits(budget=10))
     assert (
         choose_estimate([unpriced, *three()], objective="money", limits=Limits())[
@@ -230,14 +216,10 @@ def test_what_is_asked_where_nothing_is_said() -> None:
     assert default_objective(no_run, Limits(), given="time") == "throughput"
     assert default_objective(no_run, Limits(), given="memory") == "memory"
     assert default_objective(no_run[:1], Limits(), given="time") == "time"
-    with pytest.raises(
-        ValueError, match=r"limits\.deadline is about a whole run: say what it takes"
-    ):
-        check_asked("time", Limits(deadline=1.0), has_work=False)
-    with pytest.raises(
-        ValueError,
-        match="objective must be one of time, memory, devices, throughput, money, duration",
-    ):
+    for asked in (("time", Limits(deadline=1.0)), ("duration", Limits())):
+        with pytest.raises(ValueError, match="whole run"):
+            check_asked(*asked, has_work=False)
+    with pytest.raises(ValueError, match="objective"):
         check_asked("speed", Limits(), has_work=True)
 
 
@@ -253,11 +235,11 @@ def test_more_micro_batches_where_memory_is_short() -> None:
         Scenario(machines, 2, 64),
     )
     free = search_scenario(request, scenario)
-    assert free.chosen.accumulate == 1
+    assert free.chosen.point.plan.accumulate == 1
     least = min(p.peak_bytes for p in free.frontier.candidates)
     short = search_scenario(request, scenario, memory_limit=0.8 * least)
-    assert short.chosen.accumulate > 1 and short.chosen.peak_bytes * 1.05 <= 0.8 * least
-    assert short.chosen.point.plan.batch_size * 2 * short.chosen.accumulate == 64
+    assert short.chosen.point.plan.accumulate > 1 and short.chosen.peak_bytes * 1.05 <= 0.8 * least
+    assert short.chosen.point.plan.batch_size * 2 * short.chosen.point.plan.accumulate == 64
     assert short.chosen.step_seconds > free.chosen.step_seconds
     # the frontier, the plan and its reason speak of steps, not of micro-batches
     predicted = short.chosen.point.plan.predicted

@@ -22,14 +22,11 @@ from topt_console import __version__ as __version__
 # Public names, and the module that each is imported from at its first use.
 _HOMES = {
     "BoundedLoss": "communication.methods.bounded_loss",
-    "DeMo": "communication.methods.demo",
     "Dense": "communication.methods.dense",
     "BF16": "communication.methods.half",
     "FP16": "communication.methods.half",
     "LocalSteps": "communication.methods.local_steps",
-    "PowerSGD": "communication.methods.power_sgd",
     "QuantizedSteps": "communication.methods.quantized_steps",
-    "Sign": "communication.methods.sign",
     "SparseLoCo": "communication.methods.sparse_loco",
     "TopK": "communication.methods.top_k",
     "newest_checkpoint": "execution.checkpoint_files",
@@ -44,22 +41,18 @@ _HOMES = {
     "ParallelOptimizerStep": "plugins.parallel_optimizer",
     "PipelineStrategy": "plugins.pipeline_strategy",
     "StallMonitor": "plugins.monitors",
-    "TunedDataModule": "plugins.tuned_data",
 }
 __all__ = [*_HOMES, "register_strategies"]
 
 if TYPE_CHECKING:  # the same for type checkers and editors, which do not run `__getattr__`
     from lightning_topt.communication.methods.bounded_loss import BoundedLoss as BoundedLoss
-    from lightning_topt.communication.methods.demo import DeMo as DeMo
     from lightning_topt.communication.methods.dense import Dense as Dense
     from lightning_topt.communication.methods.half import BF16 as BF16
     from lightning_topt.communication.methods.half import FP16 as FP16
     from lightning_topt.communication.methods.local_steps import LocalSteps as LocalSteps
-    from lightning_topt.communication.methods.power_sgd import PowerSGD as PowerSGD
     from lightning_topt.communication.methods.quantized_steps import (
         QuantizedSteps as QuantizedSteps,
     )
-    from lightning_topt.communication.methods.sign import Sign as Sign
     from lightning_topt.communication.methods.sparse_loco import SparseLoCo as SparseLoCo
     from lightning_topt.communication.methods.top_k import TopK as TopK
     from lightning_topt.execution.checkpoint_files import newest_checkpoint as newest_checkpoint
@@ -82,7 +75,6 @@ if TYPE_CHECKING:  # the same for type checkers and editors, which do not run `_
         ParallelOptimizerStep as ParallelOptimizerStep,
     )
     from lightning_topt.plugins.pipeline_strategy import PipelineStrategy as PipelineStrategy
-    from lightning_topt.plugins.tuned_data import TunedDataModule as TunedDataModule
 
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -23,7 +23,7 @@ from lightning_topt import (
     LocalStepsStrategy,
     PipelineStrategy,
 )
-from lightning_topt.communication import DeMo, PowerSGD, QuantizedSteps, Sign, SparseLoCo, TopK
+from lightning_topt.communication import BF16, QuantizedSteps, SparseLoCo, TopK
 from lightning_topt.communication.method_registry import method_classes
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.prediction import PREDICTIONS
@@ -101,10 +101,10 @@ def test_gradient_exchange_values_are_overridden_like_any_other():
     config = composed(
         "train",
         "strategy=topt_compressed",
-        "gradient_exchange=powersgd",
-        "gradient_exchange.rank=4",
+        "gradient_exchange=topk",
+        "gradient_exchange.bits=4",
     )
-    assert instantiate(config.strategy).method == PowerSGD(rank=4)
+    assert instantiate(config.strategy).method == TopK(bits=4)
 
 
 @pytest.mark.parametrize("schedule", choices("schedule"))
@@ -133,7 +133,7 @@ def test_every_rule_of_weights_has_a_configuration():
 
 def test_gradient_exchange_belongs_to_topt_compressed():
     with pytest.raises(HydraException, match="gradient_exchange"):
-        composed("train", "strategy=ddp", "gradient_exchange=powersgd")
+        composed("train", "strategy=ddp", "gradient_exchange=topk")
 
 
 @pytest.mark.parametrize(
@@ -161,13 +161,10 @@ def test_values_that_yaml_repeats_are_the_constructors():
     assert pipeline.request == PipelineStrategy().request
     for name, method in (
         ("topk", TopK()),
-        ("powersgd", PowerSGD()),
-        ("sign", Sign()),
         ("topk_bf16", TopK(value_dtype="bfloat16")),
         ("topk_few_bits", TopK(density=None, bits=2)),
         ("topk_hierarchical", TopK(hierarchical=True)),
         ("diloco", LocalSteps()),
-        ("demo", DeMo()),
         ("sparse_loco", SparseLoCo()),
         ("quantized_steps", QuantizedSteps()),
     ):
@@ -250,8 +247,8 @@ def test_another_app_sets_options_of_a_strategy(app):
     assert request.memory_limit == 2**31
     apart = app(f"{STRATEGY}=topt", "+topt/cluster=h100_2x8")
     assert apart.trainer.strategy.cluster.num_nodes == 2
-    powersgd = app(f"{STRATEGY}=topt_compressed", f"{METHOD}=powersgd")
-    assert instantiate(powersgd.trainer).strategy.method == PowerSGD()
+    bf16 = app(f"{STRATEGY}=topt_compressed", f"{METHOD}=bf16")
+    assert instantiate(bf16.trainer).strategy.method == BF16()
 
 
 def test_types_of_options_are_checked(app):

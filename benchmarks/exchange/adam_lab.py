@@ -32,12 +32,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.common import RESULTS, machine
+from benchmarks.exchange.recipes import method_of
 from benchmarks.exchange.shared import held_out_batches, make, text_batches
 from benchmarks.lab import Lab, LabError, end_on_signals, sent_bytes
 from lightning_topt.communication import CompressedExchange
 from lightning_topt.communication.exchange_method import GradientMethod, LocalMethod
 from lightning_topt.communication.local_sgd import OuterSteps
-from lightning_topt.communication.method_registry import read_method
 from lightning_topt.communication.topology import Topology
 
 FILE = RESULTS / "adam_lab.json"
@@ -324,7 +324,7 @@ class Training:
         self.exchange: CompressedExchange | None = None
         self.outer: OuterSteps | None = None
         parameters = list(self.module.parameters())
-        self.rate, chosen = rate, read_method(method) if method else None
+        self.rate, chosen = rate, method_of(method) if method else None
         topology = Topology.from_environment(rank=dist.get_rank(), world_size=dist.get_world_size())
         if isinstance(chosen, LocalMethod):
             self.outer = OuterSteps(
@@ -342,7 +342,7 @@ class Training:
                 )
                 self.exchange.register(ddp)
         # of signs: its decay is AdamW's
-        if isinstance(chosen, GradientMethod) and chosen.has_momentum:
+        if chosen is not None and chosen.name == "demo":
             self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
                 parameters, lr=rate, weight_decay=decay
             )

@@ -16,9 +16,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.exchange.recipes import method_of
 from lightning_topt.cli.tasks.byte_lm import ByteGPT, StdlibBytesDataModule
 from lightning_topt.communication import CompressedExchange
-from lightning_topt.communication.method_registry import read_gradient_method
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with classes.
 
@@ -129,7 +129,7 @@ def _power_sgd(module: nn.Module, rank: int) -> Method:
 def _ours(module: nn.Module, **options: Any) -> Method:
     ddp, exchange = (
         _wrap(module),
-        CompressedExchange(read_gradient_method(options), timeout_seconds=120),
+        CompressedExchange(method_of(options), timeout_seconds=120),
     )
     exchange.register(ddp)
     return Method(ddp, 0.0, exchange)  # it counts by itself

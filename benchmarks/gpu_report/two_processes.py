@@ -49,12 +49,9 @@ PLANS = (
     "ddp+recompute",
     "bf16",
     "fp16",
-    "powersgd",
-    "sign",
     "local_steps",
     "sparse_loco",
     "quantized_steps",
-    "demo",
     "topk",  # numba compiles for a while
     "topt_pipeline",
     "pipeline",
@@ -72,7 +69,7 @@ RISKY = (
     "zero2+recompute",
     "search, least memory",
 )
-COMPRESSED = ("topk", "bf16", "powersgd", "sign", "demo", "fp16", "bounded_loss")
+COMPRESSED = ("topk", "bf16", "fp16", "bounded_loss")
 LOCAL = ("local_steps", "sparse_loco", "quantized_steps")
 FEW = (REFERENCE, "ddp", "zero3", "topk", "local_steps", "tensor", "pipeline")  # with --quick
 # Seconds: that a collective call may take; of a plan, and of a risky one on CUDA; of imports; with
@@ -227,7 +224,7 @@ def fit(name: str, device: torch.device, columns: dict[str, Any]) -> list[float]
     """Train under `name`; return the losses, means over ranks, and add columns."""
     strategy = strategy_of(name)
     pl.seed_everything(0, verbose=False)
-    module = RecordingGPT(*SIZES, has_momentum=name != "demo")
+    module = RecordingGPT(*SIZES)
     trainer = pl.Trainer(
         accelerator="cuda" if device.type == "cuda" else "cpu",
         devices=1,
@@ -267,17 +264,10 @@ def strategy_of(name: str) -> Strategy:
 class RecordingGPT(ByteGPT):
     """Keeps the loss of each step, the mean over ranks, and when it ended."""
 
-    def __init__(self, *sizes: int, has_momentum: bool) -> None:
+    def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes)
-        self.has_momentum = has_momentum
         self.losses: list[float] = []
         self.times: list[float] = []
-
-    def configure_optimizers(self) -> Any:
-        """Return AdamW, or an optimizer without momentum for exchanges that have it."""
-        if self.has_momentum:
-            return super().configure_optimizers()
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Average the loss over ranks."""

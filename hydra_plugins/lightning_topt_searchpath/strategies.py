@@ -35,7 +35,7 @@ class AutoParallelConfig:
     # plans whose times differ by at most this share count as equally fast; 0: the fastest alone;
     # null: by what the ratio of two predictions may be off
     equal_within: float | None = None
-    # true, or methods such as [topk, {method: powersgd, rank: 4}]: plans may send gradients
+    # true, or methods such as [topk, {method: topk, density: 0.1}]: plans may send gradients
     # compressed; null: no, but with the objective time_to_loss all that was measured
     allow_compression: Any = None
     # true, or a rule such as spectrain: pipelines may never flush, and compute with weights that

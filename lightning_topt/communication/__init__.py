@@ -15,15 +15,12 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from lightning_topt.communication.local_sgd import OuterSteps
     from lightning_topt.communication.method_registry import read_method
     from lightning_topt.communication.methods.bounded_loss import BoundedLoss
-    from lightning_topt.communication.methods.demo import DeMo
     from lightning_topt.communication.methods.dense import Dense
     from lightning_topt.communication.methods.half import BF16, FP16
     from lightning_topt.communication.methods.local_steps import LocalSteps
-    from lightning_topt.communication.methods.power_sgd import PowerSGD
     from lightning_topt.communication.methods.quantized_steps import QuantizedSteps
-    from lightning_topt.communication.methods.sign import Sign
     from lightning_topt.communication.methods.sparse_loco import SparseLoCo
-    from lightning_topt.communication.methods.top_k import LinkCosts, TopK
+    from lightning_topt.communication.methods.top_k import TopK
     from lightning_topt.communication.rank_watch import PeerLostError
     from lightning_topt.communication.selection import Selection, feedback_top_k, top_k
     from lightning_topt.communication.topology import Topology
@@ -39,16 +36,12 @@ _HOMES = {
     "OuterSteps": "local_sgd",
     "read_method": "method_registry",
     "BoundedLoss": "methods.bounded_loss",
-    "DeMo": "methods.demo",
     "Dense": "methods.dense",
     "BF16": "methods.half",
     "FP16": "methods.half",
     "LocalSteps": "methods.local_steps",
-    "PowerSGD": "methods.power_sgd",
     "QuantizedSteps": "methods.quantized_steps",
-    "Sign": "methods.sign",
     "SparseLoCo": "methods.sparse_loco",
-    "LinkCosts": "methods.top_k",
     "TopK": "methods.top_k",
     "PeerLostError": "rank_watch",
     "Selection": "selection",
@@ -62,21 +55,17 @@ __all__ = [
     "FP16",
     "BoundedLoss",
     "CompressedExchange",
-    "DeMo",
     "Dense",
     "ExchangeMethod",
     "ExchangeSettings",
     "ExchangeStatistics",
     "GradientMethod",
-    "LinkCosts",
     "LocalMethod",
     "LocalSteps",
     "OuterSteps",
     "PeerLostError",
-    "PowerSGD",
     "QuantizedSteps",
     "Selection",
-    "Sign",
     "SparseLoCo",
     "TopK",
     "Topology",

@@ -236,24 +236,12 @@ class ExemptMean:
         """Block until summed."""
         self.work.wait()
 
-    def mean(self, *, at_once: bool = True) -> Tensor:
-        """Return the mean over ranks, packed (e,). Raises `NonFiniteGradient`.
-
-        Not `at_once`: perhaps when the step ends, as `Bucket.check_finite` does.
-        """
-        if at_once and not is_finite(self.packed):
-            raise NonFiniteGradient(not self._own_finite)
-        if not at_once:
-            self._bucket.check_finite(self.packed, own=self._own_finite)
-        return self.packed.div_(self.world_size)
-
-    def write(self, mean: Tensor, *, add: bool = False) -> None:
-        """Put the packed `mean` (e,) where the parameters are in the buffer, or add it there."""
-        parts = list(mean.split_with_sizes([part.numel() for part in self.parts]))
-        if add:
-            torch._foreach_add_(self.parts, parts)
-        else:
-            torch._foreach_copy_(self.parts, parts)
+    def finish(self) -> None:
+        """Add the mean over ranks to the buffer, last of all. Raises `NonFiniteGradient`."""
+        self._bucket.check_finite(self.packed, own=self._own_finite)
+        mean = self.packed.div_(self.world_size)
+        sizes = [part.numel() for part in self.parts]
+        torch._foreach_add_(self.parts, list(mean.split_with_sizes(sizes)))
 
 
 @dataclass(frozen=True)

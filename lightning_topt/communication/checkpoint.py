@@ -17,7 +17,6 @@ from torch import Tensor
 from lightning_topt.communication.collectives import travel_device
 
 State = dict[str, dict[str, Tensor]]  # kind -> parameter name -> tensor
-SIZED = ("residual", "velocity")  # kinds with one element for each of the parameter
 
 
 class Slices(Protocol):
@@ -42,17 +41,12 @@ class Slices(Protocol):
 
 
 def unsharded_state(state: State, slices: Slices | None) -> State:
-    """Return the state of full parameters. A collective call of the ranks that have the slices.
-
-    Without what depends on the shape of the slices (the factors of PowerSGD, which start at random
-    again).
-    """
+    """Return the state of full parameters. A collective call of the ranks that have the slices."""
     if slices is None:
         return state
-    sized = {kind: tensors for kind, tensors in state.items() if kind in SIZED}
     return {
         kind: {name: slices.whole(name, tensors[name]) for name in sorted(tensors)}
-        for kind, tensors in sized.items()
+        for kind, tensors in state.items()
     }
 
 
@@ -71,7 +65,6 @@ def sharded_state(state: State, slices: Slices | None) -> State:
             if name not in slices.uncut
         }
         for kind, tensors in state.items()
-        if kind in SIZED
     }
 
 
@@ -123,7 +116,7 @@ def own_state(
     """
     for state in saved:
         for kind, tensors in state.items():
-            _check_known(tensors, numels, sized=kind in SIZED)
+            _check_known(tensors, numels, sized=kind == "residual")
     if len(saved) == holders:
         return saved[position]
     # another number of ranks: the mean of what was saved

@@ -59,8 +59,8 @@ COMPILED_BYTES = 16 << 20  # kernels of one method of exchange, measured: 15 and
 # additions touch.
 PACK_BYTES_PER_ENTRY, DECODE_BYTES_PER_ENTRY = 50, 100
 EXEMPT_PASSES = 10  # packed, checked, divided, written back
-# kernels for one message, one received message, one matrix
-ENCODE_CALLS, DECODE_CALLS, MATRIX_CALLS = 16, 10, 8
+# kernels for one message, one received message
+ENCODE_CALLS, DECODE_CALLS = 16, 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +102,6 @@ class GradientMethod(ExchangeMethod):
     # all of a gradient arrives in its step: training is that of whole gradients
     is_exact: ClassVar[bool] = False
     process_bytes: ClassVar[int] = 0  # beside tensors on CPUs, for compiled kernels
-    # in place of the mean: the size of a step is the learning rate's alone
-    gives_signs: ClassVar[bool] = False
 
     # ---- the exchange
 
@@ -111,9 +109,12 @@ class GradientMethod(ExchangeMethod):
     def make_exchange(self, context: ExchangeContext) -> BucketExchange:
         """Return what exchanges the buckets. A collective call."""
 
-    @abstractmethod
     def work(self, gradients: BucketGradients, topology: Topology) -> Work:
-        """Return the work of a step that compresses (not of the first, dense ones)."""
+        """Return the work of a step that compresses (not of the first, dense ones).
+
+        A method without it has no price: it is for `CompressedDDPStrategy`, not for plans.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no price")
 
     def num_stages(self, topology: Topology) -> int:
         """Return how many of the exchange's stages use ``groups.world``."""
@@ -158,7 +159,12 @@ class GradientMethod(ExchangeMethod):
         return ""
 
     def check_in_plan(self) -> None:
-        """Raise ValueError where the options say more than a plan fixes."""
+        """Raise ValueError for options that a plan does not fix, and a method without a price."""
+        if type(self).work is GradientMethod.work:
+            raise ValueError(
+                f"{type(self).__name__} has no price, so plans cannot have it: give it to "
+                "CompressedDDPStrategy"
+            )
         for field in fields(self):
             if field.name in self.not_in_plans and getattr(self, field.name) != field.default:
                 known = ", ".join(
@@ -179,11 +185,6 @@ class GradientMethod(ExchangeMethod):
     @property
     def has_residual(self) -> bool:
         """Whether what a step does not send is sent later."""
-        return False
-
-    @property
-    def has_momentum(self) -> bool:
-        """Whether the averaged gradient has momentum in it: the optimizer must then have none."""
         return False
 
 

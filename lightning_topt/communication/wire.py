@@ -31,7 +31,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -49,7 +48,6 @@ HEADER_BYTES = 4
 BITMAP, INT32 = 0, 32  # besides 4, 8 and 16, the number of low bits
 GROUP = 128  # values with levels of their own
 BITS = (1, 2, 4, 8)
-HALF_BITS = 16  # bfloat16, without levels
 
 
 def message_of_share(
@@ -66,7 +64,7 @@ def message_of_share(
     `value_dtype`).
     """
     k = max(1, round(density * compressible)) if compressible else 0
-    return MessageFormat(numel, k, value_dtype) if bits is None else LevelMessage(numel, (k,), bits)
+    return MessageFormat(numel, k, value_dtype) if bits is None else LevelMessage(numel, k, bits)
 
 
 class Unpacked(NamedTuple):
@@ -370,53 +368,27 @@ def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class LevelMessage:
-    """Some of `numel` elements in `bits` each: 1, 2, 4 or 8 in groups of `group` values, or 16.
-
-    `segments` are numbers of values, one after the other (for example of a parameter each). Groups
-    begin anew in each, so that rounding does not depend on what else is in the message.
-    """
+    """`k` of `numel` elements, in `bits` each (1, 2, 4 or 8) by levels of `group` values."""
 
     numel: int
-    segments: tuple[int, ...]
+    k: int
     bits: int
     group: int = 64
 
-    @property
-    def k(self) -> int:
-        """Number of values."""
-        return sum(self.segments)
-
     @cached_property
     def form(self) -> MessageFormat:
-        """Where header and indices are, and values of 16 bits."""
-        return MessageFormat(self.numel, self.k, torch.bfloat16 if self.bits == HALF_BITS else None)
+        """Where header and indices are."""
+        return MessageFormat(self.numel, self.k, None)
 
     @cached_property
-    def parts(self) -> tuple[tuple[slice, slice, LevelFormat], ...]:
-        """Values, bytes and format of each segment; none where values have 16 bits."""
-        if self.bits == HALF_BITS:
-            return ()
-        forms = [LevelFormat(count, self.bits, self.group) for count in self.segments if count]
-        # where values and bytes of each segment end, behind header and indices
-        values, nbytes = [0], [self.form.nbytes]
-        for form in forms:
-            values.append(values[-1] + form.numel)
-            nbytes.append(nbytes[-1] + form.nbytes)
-        ranges = zip(pairwise(values), pairwise(nbytes), forms, strict=True)
-        return tuple(
-            (slice(*of_values), slice(*of_bytes), form) for of_values, of_bytes, form in ranges
-        )
+    def levels(self) -> LevelFormat:
+        """The values, behind header and indices."""
+        return LevelFormat(self.k, self.bits, self.group)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Size of the message; equal on all ranks."""
-        return self.parts[-1][1].stop if self.parts else self.form.nbytes
-
-    def round(self, values: Tensor) -> Tensor:
-        """Return what of float32 `values` (k,) arrives, as float32."""
-        if not self.parts:
-            return self.form.round(values).float()
-        return torch.cat([form.round(values[of_values]) for of_values, _, form in self.parts])
+        return self.form.nbytes + self.levels.nbytes
 
     def pack(self, values: Tensor, indices: Tensor, *, out: Tensor) -> None:
         """Write `values` (k,) at ascending `indices` (k,) into `out`, uint8, at least (nbytes,).
@@ -424,8 +396,7 @@ class LevelMessage:
         Values are rounded by this.
         """
         self.form.pack(values, indices, out=out)
-        for of_values, of_bytes, form in self.parts:
-            form.encode(values[of_values], out=out[of_bytes])
+        self.levels.encode(values, out=out[self.form.nbytes : self.nbytes])
 
     def pack_nonfinite(self, *, out: Tensor) -> None:
         """Write the message of a rank whose gradient is not finite."""
@@ -434,22 +405,17 @@ class LevelMessage:
     def unpack(self, message: Tensor, *, known_finite: bool = False) -> Unpacked:
         """Read a message: uint8, at least (nbytes,), 4-byte aligned; as that of a `form`."""
         found = self.form.unpack(message, known_finite=known_finite)
-        if not self.parts or not found.finite:
-            return found
-        return Unpacked(True, self.values(message), found.indices)
+        return found._replace(values=self.values(message)) if found.finite else found
 
     def values(self, message: Tensor) -> Tensor:
         """Read the values (k,) of a message, as float32."""
-        if not self.parts:
-            return self.form.values(message)
-        return torch.cat([form.decode(message[of_bytes]) for _, of_bytes, form in self.parts])
+        return self.levels.decode(message[self.form.nbytes : self.nbytes])
 
 
-def check_bits(bits: int, *, others: tuple[int, ...] = ()) -> None:
-    """Raise ValueError where `bits` is none of `BITS` and none of `others`."""
-    allowed = (*BITS, *others)
-    if isinstance(bits, bool) or bits not in allowed:
-        raise ValueError(f"bits is one of {', '.join(map(str, allowed))}; got {bits!r}")
+def check_bits(bits: int) -> None:
+    """Raise ValueError where `bits` is none of `BITS`."""
+    if isinstance(bits, bool) or bits not in BITS:
+        raise ValueError(f"bits is one of {', '.join(map(str, BITS))}; got {bits!r}")
 
 
 def warm_up_wire() -> None:

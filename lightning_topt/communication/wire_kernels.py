@@ -1,15 +1,14 @@
-"""Messages of gradients on a CPU, compiled by Numba: indices, levels and signs as bits.
+"""Messages of gradients on a CPU, compiled by Numba: indices and levels as bits.
 
-The compiled half of `wire` (indices and levels) and of `methods.sign`; it stays a file of its own
-because Numba caches compiled code by file. Each kernel passes once over its values while they are
-in the first-level cache, where torch takes up to fifteen passes over all of them.
+The compiled half of `wire`; it stays a file of its own because Numba caches compiled code by file.
+Each kernel passes once over its values while they are in the first-level cache, where torch takes
+up to fifteen passes over all of them.
 
 - indices: `pack_indices`, `unpack_indices`; sections are zeros before, and padded to 32-bit words;
 - levels: `encode_groups`, `decode_groups`; `levels` (groups * levels each,) float32 and
-  `level_bits`, the same memory as int32, hold numbers of bfloat16; `codes` are bytes;
-- signs: `sum_magnitudes`, `take_sign_bits`, `add_sign_bits`; a bit is 1 for a negative value.
+  `level_bits`, the same memory as int32, hold numbers of bfloat16; `codes` are bytes.
 
-In all of them the first value is in the lowest bit.
+In both the first value is in the lowest bit.
 """
 
 from __future__ import annotations
@@ -22,9 +21,6 @@ from lightning_topt.basics.jit import compiled
 from lightning_topt.communication.selection.lanes import lowest_one
 
 WORD_BITS = 32  # sections of a message are padded to these
-# magnitudes summed in float32 before they are added to the float64 total; loops over rows of a
-# matrix vectorise
-ROW = 64
 
 
 def _exact_kernel(function: Any) -> Any:
@@ -33,10 +29,6 @@ def _exact_kernel(function: Any) -> Any:
 
 def _level_kernel(function: Any) -> Any:
     return compiled(function, error_model="numpy", boundscheck=False, fastmath={"reassoc"})
-
-
-def _sign_kernel(function: Any) -> Any:
-    return compiled(function, fastmath={"reassoc"})
 
 
 @_exact_kernel
@@ -194,53 +186,3 @@ def decode_groups(levels: Any, codes: Any, bits: int, size: int, out: Any) -> No
             place = i * bits
             code = (np.int32(codes[place >> 3]) >> (place & 7)) & mask
             out[i] = table[code] if bits < 3 else np.float32(code - half) * levels[group]
-
-
-@_sign_kernel
-def sum_magnitudes(values: Any) -> float:
-    """Return the sum of all ``|values|``."""
-    whole = values.size // ROW
-    rows = values[: ROW * whole].reshape(whole, ROW)
-    total = 0.0
-    for i in range(whole):
-        part: Any = np.float32(0)
-        for j in range(ROW):
-            part += np.abs(rows[i, j])
-        total += part
-    for i in range(ROW * whole, values.size):
-        total += np.abs(values[i])
-    return total
-
-
-@_sign_kernel
-def take_sign_bits(values: Any, step: np.float32, packed: Any) -> None:
-    """Write the signs of `values` (n,) into `packed`, and ``values -= step * sign``."""
-    whole = values.size // 8  # full bytes
-    rows = values[: 8 * whole].reshape(whole, 8)
-    for i in range(whole):
-        byte = np.uint8(0)
-        for j in range(8):
-            negative = rows[i, j] < 0
-            byte |= np.uint8(negative) << j
-            rows[i, j] -= -step if negative else step
-        packed[i] = byte
-    if values.size > 8 * whole:
-        byte = np.uint8(0)
-        for j in range(8 * whole, values.size):
-            negative = values[j] < 0
-            byte |= np.uint8(negative) << (j - 8 * whole)
-            values[j] -= -step if negative else step
-        packed[whole] = byte
-
-
-@_sign_kernel
-def add_sign_bits(packed: Any, step: np.float32, values: Any) -> None:
-    """Do ``values += step * sign`` with the signs in `packed`."""
-    whole = values.size // 8  # full bytes
-    rows = values[: 8 * whole].reshape(whole, 8)
-    for i in range(whole):
-        byte = np.int32(packed[i])
-        for j in range(8):
-            rows[i, j] += -step if (byte >> j) & 1 else step
-    for j in range(8 * whole, values.size):
-        values[j] += -step if (packed[whole] >> (j - 8 * whole)) & 1 else step

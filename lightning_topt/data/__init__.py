@@ -6,7 +6,6 @@
     stalls/           measures and predicts the wait for data
     resumable_loader  a DataLoader that resumes in the middle of an epoch
     lookahead         caches of other nodes learn which items are read next
-    loader_tuning     the number of workers, chosen by trials
 
 Names are imported when they are first used: light processes use parts of this package without
 torch.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from lightning_topt.basics.lazy_names import lazy_names
 
 if TYPE_CHECKING:  # the same names, for type checkers and editors
-    from lightning_topt.optim.adam_variants import LAMB, BasisRotation
+    from lightning_topt.optim.adam_variants import LAMB
     from lightning_topt.optim.lars import LARS, share_trust_ratios, unshare_trust_ratios
     from lightning_topt.optim.parallel_step import ParallelStep, install_parallel_step
     from lightning_topt.optim.pieces import Piece
@@ -24,7 +24,6 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
 
 # Each name, and the module that it is imported from at its first use.
 _HOMES = {
-    "BasisRotation": "adam_variants",
     "LAMB": "adam_variants",
     "LARS": "lars",
     "share_trust_ratios": "lars",
@@ -38,7 +37,6 @@ _HOMES = {
 __all__ = [
     "LAMB",
     "LARS",
-    "BasisRotation",
     "ParallelStep",
     "Piece",
     "UnsplittableOptimizer",

@@ -29,7 +29,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_topt.communication.rank_watch import PeerLostError
-from lightning_topt.optim.adam_variants import BasisRotation
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.pieces import Piece
 from lightning_topt.optim.step_hooks import inside_hooks
@@ -38,8 +37,7 @@ from lightning_topt.optim.update_rule import ELEMENTWISE, is_one_of, updates_who
 State = dict[str, Any]
 # w <- (1 - lr weight_decay) w + u, where u does not depend on w
 _DECAYED_APART: tuple[type[Optimizer], ...] = (
-    BasisRotation,
-    *((torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()),
+    (torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()
 )
 
 

@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_topt.optim.adam_variants import LAMB, BasisRotation
+from lightning_topt.optim.adam_variants import LAMB
 from lightning_topt.optim.lars import LARS
 from lightning_topt.optim.pieces import num_rows
 
@@ -60,7 +60,6 @@ BY_PARAMETER: tuple[type[Optimizer], ...] = (
     *ELEMENTWISE,
     LARS,
     LAMB,
-    BasisRotation,
     optim.Adafactor,
     *((optim.Muon,) if hasattr(optim, "Muon") else ()),
 )

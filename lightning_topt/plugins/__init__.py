@@ -44,7 +44,7 @@ Other plugins:
     local_steps_strategy   local steps and an outer step
     parallel_optimizer     a callback that shares the optimizer step under ddp
     monitors               callbacks that measure steps, exchanges and waits for data
-    cached_data, coordinated_data, tuned_data
+    cached_data, coordinated_data
                            DataModules around another one, by wrapped_data
 """
 

@@ -35,7 +35,6 @@ from lightning_topt.plugins.ddp_options import (
     check_devices,
     checked_ddp_options,
     name_own_strategy,
-    refuse_momentum,
 )
 from lightning_topt.plugins.exchange_guard import ExchangeGuard, scaler_of
 from lightning_topt.plugins.lost_ranks import LostRankWatch
@@ -68,9 +67,8 @@ class CompressedDDPStrategy(DDPStrategy):
         ddp_options: arguments of Lightning's `DDPStrategy` and torch's `DistributedDataParallel`,
             but for communication hooks.
 
-    Raises ValueError for wrong options, for an optimizer with momentum where the method has it, for
-    ranks that differ in their options; `PeerLostError` when a rank is gone; FloatingPointError for
-    gradients that are not finite.
+    Raises ValueError for wrong options and ranks that differ in their options; `PeerLostError` when
+    a rank is gone; FloatingPointError for gradients that are not finite.
     """
 
     def __init__(
@@ -180,13 +178,6 @@ class CompressedDDPStrategy(DDPStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        if self.method.gives_signs and trainer.gradient_clip_val:
-            raise ValueError(
-                f"{type(self.method).__name__} gives the optimizer signs, of which clipping would "
-                "only make smaller steps: leave gradient_clip_val out"
-            )
-        if self.method.has_momentum:
-            refuse_momentum(self.optimizers)
         # The default, of which it is known that transformers under Adam end worse.
         adam = [each for each in self.optimizers if any("betas" in g for g in each.param_groups)]
         if (

@@ -11,7 +11,6 @@ from typing import Any
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 log = logging.getLogger(__name__)
 HOOK_OPTIONS = (
@@ -109,20 +108,3 @@ def name_own_strategy(error: BaseException, strategy: str) -> None:
             else argument
             for argument in error.args
         )
-
-
-def refuse_momentum(optimizers: Sequence[Optimizer]) -> None:
-    """Raise ValueError for an optimizer with momentum: the exchanged gradient has it already."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for name, own in (
-                ("momentum", group.get("momentum")),
-                ("betas", (group.get("betas") or (0,))[0]),
-            ):
-                if own:
-                    raise ValueError(
-                        f"what the exchange gives has momentum, and {type(optimizer).__name__} has "
-                        f"its own ({name}={group[name]}), which would be applied twice: set that "
-                        "to 0 in configure_optimizers (Adam: betas=(0, ...)), or choose an "
-                        "exchange without (TopK(momentum=0))"
-                    )

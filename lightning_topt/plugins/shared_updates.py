@@ -165,8 +165,8 @@ class SharedUpdates:
         if share < LEAST_SHARE:
             return None
         words = {
-            "data": "waits for data: more workers in the DataLoader, TunedDataModule, which finds "
-            "how many, or CachedDataModule would treat that",
+            "data": "waits for data: more workers in the DataLoader (examples/recipes measures how "
+            "many), or CachedDataModule would treat that",
             "exchange": "waits for gradients of other ranks: strategy='topt_full' searches plans "
             "that send less, and 'topt_compressed' sends compressed gradients",
             "update": f"is the update of optimizers, {self._shared_in_words()}",

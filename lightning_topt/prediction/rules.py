@@ -81,8 +81,6 @@ DEFAULTS = (
     Default("AdamW", False, 31, "spectrain", (1000, 4000)),
     Default("AdamW", True, 1, _FEEDBACK, (1000, 4000)),
     Default("NAdam", False, 31, "nesterov", (1000, 1000)),
-    Default("BasisRotation", False, 31, "stash", (1000, 1000)),
-    Default("BasisRotation", True, 1, _FEEDBACK, (1000, 4000)),
 )
 OTHERWISE = "stash"  # for optimizers that no row has, and that no rule knows
 _LIKE = {"Adam": "AdamW"}  # optimizers that were not measured take the rows of another

@@ -2,7 +2,7 @@
 
 The hook may also send them over the levels of the network. Beside tensor axes the ranks of each
 data group exchange their slices. Parameters that are replicated along tensor axes must stay equal
-there. Methods that choose what they send (top-k, PowerSGD, sign) send them uncompressed.
+there. Methods that choose what they send (top-k) send them uncompressed.
 
 The second technique here is for ranks that exchange no gradients, but meet once in many steps.
 """

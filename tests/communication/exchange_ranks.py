@@ -87,7 +87,7 @@ def assert_equal_on_all_ranks(ddp: DistributedDataParallel) -> None:
 class Simulation:
     """All ranks in one process, in float64, written down as the formulas stand: the oracle.
 
-    A *holder* is a rank, or a node where hierarchical; it keeps residual and velocity per
+    A *holder* is a rank, or a node where hierarchical; it keeps a residual per
     parameter, whatever the buckets. Gradients come in by rank and name; buckets are lists of names.
     """
 
@@ -96,8 +96,7 @@ class Simulation:
     ) -> None:
         self.options, self.exempt = options, exempt
         self.holder_size = topology.ranks_per_node if hierarchical else 1
-        self.kept: dict[Any, Tensor] = {}  # (kind, holder, name) -> values
-        self.exempt_velocities: dict[str, Tensor] = {}
+        self.kept: dict[Any, Tensor] = {}  # (holder, name) -> residual
 
     def step(
         self, gradients: list[dict[str, Tensor]], buckets: list[list[str]], step: int
@@ -116,27 +115,17 @@ class Simulation:
                     mean[name] += sent.view(mean[name].shape) / holders
         for name in self.exempt:
             mean[name] = torch.stack([g[name].double() for g in gradients]).mean(0)
-            if self.options.momentum:
-                mean[name] += self.options.momentum * self.exempt_velocities.get(
-                    name, torch.zeros_like(mean[name])
-                )
-                self.exempt_velocities[name] = mean[name]
         return mean
 
     def _sent(self, holder: int, names: list[str], node: list[Tensor], step: int) -> Any:
         """What a holder sends of one bucket, by parameter."""
         numels = [g.numel() for g in node]
-        residual, velocity = (
-            torch.cat(
-                [
-                    self.kept.get((kind, holder, n), torch.zeros_like(g))
-                    for n, g in zip(names, node, strict=True)
-                ]
-            )
-            for kind in ("residual", "velocity")
+        residual = torch.cat(
+            [
+                self.kept.get((holder, n), torch.zeros_like(g)) + g
+                for n, g in zip(names, node, strict=True)
+            ]
         )
-        velocity = self.options.momentum * velocity + torch.cat(node)
-        residual = residual + velocity
         compressible = torch.cat(
             [
                 torch.full((g.numel(),), n not in self.exempt)
@@ -150,8 +139,6 @@ class Simulation:
             taken = start + residual[start:stop].abs().topk(k).indices
             if self.options.is_dense_step(step):
                 taken = torch.arange(start, stop)
-            else:
-                velocity[taken] = 0
             sent[taken] = residual[taken]
             if self.options.bits is not None and not self.options.is_dense_step(step):
                 taken = taken.sort().values
@@ -159,10 +146,8 @@ class Simulation:
                     in_few_bits(residual[taken].tolist(), self.options.bits, 64)
                 ).double()
         residual = (residual - sent) * self.options.error_feedback
-        for kind, flat in (("residual", residual), ("velocity", velocity)):
-            self.kept |= {
-                (kind, holder, n): part for n, part in zip(names, flat.split(numels), strict=True)
-            }
+        parts = zip(names, residual.split(numels), strict=True)
+        self.kept |= {(holder, n): part for n, part in parts}
         return sent.split(numels)
 
 

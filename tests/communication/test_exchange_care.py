@@ -21,7 +21,6 @@ from lightning_topt.communication import (
     BoundedLoss,
     Dense,
     GradientMethod,
-    LinkCosts,
     TopK,
     rank_watch,
 )
@@ -30,7 +29,6 @@ from lightning_topt.communication.rank_watch import PeerLostError
 from lightning_topt.communication.topology import Topology
 from lightning_topt.communication.wire import MessageFormat
 from tests.communication.exchange_ranks import (
-    assert_equal_on_all_ranks,
     batch,
     loss_of,
     make_model,
@@ -69,7 +67,7 @@ def test_exchange_during_backward():
 
 def delayed(rank: int, shape: tuple[int, int], seconds: float) -> list[Tensor]:
     """Rank 1 is late with every gradient of the middle layer."""
-    ddp, exchange = wrap(TopK(density=0.05, momentum=0.5), topology=Topology(*shape, rank))
+    ddp, exchange = wrap(TopK(density=0.05), topology=Topology(*shape, rank))
     if rank == 1:
         ddp.module[3].register_full_backward_hook(lambda *args: time.sleep(seconds))
     list(train(ddp, rank=rank, steps=range(4)))
@@ -100,34 +98,6 @@ def first_buckets_that_stay(rank: int, method: GradientMethod) -> int:
 @pytest.mark.parametrize("method", [BF16(), TopK(density=0.05)], ids=lambda method: method.name)
 def test_no_bucket_outlives_its_step(method):
     assert run_on_pool(first_buckets_that_stay, 2, method) == [0, 0]
-
-
-def link_chosen(rank: int, shape: tuple[int, int], link: LinkCosts) -> float:
-    ddp, exchange = wrap(TopK(density=0.05, link=link, exempt=()), topology=Topology(*shape, rank))
-    list(train(ddp, rank=rank, steps=range(1)))
-    exchange.statistics()
-    list(train(ddp, rank=rank, steps=range(1, 3)))
-    assert_equal_on_all_ranks(ddp)
-    exchange.close()
-    return ratio(exchange)
-
-
-def test_dense_where_cheaper():
-    """A ring of messages takes half the hops of a ring all-reduce: only many ranks or many bytes
-    make dense cheaper.
-    """
-    slow = LinkCosts(0.0, 1e6)
-    assert max(run_on_pool(link_chosen, 2, (2, 1), slow)) < 0.2
-    options = TopK(density=0.99, link=slow, exempt=())
-    ratios = run_on_pool(dense_ratio, 2, options)
-    assert ratios == [1.0, 1.0]
-
-
-def dense_ratio(rank: int, options: GradientMethod) -> float:
-    ddp, exchange = wrap(options)
-    list(train(ddp, rank=rank, steps=range(3)))
-    exchange.close()
-    return ratio(exchange)
 
 
 def dense_in_nodes(rank: int) -> float:

@@ -15,7 +15,6 @@ from lightning_topt.communication import (
     LocalSteps,
     OuterSteps,
     QuantizedSteps,
-    Sign,
     bucket,
 )
 from lightning_topt.communication.bucket import Bucket, StepChecks, device_finite_flag, is_finite
@@ -33,7 +32,7 @@ from tests.communication.buckets import (
 from tests.host_waits import waits_of
 from tests.launch import run_on_pool, run_ranks
 
-FREE = [BF16(), FP16(), Sign(), Sign(error_feedback=False), Dense(hierarchical=False)]
+FREE = [BF16(), FP16(), Dense(hierarchical=False)]
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,15 @@ method is added to METHODS.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from examples.recipes.demo import DeMo
+from examples.recipes.power_sgd import PowerSGD
+from examples.recipes.sign import Sign
 from lightning_topt.communication.bucket import NonFiniteGradient
 from lightning_topt.communication.method_registry import gradient_methods, read_gradient_method
 from tests.communication.buckets import (
@@ -35,11 +39,11 @@ METHODS = {
     "dense": {},
     "bf16": {},
     "fp16": {},
-    "powersgd": {"rank": 2},
-    "sign": {},
-    "demo": {"density": 0.2, "chunk": 8},
 }
-MEANS = [name for name in METHODS if name != "demo"]  # which gives the sign of a sum: test_demo.py
+# those that a user copies
+RECIPES = {"powersgd": PowerSGD(rank=2), "sign": Sign(), "demo": DeMo(density=0.2, chunk=8)}
+ALL = [*METHODS, *RECIPES]
+MEANS = [name for name in ALL if name != "demo"]  # which gives the sign of a sum
 FEEDBACK = ["topk", "powersgd", "sign", "bounded_loss"]
 EXEMPT = dict.fromkeys(FEEDBACK, ("bias",))
 # bytes sent / dense bytes, where no method makes them fewer
@@ -47,10 +51,12 @@ WHOLE = {"dense": (1, 1), "bounded_loss": (1, 1.5)}
 
 
 def made(method, **options):
+    if method in RECIPES:
+        return replace(RECIPES[method], **options)
     return read_gradient_method({"method": method, **METHODS[method], **options})
 
 
-@pytest.fixture(params=METHODS)
+@pytest.fixture(params=ALL)
 def method(request):
     return request.param
 
@@ -124,8 +130,8 @@ def _relaid(rank, method):
     return cut.residual_norm() - whole.residual_norm()
 
 
-# topk selects per bucket: test_exchange.py
-@pytest.mark.parametrize("name", sorted(set(METHODS) - {"topk"}))
+# topk selects, and demo rounds, per bucket
+@pytest.mark.parametrize("name", sorted(set(ALL) - {"topk", "demo"}))
 def test_residuals_follow_their_parameters_to_new_buckets(name):
     assert run_on_pool(_relaid, 2, name) == pytest.approx([0, 0], abs=1e-4)
 
@@ -181,7 +187,7 @@ def _of_16_bits(rank, method):
     return steps
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ALL)
 def test_gradients_of_16_bits(name):
     first, second = run_on_pool(_of_16_bits, 2, name)
     _same(first, second)
@@ -292,5 +298,6 @@ def _continued(rank, method):
     second.close()
 
 
-def test_checkpoint_under_ddp_continues_alike(method):
-    run_on_pool(_continued, 2, method)
+@pytest.mark.parametrize("name", sorted(set(ALL) - {"demo"}))  # which rounds per bucket
+def test_checkpoint_under_ddp_continues_alike(name):
+    run_on_pool(_continued, 2, name)

@@ -16,7 +16,7 @@ from lightning_topt.communication.selection import (
     warm_up,
 )
 from lightning_topt.communication.selection.vector_top_k import (
-    _feedback_device,
+    _feedback_torch,
     first_largest,
     mstopk_indices,
 )
@@ -110,60 +110,36 @@ def test_wrong_arguments():
         feedback_top_k(x, torch.zeros(6), 1)
     with pytest.raises(ValueError, match="contiguous"):
         feedback_top_k(torch.randn(10)[::2], torch.zeros(5), 1)
-    with pytest.raises(ValueError, match="velocity"):
-        feedback_top_k(x, torch.zeros(5), 1, velocity=torch.zeros(10)[::2], momentum=0.9)
-    with pytest.raises(ValueError, match="momentum"):
-        feedback_top_k(x, torch.zeros(5), 1, velocity=torch.zeros(5))
 
 
 @pytest.mark.parametrize("data", DATA)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_feedback_is_accumulate_select_zero(data, dtype, momentum):
+def test_feedback_is_accumulate_select_zero(data, dtype):
     for n in (1, 1000, 100_003):
-        assert_accumulates_selects_zeroes(DATA[data](n).to(dtype), momentum)
+        gradient, residual = DATA[data](n).to(dtype), torch.randn(n)
+        for k in sorted({0, 1, n // 100, n}):
+            expected = residual + 0.5 * gradient.float()
+            values, indices = feedback_top_k(gradient, residual, k, scale=0.5)
+            assert indices.dtype == torch.int32 and values.dtype == torch.float32
+            # Multiply-add may be fused in one of the two, which moves a value by one rounding:
+            # compare what was kept and taken.
+            whole = residual.clone()
+            whole[indices] = values
+            torch.testing.assert_close(whole, expected, rtol=1e-6, atol=1e-6)
+            assert torch.equal(indices.long(), slow_indices(whole, k))
+            assert not residual[indices].any()
 
 
-def assert_accumulates_selects_zeroes(gradient, momentum):
-    n = len(gradient)
-    residual, velocity = torch.randn(n), torch.randn(n) if momentum else None
-    for k in sorted({0, 1, n // 100, n}):
-        moved = (
-            None
-            if velocity is None
-            else torch.tensor(momentum) * velocity + torch.tensor(0.5) * gradient.float()
-        )
-        expected = residual + (0.5 * gradient.float() if moved is None else moved)
-        values, indices = feedback_top_k(
-            gradient, residual, k, scale=0.5, velocity=velocity, momentum=momentum
-        )
-        assert indices.dtype == torch.int32 and values.dtype == torch.float32
-        # Multiply-add may be fused in one of the two, which moves a value by one rounding: compare
-        # what was kept and taken.
-        whole = residual.clone()
-        whole[indices] = values
-        torch.testing.assert_close(whole, expected, rtol=1e-6, atol=1e-6)
-        assert torch.equal(indices.long(), slow_indices(whole, k))
-        assert not residual[indices].any()
-        if velocity is not None and moved is not None:
-            moved[indices] = 0
-            torch.testing.assert_close(velocity, moved, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
 @pytest.mark.parametrize("where", [0, 1023, 5000, 99_999])
 @pytest.mark.parametrize("k", [0, 100])
-def test_a_gradient_that_is_not_finite_changes_nothing(momentum, where, k):
+def test_a_gradient_that_is_not_finite_changes_nothing(where, k):
     gradient, residual = torch.randn(100_000), torch.randn(100_000)
-    velocity = torch.randn(100_000) if momentum else None
-    before = residual.clone(), None if velocity is None else velocity.clone()
+    before = residual.clone()
     gradient[where] = float("nan")
     with pytest.raises(NonFiniteError):
-        feedback_top_k(gradient, residual, k, velocity=velocity, momentum=momentum)
+        feedback_top_k(gradient, residual, k)
     # undone by subtraction: up to rounding
-    torch.testing.assert_close(residual, before[0], rtol=1e-6, atol=1e-6)
-    if velocity is not None:
-        torch.testing.assert_close(velocity, before[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(residual, before, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -226,24 +202,16 @@ def test_kernels_compile_where_no_cache_can_be_written(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_other_devices_run_follows_the_compiled_form(dtype):
     """The plain-torch step of error feedback, here on CPU tensors."""
-    gradient, residual, velocity = (
-        torch.randn(100_000).to(dtype),
-        torch.randn(100_000),
-        torch.randn(100_000),
-    )
-    states = [(residual.clone(), velocity.clone()) for _ in range(2)]
-    first = feedback_top_k(
-        gradient, states[0][0], 500, scale=0.5, velocity=states[0][1], momentum=0.5
-    )
-    second = _feedback_device(gradient, states[1][0], 500, 0.5, states[1][1], 0.5)
+    gradient, residual = torch.randn(100_000).to(dtype), torch.randn(100_000)
+    ours, twin = residual.clone(), residual.clone()
+    first = feedback_top_k(gradient, ours, 500, scale=0.5)
+    second = _feedback_torch(gradient, twin, 500, scale=0.5)
     assert torch.equal(first.indices, second.indices)
-    for ours, twin in ((first.values, second.values), *zip(*states, strict=True)):
-        torch.testing.assert_close(ours, twin, rtol=1e-6, atol=1e-6)
+    for one, other in ((first.values, second.values), (ours, twin)):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
     gradient[7] = float("nan")
-    before = [state.clone() for state in states[1]]
-    assert _feedback_device(gradient, states[1][0], 500, 0.5, states[1][1], 0.5) is None
-    for ours, twin in zip(states[1], before, strict=True):
-        assert torch.equal(ours, twin)
+    before = twin.clone()
+    assert _feedback_torch(gradient, twin, 500, scale=0.5) is None and torch.equal(twin, before)
 
 
 @pytest.mark.gpu

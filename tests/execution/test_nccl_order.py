@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from benchmarks.equality import Comparison, cell, compare
 from benchmarks.pipelines import equality as pipelines
 from benchmarks.tensor import equality as tensors
-from lightning_topt.communication import PowerSGD, TopK
+from lightning_topt.communication import BF16, TopK
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
@@ -128,7 +128,7 @@ def test_asynchronous_pipelines_are_one_process(name: str, four: list[tuple[Any,
 
 def on_two_ranks(rank: int) -> tuple[Any, ...]:
     steps = []
-    for method in (PowerSGD(rank=2), TopK(density=0.1)):
+    for method in (BF16(), TopK(density=0.1)):
         ddp, exchange = exchange_ranks.wrap(method)
         for _ in exchange_ranks.train(ddp, rank=rank, steps=range(4)):
             steps.append(1)

@@ -182,7 +182,7 @@ def test_no_rank_writes_the_whole_state(saved_and_resumed: Any, folder: Path) ->
     assert len(sizes) == 4 and max(sizes) < 0.6 * sum(sizes)
 
 
-WHOLE = "LAMB and BasisRotation"
+WHOLE = "LAMB"
 
 
 def save_owned(rank: int, folder: Path) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_topt.communication import BF16, Dense, GradientMethod, PowerSGD, Sign, TopK
+from lightning_topt.communication import BF16, Dense, GradientMethod, TopK
 from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh, hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig, Partial, Replicate, Shard, Storage
 from lightning_topt.plan.parallel_plan import (
@@ -199,8 +199,6 @@ EXCHANGES = [
     TopK(error_feedback=False, exempt=()),
     Dense(hierarchical=True),
     BF16(),
-    PowerSGD(rank=4),
-    Sign(exempt=("embedding",)),
 ]
 
 
@@ -257,7 +255,7 @@ def test_wrong_gradient_exchanges_say_what_is_wrong(change: tuple[str, str], say
 @pytest.mark.parametrize(
     ("exchange", "stage", "says"),
     [
-        (TopK(momentum=0.9), 0, "momentum is not part of a plan"),
+        (TopK(selection="torch"), 0, "selection is not part of a plan"),
         (Dense(hierarchical=False), 0, "needs hierarchical"),
     ],
 )

@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_topt.plugins.cached_data import CachedDataModule
 from lightning_topt.plugins.coordinated_data import CoordinatedDataModule
-from lightning_topt.plugins.tuned_data import TunedDataModule
 from tests.plugins.trainer_ranks import make_trainer
 
 ITEMS = 16
@@ -85,14 +84,8 @@ WRAPPERS = {
     "cached": lambda module, folder: CachedDataModule(
         module, directory=folder, memory_bytes=1 << 20
     ),
-    "tuned": lambda module, _: TunedDataModule(module, num_workers=0, pin_memory=False),
     "coordinated": lambda module, folder: CoordinatedDataModule(
         module, directory=folder, memory_bytes=1 << 20
-    ),
-    "tuned around cached": lambda module, folder: TunedDataModule(
-        CachedDataModule(module, directory=folder, memory_bytes=1 << 20),
-        num_workers=0,
-        pin_memory=False,
     ),
 }
 

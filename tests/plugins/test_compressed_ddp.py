@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_topt.communication import LinkCosts, LocalSteps, PowerSGD, TopK
+from lightning_topt.communication import BF16, LocalSteps, TopK
 from lightning_topt.communication.topology import Topology
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
 from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy, make_topology
@@ -166,7 +166,6 @@ LOSSY: list[dict[str, Any]] = [
     },
     {"density": 0.05, "hierarchical": True, "nodes": 2},
     {"density": None, "bits": 2},
-    {"method": "powersgd"},
     {"method": "bounded_loss", "tolerance": 0.05},
 ]
 
@@ -238,7 +237,6 @@ def overflows(rank: int, options: dict[str, Any] | None) -> dict[str, Any]:
 
 SKIPPING: list[dict[str, Any]] = [
     {"density": 0.1},
-    {"method": "powersgd"},
     {"density": 1.0, "error_feedback": False},
 ]
 
@@ -491,11 +489,11 @@ def test_wrong_options_are_refused_at_once(
 
 
 def test_options_from_yaml_and_command_lines() -> None:
-    options = {"exempt": ["embedding"], "link": {"latency_seconds": 1e-4, "bandwidth": 125e6}}
+    options = {"exempt": ["embedding"], "bits": 2}
     method = CompressedDDPStrategy(OmegaConf.create(options)).method
-    assert method == TopK(exempt=("embedding",), link=LinkCosts(1e-4, 125e6))
+    assert method == TopK(exempt=("embedding",), bits=2)
     assert CompressedDDPStrategy().method == CompressedDDPStrategy("topk").method == TopK()
-    assert CompressedDDPStrategy({"method": "powersgd", "rank": 4}).method == PowerSGD(rank=4)
+    assert CompressedDDPStrategy({"method": "bf16", "dense_steps": 4}).method == BF16(dense_steps=4)
 
 
 @pytest.mark.parametrize(
@@ -527,15 +525,6 @@ def test_a_plan_knows_the_trainers_nodes(monkeypatch: pytest.MonkeyPatch) -> Non
     assert run_options(strategy).topology == Topology(2, 4, 5)
 
 
-class Momentum(SgdGPT):
-    momentum = 0.9
-
-
-class ColdAdam(SgdGPT):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), betas=(0.0, 0.999))
-
-
 class NotANumber(SgdGPT):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -562,10 +551,6 @@ def fit_error(rank: int, options: dict[str, Any], kind: type[L.LightningModule])
 
 
 ERRORS: list[tuple[dict[str, Any], type[L.LightningModule], str, str]] = [
-    ({"momentum": 0.9}, Momentum, "ValueError", "SGD has its own (momentum=0.9)"),
-    ({"momentum": 0.9}, ColdAdam, "", ""),
-    ({"momentum": 0.9}, SgdGPT, "", ""),
-    ({"method": "demo"}, Momentum, "ValueError", "SGD has its own (momentum=0.9)"),
     ({"nonfinite": "skip"}, SgdGPT, "ValueError", "would train on NaN"),
     ({}, NotANumber, "FloatingPointError", "rank 1 has NaN or infinities"),
     ({}, Sharded, "ValueError", "head.weight is sharded"),

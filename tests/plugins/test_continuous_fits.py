@@ -17,8 +17,8 @@ import torchmetrics
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from examples.recipes.basis_rotation import BasisRotation
 from lightning_topt import PipelineStrategy
-from lightning_topt.optim import BasisRotation
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.prediction import TwoVersions
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, lag_of

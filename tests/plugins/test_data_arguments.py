@@ -20,7 +20,6 @@ from lightning_topt.plugins.cached_data import (
 )
 from lightning_topt.plugins.coordinated_data import CoordinatedDataModule
 from lightning_topt.plugins.monitors import StallMonitor
-from lightning_topt.plugins.tuned_data import TunedDataModule
 
 
 class Data(pl.LightningDataModule):
@@ -29,7 +28,6 @@ class Data(pl.LightningDataModule):
 
 CACHED = partial(CachedDataModule, Data(), directory="cache", memory_bytes=1 << 20)
 COORDINATED = partial(CoordinatedDataModule, Data(), directory="jobs", memory_bytes=1 << 20)
-TUNED = partial(TunedDataModule, Data())
 NO_SIZE = [
     True,
     -1,
@@ -67,11 +65,6 @@ WRONG = {
     (COORDINATED, "seed"): [*NO_WHOLE, None],
     (COORDINATED, "data_version"): NO_TEXT,
     (COORDINATED, "timeout_seconds"): NO_SECONDS,
-    (TUNED, "num_workers"): [*NO_WHOLE, -1, ""],
-    (TUNED, "prefetch_factor"): [*NO_WHOLE, 0],
-    (TUNED, "pin_memory"): [1, 0, "yes", ""],
-    (TUNED, "seconds"): NO_SECONDS,
-    (TUNED, "memory_bytes"): [*NO_SIZE, 0],
     (StallMonitor, "every_n_steps"): [*NO_WHOLE, 0, -1],
     (MeasuredCache, "memory_bytes"): [*NO_SIZE, 0],
 }
@@ -87,7 +80,7 @@ def test_what_means_nothing_is_refused_at_once(make, name, value):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("make", [CACHED, COORDINATED, TUNED])
+@pytest.mark.parametrize("make", [CACHED, COORDINATED])
 @pytest.mark.parametrize("datamodule", [None, torch.utils.data.DataLoader([1]), Data, "Data"])
 def test_only_a_datamodule_is_wrapped(make, datamodule):
     with pytest.raises(TypeError, match="wraps a LightningDataModule"):
@@ -97,7 +90,7 @@ def test_only_a_datamodule_is_wrapped(make, datamodule):
 def test_every_argument_is_in_the_list():
     import inspect
 
-    for make in (CACHED, COORDINATED, TUNED, CachePartition, StallMonitor, CacheMonitor):
+    for make in (CACHED, COORDINATED, CachePartition, StallMonitor, CacheMonitor):
         names = set(inspect.signature(getattr(make, "func", make)).parameters) - {"datamodule"}
         assert names == {name for one, name in WRONG if one is make}
 
@@ -114,7 +107,6 @@ def test_numbers_of_any_kind_and_text_are_taken():
     assert (
         COORDINATED(memory_bytes="1GiB", seed=np.int32(3), data_version=4).memory_bytes == 1 << 30
     )
-    assert TUNED(memory_bytes="1GB", seconds=1)._memory_bytes == 10**9
     assert CACHED(partition=None, data_version=4).data_version == "4"
     assert StallMonitor(every_n_steps=np.int64(5)).every_n_steps == 5
     with MeasuredCache("1MiB") as cache:

@@ -108,7 +108,7 @@ def learns(rank: int, method: str | None) -> Any:
     return module.losses, state(module), trainer.strategy.exchange_statistics()
 
 
-METHODS = ("topk", "powersgd", "bounded_loss")
+METHODS = ("topk", "bounded_loss")
 
 
 @pytest.mark.parametrize("method", METHODS)

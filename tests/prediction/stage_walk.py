@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from lightning_topt.optim import BasisRotation
 from lightning_topt.prediction import Prediction, StagePrediction
 from lightning_topt.schedules.schedules import continuous_schedule
 from lightning_topt.schedules.staleness import staleness
@@ -40,7 +39,7 @@ def make_optimizer(name: str, parameters: list[nn.Parameter]) -> Optimizer:
         return optim.SGD(groups, momentum=0.9)
     if name == "NAdam":
         return optim.NAdam(groups, betas=(0.99, 0.999), decoupled_weight_decay=True)
-    return BasisRotation(groups) if name == "BasisRotation" else getattr(optim, name)(groups)
+    return getattr(optim, name)(groups)
 
 
 def rates_of(optimizer: Optimizer, count: int = 1) -> list[list[dict]]:

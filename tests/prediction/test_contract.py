@@ -23,7 +23,7 @@ from tests.prediction.stage_walk import (
     walk,
 )
 
-OPTIMIZERS = ("SGD", "Adam", "AdamW", "NAdam", "RMSprop", "BasisRotation")
+OPTIMIZERS = ("SGD", "Adam", "AdamW", "NAdam", "RMSprop")
 CASES = [
     pytest.param(rule, optimizer, id=f"{name}-{optimizer}")
     for name, rule in PREDICTIONS.items()

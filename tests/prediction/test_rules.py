@@ -512,8 +512,6 @@ def test_every_optimizer_has_a_default_that_takes_it(name, flight, accumulate):
         ("AdamW", 7, 7, FEEDBACK),
         ("AdamW", 1, 2, FEEDBACK),
         ("Adam", 3, 4, FEEDBACK),
-        ("BasisRotation", 7, 1, "stash"),
-        ("BasisRotation", 7, 8, FEEDBACK),
         ("SGD", 15, 1, "spectrain"),
         ("SGD", 16, 1, "multistep"),
         ("SGD", 99, 1, "multistep"),

@@ -106,7 +106,7 @@ class SparseLoCo(LocalMethod):
     def mean_work(self, numel: int, ranks: int) -> Work:
         # anchor - parameters, in the cache (8 n); the residual is read and written (8 n)
         k = Chunks.of_density(numel, chunk=self.chunk, density=self.density).k
-        nbytes = LevelMessage(numel, (k,), self.bits).nbytes
+        nbytes = LevelMessage(numel, k, self.bits).nbytes
         targets = 1 + bool(self.outer_momentum)
         packed = PACK_BYTES_PER_ENTRY + DECODE_BYTES_PER_ENTRY * ranks * targets
         return Work(
@@ -143,7 +143,7 @@ class ChunkMean(MeanOverRanks):
         starts = range(0, chunks.numel, self.size)
         sizes = [min(self.size, chunks.numel - start) for start in starts]
         self.parts = [Chunks(size, chunks.chunk, chunks.per_chunk) for size in sizes]
-        self.forms = [LevelMessage(part.numel, (part.k,), bits) for part in self.parts]
+        self.forms = [LevelMessage(part.numel, part.k, bits) for part in self.parts]
         self.residual = torch.zeros(chunks.numel, device=device)
         if device.type == "cpu":
             warm_up_chunks()

@@ -24,7 +24,7 @@ What it takes, with k entries and b bytes of a message (`wire.MessageFormat`, in
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -84,23 +84,6 @@ STEPS_UNDER_ADAM = 12000
 WARMUP_DENSITY = 0.25
 
 
-@dataclass(frozen=True)
-class LinkCosts:
-    """The network between nodes: seconds before the first byte, then bytes per second."""
-
-    latency_seconds: float
-    bandwidth: float
-
-    def __post_init__(self) -> None:
-        check_real(self.bandwidth, name="bandwidth")
-        check_real(self.latency_seconds, name="latency_seconds")
-        if self.bandwidth <= 0 or self.latency_seconds < 0:
-            raise ValueError(
-                "a link has a positive bandwidth (bytes per second) and a latency of at least 0 "
-                "seconds"
-            )
-
-
 @dataclass(frozen=True, kw_only=True)
 class TopK(ByNodes, FeedbackMethod):
     """The largest entries of the gradient; what is left over is sent later.
@@ -112,31 +95,21 @@ class TopK(ByNodes, FeedbackMethod):
     - ``selection``: the method of `top_k`; "auto" is the one fused with error feedback;
     - ``value_dtype``: of the values sent; what rounding takes away stays in the residual;
     - ``bits``: of the values sent, by levels: 1, 2, 4 or 8 (`wire`); None: as `value_dtype`;
-    - ``momentum``: momentum correction and factor masking (arXiv 1712.01887, sections 3.1 and 3.2):
-      the result has the momentum in it, so the optimizer must have none;
-    - ``warmup_steps``: the density falls geometrically from 0.25 to `density` over so many steps;
-    - ``link``: `LinkCosts`, or a mapping of its fields: send a bucket whole where that is quicker;
-      None: never.
+    - ``warmup_steps``: the density falls geometrically from 0.25 to `density` over so many steps.
     """
 
     name: ClassVar[str] = "topk"
     process_bytes: ClassVar[int] = COMPILED_BYTES
-    not_in_plans: ClassVar[tuple[str, ...]] = (
-        *("selection", "momentum"),  # momentum belongs to the optimizer
-        "link",  # a plan has been weighed against dense exchanges already
-    )
+    not_in_plans: ClassVar[tuple[str, ...]] = ("selection",)
     density: float | None = 0.01
     selection: str = "auto"
     value_dtype: str = "float32"
     bits: int | None = None
-    momentum: float = 0.0
     warmup_steps: int = 0
-    link: LinkCosts | None = None
 
     @override
     def check(self) -> None:
         super().check()
-        check_real(self.momentum, name="momentum")
         if self.density is not None and not 0 < check_real(self.density, name="density") <= 1:
             raise ValueError(
                 f"density is the fraction sent, above 0 and at most 1; got {self.density}"
@@ -151,13 +124,6 @@ class TopK(ByNodes, FeedbackMethod):
                     "the two"
                 )
         check_whole(self.warmup_steps, name="warmup_steps", least=0)
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum is at least 0 and below 1; got {self.momentum}")
-        if self.momentum and not self.error_feedback:
-            raise ValueError(
-                "momentum correction accumulates into the residual: it needs error_feedback=True"
-            )
-        object.__setattr__(self, "link", read_link(self.link))
 
     @override
     def density_at(self, step: int) -> float:
@@ -200,11 +166,6 @@ class TopK(ByNodes, FeedbackMethod):
 
     @property
     @override
-    def has_momentum(self) -> bool:
-        return self.momentum > 0
-
-    @property
-    @override
     def words(self) -> str:
         share = (
             f"{100 * DENSITY_TOGETHER:g} % / senders"
@@ -230,21 +191,6 @@ class TopK(ByNodes, FeedbackMethod):
         return _flat(gradients, self.on(topology), topology)
 
 
-def read_link(link: LinkCosts | Mapping[str, float] | None) -> LinkCosts | None:
-    """Return `LinkCosts`, also from a mapping of its fields. Raises ValueError for others."""
-    if link is None or isinstance(link, LinkCosts):
-        return link
-    if not isinstance(link, Mapping):
-        raise ValueError(
-            f"link is LinkCosts(latency_seconds, bandwidth) or None; got {type(link).__name__}"
-        )
-    if set(link) != {"latency_seconds", "bandwidth"}:
-        raise ValueError(
-            f"link has the entries latency_seconds and bandwidth; got {sorted(map(str, link))}"
-        )
-    return LinkCosts(**link)
-
-
 # ---- the exchanges
 
 
@@ -254,8 +200,7 @@ class FeedbackExchange(BucketExchange):
     def __init__(self, options: TopK, context: ExchangeContext) -> None:
         super().__init__(context)
         self.options = options
-        rule = FeedbackRule(options.error_feedback, options.momentum, options.selection)
-        self.store = ResidualStore(rule)
+        self.store = ResidualStore(FeedbackRule(options.error_feedback, options.selection))
         self.value_dtype: torch.dtype = getattr(torch, options.value_dtype)
 
     def message_format(self, bucket: Bucket, *, start: int, stop: int) -> Form:
@@ -270,22 +215,6 @@ class FeedbackExchange(BucketExchange):
             value_dtype=self.value_dtype,
             bits=self.options.bits,
         )
-
-    @abstractmethod
-    def sparse_seconds(self, bucket: Bucket) -> float:
-        """Predict the seconds on the network of ``options.link`` for a sparse bucket."""
-
-    @abstractmethod
-    def dense_seconds(self, bucket: Bucket) -> float:
-        """Predict the seconds on the network of ``options.link`` for a whole bucket."""
-
-    def is_dense(self, bucket: Bucket) -> bool:
-        """Return whether the bucket is sent whole; the same on all ranks."""
-        if self.options.is_dense_step(bucket.step):
-            return True
-        if self.options.link is None:
-            return False
-        return self.dense_seconds(bucket) <= self.sparse_seconds(bucket)
 
     def select_into(
         self, message: Tensor, gradient: Tensor, *, entry: BucketResidual, form: Form, scale: float
@@ -305,12 +234,6 @@ class FeedbackExchange(BucketExchange):
             form.pack(chosen.values, chosen.indices, out=message)
             if self.value_dtype != torch.float32 or self.options.bits is not None:
                 entry.keep_rounding(form.values(message))
-
-    def finish(self, bucket: Bucket, *, entry: BucketResidual, exempt: ExemptMean | None) -> Tensor:
-        """Add the exempt parameters, the last thing in a bucket. Raises `NonFiniteGradient`."""
-        if exempt is not None:
-            exempt.write(entry.with_momentum(exempt.mean(), loss_scale=bucket.loss_scale), add=True)
-        return bucket.buffer
 
     def warm_up(self) -> None:
         """Compile the selection."""
@@ -360,7 +283,7 @@ class SparseExchange(FeedbackExchange):
         # exempt parameters go their own way; the rest whole, or its largest entries
         entry = self.store.open(bucket, start=0, stop=bucket.buffer.numel())
         exempt = self.start_exempt(bucket)
-        if self.is_dense(bucket):
+        if self.options.is_dense_step(bucket.step):
             return (yield from self._send_all(bucket, entry, exempt))
         form = self.message_format(bucket, start=0, stop=bucket.buffer.numel())
         message = torch.empty(form.nbytes, dtype=torch.uint8, device=bucket.buffer.device)
@@ -381,7 +304,9 @@ class SparseExchange(FeedbackExchange):
         for row in rows:
             total.add(row, form=form, known_finite=True)
         total.write()
-        return self.finish(bucket, entry=entry, exempt=exempt)
+        if exempt is not None:
+            exempt.finish()
+        return bucket.buffer
 
     def _send_all(self, bucket: Bucket, entry: BucketResidual, exempt: ExemptMean | None) -> Stages:
         """Send everything pending by one all-reduce."""
@@ -395,27 +320,13 @@ class SparseExchange(FeedbackExchange):
         )
         if not is_finite(bucket.buffer):
             raise NonFiniteGradient(own=not own_finite)
-        return self.finish(bucket, entry=entry, exempt=exempt)
+        if exempt is not None:
+            exempt.finish()
+        return bucket.buffer
 
     def whole(self, entry: BucketResidual, flat: Tensor) -> Tensor:
         """Return it as it is: this rank has it all."""
         return flat
-
-    def sparse_seconds(self, bucket: Bucket) -> float:
-        """Predict the seconds of a ring of messages."""
-        assert self.options.link is not None
-        form = self.message_format(bucket, start=0, stop=bucket.buffer.numel())
-        hops = self.topology.world_size - 1
-        return hops * (
-            self.options.link.latency_seconds + form.nbytes / self.options.link.bandwidth
-        )
-
-    def dense_seconds(self, bucket: Bucket) -> float:
-        """Predict the seconds of a ring all-reduce."""
-        assert self.options.link is not None
-        hops = 2 * (self.topology.world_size - 1)
-        share = bucket.buffer.nbytes / self.topology.world_size
-        return hops * (self.options.link.latency_seconds + share / self.options.link.bandwidth)
 
 
 class HierarchicalExchange(FeedbackExchange):
@@ -435,7 +346,7 @@ class HierarchicalExchange(FeedbackExchange):
         pending = self.node.reduce_scatter(bucket.buffer)
         yield together(pending, exempt)
         shard, scale = pending.result(), 1 / (bucket.loss_scale * topology.ranks_per_node)
-        if self.is_dense(bucket):
+        if self.options.is_dense_step(bucket.step):
             return (yield from self._send_all(bucket, entry, exempt, shard, scale))
         # stage 1: select from the shard, gather between nodes
         forms = self.forms(bucket)
@@ -451,7 +362,9 @@ class HierarchicalExchange(FeedbackExchange):
             yield from self._share_sums(bucket, entry, rows, forms[topology.local_rank])
         else:
             yield from self._share_messages(bucket, rows, forms)
-        return self.finish(bucket, entry=entry, exempt=exempt)
+        if exempt is not None:
+            exempt.finish()
+        return bucket.buffer
 
     def _share_messages(self, bucket: Bucket, rows: Tensor, forms: list[Form]) -> Steps:
         """Do step 5, sparse: decode the messages (nodes, bytes) of all local ranks.
@@ -508,7 +421,9 @@ class HierarchicalExchange(FeedbackExchange):
         yield self.node.gather_shards(bucket.buffer)
         if not is_finite(bucket.buffer):
             raise NonFiniteGradient(own=not own_finite)
-        return self.finish(bucket, entry=entry, exempt=exempt)
+        if exempt is not None:
+            exempt.finish()
+        return bucket.buffer
 
     def bounds(self, bucket: Bucket) -> list[tuple[int, int]]:
         """Return the shards of the bucket."""
@@ -528,20 +443,6 @@ class HierarchicalExchange(FeedbackExchange):
         whole[entry.start : entry.stop] = flat
         self.node.gather_shards(whole).wait()
         return whole
-
-    def sparse_seconds(self, bucket: Bucket) -> float:
-        """Predict the seconds of a ring of messages between nodes: local ranks share a link."""
-        assert self.options.link is not None
-        hops = self.topology.num_nodes - 1
-        nbytes = self.topology.ranks_per_node * max(form.nbytes for form in self.forms(bucket))
-        return hops * (self.options.link.latency_seconds + nbytes / self.options.link.bandwidth)
-
-    def dense_seconds(self, bucket: Bucket) -> float:
-        """Predict the seconds of a ring all-reduce between nodes of all shards at once."""
-        assert self.options.link is not None
-        hops = 2 * (self.topology.num_nodes - 1)
-        share = bucket.buffer.nbytes / self.topology.num_nodes
-        return hops * (self.options.link.latency_seconds + share / self.options.link.bandwidth)
 
     def close(self) -> None:
         """Release shared memory."""

@@ -1,8 +1,8 @@
 """The largest entries of every chunk of a vector, with a residual that decays.
 
 Equal numbers from each chunk of 4096 or so: every layer is sent at every step, however small its
-gradient, indices need few bits, and rows are independent. DeMo (arXiv 2411.19870) and SparseLoCo
-(arXiv 2508.15706) both select so. Compiled on a CPU (`kernels.take_chunks`), plain torch elsewhere.
+gradient, indices need few bits, and rows are independent. SparseLoCo (arXiv 2508.15706) selects so.
+Compiled on a CPU (`kernels.take_chunks`), plain torch elsewhere.
 """
 
 from __future__ import annotations

@@ -48,16 +48,13 @@ def _kernel(function: Any) -> Any:
 
 
 @_kernel
-def sums_of(
-    residual: Any, velocity: Any, gradient: Any, scale: Any, momentum: Any, every: int, sums: Any
-) -> None:
+def sums_of(residual: Any, gradient: Any, scale: Any, every: int, sums: Any) -> None:
     """Write a sample of what will be summed into `sums` (m,) float32: one run of 64 in `every`.
 
-    The sums are ``residual + momentum * velocity + scale * gradient``. `residual`, `velocity`: None
-    reads as zeros. Where sums of a run are not all finite, zeros or the residual stand for them.
+    The sums are ``residual + scale * gradient``. `residual`: None reads as zeros. Where sums of a
+    run are not all finite, zeros or the residual stand for them.
     """
-    kept, moving = np.zeros(GROUP, np.float32), np.zeros(GROUP, np.float32)
-    added = np.zeros(GROUP, gradient.dtype)
+    kept, added = np.zeros(GROUP, np.float32), np.zeros(GROUP, gradient.dtype)
     for run in range((sums.shape[0] + GROUP - 1) // GROUP):
         start, first = run * GROUP * every, run * GROUP
         size = min(GROUP, sums.shape[0] - first)
@@ -66,11 +63,7 @@ def sums_of(
             kept[:] = 0.0
         else:
             kept[:size] = residual[start : start + size]
-        if velocity is None:
-            add_group(kept, None, added, 0, scale, momentum, np.int32(0))
-        else:
-            moving[:size] = velocity[start : start + size]
-            add_group(kept, moving, added, 0, scale, momentum, np.int32(0))
+        add_group(kept, added, 0, scale, np.int32(0))
         sums[first : first + size] = kept[:size]
 
 
@@ -152,9 +145,7 @@ def collect(data: Any, threshold: int, indices: Any, survivors: Any) -> tuple[in
 
 
 @_kernel
-def _add_tail(
-    residual: Any, velocity: Any, gradient: Any, scale: Any, momentum: Any, threshold: int
-) -> tuple[int, int]:
+def _add_tail(residual: Any, gradient: Any, scale: Any, threshold: int) -> tuple[int, int]:
     """Do `add_group` on the last, incomplete group."""
     rest = residual.shape[0] % GROUP
     start = residual.shape[0] - rest
@@ -162,32 +153,18 @@ def _add_tail(
     kept[:rest], added[:rest] = residual[start:], gradient[start:]
     mask: int
     infinite: int
-    if velocity is None:
-        mask, infinite = add_group(kept, None, added, 0, scale, momentum, np.int32(threshold))
-    else:
-        moving = np.zeros(GROUP, residual.dtype)
-        moving[:rest] = velocity[start:]
-        mask, infinite = add_group(kept, moving, added, 0, scale, momentum, np.int32(threshold))
-        velocity[start:] = moving[:rest]
+    mask, infinite = add_group(kept, added, 0, scale, np.int32(threshold))
     residual[start:] = kept[:rest]
     return mask & ((1 << rest) - 1), infinite
 
 
 @_kernel
 def collect_sum(
-    residual: Any,
-    velocity: Any,
-    gradient: Any,
-    scale: Any,
-    momentum: Any,
-    threshold: int,
-    indices: Any,
-    survivors: Any,
+    residual: Any, gradient: Any, scale: Any, threshold: int, indices: Any, survivors: Any
 ) -> tuple[int, bool, int]:
     """Do ``residual += scale * gradient`` and what `collect` does, in one pass.
 
-    With `velocity` (not None): ``velocity = momentum * velocity + scale * gradient; residual +=
-    velocity``. The third number returned says how many elements were accumulated.
+    The third number returned says how many elements were accumulated.
     """
     numel, count, full = residual.shape[0], 0, False
     mask: int
@@ -198,11 +175,9 @@ def collect_sum(
         before = count
         for start in range(block, min(block + BLOCK, numel), GROUP):
             if start + GROUP <= numel:
-                mask, infinite = add_group(
-                    residual, velocity, gradient, start, scale, momentum, np.int32(threshold)
-                )
+                mask, infinite = add_group(residual, gradient, start, scale, np.int32(threshold))
             else:
-                mask, infinite = _add_tail(residual, velocity, gradient, scale, momentum, threshold)
+                mask, infinite = _add_tail(residual, gradient, scale, threshold)
             if infinite != 0:
                 return -1, full, start
             count = _append(mask, start, indices, count)

@@ -130,52 +130,31 @@ def mask_group(context: Any, data: Any, start: Any, threshold: Any) -> Any:
 
 @intrinsic
 def add_group(
-    context: Any,
-    residual: Any,
-    velocity: Any,
-    gradient: Any,
-    start: Any,
-    scale: Any,
-    momentum: Any,
-    threshold: Any,
+    context: Any, residual: Any, gradient: Any, start: Any, scale: Any, threshold: Any
 ) -> Any:
     """Do ``residual += scale * gradient`` on 64 elements, and return what `mask_group` returns.
 
-    Without effect if a sum is not finite. With `velocity` (not None), ``velocity = momentum *
-    velocity + scale * gradient; residual += velocity``. `residual` and `velocity` (n,) float32,
-    `gradient` (n,) float32, uint16 or int16.
+    Without effect if a sum is not finite. `residual` (n,) float32, `gradient` (n,) float32, uint16
+    or int16.
     """
 
     def generate(generator: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        kept, moving, added, start, scale, momentum, threshold = arguments
+        kept, added, start, scale, threshold = arguments
         kept_data = _array(generator, builder, residual, kept)
         floats = _load_floats(
             builder, _array(generator, builder, gradient, added), start, gradient.dtype
         )
-        # what is added: scale * gradient, or the new velocity
         change = builder.fmul(floats, _broadcast(builder, scale, _FLOATS))
-        stores = []
-        if velocity is not types.none:
-            moving_data = _array(generator, builder, velocity, moving)
-            moved = builder.fmul(
-                _load(builder, moving_data, start, _FLOATS), _broadcast(builder, momentum, _FLOATS)
-            )
-            change = builder.fadd(moved, change)
-            stores.append((moving_data, change))
         # the sum, stored only where all 64 are finite
         total = builder.fadd(_load(builder, kept_data, start, _FLOATS), change)
         mask, infinite = _masks(builder, total, threshold)
         with builder.if_then(
             builder.icmp_signed("==", infinite, ir.Constant(_LONG, 0)), likely=True
         ):
-            for data, value in [*stores, (kept_data, total)]:
-                builder.store(value, _pointer(builder, data, start, _FLOATS)).align = 4
+            builder.store(total, _pointer(builder, kept_data, start, _FLOATS)).align = 4
         return generator.make_tuple(builder, _MASKS, (mask, infinite))
 
-    signature = _MASKS(
-        residual, velocity, gradient, types.int64, types.float32, types.float32, types.int32
-    )
-    return signature, generate
+    return _MASKS(residual, gradient, types.int64, types.float32, types.int32), generate
 
 
 @intrinsic

@@ -119,70 +119,36 @@ def top_k(x: Tensor, k: int, *, method: str = "auto") -> Selection:
     return Selection(flat[indices], indices)
 
 
-def feedback_top_k(
-    gradient: Tensor,
-    residual: Tensor,
-    k: int,
-    *,
-    scale: float = 1.0,
-    velocity: Tensor | None = None,
-    momentum: float = 0.0,
-) -> Selection:
+def feedback_top_k(gradient: Tensor, residual: Tensor, k: int, *, scale: float = 1.0) -> Selection:
     """Do one step of error feedback in place: accumulate, select the exact top k, take them out.
 
-    ``residual += scale * gradient``. With `velocity`, momentum correction and factor masking (Deep
-    Gradient Compression, arXiv 1712.01887, sections 3.1 and 3.2): ``velocity = momentum * velocity
-    + scale * gradient; residual += velocity``, and what is taken is zeroed in both. Releases the
-    GIL on a CPU.
+    ``residual += scale * gradient``, and what is taken is zeroed. Releases the GIL on a CPU.
 
     Args:
         gradient: (n,) float32, bfloat16 or float16, contiguous; only read.
         residual: (n,) float32, contiguous, on the gradient's device.
         k: number of entries to take.
         scale: factor of the gradient.
-        velocity: as `residual`.
-        momentum: above 0 with a velocity.
 
     Returns:
         values (k,) float32 and indices (k,) int32, ascending.
 
     Raises:
         ValueError: for tensors of other shapes, dtypes or devices.
-        NonFiniteError: when the sum has a NaN or an infinity; `residual` and `velocity` are then as
-            before, up to rounding.
+        NonFiniteError: when the sum has a NaN or an infinity; `residual` is then as before, up to
+            rounding.
     """
     _check(gradient, k)
-    _check_state(gradient, residual, velocity)
-    if velocity is not None and not 0 < momentum < 1:
-        raise ValueError(f"momentum correction needs a momentum between 0 and 1; got {momentum}")
+    _check_residual(gradient, residual)
     added = gradient.detach()
     if added.device.type == "cpu":
-        found = _feedback_select(
-            added, residual, k, scale=scale, velocity=velocity, momentum=momentum
-        )
+        found = _feedback_select(added, residual, k, scale=scale)
         chosen = None if found is None else Selection(*found)
     else:
-        chosen = _feedback_device(added, residual, k, scale, velocity, momentum)
+        select = _triton_feedback if _has_triton(added) else _feedback_torch
+        chosen = select(added, residual, k, scale=scale)
     if chosen is None:
         raise NonFiniteError("gradient that is not finite")
-    return chosen
-
-
-def _feedback_device(
-    added: Tensor, residual: Tensor, k: int, scale: float, velocity: Tensor | None, momentum: float
-) -> Selection | None:
-    """Do `feedback_top_k` off the CPU; None: not finite, undone."""
-    before = None  # the velocity, to restore it
-    if velocity is not None:
-        before = velocity.clone()
-        added, scale = velocity.mul_(momentum).add_(added, alpha=scale), 1.0
-    select = _triton_feedback if _has_triton(added) else _feedback_torch
-    chosen = select(added, residual, k, scale=scale)
-    if velocity is not None and before is not None:
-        if chosen is None:
-            velocity.copy_(before)
-        else:
-            velocity.index_fill_(0, chosen.indices.long(), 0)
     return chosen
 
 
@@ -201,31 +167,24 @@ def _check(x: Tensor, k: int) -> None:
         )
 
 
-def _check_state(gradient: Tensor, residual: Tensor, velocity: Tensor | None) -> None:
+def _check_residual(gradient: Tensor, residual: Tensor) -> None:
     if not gradient.is_contiguous():
         raise ValueError("gradient is a contiguous tensor; got strides " + str(gradient.stride()))
-    for name, state in (("residual", residual), ("velocity", velocity)):
-        if state is None:
-            continue
-        if (
-            state.dtype != torch.float32
-            or not state.is_contiguous()
-            or state.shape != gradient.shape
-            or state.dim() != 1
-        ):
-            raise ValueError(
-                f"{name} is a contiguous float32 tensor of the gradient's shape "
-                f"{tuple(gradient.shape)}; got {state.dtype} {tuple(state.shape)}"
-            )
-        if state.device != gradient.device:
-            raise ValueError(f"{name} is on {state.device}, the gradient on {gradient.device}")
+    is_alike = residual.shape == gradient.shape and residual.dim() == 1
+    if residual.dtype != torch.float32 or not residual.is_contiguous() or not is_alike:
+        raise ValueError(
+            "residual is a contiguous float32 tensor of the gradient's shape "
+            f"{tuple(gradient.shape)}; got {residual.dtype} {tuple(residual.shape)}"
+        )
+    if residual.device != gradient.device:
+        raise ValueError(f"residual is on {residual.device}, the gradient on {gradient.device}")
 
 
 # ---- in plain torch, on every device
 
 
 def _feedback_torch(added: Tensor, residual: Tensor, k: int, *, scale: float) -> Selection | None:
-    """Do `feedback_top_k` without velocity in plain torch; None: not finite, unchanged."""
+    """Do `feedback_top_k` in plain torch; None: not finite, unchanged."""
     total = torch.add(residual, added, alpha=scale)
     try:
         indices = sampled_indices(total, k)
@@ -367,43 +326,27 @@ def _select(x: Tensor, k: int) -> Chosen | None:
     return _finish(x, k, sample, found) if found.run(x) else None
 
 
-def _feedback_select(
-    gradient: Tensor,
-    residual: Tensor,
-    k: int,
-    *,
-    scale: float,
-    velocity: Tensor | None = None,
-    momentum: float = 0.0,
-) -> Chosen | None:
-    """Accumulate into `residual` (n,) (through `velocity`), then take out the k largest.
+def _feedback_select(gradient: Tensor, residual: Tensor, k: int, *, scale: float) -> Chosen | None:
+    """Accumulate into `residual` (n,), then take out the k largest.
 
     None: some sum is not finite; everything is as before, up to rounding.
     """
-    kept, moving = residual.numpy(), None if velocity is None else velocity.numpy()
+    kept = residual.numpy()
     every = round(1 / sample_share(residual.numel()))
-    sample = _sample(
-        gradient, every=every, residual=kept, velocity=moving, scale=scale, momentum=momentum
-    )
+    sample = _sample(gradient, every=every, residual=kept, scale=scale)
     # one pass accumulates and keeps what reaches the bound
     found = _Pass.prepare(residual, k, _bound(sample, residual.numel(), k))
-    factors = np.float32(scale), np.float32(momentum), found.threshold
     found.count, found.full, done = collect_sum(
-        kept, moving, _elements(gradient), *factors, found.indices, found.survivors.numpy()
-    )
+        kept, _elements(gradient), np.float32(scale), found.threshold, found.indices,
+        found.survivors.numpy(),
+    )  # fmt: skip
     if found.count < 0:
         # take back what the unfinished pass accumulated
-        if velocity is None:
-            residual[:done].sub_(gradient[:done], alpha=scale)
-        else:
-            residual[:done].sub_(velocity[:done])
-            velocity[:done].sub_(gradient[:done], alpha=scale).div_(momentum)
+        residual[:done].sub_(gradient[:done], alpha=scale)
         return None
     # select among the survivors, and take them out
     chosen = _finish(residual, k, sample, found)
-    for state in (kept, moving):
-        if state is not None:
-            zero_at(state, chosen[1].numpy())
+    zero_at(kept, chosen[1].numpy())
     return chosen
 
 
@@ -496,30 +439,16 @@ class _Pass:
 
 
 def _sample(
-    gradient: Tensor,
-    *,
-    every: int,
-    residual: Array | None = None,
-    velocity: Array | None = None,
-    scale: float = 1.0,
-    momentum: float = 0.0,
+    gradient: Tensor, *, every: int, residual: Array | None = None, scale: float = 1.0
 ) -> Array:
     """Return float32's bits (m,) of a sample: one run of 64 in `every`.
 
-    Of ``residual + momentum * velocity + scale * gradient``. Compiled too: torch would use its
-    threads, and wait for them where cores are shared with a backward pass.
+    Of ``residual + scale * gradient``. Compiled too: torch would use its threads, and wait for them
+    where cores are shared with a backward pass.
     """
     numel = gradient.numel()
     sums = np.empty(numel if every == 1 else -(-(numel // GROUP) // every) * GROUP, np.float32)
-    sums_of(
-        residual,
-        velocity,
-        _elements(gradient),
-        np.float32(scale),
-        np.float32(momentum),
-        every,
-        sums,
-    )
+    sums_of(residual, _elements(gradient), np.float32(scale), every, sums)
     return sums.view(np.int32)
 
 
@@ -598,4 +527,3 @@ def warm_up() -> None:
     x = torch.arange(100.0)
     _select(x, 3)
     _feedback_select(x, x.clone(), 3, scale=0.5)
-    _feedback_select(x, x.clone(), 3, scale=0.5, velocity=x.clone(), momentum=0.5)

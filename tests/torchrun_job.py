@@ -109,9 +109,7 @@ if options["saves"]:
 trainer = L.Trainer(
     accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]),
     num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
-    strategy=AutoParallelStrategy(
-        elastic=True, plan=options["plan"], uneven=options["uneven"]
-    ), logger=False,
+    strategy=AutoParallelStrategy(elastic=True, plan=options["plan"]), logger=False,
     callbacks=callbacks, enable_checkpointing=options["saves"],
     enable_progress_bar=False, enable_model_summary=False,
     max_epochs=2, accumulate_grad_batches=options["accumulate"], num_sanity_val_steps=0,
@@ -133,7 +131,6 @@ class Job:
         self.options: dict[str, Any] = {
             "events": events,
             "plan": "ddp",
-            "uneven": None,
             "accumulate": 1,
             "workers": 0,
             "saves": False,

@@ -165,8 +165,6 @@ def choose_checkpoint(trial: Trial, folder: Path) -> None:
     """Let the next run go on from the newest checkpoint, as a script of the user's would."""
     work = folder / "work"
     found = [*work.glob("regular/last*.ckpt"), *work.glob("hpc_ckpt_*.ckpt")]
-    if trial.is_uneven:  # of which positions inside of an epoch are not promised
-        found = [p for p in found if "signal" not in p.name and "hpc" not in p.name]
     (folder / "resume").unlink(missing_ok=True)
     if not found:
         return
@@ -370,7 +368,6 @@ PARTS: dict[str, Callable[[Trial, dict[str, Any]], bool]] = {
     "resumed under another plan": lambda trial, row: (
         len({run.plan for run in trial.runs[: len(row["runs"])]}) > 1
     ),
-    "ranks with different numbers of samples": lambda trial, row: trial.is_uneven,
 }
 
 

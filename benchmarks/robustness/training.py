@@ -20,7 +20,6 @@ import signal
 import stat
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -29,7 +28,7 @@ import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
+from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
 from benchmarks.common import QUIET
@@ -51,29 +50,6 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return torch.tensor(index), features_of(torch.tensor(index))
-
-
-class OwnOrder(Sampler[int]):
-    """A sampler of the user's own: the samples of one rank."""
-
-    def __init__(self, indices: list[int]) -> None:
-        self.indices = indices
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.indices)
-
-
-class Stream(IterableDataset[tuple[Tensor, Tensor]]):
-    """The samples of one rank, without a length."""
-
-    def __init__(self, indices: list[int]) -> None:
-        self.indices = indices
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return (Samples(0)[index] for index in self.indices)
 
 
 def features_of(index: Tensor) -> Tensor:
@@ -224,10 +200,7 @@ def run_rank(trial: Trial, number: int, rank: int, folder: Path, *, own: str) ->
     random.seed(rank)
     model = Model(trial, records)
     torch.manual_seed(1000 * number + rank)
-    saving: dict[str, Any] = {"every_n_train_steps": trial.save_every}
-    if trial.is_uneven:
-        saving = {"every_n_epochs": 1, "save_on_train_epoch_end": True}
-    saves = Saves(folder / "work" / "regular", save_last=True, **saving)
+    saves = Saves(folder / "work" / "regular", save_last=True, every_n_train_steps=trial.save_every)
     saves.records = records
     trainer = pl.Trainer(
         **{**QUIET, "enable_checkpointing": True},
@@ -237,14 +210,13 @@ def run_rank(trial: Trial, number: int, rank: int, folder: Path, *, own: str) ->
         plugins=_slurm(folder) if run.event.kind == "usr1" else None,
         max_epochs=trial.epochs,
         accumulate_grad_batches=trial.accumulate,
-        use_distributed_sampler=not trial.is_uneven,
         num_sanity_val_steps=0,
         default_root_dir=folder / "work",
         callbacks=[Notes(records), Sends(run.event, rank, records), saves],
     )
     resume = folder / "resume"
     path = resume.read_text() if resume.exists() else None
-    train, validation = loaders_of(trial, run, rank)
+    train, validation = loaders_of(trial, run)
     trainer.fit(model, train, validation, ckpt_path=path, weights_only=True)
     parameters = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
     records.write("end", step=trainer.global_step, parameters=parameters)
@@ -254,31 +226,28 @@ def strategy_of(run: Run, *, own: str) -> Any:
     """Return the strategy of a run."""
     if own == "ddp":
         return "ddp"
-    exact: dict[str, Any] = {"uneven": "join", "pad_evaluation": False}
     if run.plan == "compressed":
         method = {"method": "topk", "density": 0.5, "momentum": 0.0}
-        return CompressedDDPStrategy(method, **exact)
+        return CompressedDDPStrategy(method)
     if run.plan == "local_steps":
-        return LocalStepsStrategy({"method": "local_steps", "every": 2}, **exact)
+        return LocalStepsStrategy({"method": "local_steps", "every": 2})
     plan = None if run.plan == "auto" else run.plan
-    return AutoParallelStrategy(plan=plan, checkpoint=run.form, **exact)
+    return AutoParallelStrategy(plan=plan, checkpoint=run.form)
 
 
-def loaders_of(trial: Trial, run: Run, rank: int) -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """Return the loaders of training and validation of a rank."""
-    evaluated: Dataset[Any] = Samples(trial.validation_items)
-    if trial.is_uneven:  # ranks without a sampler of Lightning's have their own part of it
-        evaluated = Subset(evaluated, range(rank, trial.validation_items, run.ranks))
-    validation = DataLoader(evaluated, 3, num_workers=trial.validation_workers)
-    options: dict[str, Any] = {"batch_size": run.batch_size, "num_workers": run.workers}
-    data = Samples(trial.items)
-    if trial.data == "map":
-        options |= {"shuffle": trial.shuffle, "drop_last": trial.drop_last}
-        return DataLoader(data, **options), validation
-    own = trial.shards(run.ranks)[rank]
-    if trial.data == "stream":
-        return DataLoader(Stream(own), **options), validation
-    return DataLoader(data, sampler=OwnOrder(own), **options), validation
+def loaders_of(trial: Trial, run: Run) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    """Return the loaders of training and validation."""
+    validation = DataLoader(
+        Samples(trial.validation_items), 3, num_workers=trial.validation_workers
+    )
+    training = DataLoader(
+        Samples(trial.items),
+        run.batch_size,
+        shuffle=trial.shuffle,
+        drop_last=trial.drop_last,
+        num_workers=run.workers,
+    )
+    return training, validation
 
 
 def _slurm(folder: Path) -> list[Any]:

@@ -46,15 +46,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Trial:
-    """A fit of `epochs` epochs over `items` samples.
-
-    `data` is ``"map"``, a plain loader whose sampler is Lightning's; ``"sampler"``, a sampler of
-    the user's own, for each rank another number of samples; or ``"stream"``, an iterable data set
-    like that. The last two save at the ends of epochs, for a position inside is not promised.
-    """
+    """A fit of `epochs` epochs over `items` samples, of a plain loader with Lightning's sampler."""
 
     seed: int
-    data: str
     items: int
     validation_items: int
     shuffle: bool
@@ -67,26 +61,9 @@ class Trial:
     runs: tuple[Run, ...]
 
     @property
-    def is_uneven(self) -> bool:
-        """Whether ranks have different numbers of samples."""
-        return self.data != "map"
-
-    @property
     def is_exact(self) -> bool:
         """Whether one process has the same gradients."""
         return all(run.plan in EXACT_PLANS for run in self.runs)
-
-    def shards(self, ranks: int) -> list[list[int]]:
-        """Return the samples of each of `ranks` ranks, where they are uneven."""
-        chance = random.Random(f"{self.seed} {ranks}")
-        # A plan in shards needs a first batch of each rank.
-        least = int(any(run.plan.startswith("zero") for run in self.runs))
-        least = min(least, self.items // ranks)
-        free = self.items - least * ranks
-        cuts = sorted(chance.randint(0, free) for _ in range(ranks - 1))
-        sizes = [b - a + least for a, b in zip([0, *cuts], [*cuts, free], strict=True)]
-        order = chance.sample(range(self.items), self.items)
-        return [[order.pop() for _ in range(size)] for size in sizes]
 
     @cached_property
     def fields(self) -> dict[str, Any]:
@@ -97,18 +74,17 @@ class Trial:
 def draw_trial(seed: int) -> Trial:
     """Return the trial of `seed`."""
     chance = random.Random(seed)
-    data = chance.choices(("map", "sampler", "stream"), (70, 18, 12))[0]
-    drop_last = data == "map" and chance.random() < 0.25
+    drop_last = chance.random() < 0.25
     most_runs = chance.choices((1, 2, 3), (20, 55, 25))[0]
     is_lossy = chance.random() < 0.25
     plans = PLANS if is_lossy else EXACT_PLANS
     runs = []
-    run = _draw_run(chance, plans, data)
+    run = _draw_run(chance, plans)
     for number in range(most_runs):
         is_last = number == most_runs - 1
         event = Event() if is_last else _draw_event(chance, run.ranks)
         runs.append(Run(run.ranks, run.plan, run.form, run.batch_size, run.workers, event))
-        other = _draw_run(chance, plans, data)
+        other = _draw_run(chance, plans)
         # Each of these changes in half of the resumes.
         kept = [
             getattr(chance.choice((run, other)), name)
@@ -117,7 +93,6 @@ def draw_trial(seed: int) -> Trial:
         run = Run(*kept, Event())
     return Trial(
         seed,
-        data,
         items=chance.randint(24, 90) if drop_last else chance.randint(4, 90),
         validation_items=chance.randint(1, 30),
         shuffle=chance.random() < 0.7,
@@ -131,11 +106,9 @@ def draw_trial(seed: int) -> Trial:
     )
 
 
-def _draw_run(chance: random.Random, plans: tuple[str, ...], data: str) -> Run:
+def _draw_run(chance: random.Random, plans: tuple[str, ...]) -> Run:
     ranks = chance.choices((1, 2, 3, 4), (20, 40, 20, 20))[0]
     workers = chance.choices((0, 1, 2, 3), (55, 20, 15, 10))[0]
-    if data == "stream":
-        workers = min(workers, 1)  # several would each yield everything
     form = chance.choice(("full", "sharded"))
     return Run(ranks, chance.choice(plans), form, chance.randint(1, 6), workers, Event())
 

@@ -43,9 +43,8 @@ class AutoParallelConfig:
     allow_staleness: Any = False
     checkpoint: str = "full"  # or sharded: a folder to which every rank writes what it keeps
     async_checkpoint: bool = False  # whether a fit goes on while a checkpoint is written
-    # join, stop or error: what ranks with fewer training batches do; null: as in Lightning
-    uneven: str | None = "join"
-    pad_evaluation: bool = True  # whether samples are repeated until ranks have equally many
+    # stop: ranks end an epoch with the first whose data are over; null: as in Lightning
+    uneven: str | None = "stop"
     elastic: bool = False  # whether a fit goes on when a rank is lost, under torchrun
 
 
@@ -58,8 +57,7 @@ class CompressedConfig:
     method: Any = "topk"  # a name, or a mapping such as the group topt/gradient_exchange has
     nodes: int | None = None  # who shares a node, where it is not what the Trainer has
     ranks_per_node: int | None = None
-    uneven: str | None = "join"  # or stop, error; null: as ddp
-    pad_evaluation: bool = True
+    uneven: str | None = "stop"
 
 
 @dataclass

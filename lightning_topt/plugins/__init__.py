@@ -21,13 +21,7 @@ A fit under ``"topt"``, from Lightning's hooks down:
     plan_artifacts         the plan in loggers, and the page of what was searched
     plan_checkpoints       full and sharded checkpoints, whatever the plan
     exchange_guard         the gradient exchange of a plan
-    rank_batches           ranks with different numbers of batches
-      uneven_ranks         ... in training: those without one join, or all stop
-        step_without_batch the collective calls of a step, and nothing else
-      exact_evaluation     ... in evaluation
-        logged_results     what was logged, on ranks that had no batch
-      loader_lengths       how many batches each rank has, read without asking others
-      presence             which ranks have a batch, and who counts
+    equal_batches          ranks end an epoch together
     lost_ranks             names the rank that is lost
     elastic                lets a fit go on without it, under torchrun
 
@@ -55,42 +49,33 @@ from lightning_topt.basics.lazy_names import lazy_names
 if TYPE_CHECKING:  # the same names, for type checkers and editors
     from lightning_topt.plugins.continuous_steps import ContinuousRunner
     from lightning_topt.plugins.elastic import ElasticRun, check_elastic
-    from lightning_topt.plugins.exact_evaluation import ExactEvaluation
     from lightning_topt.plugins.group_steps import GroupRunner
     from lightning_topt.plugins.pipeline_steps import PipelineRunner, StageSteps
     from lightning_topt.plugins.plan_artifacts import log_plan
     from lightning_topt.plugins.plan_checkpoints import load_whole, save_file
-    from lightning_topt.plugins.step_without_batch import zero_loss
-    from lightning_topt.plugins.uneven_ranks import UnevenRanks
 
 # What only some fits need, and the module that it is imported from at its first use.
 _HOMES = {
     "ContinuousRunner": "continuous_steps",
     "ElasticRun": "elastic",
     "check_elastic": "elastic",
-    "ExactEvaluation": "exact_evaluation",
     "GroupRunner": "group_steps",
     "PipelineRunner": "pipeline_steps",
     "StageSteps": "pipeline_steps",
-    "UnevenRanks": "uneven_ranks",
     "log_plan": "plan_artifacts",
     "load_whole": "plan_checkpoints",
     "save_file": "plan_checkpoints",
-    "zero_loss": "step_without_batch",
 }
 
 __all__ = [
     "ContinuousRunner",
     "ElasticRun",
-    "ExactEvaluation",
     "GroupRunner",
     "PipelineRunner",
     "StageSteps",
-    "UnevenRanks",
     "check_elastic",
     "load_whole",
     "log_plan",
     "save_file",
-    "zero_loss",
 ]
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -25,6 +25,7 @@ from lightning_topt.execution.memory import MemoryMeter
 from lightning_topt.graph.errors import explain_shards
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.ddp_options import check_devices, known_options, name_own_strategy
+from lightning_topt.plugins.equal_batches import EqualBatches
 from lightning_topt.plugins.exchange_guard import ExchangeGuard
 from lightning_topt.plugins.lost_ranks import LostRankWatch
 from lightning_topt.plugins.plan_checkpoints import PlanCheckpoints
@@ -34,7 +35,6 @@ from lightning_topt.plugins.plan_request import Allow, AllowStaleness, read_requ
 from lightning_topt.plugins.plan_run import PlanRun, run_options
 from lightning_topt.plugins.planning import Planning, check_agreement
 from lightning_topt.plugins.preemption import Preemption
-from lightning_topt.plugins.rank_batches import RankBatches
 from lightning_topt.plugins.register import register_names
 from lightning_topt.plugins.shared_updates import SharedUpdates
 from lightning_topt.plugins.step_clock import Hint
@@ -109,12 +109,8 @@ class AutoParallelStrategy(DDPStrategy):
         async_checkpoint: whether a fit goes on while a checkpoint is written, of a copy in host
             memory; also by Lightning's plugin ``AsyncCheckpointIO``. An error of it is raised by
             the next save, or at the end of the fit, which waits (docs/how_to/resume.md).
-        uneven: what ranks with fewer batches do in training: ``"join"``, they take part in the
-            steps of the others, whose gradients are the mean over the ranks that have a batch;
-            ``"stop"``, all end with the first; ``"error"``; None, as under ``ddp``, which needs
-            equally many (docs/robustness.md).
-        pad_evaluation: whether samples are repeated in validation and tests until all ranks have
-            equally many, as under ``ddp``. If False, each counts once.
+        uneven: ``"stop"``: all ranks end an epoch with the first whose training data are over;
+            None: ranks wait for one another, as under ``ddp`` (docs/robustness.md).
         elastic: whether a fit goes on when a rank is lost, under torchrun, from the memory of the
             others: experimental, on CPUs with gloo (docs/how_to/elastic.md).
         ddp_options: arguments of Lightning's `DDPStrategy` and torch's `DistributedDataParallel`.
@@ -148,8 +144,7 @@ class AutoParallelStrategy(DDPStrategy):
         allow_staleness: AllowStaleness = False,
         checkpoint: str = "full",
         async_checkpoint: bool = False,
-        uneven: str | None = "join",
-        pad_evaluation: bool = True,
+        uneven: str | None = "stop",
         elastic: bool = False,
         **ddp_options: Any,
     ) -> None:
@@ -180,22 +175,15 @@ class AutoParallelStrategy(DDPStrategy):
             plugins.check_elastic(
                 checkpoint=checkpoint != "full",
                 async_checkpoint=async_checkpoint,
-                uneven=uneven not in (None, "join"),
                 allow_staleness=allow_staleness is not False,
                 start_method=self._start_method != "popen",
             )
             self._elastic = plugins.ElasticRun(
                 self, self.rank_watch, self._training_data, self._run
             )
-        self._batches = RankBatches(
-            uneven,
-            pad_evaluation,
-            join=self._join_step,
-            why_not=self._why_not_join,
-            sharing=self._sharing_samples,
-            gathers=self._gathers_in_evaluation,
-            may_gather=self._may_gather,
-            evaluate=self._join_evaluation,
+        # Ranks that are lost and come again count their batches themselves.
+        self._batches = EqualBatches(
+            None if elastic else uneven, gathers=self._gathers_in_evaluation
         )
         self._accumulates = self._failed = False
 
@@ -247,11 +235,6 @@ class AutoParallelStrategy(DDPStrategy):
     def is_elastic(self) -> bool:
         """Whether a fit goes on when a rank is lost."""
         return self._elastic is not None
-
-    @property
-    def ranks_may_end_apart(self) -> bool:
-        """Whether training data may end on one rank before others, as all ranks know."""
-        return self._batches.may_end_apart
 
     @property
     def memory_meter(self) -> MemoryMeter | None:
@@ -368,7 +351,7 @@ class AutoParallelStrategy(DDPStrategy):
     def teardown(self) -> None:
         if self._elastic is not None:
             self._elastic.end_training()
-        self._batches.end(failed=self._failed)
+        self._batches.end()
         self._controller.end_fit()
         if self._updates is not None:
             self._updates.end(failed=self._failed)
@@ -398,34 +381,12 @@ class AutoParallelStrategy(DDPStrategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         self._guard.begin_backward(self.precision_plugin)
-        self._batches.weighted(closure_loss)
         clock = None if self._updates is None else self._updates.clock
         with self._guard.errors(), nullcontext() if clock is None else clock.backward():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
-    def _join_step(self, zero_gradients: Callable[[], None]) -> None:
-        """Take part in a training step without a batch."""
-        assert self.model is not None and self.lightning_module is not None
-        self._guard.begin_backward(self.precision_plugin)
-        with self._guard.errors():
-            self._run.runner.step_without_batch(self.model, self.lightning_module, zero_gradients)
-
-    def _why_not_join(self, is_now: bool) -> str | None:
-        return self._run.runner.why_no_step_without_batch(is_now=is_now)
-
-    def _sharing_samples(self) -> Any:
-        return self._run.data.group
-
     def _gathers_in_evaluation(self) -> bool:
         return self._run.runner.gathers_in_evaluation
-
-    def _may_gather(self) -> bool:
-        return self._is_asked or not self.request.asks_nothing
-
-    def _join_evaluation(self, name: str) -> None:
-        """Take part in an evaluation step without a batch."""
-        assert self.model is not None and self.lightning_module is not None
-        self._run.runner.evaluate_without_batch(name, self.model, self.lightning_module)
 
     @contextmanager
     @override
@@ -514,15 +475,10 @@ class AutoParallelStrategy(DDPStrategy):
 
     @override
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
-        tensor = self._batches.averaged(tensor, reduce_op)
-        if self._batches.replaces(group):
-            return self._batches.reduce(tensor, reduce_op, super().reduce)
         return super().reduce(tensor, self._run.data.group if group is None else group, reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if self._batches.presence.is_partial:
-            return self._batches.decide(decision, unanimous=all, device=self.root_device)
         # All ranks of the run decide, not those of the data axes.
         votes = super().reduce(
             torch.tensor(int(decision), device=self.root_device), reduce_op="sum"
@@ -531,21 +487,19 @@ class AutoParallelStrategy(DDPStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        if self._batches.replaces(group):
-            return self._batches.all_gather(tensor, sync_grads, super().all_gather)
         if self._run.data.replaces(group):
-            gather = partial(self._run.data.all_gather, sync_grads=sync_grads)
-            tensor = self._run.runner.unsharded(tensor)
-            return self._batches.gathered(tensor, self._run.data.group, gather)
-        own = partial(super().all_gather, group=group, sync_grads=sync_grads)
+            return self._run.data.all_gather(
+                self._run.runner.unsharded(tensor), sync_grads=sync_grads
+            )
+        own = super().all_gather
         if self._is_asked and self._run.engine is None:  # a step that is traced sends nothing
             from lightning_topt.techniques.tensor_parallel.user_code import (  # noqa: PLC0415
                 among_all_ranks,
             )
 
             with among_all_ranks():
-                return self._batches.gathered(tensor, group, own)
-        return self._batches.gathered(tensor, group, own)
+                return own(tensor, group, sync_grads)
+        return own(tensor, group, sync_grads)
 
     # ---- checkpoints -----------------------------------------------------------------------------
 

@@ -36,11 +36,11 @@ from lightning_topt.plugins.ddp_options import (
     checked_ddp_options,
     name_own_strategy,
 )
+from lightning_topt.plugins.equal_batches import EqualBatches
 from lightning_topt.plugins.exchange_guard import ExchangeGuard, scaler_of
 from lightning_topt.plugins.lost_ranks import LostRankWatch
 from lightning_topt.plugins.monitors import add_monitor
 from lightning_topt.plugins.preemption import Preemption
-from lightning_topt.plugins.rank_batches import RankBatches
 from lightning_topt.plugins.register import register_names
 from lightning_topt.plugins.training_data import TrainingData
 
@@ -62,8 +62,7 @@ class CompressedDDPStrategy(DDPStrategy):
             GradScaler (precision ``16-mixed``), "error" otherwise.
         nodes, ranks_per_node: who shares a node, where it is not what the Trainer has as
             `num_nodes` and `devices`.
-        uneven, pad_evaluation: as in `AutoParallelStrategy`: what ranks with fewer batches do, and
-            whether evaluation repeats samples.
+        uneven: as in `AutoParallelStrategy`.
         ddp_options: arguments of Lightning's `DDPStrategy` and torch's `DistributedDataParallel`,
             but for communication hooks.
 
@@ -80,8 +79,7 @@ class CompressedDDPStrategy(DDPStrategy):
         debug: bool = ExchangeSettings.debug,
         nodes: int | None = None,
         ranks_per_node: int | None = None,
-        uneven: str | None = "join",
-        pad_evaluation: bool = True,
+        uneven: str | None = "stop",
         **ddp_options: Any,
     ) -> None:
         refuse_method_options(ddp_options)
@@ -98,7 +96,7 @@ class CompressedDDPStrategy(DDPStrategy):
         self.rank_watch = LostRankWatch()
         self._guard = ExchangeGuard(self.rank_watch)
         self._training_data = TrainingData(self, Preemption())
-        self._batches = RankBatches(uneven, pad_evaluation, join=self._join_step)
+        self._batches = EqualBatches(uneven)
         self._failed = False
 
     @property
@@ -208,7 +206,7 @@ class CompressedDDPStrategy(DDPStrategy):
     @override
     def teardown(self) -> None:
         self._training_data.end()
-        self._batches.end(failed=self._failed)
+        self._batches.end()
         if self._start_method != "popen":  # such ranks end without running what `atexit` holds
             self._guard.close()
         with self.rank_watch.last():
@@ -226,18 +224,8 @@ class CompressedDDPStrategy(DDPStrategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         self._guard.begin_backward(self.precision_plugin)
-        self._batches.weighted(closure_loss)
         with self._guard.errors():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    def _join_step(self, zero_gradients: Callable[[], None]) -> None:
-        """Take part in a training step without a batch."""
-        assert self.model is not None and self.lightning_module is not None
-        self._guard.begin_backward(self.precision_plugin)
-        with self._guard.errors():
-            loss = plugins.zero_loss(self.model, self.lightning_module)
-            zero_gradients()
-            loss.backward()
 
     @override
     def optimizer_step(
@@ -261,28 +249,6 @@ class CompressedDDPStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._training_data.begin()
-
-    # ---- ranks with a batch ----------------------------------------------------------------------
-
-    @override
-    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
-        tensor = self._batches.averaged(tensor, reduce_op)
-        if self._batches.replaces(group):
-            return self._batches.reduce(tensor, reduce_op, super().reduce)
-        return super().reduce(tensor, group, reduce_op)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if not self._batches.presence.is_partial:
-            return super().reduce_boolean_decision(decision, all)
-        return self._batches.decide(decision, unanimous=all, device=self.root_device)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        if self._batches.replaces(group):
-            return self._batches.all_gather(tensor, sync_grads, super().all_gather)
-        own = partial(super().all_gather, group=group, sync_grads=sync_grads)
-        return self._batches.gathered(tensor, group, own)
 
     # ---- checkpoints -----------------------------------------------------------------------------
 

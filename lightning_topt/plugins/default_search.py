@@ -123,13 +123,10 @@ def search_all(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Questio
 
 def _why_data_axes_alone(request: PlanRequest, step: TracedStep) -> str | None:
     """Return why neither tensor axes nor stages are searched, as a clause, or None."""
-    strategy: Any = step.trainer.strategy
     if request.keeps_parameters_whole:
         return 'only the exchange of gradients is searched (plan="search" searches all)'
     if step.trace is None:
         return "the step reads values of tensors, so that it cannot be split"
-    if strategy.ranks_may_end_apart:
-        return "the training data may end on one rank before others, which would need its batches"
     return None
 
 

@@ -27,11 +27,11 @@ from lightning_topt.communication.local_sgd import OuterSteps
 from lightning_topt.communication.method_registry import DEFAULT_METHOD, read_method
 from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy, make_topology
 from lightning_topt.plugins.ddp_options import check_devices, checked_ddp_options
+from lightning_topt.plugins.equal_batches import EqualBatches
 from lightning_topt.plugins.exchange_guard import CHECKPOINT_KEY, EXCHANGE_KEY
 from lightning_topt.plugins.lost_ranks import LostRankWatch
 from lightning_topt.plugins.monitors import add_monitor
 from lightning_topt.plugins.preemption import Preemption
-from lightning_topt.plugins.rank_batches import RankBatches
 from lightning_topt.plugins.training_data import TrainingData
 from lightning_topt.techniques.ddp_wrapper import names_to_ignore
 
@@ -60,8 +60,7 @@ class LocalStepsStrategy(DDPStrategy):
         timeout_seconds: for every wait on another rank.
         nodes, ranks_per_node: who shares a node (for a hierarchical method), where it is not what
             the Trainer has.
-        uneven, pad_evaluation: as in `AutoParallelStrategy`. Under ``"join"`` a rank that
-            had no batch makes no step of its own, and takes part in the outer steps.
+        uneven: as in `AutoParallelStrategy`.
         ddp_options: arguments of Lightning's `DDPStrategy`; those of `DistributedDataParallel` mean
             nothing here.
 
@@ -76,8 +75,7 @@ class LocalStepsStrategy(DDPStrategy):
         timeout_seconds: float = 600.0,
         nodes: int | None = None,
         ranks_per_node: int | None = None,
-        uneven: str | None = "join",
-        pad_evaluation: bool = True,
+        uneven: str | None = "stop",
         **ddp_options: Any,
     ) -> None:
         super().__init__(
@@ -92,16 +90,9 @@ class LocalStepsStrategy(DDPStrategy):
         self.outer: OuterSteps | None = None
         self._failed = False  # the last fit
         self._fitting = False  # parameters may differ between ranks
-        self._had_batch = False  # since the last step
         self.rank_watch = LostRankWatch()
         self._training_data = TrainingData(self, Preemption())
-        # A step without a batch is none, but for its count.
-        self._batches = RankBatches(
-            uneven,
-            pad_evaluation,
-            join=_only_zero,
-            why_not=self._why_no_step_without_batch,
-        )
+        self._batches = EqualBatches(uneven)
 
     # ---- life cycle ------------------------------------------------------------------------------
 
@@ -192,7 +183,7 @@ class LocalStepsStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        self._batches.end(failed=self._failed)
+        self._batches.end()
         self._fitting = False
         self._training_data.end()
         with self.rank_watch.last():
@@ -207,7 +198,6 @@ class LocalStepsStrategy(DDPStrategy):
     @override
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         super().post_backward(closure_loss)
-        self._had_batch = True
         if self._fitting and self.outer is not None:
             # In each of several micro-batches: the mean of what is a mean already, and the new
             # part, is the mean of both.
@@ -222,11 +212,6 @@ class LocalStepsStrategy(DDPStrategy):
         **kwargs: Any,
     ) -> Any:
         assert self.outer is not None and self.lightning_module is not None
-        had_batch, self._had_batch = self._had_batch, False
-        if not self._batches.presence.has_batch and not had_batch:
-            output = closure()
-            self.outer.after_step()
-            return output
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         # A parameter that is unfrozen later would differ between ranks.
         known, module = self.outer.parameters.tensors, self.lightning_module
@@ -238,35 +223,6 @@ class LocalStepsStrategy(DDPStrategy):
                 )
         self.outer.after_step()
         return output
-
-    def _why_no_step_without_batch(self, is_now: bool) -> str | None:
-        if self.outer is not None and self.outer.replicas is not None:
-            return "the ranks of a node average their gradients in every step of this method"
-        return None
-
-    @override
-    def reduce(
-        self, tensor: torch.Tensor, group: Any = None, reduce_op: Any = "mean"
-    ) -> torch.Tensor:
-        tensor = self._batches.averaged(tensor, reduce_op)
-        if self._batches.replaces(group):
-            return self._batches.reduce(tensor, reduce_op, super().reduce)
-        return super().reduce(tensor, group, reduce_op)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if not self._batches.presence.is_partial:
-            return super().reduce_boolean_decision(decision, all)
-        return self._batches.decide(decision, unanimous=all, device=self.root_device)
-
-    @override
-    def all_gather(
-        self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False
-    ) -> torch.Tensor:
-        if self._batches.replaces(group):
-            return self._batches.all_gather(tensor, sync_grads, super().all_gather)
-        own = partial(super().all_gather, group=group, sync_grads=sync_grads)
-        return self._batches.gathered(tensor, group, own)
 
     def exchange_statistics(self) -> ExchangeStatistics | None:
         """Return what was exchanged since the fit began, None outside of a fit.
@@ -408,11 +364,6 @@ class LocalStepsStrategy(DDPStrategy):
             **{name: value for name, value in state.items() if name not in _OF_ALL_RANKS},
         }
         self.outer.load_state_dict({**known, **own})
-
-
-def _only_zero(zero_gradients: Callable[[], None]) -> None:
-    """Begin a step that has no forward and no backward."""
-    zero_gradients()
 
 
 def compressed_strategy(

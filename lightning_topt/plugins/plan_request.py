@@ -454,15 +454,12 @@ def step_table_of(trainer: pl.Trainer) -> StepTable:
 
 def why_not_alone(request: PlanRequest, trainer: pl.Trainer) -> str | None:
     """Return why the ranks of this run cannot train alone (local steps), as a clause, or None."""
-    strategy: Any = trainer.strategy
     if request.only_replicated or request.own_hook:
         return (
             "options of DistributedDataParallel were given, and ranks that train alone are in none"
         )
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         return "the GradScaler of precision 16-mixed may skip a step on one rank alone"
-    if strategy.ranks_may_end_apart:
-        return "the training data may end on one rank before others"
     averaging = (StochasticWeightAveraging, WeightAveraging)
     if any(isinstance(each, averaging) for each in trainer.callbacks):  # type: ignore[attr-defined]
         return "a callback averages weights, which differ between ranks from step to step"

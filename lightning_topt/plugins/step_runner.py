@@ -12,18 +12,16 @@ applied (`plan_run.choose_runner`):
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
-from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_topt.plugins.clipping import Clips
-from lightning_topt.plugins.step_without_batch import BlockCall, BlockOrder, zero_loss
 
 if TYPE_CHECKING:
     from lightning_topt.execution.engine import Engine
@@ -108,36 +106,12 @@ class StepRunner(ABC):
     def drain(self) -> None:  # noqa: B027
         """Wait for all that is in flight, before anybody looks at parameters."""
 
-    def why_no_step_without_batch(self, *, is_now: bool) -> str | None:
-        """Return why a rank without a batch cannot take part in a step, as a clause.
-
-        Alike on all ranks. The step comes later in the epoch, or `is_now`.
-        """
-        return "under this plan ranks run the batches of one another"
-
-    def step_without_batch(
-        self, model: nn.Module, module: nn.Module, zero_gradients: Callable[[], None]
-    ) -> None:
-        """Take part in forward and backward of a step of others, with gradients of zero.
-
-        Args:
-            model: what forward is called through.
-            module: in it.
-            zero_gradients: is called between forward and backward.
-        """
-        raise NotImplementedError(self.why_no_step_without_batch(is_now=True))
-
     # ---- evaluation ------------------------------------------------------------------------------
 
     @property
     def gathers_in_evaluation(self) -> bool:
         """Whether an evaluation step is a collective call of all ranks."""
         return False
-
-    def evaluate_without_batch(  # noqa: B027
-        self, name: str, model: nn.Module, module: nn.Module
-    ) -> None:
-        """Take part in the evaluation step `name` of others, where that is a collective call."""
 
     @abstractmethod
     def evaluate(self, name: str, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -171,20 +145,6 @@ class PlainRunner(StepRunner):
 
     def __init__(self, engine: Engine | None = None) -> None:
         self.engine = engine
-        self._order: BlockOrder | None = None  # where FSDP2 gathers parameters
-
-    @override
-    def begin(self, trainer: pl.Trainer) -> None:
-        engine = self.engine
-        if engine is not None and engine.has_shards:
-            names = [block.block for block in engine.plan.blocks if block.block]
-            self._order = BlockOrder([engine.module.get_submodule(name) for name in names])
-
-    @override
-    def close(self, *, failed: bool) -> None:
-        if self._order is not None:
-            self._order.close()
-            self._order = None
 
     @override
     def training_step(
@@ -192,8 +152,8 @@ class PlainRunner(StepRunner):
     ) -> Any:
         if self.engine is None:
             return step(*args, **kwargs)
-        with self._recorded("training_step"):
-            return run_own_step(self.engine, step, args, kwargs)
+        with self.engine.around_step():
+            return self.engine.whole(step(*args, **kwargs))
 
     @override
     def block_backward_sync(
@@ -214,7 +174,7 @@ class PlainRunner(StepRunner):
     def evaluate(self, name: str, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.engine is None:
             return step(*args, **kwargs)
-        with evaluating(self.engine), self._recorded(name):
+        with evaluating(self.engine):
             return self.unsharded(step(*args, **kwargs))
 
     @override
@@ -224,52 +184,10 @@ class PlainRunner(StepRunner):
         if self.engine is not None:
             self.engine.reshard()
 
-    # ---- without a batch -------------------------------------------------------------------------
-
-    @override
-    def why_no_step_without_batch(self, *, is_now: bool) -> str | None:
-        if self.engine is not None and self.engine.plan.mesh.tensor_axes:
-            return "under this plan ranks compute each batch together"
-        if self.engine is not None and self.engine.plan.local_steps is not None:
-            return "under this plan ranks train alone, so that each needs a batch in every step"
-        if is_now and self._order is not None and not self._order.has_seen_training:
-            return (
-                "the first step of a plan that gathers parameters shows in which order, so that "
-                "every rank needs a batch in it"
-            )
-        return None
-
-    @override
-    def step_without_batch(
-        self, model: nn.Module, module: nn.Module, zero_gradients: Callable[[], None]
-    ) -> None:
-        with nullcontext() if self.engine is None else self.engine.around_step():
-            loss = zero_loss(model, module, self._calls("training_step"))
-        zero_gradients()
-        loss.backward()
-
     @property
     @override
     def gathers_in_evaluation(self) -> bool:
         return self.engine is not None and self.engine.has_shards
-
-    @override
-    def evaluate_without_batch(self, name: str, model: nn.Module, module: nn.Module) -> None:
-        assert self.engine is not None
-        with evaluating(self.engine):
-            zero_loss(model, module, self._calls(name))
-
-    def _recorded(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext() if self._order is None else self._order.recorded(name)
-
-    def _calls(self, name: str) -> Sequence[BlockCall]:
-        return () if self._order is None else self._order.calls(name)
-
-
-def run_own_step(engine: Engine, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what the module's own step returns, with full tensors."""
-    with engine.around_step():
-        return engine.whole(step(*args, **kwargs))
 
 
 @contextmanager

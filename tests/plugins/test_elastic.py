@@ -57,8 +57,8 @@ def test_a_loss_after_an_update(jobs: Any, undisturbed: Job) -> None:
 
 
 def test_a_kill_while_a_state_is_written(jobs: Any, undisturbed: Job) -> None:
-    """The next one writes it. Ranks with equally many batches have none to join."""
-    job = jobs([["kill_first_that_saves in", 5, None], ["kill in", 6, 0]], uneven="join")
+    """The next one writes it."""
+    job = jobs([["kill_first_that_saves in", 5, None], ["kill in", 6, 0]])
     job.run(3)
     assert (job.folder / "first").exists()
     job.check_samples()
@@ -110,7 +110,6 @@ def test_an_error_of_the_user_ends_the_job(jobs: Any) -> None:
     [
         {"checkpoint": "sharded"},
         {"async_checkpoint": True},
-        {"uneven": "stop"},
         {"start_method": "spawn"},
         {"allow_staleness": True},
     ],

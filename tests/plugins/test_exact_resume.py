@@ -149,7 +149,6 @@ def _strategy(options):
     return kind(
         plan=options.pop("plan", "ddp"),
         checkpoint=options.pop("form", "full"),
-        uneven=options.pop("uneven", None),
     )
 
 
@@ -277,12 +276,11 @@ def test_other_ranks_go_on_with_what_is_left(tmp_path, name, shuffle):
     assert len(of_epoch(rest, 1)) == ITEMS
 
 
-@pytest.mark.parametrize("uneven", [None, "join"])
-def test_what_is_left_may_fill_no_batch(tmp_path, uneven):
+def test_what_is_left_may_fill_no_batch(tmp_path):
     """Four samples on each rank are left, for batches of five."""
     data = {"shuffle": True, "drop_last": True}
     steps(tmp_path, 2, data={**data, "batch_size": 4}, save=[5])
-    resumed = {"resume": "5.ckpt", "seed": 9, "uneven": uneven}
+    resumed = {"resume": "5.ckpt", "seed": 9}
     rest = steps(tmp_path, 2, data={**data, "batch_size": 5}, **resumed)
     assert not of_epoch(rest, 0)
     assert len(set(of_epoch(rest, 1))) == 40

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_topt.costs.cost_table import Array
+from lightning_topt.costs.chain_table import Array
 from lightning_topt.costs.segments import BoundaryBytes
 from lightning_topt.graph.op_graph import Parameter
 from lightning_topt.plan.stage_blocks import Passes, StageBlocks

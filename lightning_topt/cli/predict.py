@@ -39,6 +39,7 @@ from lightning_topt.cli.example_step import (
     one_device_trainer,
     plain_value,
 )
+from lightning_topt.costs.chain_table import Array
 from lightning_topt.costs.cluster import (
     Accuracy,
     Cluster,
@@ -47,7 +48,6 @@ from lightning_topt.costs.cluster import (
     Link,
     sentence_of,
 )
-from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.costs.plain_values import number, parse_json, read_text, shown
 from lightning_topt.graph.module_copy import build_on_meta

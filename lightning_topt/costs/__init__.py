@@ -6,5 +6,5 @@ In seconds and bytes. The way through this folder:
     one operator    compute (kernels), communication (collectives), exchange_model (compressed)
     one step        training_step, with segments, lifetimes, sizes, optimizer and
                     reserved_memory (CUDA)
-    the search      chain_table, stage_table, schedule_rates, cost_table
+    the search      chain_table, stage_table, schedule_rates
 """

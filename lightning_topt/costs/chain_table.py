@@ -26,7 +26,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
-Indices = NDArray[np.intp]
 
 _COSTS = ("seconds", "backward", "exchange", "static", "kept", "late", "hump")
 _FORWARD = {"held": "kept", "forward_hump": "hump"}  # what they are where they are not given
@@ -47,9 +46,6 @@ class BlockCosts:
         late: bytes from the end of its backward to the end of the step, and in the next step until
             its forward: its gradients.
         hump: peak bytes while it runs backward, above what is listed for it and other blocks.
-        inputs: which layout of its input each configuration takes, an index into the edge before;
-            None: each has its own.
-        outputs: which layout of its output it leaves, an index into the edge behind.
         held: bytes from its forward to the end of all forwards; None: as `kept`.
         forward_hump: peak bytes while it runs forward, like `hump`; None: as `hump`.
     """
@@ -62,8 +58,6 @@ class BlockCosts:
     kept: Array
     late: Array
     hump: Array
-    inputs: Indices | None = None
-    outputs: Indices | None = None
     held: Array | None = None
     forward_hump: Array | None = None
 
@@ -71,7 +65,7 @@ class BlockCosts:
         if not self.configs:
             raise ValueError("a block has no configuration")
         # one number for each configuration
-        for name in (*_COSTS, *_FORWARD, "inputs", "outputs"):
+        for name in (*_COSTS, *_FORWARD):
             value = getattr(self, name)
             if value is not None and value.shape != (len(self.configs),):
                 raise ValueError(f"{name} has shape {value.shape}, expected {(len(self.configs),)}")
@@ -103,36 +97,18 @@ class BlockCosts:
         """Whether forward takes other bytes than backward."""
         return self.held is not None or self.forward_hump is not None
 
-    def layouts(self, side: str) -> Indices:
-        """Return the layout (config,) on ``"inputs"`` or ``"outputs"``."""
-        given: Indices | None = getattr(self, side)
-        return np.arange(len(self.configs)) if given is None else given
-
-
-@dataclass(frozen=True, eq=False)
-class BlockEdge:
-    """Costs between a block and the next: `seconds` of computation, `bytes` static; inf forbids.
-
-    Both (output layout of the block, input layout of the next).
-    """
-
-    seconds: Array
-    bytes: Array
-
 
 @dataclass(frozen=True, eq=False)
 class ChainTable:
     """A chain of blocks, in the order of forward.
 
-    `blocks` are the distinct ones, ``order[n]`` says which of them block n is. ``edges[n]`` joins
-    blocks n and n + 1, None costs nothing; no edges at all may be left out. Every plan also pays
+    `blocks` are the distinct ones, ``order[n]`` says which of them block n is. Every plan also pays
     `fixed_seconds` and `fixed_bytes`, and `update_bytes` while the optimizer steps. `names` of the
     blocks of the chain are for the answer; left out, they are numbers.
     """
 
     blocks: tuple[BlockCosts, ...]
     order: tuple[int, ...]
-    edges: tuple[BlockEdge | None, ...] = ()
     fixed_seconds: float = 0.0
     fixed_bytes: float = 0.0
     update_bytes: float = 0.0
@@ -147,30 +123,10 @@ class ChainTable:
             raise ValueError(
                 f"order names blocks from 0 to {len(self.blocks) - 1}, got {self.order}"
             )
-        if self.edges and len(self.edges) != len(self.order) - 1:
-            raise ValueError(
-                f"{len(self.order)} blocks need {len(self.order) - 1} edges, got {len(self.edges)}"
-            )
-        for n, edge in enumerate(self.edges):
-            sides = (self.block(n).layouts("outputs"), self.block(n + 1).layouts("inputs"))
-            for values in (edge.seconds, edge.bytes) if edge is not None else ():
-                if values.ndim != 2 or any(
-                    side.max() >= size for side, size in zip(sides, values.shape, strict=True)
-                ):
-                    raise ValueError(
-                        f"the edge after block {n} has costs of shape {values.shape}, too small "
-                        "for its layouts"
-                    )
-                if np.isnan(values).any() or np.isneginf(values).any():
-                    raise ValueError(f"the edge after block {n} holds NaN or minus infinity")
 
     def block(self, n: int) -> BlockCosts:
         """Return the costs of block `n` of the chain."""
         return self.blocks[self.order[n]]
-
-    def edge(self, n: int) -> BlockEdge | None:
-        """Return the edge between blocks `n` and `n` + 1, None where it costs nothing."""
-        return self.edges[n] if self.edges else None
 
     def evaluate(self, plans: NDArray[np.intp]) -> tuple[Array, Array]:
         """Return (step_seconds, peak_bytes) (n,) of `plans` (n, block).
@@ -185,13 +141,8 @@ class ChainTable:
             ).reshape(shape)
             for name in (*_COSTS, *_FORWARD)
         }
-        # sums over blocks (n,), then over the layouts that meet at edges
+        # sums over blocks (n,)
         seconds, static = chosen["seconds"].sum(axis=0), chosen["static"].sum(axis=0)
-        for n, edge in enumerate(self.edges):
-            if edge is not None:
-                left, right = self.block(n).layouts("outputs"), self.block(n + 1).layouts("inputs")
-                pairs = left[plans[:, n]], right[plans[:, n + 1]]
-                seconds, static = seconds + edge.seconds[pairs], static + edge.bytes[pairs]
         # the step is over when computation and network are
         step = np.maximum(
             seconds, self._network_seconds(seconds, chosen["backward"], chosen["exchange"])

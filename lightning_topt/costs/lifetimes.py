@@ -29,7 +29,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_topt.costs.cost_table import Array
+from lightning_topt.costs.chain_table import Array
 
 Phase = tuple[str, int]  # what happens, in which segment
 REBUILD: Phase = ("rebuild_buckets", 0)

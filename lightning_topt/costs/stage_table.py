@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_topt.costs.cost_table import Array
+from lightning_topt.costs.chain_table import Array
 
 Indices = NDArray[np.intp]
 COLUMNS = ("seconds", "once", "static", "kept", "hump")

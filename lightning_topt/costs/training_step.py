@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from lightning_topt.communication.exchange_method import GradientMethod, LocalMethod, Work
+from lightning_topt.costs.chain_table import Array
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import (
     Collective,
@@ -34,7 +35,6 @@ from lightning_topt.costs.compute import (
     overlapped_seconds,
     product_seconds,
 )
-from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.exchange_model import (
     ExchangeModel,
     estimate_outer_seconds,

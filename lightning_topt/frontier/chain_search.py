@@ -14,8 +14,7 @@ the blocks folded so far, whatever their number. With the names of `BlockCosts`:
 
 C and F start from fixed_seconds, L, x and z from fixed_bytes; the step takes F (never less than C),
 and the largest of x, z and L + update_bytes. z is left out where forward takes the same as
-backward. Edges add to C and F, or to L, x and z. F counts from the start of the step and not from
-C, which makes more plans comparable.
+backward. F counts from the start of the step and not from C, which makes more plans comparable.
 
 The layers of all meshes are searched at once, side by side. A mesh whose prices (`prices`) show
 that none of its plans can become better than known ones of any mesh is dropped whole.
@@ -23,19 +22,17 @@ that none of its plans can become better than known ones of any mesh is dropped 
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from lightning_topt.costs.chain_table import BlockCosts, BlockEdge, ChainTable
-from lightning_topt.frontier.layer_search import Budget, search_layers, search_reduced
+from lightning_topt.costs.chain_table import BlockCosts, ChainTable
+from lightning_topt.frontier.layer_search import Budget, search_reduced
 from lightning_topt.frontier.layers import Layer, apply, choices, exact_grid, reduce_layers
 from lightning_topt.frontier.pareto import Array, Rows, pareto_rows_2
 from lightning_topt.frontier.prices import Bounds, improve, make_prices
@@ -51,7 +48,7 @@ _UNPRICED = 2**15  # numbers of all meshes up to which prices are not worth load
 class FrontierPoint:
     """One plan of a frontier.
 
-    `choice` maps every block (or operator) to the index of its configuration.
+    `choice` maps every block to the index of its configuration.
     """
 
     step_seconds: float
@@ -63,40 +60,20 @@ class FrontierPoint:
 class Frontier:
     """Plans by memory ascending.
 
-    `seconds` (n,), `bytes` (n,), and `configs` (n, operators) of `operators` (or blocks).
-
     `error_bound` is what a search may have missed: for every plan y there is a point x here with
     ``x <= (1 + error_bound) * y`` in step seconds and in peak bytes. It is 0 for a complete search.
     It is infinite where one was given up and plans may cost nothing: no relative error can be
     stated then. `search_seconds` is its wall-clock time.
     """
 
-    seconds: Array
-    bytes: Array
-    operators: tuple[str, ...]
-    configs: Rows
-    error_bound: float = 0.0
-    search_seconds: float = 0.0
-
-    def __len__(self) -> int:
-        return len(self.seconds)
+    points: tuple[FrontierPoint, ...]
+    error_bound: float
+    search_seconds: float
 
     @property
     def exact(self) -> bool:
-        """Whether no plan is missing.
-
-        Each is here, or is beaten or equalled in both costs by one that is.
-        """
+        """Whether each plan is here, or is beaten or equalled in both costs by one that is."""
         return self.error_bound == 0.0
-
-    @cached_property
-    def points(self) -> list[FrontierPoint]:
-        """The points with their decisions, in order."""
-        rows = zip(self.seconds.tolist(), self.bytes.tolist(), self.configs.tolist(), strict=True)
-        return [
-            FrontierPoint(t, size, dict(zip(self.operators, row, strict=True)))
-            for t, size, row in rows
-        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,14 +95,7 @@ class MeshFrontier:
         return self.error_bound == 0.0
 
 
-def search_chain(
-    table: ChainTable,
-    *,
-    max_points: int = 2**20,
-    max_seconds: float = 10.0,
-    max_bytes: float = 2.0**29,
-    epsilon: float = 0.0,
-) -> Frontier:
+def search_chain(table: ChainTable, **limits: Any) -> Frontier:
     """Return every Pareto-minimal plan of a chain of blocks, by memory ascending.
 
     Of plans with equal costs one is kept. Costs are rounded by about an ulp of the total during
@@ -133,34 +103,11 @@ def search_chain(
     empty when infinite costs forbid every plan.
 
     A search that is not allowed what it needs returns the best plans it knows: ``exact`` is False
-    then, and ``error_bound`` holds (see `Frontier`).
-
-    Args:
-        table: blocks, their configurations and what crosses between them.
-        max_points: most partial plans that are kept at a time.
-        max_seconds: CPU time of this thread after which the search stops, about.
-        max_bytes: memory that the search may take, about.
-        epsilon: plans may be left out that are better by less than this share in one of both costs.
-
-    Raises:
-        ValueError: for limits that are not positive.
+    then, and ``error_bound`` holds (see `Frontier`). `limits` are those of `search_meshes`.
     """
-    budget = Budget(max_points, max_seconds, max_bytes, epsilon)
-    started = time.perf_counter()
-    decided, error_bound = search_layers(chain_layers(table), budget)
-    plans = _blocks_of(table, decided)
-    frontier = make_frontier(
-        *table.evaluate(plans), operators=_names_of(table), configs=plans, error_bound=error_bound
-    )
-    return dataclasses.replace(frontier, search_seconds=time.perf_counter() - started)
-
-
-def make_frontier(
-    seconds: Array, size: Array, *, operators: tuple[str, ...], configs: Rows, error_bound: float
-) -> Frontier:
-    """Return the frontier of these plans; of plans with equal costs one is kept."""
-    rows = pareto_rows_2(size, seconds)
-    return Frontier(seconds[rows], size[rows], operators, configs[rows], error_bound)
+    found = search_meshes([("", lambda: table)], **limits)
+    points = tuple(point for _, point in found.points)
+    return Frontier(points, found.error_bound, found.search_seconds)
 
 
 def search_meshes(
@@ -173,8 +120,7 @@ def search_meshes(
 ) -> MeshFrontier:
     """Return every plan of any mesh that no other plan of any mesh beats.
 
-    Of plans with equal costs one is kept. Limits are as in `search_chain`; the seconds are for all
-    meshes together.
+    Of plans with equal costs one is kept; the limits are for all meshes together.
 
     Args:
         candidates: (label, function that makes its table); each table is made once.
@@ -182,6 +128,9 @@ def search_meshes(
         max_seconds: CPU time of this thread after which the search stops, about.
         max_bytes: memory that the search may take, about.
         epsilon: plans may be left out that are better by less than this share in one of both costs.
+
+    Raises:
+        ValueError: for limits that are not positive.
     """
     budget = Budget(max_points, max_seconds, max_bytes, epsilon)
     started, deadline = time.perf_counter(), time.thread_time() + max_seconds
@@ -190,9 +139,9 @@ def search_meshes(
     # no mesh, or a layer that no plan can pass
     if not layers or not all(len(layer.source) for layer in layers):
         return MeshFrontier((), (), epsilon, time.perf_counter() - started)
-    # drop whole meshes, where there is enough to search
+    # drop whole meshes, where there are several and enough to search
     priced, meshes = None, layers[0].choice
-    if sum(layer.values.size for layer in layers) > _UNPRICED:
+    if len(made) > 1 and sum(layer.values.size for layer in layers) > _UNPRICED:
         prices, known = make_prices(layers, steps=_STEPS)
         known = improve(layers, known, gaps=_GAPS)
         priced = prices, known
@@ -244,17 +193,13 @@ def _blocks_of(table: ChainTable, decided: Rows) -> Rows:
 # ---- Layers of one chain.
 
 
-def chain_layers(
-    table: ChainTable, *, grids: tuple[float, float] | None = None, columns: int | None = None
-) -> list[Layer]:
+def chain_layers(table: ChainTable, *, grids: tuple[float, float], columns: int) -> list[Layer]:
     """Return the start, one layer for each block from the last to the first, and the end.
 
-    Costs are rounded to `grids` (seconds, bytes). Equal blocks between equal edges share one layer.
-    `grids` and the number of `columns` are by default those that the table needs; beside other
-    tables they are those that all of them need.
+    Costs are rounded to `grids` (seconds, bytes). Equal blocks share one layer. `grids` and the
+    number of `columns` are those that all tables need which are searched together.
     """
-    grids = _exact_grids(table) if grids is None else grids
-    count = column_count(table) if columns is None else columns
+    count = columns
     # what every plan has: before the first block, and in the update
     fixed = np.array([[table.fixed_seconds] * 2 + [table.fixed_bytes] * (count - 2)])
     update = np.where(np.arange(count) == L, table.update_bytes, 0.0)[None]
@@ -262,15 +207,9 @@ def chain_layers(
     one, final, own = np.zeros(1, np.intp), _FINAL[:count], np.arange(count)
     # the start: what every plan pays
     layers = [Layer(one, one, np.round(fixed / grid) * grid, final, own, one, 1, count)]
-    made: dict[tuple[int, int, int], Layer] = {}
-    for n in range(len(table.order) - 1, -1, -1):
-        behind = table.edge(n) if n + 1 < len(table.order) else None
-        # equal blocks between the same edges are one layer, whose work is done once
-        before = table.edge(n - 1) if n else None
-        key = table.order[n], id(behind), id(before)
-        if key not in made:
-            made[key] = _block_layer(table.block(n), behind, before, grids, count)
-        layers.append(made[key])
+    # equal blocks are one layer, whose work is done once
+    made = [_block_layer(block, grids, count) for block in table.blocks]
+    layers += [made[kind] for kind in reversed(table.order)]
     # the end: seconds, and the largest of the peaks and of the level in the update
     return [*layers, Layer(one, one, np.round(update / grid) * grid, own, final, one, 1, 2)]
 
@@ -283,40 +222,15 @@ def column_count(table: ChainTable) -> int:
     return 5 if any(block.splits_forward for block in table.blocks) else 4
 
 
-def _block_layer(
-    block: BlockCosts,
-    behind: BlockEdge | None,
-    before: BlockEdge | None,
-    grids: tuple[float, float],
-    columns: int,
-) -> Layer:
-    """Return transitions from the input layout of the block behind to that of this one.
-
-    Without an edge there is one group.
-    """
-    entries = _entries(block, grids)
-    # a transition for each configuration and each layout of the block behind
-    groups = 1 if behind is None else behind.seconds.shape[1]
-    choice, source = (rows.ravel() for rows in np.indices((len(entries), groups)))
-    values = entries[choice]
-    if behind is not None:
-        parts = (
-            np.round(behind.seconds / grids[0]) * grids[0],
-            np.round(behind.bytes / grids[1]) * grids[1],
-        )
-        # (config, next config, entry)
-        between = np.repeat(np.stack(parts, axis=-1), [3, len(END) - 3], axis=-1)
-        values = values + between[block.layouts("outputs")[choice], source]
-    # forbidden configurations and pairs are infinite
-    allowed = np.flatnonzero(np.isfinite(values).all(axis=1))
-    choice, source = choice[allowed], source[allowed]
-    target = np.zeros_like(choice) if before is None else block.layouts("inputs")[choice]
+def _block_layer(block: BlockCosts, grids: tuple[float, float], columns: int) -> Layer:
+    """Return a transition for each allowed configuration of a block."""
+    values = _entries(block, grids)
+    # forbidden configurations are infinite
+    choice = np.flatnonzero(np.isfinite(values).all(axis=1))
+    one = np.zeros_like(choice)
     # without z, entries that end in it are left out
     used = np.flatnonzero(columns > END)
-    groups = 1 if before is None else before.seconds.shape[1]
-    return Layer(
-        source, target, values[allowed][:, used], START[used], END[used], choice, groups, columns
-    )
+    return Layer(one, one, values[choice][:, used], START[used], END[used], choice, 1, columns)
 
 
 def _entries(block: BlockCosts, grids: tuple[float, float]) -> Array:
@@ -348,10 +262,6 @@ def _exact_grids(table: ChainTable) -> tuple[float, float]:
             count * block.cost(name)
             for name in ("static", "kept", "late", "hump", "held", "forward_hump")
         ]
-    for edge in table.edges:
-        if edge is not None:
-            seconds.append(edge.seconds)
-            size.append(edge.bytes)
     return exact_grid(seconds), exact_grid(size)
 
 
@@ -375,37 +285,27 @@ def _mesh_layers(tables: Sequence[ChainTable]) -> list[Layer]:
         [chain[0], *itertools.repeat(waiting, depth - len(chain)), *chain[1:]] for chain in chains
     ]
     made: dict[tuple[int, ...], Layer] = {}
-    before, layers = [1] * len(tables), []
+    layers = []
     for n, beside in enumerate(zip(*chains, strict=True)):
         key = tuple(map(id, beside))
         # places at which all chains have equal layers are made once
         if key not in made:
-            made[key] = _side_by_side(beside, before, n, depth)
+            made[key] = _side_by_side(beside, is_first=n == 0, is_last=n + 1 == depth)
         layers.append(made[key])
-        before = [layer.groups for layer in beside]
     return layers
 
 
-def _side_by_side(beside: Sequence[Layer], before: Sequence[int], n: int, depth: int) -> Layer:
-    """Return the layers of all tables at place `n` of `depth` as one."""
-    counts = [len(layer.source) for layer in beside]
-    table = np.repeat(np.arange(len(beside)), counts)
-    source = np.concatenate([layer.source for layer in beside])
-    target = np.concatenate([layer.target for layer in beside])
-    first, last = n == 0, n + 1 == depth
-    groups = [layer.groups for layer in beside]
+def _side_by_side(beside: Sequence[Layer], *, is_first: bool, is_last: bool) -> Layer:
+    """Return the layers of all tables at one place as one; each table is a group."""
+    table = np.repeat(np.arange(len(beside)), [len(layer.source) for layer in beside])
     return Layer(
-        # one group before the first layer and after the last; in between all side by side
-        source if first else source + _starts(before)[table],
-        target if last else target + _starts(groups)[table],
+        # one group before the first layer and after the last
+        np.zeros_like(table) if is_first else table,
+        np.zeros_like(table) if is_last else table,
         np.concatenate([layer.values for layer in beside]),
         beside[0].start,
         beside[0].end,
-        table if first else np.concatenate([layer.choice for layer in beside]),
-        1 if last else sum(groups),
+        table if is_first else np.concatenate([layer.choice for layer in beside]),
+        1 if is_last else len(beside),
         beside[0].columns,
     )
-
-
-def _starts(counts: Sequence[int]) -> Rows:
-    return np.cumsum([0, *counts[:-1]])

@@ -354,58 +354,6 @@ def extend(
 
 
 @kernel
-def extend_pairs(
-    states: Array,
-    first: Rows,
-    layer: LayerArrays,
-    group: int,
-    best: Array,
-    after: Array,
-    parent: Rows,
-    via: Rows,
-) -> int:
-    """Do `extend` for one group and two columns, (seconds, bytes), without most beaten ones.
-
-    A first pass keeps the least seconds of every bin of bytes in `best` (bins + 1,), a second one
-    what beats all bins before. Returns -1 where there is no room.
-    """
-    begin, source, values, _, _, _, _ = layer
-    bins, low, high, size = len(best) - 1, np.inf, -np.inf, 0
-    # the range of bytes
-    for j in range(begin[group], begin[group + 1]):
-        a, b = first[source[j]], first[source[j] + 1]
-        if a < b:  # by bytes ascending
-            low, high = (
-                min(low, states[a, 1] + values[j, 1]),
-                max(high, states[b - 1, 1] + values[j, 1]),
-            )
-    # the least seconds of every bin, then of all bins up to each
-    scale = (bins - 1) / (high - low) if high > low else 0.0
-    for b in range(bins + 1):
-        best[b] = np.inf
-    for j in range(begin[group], begin[group + 1]):
-        seconds, offset = values[j, 0], values[j, 1] - low
-        for k in range(first[source[j]], first[source[j] + 1]):
-            # from bin 1 on, so that each has a bin before it
-            b = np.int64((states[k, 1] + offset) * scale) + 1
-            best[b] = min(best[b], states[k, 0] + seconds)
-    for b in range(1, bins + 1):
-        best[b] = min(best[b], best[b - 1])
-    # what is faster than all bins before its own
-    for j in range(begin[group], begin[group + 1]):
-        seconds, offset = values[j, 0], values[j, 1] - low
-        for k in range(first[source[j]], first[source[j] + 1]):
-            # the bin before its own has the least seconds of all that need fewer bytes
-            if states[k, 0] + seconds < best[np.int64((states[k, 1] + offset) * scale)]:
-                if size == len(parent):
-                    return -1
-                after[size, 0], after[size, 1] = states[k, 0] + seconds, states[k, 1] + values[j, 1]
-                parent[size], via[size] = k, j
-                size += 1
-    return size
-
-
-@kernel
 def minimal(
     states: Array,
     first: Rows,

@@ -1,13 +1,13 @@
 """Search layers of transitions for every plan that no other beats in both seconds and bytes.
 
-`search_layers` first reduces the layers, then walks over what is left. Of the partial plans of a
+`search_reduced` walks over layers that are reduced (`layers`). Of the partial plans of a
 group it keeps those that no other one beats in every column:
 
 - by NumPy where that is little (`sweep`),
 - else compiled (`search_wide`), pruned by prices, and bounded in points, seconds and memory.
 
-Two columns (seconds, bytes) are walked through at once. With more, nearly every partial plan is
-minimal. So compiled sweeps keep at most `cap` of them, those that could gain most. The plans that a
+With several columns nearly every partial plan is minimal. So compiled sweeps keep at most `cap` of
+them, those that could gain most. The plans that a
 sweep finds narrow the next, wider one; the first that gives none up is exact. A search that ends
 before has missed at most what the partial plans that it gave up could gain.
 
@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_topt.frontier.layers import Layer, apply, choices, column_lifts, reduce_layers
+from lightning_topt.frontier.layers import Layer, apply, column_lifts
 from lightning_topt.frontier.pareto import Array, Rows, pareto_rows, pareto_rows_2
 from lightning_topt.frontier.prices import (
     Bounds,
@@ -48,7 +48,6 @@ _ROUGH = 0.02  # what the first sweep may miss without better plans being sought
 _PAIRS = 2**25  # pairs of partial plans that are worth joining
 _ROOM = 2**16  # joined plans held at once
 _CHUNK = 2**18  # candidates held at once
-_BINS = (256, 8192)  # of bytes, least and most, where there are two columns
 # with more columns than this, where few are beaten, each is compared with this many blocks only
 _COMPARED = (4, 6)
 
@@ -74,16 +73,6 @@ class Budget:
             )
         if not 0 <= self.epsilon < 1:
             raise ValueError(f"epsilon is a share from 0 to below 1, got {self.epsilon}")
-
-
-def search_layers(layers: Sequence[Layer], budget: Budget) -> tuple[Rows, float]:
-    """Return what the best plans choose in each layer (n, N), and the error bound."""
-    deadline = time.thread_time() + budget.max_seconds
-    layers = reduce_layers(layers)
-    if not all(len(layer.source) for layer in layers):
-        return np.zeros((0, len(layers)), np.intp), 0.0
-    plans, error_bound = search_reduced(layers, budget, deadline=deadline)
-    return choices(layers, plans), error_bound
 
 
 def search_reduced(
@@ -184,7 +173,7 @@ def _follow(back: Sequence[tuple[Rows, Rows]], rows: Rows) -> Rows:
 
 
 class GiveUpError(Exception):
-    """A walk ran out of time, or of room while nothing was known that could narrow it."""
+    """A walk ran out of time."""
 
 
 def search_wide(
@@ -209,16 +198,8 @@ def search_wide(
     per_state = 8 * len(layers) + 64 * columns  # back-pointers of all layers, columns of one
     most = int(max(1, min(budget.max_points, budget.max_bytes / per_state)))
     side = make_side(layers, lifts=lifts)
-    # two columns are compared by sorting: no prices, as long as there is room
-    if columns == 2 and all(len(layer.start) == 2 for layer in layers) and budget.epsilon == 0:
-        try:
-            return _walk_through(LayerWalk(side, None, cap=most, deadline=deadline)).plans, 0.0
-        except GiveUpError:
-            pass
     prices, known = make_prices(layers) if priced is None else priced
-    # Partial plans of two columns are cheap to hold, and whole plans may be so many that pairs are
-    # not.
-    sides = side, make_way_back(layers) if columns > 2 else None
+    sides = side, make_way_back(layers)
     missed, cap, is_last = prices.gain(known), _FIRST_CAP, False
     # all at once, where there are good known plans
     if priced is not None and missed > budget.epsilon:
@@ -247,7 +228,7 @@ def search_wide(
 
 
 def _sweep_with_cap(
-    sides: tuple[Side, Side | None],
+    sides: tuple[Side, Side],
     prices: Prices,
     known: Known,
     *,
@@ -263,29 +244,30 @@ def _sweep_with_cap(
     them is taken to need a quarter of the time of the last one.
     """
     bounds = Bounds(prices, known, epsilon)
-    ahead = LayerWalk(sides[0], bounds, cap=cap, deadline=deadline)
-    if sides[1] is not None:
-        behind = LayerWalk(sides[1], bounds.reversed, cap=cap, deadline=deadline)
-        # from both ends, next the side with fewer partial plans, until they meet
-        while (left := len(sides[0].layers) - ahead.done - behind.done) > 0:
-            began = time.thread_time()
-            (ahead if len(ahead.states.costs) <= len(behind.states.costs) else behind).step()
-            now = time.thread_time()
-            if looks_ahead and (left - 1) * (now - began) / 4 > deadline - now:
-                raise GiveUpError
-        if (
-            np.dot(*(np.diff(walk.states.first).astype(float) for walk in (ahead, behind)))
-            <= _PAIRS
-        ):
-            known = _join(ahead, behind, Network(sides[0].layers).kinds[ahead.done], known)
-            return known, _missed(epsilon, ahead.dropped, behind.dropped)
-    # from one end only, where the pairs would be too many or there are but two columns
-    found = _walk_through(ahead)
-    return known.merged(found.costs, found.plans), _missed(epsilon, ahead.dropped)
+    ahead, behind = (
+        LayerWalk(side, some, cap=cap, deadline=deadline)
+        for side, some in zip(sides, (bounds, bounds.reversed), strict=True)
+    )
+    # from both ends, next the side with fewer partial plans, until they meet
+    while (left := len(sides[0].layers) - ahead.done - behind.done) > 0:
+        began = time.thread_time()
+        (ahead if len(ahead.states.costs) <= len(behind.states.costs) else behind).step()
+        now = time.thread_time()
+        if looks_ahead and (left - 1) * (now - began) / 4 > deadline - now:
+            raise GiveUpError
+    counts = (np.diff(walk.states.first).astype(float) for walk in (ahead, behind))
+    if np.dot(*counts) <= _PAIRS:
+        known = _join(ahead, behind, Network(sides[0].layers).kinds[ahead.done], known)
+        return known, _missed(epsilon, ahead.dropped, behind.dropped)
+    # from one end only, where the pairs would be too many
+    while ahead.done < len(sides[0].layers):
+        ahead.step()
+    rows = np.arange(len(ahead.states.costs))
+    return known.merged(ahead.states.costs, ahead.plans(rows)), _missed(epsilon, ahead.dropped)
 
 
 def _at_once(
-    sides: tuple[Side, Side | None],
+    sides: tuple[Side, Side],
     prices: Prices,
     known: Known,
     *,
@@ -312,13 +294,6 @@ def _missed(epsilon: float, *dropped: float) -> float:
     What was dropped counts beside plans that are better by `epsilon` already.
     """
     return epsilon + (1 + epsilon) * max(dropped)
-
-
-def _walk_through(walk: LayerWalk) -> Known:
-    while walk.done < len(walk.side.layers):
-        walk.step()
-    order = np.argsort(walk.states.costs[:, 0])
-    return Known(walk.states.costs[order], walk.plans(order))
 
 
 def _join(ahead: LayerWalk, behind: LayerWalk, kinds: Rows, known: Known) -> Known:
@@ -425,7 +400,7 @@ class LayerWalk:
     up could have gained at most, `states` are those after `done` layers.
     """
 
-    def __init__(self, side: Side, bounds: Bounds | None, *, cap: int, deadline: float) -> None:
+    def __init__(self, side: Side, bounds: Bounds, *, cap: int, deadline: float) -> None:
         self.side, self.bounds, self.cap, self.deadline = side, bounds, cap, deadline
         zero = np.zeros(1, np.int32)
         self.states = States(np.zeros((1, 2)), np.array([0, 1]), zero, zero)
@@ -433,24 +408,13 @@ class LayerWalk:
         self.done, self.dropped = 0, 0.0
 
     def step(self) -> None:
-        """Take one layer more.
-
-        Raises GiveUpError at the deadline, and where there are more than `cap` states and no
-        bounds.
-        """
+        """Take one layer more. Raises GiveUpError at the deadline."""
         n = self.done
         last = n + 1 == len(self.side.layers)
-        bounds = _NONE if self.bounds is None or last else self.bounds.at(n + 1)
-        # two columns that do not mix: sorting does what comparing pairs does otherwise
-        pairs = (
-            self.side.columns[n] == self.side.columns[n + 1] == len(self.side.layers[n].start) == 2
-        )
-        states = self._extend_pairs(bounds) if pairs else self._extend(bounds)
+        states = self._extend(_NONE if last else self.bounds.at(n + 1))
         self.check_time()
         # give up those that could gain least
         if len(states.costs) > self.cap and not last:
-            if self.bounds is None:
-                raise GiveUpError
             gains = self.bounds.gains(n + 1, states.costs, states.group)
             rank = np.argsort(gains)
             # the best of those that are given up bounds what may be missed
@@ -468,25 +432,6 @@ class LayerWalk:
         """Raise GiveUpError at the deadline."""
         if time.thread_time() > self.deadline:
             raise GiveUpError
-
-    def _extend_pairs(self, bounds: tuple[Array, Array, Array]) -> States:
-        """Take one layer between boundaries with two columns."""
-        states, layer = self.states, self.side.arrays[self.done]
-        extend = layer_kernels().extend_pairs
-        # about twice as many bins as a group has states
-        bins = int(np.clip(2 * np.diff(states.first).max(), *_BINS))
-        best, parts, counts = np.empty(bins + 1), [], [0]
-        room = _room(4 * len(states.costs) + 4096, 2)
-        for group in range(self.side.layers[self.done].groups):
-            # no room: again, with four times as much
-            while (size := extend(states.costs, states.first, layer, group, best, *room)) < 0:
-                room = _room(len(room[1]) * 4, 2)
-            after, parent, via = (part[:size] for part in room)
-            rows = pareto_rows_2(after[:, 1], after[:, 0])
-            parts.append((after[rows], parent[rows], via[rows]))
-            counts.append(len(rows))
-        costs, parents, vias = (np.concatenate(part) for part in zip(*parts, strict=True))
-        return _hopeful(States(costs, np.cumsum(counts), parents, vias), bounds)
 
     def _extend(self, bounds: tuple[Array, Array, Array]) -> States:
         """Take one layer between any boundaries, in chunks of transitions.

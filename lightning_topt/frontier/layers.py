@@ -1,8 +1,8 @@
 """Layers of transitions between groups of partial plans, and what no best plan needs of them.
 
-A search takes one decision per layer, in (max, +) costs. A partial plan is in a *group* (the
-configurations that later costs ask for) and has a vector of *columns*. Transition j of a layer
-leads from group ``source[j]`` to group ``target[j]`` and changes the columns by
+A search takes one decision per layer, in (max, +) costs. A partial plan is in a *group* (the table
+that it is a plan of) and has a vector of *columns*. Transition j of a layer leads from group
+``source[j]`` to group ``target[j]`` and changes the columns by
 
     after[b] = max over entries e with end[e] = b of  before[start[e]] + values[j, e]
 
@@ -11,8 +11,8 @@ entry, from level to peak. Columns that may be merged have entries that end in t
 maps are monotone, so partial plans of a group are compared column by column. Before the first layer
 and after the last there is one group, and the columns are (seconds, bytes).
 
-`reduce_layers` takes out, exactly, transitions, groups and columns that cannot matter; what is left
-is searched by `layer_search`.
+`reduce_layers` takes out, exactly, transitions and columns that cannot matter; what is left is
+searched by `layer_search`.
 
 Symbols: N layers, T transitions, E entries, G groups, c columns. All `values` are finite and on a
 grid where sums are exact (`exact_grid`).
@@ -29,8 +29,7 @@ from numpy.typing import NDArray
 
 from lightning_topt.frontier.pareto import Array, Rows, pareto_rows
 
-_DENSE = 2**22  # numbers held at once to compare all groups of a boundary with each other
-_FEW = 2**18  # the same for all transitions of a layer
+_FEW = 2**18  # numbers held at once to compare all transitions of a layer
 _CHUNK = 2**20  # the same for all pairs of columns
 _APART = np.where(np.eye(2, dtype=bool), 0.0, -np.inf)  # seconds and bytes are never compared
 
@@ -103,15 +102,14 @@ def exact_grid(costs: Sequence[Array]) -> float:
 
 def reduce_layers(layers: Sequence[Layer]) -> list[Layer]:
     """Return the layers without what no best plan needs; all are empty when there is no plan."""
-    # transitions first, then groups; columns may make more transitions equal
+    # columns may make more transitions equal
     layers = without_dead_ends(layers)
     if not all(len(layer.source) for layer in layers):
         return layers
-    layers = without_dead_groups(without_dominated(layers))
-    return without_dominated(reduce_columns(layers))
+    return without_dominated(reduce_columns(without_dominated(layers)))
 
 
-# ---- Fewer transitions and groups.
+# ---- Fewer transitions.
 
 
 def without_dead_ends(layers: Sequence[Layer]) -> list[Layer]:
@@ -170,76 +168,6 @@ def _minimal_together(values: Array, counts: Rows) -> Rows:
     earlier = np.triu(np.ones(below.shape[1:], bool), 1)
     beaten = np.any(below & (earlier | ~np.swapaxes(below, 1, 2)), axis=1)
     return np.flatnonzero(~beaten[group, place])
-
-
-def without_dead_groups(layers: Sequence[Layer]) -> list[Layer]:
-    """Return the layers without groups that another group can stand in for at no cost.
-
-    Dead-end elimination (Goldstein, Biophysical Journal 66, 1994) for several costs. To pass
-    through another group of the boundary must not be dearer in any column. That holds from whatever
-    group the plan comes, and to whatever group it goes.
-    """
-    kept, before = list(layers), 1
-    for n in range(len(kept) - 1):
-        first, second = kept[n], kept[n + 1]
-        size = before * len(first.start) + second.groups * len(second.start)
-        # only where it is small, and each pair of groups has one transition
-        if (
-            first.groups > 1
-            and size * first.groups**2 <= _DENSE
-            and _has_one_per_cell(first)
-            and _has_one_per_cell(second)
-        ):
-            into = _dense(first, before).transpose(1, 0, 2)
-            alive = ~_dead_groups(
-                into, _dense(second, first.groups), first.end, second.start, first.columns
-            )
-            kept[n] = first.take(np.flatnonzero(alive[first.target]))
-            kept[n + 1] = second.take(np.flatnonzero(alive[second.source]))
-        before = first.groups
-    return kept
-
-
-def _has_one_per_cell(layer: Layer) -> bool:
-    return len(np.unique(layer.cells)) == len(layer.cells) > 0
-
-
-def _dense(layer: Layer, before: int) -> Array:
-    """Return (G before, G after, E), inf where there is no transition."""
-    values = np.full((before, layer.groups, layer.values.shape[1]), np.inf)
-    values[layer.source, layer.target] = layer.values
-    return values
-
-
-def _dead_groups(
-    into: Array, out: Array, end: Rows, start: Rows, columns: int
-) -> NDArray[np.bool_]:
-    """Return which groups (G,) are not needed.
-
-    Transitions into each group have the values `into` (G, before, E), those out of it `out` (G,
-    after, E'). `end` (E,) and `start` (E',) are the columns of the boundary.
-    """
-    # no way in or no way out
-    dead = np.asarray(
-        ~(np.isfinite(into[..., 0]).any(axis=1) & np.isfinite(out[..., 0]).any(axis=1))
-    )
-    # by how much a group is dearer than a rival, on both sides of the boundary
-    spare = np.zeros((2, len(into), len(into), columns))
-    for side, values, column in ((0, into, end), (1, out, start)):
-        with np.errstate(invalid="ignore"):  # inf - inf: neither group can go there
-            more = np.nan_to_num(
-                values[:, None] - values, nan=np.inf, posinf=np.inf, neginf=-np.inf
-            ).min(axis=2)
-        for e, c in enumerate(column):
-            spare[side, ..., c] = (
-                np.minimum(spare[side, ..., c], more[..., e]) if c in column[:e] else more[..., e]
-            )
-    with np.errstate(invalid="ignore"):
-        beaten = (spare.sum(axis=0) >= 0).all(axis=2)  # (group, rival)
-    # one after another: a group must not be ruled out by one that is gone itself
-    for g in range(len(into)):
-        dead[g] |= bool((beaten[g] & ~dead & (np.arange(len(into)) != g)).any())
-    return dead
 
 
 # ---- Fewer columns: only those that can still matter and can differ.

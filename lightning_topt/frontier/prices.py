@@ -154,7 +154,6 @@ def make_prices(layers: Sequence[Layer], *, steps: int | None = None) -> tuple[P
     work = len(ratios) * sum(layer.values.size + len(layer.start) * 16 for layer in layers)
     # more steps give better prices; few enough that finding them stays within its work
     steps = int(np.clip(_WORK / work, 10, _STEPS)) if steps is None else steps
-    steps = steps if net.splits else 1
     # filled by the kernel: prices by ratio (L, ..), and all plans met
     masses = np.zeros((len(ratios), net.pointers[0][-1]))
     flows = np.zeros((len(ratios), net.flat[5][-1]))
@@ -263,11 +262,6 @@ class Network:
             kind = np.zeros(layer.columns, np.int64)
             kind[layer.end] = self.kinds[-1][layer.start]
             self.kinds.append(kind)
-
-    @property
-    def splits(self) -> bool:
-        """Whether there are several ways from the first columns to the last."""
-        return any(len(layer.start) > 2 for layer in self.layers)
 
     @property
     def pointers(self) -> tuple[Rows, Rows]:

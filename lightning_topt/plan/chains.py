@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_topt.costs.chain_table import BlockCosts, ChainTable
-from lightning_topt.costs.cost_table import Array
+from lightning_topt.costs.chain_table import Array, BlockCosts, ChainTable
 from lightning_topt.costs.lifetimes import (
     BACKWARD,
     FORWARD,

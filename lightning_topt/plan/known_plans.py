@@ -21,8 +21,7 @@ from functools import cached_property
 
 import numpy as np
 
-from lightning_topt.costs.chain_table import BlockCosts, ChainTable
-from lightning_topt.costs.cost_table import Array
+from lightning_topt.costs.chain_table import Array, BlockCosts, ChainTable
 from lightning_topt.techniques.plan_costs import PlanBatch
 
 _PRICES = 96

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from lightning_topt.communication.exchange_method import GradientMethod, LocalMethod
+from lightning_topt.costs.chain_table import Array
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.exchange_model import legal_exchanges, legal_local_steps
 from lightning_topt.costs.schedule_rates import fits
 from lightning_topt.frontier.stage_search import StagePoint, search_stages

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from lightning_topt.basics.once import once_per_object
 from lightning_topt.communication.exchange_method import GradientMethod, LocalMethod
+from lightning_topt.costs.chain_table import Array
 from lightning_topt.costs.communication import ring_seconds
-from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.segments import (
     BoundaryBytes,
     chain_of,

@@ -25,7 +25,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_topt.costs.cost_table import Array
+from lightning_topt.costs.chain_table import Array
 from lightning_topt.frontier.pareto import pareto_rows
 from lightning_topt.frontier.stage_search import StagePoint
 from lightning_topt.plan.parallel_plan import ParallelPlan

@@ -31,9 +31,9 @@ from typing_extensions import override
 
 from lightning_topt.basics.once import once_per_object
 from lightning_topt.communication.exchange_method import GradientMethod, LocalMethod
+from lightning_topt.costs.chain_table import Array
 from lightning_topt.costs.cluster import Cluster, Link
 from lightning_topt.costs.communication import Group, estimate_collective_seconds
-from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.reserved_memory import COMMUNICATOR_BYTES, CUBLAS_BYTES
 from lightning_topt.costs.schedule_rates import ScheduleRates, rates_of
 from lightning_topt.costs.sizes import parameter_bytes

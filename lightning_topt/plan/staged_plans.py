@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 
 from lightning_topt.communication.exchange_method import GradientMethod, LocalMethod
+from lightning_topt.costs.chain_table import Array
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.segments import chain_of
 from lightning_topt.costs.sizes import ROOT
 from lightning_topt.costs.training_step import TrainingStep

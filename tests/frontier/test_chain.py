@@ -1,34 +1,41 @@
-"""search_chain against brute force, simulation, and one column per point in time."""
+"""search_chain against every plan and a simulated step, and what it says when it may not finish."""
 
 import numpy as np
 import pytest
 
 from lightning_topt.costs.chain_table import BlockCosts, ChainTable
-from lightning_topt.frontier import layer_search
-from lightning_topt.frontier.chain_search import chain_layers, search_chain
-from tests.frontier.graph_search import search_frontier
+from lightning_topt.frontier import layer_search, search_chain
 from tests.frontier.tables import (
-    assert_equals_brute_force,
-    one_column_per_point_in_time,
+    assert_costs_are_evaluated,
+    assert_equals_every_plan,
+    every_plan,
     random_chain,
     simulate,
 )
 
 
-@pytest.fixture(params=["numpy", "compiled"])
+@pytest.fixture(params=["numpy", "compiled", "compiled in small steps", "compiled without joining"])
 def way(request, monkeypatch):
-    if request.param == "compiled":
+    """By NumPy alone; compiled; with few partial plans at first, few comparisons and tiny chunks;
+    from one end only.
+    """
+    if request.param != "numpy":
         monkeypatch.setattr(layer_search, "_SMALL", 0)
+    if request.param == "compiled in small steps":  # also of joined plans
+        monkeypatch.setattr(layer_search, "_FIRST_CAP", 2)
+        monkeypatch.setattr(layer_search, "_WIDER", 2)
+        monkeypatch.setattr(layer_search, "_COMPARED", (2, 1))
+        monkeypatch.setattr(layer_search, "_CHUNK", 20)
+        monkeypatch.setattr(layer_search, "_ROOM", 3)
+    if request.param == "compiled without joining":
+        monkeypatch.setattr(layer_search, "_PAIRS", -1)
 
 
-@pytest.mark.parametrize("layouts", [None, 2])
-def test_evaluate_equals_a_simulated_step(layouts):
+def test_evaluate_equals_a_simulated_step():
     rng = np.random.default_rng(0)
     for _ in range(60):
         blocks, forward = int(rng.integers(1, 7)), bool(rng.random() < 0.5)
-        table = random_chain(
-            rng, blocks=blocks, configs=3, edges=0.6, layouts=layouts, forward=forward
-        )
+        table = random_chain(rng, blocks=blocks, configs=3, forward=forward)
         plans = np.stack(
             [rng.integers(0, len(table.block(n).configs), 8) for n in range(len(table.order))],
             axis=1,
@@ -38,73 +45,83 @@ def test_evaluate_equals_a_simulated_step(layouts):
             np.testing.assert_allclose(costs, simulate(table, plan), rtol=1e-14)
 
 
-@pytest.mark.parametrize("edges", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("forbidden", [0.0, 0.2])
-def test_equals_brute_force(way, edges, ties, forbidden):
-    rng = np.random.default_rng([int(10 * edges), ties, int(10 * forbidden)])
-    for trial in range(12):
+def test_equals_every_plan(way, ties, forbidden):
+    rng = np.random.default_rng([ties, int(10 * forbidden)])
+    for trial in range(24):
         table = random_chain(
             rng,
-            blocks=int(rng.integers(1, 6)),
+            blocks=int(rng.integers(1, 8)),
             configs=4,
-            edges=edges,
             ties=ties,
             forbidden=forbidden,
             distinct=2 if trial % 3 == 2 else None,
-            layouts=3 if trial % 2 else None,
             late=trial % 4 > 0,
             forward=trial % 5 > 2,
         )
-        assert_equals_brute_force(table, search_chain(table))
+        assert_equals_every_plan(table, search_chain(table))
 
 
-@pytest.mark.parametrize("blocks", [2, 5, 9, 12])
-def test_equals_one_column_per_point_in_time(way, blocks):
-    rng = np.random.default_rng(blocks)
-    for trial in range(4):
-        table = random_chain(
-            rng,
-            blocks=blocks,
-            configs=3,
-            edges=[0.0, 0.5, 1.0][trial % 3],
-            ties=trial == 3,
-            forward=trial > 1,
-        )
-        few, many = search_chain(table), search_frontier(one_column_per_point_in_time(table))
-        assert few.exact and many.exact and len(few)
-        np.testing.assert_allclose(few.seconds, many.seconds, rtol=1e-14)
-        np.testing.assert_allclose(few.bytes, many.bytes, rtol=1e-14)
-
-
-@pytest.mark.parametrize("forward", [False, True])
-def test_columns_do_not_grow_with_depth(forward):
-    """A chain of 60 blocks costs no more per block than one of 20 (the number of candidates, not
-    seconds).
-    """
+def test_long_chains_equal_every_plan(way):
     rng = np.random.default_rng(0)
-    table = random_chain(rng, blocks=4, configs=4, forward=forward)
-    layers = [chain_layers(ChainTable(table.blocks, (0, 1, 2, 3) * count)) for count in (5, 15)]
-    assert {layer.columns for some in layers for layer in some} == {5 if forward else 4, 2}
+    for trial in range(3):
+        table = random_chain(rng, blocks=11, configs=3, ties=trial == 2, forward=trial > 0)
+        assert_equals_every_plan(table, search_chain(table))
 
 
-def test_bad_tables_are_refused():
+@pytest.mark.parametrize(
+    "limit",
+    [{"max_points": 1}, {"max_points": 3}, {"max_bytes": 500.0}, {"epsilon": 0.05}],
+)
+@pytest.mark.parametrize("ties", [False, True])
+def test_what_was_given_up_stays_within_the_bound(monkeypatch, ties, limit):
+    monkeypatch.setattr(layer_search, "_SMALL", 0)
+    rng, inexact = np.random.default_rng([ties, len(limit)]), 0
+    for trial in range(12):
+        table = random_chain(rng, blocks=7, configs=4, ties=ties, forbidden=0.1 * (trial % 3))
+        found = search_chain(table, **limit)
+        inexact += not found.exact
+        assert found.exact == (found.error_bound == 0)
+        assert found.error_bound <= limit.get("epsilon", np.inf)
+        factor = 1 + found.error_bound + 1e-12
+        for seconds, size in every_plan(table):
+            assert any(
+                p.step_seconds <= seconds * factor and p.peak_bytes <= size * factor
+                for p in found.points
+            )
+        assert_costs_are_evaluated(table, found)
+    assert inexact
+
+
+def test_time_that_is_up_leaves_what_is_known():
+    table = random_chain(np.random.default_rng(1), blocks=60, configs=8)
+    found = search_chain(table, max_seconds=1e-9)
+    assert found.points and not found.exact and 0 < found.error_bound < np.inf
+    assert_costs_are_evaluated(table, found)
+
+
+def test_bad_tables_and_limits_are_refused():
     one = np.ones(1)
     block = BlockCosts((0,), *[one] * 7)
     with pytest.raises(ValueError, match="no configuration"):
         BlockCosts((), *[np.ones(0)] * 7)
     with pytest.raises(ValueError, match="kept has shape"):
         BlockCosts((0,), one, one, one, one, np.ones(2), one, one)
-    with pytest.raises(ValueError, match="seconds holds NaN"):
+    with pytest.raises(ValueError, match="NaN"):
         BlockCosts((0,), one * np.nan, one, one, one, one, one, one)
     with pytest.raises(ValueError, match="from 0 to 0"):
         ChainTable((block,), (0, 1))
-    with pytest.raises(ValueError, match="need 1 edges"):
-        ChainTable((block,), (0, 0), (None, None))
+    nothing = ChainTable((), ())
+    for limit in ({"max_points": 0}, {"max_seconds": 0}, {"max_bytes": -1}):
+        with pytest.raises(ValueError, match="at least 1"):
+            search_chain(nothing, **limit)
+    for epsilon in (-0.1, 1.0):
+        with pytest.raises(ValueError, match="epsilon"):
+            search_chain(nothing, epsilon=epsilon)
 
 
 def test_no_blocks_is_the_fixed_cost():
-    (point,) = search_chain(
-        ChainTable((), (), fixed_seconds=2.0, fixed_bytes=3.0, update_bytes=4.0)
-    ).points
+    table = ChainTable((), (), fixed_seconds=2.0, fixed_bytes=3.0, update_bytes=4.0)
+    (point,) = search_chain(table).points
     assert (point.step_seconds, point.peak_bytes, point.choice) == (2.0, 7.0, {})

@@ -6,15 +6,12 @@ import pytest
 from lightning_topt.costs.chain_table import ChainTable
 from lightning_topt.frontier import chain_search, layer_search
 from lightning_topt.frontier.chain_search import column_count, search_meshes
-from tests.frontier.brute_force import brute_force_frontier
-from tests.frontier.tables import random_chain
+from tests.frontier.tables import every_plan, random_chain
 
 
 def union(tables):
     """(seconds, bytes) of the best plans of all tables, by bytes ascending."""
-    points = sorted(
-        (p.peak_bytes, p.step_seconds) for table in tables for p in brute_force_frontier(table)
-    )
+    points = sorted(plan[::-1] for table in tables for plan in every_plan(table))
     best = []
     for size, seconds in points:
         if not best or seconds < best[-1][0]:
@@ -28,9 +25,7 @@ def random_meshes(rng, count, **options):
     for _ in range(count):
         table = random_chain(rng, blocks=int(rng.integers(1, 5)), configs=3, **options)
         more = float(rng.integers(0, 8))
-        made.append(
-            ChainTable(table.blocks, table.order, table.edges, more, more, table.update_bytes)
-        )
+        made.append(ChainTable(table.blocks, table.order, more, more, table.update_bytes))
     return made
 
 
@@ -44,9 +39,7 @@ def test_equals_brute_force_over_all_meshes(monkeypatch, prices, ties, forbidden
     rng = np.random.default_rng([prices, ties, int(10 * forbidden)])
     dropped = 0
     for _ in range(15):
-        tables = random_meshes(
-            rng, int(rng.integers(1, 5)), edges=0.5, ties=ties, forbidden=forbidden
-        )
+        tables = random_meshes(rng, int(rng.integers(1, 5)), ties=ties, forbidden=forbidden)
         found = search_meshes((i, lambda table=table: table) for i, table in enumerate(tables))
         assert found.exact
         assert [(p.step_seconds, p.peak_bytes) for _, p in found.points] == union(tables)
@@ -65,9 +58,9 @@ def test_chains_of_different_depth_and_columns_side_by_side(monkeypatch, prices)
     for _ in range(10):
         depths = rng.permutation([0, 2, 4])
         tables = [
-            random_chain(rng, blocks=int(depth), configs=3, edges=0.5, layouts=2, forward=n == 0)
+            random_chain(rng, blocks=int(depth), configs=3, forward=n == 0)
             if depth
-            else ChainTable((), (), (), 3.0, 3.0, 1.0)
+            else ChainTable((), (), 3.0, 3.0, 1.0)
             for n, depth in enumerate(depths)
         ]
         assert {4, 5} >= {column_count(table) for table in tables}
@@ -81,7 +74,7 @@ def test_chains_of_different_depth_and_columns_side_by_side(monkeypatch, prices)
 def test_a_mesh_that_is_dearer_throughout_is_not_searched(monkeypatch):
     monkeypatch.setattr(chain_search, "_UNPRICED", 0)
     table = random_chain(np.random.default_rng(0), blocks=6, configs=3)
-    dear = ChainTable(table.blocks, table.order, table.edges, 1e3, 1e3)
+    dear = ChainTable(table.blocks, table.order, 1e3, 1e3)
     found = search_meshes([("dear", lambda: dear), ("cheap", lambda: table)])
     assert (
         found.searched == ("cheap",)
@@ -94,7 +87,7 @@ def test_time_that_is_up_is_said(monkeypatch):
     monkeypatch.setattr(chain_search, "_UNPRICED", 0)
     monkeypatch.setattr(layer_search, "_SMALL", 0)
     rng = np.random.default_rng(1)
-    tables = [random_chain(rng, blocks=30, configs=4, edges=0.5) for _ in range(3)]
+    tables = [random_chain(rng, blocks=30, configs=4) for _ in range(3)]
     found = search_meshes([(i, lambda i=i: tables[i]) for i in range(3)], max_seconds=1e-6)
     assert not found.exact and found.error_bound > 0 and found.points
     whole = search_meshes([(i, lambda i=i: tables[i]) for i in range(3)], max_seconds=60)

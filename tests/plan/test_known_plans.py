@@ -29,7 +29,7 @@ def table(rng: np.random.Generator) -> ChainTable:
         costs = {name: rng.uniform(0.1, 1.0, 3) for name in names}
         return BlockCosts((0, 1, 2), **(costs | {"seconds": costs["seconds"] + costs["backward"]}))
 
-    return ChainTable((block(), block()), (0, 1, 1, 1, 0), (), *rng.uniform(0, 1, 3).tolist())
+    return ChainTable((block(), block()), (0, 1, 1, 1, 0), *rng.uniform(0, 1, 3).tolist())
 
 
 def every_plan(of: ChainTable) -> np.ndarray:

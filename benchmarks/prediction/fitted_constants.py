@@ -7,7 +7,7 @@ These are rates, latencies and launch times, never a step itself.
 c are the cluster's own constants, from its data sheet or measured, x logarithms of factors, s the
 error that a right model has, w_k how far a constant of this kind strays from where it is
 (CONSTANTS), rho Huber's loss. What the steps say nothing about stays where it is (`fit_constants`).
-`least_factors` of the package minimizes it, which also fits factors to recorded runs.
+`least_factors` minimizes it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,17 @@ from typing import Any
 import numpy as np
 
 from benchmarks.prediction.error_figures import figure_of
-from lightning_topt.cli.predict import Array, least_factors
+from lightning_topt.costs.chain_table import Array
 from lightning_topt.costs.cluster import Cluster, ErrorFigure
 
 Predict = Callable[[Cluster], Sequence[float]]  # seconds of each step
+
+# of `least_factors`
+EXPECTED_ERROR = 0.05  # s
+HUBER = 1.5  # of s: larger residuals count by their size, not its square
+_STEPS = 40  # of Gauss-Newton
+_DIFFERENCE = 1e-4  # of a factor's logarithm
+_FAR = 4.0  # no factor is above e^4
 
 
 @dataclass(frozen=True)
@@ -130,3 +137,59 @@ def fit_constants(
     factors = {f"{c.part}.{c.entry}": float(factor) for c, factor in zip(used, found, strict=True)}
     moved = int((np.abs(np.log(found)) > 0.01).sum())
     return FittedConstants(fitted, factors, figure_of(predict(fitted), measured, fitted=moved))
+
+
+def least_factors(
+    predict: Callable[[Array], Sequence[float] | Array],
+    measured: Sequence[float],
+    *,
+    widths: Sequence[float],
+) -> Array:
+    """Return the factors a (constant,) with which `predict` comes closest to `measured`.
+
+        minimize over x = log a     sum of rho(log(predict(a) / measured) / s) + sum of (x / w)^2
+
+    w are the `widths`, s is EXPECTED_ERROR. rho is Huber's loss, so that a few odd steps do not
+    decide. Gauss-Newton with Levenberg's damping; derivatives are differences.
+    """
+    target, scale = np.log(np.asarray(measured, float)), np.asarray(widths, float)
+
+    def residuals(x: Array) -> Array:
+        found: Array = (np.log(np.asarray(predict(np.exp(x)), float)) - target) / EXPECTED_ERROR
+        return found
+
+    factors: Array = np.exp(_minimum(residuals, scale))
+    return factors
+
+
+def _minimum(residuals: Callable[[Array], Array], widths: Array) -> Array:
+    """Return the logarithms of factors at the least loss, from 0 on."""
+    x, damping = np.zeros(len(widths)), 1e-2
+    known = residuals(x)
+    loss = _loss(known, x, widths)
+    for _ in range(_STEPS):
+        slopes = np.stack(
+            [(residuals(x + step) - known) / _DIFFERENCE for step in _DIFFERENCE * np.eye(len(x))],
+            axis=1,
+        )
+        weights = 1 / np.maximum(np.abs(known) / HUBER, 1.0)
+        curvature = (slopes.T * weights) @ slopes + np.diag(widths**-2)
+        gradient = (slopes.T * weights) @ known + x / widths**2
+        before = loss
+        while damping < 1e6:
+            step = np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), -gradient)
+            there = np.clip(x + step, -_FAR, _FAR)
+            found = residuals(there)
+            if (new := _loss(found, there, widths)) < loss:
+                x, known, loss, damping = there, found, new, damping / 5
+                break
+            damping *= 5
+        if before - loss < 1e-4 * before:
+            break
+    return x
+
+
+def _loss(residuals: Array, x: Array, widths: Array) -> float:
+    size = np.abs(residuals)
+    huber = np.where(size <= HUBER, size**2, 2 * HUBER * size - HUBER**2)
+    return float(huber.sum() + ((x / widths) ** 2).sum())

@@ -21,7 +21,7 @@ are neighbours, then data ranks, then stages. What has no model of its own is be
     every second product recomputed      `OPERATORS_AGAIN` of the seconds of that way, and
                                          `OPERATORS_KEPT` of its bytes
     activations offloaded to the host    the seconds of none, where passes do not wait for the
-                                         host (`compute.offloaded_seconds`); the bytes of all, and
+                                         host (vDNN, arXiv 1602.08124); the bytes of all, and
                                          of the layer that comes back while another one runs
 """
 
@@ -50,7 +50,6 @@ from benchmarks.prediction.transformer import RankTransformer, TransformerSizes,
 from hydra_plugins.lightning_topt_searchpath import conf_dir
 from lightning_topt.costs.cluster import Cluster, Device, ErrorFigure, Link
 from lightning_topt.costs.communication import Group, estimate_collective_seconds
-from lightning_topt.costs.compute import offloaded_seconds
 from lightning_topt.costs.optimizer import OptimizerProfile, ParameterUpdate
 from lightning_topt.costs.plain_values import names, shown
 from lightning_topt.costs.training_step import TrainingStep
@@ -317,7 +316,7 @@ class RunPrices:
         seconds, waits = {**plain.seconds}, 0.0
         for part in ("forward", "backward"):
             alone = seconds[part] / count
-            there = offloaded_seconds(alone, size=layers * size, bandwidth=device.host_bandwidth)
+            there = max(alone, layers * size / device.host_bandwidth)
             seconds[part], waits = count * there, waits + there - alone
         step = plain.step_seconds + (count + run.pipeline - 1) * waits
         seconds["pipeline"] = max(step - sum(seconds[p] for p in seconds if p != "pipeline"), 0.0)

@@ -1,32 +1,23 @@
-"""`topt predict`: what given plans would cost, without a search.
+"""`topt predict`: what a given plan would cost, without a search; how wrong predictions were.
 
-    plan=FILE or a name     `predict_plan`: one plan of a model, and what its time is made of
-    runs=FOLDER             `predict_runs`: recorded runs (`run.json`), predicted and measured
-
-Recorded runs also tell how wrong the constants of a cluster are:
-
-    t = a compute + b exposed communication        a, b fitted to the runs (`least_factors`)
-
-A cluster whose computing takes a times as long and whose links b times as long predicts these runs
-better. Each run is predicted from the others to say by how much.
+plan=FILE or a name     `predict_plan`: one plan of a model, and what its time is made of
+runs=FOLDER             `predict_runs`: recorded runs (`run.json`), predicted and measured
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from rich.console import Console
-from rich.table import Table
 
 from lightning_topt.basics.argument_checks import check_flag, check_whole
 from lightning_topt.basics.units import format_bytes, format_seconds
@@ -39,23 +30,16 @@ from lightning_topt.cli.example_step import (
     one_device_trainer,
     plain_value,
 )
-from lightning_topt.costs.chain_table import Array
-from lightning_topt.costs.cluster import (
-    Accuracy,
-    Cluster,
-    CollectiveCurve,
-    ErrorFigure,
-    Link,
-    sentence_of,
-)
+from lightning_topt.costs.cluster import Accuracy, Cluster, ErrorFigure, sentence_of
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
-from lightning_topt.costs.plain_values import number, parse_json, read_text, shown
+from lightning_topt.costs.plain_values import number, parse_json, read_text
 from lightning_topt.graph.module_copy import build_on_meta
-from lightning_topt.plan.explanation import PricedPlan, price_offloaded, price_plan
+from lightning_topt.plan.explanation import PricedPlan, price_plan
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_intervals import Intervals, KnownErrors, interval_sentences
 from lightning_topt.plan.plan_report import print_explanation, print_stages
 from lightning_topt.plan.plan_search import SearchRequest
+from lightning_topt.plan.report_table import table
 from lightning_topt.plugins.plan_options import (
     MeshPlan,
     PipelinePlan,
@@ -65,22 +49,7 @@ from lightning_topt.plugins.plan_options import (
 )
 from lightning_topt.plugins.planning import make_fake_optimizers
 
-# of files that are read, rows of the table, runs to fit two factors to
-MOST_RUNS, SHOWN, ENOUGH = 10_000, 20, 3
-WIDTHS = 0.3, 0.5  # how far the factors stray, as logarithms
-
-# of `least_factors`
-EXPECTED_ERROR = 0.05  # s
-HUBER = 1.5  # of s: larger residuals count by their size, not its square
-_STEPS = 40  # of Gauss-Newton
-_DIFFERENCE = 1e-4  # of a factor's logarithm
-_FAR = 4.0  # no factor is above e^4
-
-# configurations that are priced and that nothing here runs, by their options
-_PREDICTED_ONLY = {
-    "tensor_overlap": "exchanges of tensor axes beside products",
-    "offload": "activations in the memory of the host",
-}
+MOST_RUNS, SHOWN = 10_000, 20  # files that are read, rows of the table
 _CAPTION = (
     "work of the rank that works longest; exchanges run beside other work, so shares may add up to "
     "more than 100 %"
@@ -94,36 +63,33 @@ def run(config: DictConfig) -> None:
         ValueError: files that cannot be read, options that contradict one another, and plans that
             cannot be.
     """
-    # a plan or runs, not both
     if (config.runs is None) == (config.plan is None):
         raise ValueError(
             "say what is to be predicted, one of the two: plan=FILE.yaml, or runs=FOLDER with "
             "run.json files"
         )
-    # options that belong to another kind of prediction are refused, not ignored
+    # options that belong to the other kind of prediction are refused, not ignored
+    kind, others = ("runs", ("save_cluster",))
+    if config.plan is None:
+        kind, others = ("a plan", ("out", "ranks", "compiled"))
+    for name in others:
+        if config[name] not in (None, False):
+            raise ValueError(f"{name} belongs to the prediction of {kind}: leave it out")
     cluster, console = _read_cluster(config), Console()
-    if config.plan is not None:
-        _refuse(config, ("save_cluster",), why="of runs")
-        if config.out is not None and (config.offload or config.tensor_overlap):
-            raise ValueError(
-                "out is a plan that runs, and no plan runs with offload or tensor_overlap: leave "
-                "out one of them"
-            )
-        predict_plan(config, _known(cluster), console=console)
-        return
-    folder = _path(config.runs, "runs")
-    if not folder.is_dir():
+    if config.plan is None:
+        save = None if config.save_cluster is None else Path(config.save_cluster)
+        predict_runs(Path(config.runs), cluster, save=save, console=console)
+    elif cluster is not None:
+        predict_plan(config, cluster, console=console)
+    else:
         raise ValueError(
-            f"runs is a folder with run.json files: rows of a table are predicted by `python -m "
-            f"benchmarks.prediction.rows {folder}`, in a checkout of lightning_topt"
+            "say for which machines: cluster=NAME of the group (topt predict --help lists them), "
+            "or cluster_file=FILE, such as topt calibrate writes"
         )
-    _refuse(config, ("out", "ranks", "compiled", "tensor_overlap", "offload"), why="of a plan")
-    save = None if config.save_cluster is None else _path(config.save_cluster, "save_cluster")
-    predict_runs(folder, cluster, save=save, console=console)
 
 
+# the cluster of ``cluster`` or ``cluster_file``, if any
 def _read_cluster(config: DictConfig) -> Cluster | None:
-    """Return the cluster of ``cluster`` or ``cluster_file``, if any."""
     # a list, of which Hydra keeps the last
     if not isinstance(HydraConfig.get().runtime.choices.get("cluster"), str):
         raise ValueError(
@@ -134,28 +100,6 @@ def _read_cluster(config: DictConfig) -> Cluster | None:
     if config.cluster is not None:
         raise ValueError("cluster and cluster_file are two clusters: leave out one of them")
     return read_cluster(str(config.cluster_file))
-
-
-def _known(cluster: Cluster | None) -> Cluster:
-    if cluster is None:
-        raise ValueError(
-            "say for which machines: cluster=NAME of the group (topt predict --help lists them), "
-            "or cluster_file=FILE, such as topt calibrate writes"
-        )
-    return cluster
-
-
-def _refuse(config: DictConfig, names: tuple[str, ...], *, why: str) -> None:
-    """Raise ValueError where options are given that belong to another kind of prediction."""
-    for name in names:
-        if config[name] not in (None, False):
-            raise ValueError(f"{name} belongs to the prediction {why}: leave it out")
-
-
-def _path(value: object, name: str) -> Path:
-    if not isinstance(value, str | Path):
-        raise ValueError(f"{name} is the path of a file, got {shown(value)}")
-    return Path(value)
 
 
 # ---- one plan of a model
@@ -181,39 +125,16 @@ def predict_plan(config: DictConfig, cluster: Cluster, *, console: Console) -> N
     parts = config.trainer.get("accumulate_grad_batches") or 1
     plan = _complete_plan(given, config.ranks, example, cluster, accumulate=parts)
     request = _request_of(plan, example, cluster, profile)
-    priced = _priced(request, plan, **{name: _flag(config, name) for name in _PREDICTED_ONLY})
+    priced = price_plan(request, plan)
     costs = priced.predicted.step_seconds, priced.predicted.peak_bytes
     sure = KnownErrors.of(cluster, example.graph).intervals(priced.plan, *costs)
     _print_priced(priced, cluster, sure, console=console)
     console.print(PREDICTED_AS[example.graph.predicted_as], highlight=False)
-    if only := [what for name, what in _PREDICTED_ONLY.items() if config[name]]:
-        console.print(f"Predicted only, nothing here runs it: {', '.join(only)}.", highlight=False)
     if config.out is not None:
         out = Path(config.out)
         out.parent.mkdir(parents=True, exist_ok=True)
         priced.plan.save(out)
         console.print(f"plan with its prediction: {out}", highlight=False, soft_wrap=True)
-
-
-def _flag(config: DictConfig, name: str) -> bool:
-    return bool(check_flag(config[name], name=name))
-
-
-def _priced(
-    request: SearchRequest, plan: ParallelPlan, *, tensor_overlap: bool, offload: bool
-) -> PricedPlan:
-    """Return the costs of a plan, also of configurations that are predicted only."""
-    price = price_offloaded if offload else price_plan
-    found = price(request, plan)
-    if not tensor_overlap:
-        return found
-    overlapped = price(replace(request, tensor_overlap=True), plan)
-    if overlapped.predicted.step_seconds >= found.predicted.step_seconds:
-        raise ValueError(
-            "tensor_overlap is of gathers and scatters beside products, of which this plan has "
-            "none: give one whose tensor axis splits activations too, or leave it out"
-        )
-    return overlapped
 
 
 def _captured(
@@ -224,7 +145,10 @@ def _captured(
     datamodule: pl.LightningDataModule = instantiate(config.data)
     model: pl.LightningModule = build_on_meta(make_model)
     trainer = one_device_trainer(config)
-    kind = {"accelerator": accelerator, "compiled": _flag(config, "compiled")}
+    kind = {
+        "accelerator": accelerator,
+        "compiled": bool(check_flag(config.compiled, name="compiled")),
+    }
     try:
         example = capture_example(model, datamodule, trainer, splits=splits, **kind)
     # a step that reads values is captured once more, with real weights
@@ -302,14 +226,12 @@ def _print_priced(
     for sentence in (sentence_of(cluster.accuracy), *interval_sentences(sure, cluster)):
         console.print(sentence, highlight=False)
     # kinds of work, the longest first
-    table = Table("of a step", "seconds", "share", caption=_CAPTION, caption_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    made = table("of a step", "seconds", "share", caption=_CAPTION)
     for kind, seconds in sorted(priced.seconds.items(), key=lambda item: -item[1]):
         if seconds > 0:
             share = 100 * seconds / max(predicted.step_seconds, 1e-30)
-            table.add_row(kind, format_seconds(seconds), f"{share:.1f} %")
-    console.print(table)
+            made.add_row(kind, format_seconds(seconds), f"{share:.1f} %")
+    console.print(made)
     if priced.blocks is not None:
         print_explanation(priced.blocks, console=console)
     if priced.stages:
@@ -323,14 +245,12 @@ def _print_priced(
 class RecordedRun:
     """One run, predicted and measured: seconds of a step, and bytes at its peak.
 
-    `compute` and `communication` are the seconds that the prediction is made of; `measured_bytes`
-    are those of the fullest rank. One of a busy machine says nothing about constants.
+    `measured_bytes` are those of the fullest rank. A run of a busy machine says nothing about
+    constants.
     """
 
     path: Path
     machine: str
-    compute: float
-    communication: float
     predicted: float
     measured: float
     predicted_bytes: float
@@ -346,46 +266,45 @@ def predict_runs(
     Args:
         folder: the runs are below it; they are shown machine by machine.
         cluster: where some of them ran.
-        save: a file for `cluster` with the constants that follow from the runs on it.
+        save: a file for `cluster` with the errors of the runs on it.
         console: where to print.
 
     Raises:
         ValueError: there are no such runs, or none on the cluster that is to be saved.
     """
-    runs = [*read_runs(folder)]
-    if not runs:
+    by_machine: dict[str, list[RecordedRun]] = {}
+    for run in read_runs(folder):
+        by_machine.setdefault(run.machine, []).append(run)
+    if not by_machine:
         raise ValueError(
             f"no run.json below {folder} has both a prediction and a measurement: topt train "
-            "strategy=topt writes such files"
+            "strategy=topt_full writes such files"
         )
-    # all runs, by machine
-    by_machine: dict[str, list[RecordedRun]] = {}
-    for run in runs:
-        by_machine.setdefault(run.machine, []).append(run)
-    for machine, those in by_machine.items():
-        _print_runs(machine, those, folder, console)
+    for machine, runs in by_machine.items():
+        _print_runs(machine, runs, folder, console)
 
-    # constants from the runs on the given cluster
+    # the errors of the given cluster
     if save is None:
         return
     if cluster is None:
         raise ValueError(
-            "save_cluster is for a cluster with corrected constants: say which, cluster=NAME or "
+            "save_cluster is for a cluster with its errors: say which, cluster=NAME or "
             "cluster_file=FILE"
         )
-    own = [run for run in runs if run.machine.startswith(f"{cluster.name} on ")]
+    own = [
+        run
+        for runs in by_machine.values()
+        for run in runs
+        if run.machine.startswith(f"{cluster.name} on ") and not run.machine_was_busy
+    ]
     if not own:
         raise ValueError(
-            f"no run below {folder} is on {cluster.name!r}: they are on "
+            f"no run below {folder} is on {cluster.name!r} while it was quiet: runs are on "
             f"{', '.join(sorted(by_machine))}"
         )
-    if not (own := _quiet(own)):
-        raise ValueError(
-            f"the machine was busy in all runs on {cluster.name!r}, which say nothing about its "
-            "constants: run once more when it is quiet"
-        )
     save.parent.mkdir(parents=True, exist_ok=True)
-    corrected(cluster, own).save(save)
+    accuracy = Accuracy(*_errors(own), f"{len(own)} runs that were recorded")
+    replace(cluster, accuracy=accuracy).save(save)
     console.print(f"cluster: {save}", highlight=False, soft_wrap=True)
 
 
@@ -409,40 +328,28 @@ def _read_run(path: Path, record: Mapping[str, Any]) -> RecordedRun | None:
     predicted, measured, plan = record["predicted"], record["measured"], record["plan"]
     if not predicted or not measured or not plan:
         return None
-    names = "compute_seconds", "exposed_communication_seconds", "step_seconds", "peak_bytes"
-    compute, communication, step, size = [number(predicted[name], name=name) for name in names]
+    step, size = (number(predicted[name], name=name) for name in ("step_seconds", "peak_bytes"))
     seconds = number(measured["median_step_seconds"], name="median_step_seconds")
-    # a rank without a measurement has 0 or nothing
-    peaks = [
-        number(value, name="peak_bytes_per_rank")
-        for value in measured["peak_bytes_per_rank"]
-        if value
-    ]
     if not seconds or not step:
         return None
+    # a rank without a measurement has 0 or nothing
+    name = "peak_bytes_per_rank"
+    peaks = [number(value, name=name) for value in measured[name] if value]
     machine = (
         f"{plan['cluster'] or 'machines without a name'} on {record['world_size']} "
         f"{record['device']} rank(s)"
     )
     busy = record.get("machine_was_busy") is True  # earlier releases do not say
-    fullest = max(peaks, default=None)
-    return RecordedRun(path, machine, compute, communication, step, seconds, size, fullest, busy)
-
-
-def _quiet(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
-    """Return the runs that say something about the constants of their machine."""
-    return [run for run in runs if not run.machine_was_busy]
+    return RecordedRun(path, machine, step, seconds, size, max(peaks, default=None), busy)
 
 
 def _print_runs(machine: str, runs: Sequence[RecordedRun], folder: Path, console: Console) -> None:
-    """Print the runs on one machine, and what they say of its constants."""
     columns = "run", "predicted", "measured", "error", "peak predicted", "measured", "error"
-    table = Table(*columns, title=machine)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    caption = None if len(runs) <= SHOWN else f"the last {SHOWN} of {len(runs)} runs"
+    made = table(*columns, caption=caption)
     for run in runs[-SHOWN:]:
         size = run.measured_bytes
-        table.add_row(
+        made.add_row(
             str(run.path.parent.relative_to(folder)),
             format_seconds(run.predicted),
             format_seconds(run.measured),
@@ -451,158 +358,27 @@ def _print_runs(machine: str, runs: Sequence[RecordedRun], folder: Path, console
             "-" if size is None else format_bytes(size),
             "" if size is None else _error(run.predicted_bytes, size),
         )
-    if len(runs) > SHOWN:
-        table.caption = f"the last {SHOWN} of {len(runs)} runs"
-    console.print(table)
-
-    # errors as predicted, and with corrected constants
-    count = len(runs)
-    if len(runs := _quiet(runs)) < count:
-        console.print(
-            f"Left out of what follows: {count - len(runs)} of {count} runs, whose machine was "
-            "busy.",
-            highlight=False,
-        )
-    if not runs:
-        return
-    seconds = ErrorFigure.of([run.predicted for run in runs], [run.measured for run in runs])
-    console.print(f"Step times: {seconds}.", highlight=False)
-    if (size_error := _bytes_error(runs)) is not None:
-        console.print(f"Peak memory: {size_error}.", highlight=False)
-    if (better := corrected_error(runs)) is not None:
-        a, b = correction_factors(runs)
-        console.print(
-            f"Computing took {a:.2f} times, communication {b:.2f} times what was predicted; with "
-            f"constants corrected so, each run predicted from the others: {better}.",
-            highlight=False,
-        )
+    console.print(machine, highlight=False, markup=False)
+    console.print(made)
+    quiet = [run for run in runs if not run.machine_was_busy]
+    if len(quiet) < len(runs):
+        count = f"{len(runs) - len(quiet)} of {len(runs)} runs"
+        console.print(f"Left out: {count}, whose machine was busy.", highlight=False)
+    if quiet:
+        seconds, size_error = _errors(quiet)
+        console.print(f"Step times: {seconds}.", highlight=False)
+        if size_error is not None:
+            console.print(f"Peak memory: {size_error}.", highlight=False)
 
 
 def _error(predicted: float, measured: float) -> str:
     return f"{100 * (predicted / measured - 1):+.1f} %"
 
 
-# ---- constants that follow from recorded runs
-
-
-def correction_factors(runs: Sequence[RecordedRun]) -> tuple[float, float]:
-    """Return by what factors computing and links take longer than predicted.
-
-    A factor is 1 where the runs say nothing about it.
-    """
-    compute = np.array([run.compute for run in runs])
-    exposed = np.array([run.communication for run in runs])
-    measured = [run.measured for run in runs]
-    found = least_factors(lambda a: a[0] * compute + a[1] * exposed, measured, widths=WIDTHS)
-    return float(found[0]), float(found[1])
-
-
-def corrected_error(runs: Sequence[RecordedRun]) -> ErrorFigure | None:
-    """Return the errors of predictions with factors that are fitted to the other runs.
-
-    None for too few of them.
-    """
-    if len(runs) <= ENOUGH:
-        return None
-    # leave-one-out: a run says nothing about its own prediction
-    predicted = []
-    for index, run in enumerate(runs):
-        a, b = correction_factors([*runs[:index], *runs[index + 1 :]])
-        predicted.append(a * run.compute + b * run.communication)
-    return ErrorFigure.of(predicted, [run.measured for run in runs])
-
-
-def corrected(cluster: Cluster, runs: Sequence[RecordedRun]) -> Cluster:
-    """Return `cluster` with the constants that follow from `runs` on it, and their errors."""
-    # seconds of computing take a times as long, those of links b times
-    a, b = correction_factors(runs) if len(runs) >= ENOUGH else (1.0, 1.0)
-    seconds = corrected_error(runs) or ErrorFigure.of(
-        [r.predicted for r in runs], [r.measured for r in runs]
+# of step times, and of peaks where some were measured
+def _errors(runs: Sequence[RecordedRun]) -> tuple[ErrorFigure, ErrorFigure | None]:
+    sizes = [(run.predicted_bytes, run.measured_bytes) for run in runs if run.measured_bytes]
+    return (
+        ErrorFigure.of([run.predicted for run in runs], [run.measured for run in runs]),
+        ErrorFigure.of(*zip(*sizes, strict=True), above=True) if sizes else None,
     )
-    accuracy = Accuracy(seconds, _bytes_error(runs), f"{len(runs)} runs that were recorded")
-    if cluster.nodes:
-        raise ValueError(
-            f"the cluster {cluster.name!r} has several kinds of nodes: constants are corrected for "
-            "one kind"
-        )
-    device = replace(
-        cluster.device,
-        flops={dtype: rate / a for dtype, rate in cluster.device.flops.items()},
-        memory_bandwidth=cluster.device.memory_bandwidth / a,
-        op_overhead_seconds=cluster.device.op_overhead_seconds * a,
-        framework_seconds=cluster.device.framework_seconds * a,
-        launch_seconds=cluster.device.launch_seconds * a,
-    )
-    links = {
-        name: None if link is None else Link(link.latency_seconds * b, link.bandwidth / b)
-        for name, link in (("intra", cluster.intra), ("inter", cluster.inter))
-    }
-    curves = {
-        key: CollectiveCurve(
-            curve.sizes, tuple(b * value for value in curve.seconds), b * curve.wait_seconds
-        )
-        for key, curve in cluster.collectives.items()
-    }
-    given: dict[str, Any] = {**links, "device": device, "collectives": curves}
-    return replace(cluster, **given, accuracy=accuracy)
-
-
-def least_factors(
-    predict: Callable[[Array], Sequence[float] | Array],
-    measured: Sequence[float],
-    *,
-    widths: Sequence[float],
-) -> Array:
-    """Return the factors a (constant,) with which `predict` comes closest to `measured`.
-
-        minimize over x = log a     sum of rho(log(predict(a) / measured) / s) + sum of (x / w)^2
-
-    w are the `widths`, s is EXPECTED_ERROR. rho is Huber's loss, so that a few odd steps do not
-    decide. Gauss-Newton with Levenberg's damping; derivatives are differences.
-    """
-    target, scale = np.log(np.asarray(measured, float)), np.asarray(widths, float)
-
-    def residuals(x: Array) -> Array:
-        found: Array = (np.log(np.asarray(predict(np.exp(x)), float)) - target) / EXPECTED_ERROR
-        return found
-
-    factors: Array = np.exp(_minimum(residuals, scale))
-    return factors
-
-
-def _minimum(residuals: Callable[[Array], Array], widths: Array) -> Array:
-    """Return the logarithms of factors at the least loss, from 0 on."""
-    x, damping = np.zeros(len(widths)), 1e-2
-    known = residuals(x)
-    loss = _loss(known, x, widths)
-    for _ in range(_STEPS):
-        slopes = np.stack(
-            [(residuals(x + step) - known) / _DIFFERENCE for step in _DIFFERENCE * np.eye(len(x))],
-            axis=1,
-        )
-        weights = 1 / np.maximum(np.abs(known) / HUBER, 1.0)
-        curvature = (slopes.T * weights) @ slopes + np.diag(widths**-2)
-        gradient = (slopes.T * weights) @ known + x / widths**2
-        before = loss
-        while damping < 1e6:
-            step = np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), -gradient)
-            there = np.clip(x + step, -_FAR, _FAR)
-            found = residuals(there)
-            if (new := _loss(found, there, widths)) < loss:
-                x, known, loss, damping = there, found, new, damping / 5
-                break
-            damping *= 5
-        if before - loss < 1e-4 * before:
-            break
-    return x
-
-
-def _loss(residuals: Array, x: Array, widths: Array) -> float:
-    size = np.abs(residuals)
-    huber = np.where(size <= HUBER, size**2, 2 * HUBER * size - HUBER**2)
-    return float(huber.sum() + ((x / widths) ** 2).sum())
-
-
-def _bytes_error(runs: Sequence[RecordedRun]) -> ErrorFigure | None:
-    pairs = [(run.predicted_bytes, run.measured_bytes) for run in runs if run.measured_bytes]
-    return ErrorFigure.of(*zip(*pairs, strict=True), above=True) if pairs else None

@@ -8,15 +8,13 @@
     T = T + H             where host and device are one     estimate_pass_seconds (CPUs: `timers`)
     T = (T^q + H^q)^(1/q) where the host runs ahead         host_bound_seconds [2]
     P, C -> max(P, C) + min(P, C) / n                       overlapped_seconds [4]
-    T -> max(T, V / h)                                      offloaded_seconds [5]
 
 [1] Williams, Waterman & Patterson, CACM 52(4), 2009 (roofline); f is Hockney's half-performance
 length, 1988. [2] benchmarks/prediction/gpu_cost_model.py. [3] Dao, arXiv 2307.08691, figures 4 to
 6: causal attention of 2,048 positions runs at three quarters of the rate of 16,384. [4] Products
 that take P, and the gathers and scatters beside them that take C, in n parts: Wang et al., Overlap
 Communication with Dependent Computation via Decomposition, ASPLOS 2023; Megatron-LM's
-tp-comm-overlap, torch's asynchronous tensor parallelism. [5] V bytes of activations go to the host
-in a pass, of bandwidth h: Rhu et al., vDNN, arXiv 1602.08124. Nothing here runs [4] and [5].
+tp-comm-overlap, torch's asynchronous tensor parallelism. Nothing here runs [4].
 
 The host issues kernels while the device runs earlier ones: a pass takes as long as the slower of
 the two, and a little more where they are close (q). h is `Device.launch_seconds` on accelerators,
@@ -186,11 +184,6 @@ def overlapped_seconds(products: float, exchanges: float, *, parts: int) -> floa
     Only the first exchange waits for nothing, or the last product.
     """
     return max(products, exchanges) + min(products, exchanges) / parts
-
-
-def offloaded_seconds(seconds: float, *, size: float, bandwidth: float) -> float:
-    """Return the seconds of a pass beside which `size` bytes go to the host, or come from there."""
-    return max(seconds, size / bandwidth)
 
 
 def product_seconds(

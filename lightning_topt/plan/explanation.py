@@ -18,13 +18,12 @@ from typing import Any
 import numpy as np
 
 from lightning_topt.costs.communication import check_world_size
-from lightning_topt.costs.compute import offloaded_seconds
 from lightning_topt.costs.sizes import narrow_parameters
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.frontier.stage_search import StagePoint
 from lightning_topt.graph.op_graph import Block
 from lightning_topt.plan.micro_batches import ModelFacts, step_of_microbatches
-from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, StagePlan, StepEstimate
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, StepEstimate
 from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, stage_blocks, step_on
 from lightning_topt.plan.stage_blocks import StageBlocks
@@ -105,59 +104,6 @@ def price_plan(request: SearchRequest, plan: ParallelPlan) -> PricedPlan:
         for kind, value in total.seconds.items()
     }
     return PricedPlan(plan, plan.predicted, seconds, explained)
-
-
-def price_offloaded(request: SearchRequest, plan: ParallelPlan) -> PricedPlan:
-    """Return what a step of `plan` costs whose blocks keep their inputs alone on the device.
-
-    The rest of what they keep for backward goes to the host beside forward, and comes back beside
-    backward, one block ahead (`compute.offloaded_seconds`). Predicted only: no plan runs so.
-
-    Raises:
-        PlanError: as `price_plan`; also for plans with stages, or with recomputation.
-        ValueError: it is not known how fast the host is reached.
-    """
-    device = request.cluster.device
-    if plan.schedule is not None or any(config.recompute for config in plan.configs.values()):
-        raise PlanError(
-            "offloading is priced for plans without stages and without recomputation: give one, or "
-            "a row of a file with the columns offload and pp"
-        )
-    if not device.host_bandwidth:
-        raise ValueError(
-            f"how fast activations go to the host is not known of {device.name}: say "
-            "device.host_bandwidth in the cluster's file, such as 25GB/s"
-        )
-    plain = price_plan(request, plan)
-    # the same blocks as if they were recomputed hold as much: their inputs, and one block of all
-    again = {block.name for block in request.graph.blocks if block.recomputable}
-    blocks = [
-        replace(each, config=replace(each.config, recompute=each.block in again))
-        for each in plan.blocks
-    ]
-    held = price_plan(request, replace(plan, stages=(StagePlan(tuple(blocks)),)))
-    step = step_of(request, plan)
-    moved: dict[str, float] = {}
-    for part in step.graph.timeline:
-        if part.block in again:
-            size = part.kept_bytes.at(step.batch_size) - part.output_bytes.at(step.batch_size)
-            moved[part.block] = moved.get(part.block, 0.0) + max(size, 0.0)
-    # each micro-batch, and of a tensor group each of those that ranks bring
-    seconds, waits = {**plain.seconds}, 0.0
-    count = plan.accumulate * step.num_microbatches
-    for kind in ("forward", "backward"):
-        alone = seconds[kind] / count
-        size, bandwidth = sum(moved.values()), device.host_bandwidth
-        wait = count * (offloaded_seconds(alone, size=size, bandwidth=bandwidth) - alone)
-        seconds[f"offloading in {kind}"], waits = wait, waits + wait
-    known = plain.predicted
-    predicted = StepEstimate(
-        known.step_seconds + waits,
-        held.predicted.peak_bytes + max(moved.values(), default=0.0),
-        known.compute_seconds,
-        known.exposed_communication_seconds + waits,
-    )
-    return PricedPlan(replace(plan, predicted=predicted), predicted, seconds, plain.blocks)
 
 
 def _with_micro_batches(request: SearchRequest, plan: ParallelPlan) -> ParallelPlan:

@@ -430,8 +430,8 @@ def choose_estimate(
         nearest = min(estimates, key=limits.excess)
         raise NoPlanFitsError(
             f"no plan of {len(estimates)} scenario(s) runs {limits}: the nearest is "
-            f"{nearest.scenario} with {nearest.in_words(limits.currency)}; allow more, or give other clusters, "
-            "device_counts or batch sizes"
+            f"{nearest.scenario} with {nearest.in_words(limits.currency)}; allow more, or give "
+            "other clusters, device_counts or batch sizes"
         )
     compared, best = _OBJECTIVES[objective]
     order = sorted(kept, key=lambda each: (compared(each), each.step_seconds, each.peak_bytes))

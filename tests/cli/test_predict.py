@@ -8,11 +8,9 @@ import json
 import re
 import sys
 
-import numpy as np
 import pytest
 
 from lightning_topt.cli import main
-from lightning_topt.cli.predict import corrected, correction_factors, least_factors, read_runs
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.plan.parallel_plan import ParallelPlan
 
@@ -110,32 +108,6 @@ def test_a_compiled_step_is_planned_and_priced(topt, tmp_path):
     assert code == 2 and "compiled is True or False" in output
 
 
-def test_configurations_that_are_predicted_only(topt, tmp_path):
-    plain = ["plan=zero1", "ranks=8", "cluster=a100_8x8", "data.batch_size=64"]
-    code, output = topt("predict", *plain)
-    assert code == 0 and "Predicted only" not in output
-    # 1 MB/s: what goes to the host is all that counts
-    slow = "cluster.device.host_bandwidth=1MB/s"
-    code, waiting = topt("predict", *plain, "offload=true", slow)
-    assert code == 0 and "Predicted only, nothing here runs it: activations" in waiting
-    assert "offloading in backward" in waiting
-    assert step_seconds(waiting) > 10 * step_seconds(output)
-    refused = {
-        "leave out one of them": ["offload=true", f"out={tmp_path}/plan.yaml"],
-        "of which this plan has none": ["tensor_overlap=true"],
-        "host_bandwidth in the cluster's file": [
-            "offload=true",
-            "cluster.device.host_bandwidth=0",
-        ],
-    }
-    for sentence, given in refused.items():
-        code, output = topt("predict", *plain, *given)
-        assert code == 2 and sentence in output
-    again = ["plan=zero1+recompute", *plain[1:]]
-    code, output = topt("predict", *again, "offload=true")
-    assert code == 2 and "without recomputation" in output
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -230,111 +202,40 @@ def runs(tmp_path):
     return folder
 
 
-def test_recorded_runs_are_compared_and_corrected(topt, runs, tmp_path):
-    machines = Cluster(
-        "lab",
-        Device("d", 10**9, {"float32": 1.2e12}, 1.2e11),
-        2,
-        1,
-        Link(1e-5, 1.5e9),
-        backend="gloo",
-    )
-    machines.save(tmp_path / "lab.yaml")
+def lab(folder):
+    device = Device("d", 10**9, {"float32": 1.2e12}, 1.2e11)
+    Cluster("lab", device, 2, 1, Link(1e-5, 1.5e9), backend="gloo").save(folder / "lab.yaml")
+    return f"cluster_file={folder}/lab.yaml"
+
+
+def test_a_cluster_learns_its_errors_from_recorded_runs(topt, runs, tmp_path):
+    # on another number of ranks, and of a busy machine
+    record(runs, 7, compute=1.0, communication=0.0, measured=1.2, ranks=4, busy=False)
+    record(runs, 8, compute=1.0, communication=0.0, measured=50.0, busy=True)
     saved = tmp_path / "better.yaml"
-    code, output = topt(
-        "predict", f"runs={runs}", f"cluster_file={tmp_path}/lab.yaml", f"save_cluster={saved}"
+    code, output = topt("predict", f"runs={runs}", lab(tmp_path), f"save_cluster={saved}")
+    assert code == 0 and "half of 6 runs within" in output and "1 of 7 runs" in output
+    assert all(
+        f"{name} cpu rank(s)" in output for name in ("lab on 2", "lab on 4", "elsewhere on 2")
     )
-    assert code == 0 and "lab on 2 cpu rank(s)" in output and "elsewhere on 2 cpu rank(s)" in output
-    assert "half of 6 runs within" in output and "each run predicted from the others" in output
     better = Cluster.load(saved)
-    assert better.device.flops["float32"] == pytest.approx(1e12, rel=0.03)
-    assert better.device.memory_bandwidth == pytest.approx(1e11, rel=0.03)
-    assert better.intra.bandwidth == pytest.approx(1e9, rel=0.1)
-    assert better.accuracy.seconds.median < 0.03 < 0.15  # from about 20 %
-    assert (
-        better.accuracy.bytes.median == pytest.approx(0.02, rel=0.05)
-        and better.accuracy.bytes.runs == 6
-    )
+    assert better.accuracy.seconds.runs == better.accuracy.bytes.runs == 7
+    assert 0.15 < better.accuracy.seconds.median < 0.25
+    assert better.accuracy.bytes.median == pytest.approx(0.02, rel=0.05)
     alone = ["data.batch_size=8", "tensor=false", "pipeline=false"]
     code, output = topt("plan", *alone, f"strategy.cluster={saved}")
-    assert code == 0 and "half of 6 runs within" in output
+    assert code == 0 and "half of 7 runs within" in output
 
 
-def test_a_cluster_learns_from_its_runs_on_any_number_of_ranks(topt, tmp_path):
-    folder, saved = tmp_path / "outputs", tmp_path / "better.yaml"
-    for number in range(6):
-        ranks = 2 if number < 2 else 4
-        record(
-            folder,
-            number,
-            compute=1.0 + number,
-            communication=0.0,
-            measured=1.2 * (1.0 + number),
-            ranks=ranks,
-        )
-    Cluster("lab", Device("d", 10**9, {"float32": 1.2e12}, 1.2e11), 2, 1, Link(0.0, 1.0)).save(
-        tmp_path / "lab.yaml"
-    )
+def test_a_busy_machine_says_nothing(topt, tmp_path):
+    folder = tmp_path / "outputs"
+    record(folder, 1, compute=1.0, communication=0.0, measured=50.0, busy=True)
+    code, output = topt("predict", f"runs={folder}")
+    assert code == 0 and "1 of 1 runs" in output and "half of" not in output
     code, output = topt(
-        "predict", f"runs={folder}", f"cluster_file={tmp_path}/lab.yaml", f"save_cluster={saved}"
+        "predict", f"runs={folder}", lab(tmp_path), f"save_cluster={tmp_path}/c.yaml"
     )
-    assert code == 0 and "lab on 2 cpu rank(s)" in output and "lab on 4 cpu rank(s)" in output
-    assert str(folder) not in output.partition("cluster: ")[0]  # runs are named as below the folder
-    assert Cluster.load(saved).accuracy.seconds.runs == 6
-
-
-def test_runs_of_a_busy_machine_say_nothing_about_its_constants(topt, runs, tmp_path):
-    for number, busy in ((7, True), (8, True), (9, False)):
-        seconds = 50.0 if busy else 1.2
-        record(runs, number, compute=1.0, communication=0.0, measured=seconds, busy=busy)
-    code, output = topt("predict", f"runs={runs}")
-    assert code == 0 and output.count("│ machine was busy │") == 2
-    assert "2 of 9 runs, whose machine was busy" in " ".join(output.split())
-    assert "half of 7 runs within" in output
-    machines = Cluster("lab", Device("d", 10**9, {"float32": 1.2e12}, 1.2e11), 2, 1, Link(0.0, 1.0))
-    machines.save(tmp_path / "lab.yaml")
-    saved, only = tmp_path / "better.yaml", tmp_path / "only"
-    files = f"cluster_file={tmp_path}/lab.yaml", f"save_cluster={saved}"
-    assert topt("predict", f"runs={runs}", *files)[0] == 0
-    assert Cluster.load(saved).accuracy.seconds.runs == 7
-    # nothing else
-    record(only, 1, compute=1.0, communication=0.0, measured=50.0, busy=True)
-    code, output = topt("predict", f"runs={only}")
-    assert code == 0 and "1 of 1 runs" in " ".join(output.split()) and "half of" not in output
-    code, output = topt("predict", f"runs={only}", *files)
-    assert code == 2 and "the machine was busy in all runs on 'lab'" in output
-
-
-def test_runs_by_machine(runs):
-    found = [*read_runs(runs)]
-    assert len(found) == 7 and {run.machine for run in found} == {
-        "lab on 2 cpu rank(s)",
-        "elsewhere on 2 cpu rank(s)",
-    }
-    assert correction_factors([run for run in found if "lab" in run.machine]) == pytest.approx(
-        (1.2, 1.5), rel=0.1
-    )
-    few = [run for run in found if "elsewhere" in run.machine]
-    machines = Cluster("elsewhere", Device("d", 10**9, {"float32": 1.0}, 1.0), 2, 1, Link(0.0, 1.0))
-    # one run says how wrong it was, not why
-    assert corrected(machines, few).device == machines.device
-
-
-def test_runs_of_other_machines(topt, runs):
-    code, output = topt(
-        "predict", f"runs={runs}", "cluster=local_cpu", f"save_cluster={runs}/c.yaml"
-    )
-    assert code == 2 and "no run below" in output and "elsewhere on 2 cpu rank(s)" in output
-    code, output = topt("predict", f"runs={runs}", f"save_cluster={runs}/c.yaml")
-    assert code == 2 and "say which" in output
-
-
-def test_factors_between_kinds_of_time():
-    first, second = np.array([1.0, 2.0, 0.1, 1.0]), np.array([0.1, 0.0, 1.0, 1.0])
-    found = least_factors(
-        lambda a: a[0] * first + a[1] * second, 1.2 * first + 0.7 * second, widths=(0.5, 0.5)
-    )
-    assert found == pytest.approx([1.2, 0.7], rel=0.01)
+    assert code == 2 and "while it was quiet" in output
 
 
 @pytest.mark.parametrize(
@@ -342,18 +243,15 @@ def test_factors_between_kinds_of_time():
     [
         (["cluster=a100_64x8"], "say what is to be predicted"),
         (["runs={runs}", "plan=zero3", "cluster=a100_64x8"], "one of the two"),
-        (["runs={table}", "out=out.csv"], "python -m benchmarks.prediction.rows {table}"),
         (["runs={empty}"], "no run.json below"),
         (["runs={runs}", "ranks=4"], "ranks belongs to the prediction of a plan"),
-        (
-            ["plan=zero3", "cluster=a100_64x8", "save_cluster=c.yaml"],
-            "save_cluster belongs to the prediction of runs",
-        ),
+        (["plan=zero3", "cluster=a100_64x8", "save_cluster=c.yaml"], "save_cluster belongs to"),
+        (["runs={runs}", "save_cluster=c.yaml"], "say which"),
+        (["runs={runs}", "cluster=local_cpu", "save_cluster=c.yaml"], "elsewhere on 2 cpu rank(s)"),
     ],
 )
 def test_one_sentence_for_what_cannot_be(topt, runs, tmp_path, arguments, sentence):
-    (tmp_path / "table.csv").write_text("gpus\n1\n")
     (tmp_path / "empty").mkdir()
-    paths = {"runs": runs, "table": tmp_path / "table.csv", "empty": tmp_path / "empty"}
+    paths = {"runs": runs, "empty": tmp_path / "empty"}
     code, output = topt("predict", *(argument.format(**paths) for argument in arguments))
-    assert code == 2 and sentence.format(**paths) in output and "Traceback" not in output
+    assert code == 2 and sentence in output and "Traceback" not in output

@@ -12,7 +12,6 @@ from lightning_topt.costs.compute import (
     host_bound_seconds,
     kernel_dtype,
     kernel_key,
-    offloaded_seconds,
     overlapped_seconds,
     product_seconds,
 )
@@ -228,11 +227,6 @@ def test_exchanges_beside_products_in_parts():
     products = [kernel(flops=Amount(100, 0), count=2), kernel(traffic=Amount(10, 0))]
     # the 10 bytes of the last one are no product
     assert product_seconds(products, batch_size=1, device=DEVICE) == 3.0
-
-
-def test_passes_that_wait_for_the_host():
-    assert offloaded_seconds(2.0, size=30.0, bandwidth=10.0) == 3.0
-    assert offloaded_seconds(4.0, size=30.0, bandwidth=10.0) == 4.0
 
 
 def test_collectives_of_a_pass_are_the_devices_work():

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.common import RESULTS, machine
-from lightning_topt.cli.tasks.byte_lm import ByteGPT, StdlibBytesDataModule
 from lightning_topt.communication.collectives import AllGather
+from lightning_topt.demo import ByteGPT, StdlibBytesDataModule
 from lightning_topt.execution.engine import Engine
 from lightning_topt.plan.parallel_plan import uniform_plan
 from tests.launch import run_ranks

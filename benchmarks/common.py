@@ -22,6 +22,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+# an override that finds the models of examples/hugging_face.py
+PUBLISHED_MODELS = f"hydra.searchpath=[file://{ROOT / 'examples' / 'conf'}]"
 # Options of a Trainer that writes nothing.
 QUIET = {
     "logger": False,

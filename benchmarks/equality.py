@@ -29,7 +29,7 @@ import transformers
 from torch import Tensor, nn
 
 from benchmarks.common import ROOT
-from lightning_topt.cli.tasks.byte_lm import ByteGPT
+from lightning_topt.demo import ByteGPT
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import Shard
 

@@ -19,7 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from benchmarks.common import QUIET
 from lightning_topt import AutoParallelStrategy
-from lightning_topt.cli.tasks.byte_lm import ByteGPT, StdlibBytesDataModule
+from lightning_topt.demo import ByteGPT, StdlibBytesDataModule
 from lightning_topt.plugins.lost_ranks import destroy_process_group
 from lightning_topt.plugins.monitors import StepMonitor
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import lightning as L
 import torch
+from digits import DigitsDataModule
 from torch import Tensor, nn
 
 from lightning_topt import ParallelOptimizerStep
-from lightning_topt.cli.tasks.digits import DigitsDataModule
 
 
 class SignDescent(torch.optim.Optimizer):

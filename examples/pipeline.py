@@ -10,9 +10,9 @@ stage waits for an update, and stages compute with predicted weights, so that th
 import argparse
 
 import lightning as L
+from digits import DigitsCNN, DigitsDataModule
 
 from lightning_topt import PipelineStrategy
-from lightning_topt.cli.tasks.digits import DigitsCNN, DigitsDataModule
 
 
 def main() -> None:

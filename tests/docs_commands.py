@@ -78,6 +78,9 @@ class Form(NamedTuple):
 RUN = "as printed, with tiny sizes"
 FORMS = [
     # what is not run as printed
+    Form(
+        r"^topt .*--config-dir examples/conf ", "skip", (), "models of tests/test_published_models"
+    ),
     Form(r"^topt .*--config-dir configs ", "skip", (), "a project's files (cli/test_own_classes)"),
     Form(r"^topt .*accelerator=cuda", "compose", (), "needs CUDA devices"),
     Form(r"^topt .*_target_=mine\.", "compose", (), "names classes of the reader's own"),
@@ -87,9 +90,8 @@ FORMS = [
     Form(r"^topt stalls", "compose", (), "trains seven times (tests/cli/test_stalls)"),
     Form(r"^topt train .*schedule=continuous", "compose", (), "snippets of these pages train it"),
     Form(r"^topt calibrate", "compose", (), "measures for half a minute (tests/cli/test_main)"),
-    Form(r"^topt plan .*model=hf", "compose", (), "reads the reader's config.json"),
     Form(
-        r"^topt plan .*(cluster=\S*\dx\d|model=llama|mesh=)",
+        r"^topt plan .*(cluster=\S*\dx\d|mesh=)",
         "read",
         (),
         "searches plans of 8 to 1,024 devices for seconds to minutes (tests/cli run such searches)",
@@ -114,7 +116,7 @@ FORMS = [
     ),
     Form(r"^topt verify ", "run", TINY_MODEL, RUN),
     Form(r"^topt predict ", "run", TINY_MODEL, RUN),
-    Form(r"^topt train .*(experiment=digits|model=cnn)", "run", TINY_FIT, RUN),
+    Form(r"^topt train .*data=cached", "run", TINY_FIT, RUN),
     Form(r"^topt train ", "run", (*TINY_MODEL, *TINY_FIT), RUN),
 ]
 

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.exchange import adam_compression, adam_simulator
 from benchmarks.exchange.adam_simulator import AdamW, Model, Text, batched_losses, gradients
-from lightning_topt.cli.tasks.byte_lm import ByteGPT
+from lightning_topt.demo import ByteGPT
 
 MODEL = Model(layers=1, hidden=16, heads=2, seq_len=8)
 

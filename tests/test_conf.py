@@ -266,7 +266,7 @@ def test_a_name_that_no_strategy_takes_is_refused(app):
 @pytest.mark.parametrize(
     "entry",
     [
-        *("model: gpt", "data: digits", "experiment: digits", "trainer: default"),
+        *("model: gpt", "data: stdlib_bytes", "experiment: demo", "trainer: default"),
         *("topt/model: gpt", "topt/strategy: ddp", "topt/cluster: measured"),
     ],
 )

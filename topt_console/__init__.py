@@ -37,8 +37,8 @@ remove it
 
 Overrides are Hydra's; what has [ or { is in quotes. For instance
   topt plan  model=gpt cluster=local_cpu strategy.memory_limit=2GiB
-  topt plan  model=llama3_70b 'cluster=[a100_128x8,h100_128x8]' batch_size=1024 \
-work.tokens=300e9 limits.deadline=60d
+  topt plan  model=gpt 'cluster=[a100_8x8,h100_2x8]' batch_size=1024 work.tokens=300e9 \
+limits.deadline=60d
   topt train experiment=byte_lm strategy=topt trainer.max_epochs=1
 `topt train --help` lists the groups and values, `topt train --cfg job` shows the whole \
 configuration.

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from benchmarks.lab import Lab, LabError
-from lightning_topt.cli.tasks.byte_lm import read_files, split_files
+from lightning_topt.demo import read_files, split_files
 
 BATCH, PORT = 64, 8000
 Loader = Iterable[Any]

@@ -29,9 +29,9 @@ from torch import Tensor
 from examples.recipes.demo import Tiles
 from examples.recipes.power_sgd import orthonormal
 from lightning_topt.basics.jit import compiled
-from lightning_topt.cli.tasks.byte_lm import VOCABULARY, ByteGPT, StdlibBytesDataModule
 from lightning_topt.communication.selection.chunk_top_k import Chunks, take_chunk_top_k
 from lightning_topt.communication.wire import GROUP, LevelFormat, LevelMessage, MessageFormat
+from lightning_topt.demo import VOCABULARY, ByteGPT, StdlibBytesDataModule
 
 PAD = 1024  # elements: the largest tile
 

@@ -30,8 +30,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from benchmarks.common import RESULTS, machine
 from benchmarks.exchange.convergence import TASKS, Task, compared, train
 from benchmarks.lab import Lab, LabError, end_on_signals
+from examples.digits import DigitsCNN
 from lightning_topt import BoundedLoss, CompressedDDPStrategy
-from lightning_topt.cli.tasks.digits import DigitsCNN
 from lightning_topt.plugins.monitors import ExchangeMonitor
 
 RUNS = RESULTS / "bounded_loss_accuracy.json"

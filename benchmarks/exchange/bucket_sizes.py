@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.common import RESULTS, machine
 from benchmarks.lab import Lab, LabError, end_on_signals
-from lightning_topt.cli.tasks.byte_lm import ByteGPT
+from lightning_topt.demo import ByteGPT
 
 # nodes, ranks on each, and the link between them
 SETTINGS: dict[str, tuple[int, int, str | None]] = {

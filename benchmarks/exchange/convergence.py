@@ -35,9 +35,9 @@ from torchmetrics.classification import MulticlassAccuracy
 from typing_extensions import override
 
 from benchmarks.common import QUIET, RESULTS, machine
+from examples.digits import DigitsCNN, DigitsDataModule
 from lightning_topt import CompressedDDPStrategy, LocalSteps, LocalStepsStrategy, TopK
-from lightning_topt.cli.tasks.byte_lm import ByteGPT, StdlibBytesDataModule
-from lightning_topt.cli.tasks.digits import DigitsCNN, DigitsDataModule
+from lightning_topt.demo import ByteGPT, StdlibBytesDataModule
 
 RUNS = RESULTS / "convergence.json"
 RANKS = 2

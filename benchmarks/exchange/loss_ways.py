@@ -33,7 +33,6 @@ from benchmarks.common import QUIET
 from benchmarks.pipelines.time_to_quality import Recurrent
 from lightning_topt import AutoParallelStrategy, LocalStepsStrategy
 from lightning_topt.basics.core_wait import usable_cores
-from lightning_topt.cli.tasks.byte_lm import ByteGPT, StdlibBytesDataModule
 from lightning_topt.communication.exchange_method import ExchangeMethod, GradientMethod, LocalMethod
 from lightning_topt.communication.method_registry import read_method
 from lightning_topt.communication.wire import LevelFormat, MessageFormat
@@ -41,6 +40,7 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import Group, estimate_collective_seconds
 from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.optimizer import read_optimizer
+from lightning_topt.demo import ByteGPT, StdlibBytesDataModule
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh
 from lightning_topt.graph.op_config import OpConfig

@@ -17,8 +17,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.exchange.recipes import method_of
-from lightning_topt.cli.tasks.byte_lm import ByteGPT, StdlibBytesDataModule
 from lightning_topt.communication import CompressedExchange
+from lightning_topt.demo import ByteGPT, StdlibBytesDataModule
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with classes.
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from benchmarks.common import QUIET, RESULTS, machine, spread
 from lightning_topt import AutoParallelStrategy
-from lightning_topt.cli.tasks.byte_lm import ByteGPT, StdlibBytesDataModule
+from lightning_topt.demo import ByteGPT, StdlibBytesDataModule
 
 MODELS = {
     "0.2 M": {"num_layers": 3, "hidden": 64, "num_heads": 4, "seq_len": 64, "batch_size": 8},

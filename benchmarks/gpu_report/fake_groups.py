@@ -36,7 +36,6 @@ from benchmarks.gpu_report.reporting import (
     run_part,
     synchronize,
 )
-from lightning_topt.cli.tasks.byte_lm import VOCABULARY, ByteGPT
 from lightning_topt.costs.calibrate import calibrate, measure_kernels
 from lightning_topt.costs.cluster import Cluster, Link
 from lightning_topt.costs.compute import KernelKey
@@ -46,6 +45,7 @@ from lightning_topt.costs.optimizer import (
     read_optimizer,
 )
 from lightning_topt.costs.training_step import TrainingStep
+from lightning_topt.demo import VOCABULARY, ByteGPT
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.memory import MemoryMeter
 from lightning_topt.execution.pipeline.pipeline_run import Example

@@ -37,7 +37,7 @@ from lightning_topt import (
     LocalStepsStrategy,
     PipelineStrategy,
 )
-from lightning_topt.cli.tasks.byte_lm import VOCABULARY, ByteGPT
+from lightning_topt.demo import VOCABULARY, ByteGPT
 
 REFERENCE = "Lightning's ddp"
 STEPS, GLOBAL_BATCH = 8, 8

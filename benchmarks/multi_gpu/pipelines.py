@@ -20,7 +20,7 @@ from benchmarks.gpu_report.reporting import memory_columns, reset_peaks
 from benchmarks.gpu_report.two_processes import difference
 from benchmarks.multi_gpu.job import Job
 from lightning_topt import PipelineStrategy
-from lightning_topt.cli.tasks.byte_lm import VOCABULARY, ByteGPT
+from lightning_topt.demo import VOCABULARY, ByteGPT
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
 
 STEPS, SAMPLES = 12, 16

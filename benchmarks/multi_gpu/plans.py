@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from benchmarks.gpu_report.reporting import memory_columns, reset_peaks, synchronize
 from benchmarks.multi_gpu.job import Job
-from lightning_topt.cli.tasks.byte_lm import VOCABULARY, ByteGPT
 from lightning_topt.costs.calibrate import calibrate, measure_kernels
 from lightning_topt.costs.optimizer import measure_update_seconds, read_optimizer
+from lightning_topt.demo import VOCABULARY, ByteGPT
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.memory import MemoryMeter, return_freed_memory, warm_up
 from lightning_topt.graph.capture import capture

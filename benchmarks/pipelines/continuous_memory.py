@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from benchmarks.common import QUIET, RESULTS, machine, mib, run_module
 from lightning_topt import PipelineStrategy
-from lightning_topt.cli.tasks.byte_lm import ByteGPT, StdlibBytesDataModule
+from lightning_topt.demo import ByteGPT, StdlibBytesDataModule
 from lightning_topt.plugins.lost_ranks import destroy_process_group
 from lightning_topt.plugins.monitors import StepMonitor
 from lightning_topt.prediction import make_prediction

@@ -42,7 +42,7 @@ from benchmarks.equality import (
     table,
 )
 from benchmarks.tensor.equality import Plan
-from lightning_topt.cli.tasks.byte_lm import ByteGPT
+from lightning_topt.demo import ByteGPT
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.op_config import Shard

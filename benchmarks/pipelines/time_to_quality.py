@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Subset
 from benchmarks.common import QUIET, RESULTS, machine, spread
 from benchmarks.lab import Lab, LabError, end_on_signals
 from lightning_topt import PipelineStrategy
-from lightning_topt.cli.tasks.byte_lm import StdlibBytesDataModule
+from lightning_topt.demo import StdlibBytesDataModule
 from lightning_topt.plugins.lost_ranks import destroy_process_group
 
 NODES = 4

@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from benchmarks.common import RESULTS, machine
 from benchmarks.pipelines.simulators import ContinuousTraining, Step
 from examples.recipes.basis_rotation import BasisRotation
-from lightning_topt.cli.tasks.byte_lm import ByteGPT, StdlibBytesDataModule, TransformerBlock
+from lightning_topt.demo import ByteGPT, StdlibBytesDataModule, TransformerBlock
 
 FILE = RESULTS / "prediction_accuracy.json"
 MODELS = {"transformer": "AdamW", "long transformer": "AdamW", "cnn": "SGD", "lstm": "SGD"}

@@ -26,7 +26,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 
-from benchmarks.common import RESULTS, machine
+from benchmarks.common import PUBLISHED_MODELS, RESULTS, machine
 from benchmarks.prediction.run_prices import RunPrice, RunPrices
 from benchmarks.prediction.training_runs import RunsAgain, TrainingRun, model_named
 from hydra_plugins.lightning_topt_searchpath import conf_dir
@@ -247,7 +247,9 @@ def _searched(setting: Setting) -> tuple[Scenario, SearchRequest]:
     """Return what `topt plan` searches for the words of a setting, after a capture."""
     run = setting.run
     words = [*setting.words, f"cluster.num_nodes={-(-run.gpus // 8)}", f"batch_size={run.batch}"]
-    config = compose("plan", overrides=as_hydra_reads(words), return_hydra_config=True)
+    config = compose(
+        "plan", overrides=[PUBLISHED_MODELS, *as_hydra_reads(words)], return_hydra_config=True
+    )
     HydraConfig.instance().set_config(config)
     searches, _ = read_searches(config, WhatIfOptions.read(config))
     ((scenario, search),) = searches

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 
 from benchmarks.common import RESULTS, ROOT, machine, measure_at
-from lightning_topt.cli.tasks.byte_lm import ByteGPT
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
+from lightning_topt.demo import ByteGPT
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.module_copy import build_on_meta
 from lightning_topt.graph.op_graph import OpGraph

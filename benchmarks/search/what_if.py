@@ -61,6 +61,7 @@ def measure(words: list[str]) -> dict[str, Any]:
             "-m",
             "topt_console",
             "plan",
+            *("--config-dir", f"{ROOT}/examples/conf"),
             *words,
             f"hydra.run.dir={folder}/run",
         ]

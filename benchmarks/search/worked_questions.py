@@ -25,7 +25,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from benchmarks.common import RESULTS, machine
+from benchmarks.common import PUBLISHED_MODELS, RESULTS, machine
 from hydra_plugins.lightning_topt_searchpath import conf_dir
 from lightning_topt.basics.units import format_bytes, format_duration, format_money, format_seconds
 from lightning_topt.cli.several_clusters import as_hydra_reads
@@ -99,7 +99,9 @@ QUESTIONS = (
 
 
 def composed(words: Sequence[str]) -> DictConfig:
-    config = compose("plan", overrides=as_hydra_reads(words), return_hydra_config=True)
+    config = compose(
+        "plan", overrides=[PUBLISHED_MODELS, *as_hydra_reads(words)], return_hydra_config=True
+    )
     HydraConfig.instance().set_config(config)
     return config
 

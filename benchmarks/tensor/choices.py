@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.common import QUIET, RESULTS, JobFailed, machine, mib, run_module, spread
 from benchmarks.lab import Lab, LabError, end_on_signals
 from lightning_topt import AutoParallelStrategy
-from lightning_topt.cli.tasks.byte_lm import ByteGPT
+from lightning_topt.demo import ByteGPT
 from lightning_topt.plugins.monitors import StepMonitor
 
 MESH = '{"mesh": {"data": 2, "tensor": 2}}'

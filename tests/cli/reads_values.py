@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_topt.cli.tasks.byte_lm import ByteGPT
+from lightning_topt.demo import ByteGPT
 
 
 class ReadsValues(ByteGPT):

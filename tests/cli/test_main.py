@@ -355,19 +355,7 @@ def test_calibrate_writes_a_cluster_and_keeps_it_for_later_runs(tmp_path, monkey
 
 
 def test_the_help_of_a_command_names_its_groups(tmp_path):
-    assert "experiment: byte_lm, demo, digits" in finished(topt("train", "--help", folder=tmp_path))
-
-
-def test_experiment_digits_reaches_its_metric(tmp_path):
-    arguments = [
-        "experiment=digits",
-        "strategy=ddp",
-        "trainer.max_epochs=4",
-        f"hydra.run.dir={tmp_path}/run",
-    ]
-    finished(topt("train", *arguments, folder=tmp_path, ranks=2))
-    record = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert record["metrics"]["val_accuracy"] > 0.85
+    assert "experiment: byte_lm, demo" in finished(topt("train", "--help", folder=tmp_path))
 
 
 def test_the_demo_ends_with_what_was_planned_predicted_and_measured(tmp_path):

@@ -11,7 +11,13 @@ from hydra_plugins.lightning_topt_searchpath import conf_dir
 from lightning_topt import ParallelOptimizerStep
 from tests.forked_command import finished, forked_topt
 
-SHORT = ["experiment=digits", "trainer.max_epochs=1", "trainer.limit_train_batches=10"]
+SHORT = [
+    "experiment=demo",
+    "data.max_bytes=100000",
+    "model.num_layers=1",
+    "model.hidden=32",
+    "trainer.limit_train_batches=10",
+]
 
 
 def test_train(tmp_path):

@@ -15,10 +15,12 @@ from lightning_topt.data.stalls.measurement import MeasurementOptions
 from tests.forked_command import finished
 from tests.forked_command import forked_topt as topt
 
+SMALL = ["experiment=demo", "data.max_bytes=100000", "model.num_layers=1", "model.hidden=32"]
 
-def test_digits(tmp_path):
+
+def test_the_demo(tmp_path):
     arguments = [
-        "experiment=digits",
+        *SMALL,
         "seconds=0.3",
         "data.batch_size=16",
         f"hydra.run.dir={tmp_path}/run",
@@ -39,9 +41,9 @@ def test_digits(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["experiment=digits", "trainer.devices=2"], "set trainer.devices=1"),
-        (["experiment=digits", "data.batch_size=1000"], "at least 8 batches"),
-        (["experiment=digits", "link=fast"], "link: 'fast'"),
+        ([*SMALL, "trainer.devices=2"], "set trainer.devices=1"),
+        ([*SMALL, "data.batch_size=500"], "at least 8 batches"),
+        ([*SMALL, "link=fast"], "link: 'fast'"),
     ],
 )
 def test_wrong_use(arguments, words, tmp_path):

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_topt.cli.tasks.byte_lm import ByteGPT, ByteSequences
+from lightning_topt.demo import ByteGPT, ByteSequences
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from tests.cli.test_main import TINY
 from tests.forked_command import finished

@@ -17,7 +17,7 @@ WHOLE = "is at least 1, a whole number; got"
     [
         ("plan trainer.num_nodes=-1", "trainer: `num_nodes` must be a positive integer"),
         ("plan data.batch_size=-1", f"data: batch_size {WHOLE} -1"),
-        ("plan experiment=digits data.batch_size=0", f"data: batch_size {WHOLE} 0"),
+        ("plan experiment=demo data.batch_size=0", f"data: batch_size {WHOLE} 0"),
         ("plan seed=abc", "seed is at least 0, at most 4294967295, a whole number; got 'abc'"),
         ("plan hydra.run.dir=/dev/null/run", "cannot be made or written (Not a directory"),
         ("plan cluster=mine", "Could not find 'cluster/mine'"),

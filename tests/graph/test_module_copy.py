@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import ProcessGroup
 
-from lightning_topt.cli.tasks.byte_lm import ByteGPT
+from lightning_topt.demo import ByteGPT
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.module_copy import build_on_meta, fake_copy, is_on_meta
 from tests.graph.test_capture import MODEL_IDS, MODELS

@@ -16,10 +16,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_topt.cli.tasks.byte_lm import ByteGPT
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import Group
 from lightning_topt.costs.optimizer import read_optimizer
+from lightning_topt.demo import ByteGPT
 from lightning_topt.graph import capture as step_run
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.kernels import shown_collective

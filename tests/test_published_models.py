@@ -1,6 +1,4 @@
-"""Models of transformers from their configurations: the shipped ones are as large as their papers
-say.
-"""
+"""Models of transformers from their configurations: those of papers are as large as these say."""
 
 from __future__ import annotations
 
@@ -13,15 +11,15 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-from lightning_topt.cli.tasks import hugging_face
-from lightning_topt.cli.tasks.hugging_face import (
+from benchmarks.common import PUBLISHED_MODELS, ROOT
+from examples.hugging_face import (
     HuggingFaceModel,
     RandomInputs,
     model_class,
     read_config,
 )
 from lightning_topt.graph.module_copy import build_on_meta, is_on_meta
-from tests.test_conf import choices, composed
+from tests.test_conf import composed
 
 BILLIONS = {
     "llama3_8b": 8.03,
@@ -82,13 +80,14 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 
-def test_every_shipped_model_is_checked() -> None:
-    assert {*choices("model")} - {"gpt", "cnn", "own", "hf"} == {*BILLIONS}
+def test_every_model_is_checked() -> None:
+    files = (ROOT / "examples" / "conf" / "model").glob("*.yaml")
+    assert {path.stem for path in files} - {"hf"} == {*BILLIONS}
 
 
 @pytest.mark.parametrize("name", BILLIONS)
-def test_shipped_models_are_as_large_as_they_are_known(name: str) -> None:
-    config = composed("plan", f"model={name}")
+def test_models_are_as_large_as_they_are_known(name: str) -> None:
+    config = composed("plan", PUBLISHED_MODELS, f"model={name}")
     model = build_on_meta(lambda: instantiate(config.model))
     assert is_on_meta(model), "planned without memory"
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(
@@ -119,13 +118,14 @@ def test_models_train_on_random_inputs(kind: str, tmp_path: Path) -> None:
     assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_the_command_line_takes_a_file_and_keeps_other_data(tmp_path: Path) -> None:
+def test_the_command_line_takes_a_file(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(TINY["llama"]))
-    config = composed("plan", "model=hf", f"model.config={path}", "model.seq_len=16")
+    config = composed(
+        "plan", PUBLISHED_MODELS, "model=hf", f"model.config={path}", "model.seq_len=16"
+    )
     assert instantiate(config.data).samples[0]["input_ids"].shape == (16,)
     assert isinstance(instantiate(config.model), HuggingFaceModel)
-    assert "DigitsDataModule" in composed("train", "model=hf", "data=digits").data._target_
 
 
 @pytest.mark.parametrize(
@@ -152,12 +152,3 @@ def test_inputs_that_are_neither_tokens_nor_pictures_are_refused() -> None:
     config = {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]}
     with pytest.raises(ValueError, match="takes input_features: give data of your own"):
         RandomInputs(config)
-
-
-def test_without_transformers_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise ModuleNotFoundError(name=name)
-
-    monkeypatch.setattr(hugging_face.importlib, "import_module", missing)
-    with pytest.raises(ValueError, match="pip install transformers"):
-        HuggingFaceModel(TINY["llama"])

@@ -1,4 +1,4 @@
-"""A byte-level GPT, and the Python standard library's own source to train it on.
+"""The model and data of the demo: a byte-level GPT, and the Python standard library's own source.
 
 Shapes: batch B, sequence S, hidden H, heads N. A batch is bytes (B, S+1): positions 0..S-1 go in,
 positions 1..S are predicted.
@@ -91,12 +91,8 @@ class ByteGPT(pl.LightningModule):
         decay_steps: int | None = None,
     ) -> None:
         super().__init__()
-        for name, size in (
-            ("num_layers", num_layers),
-            ("hidden", hidden),
-            ("num_heads", num_heads),
-            ("seq_len", seq_len),
-        ):
+        sizes = {"num_layers": num_layers, "hidden": hidden, "num_heads": num_heads}
+        for name, size in {**sizes, "seq_len": seq_len}.items():
             check_whole(size, name=name)
         if hidden % num_heads:
             raise ValueError(f"hidden ({hidden}) must be divisible by num_heads ({num_heads})")
@@ -109,24 +105,18 @@ class ByteGPT(pl.LightningModule):
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, VOCABULARY, bias=False)
         self.val_bits_per_byte = MeanMetric()
-        self._initialise(num_layers)
-        # after the initialisation, so that a tied head has the embedding's values
-        if tied_head:
-            self.head.weight = self.embedding.weight
-
-    def _initialise(self, num_layers: int) -> None:
-        """Let layers that end a residual branch start smaller.
-
-        It is GPT-2's rule (Radford et al. 2019, section 2.3).
-        """
+        # GPT-2's rule (Radford et al. 2019, section 2.3): layers that end a residual branch start
+        # smaller
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 ends_branch = name.endswith(("attention_out.weight", "mlp_out.weight"))
-                nn.init.normal_(
-                    parameter, std=0.02 / math.sqrt(2 * num_layers) if ends_branch else 0.02
-                )
+                std = 0.02 / math.sqrt(2 * num_layers) if ends_branch else 0.02
+                nn.init.normal_(parameter, std=std)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
+        # after the initialisation, so that a tied head has the embedding's values
+        if tied_head:
+            self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:  # (B, S) -> (B, S, VOCABULARY)
         """Return the logits of the next byte at every position."""

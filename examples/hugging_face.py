@@ -1,5 +1,7 @@
 """Any architecture of Hugging Face's transformers, and random inputs to plan it and to time steps.
 
+    topt plan --config-dir examples/conf model=llama3_8b cluster=a100_8x8
+
     model = HuggingFaceModel("config.json", seq_len=4096)       # random weights
     data = RandomInputs("config.json", seq_len=4096)
 

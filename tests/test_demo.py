@@ -1,6 +1,4 @@
-"""The tasks of the experiments: deterministic data, no overlap of the splits, metrics against their
-formulas.
-"""
+"""The demo: deterministic data, no overlap of the splits, the metric against its formula."""
 
 from __future__ import annotations
 
@@ -13,14 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_topt.cli.tasks import digits
-from lightning_topt.cli.tasks.byte_lm import (
+from lightning_topt.demo import (
     ByteGPT,
     ByteSequences,
     StdlibBytesDataModule,
     split_files,
 )
-from lightning_topt.cli.tasks.digits import DigitsCNN, DigitsDataModule
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 
@@ -117,33 +113,3 @@ def test_byte_gpt_learns():
     run.fit(model, datamodule=data)
     (result,) = run.validate(model, datamodule=data, verbose=False)
     assert result["val_bits_per_byte"] < 5.5  # 8 for a uniform guess
-
-
-def test_digits_split_is_fixed_complete_and_without_overlap():
-    first, second = DigitsDataModule(), DigitsDataModule()
-    first.setup()
-    torch.manual_seed(1)
-    second.setup()
-    assert torch.equal(first.val_data.tensors[0], second.val_data.tensors[0])
-    assert len(first.train_data) + len(first.val_data) == 1797
-    seen = {tuple(image.flatten().tolist()) for image in first.train_data.tensors[0]}
-    assert not any(tuple(image.flatten().tolist()) in seen for image in first.val_data.tensors[0])
-
-
-def test_digits_are_learnt_and_accuracy_is_the_share_of_hits():
-    pl.seed_everything(0)
-    model, data = DigitsCNN(), DigitsDataModule()
-    run = trainer(max_epochs=3)
-    run.fit(model, datamodule=data)
-    (result,) = run.validate(model, datamodule=data, verbose=False)
-    with torch.no_grad():
-        images, labels = data.val_data.tensors
-        hits = (model.eval()(images).argmax(-1) == labels).float().mean().item()
-    assert result["val_accuracy"] == pytest.approx(hits)
-    assert hits > 0.85
-
-
-def test_missing_scikit_learn_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(digits, "load_digits", None)
-    with pytest.raises(ModuleNotFoundError, match="pip install"):
-        DigitsDataModule().setup()

@@ -5,7 +5,7 @@
     python examples/slow_network.py --exchange dense
 
     topk          the largest 1 % of the gradient in each step; the rest is added to the next one
-    local_steps   nothing for 20 steps, then a tenth of how far each rank went (DiLoCo)
+    local_steps   nothing for 20 steps, then a tenth of how far each rank went
     dense         all of the gradient, as `ddp` does: compare the accuracy with this
 
 Both lose something, so they are a choice of yours. Top-k at 1 % suits SGD with momentum, and not
@@ -22,13 +22,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_topt import CompressedDDPStrategy, Dense, LocalSteps, LocalStepsStrategy, TopK
+from lightning_topt import CompressedDDPStrategy, Dense, LocalStepsStrategy, SparseLoCo, TopK
 
 EXCHANGES = {
     "topk": lambda: CompressedDDPStrategy(TopK(density=0.01, warmup_steps=40)),
-    "local_steps": lambda: LocalStepsStrategy(
-        LocalSteps(every=20, density=0.1, outer_learning_rate=1.0, outer_momentum=0.0)
-    ),
+    "local_steps": lambda: LocalStepsStrategy(SparseLoCo(every=20, density=0.1)),
     "dense": lambda: CompressedDDPStrategy(Dense()),
 }
 Batch = tuple[Tensor, Tensor]

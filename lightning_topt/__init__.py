@@ -26,8 +26,8 @@ _HOMES = {
     "BF16": "communication.methods.half",
     "FP16": "communication.methods.half",
     "LocalSteps": "communication.methods.local_steps",
-    "QuantizedSteps": "communication.methods.quantized_steps",
-    "SparseLoCo": "communication.methods.sparse_loco",
+    "QuantizedSteps": "communication.methods.local_steps",
+    "SparseLoCo": "communication.methods.local_steps",
     "TopK": "communication.methods.top_k",
     "newest_checkpoint": "execution.checkpoint_files",
     "read_sharded_checkpoint": "execution.sharded_checkpoint",
@@ -50,10 +50,10 @@ if TYPE_CHECKING:  # the same for type checkers and editors, which do not run `_
     from lightning_topt.communication.methods.half import BF16 as BF16
     from lightning_topt.communication.methods.half import FP16 as FP16
     from lightning_topt.communication.methods.local_steps import LocalSteps as LocalSteps
-    from lightning_topt.communication.methods.quantized_steps import (
+    from lightning_topt.communication.methods.local_steps import (
         QuantizedSteps as QuantizedSteps,
     )
-    from lightning_topt.communication.methods.sparse_loco import SparseLoCo as SparseLoCo
+    from lightning_topt.communication.methods.local_steps import SparseLoCo as SparseLoCo
     from lightning_topt.communication.methods.top_k import TopK as TopK
     from lightning_topt.execution.checkpoint_files import newest_checkpoint as newest_checkpoint
     from lightning_topt.execution.sharded_checkpoint import (

@@ -79,7 +79,7 @@ def test_every_strategy_is_taken_by_the_trainer(strategy):
 def test_every_gradient_exchange_is_one(exchange):
     config = composed("train", "strategy=topt_compressed", f"gradient_exchange={exchange}")
     strategy = instantiate(config.strategy, _convert_="all")
-    local = exchange in ("diloco", "sparse_diloco", "sparse_loco", "quantized_steps")
+    local = exchange in ("diloco", "sparse_loco", "quantized_steps")
     assert isinstance(strategy, LocalStepsStrategy if local else CompressedDDPStrategy)
     assert (
         instantiate(config.trainer, strategy=strategy, logger=False, _convert_="all").world_size

@@ -36,7 +36,7 @@ from typing_extensions import override
 
 from benchmarks.common import QUIET, RESULTS, machine
 from examples.digits import DigitsCNN, DigitsDataModule
-from lightning_topt import CompressedDDPStrategy, LocalSteps, LocalStepsStrategy, TopK
+from lightning_topt import CompressedDDPStrategy, LocalStepsStrategy, SparseLoCo, TopK
 from lightning_topt.demo import ByteGPT, StdlibBytesDataModule
 
 RUNS = RESULTS / "convergence.json"
@@ -87,10 +87,10 @@ METHODS: dict[str, Callable[[], Strategy]] = {
     # 16 % of both ranks together
     "top-k 8 %, 2 bits": lambda: CompressedDDPStrategy(TopK(density=None, bits=2)),
     "top-k 1 % of updates": lambda: LocalStepsStrategy(
-        LocalSteps(every=1, density=0.01, outer_learning_rate=1.0, outer_momentum=0.0)
+        SparseLoCo(every=1, density=0.01, bits=8, residual_decay=1.0)
     ),
     "top-k 10 % of 10 local steps": lambda: LocalStepsStrategy(
-        LocalSteps(every=10, density=0.1, outer_learning_rate=1.0, outer_momentum=0.0)
+        SparseLoCo(every=10, density=0.1, bits=8, residual_decay=1.0)
     ),
 }
 

@@ -17,9 +17,11 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from lightning_topt.communication.methods.bounded_loss import BoundedLoss
     from lightning_topt.communication.methods.dense import Dense
     from lightning_topt.communication.methods.half import BF16, FP16
-    from lightning_topt.communication.methods.local_steps import LocalSteps
-    from lightning_topt.communication.methods.quantized_steps import QuantizedSteps
-    from lightning_topt.communication.methods.sparse_loco import SparseLoCo
+    from lightning_topt.communication.methods.local_steps import (
+        LocalSteps,
+        QuantizedSteps,
+        SparseLoCo,
+    )
     from lightning_topt.communication.methods.top_k import TopK
     from lightning_topt.communication.rank_watch import PeerLostError
     from lightning_topt.communication.selection import Selection, feedback_top_k, top_k
@@ -40,8 +42,8 @@ _HOMES = {
     "BF16": "methods.half",
     "FP16": "methods.half",
     "LocalSteps": "methods.local_steps",
-    "QuantizedSteps": "methods.quantized_steps",
-    "SparseLoCo": "methods.sparse_loco",
+    "QuantizedSteps": "methods.local_steps",
+    "SparseLoCo": "methods.local_steps",
     "TopK": "methods.top_k",
     "PeerLostError": "rank_watch",
     "Selection": "selection",

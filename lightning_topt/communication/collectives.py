@@ -15,7 +15,7 @@ the package is a `Waitable`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -202,3 +202,18 @@ class ReduceScatter:
         if async_op:
             raise ValueError("reduce_scatter_into does not run asynchronously")
         reduce_scatter_into(output_tensor, input_tensor, op=op, group=group)
+
+
+def check_equal_on_ranks(
+    options: Mapping[str, Any], *, doing: str, group: dist.ProcessGroup | None = None
+) -> None:
+    """Collective call: raise ValueError, on all ranks, where `options` differ from rank 0's."""
+    everyone: list[Mapping[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everyone, options, group=group)
+    for rank, theirs in enumerate(everyone):
+        for name, value in theirs.items():
+            if value != everyone[0].get(name):
+                raise ValueError(
+                    f"all ranks need the same options of {doing}: {name} is {value!r} on rank "
+                    f"{rank} and {everyone[0].get(name)!r} on rank 0"
+                )

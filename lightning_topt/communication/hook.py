@@ -59,7 +59,7 @@ from lightning_topt.communication.checkpoint import (
     sharded_state,
     unsharded_state,
 )
-from lightning_topt.communication.collectives import ring_all_gather
+from lightning_topt.communication.collectives import check_equal_on_ranks, ring_all_gather
 from lightning_topt.communication.exchange_method import GradientMethod, exempt_names
 from lightning_topt.communication.exchange_worker import ExchangeWorker, make_streams
 from lightning_topt.communication.rank_watch import PeerMonitor, ranks_that, within_limit
@@ -651,17 +651,9 @@ def check_equal_options(
 
     It is raised on all ranks.
     """
-    own: dict[str, Any] = {"method": method.name, **asdict(method), **asdict(settings)}
-    own |= {"num_nodes": topology.num_nodes, "ranks_per_node": topology.ranks_per_node}
-    everyone: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, own)
-    for rank, theirs in enumerate(everyone):
-        for name, value in theirs.items():
-            if value != everyone[0].get(name):
-                raise ValueError(
-                    f"all ranks exchange gradients with the same options: {name} is {value!r} on "
-                    f"rank {rank} and {everyone[0].get(name)!r} on rank 0"
-                )
+    options: dict[str, Any] = {"method": method.name, **asdict(method), **asdict(settings)}
+    options |= {"num_nodes": topology.num_nodes, "ranks_per_node": topology.ranks_per_node}
+    check_equal_on_ranks(options, doing="the gradient exchange")
 
 
 def check_equal_parameters(

@@ -24,7 +24,8 @@ from lightning_topt.communication.checkpoint import State, gather_state, own_sta
 from lightning_topt.communication.exchange_method import LocalMethod
 from lightning_topt.communication.hook import ExchangeStatistics, equal_parameters
 from lightning_topt.communication.local_sgd import OuterSteps
-from lightning_topt.communication.rank_watch import within_limit
+from lightning_topt.communication.rank_watch import RankWatch, within_limit
+from lightning_topt.communication.topology import Topology
 
 TIMEOUT_SECONDS = 600.0
 
@@ -36,7 +37,7 @@ class LocalExchange:
     rank trains a replica, or a stage of one: then `group` has the ranks that train the same stage.
 
     Args:
-        method: of local steps; its ranks train alone, also inside a node.
+        method: of local steps.
         module: without a DistributedDataParallel around it.
         ignored: names of parameters and buffers that each rank has for itself, and of those of
             other stages.
@@ -44,7 +45,9 @@ class LocalExchange:
             these.
         merge: joins what rank 0 of each group has gathered, on rank 0 of all, and gives [] on
             others; a collective call of all ranks. None: there is one group.
+        topology: of all ranks, where the method may let the ranks of a node train one replica.
         timeout_seconds: how long to wait for another rank; no longer than the run's own limit.
+        watch: over all ranks, where there is one.
     """
 
     error: Exception | None = None  # of a worker: there is none, errors are raised where they arise
@@ -59,9 +62,10 @@ class LocalExchange:
         ignored: Collection[str] = (),
         group: dist.ProcessGroup | None = None,
         merge: Callable[[list[State]], list[State]] | None = None,
+        topology: Topology | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
+        watch: RankWatch | None = None,
     ) -> None:
-        assert method.hierarchical is False, "each rank trains a replica"
         self.method = method
         self._module, self._ignored = module, ignored
         self._group, self._merge = group, merge
@@ -74,8 +78,10 @@ class LocalExchange:
             trained.items(),
             method,
             buffers=[(n, b) for n, b in module.named_buffers() if n not in ignored],
+            topology=topology,
             process_group=group,
             timeout_seconds=within_limit(timeout_seconds),
+            watch=watch,
         )
         self._hooks: list[RemovableHandle] = []
         self._has_ended = False
@@ -143,45 +149,56 @@ class LocalExchange:
 
         Outer steps are too rare for shorter periods, so that `reset` changes nothing.
         """
-        return statistics_of(self.outer)
+        found = self.outer.statistics
+        return ExchangeStatistics(
+            steps=found.local_steps,
+            bytes_sent=found.bytes_sent,
+            dense_bytes=found.dense_bytes,
+            exposed_seconds=found.exchange_seconds,
+            exchange_seconds=found.exchange_seconds,
+            residual_norm=found.residual_norm,
+            density=self.method.sent_share,
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        """Collective call: the outer state of all ranks, complete on rank 0.
+        """Collective call: the outer state of all replicas, complete on rank 0.
 
-        `ranks` has one entry per rank: kind ("momentum", "residual", ...) -> parameter name ->
-        tensor. Replicas meet before.
+        `ranks` has one entry per replica: kind -> parameter name -> tensor. Each has the replica's
+        "residual"; the first has what is equal on all ("momentum", "anchor"). Replicas meet before.
         """
         group = self._group or dist.group.WORLD
         assert group is not None
-        own = self._own_state()
-        ranks = gather_state(own, senders=range(dist.get_world_size(group)), group=group)
+        ranks = gather_state(self._own_state(), senders=self.outer.holders, group=group)
         if self._merge is not None:
             ranks = self._merge(ranks)
         return {"step": self.outer.local_steps, "method": self.method.name, "ranks": ranks}
 
     def own_state_dict(self) -> dict[str, Any]:
         """Return this rank's part of `state_dict`, as its `state`. A collective call."""
-        state = self._own_state()
+        state, rank, holders = self._own_state(), dist.get_rank(self._group), self.outer.holders
         return {
             "step": self.outer.local_steps,
             "method": self.method.name,
-            "holders": dist.get_world_size(self._group),
-            "position": dist.get_rank(self._group),
-            "state": state,
+            "holders": len(holders),
+            "position": holders.index(rank) if rank in holders else None,
+            "state": state if rank in holders else {},
         }
 
-    def _own_state(self) -> dict[str, dict[str, torch.Tensor]]:
+    def _own_state(self) -> State:
         self.synchronize()
         state = self.outer.state_dict()
-        found = {kind: value for kind, value in state.items() if isinstance(value, dict)}
-        if all(p.dtype == torch.float32 for p in self.outer.parameters.tensors.values()):
-            found.pop("anchor", None)  # it is the parameters
-        return found
+        kinds = ["residual"]
+        if dist.get_rank(self._group) == 0:
+            kinds.append("momentum")
+            # of float32, the anchor is the parameters
+            if any(p.dtype != torch.float32 for p in self.outer.parameters.tensors.values()):
+                kinds.append("anchor")
+        return {kind: state[kind] for kind in kinds if kind in state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what rank 0 saved, given to all ranks; parameters are loaded before.
 
-        On another number of ranks each gets the mean of the residuals.
+        On another number of replicas each gets the mean of the residuals.
 
         Raises:
             ValueError: for the state of another method or model.
@@ -191,47 +208,41 @@ class LocalExchange:
                 f"the saved exchange state is of method={state['method']!r}, this exchange has "
                 f"{self.method.name!r}"
             )
-        parameters, ranks = self.outer.parameters.tensors, state["ranks"]
-        if self._merge is not None:  # other groups have parameters that this one lacks
-            ranks = [
-                {
-                    kind: {n: t for n, t in of.items() if n in parameters}
-                    for kind, of in each.items()
-                }
-                for each in ranks
-            ]
+        parameters = self.outer.parameters.tensors
+
+        def kept(kinds: State) -> State:
+            # other groups have parameters that this one lacks
+            if self._merge is None:
+                return kinds
+            return {
+                kind: {name: tensor for name, tensor in of.items() if name in parameters}
+                for kind, of in kinds.items()
+            }
+
+        ranks = [kept(of) for of in state["ranks"]]
+        # what is equal on all: beside the anchor, which is the parameters where it was not saved
+        anchor = {name: parameter.detach() for name, parameter in parameters.items()}
+        shared = {kind: of for kind, of in ranks[0].items() if kind != "residual"}
+        # (`LocalStepsStrategy` of 0.1.0 kept that beside `ranks`)
+        shared |= {kind: state[kind] for kind in ("anchor", "momentum") if kind in state}
+        holders, ranks_here = len(self.outer.holders), dist.get_world_size(self._group)
         own = own_state(
-            ranks,
-            position=dist.get_rank(self._group),
-            holders=dist.get_world_size(self._group),
+            [{kind: of for kind, of in each.items() if kind == "residual"} for each in ranks],
+            position=dist.get_rank(self._group) * holders // ranks_here,
+            holders=holders,
             numels={name: parameter.numel() for name, parameter in parameters.items()},
         )
-        anchor = {name: parameter.detach() for name, parameter in parameters.items()}
-        steps = state["step"]
+        steps = state["step"] if "step" in state else state["local_steps"]
         counts = {"pending_steps": 0, "local_steps": steps}
         counts["outer_steps"] = steps // self.method.every
-        self.outer.load_state_dict({"anchor": anchor, **own, **counts})
+        self.outer.load_state_dict({"anchor": anchor, **shared, **own, **counts})
 
     def close(self) -> None:
-        """Do what `end` does; alike on all ranks."""
-        self.end()
+        """Do what `end` does, and destroy process groups; alike on all ranks."""
+        self._has_ended = True
+        self.outer.close()
 
     def end(self) -> None:
         """End the watch over ranks; this rank may do so alone. Replicas do not meet any more."""
-        if not self._has_ended:
-            self._has_ended = True
-            self.outer.close()
-
-
-def statistics_of(outer: OuterSteps) -> ExchangeStatistics:
-    """Return what outer steps have exchanged since the start."""
-    found = outer.statistics
-    return ExchangeStatistics(
-        steps=found.local_steps,
-        bytes_sent=found.bytes_sent,
-        dense_bytes=found.dense_bytes,
-        exposed_seconds=found.exchange_seconds,
-        exchange_seconds=found.exchange_seconds,
-        residual_norm=found.residual_norm,
-        density=outer.method.sent_share,
-    )
+        self._has_ended = True
+        self.outer.end()

@@ -19,9 +19,9 @@ with theta the parameters that all ranks last agreed on,
         outer.after_step()
     outer.synchronize()
 
-How the mean is taken is the method's: a `LocalMethod` (in `methods`) makes a `MeanOverRanks`, which
-reads an `OuterGradient` and returns an `OuterMean`. With `NodeReplicas` the ranks of a node train
-one replica together, and outer steps are between nodes.
+How the mean is taken is the method's: a `LocalMethod` (in `methods.local_steps`) makes a
+`MeanOverRanks`, which reads an `OuterGradient` and yields the mean piece by piece. With
+`NodeReplicas` the ranks of a node train one replica together, and outer steps are between nodes.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from __future__ import annotations
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,18 +41,16 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from lightning_topt.basics.argument_checks import check_real
 from lightning_topt.communication.bucket import OwnBuckets, finite_flag
-from lightning_topt.communication.collectives import Waitable, ring_all_gather
+from lightning_topt.communication.collectives import Waitable, check_equal_on_ranks
 from lightning_topt.communication.exchange_method import LocalMethod
 from lightning_topt.communication.node.node_exchange import shard_bounds
 from lightning_topt.communication.rank_watch import RankWatch
-from lightning_topt.communication.selection import Selection
 from lightning_topt.communication.topology import (
     Topology,
     destroy_groups,
     own_group,
     whole_run,
 )
-from lightning_topt.communication.wire import LevelMessage, MessageFormat, Unpacked
 
 PAUSE_SECONDS = 1e-3  # between two checks of a work in flight
 _made = itertools.count()  # made in the same order on all ranks
@@ -105,7 +104,7 @@ class OuterSteps:
                 "only once"
             )
         options = method.as_mapping() | {"number of elements": self.parameters.numel}
-        _check_equal(options, group=process_group)
+        check_equal_on_ranks(options, doing="local steps", group=process_group)
         # Ranks are numbered, and named in errors, as in the group.
         ranks = "-".join(map(str, dist.get_process_group_ranks(self.group or dist.group.WORLD)))
         prefix = f"lightning_topt/outer_steps/{next(_made)}/{ranks}"
@@ -151,18 +150,13 @@ class OuterSteps:
         return list(range(0, dist.get_world_size(self.group), size))
 
     def average_gradients(self) -> None:
-        """Collective call, after ``backward``: average the gradients of this node's ranks.
+        """Collective call, after `backward`: average the gradients of this node's ranks.
 
         Does nothing where each rank trains alone. Raises PeerLostError where a rank is gone.
         """
-        if self.replicas is None:
-            return
-        try:
-            self.replicas.average_gradients(wait=self._wait)
-        except (RuntimeError, TimeoutError) as error:
-            if self.watch is None:
-                raise
-            raise self.watch.diagnose(error) from error
+        if self.replicas is not None:
+            with self._named_errors():
+                self.replicas.average_gradients(wait=self._wait)
 
     def after_step(self) -> bool:
         """Count a step of the rank's own optimizer; return whether an outer step was made.
@@ -190,35 +184,41 @@ class OuterSteps:
         """
         if not self.pending_steps:
             return
-        # exchange
         start = time.perf_counter()
-        try:
+        with self._named_errors():
             self._check_finite()
-            mean = self._exchange()
             self._other_bytes += mean_of_buffers(self.buffers, group=self.group, wait=self._wait)
-        except (RuntimeError, TimeoutError) as error:
-            if self.watch is None:
-                raise
-            raise self.watch.diagnose(error) from error
-        # update: the outer optimizer steps, replicas start from theta again
-        coefficient, rate = self.method.outer_momentum, self.method.outer_learning_rate
-        outer_update(self.anchor, mean, momentum=self.momentum, coefficient=coefficient, rate=rate)
+            # the outer optimizer steps, then replicas start from theta again
+            outer_update(self.anchor, self._exchange(), momentum=self.momentum, method=self.method)
         self.parameters.write(self.anchor)
         self.pending_steps = 0
         self.outer_steps += 1
         self._exchange_seconds += time.perf_counter() - start
 
-    def _exchange(self) -> OuterMean:
-        """Return the mean over replicas of how far they went."""
+    @contextmanager
+    def _named_errors(self) -> Generator[None, None, None]:
+        # a collective call that fails says who is gone
+        try:
+            yield
+        except (RuntimeError, TimeoutError) as error:
+            if self.watch is None:
+                raise
+            raise self.watch.diagnose(error) from error
+
+    def _exchange(self) -> Iterator[Tensor]:
+        # the mean over replicas of how far they went, piece by piece
         if self.replicas is None:
-            return self._mean.mean(OuterGradient(self.parameters, self.anchor), wait=self._wait)
+            yield from self._mean.mean(OuterGradient(self.parameters, self.anchor), wait=self._wait)
+            return
         # the own shard between nodes, then the other shards of the node
         start, stop, whole = self.replicas.start, self.replicas.stop, torch.zeros_like(self.anchor)
         if start < stop:
             own = OuterGradient(self.parameters, self.anchor, start=start, stop=stop)
-            self._mean.mean(own, wait=self._wait).add_to((whole[start:stop], 1.0))
+            for piece in self._mean.mean(own, wait=self._wait):
+                whole[start : start + piece.numel()] = piece
+                start += piece.numel()
         self.replicas.gather(whole, wait=self._wait)
-        return WholeMean(whole)
+        yield whole
 
     def _check_finite(self) -> None:
         """Raise FloatingPointError, on all ranks, where some rank's parameters are not finite."""
@@ -246,6 +246,10 @@ class OuterSteps:
         """
         if self.replicas is not None:
             self.replicas.close()
+        self.end()
+
+    def end(self) -> None:
+        """End the watch that was made; this rank may do so alone."""
         if self._own_watch is not None:
             self._own_watch.stop()
 
@@ -325,19 +329,6 @@ class OuterSteps:
         return {kind: tensor for kind, tensor in flat.items() if tensor is not None}
 
 
-def _check_equal(options: Mapping[str, Any], *, group: dist.ProcessGroup | None) -> None:
-    """Collective call: raise ValueError, on all ranks, where `options` differ."""
-    everyone: list[Mapping[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(everyone, options, group=group)
-    for rank, theirs in enumerate(everyone):
-        for name, value in theirs.items():
-            if value != everyone[0][name]:
-                raise ValueError(
-                    f"all ranks make the same local steps: {name} is {value!r} on rank {rank} and "
-                    f"{everyone[0][name]!r} on rank 0"
-                )
-
-
 @dataclass(frozen=True)
 class OuterStatistics:
     """What was exchanged since the start; bytes are payload of this rank.
@@ -372,45 +363,16 @@ class MeanOverRanks(ABC):
         self.bytes_sent = 0
 
     @abstractmethod
-    def mean(self, gradient: OuterGradient, *, wait: Wait) -> OuterMean:
-        """Return the mean of what the ranks send of their finite `gradient` (n,)."""
+    def mean(self, gradient: OuterGradient, *, wait: Wait) -> Iterator[Tensor]:
+        """Yield consecutive pieces of the mean of what the ranks send of their finite `gradient`.
 
-    def send_entries(
-        self, chosen: Selection, form: MessageFormat | LevelMessage, *, residual: Tensor
-    ) -> tuple[Tensor, Waitable | None]:
-        """Return all ranks' messages (ranks, bytes) of what they chose, and what to wait for.
-
-        Messages are in rank order. What rounding takes away from `chosen` goes back to `residual`,
-        out of which it was taken.
+        All has been read and received before the first. A piece may take the memory of the one
+        before.
         """
-        # (bytes,) of this rank, (ranks, bytes) of all
-        message = torch.empty(form.nbytes, dtype=torch.uint8, device=residual.device)
-        form.pack(chosen.values, chosen.indices, out=message)
-        messages = message.new_empty((self.world_size, message.numel()))
-        self.count_ring(messages.nbytes, passes=1)
-        work = ring_all_gather(messages, message, group=self.group)
-        # while they are under way: what the message lacks
-        residual.index_add_(0, chosen.indices, chosen.values - form.values(message))
-        return messages, work
 
     def count_ring(self, nbytes: int, *, passes: int) -> None:
         """Count a gather of `nbytes` in all (`passes` 1) or an all-reduce of `nbytes` (2)."""
         self.bytes_sent += passes * (self.world_size - 1) * nbytes // self.world_size
-
-
-class DenseMean(MeanOverRanks):
-    """One all-reduce in `value_dtype`; what rounding takes away is lost."""
-
-    def __init__(self, *, value_dtype: torch.dtype, group: dist.ProcessGroup | None) -> None:
-        super().__init__(group=group)
-        self.value_dtype = value_dtype
-
-    def mean(self, gradient: OuterGradient, *, wait: Wait) -> OuterMean:
-        """Return the mean of all of it."""
-        message = gradient.whole().div_(self.world_size).to(self.value_dtype)
-        self.count_ring(message.nbytes, passes=2)
-        wait(dist.all_reduce(message, group=self.group, async_op=True))
-        return WholeMean(message)
 
 
 class OuterGradient:
@@ -466,65 +428,25 @@ class OuterGradient:
         return out
 
 
-class OuterMean(Protocol):
-    """The mean over ranks of what each sent."""
-
-    def add_to(self, *targets: tuple[Tensor, float]) -> None:
-        """Add it to each target (n,), float32, times the factor beside it."""
-
-
-@dataclass(frozen=True)
-class WholeMean:
-    """The mean (n,) of all elements."""
-
-    mean: Tensor
-
-    def add_to(self, *targets: tuple[Tensor, float]) -> None:
-        """Add it to each target (n,), times the factor beside it."""
-        for target, factor in targets:
-            target.add_(self.mean, alpha=factor)
-
-
-@dataclass(frozen=True)
-class EntriesMean:
-    """The mean of some entries of each rank, in consecutive parts of (n,).
-
-    A part is its number of elements, all ranks' messages (ranks, bytes) and what reads one of them
-    when entries are added, in rank order.
-    """
-
-    parts: Sequence[tuple[int, Tensor, Callable[[Tensor], Unpacked]]]
-
-    def add_to(self, *targets: tuple[Tensor, float]) -> None:
-        """Add it to each target (n,), times the factor beside it."""
-        start = 0
-        for size, messages, unpack in self.parts:
-            for message in messages:
-                _, values, indices = unpack(message)
-                for target, factor in targets:
-                    target[start : start + size].index_add_(
-                        0, indices, values, alpha=factor / len(messages)
-                    )
-            start += size
-
-
 # ---- steps of all ranks
 
 
 def outer_update(
-    anchor: Tensor, mean: OuterMean, *, momentum: Tensor | None, coefficient: float, rate: float
+    anchor: Tensor, mean: Iterable[Tensor], *, momentum: Tensor | None, method: LocalMethod
 ) -> None:
-    """Take one step of SGD on `anchor` (n,) with `mean` as gradient.
+    """Take one step of SGD on `anchor` (n,) with `mean`, in pieces, as gradient.
 
     With Nesterov momentum where there is `momentum` (n,).
     """
-    if momentum is None:
-        mean.add_to((anchor, -rate))
-        return
-    # Nesterov: anchor -= rate * (mean + coefficient * momentum)
-    momentum.mul_(coefficient)
-    mean.add_to((momentum, 1.0), (anchor, -rate))
-    anchor.sub_(momentum, alpha=rate * coefficient)
+    rate, coefficient, start = method.outer_learning_rate, method.outer_momentum, 0
+    for piece in mean:
+        place = slice(start, start + piece.numel())
+        start = place.stop
+        anchor[place].sub_(piece, alpha=rate)
+        if momentum is not None:
+            # anchor -= rate * (mean + coefficient * momentum)
+            moving = momentum[place].mul_(coefficient).add_(piece)
+            anchor[place].sub_(moving, alpha=rate * coefficient)
 
 
 def mean_of_buffers(buffers: NamedTensors, *, group: dist.ProcessGroup | None, wait: Wait) -> int:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
@@ -19,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_topt import plugins
 from lightning_topt.basics.argument_checks import check_whole
 from lightning_topt.communication.bucket import ExchangeSettings
 from lightning_topt.communication.exchange_method import GRADIENT_DTYPES, ExchangeMethod
@@ -31,21 +27,17 @@ from lightning_topt.communication.method_registry import (
     read_gradient_method,
 )
 from lightning_topt.communication.topology import Topology
-from lightning_topt.plugins.ddp_options import (
-    check_devices,
-    checked_ddp_options,
-    name_own_strategy,
-)
+from lightning_topt.plugins.data_parallel_hooks import DataParallelHooks, make_topology
+from lightning_topt.plugins.ddp_options import checked_ddp_options, name_own_strategy
 from lightning_topt.plugins.equal_batches import EqualBatches
 from lightning_topt.plugins.exchange_guard import ExchangeGuard, scaler_of
 from lightning_topt.plugins.lost_ranks import LostRankWatch
-from lightning_topt.plugins.monitors import add_monitor
 from lightning_topt.plugins.preemption import Preemption
 from lightning_topt.plugins.register import register_names
 from lightning_topt.plugins.training_data import TrainingData
 
 
-class CompressedDDPStrategy(DDPStrategy):
+class CompressedDDPStrategy(DataParallelHooks):
     """Distributed data parallelism whose gradients travel compressed.
 
     ``Trainer(strategy="topt_compressed")``
@@ -112,31 +104,10 @@ class CompressedDDPStrategy(DDPStrategy):
 
     # ---- life cycle ------------------------------------------------------------------------------
 
-    @property
-    @override
-    def launcher(self) -> Any:
-        return self.rank_watch.launcher(self, super().launcher)
-
-    @override
-    def setup_distributed(self) -> None:
-        self.rank_watch.meet(self)
-        super().setup_distributed()
-
-    @override
-    def setup_environment(self) -> None:
-        check_devices(self)
-        with self.rank_watch.meeting():
-            super().setup_environment()
-        self.rank_watch.begin()
-
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        self._training_data.check_checkpoint(trainer)
         self._failed = False
-        self._batches.begin(trainer)
         super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            add_monitor(trainer)
 
     @override
     def configure_ddp(self) -> None:
@@ -209,8 +180,7 @@ class CompressedDDPStrategy(DDPStrategy):
         self._batches.end()
         if self._start_method != "popen":  # such ranks end without running what `atexit` holds
             self._guard.close()
-        with self.rank_watch.last():
-            super().teardown()
+        super().teardown()
 
     # ---- steps -----------------------------------------------------------------------------------
 
@@ -238,40 +208,11 @@ class CompressedDDPStrategy(DDPStrategy):
         step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
         return self._guard.step(step, self.precision_plugin)
 
-    # ---- training data ---------------------------------------------------------------------------
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        self._training_data.track(dataloader)
-        return super().process_dataloader(dataloader)
-
-    @override
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        self._training_data.begin()
-
     # ---- checkpoints -----------------------------------------------------------------------------
 
     @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
-    ) -> None:
-        checkpoint = dict(self._training_data.with_state(checkpoint))  # hooks may keep theirs
+    def add_state(self, checkpoint: dict[str, Any]) -> None:
         self._guard.add_state(checkpoint, self.lightning_module)
-        as_file = partial(super().save_checkpoint, storage_options=storage_options)
-        if os.path.isdir(filepath) or "://" in str(filepath):
-            plugins.save_file(self, checkpoint, filepath, as_file)
-        else:
-            as_file(checkpoint, filepath)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        load = super().load_checkpoint
-        if os.path.isdir(checkpoint_path) or "://" in str(checkpoint_path):
-            load = partial(plugins.load_whole, load=load)
-        checkpoint = load(checkpoint_path, *args, **kwargs)
-        self._training_data.take(checkpoint)
-        return checkpoint
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -328,26 +269,3 @@ def check_exchangeable(model: nn.Module) -> None:
                 f"compressed, and {name} is {parameter.dtype}: choose another precision, or "
                 "Lightning's own ddp"
             )
-
-
-def make_topology(
-    *, nodes: int | None, ranks_per_node: int | None, rank: int, trainer_nodes: int, world_size: int
-) -> Topology:
-    """Return the topology that is given, or that of the Trainer.
-
-    Where one of its two numbers is missing it follows from the other.
-
-    Raises ValueError where it has not `world_size` ranks.
-    """
-    given = f"nodes={nodes} and ranks_per_node={ranks_per_node}"
-    if nodes is None and ranks_per_node is None:
-        nodes = trainer_nodes
-    # One of the two numbers follows from the other.
-    ranks_per_node = ranks_per_node or world_size // (nodes or 1)
-    nodes = nodes or world_size // ranks_per_node
-    if nodes * ranks_per_node != world_size:
-        raise ValueError(
-            f"the world size is {world_size}, which is not nodes x ranks_per_node: {given}; give "
-            "numbers that fit, or neither, for those of the Trainer"
-        )
-    return Topology(nodes, ranks_per_node, rank)

@@ -149,8 +149,11 @@ class ExchangeGuard:
             assert self.exchange is not None
             checkpoint.setdefault(CHECKPOINT_KEY, {})[EXCHANGE_KEY] = self.exchange.state_dict()
 
-    def load_state(self, checkpoint: Mapping[str, Any]) -> None:
-        """Give the exchange what `checkpoint` has of it."""
+    def load_state(self, checkpoint: Mapping[str, Any], *, own_optimizers: bool = False) -> None:
+        """Give the exchange what `checkpoint` has of it.
+
+        `own_optimizers`: ranks that train alone have loaded optimizer states of their own.
+        """
         state = checkpoint.get(CHECKPOINT_KEY, {}).get(EXCHANGE_KEY)
         if state is None:
             return
@@ -158,7 +161,7 @@ class ExchangeGuard:
         method = None if self.exchange is None else self.exchange.method.name
         if self.exchange is not None and state["method"] == method:
             self.exchange.load_state_dict(state)
-            if self.exchange.trains_alone:
+            if self.exchange.trains_alone and not own_optimizers:
                 rank_zero_warn(
                     "topt: ranks that train alone have optimizers of their own, and the checkpoint "
                     "has that of rank 0: all go on with it"

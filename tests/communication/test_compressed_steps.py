@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_topt.communication import LocalSteps, OuterSteps, QuantizedSteps, SparseLoCo
 from lightning_topt.communication.local_sgd import OuterGradient
-from lightning_topt.communication.methods import sparse_loco
+from lightning_topt.communication.methods import local_steps
 from lightning_topt.communication.topology import Topology
 from lightning_topt.communication.wire import GROUP, LevelFormat, LevelMessage
 from tests.launch import run_on_pool, run_ranks
@@ -51,8 +51,8 @@ def _local_step(parameters, gradient):
             parameter.mul_(0.9).sub_(0.1 * part.view(SHAPES[name]))
 
 
-def _train(rank, method, part=sparse_loco.PART):
-    sparse_loco.PART = part  # elements of SparseLoCo's parts
+def _train(rank, method, part=local_steps.PART):
+    local_steps.PART = part  # elements of SparseLoCo's parts
     parameters = _initial(seed=rank)  # only those of rank 0 count
     outer = OuterSteps(parameters.items(), method)
     for step in range(STEPS):

@@ -21,7 +21,6 @@ from tests.launch import run_on_pool
 STEPS, RANKS = 7, 2
 METHODS: list[LocalMethod] = [
     LocalSteps(every=3, hierarchical=False),
-    LocalSteps(every=3, density=0.2, hierarchical=False),
     LocalSteps(every=3, value_dtype="bfloat16", hierarchical=False),
     SparseLoCo(every=3, density=0.2, hierarchical=False),
     QuantizedSteps(every=3, hierarchical=False),

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_topt.communication import LocalSteps, OuterSteps
-from lightning_topt.communication.local_sgd import OuterGradient
 from lightning_topt.communication.rank_watch import PeerLostError
 from tests.launch import run_on_pool, run_ranks
 
@@ -49,13 +48,12 @@ def _train(rank, options, steps=STEPS, dtype=torch.float32):
     return parameters, local.statistics, local.state_dict()
 
 
-def _twin(*, every, outer_learning_rate=0.7, outer_momentum=0.9, density=None, residual_decay=1.0):
+def _twin(*, every, outer_learning_rate=0.7, outer_momentum=0.9):
     """All ranks in one process, float64: torch's SGD as outer optimizer, argsort as selection."""
     theta = {name: nn.Parameter(value.double()) for name, value in _initial(seed=0).items()}
     outer = torch.optim.SGD(
         theta.values(), lr=outer_learning_rate, momentum=outer_momentum, nesterov=outer_momentum > 0
     )
-    residuals = [0.0] * WORLD_SIZE
     replicas = [
         {name: value.detach().clone() for name, value in theta.items()} for _ in range(WORLD_SIZE)
     ]
@@ -68,14 +66,6 @@ def _twin(*, every, outer_learning_rate=0.7, outer_momentum=0.9, density=None, r
             torch.cat([(theta[name] - replica[name]).detach().view(-1) for name in SHAPES])
             for replica in replicas
         ]
-        if density is not None:
-            for rank, delta in enumerate(deltas):
-                pending = residual_decay * residuals[rank] + delta
-                largest = pending.abs().argsort(descending=True)[
-                    : max(1, round(density * delta.numel()))
-                ]
-                deltas[rank] = torch.zeros_like(pending).index_put((largest,), pending[largest])
-                residuals[rank] = pending - deltas[rank]
         mean = torch.stack(deltas).mean(0)
         for parameter, part in zip(
             theta.values(), mean.split([p.numel() for p in theta.values()]), strict=True
@@ -86,7 +76,7 @@ def _twin(*, every, outer_learning_rate=0.7, outer_momentum=0.9, density=None, r
             {name: value.detach().clone() for name, value in theta.items()}
             for _ in range(WORLD_SIZE)
         ]
-    return theta, residuals
+    return theta
 
 
 @pytest.mark.parametrize(
@@ -96,26 +86,15 @@ def _twin(*, every, outer_learning_rate=0.7, outer_momentum=0.9, density=None, r
         {"every": EVERY, "outer_learning_rate": 0.5, "outer_momentum": 0.0},
         {"every": 1},
         {"every": 100},
-        {"every": 2, "density": 0.2},
-        {
-            "every": 2,
-            "density": 0.3,
-            "outer_momentum": 0.0,
-            "outer_learning_rate": 1.0,
-            "residual_decay": 0.9,
-        },
     ],
 )
 def test_equals_the_slow_twin(options):
     results = run_on_pool(_train, WORLD_SIZE, options)
-    theta, residuals = _twin(**options)
-    for rank, (parameters, _, state) in enumerate(results):
+    theta = _twin(**options)
+    for parameters, *_ in results:
         for name in SHAPES:
             assert torch.equal(parameters[name], results[0][0][name])
             np.testing.assert_allclose(parameters[name], theta[name].detach(), atol=2e-6)
-        if "density" in options:
-            flat = torch.cat([value.view(-1) for value in state["residual"].values()])
-            np.testing.assert_allclose(flat, residuals[rank], atol=2e-6)
 
 
 def test_one_local_step_without_outer_optimizer_is_parameter_averaging():
@@ -136,51 +115,14 @@ def test_one_local_step_without_outer_optimizer_is_parameter_averaging():
         torch.testing.assert_close(results[1][0][name], parameters[name], rtol=0, atol=2e-6)
 
 
-def test_density_of_one_is_the_dense_form():
-    dense = run_on_pool(_train, WORLD_SIZE, {"every": EVERY})
-    sparse = run_on_pool(_train, WORLD_SIZE, {"every": EVERY, "density": 1.0})
-    for name in SHAPES:
-        torch.testing.assert_close(sparse[0][0][name], dense[0][0][name], rtol=0, atol=1e-6)
-    assert sparse[0][1].residual_norm == 0
-
-
 @pytest.mark.parametrize("value_dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("density", [None, 0.5])
-def test_values_of_16_bits(value_dtype, density):
-    options = {"every": EVERY, "density": density}
-    whole = run_on_pool(_train, WORLD_SIZE, options)
-    half = run_on_pool(_train, WORLD_SIZE, options | {"value_dtype": value_dtype})
+def test_values_of_16_bits(value_dtype):
+    whole = run_on_pool(_train, WORLD_SIZE, {"every": EVERY})
+    half = run_on_pool(_train, WORLD_SIZE, {"every": EVERY, "value_dtype": value_dtype})
     for name in SHAPES:
         assert all(torch.equal(parameters[name], half[0][0][name]) for parameters, *_ in half)
-        if density is None:  # with a density, rounding may change what is selected
-            torch.testing.assert_close(half[0][0][name], whole[0][0][name], rtol=0, atol=0.1)
+        torch.testing.assert_close(half[0][0][name], whole[0][0][name], rtol=0, atol=0.1)
     assert half[0][1].bytes_sent < whole[0][1].bytes_sent
-
-
-def _conserved(rank, value_dtype):
-    """Without outer optimizer: what arrived and what is held back is all there was."""
-    parameters = _initial(seed=0)
-    options = {
-        "density": 0.3,
-        "outer_learning_rate": 1.0,
-        "outer_momentum": 0.0,
-        "value_dtype": value_dtype,
-    }
-    local = OuterSteps(parameters.items(), LocalSteps(every=2, **options))
-    start, total = local.anchor.clone(), 0.0
-    for step in range(6):
-        _local_step(parameters, rank, step)
-        if step % 2:
-            total = total + OuterGradient(local.parameters, local.anchor).whole()
-        local.after_step()
-    pair = torch.stack([total, local.residual])
-    dist.all_reduce(pair)
-    return float((pair[0] / 2 - (start - local.anchor) - pair[1] / 2).abs().max())
-
-
-@pytest.mark.parametrize("value_dtype", ["float32", "bfloat16", "float16"])
-def test_the_sparse_form_loses_nothing(value_dtype):
-    assert max(run_on_pool(_conserved, 2, value_dtype)) < 2e-6
 
 
 def test_statistics():
@@ -194,8 +136,6 @@ def test_statistics():
     assert statistics.bytes_sent == pytest.approx(3 * ring * (4 * numel + flags), abs=6)
     assert statistics.dense_bytes == pytest.approx(STEPS * ring * 4 * numel, abs=1)
     assert statistics.exchange_seconds > 0 and statistics.residual_norm == 0
-    _, sparse, _ = run_on_pool(_train, WORLD_SIZE, {"every": EVERY, "density": 0.1})[0]
-    assert sparse.bytes_sent < statistics.bytes_sent and sparse.residual_norm > 0
 
 
 def test_parameters_of_16_bits_keep_a_float32_anchor():
@@ -262,7 +202,7 @@ def test_running_statistics_become_their_mean():
 
 def _not_finite(rank):
     parameters = _initial(seed=0)
-    local = OuterSteps(parameters.items(), LocalSteps(every=2, density=0.5))
+    local = OuterSteps(parameters.items(), LocalSteps(every=2))
     _local_step(parameters, rank, 0)
     local.after_step()
     if rank == 1:
@@ -329,7 +269,7 @@ def _learn(rank):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    local = OuterSteps(net.named_parameters(), LocalSteps(every=5, density=0.3, outer_momentum=0.5))
+    local = OuterSteps(net.named_parameters(), LocalSteps(every=5, outer_momentum=0.5))
     generator = torch.Generator().manual_seed(rank)
     losses = []
     for _ in range(150):

@@ -57,8 +57,6 @@ LOCAL: dict[str, list[Any]] = {
     "every": NO_COUNT,
     "outer_learning_rate": [0, -1, *NO_NUMBER],
     "outer_momentum": [-0.1, 1, *NO_NUMBER],
-    "density": [0, 1.1, *NO_NUMBER[:-1]],
-    "residual_decay": [-0.1, 1.1, 0.5, *NO_NUMBER],
     "value_dtype": ["int8", None, 32],
 }
 STEP: dict[str, list[Any]] = {

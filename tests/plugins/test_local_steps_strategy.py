@@ -69,7 +69,6 @@ def looped(rank: int, method: LocalMethod, nodes: int) -> dict[str, Tensor]:
 
 METHODS: list[tuple[LocalMethod, int]] = [
     (LocalSteps(every=EVERY), 1),
-    (LocalSteps(every=EVERY, density=0.1), 1),
     (SparseLoCo(every=EVERY, density=0.1), 1),
     (QuantizedSteps(every=EVERY), 1),
     (SparseLoCo(every=EVERY, density=0.1), 2),
@@ -166,7 +165,6 @@ def resumed(
     ("method", "ranks", "kind"),
     [
         (LocalSteps(every=2), 2, AdamGPT),
-        (LocalSteps(every=2, density=0.1, residual_decay=0.9), 2, SgdGPT),
         (QuantizedSteps(every=2, bits=2), 2, SgdGPT),
         (SparseLoCo(every=2, density=0.1), 4, AdamGPT),
     ],

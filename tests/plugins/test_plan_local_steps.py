@@ -101,6 +101,34 @@ def test_a_checkpoint_has_what_ranks_keep(method: LocalMethod, form: str, tmp_pa
             torch.testing.assert_close(actual[name], value)
 
 
+def crossed(rank: int, method: LocalMethod, path: str) -> Any:
+    """An epoch under a plan goes on under the strategy, and the other way round."""
+    found = []
+    for first, second in (
+        (given, LocalStepsStrategy),
+        (LocalStepsStrategy, given),
+        (LocalStepsStrategy, LocalStepsStrategy),
+    ):
+        trainer, half = fit(first(method), max_epochs=1)
+        trainer.save_checkpoint(path)
+        trainer, resumed = fit(second(method), ckpt_path=path)
+        outer = trainer.strategy.exchange.outer
+        found.append((half.losses + resumed.losses, outer.local_steps, state(resumed)))
+        torch.distributed.barrier()
+    return found
+
+
+@pytest.mark.parametrize("method", [DILOCO, LOCO], ids=lambda method: method.name)
+def test_plan_and_strategy_go_on_from_each_other(method: LocalMethod, tmp_path: Path) -> None:
+    for *crossing, (losses, steps, expected) in on_ranks(
+        crossed, method, str(tmp_path / "half.ckpt")
+    ):
+        for ours, own_steps, actual in crossing:
+            assert ours == pytest.approx(losses, rel=1e-6) and own_steps == steps == 8
+            for name, value in expected.items():
+                torch.testing.assert_close(actual[name], value)
+
+
 # ---- chosen --------------------------------------------------------------------------------------
 
 

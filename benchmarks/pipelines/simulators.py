@@ -319,7 +319,6 @@ class DefinedTraining:
         max_norm: gradients are clipped by their norm: over this and later stages that of the
             update's minibatches, of earlier stages that of the latest update they had made when
             they ran the forward pass that this stage has run last.
-        annealing_updates: PipeMare's.
         error_feedback: of two versions.
         seed_of: a seed to set before each forward pass, by minibatch.
     """
@@ -337,7 +336,6 @@ class DefinedTraining:
         max_norm: float | None = None,
         lag_per_hop: int = 1,
         accumulate: int = 1,
-        annealing_updates: int = 1000,
         error_feedback: bool = False,
         seed_of: Callable[[int], int] | None = None,
     ) -> None:
@@ -349,7 +347,7 @@ class DefinedTraining:
             max_norm,
         )
         self.num_stages, self.hop, self.accumulate = num_stages, lag_per_hop, accumulate
-        self.annealing, self.seed_of = annealing_updates, seed_of
+        self.seed_of = seed_of
         self.error_feedback = error_feedback
         parameters = dict(module.named_parameters())
         assert parameters.keys() == stage_of.keys()
@@ -361,17 +359,15 @@ class DefinedTraining:
             [self._snapshot(stage)] for stage in range(num_stages)
         ]
         self.norms: list[list[float]] = []  # squares of each stage, by update
-        self.made = 0  # updates in earlier runs
 
     def run(self, batches: Sequence[Any]) -> list[float]:
         """Train on all batches from one drained state to the next; return the losses.
 
         The module is left with the trained weights. Minibatches and versions are counted from 0 in
-        every run, and nothing but weights, optimizers' states and PipeMare's count is remembered
+        every run, and nothing but weights and optimizers' states is remembered
         from one to the next.
         """
         self.count = len(batches)
-        self.made += len(self.history[0]) - 1
         self.history = [[versions[-1]] for versions in self.history]
         self.norms = [[] for _ in self.history]
         # by stage and update, without feedback: they say what an update of fresh gradients had been
@@ -401,7 +397,7 @@ class DefinedTraining:
         passes, history, own = self.passes[stage], self.history[stage], minibatch // self.accumulate
         version = getattr(passes, f"{kind}_version")[minibatch]
         trip = getattr(passes, f"{kind}_trip")[minibatch]
-        if self.rule in ("none", "pipemare"):
+        if self.rule == "none":
             return history[version].weights
         if self.rule in ("stash", "nesterov"):
             return history[passes.forward_version[minibatch]].weights
@@ -468,9 +464,7 @@ class DefinedTraining:
                     if parameter.grad is not None:
                         parameter.grad *= min(1.0, self.max_norm / (norm + 1e-6))
             rates = [group["lr"] for group in optimizer.param_groups]
-            factor = self.rate(minibatch) * self._pipemare(
-                stage, self.made + len(self.history[stage]) - 1
-            )
+            factor = self.rate(minibatch)
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * factor
             optimizer.step()
@@ -500,12 +494,6 @@ class DefinedTraining:
             done = self.passes[earlier].forward_version[latest]
             found += self.norms[earlier][done - 1] if done else 0.0
         return found
-
-    def _pipemare(self, stage: int, update: int) -> float:
-        if self.rule != "pipemare":
-            return 1.0
-        power = 1 - min(update / self.annealing, 1)
-        return 1 / max(self._lag(stage) / self.accumulate, 1) ** power
 
     def _snapshot(self, stage: int) -> Snapshot:
         optimizer = self.optimizers[stage]

@@ -39,7 +39,6 @@ FILE = RESULTS / "prediction_accuracy.json"
 MODELS = {"transformer": "AdamW", "long transformer": "AdamW", "cnn": "SGD", "lstm": "SGD"}
 RULES = (
     "none",
-    "pipemare",
     "stash",
     "nesterov",
     "two_versions",
@@ -103,7 +102,6 @@ def train_stages(
     feedback = {"rule": "two_versions", "error_feedback": True}
     rules: dict[str, Any] = {
         SYNCHRONOUS: "none",
-        "pipemare": {"rule": "pipemare", "annealing_updates": len(batches) // 4},
         **dict.fromkeys((FEEDBACK, *STARTS), feedback),
     }
     cut = run.cut if isinstance(run, Tuned) else 1

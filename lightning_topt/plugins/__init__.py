@@ -30,7 +30,7 @@ What these use:
     why a plan cannot run  requirements
     a step's result        step_records, microbatches, loss_kinds, stashed_gradients
     between ranks          value_exchange, clipping
-    Lightning              ddp_options, register, lent_methods
+    Lightning              data_parallel_hooks, register, lent_methods
 
 Other plugins:
 

@@ -24,7 +24,11 @@ from lightning_topt.costs.intervals import LEVEL
 from lightning_topt.execution.memory import MemoryMeter
 from lightning_topt.graph.errors import explain_shards
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plugins.ddp_options import check_devices, known_options, name_own_strategy
+from lightning_topt.plugins.data_parallel_hooks import (
+    check_devices,
+    known_options,
+    name_own_strategy,
+)
 from lightning_topt.plugins.equal_batches import EqualBatches
 from lightning_topt.plugins.exchange_guard import ExchangeGuard
 from lightning_topt.plugins.lost_ranks import LostRankWatch

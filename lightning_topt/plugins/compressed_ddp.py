@@ -27,8 +27,12 @@ from lightning_topt.communication.method_registry import (
     read_gradient_method,
 )
 from lightning_topt.communication.topology import Topology
-from lightning_topt.plugins.data_parallel_hooks import DataParallelHooks, make_topology
-from lightning_topt.plugins.ddp_options import checked_ddp_options, name_own_strategy
+from lightning_topt.plugins.data_parallel_hooks import (
+    DataParallelHooks,
+    checked_ddp_options,
+    make_topology,
+    name_own_strategy,
+)
 from lightning_topt.plugins.equal_batches import EqualBatches
 from lightning_topt.plugins.exchange_guard import ExchangeGuard, scaler_of
 from lightning_topt.plugins.lost_ranks import LostRankWatch
@@ -176,8 +180,6 @@ class CompressedDDPStrategy(DataParallelHooks):
 
     @override
     def teardown(self) -> None:
-        self._training_data.end()
-        self._batches.end()
         if self._start_method != "popen":  # such ranks end without running what `atexit` holds
             self._guard.close()
         super().teardown()

@@ -21,8 +21,11 @@ from lightning_topt.communication.local_exchange import LocalExchange
 from lightning_topt.communication.local_sgd import OuterSteps
 from lightning_topt.communication.method_registry import DEFAULT_METHOD, read_method
 from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy
-from lightning_topt.plugins.data_parallel_hooks import DataParallelHooks, make_topology
-from lightning_topt.plugins.ddp_options import checked_ddp_options
+from lightning_topt.plugins.data_parallel_hooks import (
+    DataParallelHooks,
+    checked_ddp_options,
+    make_topology,
+)
 from lightning_topt.plugins.equal_batches import EqualBatches
 from lightning_topt.plugins.exchange_guard import CHECKPOINT_KEY, EXCHANGE_KEY, ExchangeGuard
 from lightning_topt.plugins.lost_ranks import LostRankWatch
@@ -164,9 +167,7 @@ class LocalStepsStrategy(DataParallelHooks):
 
     @override
     def teardown(self) -> None:
-        self._batches.end()
         self._fitting = False
-        self._training_data.end()
         super().teardown()
 
     def _synchronize(self) -> None:

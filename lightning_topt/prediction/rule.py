@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch.optim import Optimizer
 
+from lightning_topt.schedules.schedules import lag_of
 from lightning_topt.schedules.staleness import Staleness
 
 # Hyperparameters of the n-th update from now (0: the next one), by parameter group: (n, groups).
@@ -66,16 +67,19 @@ class StagePrediction(ABC):
     def held_bytes(self) -> int:
         """Bytes of copies that are held now."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a drained state needs to go on as if undisturbed.
 
-        Nothing for rules that only keep copies.
-        """
-        return {}
+class StagePlace(NamedTuple):
+    """A stage of a continuous schedule; an update takes `accumulate` minibatches."""
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Take over what `state_dict` gave."""
-        self.drained()
+    stage: int
+    num_stages: int
+    lag_per_hop: int = 1
+    accumulate: int = 1
+
+    @property
+    def lag(self) -> int:
+        """Minibatches by which its backward passes are behind its forward passes."""
+        return lag_of(self.stage, num_ranks=self.num_stages, lag_per_hop=self.lag_per_hop)
 
 
 class Traffic(NamedTuple):
@@ -97,15 +101,39 @@ class Prediction(ABC):
     # those of torch.optim that it knows; none: any optimizer
     optimizers: ClassVar[tuple[str, ...]] = ()
 
-    @abstractmethod
     def weight_copies(
         self, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1
     ) -> int:
         """Return the most copies of a stage's weights at once in a continuous schedule.
 
-        The storages do not count. Backward passes are ``(num_stages - 1 - stage) * lag_per_hop``
-        minibatches behind forward passes, and an update takes `accumulate` minibatches.
+        The storages do not count.
         """
+        return self.copies_at(StagePlace(stage, num_stages, lag_per_hop, accumulate))
+
+    def on(
+        self,
+        optimizer: Optimizer,
+        *,
+        stage: int,
+        num_stages: int,
+        lag_per_hop: int = 1,
+        accumulate: int = 1,
+    ) -> StagePrediction:
+        """Return the rule at work on the parameters of a stage.
+
+        Raises ValueError for an optimizer that it does not know, naming those that it knows.
+        """
+        return self.at_work(optimizer, StagePlace(stage, num_stages, lag_per_hop, accumulate))
+
+    # ---- what a rule says
+
+    @abstractmethod
+    def copies_at(self, place: StagePlace) -> int:
+        """Return what `weight_copies` does."""
+
+    @abstractmethod
+    def at_work(self, optimizer: Optimizer, place: StagePlace) -> StagePrediction:
+        """Return what `on` does."""
 
     @abstractmethod
     def traffic(
@@ -119,19 +147,4 @@ class Prediction(ABC):
             optimizer: the name of its class, one that the rule knows.
             compiled: whether the stage is on a CPU, where moves are made by `move_kernels` or in
                 the cache; else they are made by torch's kernels.
-        """
-
-    @abstractmethod
-    def on(
-        self,
-        optimizer: Optimizer,
-        *,
-        stage: int,
-        num_stages: int,
-        lag_per_hop: int = 1,
-        accumulate: int = 1,
-    ) -> StagePrediction:
-        """Return the rule at work on the parameters of a stage.
-
-        Raises ValueError for an optimizer that it does not know, naming those that it knows.
         """

@@ -3,7 +3,6 @@
 | name | weights of a pass | copies of a stage's weights |
 |---|---|---|
 | none | the newest | 0 |
-| pipemare | the newest, with a smaller learning rate at first | 0 |
 | stash | forward's newest, kept for backward (PipeDream) | one per update in flight |
 | nesterov | as stash, with NAdam and decoupled weight decay | one per update in flight |
 | two_versions | one update older than the newest, on all stages (PipeDream-2BW) | 1 |
@@ -29,7 +28,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_choice, check_whole
-from lightning_topt.prediction.rule import Prediction, Rates, StagePrediction, Traffic
+from lightning_topt.prediction.rule import (
+    Prediction,
+    Rates,
+    StagePlace,
+    StagePrediction,
+    Traffic,
+)
 from lightning_topt.prediction.weights import (
     COPY,
     KNOWN,
@@ -54,7 +59,6 @@ from lightning_topt.prediction.weights import (
     unseen,
     updates_without_gradients,
 )
-from lightning_topt.schedules.schedules import lag_of
 from lightning_topt.schedules.staleness import Staleness
 
 
@@ -182,7 +186,7 @@ def _row(name: str, flight: int, accumulate: int) -> Default | None:
     return next(enough, alike[-1] if alike else None)
 
 
-# ---- Rules that leave the weights as they are.
+# ---- Weights as they are.
 
 
 @dataclass(frozen=True)
@@ -195,9 +199,7 @@ class NoPrediction(Prediction):
     name: ClassVar[str] = "none"
 
     @override
-    def weight_copies(
-        self, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1
-    ) -> int:
+    def copies_at(self, place: StagePlace) -> int:
         return 0
 
     @override
@@ -207,74 +209,17 @@ class NoPrediction(Prediction):
         return Traffic(0.0, 0.0)
 
     @override
-    def on(
-        self,
-        optimizer: Optimizer,
-        *,
-        stage: int,
-        num_stages: int,
-        lag_per_hop: int = 1,
-        accumulate: int = 1,
-    ) -> StagePrediction:
+    def at_work(self, optimizer: Optimizer, place: StagePlace) -> StagePrediction:
         return _NewestWeights(optimizer)
 
 
-@dataclass(frozen=True)
-class PipeMare(Prediction):
-    """PipeMare's learning rates: lr / delay^p, where p falls from 1 to 0.
-
-    It does so in `annealing_updates` updates (Yang et al., MLSys 2021, arXiv 1910.05124, section
-    3.2, T1). The delay of a stage is in updates and at least 1. The discrepancy correction (T2) is
-    not part of this rule. The paper takes for `annealing_updates` a quarter of the updates at the
-    first learning rate, or five times those of a warm-up.
-    """
-
-    name: ClassVar[str] = "pipemare"
-    annealing_updates: int = 1000
-
-    def __post_init__(self) -> None:
-        check_whole(self.annealing_updates, name="annealing_updates")
-
-    @override
-    def weight_copies(
-        self, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1
-    ) -> int:
-        return 0
-
-    @override
-    def traffic(
-        self, forward: Staleness, backward: Staleness, *, optimizer: str, compiled: bool
-    ) -> Traffic:
-        return Traffic(0.0, 0.0)
-
-    @override
-    def on(
-        self,
-        optimizer: Optimizer,
-        *,
-        stage: int,
-        num_stages: int,
-        lag_per_hop: int = 1,
-        accumulate: int = 1,
-    ) -> StagePrediction:
-        # in updates: `lag_of` counts minibatches, of which an update takes `accumulate`
-        delay = lag_of(stage, num_ranks=num_stages, lag_per_hop=lag_per_hop) / accumulate
-        return _NewestWeights(
-            optimizer, delay=max(1.0, delay), annealing_updates=self.annealing_updates
-        )
-
-
 class _NewestWeights(StagePrediction):
-    """All passes find the newest weights; learning rates may be scaled.
+    """All passes find the newest weights."""
 
-    That of update k by ``1 / delay ** (1 - k / annealing_updates)``, which ends as 1.
-    """
+    num_versions = held_bytes = 0
 
-    def __init__(
-        self, optimizer: Optimizer, *, delay: float = 1.0, annealing_updates: int = 0
-    ) -> None:
-        self._optimizer, self._delay, self._annealing = optimizer, delay, annealing_updates
-        self._updates = 0
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
 
     @override
     def forward(
@@ -291,51 +236,12 @@ class _NewestWeights(StagePrediction):
     @override
     @contextmanager
     def update(self, minibatch: int) -> Iterator[None]:
-        # the rates are scaled for this update only: schedulers go on from the user's own
-        with unseen(trainable(self._optimizer)), self._scaled_rates():
+        with unseen(trainable(self._optimizer)):
             yield
-        self._updates = min(self._updates + 1, self._annealing)
 
     @override
     def drained(self) -> None:
         return None
-
-    @property
-    @override
-    def num_versions(self) -> int:
-        return 0
-
-    @property
-    @override
-    def held_bytes(self) -> int:
-        return 0
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        # only the annealing goes on after a checkpoint
-        return {"updates": self._updates} if self._annealing else {}
-
-    @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._updates = min(int(state.get("updates", 0)), self._annealing)
-
-    @contextmanager
-    def _scaled_rates(self) -> Iterator[None]:
-        # after the annealing, and on the last stage, the rates are the user's
-        if self._updates >= self._annealing or self._delay == 1.0:
-            yield
-            return
-        # 1 / delay at first, 1 at the end, in between on a geometric scale
-        factor = self._delay ** (self._updates / self._annealing - 1.0)
-        groups = self._optimizer.param_groups
-        rates = [group["lr"] for group in groups]
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate * factor
-        try:
-            yield
-        finally:
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate
 
 
 # ---- Weight stashing: both passes of a minibatch compute with one version of the weights, which is
@@ -353,11 +259,9 @@ class WeightStashing(Prediction):
     name: ClassVar[str] = "stash"
 
     @override
-    def weight_copies(
-        self, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1
-    ) -> int:
+    def copies_at(self, place: StagePlace) -> int:
         # rounded up: one version for each update that is done while a minibatch is in flight
-        return -(-lag_of(stage, num_ranks=num_stages, lag_per_hop=lag_per_hop) // accumulate)
+        return -(-place.lag // place.accumulate)
 
     @override
     def traffic(
@@ -367,24 +271,13 @@ class WeightStashing(Prediction):
         return Traffic(0.0, COPY * (forward.missing > 0))
 
     @override
-    def on(
-        self,
-        optimizer: Optimizer,
-        *,
-        stage: int,
-        num_stages: int,
-        lag_per_hop: int = 1,
-        accumulate: int = 1,
-    ) -> StagePrediction:
-        copies = self.weight_copies(
-            stage=stage, num_stages=num_stages, lag_per_hop=lag_per_hop, accumulate=accumulate
-        )
+    def at_work(self, optimizer: Optimizer, place: StagePlace) -> StagePrediction:
         return _StashedWeights(
             optimizer,
             # A minibatch takes the newest version; those to come never want an old one.
             choose=lambda position: position.now,
             keep=lambda version, now: False,
-            copies=copies,
+            copies=self.copies_at(place),
         )
 
 
@@ -401,15 +294,7 @@ class Nesterov(WeightStashing):
     optimizers: ClassVar[tuple[str, ...]] = ("NAdam",)
 
     @override
-    def on(
-        self,
-        optimizer: Optimizer,
-        *,
-        stage: int,
-        num_stages: int,
-        lag_per_hop: int = 1,
-        accumulate: int = 1,
-    ) -> StagePrediction:
+    def at_work(self, optimizer: Optimizer, place: StagePlace) -> StagePrediction:
         if not isinstance(optimizer, optim.NAdam):
             raise ValueError(
                 f"prediction {self.name!r} is for NAdam of torch.optim, with betas=(0.99, 0.999) "
@@ -424,13 +309,7 @@ class Nesterov(WeightStashing):
                 f"prediction {self.name!r} is for decoupled weight decay; build NAdam with "
                 "decoupled_weight_decay=True"
             )
-        return super().on(
-            optimizer,
-            stage=stage,
-            num_stages=num_stages,
-            lag_per_hop=lag_per_hop,
-            accumulate=accumulate,
-        )
+        return super().at_work(optimizer, place)
 
 
 @dataclass(frozen=True)
@@ -461,10 +340,8 @@ class TwoVersions(Prediction):
             raise ValueError(f"error_feedback is True or False; got {self.error_feedback!r}")
 
     @override
-    def weight_copies(
-        self, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1
-    ) -> int:
-        return (1 + self.error_feedback) * (num_stages > 1)
+    def copies_at(self, place: StagePlace) -> int:
+        return (1 + self.error_feedback) * (place.num_stages > 1)
 
     @override
     def traffic(
@@ -476,17 +353,9 @@ class TwoVersions(Prediction):
         return Traffic(0.0, COPY + feedback * self.error_feedback)
 
     @override
-    def on(
-        self,
-        optimizer: Optimizer,
-        *,
-        stage: int,
-        num_stages: int,
-        lag_per_hop: int = 1,
-        accumulate: int = 1,
-    ) -> StagePrediction:
-        behind = (num_stages - 1) * lag_per_hop
-        is_delayed = num_stages > 1
+    def at_work(self, optimizer: Optimizer, place: StagePlace) -> StagePrediction:
+        behind = (place.num_stages - 1) * place.lag_per_hop
+        is_delayed = place.num_stages > 1
 
         def choose(position: _UpdateCounts) -> int:
             # One update behind the own one, but nothing from before the drained state.
@@ -504,7 +373,7 @@ class TwoVersions(Prediction):
             choose=choose,
             # minibatches to come may use the newest version and the one before it
             keep=lambda version, now: is_delayed and version >= now - 1,
-            copies=self.weight_copies(stage=stage, num_stages=num_stages),
+            copies=self.copies_at(place),
             feeds_back=is_delayed and self.error_feedback,
         )
 
@@ -677,11 +546,9 @@ class SpecTrain(Prediction):
     optimizers: ClassVar[tuple[str, ...]] = KNOWN
 
     @override
-    def weight_copies(
-        self, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1
-    ) -> int:
+    def copies_at(self, place: StagePlace) -> int:
         # the last of one or two stages is done when stage 0 is: it has nothing to predict
-        return int(stage >= 2 or lag_of(stage, num_ranks=num_stages, lag_per_hop=lag_per_hop) > 0)
+        return int(place.stage >= 2 or place.lag > 0)
 
     @override
     def traffic(
@@ -691,15 +558,7 @@ class SpecTrain(Prediction):
         return Traffic(passes * (move_traffic(optimizer, compiled=compiled) + COPY), 0.0)
 
     @override
-    def on(
-        self,
-        optimizer: Optimizer,
-        *,
-        stage: int,
-        num_stages: int,
-        lag_per_hop: int = 1,
-        accumulate: int = 1,
-    ) -> StagePrediction:
+    def at_work(self, optimizer: Optimizer, place: StagePlace) -> StagePrediction:
         return _PredictedWeights(
             optimizer,
             method=method_of(optimizer, rule=self.name),
@@ -707,7 +566,7 @@ class SpecTrain(Prediction):
             # both passes aim at the version after stage 0's update with this minibatch
             forward=lambda staleness: staleness.round_trip,
             backward=lambda staleness: staleness.round_trip,
-            copies=self.weight_copies(stage=stage, num_stages=num_stages, lag_per_hop=lag_per_hop),
+            copies=self.copies_at(place),
         )
 
 
@@ -726,10 +585,8 @@ class ForwardOnly(Prediction):
     predict: ClassVar[Predict]
 
     @override
-    def weight_copies(
-        self, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1
-    ) -> int:
-        return int(lag_of(stage, num_ranks=num_stages, lag_per_hop=lag_per_hop) > 0)
+    def copies_at(self, place: StagePlace) -> int:
+        return int(place.lag > 0)
 
     @override
     def traffic(
@@ -745,15 +602,7 @@ class ForwardOnly(Prediction):
         return 1
 
     @override
-    def on(
-        self,
-        optimizer: Optimizer,
-        *,
-        stage: int,
-        num_stages: int,
-        lag_per_hop: int = 1,
-        accumulate: int = 1,
-    ) -> StagePrediction:
+    def at_work(self, optimizer: Optimizer, place: StagePlace) -> StagePrediction:
         return _PredictedWeights(
             optimizer,
             method=method_of(optimizer, rule=self.name),
@@ -761,7 +610,7 @@ class ForwardOnly(Prediction):
             # forward looks ahead to what backward will find, and backward needs no prediction
             forward=lambda staleness: staleness.missing,
             backward=lambda staleness: 0,
-            copies=self.weight_copies(stage=stage, num_stages=num_stages, lag_per_hop=lag_per_hop),
+            copies=self.copies_at(place),
         )
 
 
@@ -885,6 +734,6 @@ class _PredictedWeights(StagePrediction):
 
 _RULES: tuple[type[Prediction], ...] = (
     *(SpecTrain, MultiStep, PipeOptim, WeightStashing),
-    *(TwoVersions, Nesterov, PipeMare, NoPrediction),
+    *(TwoVersions, Nesterov, NoPrediction),
 )
 PREDICTIONS: Mapping[str, type[Prediction]] = MappingProxyType({rule.name: rule for rule in _RULES})

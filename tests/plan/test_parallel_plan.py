@@ -401,7 +401,7 @@ NEVER_FLUSHES = """
 version: 2
 mesh: [{name: pipeline, size: 2}, {name: data, size: 2}]
 schedule: continuous
-prediction: {rule: pipemare, annealing_updates: 7}
+prediction: {rule: two_versions, synchronous_updates: 7}
 stages:
 - blocks: [{block: a, storage: ddp}, {block: "", storage: ddp}]
 - blocks: [{block: b, storage: ddp}]
@@ -410,9 +410,9 @@ stages:
 
 def test_a_pipeline_that_never_flushes_says_its_rule_of_weights() -> None:
     plan = ParallelPlan.from_yaml(NEVER_FLUSHES)
-    assert plan.prediction == make_prediction({"rule": "pipemare", "annealing_updates": 7})
+    assert plan.prediction == make_prediction({"rule": "two_versions", "synchronous_updates": 7})
     assert ParallelPlan.from_yaml(plan.to_yaml()) == plan and hash(plan)
-    assert "2 stages (continuous, pipemare)" in plan.summary()
+    assert "2 stages (continuous, two_versions)" in plan.summary()
     plain = replace(plan, prediction=None)
     assert "prediction" not in plain.to_dict() and ParallelPlan.from_dict(plain.to_dict()) == plain
 
@@ -425,8 +425,8 @@ def test_a_pipeline_that_never_flushes_says_its_rule_of_weights() -> None:
             "leave it out, or choose the schedule continuous or continuous_overlapped; got 1f1b",
         ),
         (("stages:", "num_microbatches: 4\nstages:"), "does not cut batches"),
-        (("rule: pipemare", "rule: oracle"), "prediction is one of"),
-        (("annealing_updates", "steps"), "has the options"),
+        (("rule: two_versions", "rule: oracle"), "prediction is one of"),
+        (("synchronous_updates", "steps"), "has the options"),
         (
             ("size: 2}, {name: data, size: 2}", "size: 1}, {name: data, size: 2}"),
             "runs one stage on each rank: 1 stages; got 2",

@@ -77,7 +77,7 @@ def goes_on(rank: int, folder: Path) -> dict[str, Any]:
                 folder / form / name, filename="{step}", save_top_k=-1, every_n_epochs=1
             )
             trainer = make_trainer(
-                never(checkpoint=form, prediction={"rule": "pipemare", "annealing_updates": 16}),
+                never(checkpoint=form, prediction="spectrain"),
                 devices=2,
                 max_epochs=2,
                 enable_checkpointing=True,

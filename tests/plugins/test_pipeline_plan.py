@@ -99,10 +99,10 @@ def test_stale_weights_are_allowed_where_they_can_be() -> None:
         and not PipelineStrategy(2).request.stale.allowed
     )
     given = PipelineStrategy(
-        2, "continuous", prediction={"rule": "pipemare", "annealing_updates": 7}
+        2, "continuous", prediction={"rule": "two_versions", "synchronous_updates": 7}
     )
     plan: Any = given.request.plan
-    assert plan.prediction == make_prediction({"rule": "pipemare", "annealing_updates": 7})
+    assert plan.prediction == make_prediction({"rule": "two_versions", "synchronous_updates": 7})
     with pytest.raises(
         PlanError, match=r"changes the training\. To run it, say allow_staleness=True"
     ):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_topt.prediction import PREDICTIONS, Prediction, TwoVersions, make_prediction
+from lightning_topt.prediction import PREDICTIONS, Prediction, TwoVersions
 from lightning_topt.prediction.weights import num_bytes
 from lightning_topt.schedules.schedules import continuous_schedule
 from lightning_topt.schedules.staleness import Staleness, staleness
@@ -62,8 +62,7 @@ def test_updates_find_the_true_weights(rule, optimizer, dtype):
     """
     parameters, plain = make_parameters(dtype), make_parameters(dtype)
     stepped, other = make_optimizer(optimizer, parameters), make_optimizer(optimizer, plain)
-    # on stage 3 its rates are plain
-    accumulate, stage = accumulated(rule), 3 if rule.name == "pipemare" else 0
+    accumulate, stage = accumulated(rule), 0
     predicted = []
 
     def seen(kind, minibatch, at_work):
@@ -261,49 +260,3 @@ def test_backward_passes_in_flight_do_not_complain(rule, optimizer):
             with at_work.update(minibatch - 1):
                 stepped.step()
             stepped.zero_grad()
-
-
-@every_rule
-def test_a_drained_rule_goes_on_from_its_state(rule, optimizer):
-    """A run of 2 x 12 minibatches with a drain between them, and one whose second half is another
-    process's.
-    """
-    ends = []
-    for is_resumed in (False, True):
-        parameters = make_parameters()
-        stepped = make_optimizer(optimizer, parameters)
-        sizes = {
-            "stage": 0,
-            "num_stages": 4,
-            "num_minibatches": 12,
-            "accumulate": accumulated(rule),
-        }
-        made = (
-            make_prediction({"rule": "pipemare", "annealing_updates": 20})
-            if rule.name == "pipemare"
-            else rule()
-        )
-        at_work = walk(made, stepped, **sizes)
-        at_work.drained()
-        if is_resumed:
-            saved, weights = stepped.state_dict(), values(parameters)
-            parameters = make_parameters()
-            for parameter, value in zip(parameters, weights, strict=True):
-                parameter.data.copy_(value)
-            stepped = make_optimizer(optimizer, parameters)
-            stepped.load_state_dict(saved)
-        walk(_Resumed(made, at_work, is_new=is_resumed), stepped, **sizes)
-        ends.append(flat(parameters))
-    assert same_bits(*ends)
-
-
-class _Resumed:
-    def __init__(self, rule, at_work, *, is_new):
-        self.rule, self.at_work, self.is_new = rule, at_work, is_new
-
-    def on(self, optimizer, **places):
-        if not self.is_new:
-            return self.at_work
-        new = self.rule.on(optimizer, **places)
-        new.load_state_dict(self.at_work.state_dict())
-        return new

@@ -11,7 +11,6 @@ from torch import nn, optim
 
 from lightning_topt.prediction import (
     PREDICTIONS,
-    PipeMare,
     default_prediction,
     make_prediction,
     prediction_to_value,
@@ -408,31 +407,6 @@ def test_two_versions_refuse_updates_of_too_few_minibatches():
         walk(PREDICTIONS["two_versions"](), optimizer, stage=0, num_stages=4, accumulate=1)
 
 
-def test_pipemare_anneals_the_delay_of_the_stage():
-    parameters = make_parameters()
-    optimizer, found = make_optimizer("SGD", parameters), []
-
-    def seen(kind, minibatch, at_work):
-        if kind == "update":
-            found.append([group["lr"] for group in optimizer.param_groups])
-
-    walk(PipeMare(annealing_updates=4), optimizer, stage=1, num_stages=4, seen=seen)
-    factors = [2.0 ** -(1 - k / 4) for k in range(4)]
-    assert found[:4] == [
-        [pytest.approx(0.1 * factor), pytest.approx(0.01 * factor)] for factor in factors
-    ]
-    assert found[4:] == [[0.1, 0.01]] * 20
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.01]
-
-
-def test_pipemare_counts_the_delay_in_updates():
-    places = {"stage": 0, "num_stages": 5, "lag_per_hop": 2, "accumulate": 4}
-    optimizer = make_optimizer("SGD", make_parameters())
-    at_work = PipeMare(annealing_updates=10).on(optimizer, **places)
-    with at_work.update(3):
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 2)
-
-
 @pytest.mark.parametrize("rule", ["spectrain", "pipeoptim", "multistep"])
 @pytest.mark.parametrize(
     ("make", "message"),
@@ -472,7 +446,7 @@ def test_nesterov_wants_nadam(make, message):
 
 
 @pytest.mark.parametrize(
-    "value", [*PREDICTIONS, {"rule": "pipemare", "annealing_updates": 7}], ids=str
+    "value", [*PREDICTIONS, {"rule": "two_versions", "synchronous_updates": 7}], ids=str
 )
 def test_rules_to_values_and_back(value):
     rule = make_prediction(value)
@@ -485,7 +459,7 @@ def test_rules_to_values_and_back(value):
     [
         ("spectran", "prediction is one of spectrain, multistep"),
         ({"rule": "stash", "depth": 3}, "'stash' has no options, got 'depth'"),
-        ({"rule": "pipemare", "annealing_updates": 0}, "annealing_updates is at least 1"),
+        ({"rule": "two_versions", "synchronous_updates": -1}, "synchronous_updates is at least 0"),
     ],
 )
 def test_unknown_rules_and_options(value, message):

@@ -24,9 +24,9 @@ from lightning_topt.schedules.staleness import staleness
 MINIBATCHES = 32
 FEEDBACK = {"rule": "two_versions", "error_feedback": True}
 RULES = {
-    "SGD": ("none", "pipemare", "stash", "spectrain", "pipeoptim", "multistep"),
-    "Adam": ("none", "pipemare", "stash", "spectrain", "pipeoptim", "multistep"),
-    "AdamW": ("none", "pipemare", "stash", "spectrain", "pipeoptim", "multistep"),
+    "SGD": ("none", "stash", "spectrain", "pipeoptim", "multistep"),
+    "Adam": ("none", "stash", "spectrain", "pipeoptim", "multistep"),
+    "AdamW": ("none", "stash", "spectrain", "pipeoptim", "multistep"),
     "NAdam": ("nesterov",),
 }
 CASES = [(optimizer, rule) for optimizer, rules in RULES.items() for rule in rules]
@@ -92,7 +92,6 @@ def by_definition(optimizer, rule, num_stages, *, max_norm=1.0, parts=(MINIBATCH
         error_feedback=rule == FEEDBACK,
         rate=rate,
         max_norm=max_norm,
-        annealing_updates=20,
         **sizes,
     )
     return model, run_parts(training, parts)
@@ -103,7 +102,7 @@ def by_rules(optimizer, rule, num_stages, *, max_norm=1.0, parts=(MINIBATCHES,),
     training = ContinuousTraining(
         list(model),
         [make_optimizer(optimizer, list(stage.named_parameters())) for stage in model],
-        rule={"rule": rule, "annealing_updates": 20} if rule == "pipemare" else rule,
+        rule=rule,
         loss=F.mse_loss,
         step=Step(rate, max_norm),
         **sizes,
@@ -149,7 +148,7 @@ def test_rules_are_as_defined_with_longer_lags(rule):
     )
 
 
-@pytest.mark.parametrize("rule", ["pipemare", "stash", "two_versions", "spectrain", "multistep"])
+@pytest.mark.parametrize("rule", ["stash", "two_versions", "spectrain", "multistep"])
 def test_rules_are_as_defined_from_drain_to_drain(rule):
     sizes = {"parts": (14, 3, 15), "accumulate": 2 if rule == "two_versions" else 1}
     assert_equal_training(

@@ -330,12 +330,11 @@ class ContinuousRun:
         That of the first stage serves all.
         """
         assert self.is_drained, "drain the run first"
-        return {"rules": self._weights.state(), "powers": self._powers.tolist()}
+        return {"powers": self._powers.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` gave on the first stage."""
         assert self.is_drained, "drain the run first"
-        self._weights.load_state(state["rules"])
         self._powers = torch.tensor(
             state["powers"], dtype=torch.float64, device=self._staged.device
         )

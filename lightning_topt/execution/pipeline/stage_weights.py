@@ -88,11 +88,10 @@ class StageWeights:
         `accumulate`, minibatches for each update, changes only while the run is drained.
         """
         self.rates.record(minibatch)
-        # Rules depend on it: make them anew, with the states of the old ones.
+        # Rules depend on it: make them anew.
         if accumulate != self._accumulate and is_drained:
-            states, self._accumulate = self.state(), accumulate
+            self._accumulate = accumulate
             self._rules = self._make_rules()
-            self.load_state(states)
 
     def of_pass(
         self, kind: Literal["forward", "backward"], minibatch: int
@@ -119,15 +118,6 @@ class StageWeights:
         """Free all copies."""
         for rule in self._rules:
             rule.drained()
-
-    def state(self) -> list[dict[str, Any]]:
-        """Return what the rules need of a drained run."""
-        return [rule.state_dict() for rule in self._rules]
-
-    def load_state(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Load what `state` gave."""
-        for rule, state in zip(self._rules, states, strict=True):
-            rule.load_state_dict(state)
 
     def _make_rules(self) -> list[StagePrediction]:
         sizes = {**self._pattern.sizes, "accumulate": self._accumulate}

@@ -31,7 +31,7 @@ from tests.prediction.test_simulators import (
 OF_THREE = [("Adam", "multistep"), ("SGD", "stash"), ("Adam", "spectrain")]
 OF_FOUR = [
     *(("SGD", "none"), ("Adam", "stash")),
-    *(("AdamW", "pipemare"), ("AdamW", "pipeoptim"), ("NAdam", "nesterov")),
+    *(("AdamW", "pipeoptim"), ("NAdam", "nesterov")),
 ]
 
 
@@ -56,11 +56,8 @@ class Job(NamedTuple):
             for s in range(self.ranks)
         )
         schedule = "continuous" if self.lag_per_hop == 1 else "continuous_overlapped"
-        rule: Any = (
-            {"rule": self.rule, "annealing_updates": 20} if self.rule == "pipemare" else self.rule
-        )
         return ParallelPlan(
-            Mesh((Axis("pipeline", self.ranks),)), stages, schedule=schedule, prediction=rule
+            Mesh((Axis("pipeline", self.ranks),)), stages, schedule=schedule, prediction=self.rule
         )
 
 

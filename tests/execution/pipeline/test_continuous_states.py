@@ -170,7 +170,7 @@ def _resumed(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The whole state of a run, and that of one which goes on from a drained checkpoint of its
     middle.
     """
-    plan = continuous_plan(WORLD, prediction={"rule": "pipemare", "annealing_updates": 15})
+    plan = continuous_plan(WORLD, prediction="spectrain")
     first = Job(plan, "chain tied", optimizer=sgd, clip=0.2)
     first.train(0, 9)
     saved: list[Any] = [first.state()]

@@ -23,7 +23,7 @@ from lightning_topt import (
     PipelineStrategy,
 )
 from lightning_topt.plan.parallel_plan import uniform_plan
-from lightning_topt.plugins import ddp_options
+from lightning_topt.plugins import data_parallel_hooks
 from tests.models import GPT
 from tests.plugins.trainer_ranks import loader, make_trainer
 from tests.preloaded import preloaded_python
@@ -150,16 +150,18 @@ def test_ranks_that_follow_each_other_on_other_nodes_are_known(
 ) -> None:
     """As ``srun --distribution=cyclic`` numbers those of two nodes with two tasks each."""
     said: list[str] = []
-    monkeypatch.setattr(ddp_options.log, "warning", lambda text, *args: said.append(text % args))
+    monkeypatch.setattr(
+        data_parallel_hooks.log, "warning", lambda text, *args: said.append(text % args)
+    )
     monkeypatch.setenv("SLURM_GTIDS", numbers)
     strategy = AutoParallelStrategy()
     strategy.cluster_environment = LightningEnvironment()
-    ddp_options.check_devices(strategy)
+    data_parallel_hooks.check_devices(strategy)
     assert not said
     for name, value in {"NTASKS": "4", "NTASKS_PER_NODE": "2", "PROCID": "0"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     strategy.cluster_environment = SLURMEnvironment()
-    ddp_options.check_devices(strategy)
+    data_parallel_hooks.check_devices(strategy)
     assert bool(said) == (numbers == "0,2")
     assert all("first node has ranks 0, 2" in text for text in said)
 

@@ -43,6 +43,7 @@ class AutoParallelConfig:
     allow_staleness: Any = False
     checkpoint: str = "full"  # or sharded: a folder to which every rank writes what it keeps
     async_checkpoint: bool = False  # whether a fit goes on while a checkpoint is written
+    microbatch_loss: Any = "mean"  # of a pipeline: mean, sum or tokens
     # stop: ranks end an epoch with the first whose data are over; null: as in Lightning
     uneven: str | None = "stop"
     elastic: bool = False  # whether a fit goes on when a rank is lost, under torchrun
@@ -70,6 +71,7 @@ class PipelineConfig:
     stages: int | None = None
     schedule: str = "1f1b"
     microbatches: int | None = None  # parts of a rank's batch; null: up to four per rank
+    microbatch_loss: Any = "mean"  # over samples; or sum, or tokens that are not -100
     prediction: Any = None  # of weights, with schedule=continuous; null: that of the optimizer
     # of rows of stages, a name or a mapping such as {method: topk, density: 0.01}; null: averages
     gradient_exchange: Any = None

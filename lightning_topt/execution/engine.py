@@ -206,7 +206,6 @@ class Engine:
         loss_fn: LossFunction,
         *,
         weights: Sequence[float] | None = None,
-        divisor: Callable[[], float] | None = None,
     ) -> Tensor:
         """Run forward and backward of all microbatches; return the losses (n,).
 
@@ -217,14 +216,11 @@ class Engine:
             loss_fn: is called with the model and a microbatch.
             weights: of the losses, one for each microbatch, in place of those of the mean: the
                 shares of samples where these differ, 1 each for losses that are sums.
-            divisor: under a plan with stages, gradients are divided by what it returns at the end
-                of the step on the last stage.
         """
         # The mean, unless the caller weights losses.
         factors = [1 / len(microbatches)] * len(microbatches) if weights is None else list(weights)
         if self._stages is not None:
-            return self._stages.run_step(microbatches, loss_fn, weights=factors, divisor=divisor)
-        assert divisor is None, "microbatches have weights"
+            return self._stages.run_step(microbatches, loss_fn, weights=factors)
         return run_one_by_one(
             microbatches,
             partial(loss_fn, self._model),

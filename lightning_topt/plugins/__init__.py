@@ -28,7 +28,7 @@ A fit under ``"topt"``, from Lightning's hooks down:
 What these use:
 
     why a plan cannot run  requirements
-    a step's result        step_records, microbatches, loss_kinds, stashed_gradients
+    a step's result        step_records, microbatches, stashed_gradients
     between ranks          value_exchange, clipping
     Lightning              data_parallel_hooks, register, lent_methods
 

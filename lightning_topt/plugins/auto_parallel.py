@@ -32,6 +32,7 @@ from lightning_topt.plugins.data_parallel_hooks import (
 from lightning_topt.plugins.equal_batches import EqualBatches
 from lightning_topt.plugins.exchange_guard import ExchangeGuard
 from lightning_topt.plugins.lost_ranks import LostRankWatch
+from lightning_topt.plugins.microbatches import MicrobatchLoss, check_microbatch_loss
 from lightning_topt.plugins.plan_checkpoints import PlanCheckpoints
 from lightning_topt.plugins.plan_controller import PlanController
 from lightning_topt.plugins.plan_options import PipelinePlan
@@ -113,6 +114,10 @@ class AutoParallelStrategy(DDPStrategy):
         async_checkpoint: whether a fit goes on while a checkpoint is written, of a copy in host
             memory; also by Lightning's plugin ``AsyncCheckpointIO``. An error of it is raised by
             the next save, or at the end of the fit, which waits (docs/how_to/resume.md).
+        microbatch_loss: how the losses of a pipeline's microbatches make that of the batch:
+            ``"mean"`` over samples, ``"sum"``, ``"tokens"`` (a mean over targets that are not
+            -100), or a function of a batch that returns what its mean is over. It is tested with
+            the first batch (docs/concepts/pipelines.md).
         uneven: ``"stop"``: all ranks end an epoch with the first whose training data are over;
             None: ranks wait for one another, as under ``ddp`` (docs/robustness.md).
         elastic: whether a fit goes on when a rank is lost, under torchrun, from the memory of the
@@ -148,6 +153,7 @@ class AutoParallelStrategy(DDPStrategy):
         allow_staleness: AllowStaleness = False,
         checkpoint: str = "full",
         async_checkpoint: bool = False,
+        microbatch_loss: MicrobatchLoss = "mean",
         uneven: str | None = "stop",
         elastic: bool = False,
         **ddp_options: Any,
@@ -189,6 +195,7 @@ class AutoParallelStrategy(DDPStrategy):
         self._batches = EqualBatches(
             None if elastic else uneven, gathers=self._gathers_in_evaluation
         )
+        self.microbatch_loss = check_microbatch_loss(microbatch_loss)
         self._accumulates = self._failed = False
 
     # ---- what was decided ------------------------------------------------------------------------

@@ -1,29 +1,31 @@
 """A batch split into microbatches, and their results combined to those of one step.
 
-    parts = split_batch(batch, 4)              # .batches, .sizes: samples of each
-    outputs, calls, losses = ...               # one step per microbatch
-    combined_output(outputs, sizes=..., weights=..., kinds=...)
-    combined_calls(calls, sizes=..., weights=..., kinds=...)
-
-`weights` are those of the microbatches in the loss of the batch, and `kinds` say what is a sum, a
-loss or a mean over samples; both come from `loss_kinds`.
+parts = split_batch(batch, 4)              # .batches, .sizes: samples of each
+weights = loss_weights(parts, "mean")      # of their losses in that of the batch
+outputs, calls, losses = ...               # one step per microbatch
+combined_output(outputs, sizes=..., weights=..., losses=...)
+combined_calls(calls, sizes=..., weights=..., losses=...)
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_topt.basics.argument_checks import check_choice
 from lightning_topt.graph.structures import PLAIN, map_tensors, tensors_in
-from lightning_topt.plugins.step_records import EXTREMES, LoggedCall, LoggedMetric
+from lightning_topt.plugins.step_records import EXTREMES, LoggedCall, LoggedMetric, uncounted
+from lightning_topt.techniques.tensor_parallel.random_states import random_states, set_random_states
 
 _WAY_OUT = "let dimension 0 of all tensors be the samples, or use microbatches=1"
 
@@ -171,27 +173,104 @@ def _slice(start: int, stop: int) -> Callable[[Any], Any]:
     return lambda value: value[start:stop]
 
 
+# ---- how losses of microbatches make that of the batch -------------------------------------------
+
+MicrobatchLoss = str | Callable[[Any], Any]
+_MEAN, _SUM, _TOKENS = "mean", "sum", "tokens"
+_IGNORED = -100  # targets that torch's losses leave out
+_RELATIVE, _RELATIVE_HALF, _RELATIVE_RANDOM = 1e-4, 3e-2, 0.4  # by which equal losses may differ
+
+
+def check_microbatch_loss(kind: Any) -> MicrobatchLoss:
+    """Return what `microbatch_loss` says. Raises ValueError for other words."""
+    if not callable(kind):
+        check_choice(kind, name="microbatch_loss", allowed=(_MEAN, _SUM, _TOKENS))
+    found: MicrobatchLoss = kind
+    return found
+
+
+def loss_weights(parts: Parts, kind: MicrobatchLoss) -> list[float]:
+    """Return the weights of the losses of `parts` in that of the batch.
+
+    Args:
+        parts: of the batch.
+        kind: ``"mean"``: of samples; ``"sum"``; ``"tokens"``: a mean over targets that are not
+            -100, the entries of ``batch["labels"]``, else of the batch's last tensor of whole
+            numbers; or a function of a batch: what its mean is over.
+    """
+    if len(parts.batches) == 1 or kind == _SUM:
+        return [1.0] * len(parts.batches)
+    if kind == _MEAN:
+        counts = [float(size) for size in parts.sizes]
+    else:
+        count: Any = _targets if kind == _TOKENS else kind
+        counts = [float(count(batch)) for batch in parts.batches]
+    total = sum(counts) or 1.0
+    return [each / total for each in counts]
+
+
+def _targets(batch: Any) -> int:
+    named = batch.get("labels") if isinstance(batch, Mapping) else None
+    wholes = [t for t in tensors_in(batch) if not (t.is_floating_point() or t.is_complex())]
+    target = named if isinstance(named, Tensor) else wholes[-1] if wholes else None
+    if target is None:
+        raise ValueError(
+            "microbatch_loss='tokens' counts targets, and the batch has no tensor of whole numbers "
+            "and no 'labels': give a function of the batch that counts them"
+        )
+    return int((target != _IGNORED).sum())
+
+
+def loss_problem(
+    losses: Sequence[float], weights: Sequence[float], *, draws: bool, half: bool
+) -> str | None:
+    """Return why two microbatches' losses are not that of both together; "" where they are.
+
+    None: nothing can be told of these numbers.
+
+    Args:
+        losses: of the first, of the second, of both together.
+        weights: of the first two in that of both.
+        draws: whether steps draw random numbers, so that no two are equal.
+        half: whether they compute in 16 bits.
+    """
+    # A microbatch of padding alone has no mean.
+    first, second = (w and x for w, x in zip(weights, losses, strict=False))
+    both = losses[-1]
+    if both == 0 or not all(map(math.isfinite, (first, second, both))):
+        return None
+    parts = [weight and loss * weight for loss, weight in zip(losses, weights, strict=False)]
+    relative = _RELATIVE_RANDOM if draws else _RELATIVE_HALF if half else _RELATIVE
+    near = relative * max(*map(abs, parts), abs(both))
+    if math.isclose(sum(parts), both, abs_tol=near, rel_tol=0):
+        return ""
+    return (
+        f"the loss of two microbatches together is {both:.6g}, and microbatch_loss makes "
+        f"{sum(parts):.6g} of theirs ({losses[0]:.6g} and {losses[1]:.6g}): set microbatch_loss to "
+        "'mean' (over samples), 'sum', 'tokens' or a function of a batch that returns what its "
+        "mean is over; a loss of the batch as a whole needs microbatches=1"
+    )
+
+
 # ---- microbatches as one -------------------------------------------------------------------------
 
-# "sum" for what adds up over parts of a batch, "loss" for the loss; all else is a mean over samples
-Kinds = Mapping[Any, str]
 Weights = Sequence[float]
 
 
 def combined_output(
-    outputs: Sequence[Any], *, sizes: Sequence[int], weights: Weights, kinds: Kinds
+    outputs: Sequence[Any], *, sizes: Sequence[int], weights: Weights, losses: Sequence[float]
 ) -> Any:
     """Return the output of a step from those of its microbatches.
 
-    Tensors and lists with an entry for each sample are joined; scalars and tensors of one shape are
-    averaged over samples, or added or weighted as losses where `kinds` says so for their place
-    among the leaves; of all else the last microbatch's remains.
+    Tensors and lists with an entry for each sample are joined; what equals the loss is weighted as
+    it; other scalars, and tensors of one shape, are averaged over samples; of all else the last
+    microbatch's remains.
 
     Args:
         outputs: of the microbatches, in order.
         sizes: how many samples they have.
         weights: of their losses in that of the batch.
-        kinds: by the place among the leaves.
+        losses: of the microbatches.
     """
     if len(outputs) == 1:
         return outputs[0]
@@ -202,10 +281,7 @@ def combined_output(
     if any(other != spec for _, other in flat):
         return outputs[-1]
     columns = zip(*(found for found, _ in flat), strict=True)
-    leaves = [
-        _combined_leaf(column, sizes, weights, kinds.get(place, "mean"))
-        for place, column in enumerate(columns)
-    ]
+    leaves = [_combined_leaf(column, sizes, weights, losses) for column in columns]
     return tree_unflatten(leaves, spec)
 
 
@@ -215,7 +291,9 @@ def _is_plain_list(value: Any) -> bool:
     )
 
 
-def _combined_leaf(values: Sequence[Any], sizes: Sequence[int], weights: Weights, kind: str) -> Any:
+def _combined_leaf(
+    values: Sequence[Any], sizes: Sequence[int], weights: Weights, losses: Sequence[float]
+) -> Any:
     # An entry for each sample: joined, tensors along dimension 0.
     if all(isinstance(value, Tensor) for value in values):
         if all(
@@ -227,7 +305,17 @@ def _combined_leaf(values: Sequence[Any], sizes: Sequence[int], weights: Weights
         for value, size in zip(values, sizes, strict=True)
     ):
         return [entry for value in values for entry in value]
-    return weighted_losses(values, weights) if kind == "loss" else _weighted(values, sizes, kind)
+    if _are_losses(values, losses):
+        return weighted_losses(values, weights)
+    return _weighted(values, sizes, "mean")
+
+
+def _are_losses(values: Sequence[Any], losses: Sequence[float]) -> bool:
+    are_numbers = all(
+        isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+        for value in values
+    )
+    return are_numbers and str([*map(float, values)]) == str([*losses])  # NaN too
 
 
 def weighted_losses(values: Sequence[Any], weights: Weights) -> Any:
@@ -240,52 +328,56 @@ def combined_calls(
     *,
     sizes: Sequence[int],
     weights: Weights,
-    kinds: Kinds,
+    losses: Sequence[float],
 ) -> tuple[LoggedCall, ...]:
     """Return the calls of a step from those of its microbatches.
 
-    Values logged under one name become one: added where ``reduce_fx="sum"`` or `kinds` says so (by
-    name), the greatest or least for ``"max"`` and ``"min"``, weighted as losses where `kinds` says
-    so, else the mean over samples, or over the ``batch_size`` that the calls name. Metrics are
-    logged once; texts are printed in order.
+    Values logged under one name become one: what equals the loss is weighted as it; else
+    ``reduce_fx`` says whether values are added, or the greatest or least counts; or they are means
+    over samples, or over the ``batch_size`` that the calls name. Metrics are logged once; texts are
+    printed in order.
 
     Args:
         microbatches: their calls, in order.
         sizes: how many samples they have.
         weights: of their losses in that of the batch.
-        kinds: by the name that is logged.
+        losses: of the microbatches.
     """
     if len(microbatches) == 1:
         return tuple(microbatches[0])
     # Calls that belong together: the n-th that a step makes under a name of a module. What is
     # printed stays apart.
-    found: dict[Any, list[tuple[LoggedCall, int, float]]] = {}
-    for index, (calls, size, weight) in enumerate(zip(microbatches, sizes, weights, strict=True)):
+    found: dict[Any, list[tuple[LoggedCall, int]]] = {}
+    for index, calls in enumerate(microbatches):
         seen: dict[Any, int] = {}
         for call in calls:
             key = (call.path, call.method, call.name)
             seen[key] = seen.get(key, 0) + 1
             found.setdefault((*key, seen[key], index if call.method == "print" else -1), []).append(
-                (call, size, weight)
+                (call, index)
             )
-    return tuple(_combined_call(same, kinds) for same in found.values())
+    return tuple(_combined_call(same, sizes, weights, losses) for same in found.values())
 
 
-def _combined_call(same: Sequence[tuple[LoggedCall, int, float]], kinds: Kinds) -> LoggedCall:
+def _combined_call(
+    same: Sequence[tuple[LoggedCall, int]],
+    sizes: Sequence[int],
+    weights: Weights,
+    losses: Sequence[float],
+) -> LoggedCall:
     first = same[0][0]
     if first.method != "log":
         return first
     # What the calls say counts more than the sizes of microbatches.
-    named = [call.keywords.get("batch_size") for call, _, _ in same]
-    sizes = [size if own is None else own for own, (_, size, _) in zip(named, same, strict=True)]
-    kind = kinds.get(first.name, "mean") if first.averages else first.reduction
-    values = [call.value for call, _, _ in same]
-    is_loss = kind == "loss" and len(same) > 1
-    value = (
-        weighted_losses(values, [each for *_, each in same])
-        if is_loss
-        else _weighted(values, sizes, kind)
-    )
+    named = [call.keywords.get("batch_size") for call, _ in same]
+    sizes = [
+        sizes[index] if own is None else own for own, (_, index) in zip(named, same, strict=True)
+    ]
+    values = [call.value for call, _ in same]
+    if first.averages and _are_losses(values, [losses[index] for _, index in same]):
+        value = weighted_losses(values, [weights[index] for _, index in same])
+    else:
+        value = _weighted(values, sizes, "mean" if first.averages else first.reduction)
     return first.with_value(value, batch_size=None if named[0] is None else sum(sizes))
 
 
@@ -325,3 +417,32 @@ def _weighted_tensors(values: Sequence[Any], sizes: Sequence[int], kind: str) ->
     wide = torch.float64 if last.dtype == torch.float64 else torch.float32
     mean: Tensor = torch.tensordot(weights.to(wide), stacked.to(wide), dims=1)
     return mean.to(last.dtype) if last.is_floating_point() else mean
+
+
+# ---- a step that is tried ------------------------------------------------------------------------
+
+
+@contextmanager
+def without_trace(module: nn.Module) -> Generator[None, None, None]:
+    """Run `module` in evaluation mode, without gradients, and leave no trace.
+
+    Modes, random numbers, buffers and metrics stay as they were.
+    """
+    states, modes = random_states(), [(part, part.training) for part in module.modules()]
+    buffers = [
+        (part, name, part._buffers[name]) for part in module.modules() for name in part._buffers
+    ]
+    values = [None if buffer is None else buffer.clone() for _, _, buffer in buffers]
+    module.eval()
+    try:
+        with torch.no_grad(), uncounted(module, unless=[]):
+            yield
+    finally:
+        set_random_states(states)
+        for part, was_training in modes:
+            part.training = was_training
+        for (part, name, buffer), value in zip(buffers, values, strict=True):
+            part._buffers[name] = buffer
+            if buffer is not None and value is not None:
+                with torch.no_grad():
+                    buffer.copy_(value)

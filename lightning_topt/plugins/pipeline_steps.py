@@ -13,6 +13,7 @@ until Lightning calls backward of the loss that the step returned (`stashed_grad
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from typing_extensions import override
@@ -31,23 +31,17 @@ from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.structures import map_tensors
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
-from lightning_topt.plugins.loss_kinds import (
-    LossKinds,
-    Summands,
-    TriedStep,
-    compare_steps,
-    drawn_since,
-    loss_weights,
-    summands_of,
-    without_trace,
-)
 from lightning_topt.plugins.microbatches import (
+    MicrobatchLoss,
     Parts,
     combined_calls,
     combined_output,
     first_samples,
+    loss_problem,
+    loss_weights,
     split_batch,
     weighted_losses,
+    without_trace,
 )
 from lightning_topt.plugins.stashed_gradients import (
     Gradients,
@@ -61,7 +55,6 @@ from lightning_topt.plugins.step_records import (
     StepRecord,
     apply_metric_changes,
     loss_in,
-    loss_of,
     recorded_calls,
     replay,
     uncounted,
@@ -147,20 +140,12 @@ class StageSteps:
             self.engine.evaluate(batch, step)
             return self.shared(step.found, counting).output
 
-    def shared(self, found: Found | str | None, counting: MetricChanges) -> StepRecord:
-        """Give all ranks of the pipeline what the last stage found; they log and count it.
-
-        Raises ValueError on all of them for a problem that it found.
-        """
-        if isinstance(found, str):
-            own = StepRecord(problem=found)
-        else:
-            own = StepRecord() if found is None else StepRecord(*found, counting.since(self.module))
+    def shared(self, found: Found | None, counting: MetricChanges) -> StepRecord:
+        """Give all ranks of the pipeline what the last stage found; they log and count it."""
+        own = StepRecord() if found is None else StepRecord(*found, counting.since(self.module))
         record: StepRecord = value_of_rank(
             own, self.group, place=self.last_place, device=self.device
         )
-        if record.problem:
-            raise ValueError(record.problem)
         if found is None:
             apply_metric_changes(self.module, record.counted)
         replay(self.module, record.calls)
@@ -191,18 +176,16 @@ class PipelineRunner(StepRunner):
 
     engine: Engine
 
-    def __init__(self, steps: StageSteps) -> None:
+    def __init__(self, steps: StageSteps, loss: MicrobatchLoss = "mean") -> None:
         self.engine, self._steps, self._module = steps.engine, steps, steps.module
-        self._kinds = LossKinds(None)  # until a batch tells how its loss adds up
+        self._loss, self._is_tested = loss, False
 
     @override
     def example(self, batch: Any) -> Example:
         """Return a training step on a microbatch of `batch`, for the engine to trace."""
         parts = split_batch(self._steps.batches.agreed(batch), self.engine.plan.num_microbatches)
         batch_idx = 0 if takes_index(self._module) else None
-        passes = _Passes(
-            self._steps, Parts((), ()), LossKinds(None), scale=1.0, batch_idx=batch_idx
-        )
+        passes = _Passes(self._steps, Parts((), ()), [], batch_idx=batch_idx)
         return Example(passes.loss, (parts.batches[0],))
 
     @override
@@ -228,104 +211,64 @@ class PipelineRunner(StepRunner):
     ) -> Any:
         """Return the output of the module's step, on every rank of the pipeline.
 
-        Its loss has the gradients of the weighted mean of the microbatches' losses, or of their
-        sum, where the loss is a sum.
+        Its loss has the gradients of the microbatches' losses, weighted by `microbatch_loss`.
         """
         args = (*args, *kwargs.values())
         batch = self._steps.batches.agreed(args[0])
         # Microbatches; a small batch has fewer.
         parts = split_batch(batch, self.engine.plan.num_microbatches)
-        # Until a batch tells how the loss adds up.
-        if self._kinds.loss is None and len(parts.batches) > 1:
-            self._kinds = self._find_kinds(batch, parts, args[1:])
+        if not self._is_tested and len(parts.batches) > 1:
+            self._is_tested = self._test_loss(batch, parts, args[1:])
+        weights, scale = loss_weights(parts, self._loss), self._steps.loss_scale()
         counting = MetricChanges.begin(self._module)
-        passes = _Passes(
-            self._steps,
-            parts,
-            self._kinds,
-            scale=self._steps.loss_scale(),
-            batch_idx=index_in(args),
-        )
+        passes = _Passes(self._steps, parts, weights, batch_idx=index_in(args))
         with stashed_gradients(
             self._module, dropped=cleared_before_backward(self._module)
         ) as gradients:
             self.engine.run_step(
-                passes.microbatches,
-                passes.loss,
-                weights=[1.0] * len(parts.batches),
-                divisor=passes.total if passes.by_divisors else None,
+                passes.microbatches, passes.loss, weights=[weight * scale for weight in weights]
             )
-        record = self._steps.shared(
-            self._combined(passes, parts) if passes.finished else None, counting
-        )
-        return self._steps.with_gradients(record.output, gradients, scale=passes.scale)
+        found = _combined(passes, parts, weights) if passes.finished else None
+        record = self._steps.shared(found, counting)
+        return self._steps.with_gradients(record.output, gradients, scale=scale)
 
-    def _combined(self, passes: _Passes, parts: Parts) -> Found | str:
-        """Return the output and the calls of the whole step, or why it has none; last stage."""
-        # In the order of microbatches, whatever the schedule.
-        done = [passes.finished[index] for index in range(len(parts.batches))]
-        outputs, calls = [output for output, _ in done], [calls for _, calls in done]
-        if len(done) == 1:
-            return outputs[0], tuple(calls[0])
-        try:
-            weights = passes.weights()
-        except ValueError as error:
-            return str(error)
-        output = combined_output(
-            outputs, sizes=parts.sizes, weights=weights, kinds=self._kinds.returned
-        )
-        loss = weighted_losses([loss_in(each).reshape(()) for each in outputs], weights)
-        output = {**output, "loss": loss} if isinstance(output, Mapping) else loss
-        return output, combined_calls(
-            calls, sizes=parts.sizes, weights=weights, kinds=self._kinds.logged
-        )
+    def _test_loss(self, batch: Any, parts: Parts, rest: Sequence[Any]) -> bool:
+        """Test whether two microbatches add up as `microbatch_loss` says, by three steps forward.
 
-    def _find_kinds(self, batch: Any, parts: Parts, rest: Sequence[Any]) -> LossKinds:
-        """Test how the loss adds up, with three steps forward; nothing of the test is left.
-
-        Raises ValueError on every rank.
+        Nothing of the test is left. Returns False where the batch could not tell, as all ranks
+        know. Raises ValueError on every rank.
         """
         # The first two microbatches, and both together, with the same random numbers.
-        sizes, draws = (*parts.sizes[:2], sum(parts.sizes[:2])), False
-        tried = []
+        first = Parts(parts.batches[:2], parts.sizes[:2])
+        tried, draws = [], False
         with without_trace(self._module):
             before = random_states()
-            for part, size in zip(
-                (*parts.batches[:2], first_samples(batch, sizes[-1])), sizes, strict=True
-            ):
+            for part in (*first.batches, first_samples(batch, sum(first.sizes))):
                 set_random_states(before)
-                step = _Trial(self._steps, (part, *rest[1:]), index_in((part, *rest)), size=size)
+                args = (part, *rest)
+                step = _EVALUATIONS["training_step"](self._steps, (part, *rest[1:]), index_in(args))
                 self.engine.evaluate(step.batch, step)
                 tried.append(step)
-                draws |= drawn_since(before)
+                draws |= pickle.dumps(random_states()) != pickle.dumps(before)
         # The last stage's rank has seen all three, and compares them.
-        verdict: Any = None
-        done = [step.tried() for step in tried if step.found is not None]
-        if done and len(done) == len(tried):
-            half = self._steps.precision.precision not in ("32-true", "64-true")
-            try:
-                verdict = compare_steps((done[0], done[1]), done[2], draws=draws, half=half)
-            except ValueError as error:
-                verdict = str(error)
-        # All pipelines exchange their gradients in one way: the first that can tell decides.
+        verdict: str | None = None
+        if all(step.found is not None for step in tried):
+            verdict = loss_problem(
+                [float(loss_in(step.found[0])) for step in tried],
+                loss_weights(first, self._loss),
+                draws=draws,
+                half=self._steps.precision.precision not in ("32-true", "64-true"),
+            )
         verdict = value_of_rank(
             verdict, self._steps.group, place=self._steps.last_place, device=self._steps.device
         )
+        # What one row of the pipelines finds is known to all.
         verdicts = [verdict]
         if (data := self.engine.data_group) is not None:
             verdicts = list(values_of_ranks(verdict, data, device=self._steps.device))
-        for each in verdicts:
-            if isinstance(each, str):
-                raise ValueError(each)
-        kinds: LossKinds = next((each for each in verdicts if each.loss is not None), verdicts[0])
-        if kinds.unlike:
-            rank_zero_warn(
-                f"topt: what is logged as {', '.join(map(repr, kinds.unlike))} is averaged over "
-                "microbatches, and the test of the first batch found that the whole batch has "
-                "another value: log a torchmetrics Metric, or what adds up, or use "
-                "num_microbatches=1"
-            )
-        return kinds
+        for problem in filter(None, verdicts):
+            raise ValueError(problem)
+        return "" in verdicts
 
     @override
     def block_backward_sync(
@@ -374,32 +317,24 @@ def _place_of_last_stage(plan: ParallelPlan) -> int:
 class _Passes:
     """The passes of one training step's microbatches on this rank.
 
-    `finished` has what those that reached the end returned and called. With `by_divisors` losses
-    are weighted by what they are divided by, which is known only when they are there; gradients are
-    then those of the loss times `total`.
+    `finished` has what those that reached the end returned and called.
     """
 
     def __init__(
         self,
         steps: StageSteps,
         parts: Parts,
-        kinds: LossKinds,
+        weights: Sequence[float],
         *,
-        scale: float,
         batch_idx: int | None,
     ) -> None:
-        self._steps, self._sizes, self._kinds = steps, parts.sizes, kinds
-        self.scale, self._batch_idx = scale, batch_idx
+        self._steps, self._weights, self._batch_idx = steps, weights, batch_idx
         self.microbatches = [(batch,) for batch in parts.batches]
         self._places = {id(microbatch): index for index, microbatch in enumerate(self.microbatches)}
-        splits = steps.engine.plan.num_microbatches > 1
-        self.by_divisors = splits and kinds.loss != "sum" and not kinds.loops
         self.finished: dict[int, Found] = {}
-        self._summands: dict[int, Summands] = {}
-        self._factors: dict[int, float] = {}
 
     def loss(self, model: nn.Module, microbatch: Any) -> Tensor:
-        """Return the loss of a microbatch, scaled and weighted.
+        """Return the loss of a microbatch.
 
         The engine also calls it with copies of the module and of a microbatch, to trace them.
         """
@@ -409,39 +344,23 @@ class _Passes:
         output, calls = self._steps.recorded_step("training_step", microbatch, self._batch_idx)
         loss = loss_in(output)
         self.finished[index] = map_tensors(output, Tensor.detach), calls
-        self._summands[index] = summands_of(loss, samples=self._sizes[index])
-        factor = self._factors[index] = self._factor(index)
-        if factor == 0:  # of padding alone: NaN
-            return torch.zeros_like(loss)
-        return loss if self.scale * factor == 1 else loss * (self.scale * factor)
+        # of padding alone: NaN
+        return torch.zeros_like(loss) if self._weights[index] == 0 else loss
 
-    def _factor(self, index: int) -> float:
-        """Return the weight of a microbatch's loss: its divisor, or its share of the samples."""
-        if self._kinds.loss == "sum" or len(self._sizes) == 1:
-            return 1.0
-        divided = {
-            other: next((each.divisor for each in own if each.factor), None)
-            for other, own in self._summands.items()
-        }
-        divisor = divided[index]
-        if not self.by_divisors or divisor is None:
-            return self._sizes[index] / sum(self._sizes)
-        # Near the share of a microbatch, so that no number of 16 bits overflows.
-        units = (each / self._sizes[other] for other, each in divided.items() if each)
-        return divisor / next(units, 1.0) / sum(self._sizes)
 
-    def total(self) -> float:
-        """Return the sum of the weights that losses have been given."""
-        return sum(self._factors.values()) or 1.0
-
-    def weights(self) -> list[float]:
-        """Return the weights of the losses in that of the batch. Raises ValueError if none fit."""
-        places = range(len(self._sizes))
-        if not self._kinds.loops:
-            loss_weights([self._summands[index] for index in places], kind=self._kinds.loss)
-        return [
-            self._factors[index] / (self.total() if self.by_divisors else 1.0) for index in places
-        ]
+def _combined(passes: _Passes, parts: Parts, weights: Sequence[float]) -> Found:
+    """Return the output and the calls of the whole step, on the last stage's rank."""
+    # In the order of microbatches, whatever the schedule.
+    done = [passes.finished[index] for index in range(len(parts.batches))]
+    outputs, calls = [output for output, _ in done], [calls for _, calls in done]
+    if len(done) == 1:
+        return outputs[0], tuple(calls[0])
+    losses = [float(loss_in(output)) for output in outputs]
+    options: dict[str, Any] = {"sizes": parts.sizes, "weights": weights, "losses": losses}
+    output = combined_output(outputs, **options)
+    loss = weighted_losses([loss_in(each).reshape(()) for each in outputs], weights)
+    output = {**output, "loss": loss} if isinstance(output, Mapping) else loss
+    return output, combined_calls(calls, **options)
 
 
 @dataclass
@@ -468,24 +387,3 @@ class _Evaluation:
 _EVALUATIONS: dict[str, Any] = {
     name: type(name, (_Evaluation,), {"name": name}) for name in _CONTEXTS
 }
-
-
-@dataclass
-class _Trial(_Evaluation):
-    """A training step on `size` samples forward only, with the graph of its loss."""
-
-    size: int = 0
-    summands: Summands = ()
-    name: ClassVar[str] = "training_step"
-
-    @override
-    def run(self) -> Found:
-        with torch.enable_grad():
-            output, calls = super().run()
-        if (loss := loss_of(output)) is not None:
-            self.summands = summands_of(loss, samples=self.size)
-        return map_tensors(output, Tensor.detach), calls
-
-    def tried(self) -> TriedStep:
-        assert self.found is not None
-        return TriedStep(*self.found, self.summands, self.size)

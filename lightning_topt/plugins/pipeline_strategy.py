@@ -12,6 +12,7 @@ from lightning_topt.communication.exchange_method import GradientMethod, LocalMe
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.plan.parallel_plan import rule_from_value
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
+from lightning_topt.plugins.microbatches import MicrobatchLoss
 from lightning_topt.plugins.plan_options import PipelinePlan
 from lightning_topt.plugins.register import register_names
 from lightning_topt.prediction import Prediction
@@ -26,10 +27,9 @@ class PipelineStrategy(AutoParallelStrategy):
     At setup the step is captured, and its blocks are cut into the stages whose step is fastest.
     From then on a rank holds the parameters of its stages alone. It runs the module's own
     `training_step` on each microbatch, in which only its own blocks compute. Losses and gradients
-    are those of the batch in one process. They are means of those of microbatches, weighted by what
-    their means are over; or sums, where the loss is one. Which it is, is tested with the captured
-    step. Ranks of one pipeline get the same batches. What the last stage returns and logs is
-    returned and logged on every rank.
+    are those of the batch in one process, where `microbatch_loss` says how losses add up. Ranks of
+    one pipeline get the same batches. What the last stage returns and logs is returned and logged
+    on every rank.
 
     Args:
         stages: number of stages; None: as many as fit on all ranks. With fewer, ranks that are left
@@ -41,6 +41,8 @@ class PipelineStrategy(AutoParallelStrategy):
             without flush: stages compute with weights that miss some updates, another training.
         microbatches: parts that a rank's batch is split into; a batch of fewer samples has as many
             as samples. None: four per rank of the pipeline, fewer where the batch does not divide.
+        microbatch_loss: as in `AutoParallelStrategy`: ``"mean"``, ``"sum"``, ``"tokens"``, or a
+            function.
         prediction: with these two, the rule of the weights that passes compute with: a name such as
             ``"spectrain"``, a mapping ``{"rule": name, option: value}`` or a `Prediction`; None:
             the optimizer's (docs/reference/prediction_rules.md).
@@ -70,6 +72,7 @@ class PipelineStrategy(AutoParallelStrategy):
         schedule: str = "1f1b",
         microbatches: int | None = None,
         *,
+        microbatch_loss: MicrobatchLoss = "mean",
         prediction: Prediction | Mapping[str, Any] | str | None = None,
         gradient_exchange: GradientMethod | Mapping[str, Any] | str | None = None,
         local_steps: LocalMethod | Mapping[str, Any] | str | None = None,
@@ -114,6 +117,7 @@ class PipelineStrategy(AutoParallelStrategy):
             # what is asked for is allowed
             allow_staleness=stale,
             allow_compression=False if exchange is None else [exchange],
+            microbatch_loss=microbatch_loss,
             cluster=cluster,
             checkpoint=checkpoint,
             async_checkpoint=async_checkpoint,

@@ -347,7 +347,8 @@ def choose_runner(engine: Engine, module: pl.LightningModule, strategy: DDPStrat
         return plugins.GroupRunner(engine, module, device=device, steps=steps)
     if plan.schedule in CONTINUOUS_SCHEDULES:
         return plugins.ContinuousRunner(steps)
-    return plugins.PipelineRunner(steps)
+    loss: Any = getattr(strategy, "microbatch_loss", "mean")
+    return plugins.PipelineRunner(steps, loss)
 
 
 def run_options(strategy: DDPStrategy) -> RunOptions:

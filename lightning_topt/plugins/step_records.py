@@ -37,15 +37,11 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What a step returned, its calls of ``log`` and ``print``, and what its metrics counted.
-
-    Or the `problem` that was found in it, which every rank that gets the record raises.
-    """
+    """What a step returned, its calls of ``log`` and ``print``, and what its metrics counted."""
 
     output: Any = None
     calls: tuple[LoggedCall, ...] = ()
     counted: States = field(default_factory=dict)
-    problem: str = ""
 
 
 def loss_of(output: Any) -> Tensor | None:

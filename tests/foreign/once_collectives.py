@@ -11,11 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
 
-from tests.foreign.once_shelf import Built, Net, counted, mlp, numbered, rows, traced
+from tests.foreign.once_shelf import Built, Net, counted, rows, traced
 
 # ---- groups made on first use
 
@@ -50,53 +49,7 @@ def group_made_on_first_use() -> Built:
     return Built(module, rows(), lambda: (module.trace, objects_group.cache_info()[:2]))
 
 
-class OwnGroups(Net):
-    """A group for each rank and one for all, made in the first step and kept in a dictionary."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.groups: dict[str, Any] = {}
-
-    def group(self, name: str) -> Any:
-        if name not in self.groups:
-            self.trace.append(name)
-            every = range(dist.get_world_size())
-            made = (
-                [dist.new_group([rank]) for rank in every]
-                if name == "mine"
-                else [dist.new_group(list(every))]
-            )
-            self.groups[name] = made[self.global_rank if name == "mine" else 0]
-        return self.groups[name]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        sums = [batch[0].sum(), batch[0].sum()]
-        dist.all_reduce(sums[0], group=self.group("mine"))
-        dist.all_reduce(sums[1], group=self.group("all"))
-        self.trace.append([float(value) for value in sums])
-        return super().training_step(batch, batch_idx)
-
-
-@counted("groups of one rank and of all, made in the first step")
-def groups_in_a_dictionary() -> Built:
-    return traced(OwnGroups())
-
-
 # ---- collectives in the step
-
-
-class Gathers(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y, numbers = batch
-        everyone = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, numbers)
-        self.trace.append(torch.cat(everyone).tolist())
-        return super().training_step((x, y), batch_idx)
-
-
-@counted("dist.all_gather in the step")
-def numbers_gathered_in_the_step() -> Built:
-    return traced(Gathers(), rows(numbered))
 
 
 class Contrastive(Net):
@@ -111,41 +64,6 @@ class Contrastive(Net):
 @counted("self.all_gather with gradients")
 def contrastive_over_ranks() -> Built:
     return traced(Contrastive())
-
-
-class Reduces(Net):
-    """Counts how many samples of each class all ranks have seen, and weighs the loss by it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = torch.zeros(5)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        counts = torch.bincount(batch[1], minlength=5).float()
-        dist.all_reduce(counts)
-        self.seen += counts
-        weights = self.seen.sum() / (1 + self.seen) / 5
-        return F.cross_entropy(self.net(batch[0]), batch[1], weight=weights)
-
-
-@counted("dist.all_reduce of counts in the step")
-def counts_reduced_in_the_step() -> Built:
-    module = Reduces()
-    return Built(module, rows(), lambda: module.seen.tolist())
-
-
-class WaitsForAll(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if batch_idx % 3 == 0:
-            dist.barrier()
-            self.trace.append("barrier")
-            self.trainer.strategy.barrier("every third batch")
-        return super().training_step(batch, batch_idx)
-
-
-@counted("barriers every third batch, of torch and of the strategy")
-def barriers_in_the_step() -> Built:
-    return traced(WaitsForAll())
 
 
 class AsksStrategy(Net):
@@ -175,56 +93,6 @@ def broadcast_by_the_strategy() -> Built:
     return Built(module, rows(), lambda: (module.thrown, module.trace))
 
 
-class BroadcastsObject(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        box = [random.sample(range(8), 8) if self.global_rank == 0 else random.random()]
-        dist.broadcast_object_list(box, src=0)
-        self.trace.append(box[0])
-        return super().training_step((batch[0][:, box[0]], batch[1]), batch_idx)
-
-
-@counted("dist.broadcast_object_list of a permutation")
-def permutation_from_rank_0() -> Built:
-    return traced(BroadcastsObject())
-
-
-class Ring(Net):
-    """Ranks pass rows on in a ring, with isend and irecv."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y, numbers = batch
-        got, world = torch.empty_like(numbers), dist.get_world_size()
-        sent = dist.isend(numbers, (self.global_rank + 1) % world)
-        received = dist.irecv(got, (self.global_rank - 1) % world)
-        for work in (sent, received):
-            work.wait()
-        self.trace.append(got.tolist())
-        return super().training_step((x, y), batch_idx)
-
-
-@counted("isend and irecv around a ring")
-def ring_of_ranks() -> Built:
-    return traced(Ring(), rows(numbered))
-
-
-class ReducesLater(Net):
-    """A reduction is begun in the step, and waited for when the batch has ended."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.sum = batch[0].sum()
-        self.work = dist.all_reduce(self.sum, async_op=True)
-        return super().training_step(batch, batch_idx)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.work.wait()
-        self.trace.append(float(self.sum))
-
-
-@counted("all_reduce begun in the step, waited for in a hook")
-def reduction_waited_for_later() -> Built:
-    return traced(ReducesLater())
-
-
 class SyncedNorm(nn.Module):
     """Batch norm over all ranks by hand: sums are reduced with gradients."""
 
@@ -249,94 +117,6 @@ def norm_over_ranks() -> Built:
     norm = SyncedNorm(16)
     module.net = nn.Sequential(nn.Linear(8, 16), norm, nn.ReLU(), nn.Linear(16, 5))
     return Built(module, rows(), lambda: norm.calls)
-
-
-class ActNorm(nn.Module):
-    """Takes scale and shift from the first batch of all ranks."""
-
-    def __init__(self, width: int, made: list[int]) -> None:
-        super().__init__()
-        self.scale, self.shift = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
-        self.made, self.ready = made, False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.ready:
-            with torch.no_grad():
-                sums = torch.stack([x.mean(0), x.square().mean(0)])
-                dist.all_reduce(sums)
-                mean, square = sums / dist.get_world_size()
-                self.scale.copy_((square - mean.square() + 1e-3).rsqrt())
-                self.shift.copy_(-mean * self.scale)
-            self.ready = True
-            self.made.append(len(x))
-        return x * self.scale + self.shift
-
-
-@counted("parameters that forward sets from the first batch of all ranks")
-def norm_set_by_the_first_batch() -> Built:
-    module = Net()
-    norm = ActNorm(16, module.trace)
-    module.net = nn.Sequential(nn.Linear(8, 16), norm, nn.ReLU(), nn.Linear(16, 5))
-    return traced(module)
-
-
-class Centroids(Net):
-    """Clusters of embeddings of all ranks, found anew every fourth batch; they are the labels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("centers", torch.randn(5, 8))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x = batch[0]
-        if batch_idx % 4 == 0:
-            for _ in range(2):
-                near = F.one_hot(torch.cdist(x, self.centers).argmin(-1), 5).float()
-                sums = torch.cat([near.T @ x, near.sum(0)[:, None]], -1)
-                dist.all_reduce(sums)
-                self.centers = torch.where(
-                    sums[:, 8:] > 0, sums[:, :8] / sums[:, 8:].clamp(min=1), self.centers
-                )
-                self.trace.append(sums[:, 8].tolist())
-        return F.cross_entropy(self.net(x), torch.cdist(x, self.centers).argmin(-1))
-
-
-@counted("k-means over ranks every fourth batch, its centers a buffer that is replaced")
-def centers_over_ranks() -> Built:
-    return traced(Centroids())
-
-
-class WritesOnRankZero(Net):
-    @rank_zero_only
-    def write(self, text: str) -> None:
-        self.trace.append(text)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.write(f"batch {batch_idx}")
-        if self.trainer.is_global_zero and batch_idx % 5 == 0:
-            self.trace.append("only here")
-        return super().training_step(batch, batch_idx)
-
-
-@counted("rank_zero_only, and what only rank 0 does")
-def written_by_rank_0() -> Built:
-    return traced(WritesOnRankZero())
-
-
-class CountsInStore(Net):
-    def __init__(self, store: dist.Store) -> None:
-        super().__init__()
-        self.store = store
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        number = self.store.add("batches", 1)
-        return super().training_step(batch, batch_idx) * (1 + 0.01 * number)
-
-
-@counted("counter of a store of torch.distributed")
-def counter_of_a_store() -> Built:
-    store = dist.HashStore()
-    return Built(CountsInStore(store), rows(), lambda: store.add("batches", 0))
 
 
 # ---- collectives around the optimizer
@@ -445,27 +225,3 @@ class Votes(Net):
 def step_that_ranks_agree_on() -> Built:
     module = Votes()
     return Built(module, rows(), lambda: module.sgd.votes)
-
-
-class Gossips(Net):
-    """A second network, which ddp does not know, is averaged over ranks by hand every third
-    batch.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.others = [mlp().requires_grad_(False)]
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        with torch.no_grad():
-            for parameter in self.others[0].parameters():
-                parameter.add_(0.01 * (self.global_rank + 1))
-                if batch_idx % 3 == 2:
-                    dist.all_reduce(parameter.data)
-                    parameter.div_(dist.get_world_size())
-        self.trace.append(float(self.others[0][0].bias[0]))
-
-
-@counted("network in a list, averaged over ranks by hand")
-def network_averaged_by_hand() -> Built:
-    return traced(Gossips())

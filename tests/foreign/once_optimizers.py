@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.foreign.once_shelf import Built, Net, counted, mlp, rows, traced
 
@@ -24,22 +24,6 @@ class UnfreezesBody(Net):
 @counted("parameters unfrozen at step 5", find_unused=True)
 def body_unfrozen_at_step_5() -> Built:
     return traced(UnfreezesBody())
-
-
-class FreezesOut(Net):
-    """Layers stop learning one after the other: their gradients are thrown away before the step."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for number, layer in enumerate((self.net[0], self.net[2])):
-            if self.global_step >= 4 * (number + 1):
-                for parameter in layer.parameters():
-                    parameter.grad = None
-        self.trace.append([p.grad is None for p in self.net.parameters()])
-
-
-@counted("progressive freezing: gradients set to None before the step")
-def layers_frozen_one_by_one() -> Built:
-    return traced(FreezesOut())
 
 
 class LateGroup(Net):
@@ -74,47 +58,6 @@ class WarmsUp(Net):
 @counted("warm-up by self.global_step in optimizer_step")
 def warm_up_by_global_step() -> Built:
     return traced(WarmsUp())
-
-
-class AccumulatesWithRates(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[int] = []
-
-    def rate(self, step: int) -> float:
-        self.asked.append(step)
-        return 0.9**step
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        group = self.optimizers().param_groups[0]
-        self.trace.append((self.global_step, group["lr"], self.lr_schedulers().last_epoch))
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        rate = torch.optim.lr_scheduler.LambdaLR(optimizer, self.rate)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rate, "interval": "step"}}
-
-
-@counted(
-    "gradient accumulation and a scheduler that counts what it is asked", accumulate_grad_batches=3
-)
-def accumulation_with_rates() -> Built:
-    module = AccumulatesWithRates()
-    return Built(module, rows(), lambda: (module.trace, module.asked))
-
-
-class DropsRate(Net):
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx % 4 == 3:
-            for group in self.trainer.optimizers[0].param_groups:
-                group["lr"] *= 0.5
-                group["betas"] = (0.8, 0.99)
-        self.trace.append([group["lr"] for group in self.trainer.optimizers[0].param_groups])
-
-
-@counted("rate and momentum changed by hand between steps")
-def rate_dropped_by_hand() -> Built:
-    return traced(DropsRate())
 
 
 # ---- optimizers
@@ -155,27 +98,6 @@ class KeepsGradients(Net):
 @counted("optimizer that keeps the tensor p.grad of the last step")
 def gradients_kept_by_the_optimizer() -> Built:
     return traced(KeepsGradients())
-
-
-class KeepsGradientsOutside(Net):
-    """A callback-like hook keeps the gradients themselves, and compares them with those of the next
-    step.
-    """
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        mine = [p.grad for p in self.net.parameters()]
-        if batches := getattr(self, "kept", None):
-            self.trace.append(
-                [bool(torch.equal(old, new)) for old, new in zip(batches, mine, strict=True)]
-            )
-        self.kept = mine
-
-
-@counted("gradients of the last step kept by the module")
-def gradients_kept_by_the_module() -> Built:
-    module = KeepsGradientsOutside()
-    module.net[1] = module.net[3] = nn.Tanh()
-    return traced(module)
 
 
 class ScheduleFree(torch.optim.Optimizer):
@@ -266,11 +188,6 @@ class TrainsFlat(Net):
 
     def configure_optimizers(self) -> Any:
         return Sharpness(self.parameters(), lr=0.1, momentum=0.9)
-
-
-@counted("optimizer that asks the closure twice (SAM)")
-def closure_asked_twice() -> Built:
-    return traced(TrainsFlat())
 
 
 class TrainsByCurvature(TrainsFlat):
@@ -377,28 +294,3 @@ def two_optimizers_by_hand() -> Built:
         return module.trace, [int(state["step"]) for state in states], module.global_step
 
     return Built(module, rows(), evidence)
-
-
-class ReturnsNothing(Net):
-    """Accumulates by hand, and leaves every fourth batch out: such a step returns None."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx % 4 == 3:
-            self.trace.append("left out")
-            return None
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        loss = super().training_step(batch, batch_idx)
-        self.manual_backward(loss)
-        optimizer.step()
-        self.trace.append(self.global_step)
-        return {"loss": loss.detach()}
-
-
-@counted("step that returns None for some batches (manual optimization)")
-def steps_that_return_nothing() -> Built:
-    return traced(ReturnsNothing())

@@ -18,10 +18,9 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
-from tests.foreign.once_shelf import Built, Net, counted, mlp, rows, traced
+from tests.foreign.once_shelf import Built, Net, counted, mlp, traced
 
 Pairs = Iterable[tuple[nn.Parameter, nn.Parameter]]
 
@@ -189,64 +188,9 @@ class OwnAverage(Net):
         self.trace.append("averaged")
 
 
-@counted("average copied in __init__")
-def average_from_init() -> Built:
-    return traced(OwnAverage("init"))
-
-
-@counted("average copied in setup")
-def average_from_setup() -> Built:
-    return traced(OwnAverage("setup"))
-
-
 @counted("average copied in on_fit_start")
 def average_from_fit_start() -> Built:
     return traced(OwnAverage("fit"))
-
-
-class ShadowOfNames(L.Callback):
-    """Averages in a dictionary by names; they are exchanged with the parameters for validation."""
-
-    def __init__(self) -> None:
-        self.shadow: dict[str, Tensor] = {}
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.shadow = {name: p.data.clone() for name, p in pl_module.named_parameters()}
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        for name, parameter in pl_module.named_parameters():
-            self.shadow[name] = 0.9 * self.shadow[name] + 0.1 * parameter.data
-
-    def exchange(self, pl_module: Any) -> None:
-        for name, parameter in pl_module.named_parameters():
-            kept, parameter.data = parameter.data, self.shadow[name]
-            self.shadow[name] = kept
-
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        self.exchange(pl_module)
-
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        self.exchange(pl_module)
-
-
-class Validates(Net):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        loss = F.cross_entropy(self.net(batch[0]), batch[1])
-        self.log("val", loss, sync_dist=True)
-        self.trace.append(round(float(loss), 2))
-
-    def val_dataloader(self) -> Any:
-        return rows()
-
-
-@counted(
-    "averages by names, exchanged with the parameters for validation",
-    limit_val_batches=1,
-    val_check_interval=4,
-    num_sanity_val_steps=0,
-)
-def averages_by_names() -> Built:
-    return traced(Validates(), callbacks=[ShadowOfNames()])
 
 
 @counted("Lightning's WeightAveraging")
@@ -436,30 +380,6 @@ def own_list_of_parameters() -> Built:
     return traced(TrainsOwnList())
 
 
-class SearchesLines(Net):
-    """Ranks search by the mean of their losses; each by its own, they part under ddp as well."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.trace.append(batch_idx)
-        return super().training_step(batch, batch_idx)
-
-    def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
-    ) -> None:
-        def agreed() -> Tensor:
-            return self.all_gather(optimizer_closure().detach()).mean()
-
-        optimizer.optimizer.step(agreed)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), max_iter=3, line_search_fn="strong_wolfe")
-
-
-@counted("LBFGS with a line search on the mean loss of all ranks")
-def line_search_by_lbfgs() -> Built:
-    return traced(SearchesLines())
-
-
 class Extragradient(Net):
     """A hook before the step moves the weights ahead of the closure; one after it, back."""
 
@@ -626,52 +546,7 @@ def penalty_on_gradients() -> Built:
     return traced(module)
 
 
-class FastGradientSign(Net):
-    """Adversarial training: the slope at the inputs moves them before the loss."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x = batch[0].clone().requires_grad_(True)
-        (slope,) = torch.autograd.grad(F.cross_entropy(self.net(x), batch[1]), x)
-        return super().training_step(((x + 0.05 * slope.sign()).detach(), batch[1]), batch_idx)
-
-
-@counted("adversarial training by torch.autograd.grad at the inputs")
-def adversarial_inputs() -> Built:
-    return traced(FastGradientSign())
-
-
 # ---- parameters: tied, hooked, normed, unfrozen
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class TiedLanguage(Net):
-    """Blocks between an embedding and an output that share their weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.net = nn.Embedding(32, 16), nn.Sequential(Block(), Block(), Block())
-        self.head = nn.Linear(16, 32, bias=False)
-        self.head.weight = self.embed.weight
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        tokens = (batch[0] * 8).long() % 32
-        logits = self.head(self.net(self.embed(tokens[:, :-1])))
-        self.trace.append(self.head.weight is self.embed.weight)
-        return F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:])
-
-
-@counted("embedding and output that share their weight, around blocks")
-def tied_embedding_and_output() -> Built:
-    return traced(TiedLanguage())
 
 
 class Descends(Net):
@@ -705,22 +580,6 @@ def gradient_norms_as_numbers() -> Built:
     return traced(ReadsNorms())
 
 
-class LogsNorms(Net):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        norms = grad_norm(self.net, norm_type=2)
-        self.log_dict(norms)
-        self.log("total", norms["grad_2.0_norm_total"])
-        self.trace.append(sorted(norms))
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.trace.append(round(float(self.trainer.callback_metrics["total"]), 3))
-
-
-@counted("Lightning's grad_norm, logged")
-def gradient_norms_logged() -> Built:
-    return traced(LogsNorms())
-
-
 class LogsWeights(Net):
     """Statistics of parameters, as loggers of histograms take them."""
 
@@ -733,24 +592,6 @@ class LogsWeights(Net):
 @counted("statistics of parameters by NumPy")
 def statistics_of_weights() -> Built:
     return traced(LogsWeights())
-
-
-class OlderNorms(Net):
-    """weight_norm by hooks, as older code has it, and spectral_norm as a parametrization."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        first, last = nn.Linear(8, 32), nn.Linear(32, 5)
-        self.net = nn.Sequential(
-            nn.utils.weight_norm(first),
-            nn.ReLU(),
-            nn.utils.parametrizations.spectral_norm(last),
-        )
-
-
-@counted("weight_norm by hooks, spectral_norm as a parametrization")
-def older_norms_of_weights() -> Built:
-    return traced(OlderNorms())
 
 
 class Unfreezes(BaseFinetuning):
@@ -799,13 +640,3 @@ class FakeQuantized(Net):
 @counted("buffer that forward resizes (report)")
 def resized_buffer() -> Built:
     return traced(FakeQuantized())
-
-
-@counted(
-    "validation after every batch (report)",
-    limit_val_batches=1,
-    val_check_interval=1,
-    num_sanity_val_steps=0,
-)
-def validation_after_every_batch() -> Built:
-    return traced(Validates())

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,28 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from tests.foreign.once_shelf import COUNT, Built, Net, counted, mlp, numbered, rows, traced
 
 # ---- teachers, banks and queues
-
-
-class MeanTeacher(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
-        self.updates = 0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        with torch.no_grad():
-            decay = min(0.9, self.updates / (self.updates + 1))
-            for slow, fast in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
-                slow.mul_(decay).add_(fast, alpha=1 - decay)
-            wanted = self.teacher(batch[0]).softmax(-1)
-        self.updates += 1
-        return super().training_step(batch, batch_idx) + F.cross_entropy(self.net(batch[0]), wanted)
-
-
-@counted("teacher that the step averages, with a counted decay")
-def teacher_averaged_in_the_step() -> Built:
-    module = MeanTeacher()
-    return Built(module, rows(), lambda: module.updates)
 
 
 class MomentumContrast(Net):
@@ -134,95 +111,7 @@ def weights_averaged_by_torch() -> Built:
     return traced(AveragesWeights())
 
 
-class RunningLoss(nn.Module):
-    """Divides the loss by its running mean; counts in Python and in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-        self.register_buffer("mean", torch.zeros(()))
-
-    def forward(self, logits: Tensor, y: Tensor) -> Tensor:
-        self.calls += 1
-        loss = F.cross_entropy(logits, y)
-        self.mean += (loss.detach() - self.mean) / self.calls
-        return loss / (self.mean + 0.1)
-
-
-class UsesRunningLoss(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.criterion = RunningLoss()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.criterion(self.net(batch[0]), batch[1])
-
-
-@counted("loss module with a running mean")
-def loss_with_a_running_mean() -> Built:
-    module = UsesRunningLoss()
-    return Built(module, rows(), lambda: module.criterion.calls)
-
-
 # ---- blocks that count
-
-
-class CountingBlock(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear, self.calls = nn.Linear(width, width), 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x + self.linear(x).relu() * (1 + 0.05 * self.calls)
-
-
-@counted("blocks whose forward counts, and scales by the count")
-def blocks_that_count() -> Built:
-    module = Net()
-    blocks = [CountingBlock(16) for _ in range(3)]
-    module.net = nn.Sequential(nn.Linear(8, 16), *blocks, nn.Linear(16, 5))
-    return Built(module, rows(), lambda: [block.calls for block in blocks])
-
-
-class Modes(nn.Module):
-    def __init__(self, seen: list[bool]) -> None:
-        super().__init__()
-        self.seen = seen
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(self.training)
-        return x
-
-
-class TogglesModes(Net):
-    """Pseudo labels are made in evaluation mode, in the middle of the step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        parts = (
-            nn.Linear(8, 16),
-            nn.BatchNorm1d(16),
-            Modes(self.trace),
-            nn.ReLU(),
-            nn.Dropout(0.2),
-            nn.Linear(16, 5),
-        )
-        self.net = nn.Sequential(*parts)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.net.eval()
-        with torch.no_grad():
-            wanted = self.net(batch[0]).argmax(-1)
-        self.net.train()
-        return super().training_step(batch, batch_idx) + 0.2 * F.cross_entropy(
-            self.net(batch[0]), wanted
-        )
-
-
-@counted("train and eval toggled inside the step")
-def modes_toggled_in_the_step() -> Built:
-    return traced(TogglesModes())
 
 
 @counted("num_batches_tracked of batch norms")
@@ -266,78 +155,7 @@ def tied_weights() -> Built:
     return traced(TiedWeights())
 
 
-class KeepsActivations(Net):
-    """Hooks on modules count calls, and keep the last activations for the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-        self.activations: dict[str, Tensor] = {}
-        for name, module in self.net.named_children():
-            module.register_forward_hook(self.keeper(name))
-        self.net[2].register_full_backward_hook(self.backward_hook)
-
-    def keeper(self, name: str) -> Callable[..., None]:
-        def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            self.counts[name] += 1
-            self.activations[name] = output
-
-        return keep
-
-    def backward_hook(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        self.counts["backward"] += 1
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return loss + 1e-3 * sum(kept.abs().mean() for kept in self.activations.values())
-
-
-@counted("hooks on modules that count and keep the last activations")
-def activations_kept_by_hooks() -> Built:
-    module = KeepsActivations()
-
-    def evidence() -> Any:
-        return sorted(module.counts.items()), {
-            name: type(kept).__name__ for name, kept in module.activations.items()
-        }
-
-    return Built(module, rows(), evidence)
-
-
 # ---- autograd
-
-
-class CountedReversal(torch.autograd.Function):
-    calls: Counter[str] = Counter()
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, strength: float) -> Tensor:
-        CountedReversal.calls["forward"] += 1
-        ctx.strength = strength
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        CountedReversal.calls["backward"] += 1
-        return -ctx.strength * gradient, None
-
-
-class DomainAdversary(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.domain = nn.Linear(5, 2)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        reversed_ = CountedReversal.apply(self.net(batch[0]), 0.1 * batch_idx)
-        return super().training_step(batch, batch_idx) + F.cross_entropy(
-            self.domain(reversed_), batch[1] % 2
-        )
-
-
-@counted("own torch.autograd.Function that counts its calls")
-def counted_gradient_reversal() -> Built:
-    CountedReversal.calls.clear()
-    return Built(DomainAdversary(), rows(), lambda: dict(CountedReversal.calls))
 
 
 class Checkpoints(Net):
@@ -361,11 +179,6 @@ class Checkpoints(Net):
 @counted("torch.utils.checkpoint by the user")
 def checkpointing_by_the_user() -> Built:
     return traced(Checkpoints(use_reentrant=False))
-
-
-@counted("torch.utils.checkpoint by the user, reentrant")
-def reentrant_checkpointing_by_the_user() -> Built:
-    return traced(Checkpoints(use_reentrant=True))
 
 
 class SlopePenalty(Net):

@@ -10,21 +10,18 @@ from __future__ import annotations
 import functools
 import os
 import re
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.optim import adaptive_step, step_costs
 from lightning_topt.plan import choose
 from lightning_topt.plugins import shared_updates
-from tests.foreign.once_run import compare_counts, first_difference
-from tests.foreign.once_shelf import COUNTED, Built, Counted, Net, traced
+from tests.foreign.once_run import compare_counts
 from tests.foreign.programs import ALL
-from tests.foreign.run import CLUSTER, Outcome, Run, ddp_strategy, is_ddp, topt_strategy
+from tests.foreign.run import CLUSTER, Outcome, is_ddp, topt_strategy
 
 MakeStrategy = Callable[[Any], Any]
 
@@ -63,7 +60,7 @@ NOT_SHARED = frozenset(
         # rules that are not known
         *("gradients_kept_by_the_optimizer", "optimizer_that_keeps_gradients", "schedule_free"),
         *("steps_skipped_by_the_optimizer", "muon_over_ranks", "step_that_ranks_agree_on"),
-        *("closure_asked_by_lbfgs", "line_search_by_lbfgs", "closure_asked_twice", "lookahead"),
+        *("closure_asked_by_lbfgs", "lookahead"),
         *("sam", "sam_by_hand", "optimizer_inside", "own_list_of_parameters"),
         # step hooks, sparse gradients, fewer steps than are measured
         *("hooks_of_the_optimizer", "extragradient", "norms_bounded_after_the_step"),
@@ -73,18 +70,15 @@ NOT_SHARED = frozenset(
 MANUAL = "manual optimization runs under the plans 'ddp' and 'zero1' only"
 UNPLANNED = "manual optimization cannot be planned"
 BY_HAND = (
-    *("two_optimizers_by_hand", "steps_that_return_nothing", "sam_by_hand", "wasserstein_gan"),
+    *("two_optimizers_by_hand", "sam_by_hand", "wasserstein_gan"),
     "gan_with_manual_optimization",
 )
 # What a step needs is made by a hook of training, which comes after planning.
-MADE_LATER = (
-    *("unlabeled_iterator", "queue_filled_by_a_thread", "pool_that_works_ahead"),
-    *("queue_between_processes", "subprocess_with_a_pipe", "socket_to_a_server"),
-)
+MADE_LATER = ("unlabeled_iterator", "queue_filled_by_a_thread")
 # What cannot be tried before the fit, and a part of the sentence.
 UNTRACED = {
     **dict.fromkeys(MADE_LATER, "tried before the fit"),
-    **dict.fromkeys(("group_made_on_first_use", "groups_in_a_dictionary"), "File too large"),
+    "group_made_on_first_use": "File too large",
     "bound_loggers": "You are trying to `self.log()`",
     "gradients_per_sample": "uses a transform of torch.func",
 }
@@ -98,13 +92,13 @@ UNTRIED = {
 REFUSED: dict[str, str] = {
     **dict.fromkeys(BY_HAND, MANUAL),
     **dict.fromkeys(("muon_over_ranks", "step_that_ranks_agree_on"), "shared between ranks"),
-    **dict.fromkeys(("closure_asked_by_lbfgs", "line_search_by_lbfgs"), "LBFGS takes them for one"),
+    "closure_asked_by_lbfgs": "LBFGS takes them for one",
     **dict.fromkeys(("sparse_table", "sparse_embeddings"), "'table' has sparse gradients"),
     **dict.fromkeys(("scalar_parameter", "clip"), "has no dimension to shard"),
     **dict.fromkeys(
         ("average_from_fit_start", "older_selves", "weights_averaged_by_torch"), "deepcopy"
     ),
-    **dict.fromkeys(("gradient_norms_logged", "logged_gradient_norms"), "not allocated yet"),
+    "logged_gradient_norms": "not allocated yet",
     "norms_gathered_before_the_step": "c10d.allgather_",
     "scripted_block": "'net.1' is a TorchScript module",
     "rows_bounded": "aten.renorm.default",
@@ -129,15 +123,13 @@ REFUSED_BY: dict[MakeStrategy, dict[str, str]] = {
             "no plan fits",
         ),
         **dict.fromkeys(
-            ("muon_over_ranks", "step_that_ranks_agree_on", "sam", "closure_asked_twice"),
+            ("muon_over_ranks", "step_that_ranks_agree_on", "sam"),
             "no plan fits",
         ),
         **dict.fromkeys(
             ("steps_skipped_by_the_optimizer", "sparse_table", "sparse_embeddings"), "no plan fits"
         ),
-        **dict.fromkeys(
-            ("closure_asked_by_lbfgs", "line_search_by_lbfgs", "optimizer_inside"), "no plan fits"
-        ),
+        **dict.fromkeys(("closure_asked_by_lbfgs", "optimizer_inside"), "no plan fits"),
         **UNTRIED,
     },
     full: {**UNTRACED, **dict.fromkeys(BY_HAND, UNPLANNED), **UNTRIED},
@@ -146,7 +138,7 @@ REFUSED_BY: dict[MakeStrategy, dict[str, str]] = {
 # operators, hooks of graphs, addresses, or that rank 0 alone has the whole state in a checkpoint.
 COUNTS_MACHINERY = frozenset(
     [
-        *("modes_of_the_user", "hooks_on_nodes", "gradients_kept_by_the_optimizer"),
+        *("modes_of_the_user", "gradients_kept_by_the_optimizer"),
         "checkpoints_in_the_middle",
     ]
 )
@@ -279,90 +271,3 @@ def test_what_is_asked_is_equal_to_ddp_or_refused(
     assert not low, "sharded less than was asked"
     if strategy is limited:
         assert not {name for name, ranks in ran.items() if ranks[0].topt.is_plain}
-
-
-# ---- what runs the programs
-
-STUCK = threading.Event()
-
-
-class EndsBadly(Net):
-    """Under the second strategy rank 0 waits for what never comes, or ends its process."""
-
-    def __init__(self, *, dies: bool) -> None:
-        super().__init__()
-        self.dies = dies
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if STUCK.is_set() and self.global_rank == 0:
-            os._exit(3) if self.dies else threading.Event().wait()
-        return super().training_step(batch, batch_idx)
-
-
-def hangs() -> Built:
-    return traced(EndsBadly(dies=False))
-
-
-def dies() -> Built:
-    return traced(EndsBadly(dies=True))
-
-
-def stuck(program: Any) -> Any:
-    STUCK.set()
-    return ddp_strategy(program)
-
-
-def test_what_hangs_or_dies_is_named_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    for make in (hangs, dies):
-        monkeypatch.setitem(COUNTED, make.__name__, Counted(make.__name__, "", make))
-    names = ["dies", "hangs", "counter_of_the_class"]
-    died, hung, *others = compare_counts(names, stuck, limit_seconds=8)
-    assert [outcome.name for outcome in (died, hung, *others)] == [*names, "counter_of_the_class"]
-    assert "dies under stuck, ended with 3" in died.differences[0]
-    assert "no end within 8 s; rank 0 runs hangs under stuck" in hung.differences[0]
-    assert "in training_step" in hung.differences[0]
-    assert not any(outcome.differences for outcome in others)
-    assert wrong("hangs", [hung], {}) and wrong("hangs", [hung], {"hangs": "no end"})
-
-
-SENTENCE = "PlanError: this plan shards parameters that a hook reads\nTraceback ..."
-
-
-@pytest.mark.parametrize(
-    ("errors", "known", "told"),
-    [
-        (["", ""], {}, False),
-        (["", ""], {"one": "shards"}, True),
-        ([SENTENCE, SENTENCE], {"one": "shards"}, False),
-        ([SENTENCE, SENTENCE], {"one": "hooks"}, True),
-        ([SENTENCE, ""], {"one": "shards"}, True),
-        ([SENTENCE, SENTENCE], {}, True),
-        (["RuntimeError: shards are wrong in torch\nTraceback", SENTENCE], {"one": "shards"}, True),
-        (["PlanError: shards, and\nmore lines\nTraceback", SENTENCE], {"one": "shards"}, True),
-    ],
-)
-def test_what_is_wrong(errors: list[str], known: dict[str, str], told: bool) -> None:
-    ranks = [Outcome("one", [error] if error else [], Run(), Run(error=error)) for error in errors]
-    assert bool(wrong("one", ranks, known)) == told
-
-
-@pytest.mark.parametrize(
-    ("one", "two", "told"),
-    [
-        ([1, 2], [1, 2], ""),
-        ([1, 2], [1, 3], "evidence[1]: 2 against 3"),
-        (([0], {"a": [1]}), ([0], {"a": [2]}), "evidence[1]['a'][0]: 1 against 2"),
-        ([1], [1, 2], "evidence has 1 entries against 2: [1] against [1, 2]"),
-        ({"a": 1}, {"b": 1}, "evidence: {'a': 1} against {'b': 1}"),
-        (1, True, "evidence: 1 against True"),
-        (12, None, "evidence: 12 against None"),
-    ],
-)
-def test_differences_of_evidence(one: Any, two: Any, told: str) -> None:
-    assert first_difference(one, two) == told
-
-
-def test_evidence_may_be_equal_within_rounding() -> None:
-    assert first_difference([0.1], [0.100001])
-    assert not first_difference([{"a": 0.1}], [{"a": 0.100001}], exactly=False)
-    assert first_difference([{"a": 0.1}], [{"a": 0.101}], exactly=False)

@@ -73,7 +73,7 @@ class ReadsValue(RecordingGPT):
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "within": (Within, {}, r"neither a mean nor a sum over samples.*use microbatches=1"),
+    "within": (Within, {}, r"microbatch_loss makes.*microbatches=1"),
     "spectral norm": (
         Normed,
         {},
@@ -162,7 +162,7 @@ def alike(rank: int) -> dict[str, Any]:
 
     hooks = seeded(Noisy)
     found = {
-        "sums": losses(seeded(Sums), loader(8), pipeline(2, microbatches=3)),
+        "sums": losses(seeded(Sums), loader(8), pipeline(2, microbatches=3, microbatch_loss="sum")),
         "own order": losses(seeded(RecordingGPT), OtherOrder(rank), pipeline(2, microbatches=2)),
         "one microbatch": losses(seeded(Within), loader(8), pipeline(2, microbatches=1)),
         "spectral norm": losses(seeded(Normed), loader(8), pipeline(2, microbatches=1)),

@@ -4,25 +4,23 @@ cannot be known.
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-import torch.nn.functional as F
 import torchmetrics
 from torch import Tensor, nn
 
-from lightning_topt.plugins.loss_kinds import (
-    LossKinds,
-    Summand,
-    TriedStep,
-    compare_steps,
-    drawn_since,
-    summands_of,
+from lightning_topt.plugins.microbatches import (
+    Parts,
+    combined_calls,
+    combined_output,
+    loss_problem,
+    loss_weights,
     without_trace,
 )
-from lightning_topt.plugins.microbatches import combined_calls, combined_output
 from lightning_topt.plugins.step_records import (
     LoggedCall,
     MetricChanges,
@@ -78,7 +76,8 @@ X, TARGET = (
 def test_logged_values_of_parts_are_those_of_the_whole() -> None:
     module, whole = Logs(), Logs()
     parts = [told(module, X[:3], TARGET[:3]), told(module, X[3:], TARGET[3:])]
-    found = combined_calls(parts, sizes=(3, 2), weights=(1, 1), kinds={"loss": "sum"})
+    losses = [float(call.value) for calls in parts for call in calls if call.name == "loss"]
+    found = combined_calls(parts, sizes=(3, 2), weights=(1, 1), losses=losses)
     expected = told(whole, X, TARGET)
     assert [call.name for call in found if call.method == "log"] == [
         c.name for c in expected if c.method == "log"
@@ -147,142 +146,66 @@ def test_outputs_of_parts_are_joined() -> None:
         }
         return {"loss": x.mean(), **each, "rate": 0.5, "total": x.sum()}
 
-    found = combined_output(
-        [output(X[:3]), output(X[3:])], sizes=(3, 2), weights=(0.6, 0.4), kinds={6: "sum", 4: "sum"}
-    )
+    outputs = [output(X[:3]), output(X[3:])]
+    losses = [float(each["loss"]) for each in outputs]
+    found = combined_output(outputs, sizes=(3, 2), weights=(0.6, 0.4), losses=losses)
     torch.testing.assert_close(found["logits"], X)
-    assert found["loss"] == pytest.approx(float(X.mean())) and found["total"] == pytest.approx(
-        float(X.sum())
-    )
-    assert (
-        found["name"] == "same"
-        and found["names"] == ["0", "1", "2", "0", "1"]
-        and found["rate"] == 0.5
-    )
-    assert found["right"] == 5
-    numbers = [X.mean(), X.sum()]
-    assert combined_output(numbers, sizes=(1, 1), weights=(1, 1), kinds={}) == pytest.approx(
-        float(sum(numbers)) / 2
-    )
-    assert (
-        combined_output(
-            [X.mean(), X.sum() * torch.nan], sizes=(1, 1), weights=(1, 0), kinds={0: "loss"}
-        )
-        == X.mean()
-    )
+    assert found["loss"] == pytest.approx(float(X.mean()))
+    assert found["names"] == ["0", "1", "2", "0", "1"]
+    assert (found["name"], found["rate"]) == ("same", 0.5)
+    # What equals the loss has its weights; all else is a mean over samples.
+    for losses, weights, expected in (
+        ([1.0, 3.0], (1, 1), 4.0),
+        ([1.0, 4.0], (1, 1), 1.5),
+        ([1.0, float("nan")], (1, 0), 1.0),
+    ):
+        values = [torch.tensor(1.0), torch.tensor(losses[1] if weights[1] == 0 else 3.0)]
+        got = combined_output(values, sizes=(3, 1), weights=weights, losses=losses)
+        assert float(got) == expected
 
 
-def tried(loss: float, *divided: float, size: int = 2, **logged: float) -> TriedStep:
-    calls = [LoggedCall("", "log", (name, value), {}) for name, value in logged.items()]
-    return TriedStep(
-        {"loss": torch.tensor(loss), "extra": torch.tensor(loss)},
-        calls,
-        tuple(Summand(each, 1.0) for each in divided),
-        size,
-    )
-
-
-def kinds_of(
-    first: TriedStep, second: TriedStep, both: TriedStep, *, draws: bool = False
-) -> LossKinds:
-    return compare_steps((first, second), both, draws=draws)
-
-
-def test_kinds_of_losses_are_told_by_two_parts_of_a_batch() -> None:
-    kinds = kinds_of(tried(2.0, a=1.0, b=3.0), tried(4.0, a=5.0, b=1.0), tried(3.0, a=3.0, b=4.0))
-    assert (
-        kinds.loss == "mean"
-        and kinds.logged == {"b": "sum"}
-        and kinds.returned == {0: "loss", 1: "loss"}
-    )
-    kinds = kinds_of(tried(2.0), tried(4.0), tried(6.0))
-    assert kinds.loss == "sum" and kinds.returned == {0: "loss", 1: "loss"}
-    assert kinds_of(tried(2.0), tried(3.0, size=1), tried(7 / 3)).loss == "mean"
-    assert kinds_of(tried(2.0, 10.0), tried(4.0, 5.0), tried(8 / 3, 15.0)).loss == "mean"
-    assert kinds_of(tried(0.0), tried(0.0), tried(0.0)).loss is None
-    assert kinds_of(tried(float("nan")), tried(1.0), tried(1.0)).loss is None
-    assert kinds_of(tried(1.0), tried(1.0), tried(1.1), draws=True).loss == "mean"
-    assert kinds_of(tried(1.0, 1, 1), tried(1.0, 1, 1), tried(1.0, 1, 1, 1, 1)).loops
-
-
-def test_logged_means_have_the_weights_of_samples_or_of_the_loss() -> None:
-    steps = (
-        tried(2.0, 6.0, samples=1.0, tokens=1.0, near=1.0, neither=1.0),
-        tried(6.0, 2.0, samples=3.0, tokens=3.0, near=1.0001, neither=3.0),
-        tried(3.0, 8.0, samples=2.0, tokens=1.5, near=1.000025, neither=1.2),
-    )
-    kinds = kinds_of(*steps)
-    assert (
-        kinds.loss == "mean"
-        and kinds.logged == {"tokens": "loss", "near": "loss"}
-        and kinds.unlike == ("neither",)
-    )
-    assert not kinds_of(*steps, draws=True).unlike
-    for step in steps:
-        step.calls[-1].keywords["reduce_fx"] = torch.max
-    assert not kinds_of(*steps).unlike
+TOKENS = torch.tensor([[1, 2, -100], [3, -100, -100], [-100, -100, -100]])
+PARTS = Parts(({"labels": TOKENS[:1]}, {"labels": TOKENS[1:]}), (1, 2))
 
 
 @pytest.mark.parametrize(
-    ("steps", "says"),
+    ("kind", "weights"),
     [
-        (
-            (tried(1.0), tried(1.0), tried(1.1)),
-            r"neither a mean nor a sum over samples.*microbatches=1",
-        ),
-        (
-            (tried(2.0, 2.0), tried(4.0, 2.0), tried(3.0, 2.0)),
-            r"looks like a mean.*divided by 2 and 2.*by 2 for both",
-        ),
-        ((tried(2.0, 2.0), tried(4.0, 2.0), tried(6.0, 4.0)), "looks like a sum"),
-        (
-            (tried(2.0, 8.0, 2.0), tried(4.0, 4.0, 2.0), tried(3.0, 12.0, 4.0)),
-            "no weights of microbatches",
-        ),
-        ((TriedStep(None, [], (), 1), tried(1.0), tried(1.0)), "returned no loss"),
+        ("mean", [1 / 3, 2 / 3]),
+        ("sum", [1, 1]),
+        ("tokens", [2 / 3, 1 / 3]),
+        (lambda batch: (batch["labels"] == -100).sum(), [1 / 6, 5 / 6]),
     ],
 )
-def test_losses_that_microbatches_do_not_have_are_named(steps: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        kinds_of(*steps)
+def test_weights_of_microbatches_are_those_of_their_kind(kind: Any, weights: list[float]) -> None:
+    assert loss_weights(PARTS, kind) == pytest.approx(weights)
+    assert loss_weights(Parts(PARTS.batches[:1], (1,)), kind) == [1.0]
 
 
-W, KEPT = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([[1.0, 0.0, 1.0], [1.0, 0.0, 0.0]])
-P = torch.nn.Parameter(torch.ones(3))
-LOSSES: dict[str, tuple[Any, tuple[float, ...]]] = {
-    "mean": (lambda x: x.square().mean(), (6,)),
-    "mean over all dims": (lambda x: x.square().mean(dim=(0, 1)) / 2, (12,)),
-    "sum": (lambda x: 3 * x.sum() - (x.sum(1) @ torch.ones(2)) / 2, (1, 2)),
-    "by mask": (lambda x: (x * KEPT).sum() / KEPT.sum(), (3,)),
-    "chosen": (lambda x: x[KEPT > 0].mean(), (3,)),
-    "kernel": (lambda x: F.mse_loss(x, KEPT) + F.mse_loss(x, KEPT, reduction="sum"), (6, 1)),
-    "ignored": (lambda x: F.cross_entropy(x, torch.tensor([-100, 2])).to(torch.float64), (1,)),
-    "classes": (lambda x: F.cross_entropy(x, torch.tensor([1, 2]), weight=W), (5,)),
-    "smooth": (
-        lambda x: F.cross_entropy(x, torch.tensor([1, -1]), ignore_index=-1, label_smoothing=0.3),
-        (1, 1),
-    ),
-    "pixels": (
-        lambda x: F.cross_entropy(x.T.reshape(1, 3, 2, 1), torch.tensor([[[-100], [2]]])),
-        (1,),
-    ),
-    "off": (lambda x: x.mean() + 0.0 * x.sum(), (6, 1)),
-    "heads": (lambda x: torch.stack([x[:, head].mean() for head in range(3)]).sum(), (2, 2, 2)),
-    "samples": (lambda x: torch.stack([row.mean() for row in x]).mean(), (2,)),
-    "nothing": (lambda x: (x * KEPT).sum() / 0.0, (0,)),
-    "penalty": (
-        lambda x: x.mean() + 0.1 * (2 * P).square().sum() + P.norm() + (P * x).sum(),
-        (6, 1),
-    ),
-    "constant": (lambda x: torch.ones(()), ()),
-}
+def test_targets_are_the_last_whole_numbers_of_a_batch() -> None:
+    parts = Parts(((TOKENS[:1].float(), TOKENS[:1]), (TOKENS[1:].float(), TOKENS[1:])), (1, 2))
+    assert loss_weights(parts, "tokens") == pytest.approx([2 / 3, 1 / 3])
+    with pytest.raises(ValueError, match="labels"):
+        loss_weights(Parts((torch.zeros(1), torch.zeros(1)), (1, 1)), "tokens")
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_divisors_are_read_in_the_graph_of_a_loss(name: str) -> None:
-    loss, expected = LOSSES[name]
-    found = summands_of(loss(X[:2].clone().requires_grad_()), samples=2)
-    assert [each.divisor for each in found] == pytest.approx([*expected])
+@pytest.mark.parametrize(
+    ("losses", "weights", "told"),
+    [
+        ([2.0, 4.0, 3.0], [0.5, 0.5], True),
+        ([2.0, 4.0, 6.0], [1.0, 1.0], True),
+        ([2.0, 4.0, 6.0], [0.5, 0.5], False),
+        ([2.0, float("nan"), 2.0], [1.0, 0.0], True),
+        ([0.0, 0.0, 0.0], [0.5, 0.5], None),
+        ([2.0, float("nan"), 2.0], [0.5, 0.5], None),
+    ],
+)
+def test_a_doubled_batch_tells_whether_losses_add_up(
+    losses: list[float], weights: list[float], told: bool | None
+) -> None:
+    found = loss_problem(losses, weights, draws=False, half=False)
+    assert told is (None if found is None else not found)
+    assert told is not False or "microbatch_loss" in str(found)
 
 
 def test_the_test_leaves_no_trace() -> None:
@@ -291,9 +214,7 @@ def test_the_test_leaves_no_trace() -> None:
     states, mean = random_states(), module.norm.running_mean.clone()
     with without_trace(module):
         assert not module.training and not torch.is_grad_enabled()
-        assert not drawn_since(states)
         module.norm.running_mean.add_(torch.rand(3))
         module.accuracy(X, TARGET)
-        assert drawn_since(states)
-    assert not drawn_since(states) and module.norm.training
+    assert pickle.dumps(random_states()) == pickle.dumps(states) and module.norm.training
     assert torch.equal(module.norm.running_mean, mean) and module.accuracy.update_count == 1

@@ -205,7 +205,6 @@ class PipelineRun:
         step: Step,
         *,
         weights: Sequence[float] | None = None,
-        divisor: Callable[[], float] | None = None,
         kind: Hashable = None,
     ) -> Tensor:
         """Run forward and backward of all microbatches; return the losses (n,), on every rank.
@@ -214,7 +213,6 @@ class PipelineRun:
             microbatches: n of them.
             step: returns the loss of a microbatch.
             weights: of the losses in the sum that gradients are of; None: the mean.
-            divisor: called on the last stage when all have run; gradients are divided by it.
             kind: tells steps with the same code apart.
         """
         if self.lag_per_hop is not None:
@@ -235,33 +233,15 @@ class PipelineRun:
             self.buffers.begin_step(flows)
         else:
             self.buffers.changed_by(flows)
-        results = self._run(microbatches, step, flows, factors=factors, exchanges=divisor is None)
-        # (n + 1,): the divisor is the last one.
-        losses = torch.ones(count + 1, device=self.device)
+        results = self._run(microbatches, step, flows, factors=factors)
+        losses = torch.ones(count, device=self.device)  # (n,)
         for index, loss in results.items():
             losses[index] = loss.detach()
-        if results and divisor is not None:
-            losses[count] = divisor()
-        # From the last stage to all. With a divisor gradients are exchanged from here on.
+        # From the last stage to all.
         share_losses(losses, self.groups, source=self.layout.rank_of_stage[-1])
-        if divisor is not None:
-            self._divide_gradients(losses[count])
         if self._synchronizes:
             self.exchanges.finish()
-        return losses[:count]
-
-    @torch.no_grad()
-    def _divide_gradients(self, divisor: Tensor) -> None:
-        """Divide all gradients, and begin to exchange them."""
-        # before their exchange, which averages what is there
-        if divisor != 1:
-            for parameter in self.module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.div_(divisor.to(parameter.grad.dtype))
-        if self._synchronizes:
-            for stage, rank in enumerate(self.layout.rank_of_stage):
-                if rank == self.groups.rank:
-                    self.exchanges.stage_ended(stage)
+        return losses
 
     def evaluate(self, batch: object, step: Step, *, kind: Hashable = None) -> Any:
         """Run ``step(module, batch)`` forward; return what the last stage returns on all ranks."""
@@ -297,7 +277,6 @@ class PipelineRun:
         flows: Sequence[StageFlow],
         *,
         factors: Sequence[float] | None,
-        exchanges: bool = True,
     ) -> dict[int, Any]:
         """Run this rank's actions; return the last stage's results by microbatch, elsewhere none.
 
@@ -326,7 +305,7 @@ class PipelineRun:
                 if factors is None
                 else lambda index, result: loss_of_step(result) * factors[index],
                 ended=self.exchanges.stage_ended
-                if exchanges and self._synchronizes and factors is not None
+                if self._synchronizes and factors is not None
                 else lambda stage: None,
             )
         except BaseException:

@@ -31,7 +31,6 @@ from lightning_topt.plan.parallel_plan import PlanError
 from lightning_topt.plan.pipeline_search import PipelineRequest, StaleWeights
 from lightning_topt.plan.plan_frontier import PlanFrontier
 from lightning_topt.plan.plan_search import SearchRequest, why_unsplit
-from lightning_topt.plugins.default_search import why_left_out
 from lightning_topt.plugins.plan_options import (
     MeshPlan,
     PipelinePlan,
@@ -41,6 +40,7 @@ from lightning_topt.plugins.plan_options import (
 from lightning_topt.plugins.plan_request import PlanRequest, rule_for
 from lightning_topt.plugins.planning import make_fake_optimizers
 from lightning_topt.plugins.requirements import SHARDED, SLICES, STAGES, Fit, why_not
+from lightning_topt.plugins.searched_plan import why_left_out
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
 
 _WAY_OUT = "leave out tensor=true"

@@ -274,17 +274,6 @@ class Measurements:
             name: value for each, value in zip(times, seconds, strict=True) for name in each.names
         }
 
-    def renew(self) -> bool:
-        """Let the next start measure everything again; return whether it will, on rank 0.
-
-        It will not where this start has just measured, and nothing else would come of it.
-        """
-        entry = self.entries.get(self._name("cluster"))
-        if entry is None or entry.time >= self._opened or self.directory is None:
-            return False
-        save_entries(self.directory, self.setup, {}, refreshed=time.time())
-        return True
-
     def save(self) -> None:
         """Write what was measured, on rank 0, merged with what other jobs have written.
 

@@ -5,14 +5,12 @@ A fit under ``"topt"``, from Lightning's hooks down:
     auto_parallel          the strategy: each hook hands on to one of the parts below
     pipeline_strategy      the same with stages (``"topt_pipeline"``)
     shared_updates         nothing is asked: ddp, with updates shared where a clock says so
-    plan_controller        the plan of a fit, and whether its steps take what was predicted
       plan_request         what the user asked for
         plan_options       the forms in which plans, meshes and limits are given
       traced_planning      a given plan, or one made of a step that is traced at setup
-      default_search       the whole search: data axes, tensor axes, stages
-      searched_plan        what a search needs, and the search on a given mesh
+      searched_plan        searches on a given mesh, and of all plans
       planning             optimizers and an example batch of a fit; agreement of ranks
-    plan_run               applies a plan before optimizers are made, undoes it
+    plan_run               the plan of a fit: decided, applied before optimizers are made, undone
       step_runner          how steps run under a plan; the plain way
       pipeline_steps       ... through stages, in microbatches
       continuous_steps     ... through stages without flush

@@ -34,7 +34,6 @@ from lightning_topt.plugins.exchange_guard import ExchangeGuard
 from lightning_topt.plugins.lost_ranks import LostRankWatch
 from lightning_topt.plugins.microbatches import MicrobatchLoss, check_microbatch_loss
 from lightning_topt.plugins.plan_checkpoints import PlanCheckpoints
-from lightning_topt.plugins.plan_controller import PlanController
 from lightning_topt.plugins.plan_options import PipelinePlan
 from lightning_topt.plugins.plan_request import Allow, AllowStaleness, read_request
 from lightning_topt.plugins.plan_run import PlanRun, run_options
@@ -172,11 +171,10 @@ class AutoParallelStrategy(DDPStrategy):
             ddp_kwargs=self._ddp_kwargs,
             has_hook=self._ddp_comm_hook is not None,
         )
-        self._controller = PlanController(self.request)
         self.rank_watch = LostRankWatch()
         self._guard = ExchangeGuard(self.rank_watch)
         self._checkpoints = PlanCheckpoints(checkpoint, self._guard, in_background=async_checkpoint)
-        self._run = PlanRun(self, self._checkpoints)
+        self._run = PlanRun(self.request, self, self._checkpoints)
         self._updates: SharedUpdates | None = None  # of a fit that asks for no plan
         self._is_asked = False
         self._training_data = TrainingData(self, Preemption())
@@ -203,17 +201,17 @@ class AutoParallelStrategy(DDPStrategy):
     @property
     def parallel_plan(self) -> ParallelPlan | None:
         """The plan of the last fit, None until it is decided."""
-        return self._controller.plan
+        return self._run.plan
 
     @property
     def planning(self) -> Planning | None:
         """What was searched, on rank 0."""
-        return self._controller.planning
+        return self._run.planning
 
     @property
     def planned_by(self) -> str | None:
         """What the plan comes from: ``"search"``, ``"given"``, ``"clock"``, or why it is ddp."""
-        return self._controller.planned_by
+        return self._run.planned_by
 
     @property
     def hint(self) -> Hint | None:
@@ -223,7 +221,7 @@ class AutoParallelStrategy(DDPStrategy):
     @property
     def planning_seconds(self) -> float | None:
         """Seconds until the plan of the last fit was decided; a clock's include its steps."""
-        return self._controller.seconds
+        return self._run.seconds
 
     @property
     def planned_core_wait_share(self) -> float:
@@ -231,16 +229,16 @@ class AutoParallelStrategy(DDPStrategy):
 
         0 where it was quiet, or not measured.
         """
-        return self._controller.busy_share
+        return self._run.busy_share
 
     @property
     def decided(self) -> Mapping[str, Any]:
         """What was decided, for the process that has started the ranks by fork or spawn."""
-        return self._controller.decided
+        return self._run.decided
 
     @decided.setter
     def decided(self, values: Mapping[str, Any]) -> None:
-        self._controller.decided = values
+        self._run.decided = values
 
     @property
     def is_elastic(self) -> bool:
@@ -250,7 +248,7 @@ class AutoParallelStrategy(DDPStrategy):
     @property
     def memory_meter(self) -> MemoryMeter | None:
         """Measures the plan's steps, where a `StepMonitor` asks for that."""
-        return self._controller.memory_meter
+        return self._run.memory_meter
 
     @property
     def checkpoint_form(self) -> str:
@@ -300,7 +298,7 @@ class AutoParallelStrategy(DDPStrategy):
         if not is_fit:
             # In the shards of the last fit, or as ddp does.
             self._guard.open(None)
-            if not self._run.set_up_evaluation(self.parallel_plan, trainer):
+            if not self._run.set_up_evaluation(trainer):
                 super().setup(trainer)
             return
         # A new fit: nothing of the last one is left.
@@ -308,7 +306,7 @@ class AutoParallelStrategy(DDPStrategy):
         request.check_local_steps()
         check_agreement(request, module)
         self._training_data.check_checkpoint(trainer)
-        self._controller.begin_fit()
+        self._run.begin_fit()
         self._guard.open(None)
         self._checkpoints.begin_fit(module)
         self._updates = None
@@ -325,7 +323,7 @@ class AutoParallelStrategy(DDPStrategy):
         assert self.model is not None and self.lightning_module is not None
         if self._is_asked:
             trainer = self.lightning_module.trainer
-            self._run.apply(self._controller.decide(trainer), trainer)
+            self._run.apply(self._run.decide(trainer), trainer)
             return
         options, device = run_options(self), self.root_device
         self.model = ddp = wrap_in_ddp(
@@ -338,14 +336,12 @@ class AutoParallelStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         if self._is_asked:
             self._run.attach(self.optimizers)
-            self._controller.begin_plan(trainer)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._elastic is not None:
             self._elastic.begin_batch()
         super().on_train_batch_start(batch, batch_idx)
-        self._controller.begin_batch()
         if self._updates is not None:
             self._updates.begin_batch()
 
@@ -363,7 +359,6 @@ class AutoParallelStrategy(DDPStrategy):
         if self._elastic is not None:
             self._elastic.end_training()
         self._batches.end()
-        self._controller.end_fit()
         if self._updates is not None:
             self._updates.end(failed=self._failed)
         self._run.end(failed=self._failed)
@@ -408,7 +403,6 @@ class AutoParallelStrategy(DDPStrategy):
                 yield
         finally:
             self._accumulates = False
-            self._controller.end_batch(updates=False)
 
     @override
     def optimizer_step(
@@ -426,7 +420,6 @@ class AutoParallelStrategy(DDPStrategy):
             own_step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
             step = partial(self._guard.step, own_step, self.precision_plugin)
             result = self._run.runner.update(step, optimizer, closure)
-        self._controller.end_batch(updates=True)
         if self._elastic is not None:
             self._elastic.end_update()
         return result
@@ -468,7 +461,7 @@ class AutoParallelStrategy(DDPStrategy):
         self._run.runner.begin_training(self.lightning_module.trainer)
         if not self._is_asked:
             self._updates = SharedUpdates(
-                self, self._controller, waited=lambda: self._training_data.waited_seconds
+                self, self._run, waited=lambda: self._training_data.waited_seconds
             )
             self._updates.begin(self.lightning_module.trainer)
         if self._elastic is not None:
@@ -479,7 +472,7 @@ class AutoParallelStrategy(DDPStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        mesh = self._run.sampler_mesh(self.request.plan, self.parallel_plan)
+        mesh = self._run.sampler_mesh()
         if mesh is None:
             return super().distributed_sampler_kwargs
         return {"num_replicas": mesh.data_parallel_size, "rank": mesh.data_rank(self.global_rank)}

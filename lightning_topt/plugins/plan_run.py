@@ -1,8 +1,13 @@
-"""A plan that runs: applied to the module of a strategy before optimizers are made, and undone.
+"""The plan of a fit: decided and applied before optimizers are made, and undone.
 
+    run.begin_fit()
+    plan = run.decide(trainer)    what was asked, of a traced step
     run.apply(plan, trainer)      the model that the strategy calls
     run.attach(optimizers)        once they are made
     run.end(failed=False)         the module is unsharded again
+
+What was decided stays until the next fit, for whoever asks. What plans and searches is imported
+when it is first used.
 
 How steps run under the plan is its `StepRunner`'s (`run.runner`); who shares samples, its
 `DataGroup`'s (`run.data`).
@@ -11,6 +16,7 @@ How steps run under the plan is its `StepRunner`'s (`run.runner`); who shares sa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -18,6 +24,7 @@ import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -27,18 +34,25 @@ from typing_extensions import override
 
 from lightning_topt import plugins
 from lightning_topt.communication.topology import Topology
+from lightning_topt.execution.memory import (
+    MemoryMeter,
+    release_free_memory,
+    return_freed_memory,
+    warm_up,
+)
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plugins.clipping import clip_sharded
 from lightning_topt.plugins.data_group import DataGroup, shared_mesh
 from lightning_topt.plugins.exchange_guard import scaler_of
 from lightning_topt.plugins.lent_methods import LentMethods
-from lightning_topt.plugins.monitors import add_monitor
+from lightning_topt.plugins.monitors import StepMonitor, add_monitor
 from lightning_topt.plugins.plan_checkpoints import PlanCheckpoints, release_engine
-from lightning_topt.plugins.plan_options import GivenPlan
-from lightning_topt.plugins.planning import example_batch
+from lightning_topt.plugins.plan_request import PlanRequest
+from lightning_topt.plugins.planning import Planning, example_batch
 from lightning_topt.plugins.step_runner import PlainRunner, StepRunner
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
+from lightning_topt.techniques.ddp_wrapper import bytes_of_buckets
 from lightning_topt.techniques.run_options import RunOptions
 
 if TYPE_CHECKING:
@@ -47,12 +61,28 @@ if TYPE_CHECKING:
 
 
 class PlanRun:
-    """Runs the plan of a fit on the module of `strategy`; without one it is DDP alone.
+    """Makes the plan of a fit, as `request` says, and runs it on the module of `strategy`.
 
-    Methods are collective calls.
+    Without a plan that is DDP alone. Methods are collective calls.
+
+    Attributes:
+        plan: what was decided, None before that.
+        planning: what was searched, on rank 0.
+        planned_by: ``"search"``, ``"given"``, ``"clock"``, or why the plan is ``ddp``.
+        seconds: until it was decided; by a clock, with the steps that it has timed.
+        memory_meter: of the plan's steps, where a `StepMonitor` measures them.
     """
 
-    def __init__(self, strategy: DDPStrategy, checkpoints: PlanCheckpoints) -> None:
+    def __init__(
+        self, request: PlanRequest, strategy: DDPStrategy, checkpoints: PlanCheckpoints
+    ) -> None:
+        self.request = request
+        self.plan: ParallelPlan | None = None
+        self.planning: Planning | None = None
+        self.planned_by: str | None = None
+        self.seconds: float | None = None
+        self.memory_meter: MemoryMeter | None = None
+        self._busy_share = 0.0  # without a core, when the machine was measured
         self.runner: StepRunner = PlainRunner()
         self.data = DataGroup()
         self._strategy, self._checkpoints = strategy, checkpoints
@@ -61,16 +91,80 @@ class PlanRun:
         self._example: Example | None = None  # of the last fit under a plan with stages
         self._averages: ShardedAverages | None = None
 
+    # ---- decisions -------------------------------------------------------------------------------
+
+    def begin_fit(self) -> None:
+        """Forget the plan of the last fit.
+
+        `planning` and `planned_by` are replaced with the next plan.
+        """
+        self.plan = self.memory_meter = self.seconds = None
+        self._busy_share = 0.0
+
+    def decide(self, trainer: pl.Trainer) -> ParallelPlan:
+        """Return the plan of this fit, made now. A collective call. Raises what planning does."""
+        start = perf_counter()
+        if self.request.needs_batch and trainer.lightning_module.automatic_optimization:
+            trainer.fit_loop.setup_data()  # draws as it does under ddp
+        # Planning draws random numbers, and training goes on as if it had not.
+        with isolate_rng():
+            # what traces and searches is imported where a plan is made
+            from lightning_topt.plugins import traced_planning  # noqa: PLC0415
+
+            self.plan, self.planning, self.planned_by, measured = traced_planning.decide_plan(
+                self.request, trainer
+            )
+        self._busy_share = 0.0 if measured is None else measured.busy_share
+        # Give back what planning has used, before memory is measured.
+        if self.request.saves_memory or self.plan.saves_memory:
+            release_free_memory()
+            return_freed_memory(self._device)
+        self.seconds = perf_counter() - start
+        return self.plan
+
+    def decide_by_clock(self, plan: ParallelPlan, seconds: float) -> None:
+        """Know the plan that a clock has decided, which took `seconds`."""
+        self.plan, self.planned_by, self.seconds = plan, "clock", seconds
+
+    @property
+    def reason(self) -> str:
+        """Why the plan was decided."""
+        return "" if self.plan is None else self.plan.reason.removesuffix(".")
+
+    @property
+    def busy_share(self) -> float:
+        """The share without a core in what the plan's prediction was made of.
+
+        0 where the machine was quiet.
+        """
+        cluster = self.request.cluster
+        return max(self._busy_share, 0.0 if cluster is None else cluster.busy_share)
+
+    @property
+    def decided(self) -> Mapping[str, Any]:
+        """What another process may take over, as plain values: all but what was searched."""
+        plan = None if self.plan is None else self.plan.to_dict()
+        return {"plan": plan, "planned_by": self.planned_by, "seconds": self.seconds}
+
+    @decided.setter
+    def decided(self, values: Mapping[str, Any]) -> None:
+        plan = values["plan"]
+        self.plan = None if plan is None else ParallelPlan.from_dict(plan)
+        self.planned_by, self.seconds = values["planned_by"], values["seconds"]
+
+    # ---- a plan begins and ends ------------------------------------------------------------------
+
     @property
     def engine(self) -> Engine | None:
         """The engine of the plan that runs."""
         return self.runner.engine
 
-    def set_up_evaluation(self, plan: ParallelPlan | None, trainer: pl.Trainer) -> bool:
-        """Set the strategy up for an evaluation in the shards of the last fit, under its `plan`.
+    def set_up_evaluation(self, trainer: pl.Trainer) -> bool:
+        """Set the strategy up for an evaluation in the shards of the last fit.
 
         The device is known to hold these. Returns whether there are shards: else ddp sets it up.
         """
+        plan = self.plan
         if plan is None or plan.keeps_gradients_whole or plan.brings_batches:
             return False
         strategy = self._strategy
@@ -148,22 +242,37 @@ class PlanRun:
             raise PlanError(f"this plan's stages never wait for an update, but {reason}")
         self.engine.attach_optimizers(optimizers)
         self._checkpoints.begin_steps(self.runner)
+        self._measure_memory(fit.trainer)
+
+    def _measure_memory(self, trainer: pl.Trainer) -> None:
+        """Let a `StepMonitor` measure from here on: what the plan and optimizers take is there."""
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, StepMonitor) for callback in callbacks):
+            return
+        warm_up(self._device)
+        self.memory_meter = MemoryMeter(self._device)
+        # On CPUs buckets take no memory before the first backward pass writes to them.
+        ddp, buckets = trainer.strategy.model, 0
+        if isinstance(ddp, DistributedDataParallel) and self._device.type != "cpu":
+            buckets = bytes_of_buckets(ddp)
+        self.memory_meter.mark_base(
+            trainer.lightning_module, trainer.strategy.optimizers, other_bytes=buckets
+        )
 
     # ---- what others ask -------------------------------------------------------------------------
 
-    def sampler_mesh(self, asked: GivenPlan | None, plan: ParallelPlan | None) -> Mesh | None:
+    def sampler_mesh(self) -> Mesh | None:
         """Return the mesh whose data ranks have samples of their own; None where every rank has.
 
-        A loader may be made before a fit, when a plan was `asked` for but no engine is there.
+        A loader may be made before a fit, when a plan was asked for but no engine is there.
         Evaluations before a fit run unsharded, each rank by itself.
         """
         strategy, module = self._strategy, self._strategy.lightning_module
         trainer = None if module is None else module.trainer
         if self.engine is None and trainer is not None and trainer.state.fn != TrainerFn.FITTING:
             return None
-        return shared_mesh(
-            plan or asked, world_size=strategy.world_size, num_nodes=strategy.num_nodes
-        )
+        given = self.plan or self.request.plan
+        return shared_mesh(given, world_size=strategy.world_size, num_nodes=strategy.num_nodes)
 
     def module_state(self, without_plan: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the state of the module, in the form of checkpoints."""

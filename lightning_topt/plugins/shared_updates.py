@@ -45,7 +45,7 @@ from lightning_topt.plugins.step_clock import FULL_SHARE, LEAST_SHARE, Hint, Pha
 
 if TYPE_CHECKING:
     from lightning_topt.communication.node.rows import NodeRows
-    from lightning_topt.plugins.plan_controller import PlanController
+    from lightning_topt.plugins.plan_run import PlanRun
 
 _WAIT_SECONDS = 300.0  # on another rank
 _WORTH_SECONDS = 1.0  # that a fit has to save: what it takes to measure whether sharing pays
@@ -64,7 +64,7 @@ class SharedUpdates:
     def __init__(
         self,
         strategy: DDPStrategy,
-        controller: PlanController,
+        controller: PlanRun,
         *,
         waited: Callable[[], float] = lambda: 0.0,
     ) -> None:

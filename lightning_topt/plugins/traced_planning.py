@@ -6,7 +6,7 @@
     a complete plan          checked, and run as it is
     a plan by name           for the blocks of the traced step, where these matter
     a mesh, stages           searched on that mesh (`search_mesh`, `_pipeline`)
-    anything else            all plans are searched (`default_search.search_all`)
+    anything else            all plans are searched (`search_all`)
 
 The step is traced, and plans are searched, in a copy of rank 0's process (`ForkedTalk`). There user
 code may do what it likes. The copy asks for what all ranks have to measure (`answer`). On
@@ -50,7 +50,6 @@ from lightning_topt.plan.parallel_plan import (
 from lightning_topt.plan.pipeline_search import PipelineRequest, StaleWeights
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
-from lightning_topt.plugins.default_search import search_all
 from lightning_topt.plugins.microbatches import count_samples, split_batch
 from lightning_topt.plugins.plan_options import MeshPlan, PipelinePlan, UniformPlan
 from lightning_topt.plugins.plan_request import (
@@ -91,6 +90,7 @@ from lightning_topt.plugins.searched_plan import (
     read_costs,
     say,
     say_what_stays,
+    search_all,
     search_mesh,
     search_request,
 )

@@ -335,13 +335,6 @@ def test_kernels_and_updates_are_marked_too(tmp_path, machine, counted):
     assert sorted(counted[measured:]) == ["measure_kernels", "measure_kind", "measure_kind"]
 
 
-def test_a_measurement_of_an_earlier_start_can_be_renewed(tmp_path, machine):
-    first = start(tmp_path)
-    assert not first.renew()  # it has just been made
-    assert start(tmp_path).renew() and machine.count == 1
-    assert start(tmp_path).busy_share == 0 and machine.count == 2
-
-
 def look_on_rank(rank):
     return measurements._machine_is_busy(ranks=2)
 

@@ -12,9 +12,8 @@ import torch
 
 from lightning_topt.costs.cluster import Link
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plugins.default_search import why_not_cut
 from lightning_topt.plugins.requirements import SEARCHED_STAGES, why_not
-from lightning_topt.plugins.searched_plan import TracedStep
+from lightning_topt.plugins.searched_plan import TracedStep, why_not_cut
 from tests.models import GPT
 from tests.plugins.test_group_steps import (
     CLIPPED,

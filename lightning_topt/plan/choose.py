@@ -17,7 +17,7 @@ mechanism, then the one that waits least for communication, then the one with mo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from lightning_topt.basics.units import format_bytes, format_seconds
@@ -399,68 +399,47 @@ def _mechanism_reasons(
     `fitting` are the plans for as many devices that meet the limits, `peers` all for as many
     devices.
     """
-    plan, found = chosen.plan, []
-
-    def fastest(points: Iterable[PlanPoint]) -> str:
-        return format_seconds(min(point.step_seconds for point in points))
-
-    # compressed gradients
-    exchange = plan.gradient_exchange
-    if exchange is not None and not exchange.is_exact:
-        words = (
-            f"gradients are sent compressed ({exchange.words}), which was allowed and is predicted "
-            "to be faster"
-        )
-        others = [p.plan.gradient_exchange for p in peers]
-        exact = [p for p, x in zip(peers, others, strict=True) if x is None or x.is_exact]
-        if exact:
-            words += f": the fastest plan of the frontier without that takes {fastest(exact)}"
-        found.append(words)
-
-    # parameters split over a tensor axis; nothing where only these were searched
-    if plan.mesh.tensor_axes and not all(p.plan.mesh.tensor_axes for p in peers):
-        words = "parameters are split over ranks inside a node"
-        unsplit = [p for p in fitting if not p.plan.mesh.tensor_axes]
-        found.append(
-            f"{words}: without that the fastest plan takes {fastest(unsplit)}"
-            if unsplit
-            else f"{words}, without which no plan fits"
-        )
-
-    # stages of a pipeline; nothing where only these were searched
-    if plan.schedule is not None and not all(p.plan.schedule is not None for p in peers):
-        words = "the model is cut into stages"
-        uncut = [p for p in fitting if p.plan.schedule is None]
-        found.append(
-            f"{words}: without them the fastest plan takes {fastest(uncut)}"
-            if uncut
-            else f"{words}, without which no plan fits"
-        )
-
-    # stages that do not wait for one another, with stale weights
-    if plan.schedule in CONTINUOUS_SCHEDULES:
-        words = (
-            "stages compute with weights that miss some updates, which was allowed, and never wait "
-            "for these"
-        )
-        waiting = [p for p in fitting if p.plan.schedule not in CONTINUOUS_SCHEDULES]
-        if waiting:
-            words += f": the fastest plan without that takes {fastest(waiting)}"
-        found.append(words)
-
-    # gradients as views of DDP's buckets
-    if plan.gradient_views:
-        words = (
-            "gradients are views of DDP's buckets, so that what an optimizer keeps of them is "
-            "overwritten by the next step"
-        )
-        own = [p for p in fitting if not p.plan.gradient_views]
-        found.append(
-            f"{words}: otherwise the fastest plan that fits takes {fastest(own)}"
-            if own
-            else f"{words}: otherwise no plan fits"
-        )
+    found = []
+    for words, has in _MECHANISMS:
+        if not has(chosen.plan):
+            continue
+        said = words
+        if (exchange := chosen.plan.gradient_exchange) is not None:
+            said = words.format(exchange=exchange.words)
+        without = [point.step_seconds for point in fitting if not has(point.plan)]
+        if without:
+            seconds = format_seconds(min(without))
+            found.append(f"{said}: without that the fastest plan takes {seconds}")
+        elif not all(has(point.plan) for point in peers):
+            found.append(f"{said}, without which no plan fits")
+        elif "allowed" in words:  # only such plans were searched: it is another training
+            found.append(said)
     return found
+
+
+def _is_compressed(plan: ParallelPlan) -> bool:
+    return plan.gradient_exchange is not None and not plan.gradient_exchange.is_exact
+
+
+_MECHANISMS: tuple[tuple[str, Callable[[ParallelPlan], bool]], ...] = (
+    (
+        "gradients are sent compressed ({exchange}), which was allowed and is predicted to be "
+        "faster",
+        _is_compressed,
+    ),
+    ("parameters are split over ranks inside a node", lambda plan: bool(plan.mesh.tensor_axes)),
+    ("the model is cut into stages", lambda plan: plan.schedule is not None),
+    (
+        "stages compute with weights that miss some updates, which was allowed, and never wait for "
+        "these",
+        lambda plan: plan.schedule in CONTINUOUS_SCHEDULES,
+    ),
+    (
+        "gradients are views of DDP's buckets, so that what an optimizer keeps of them is "
+        "overwritten by the next step",
+        lambda plan: plan.gradient_views,
+    ),
+)
 
 
 def _percent(low: float, high: float) -> str:

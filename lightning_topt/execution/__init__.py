@@ -1,6 +1,7 @@
 """ParallelPlan -> running ranks.
 
 engine                 applies a plan on one rank, steps, saves, loads, undoes it
+applied_techniques     what techniques did to the module, as one
 attached_optimizer     optimizers under a plan
 gathered_state         states in full form
 sharded_checkpoint     checkpoints as a folder

@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_topt.communication.collectives import travel_device
 from lightning_topt.communication.rank_watch import PeerLostError
+from lightning_topt.execution.applied_techniques import AppliedTechniques
 from lightning_topt.execution.gathered_state import load_module_state, module_state
 from lightning_topt.execution.pipeline.messages import (
     Crossings,
@@ -55,9 +56,6 @@ from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.tensor_parallel.random_states import RandomStates, draw_alike
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
-
-if TYPE_CHECKING:
-    from lightning_topt.execution.engine import AppliedTechniques
 
 State = dict[str, dict[str, Any]]  # of a gradient exchange
 

@@ -34,7 +34,7 @@ from benchmarks.prediction.training_runs import (
 )
 from benchmarks.prediction.transformer import takes_fused_softmax
 from hydra_plugins.lightning_topt_searchpath import conf_dir
-from lightning_topt.costs.cluster import Cluster, NodeType
+from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import roofline_seconds
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.frontier.stage_search import StagePoint
@@ -291,11 +291,6 @@ def test_more_nodes_where_rows_need_them():
     assert cluster_for([row], cluster()) == cluster()
     with pytest.raises(ValueError, match="network between nodes"):
         cluster_for([row], cluster("local_cpu"))
-    device = cluster().device
-    kinds = [NodeType(device, 8), NodeType(device, 8)]
-    mixed = Cluster.of_nodes(kinds, name="mixed", intra=cluster().intra, inter=cluster().inter)
-    with pytest.raises(ValueError, match="several kinds"):
-        cluster_for([row], mixed)
     with pytest.raises(ValueError, match="num_nodes: 16"):
         RunPrices(cluster("a100_8x8")).price(row)
 

@@ -109,13 +109,8 @@ def fit_constants(
 ) -> FittedConstants:
     """Return `cluster` with the constants that predict the seconds `measured` best.
 
-    Raises ValueError for a cluster of several kinds of nodes, and for fewer than two steps.
+    Raises ValueError for fewer than two steps.
     """
-    if cluster.nodes:
-        raise ValueError(
-            f"the cluster {cluster.name!r} has several kinds of nodes: constants are fitted for "
-            "one kind"
-        )
     if len(measured) < 2:
         raise ValueError("constants are fitted to at least two measured steps")
     if cluster.device.launch_seconds == 0 and cluster.backend == "gloo":  # the host is the device

@@ -92,11 +92,3 @@ class RepeatedBlocks(StageBlocks):
     def owned(self) -> list[list[Parameter]]:
         """The parameters that each block is the first to read."""
         return [self.base.owned[place] for place in self.places]
-
-    def on(self, kinds: tuple[int, ...]) -> StageBlocks:
-        """Return the chain on the slowest devices of these kinds of nodes."""
-        if not self.step.cluster.nodes:
-            return self
-        if kinds not in self._on_kinds:
-            self._on_kinds[kinds] = repeat_blocks(self.base.on(kinds), self.places)
-        return self._on_kinds[kinds]

@@ -212,18 +212,14 @@ def cluster_for(runs: Sequence[TrainingRun], cluster: Cluster) -> Cluster:
     """Return the cluster, with as many more of its nodes as the largest of `runs` needs.
 
     Raises:
-        ValueError: it has several kinds of nodes, or one node and no network.
+        ValueError: it has one node and no network.
     """
     # the largest run decides for all
     most = max(run.gpus for run in runs)
     if most <= cluster.num_devices:
         return cluster
-    if cluster.nodes or cluster.inter is None:
-        why = (
-            "has several kinds of nodes"
-            if cluster.nodes
-            else "says nothing of a network between nodes (inter)"
-        )
+    if cluster.inter is None:
+        why = "says nothing of a network between nodes (inter)"
         raise ValueError(
             f"{most} GPUs are more than the {cluster.num_devices} of the cluster {cluster.name!r}, "
             f"which {why}: describe a larger one"

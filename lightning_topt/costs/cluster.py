@@ -7,7 +7,7 @@ YAML is a plain mapping, so the files in ``conf/cluster`` are a Hydra config gro
 may be text with units (see `units`). Every rate is what a program achieves, not the peak of the
 data sheet; each file says how it got there.
 
-    Cluster           nodes of devices; several kinds of nodes (`NodeType`) or one
+    Cluster           nodes of equal devices
     Device            rates and memory of one accelerator, or of a rank's share of a CPU
     Link              latency and bandwidth that one rank gets; `DatagramPath` of datagrams
     CollectiveCurve   measured seconds of a collective by message size
@@ -73,13 +73,11 @@ class ClusterError(ValueError):
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of equal devices; or of several kinds, `nodes` (see `of_nodes`).
-
-    Of several kinds, the other entries here are the slowest.
+    """Nodes of equal devices.
 
     Attributes:
         name: for people.
-        device: one of the devices.
+        device: each of the devices.
         devices_per_node: of each node.
         num_nodes: of the cluster.
         intra: the link between devices of a node, per rank.
@@ -91,7 +89,6 @@ class Cluster:
             all).
         backend: torch.distributed's (``"nccl"``, ``"gloo"``).
         source: where the numbers are from.
-        nodes: the kinds of nodes.
         failures: how often devices are lost and what that costs; None: nothing is known of it.
         accuracy: how far predictions with these numbers were from what was measured; None: nothing
             was.
@@ -109,27 +106,11 @@ class Cluster:
     overlap: float = 0.0
     backend: str = "nccl"
     source: str = ""
-    nodes: tuple[NodeType, ...] = ()
     failures: Failures | None = None
     accuracy: Accuracy | None = None
     busy_share: float = 0.0
 
-    @classmethod
-    def of_nodes(cls, nodes: Sequence[NodeType], *, intra: Link, **entries: Any) -> Cluster:
-        """Return a cluster of several kinds of nodes, whose ranks are in the order of `nodes`.
-
-        `entries` are the others of a cluster. Stages of a pipeline run on the devices of their
-        ranks. All else is as if every device was like the slowest, joined as by the slowest
-        `intra`, and as many on a node as divide the devices of each.
-        """
-        nodes = tuple(node if node.intra else replace(node, intra=intra) for node in nodes)
-        return cls(**_common(nodes, intra), nodes=nodes, **entries)
-
     def __post_init__(self) -> None:
-        if self.nodes and any(
-            getattr(self, name) != value for name, value in _common(self.nodes, self.intra).items()
-        ):
-            raise ClusterError("a cluster of several kinds of nodes is made by Cluster.of_nodes")
         if self.devices_per_node < 1 or self.num_nodes < 1:
             raise ClusterError("devices_per_node and num_nodes must be at least 1")
         if self.num_nodes > 1 and self.inter is None:
@@ -152,25 +133,9 @@ class Cluster:
         """Devices of all nodes together."""
         return self.devices_per_node * self.num_nodes
 
-    def node_of(self, rank: int) -> tuple[int, int]:
-        """Return the kind of the node of a rank, and the number of the node.
-
-        The kind is its place in `nodes` (0 without).
-        """
-        before = 0
-        for kind, node in enumerate(self.nodes):
-            if rank < node.count * node.devices_per_node:
-                return kind, before + rank // node.devices_per_node
-            rank, before = rank - node.count * node.devices_per_node, before + node.count
-        return 0, before + rank // self.devices_per_node
-
-    def of_kinds(self, kinds: Sequence[int]) -> Cluster:
-        """Return a cluster of equal devices, as slow as the slowest of these kinds of nodes."""
-        if not self.nodes:
-            return self
-        # as many nodes as before: only how fast and how large they are changes
-        common = _common([self.nodes[kind] for kind in kinds], self.intra)
-        return replace(self, nodes=(), device=common["device"], intra=common["intra"])
+    def node_of(self, rank: int) -> int:
+        """Return the number of the node of a rank."""
+        return rank // self.devices_per_node
 
     @property
     def bytes_error(self) -> ErrorFigure | None:
@@ -221,9 +186,6 @@ class Cluster:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values in base units, as `save` writes them."""
         data = asdict(replace(self, collectives={}))
-        # entries that follow from others are not written
-        for name in ("device", "devices_per_node", "num_nodes") if self.nodes else ("nodes",):
-            del data[name]
         if self.accuracy is None:
             del data["accuracy"]
         else:
@@ -270,19 +232,6 @@ class Cluster:
             raise ClusterError(
                 f"cannot read the cluster {shown(str(path))}: {one_line(error)}"
             ) from error
-
-
-def _common(nodes: Sequence[NodeType], intra: Link) -> dict[str, Any]:
-    """Return the entries of a cluster that all `nodes` can be said to have."""
-    # equal nodes that every real one consists of
-    per_node = math.gcd(*(node.devices_per_node for node in nodes))
-    counts = [node.count * node.devices_per_node for node in nodes]
-    return {
-        "device": slowest_device([node.device for node in nodes], counts),
-        "devices_per_node": per_node,
-        "num_nodes": sum(counts) // per_node,
-        "intra": slowest_link([node.intra or intra for node in nodes]),
-    }
 
 
 # ---- Devices, links and nodes
@@ -381,77 +330,6 @@ class DatagramPath:
                 "datagrams of a link: the bandwidth must be positive, round_trip_seconds at least "
                 "0, and loss a share below 1"
             )
-
-
-@dataclass(frozen=True)
-class NodeType:
-    """So many nodes (`count`) of equal devices, joined by `intra` (None: that of the cluster)."""
-
-    device: Device
-    devices_per_node: int
-    count: int = 1
-    intra: Link | None = None
-
-    def __post_init__(self) -> None:
-        if self.devices_per_node < 1 or self.count < 1:
-            raise ClusterError("nodes: devices_per_node and count must be at least 1")
-
-
-def slowest_device(devices: Sequence[Device], counts: Sequence[int]) -> Device:
-    """Return a device that is as slow and as small as the slowest and smallest of `devices`.
-
-    Its price is the mean of so many (`counts`) of each, unknown where one is.
-    """
-    first, *others = devices
-    if not others:
-        return first
-    # a dtype that one of them does not list runs at its float32 rate
-    dtypes = dict.fromkeys(dtype for device in devices for dtype in device.flops)
-    return replace(
-        first,
-        name=" and ".join(dict.fromkeys(device.name for device in devices)),
-        memory_bytes=min(device.memory_bytes for device in devices),
-        flops={dtype: min(device.flops_of(dtype) for device in devices) for dtype in dtypes},
-        memory_bandwidth=min(device.memory_bandwidth for device in devices),
-        op_overhead_seconds=max(device.op_overhead_seconds for device in devices),
-        price_per_hour=_mean([device.price_per_hour for device in devices], counts),
-        process_bytes=max(device.process_bytes for device in devices),
-        page_fault_seconds_per_byte=max(device.page_fault_seconds_per_byte for device in devices),
-        framework_seconds=max(device.framework_seconds for device in devices),
-        launch_seconds=max(device.launch_seconds for device in devices),
-        half_rate_flops=max(device.half_rate_flops for device in devices),
-        attention_flops=_least_rate([device.attention_flops for device in devices]),
-        caching_allocator=any(device.caching_allocator for device in devices),
-        host_bandwidth=min(device.host_bandwidth for device in devices),
-    )
-
-
-def _least_rate(rates: Sequence[float]) -> float:
-    """Return the least rate; 0, which stands for a share of products' rate, where one is."""
-    return 0.0 if 0 in rates else min(rates)
-
-
-def _mean(prices: Sequence[float | None], counts: Sequence[int]) -> float | None:
-    paid = [price * count for price, count in zip(prices, counts, strict=True) if price is not None]
-    return None if None in prices else sum(paid) / sum(counts)
-
-
-def slowest_link(links: Sequence[Link]) -> Link:
-    """Return a link with the worst of each of `links`: latency, bandwidth, loss, round trip."""
-    latency, bandwidth = (
-        max(link.latency_seconds for link in links),
-        min(link.bandwidth for link in links),
-    )
-    paths = [link.datagrams for link in links if link.datagrams is not None]
-    # unknown where it is for one of them
-    slowest = None
-    if len(paths) == len(links):
-        slowest = DatagramPath(
-            max(path.round_trip_seconds for path in paths),
-            max(path.loss for path in paths),
-            min(path.bandwidth for path in paths),
-        )
-    return Link(latency, bandwidth, slowest)
 
 
 @dataclass(frozen=True)
@@ -614,12 +492,10 @@ def _percent(share: float) -> str:
 
 def _cluster(data: Any) -> Cluster:
     """Read the mapping of a cluster."""
-    several = isinstance(data, Mapping) and data.get("nodes") is not None
-    own = ["nodes"] if several else ["device", "devices_per_node"]
-    readers = _COMMON | (_OF_NODES if several else _OF_DEVICE)
-    entries = read_entries(data, readers, needed=["name", "intra", *own], name="cluster")
+    needed = ["name", "intra", "device", "devices_per_node"]
+    entries = read_entries(data, _READERS, needed=needed, name="cluster")
     curves: tuple[_Curve, ...] = entries.pop("collectives", ())
-    cluster = Cluster.of_nodes(**entries) if several else Cluster(**{"num_nodes": 1, **entries})
+    cluster = Cluster(**{"num_nodes": 1, **entries})
     # older files say where the ranks of a group are
     for index, (key, scope, _) in enumerate(curves):
         expected = "intra" if key[1] <= cluster.devices_per_node else "inter"
@@ -630,15 +506,6 @@ def _cluster(data: Any) -> Cluster:
                 "write group_size and stride instead of world_size and scope for other groups"
             )
     return replace(cluster, collectives={key: curve for key, _, curve in curves})
-
-
-def _nodes(data: Any, *, name: str) -> tuple[NodeType, ...]:
-    """Return the kinds of nodes that the list `data` has, at least one."""
-    if not (found := _node_types(data, name=name)):
-        raise ValueError(
-            f"{name} must list at least one kind of nodes; leave it out where all nodes are equal"
-        )
-    return found
 
 
 def _rates(data: Any, *, name: str) -> dict[str, float]:
@@ -710,9 +577,6 @@ _device = record(
 )
 _datagrams = record(_path, round_trip_seconds=parse_seconds, bandwidth=parse_bandwidth, loss=number)
 _link = record(Link, latency_seconds=parse_seconds, bandwidth=parse_bandwidth, datagrams=_datagrams)
-_node_types = list_of(
-    record(NodeType, device=_device, devices_per_node=whole, count=whole, intra=_link)
-)
 _failures = record(
     Failures,
     per_device_hour=number,
@@ -736,13 +600,10 @@ def _ranges(data: Any, *, name: str) -> dict[str, tuple[float, float]]:
 
 _domain = record(Domain, sizes=_ranges, techniques=list_of(text))
 _error_figure = record(ErrorFigure, median=number, p90=number, runs=whole, above=number)
-_OF_DEVICE: dict[str, ValueReader[Any]] = {
+_READERS: dict[str, ValueReader[Any]] = {
     "device": _device,
     "devices_per_node": whole,
     "num_nodes": whole,
-}
-_OF_NODES: dict[str, ValueReader[Any]] = {"nodes": _nodes}
-_COMMON: dict[str, ValueReader[Any]] = {
     "name": text,
     "intra": _link,
     "inter": _link,

@@ -416,66 +416,50 @@ def bounds_of(
 ) -> StageBounds:
     """Return the bounds of the plans of `shapes`; `recomputes` as in `stage_table`."""
     least, fewest = np.full((len(shapes), len(prices)), -np.inf), np.zeros(len(shapes))
-    cluster = blocks.step.cluster
-    # shapes whose stages are on the same kinds of nodes are bounded together
-    alike: dict[frozenset[tuple[int, ...]], list[int]] = {}
-    for index, shape in enumerate(shapes):
-        nodes = frozenset(
-            [shape.kinds_of([s], cluster) for s in range(shape.num_stages)]
-            if cluster.nodes
-            else [()]
-        )
-        alike.setdefault(nodes, []).append(index)
     # so many shapes at a time that arrays of (shape, way, kind, config, price) stay small
     most = max(_ROOM // (_WAYS * (max(blocks.kinds) + 1) * _CONFIGS * len(prices)), 1)
-    for nodes, rows in alike.items():
-        for first in range(0, len(rows), most):
-            some = rows[first : first + most]
-            several = [shapes[index] for index in some]
-            least[some], fewest[some] = _of_alike(blocks, several, nodes, prices, tuple(recomputes))
+    for first in range(0, len(shapes), most):
+        some = slice(first, first + most)
+        least[some], fewest[some] = _bounds_together(
+            blocks, shapes[some], prices, tuple(recomputes)
+        )
     return StageBounds(prices, least, fewest)
 
 
-def _of_alike(
+def _bounds_together(
     blocks: StageBlocks,
     shapes: Sequence[PipelineShape],
-    nodes: frozenset[tuple[int, ...]],
     prices: Array,
     recomputes: tuple[bool, ...],
 ) -> tuple[Array, Array]:
-    """Return bounds (shape, price) and (shape,) of shapes on the same kinds of nodes."""
+    """Return bounds (shape, price) and (shape,)."""
     counts = np.bincount(blocks.kinds)
     # weights of bytes that sum to those of no more than the largest stage
     held = np.array([_weights_of(shape.rates.held) for shape in shapes])  # (shape, 2, way)
     held = held.transpose(1, 0, 2)[..., None, None]  # (static or kept, shape, way, kind, config)
-    least: list[Array] = []  # (shape, way, kind, price) for each kind of nodes
-    fewest: list[Array] = []  # (shape, way, kind)
     # (lead, load, stages, stages per rank), shape, 1
     rates = np.array(
         [(s.rates.lead, s.rates.load, s.num_stages, s.stages_per_rank) for s in shapes]
     ).T[..., None]
     saved = np.array([shape.rates.weights for shape in shapes])[:, None]
-    for kinds in nodes:
-        seconds, kept, weights, own = _parts(blocks.on(kinds), shapes, recomputes)
-        weights = np.minimum(saved * weights, rates[0] * seconds.min(axis=2))  # (shape, kind)
-        load = weights + rates[3] * own[:, 0]
-        times = (rates[0] + rates[1] / rates[2])[..., None] * seconds + (load / rates[2] - weights)[
-            ..., None
-        ]
-        sizes = (
-            held[0] * (rates[3] * own[:, 1])[:, None, :, None] + held[1] * kept[:, None]
-        )  # (shape, way, kind, config)
-        priced = times[:, None, ..., None] + prices * sizes[..., None]
-        least.append(priced.min(axis=3))
-        fewest.append(np.where(np.isfinite(seconds)[:, None], sizes, np.inf).min(axis=3))
+    seconds, kept, weights, own = _parts(blocks, shapes, recomputes)
+    weights = np.minimum(saved * weights, rates[0] * seconds.min(axis=2))  # (shape, kind)
+    load = weights + rates[3] * own[:, 0]
+    times = (rates[0] + rates[1] / rates[2])[..., None] * seconds
+    times += (load / rates[2] - weights)[..., None]
+    # (shape, way, kind, config)
+    sizes = held[0] * (rates[3] * own[:, 1])[:, None, :, None] + held[1] * kept[:, None]
+    # of the cheapest configuration (shape, way, kind, price), (shape, way, kind)
+    least = (times[:, None, ..., None] + prices * sizes[..., None]).min(axis=3)
+    fewest = np.where(np.isfinite(seconds)[:, None], sizes, np.inf).min(axis=3)
     # what comes once, and what stages receive
     fixed = np.array([fixed_costs(blocks, shape) for shape in shapes])
     seconds, received = np.array([_crossing(blocks, shape) for shape in shapes]).T
     received = held[1, ..., 0, 0] * received[:, None]  # (shape, way)
-    # sums over blocks; of several kinds of nodes the cheapest counts
-    priced = np.einsum("k,nwkp->nwp", counts, np.min(least, axis=0)) + prices * received[..., None]
+    # sums over blocks
+    priced = np.einsum("k,nwkp->nwp", counts, least) + prices * received[..., None]
     total = (fixed[:, 0] + seconds)[:, None] + prices * fixed[:, 1:] + priced.max(axis=1)
-    return total, fixed[:, 1] + (np.min(fewest, axis=0) @ counts + received).max(axis=1)
+    return total, fixed[:, 1] + (fewest @ counts + received).max(axis=1)
 
 
 def _crossing(blocks: StageBlocks, shape: PipelineShape) -> tuple[float, float]:
@@ -485,9 +469,10 @@ def _crossing(blocks: StageBlocks, shape: PipelineShape) -> tuple[float, float]:
     """
     rates, least, sent = shape.rates, 0.0, 0
     received = float(np.round(blocks.crossing_bytes(shape.samples)[0, 1:].min()))
-    for (kinds, link), count in boundaries_of(shape, blocks.step.cluster).items():
+    transfers = transfer_seconds(blocks, shape)
+    for link, count in boundaries_of(shape, blocks.step.cluster).items():
         # (first block of the receiving stage,): activations there and gradients back
-        round_trip = transfer_seconds(blocks.on(kinds), shape)[link].sum(axis=0)
+        round_trip = transfers[link].sum(axis=0)
         least += count * float(np.round(round_trip[1:].min(), 9))
         sent += count * (link != "none")
     return (rates.lead + rates.sent_load / shape.num_stages) * least, sent * received

@@ -78,7 +78,7 @@ class SearchRequest:
             many steps, which may be chosen as well: other trainings, to be compared by how many
             steps they need (`step_factors`).
         kernel_seconds: measured kernels (`measure_kernels`); only of use at the captured batch
-            size, and not on clusters of several kinds of nodes.
+            size.
         in_place: `kernel_seconds` were measured in steps of the run that returned memory too (see
             `TrainingStep`).
         returns_memory: every plan is to keep a memory limit (see `TrainingStep`); plans that shard
@@ -128,11 +128,6 @@ class SearchRequest:
     gradient_views: Sequence[bool] = (False,)
     epsilon: float = 0.0
     tensor_overlap: bool = False
-
-    @property
-    def kernels(self) -> Mapping[KernelKey, float]:
-        """The measured kernels; none with several kinds of nodes, of which one measured them."""
-        return {} if self.cluster.nodes else self.kernel_seconds
 
 
 @no_collection()  # it takes long, with all that a capture leaves
@@ -281,7 +276,7 @@ def step_on(request: SearchRequest, mesh: Mesh) -> TrainingStep:
         request.optimizer,
         mesh,
         samples,
-        request.kernels,
+        request.kernel_seconds,
         returns_memory=request.returns_memory,
         in_place=request.in_place,
         num_microbatches=batches,
@@ -302,7 +297,7 @@ def stage_blocks(request: SearchRequest, plan: ParallelPlan | None = None) -> St
             request.optimizer,
             data_mesh(1),
             request.graph.batch_size,
-            request.kernels,
+            request.kernel_seconds,
             returns_memory=request.returns_memory,
             tensor_overlap=request.tensor_overlap,
         )
@@ -386,7 +381,8 @@ def _tensor_spaces(request: SearchRequest, count: int, known: KnownPlans) -> Ite
         return any(known.may_gain(chain.table) for space in spaces for chain in space.chains())
 
     # Formulas bound no measured kernels.
-    for step, others in _tensor_steps(request, count, None if request.kernels else is_needed):
+    bound = None if request.kernel_seconds else is_needed
+    for step, others in _tensor_steps(request, count, bound):
         yield from spaces_of(step, others, shards=request.shards, views=request.gradient_views)
 
 

@@ -14,7 +14,6 @@ parameters that it reads there. Every stage with a reader of a parameter keeps i
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -67,20 +66,17 @@ class StageBlocks:
 
     Args:
         step: the step of one rank.
-        every: the chain on all kinds of nodes, where this is that on some.
         whole: where `step` is that of a rank with slices, the unsplit chain.
         calls: the calls of torch functions in the forward of each block whose parameters are split.
     """
 
     step: TrainingStep
-    every: StageBlocks | None = None
     whole: StageBlocks | None = None
     calls: Mapping[str, int] = field(default_factory=dict)
     # seconds to send microbatches, kept by `stage_tables.transfer_seconds`: by samples and ranks of
     # a stage, then by link
     transfers: dict[tuple[float, int], dict[str, Array]] = field(default_factory=dict, init=False)
     # what was worked out before, by the arguments of the methods below
-    _on_kinds: dict[tuple[int, ...], StageBlocks] = field(default_factory=dict, init=False)
     _passes: dict[float, Passes] = field(default_factory=dict, init=False)
     _crossing_bytes: dict[float, Array] = field(default_factory=dict, init=False)
     _once: dict[tuple[Mesh, int, bool, GradientMethod | LocalMethod | None], Once] = field(
@@ -95,24 +91,9 @@ class StageBlocks:
         """The ranks that hold slices of one copy of the parameters."""
         return self.step.mesh.ranks_along(self.step.mesh.tensor_axes)
 
-    def on(self, kinds: tuple[int, ...]) -> StageBlocks:
-        """Return the chain on the slowest devices of these kinds of nodes (`Cluster.nodes`).
-
-        It is the same where all nodes are equal.
-        """
-        if not self.step.cluster.nodes:
-            return self
-        if kinds not in self._on_kinds:
-            step = replace(self.step, cluster=self.step.cluster.of_kinds(kinds))
-            self._on_kinds[kinds] = self.of_same_graph(step, every=self)
-        return self._on_kinds[kinds]
-
-    def of_same_graph(self, step: TrainingStep, *, every: StageBlocks | None = None) -> StageBlocks:
-        """Return the chain of another `step` of this graph, with what follows from the graph.
-
-        `every` is the chain on all kinds of nodes, where this is that on some.
-        """
-        other = StageBlocks(step, every, self.whole, self.calls)
+    def of_same_graph(self, step: TrainingStep) -> StageBlocks:
+        """Return the chain of another `step` of this graph, with what follows from the graph."""
+        other = StageBlocks(step, self.whole, self.calls)
         other._take(self, *_OF_THE_GRAPH)
         return other
 
@@ -249,20 +230,13 @@ class StageBlocks:
 
         It is equal for blocks that take the same on any mesh and microbatch.
         """
-        if self.every is not None:
-            return self.every.kinds
         known: dict[object, int] = {}
-        count, step = len(self.step.cluster.nodes), self.step
+        step = self.step
         able = {block.name: block.recomputable for block in step.graph.blocks}
-        # passes on all kinds of nodes that a stage may have: its ranks are neighbours, so are these
-        several = [tuple(range(a, b)) for a, b in itertools.combinations(range(count + 1), 2)]
-        of_kinds = [self.on(kinds).passes(step.batch_size) for kinds in several or [()]]
-        rows = [
-            (each.forward, each.backward, each.kept, each.hump, each.recomputed_kept)
-            for each in of_kinds
-        ]
-        # (block, 5 numbers on each kind of nodes)
-        times = np.stack([*itertools.chain.from_iterable(rows)], axis=1)
+        passes = self.passes(step.batch_size)
+        rows = passes.forward, passes.backward, passes.kept, passes.hump, passes.recomputed_kept
+        # (block, 5)
+        times = np.stack(rows, axis=1)
         found = []
         for n, name in enumerate(self.names):
             owned = tuple(
@@ -423,7 +397,7 @@ class EqualShares(StageBlocks):
     @classmethod
     def of(cls, base: StageBlocks, parts: int) -> EqualShares:
         """Return the shares of `parts` ranks of the unsplit chain `base`."""
-        found = cls(base.step, base.every, base=base, parts=parts)
+        found = cls(base.step, base=base, parts=parts)
         found._take(base, *_OF_THE_GRAPH)
         return found
 
@@ -464,14 +438,6 @@ class EqualShares(StageBlocks):
                 outer,
             )
         return self._once[key]
-
-    def on(self, kinds: tuple[int, ...]) -> StageBlocks:
-        """Return the chain on the slowest devices of these kinds of nodes."""
-        if not self.step.cluster.nodes:
-            return self
-        if kinds not in self._on_kinds:
-            self._on_kinds[kinds] = EqualShares.of(self.base.on(kinds), self.parts)
-        return self._on_kinds[kinds]
 
 
 # ---- one microbatch

@@ -83,18 +83,14 @@ def stage_seconds(
     blocks: StageBlocks, shape: PipelineShape, points: Sequence[StagePoint]
 ) -> StageSeconds:
     """Return the seconds of the stages of plans of one shape."""
-    cluster, stages = blocks.step.cluster, range(shape.num_stages)
+    cluster = blocks.step.cluster
     again = np.array([point.configs for point in points], bool)
     ends = np.array([point.ends for point in points]).T
     # (stage, n): the block that each stage begins with
     first = np.concatenate([np.zeros((1, len(points)), np.intp), ends[:-1]])
-    on = [blocks.on(shape.kinds_of([s], cluster)) for s in stages]
     # sums over the blocks of each stage: forward, backward, weights, once, split (5, stage, n)
-    parts, rows = np.empty((5, *ends.shape)), np.arange(len(points))
-    for device in {id(each): each for each in on}.values():
-        own = [s for s in stages if on[s] is device]
-        sums = _block_seconds(device, shape, again)
-        parts[:, own] = sums[:, rows, ends[own]] - sums[:, rows, first[own]]
+    rows, sums = np.arange(len(points)), _block_seconds(blocks, shape, again)
+    parts = sums[:, rows, ends] - sums[:, rows, first]
     of_step = shape.once(blocks)
     once = parts[3] if of_step.shared is None else parts[3] + of_step.shared[0][first, ends]
     outer = np.zeros(ends.shape)
@@ -111,10 +107,12 @@ def stage_seconds(
         parts[2, 0], parts[4, 0] = parts[1, 0], 0.0
         parts[1:3] += parts[4] * np.array([1.0, 0.5])[:, None, None]
     # messages into each stage
-    into, transfers = links_of(shape, cluster), np.empty((2, *ends.shape))
-    for kinds, link in dict.fromkeys(into):
-        own = [s for s in stages if into[s] == (kinds, link)]
-        transfers[:, own] = transfer_seconds(blocks.on(kinds), shape)[link][:, first[own]]
+    known = transfer_seconds(blocks, shape)
+    # (2, stage, n)
+    transfers = np.stack(
+        [known[link][:, own] for link, own in zip(links_of(shape, cluster), first, strict=True)],
+        axis=1,
+    )
     return StageSeconds(parts[0], parts[1], parts[2], once, transfers, outer)
 
 

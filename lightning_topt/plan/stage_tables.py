@@ -196,17 +196,8 @@ class PipelineShape:
         if not self.rows_apart:
             # Ranks follow the nodes: pairs are on one node where all of them are, or nowhere.
             pairs = [(min(ranks[0] for ranks in both), max(ranks[-1] for ranks in both))]
-        same = all(cluster.node_of(a)[1] == cluster.node_of(b)[1] for a, b in pairs)
+        same = all(cluster.node_of(a) == cluster.node_of(b) for a, b in pairs)
         return "intra" if same else "inter"
-
-    def kinds_of(self, stages: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
-        """Return the kinds of nodes (`Cluster.nodes`) that run `stages`; none if all are equal."""
-        if not cluster.nodes:
-            return ()
-        # kinds of nodes follow one another: those of the first and the last rank, and all between
-        ends = [(ranks[0], ranks[-1]) for ranks in map(self._ranks_of, stages)]
-        kinds = [(cluster.node_of(first)[0], cluster.node_of(last)[0]) for first, last in ends]
-        return tuple(sorted({kind for first, last in kinds for kind in range(first, last + 1)}))
 
     def _ranks_of(self, stage: int) -> Sequence[int]:
         first = self.ranks[stage] * self.hop
@@ -357,11 +348,7 @@ class ContinuousShape(PipelineShape):
         """
         step = blocks.step
         moved = _rule_traffic(self, step.optimizer.name, compiled=step.on_gloo)
-        devices = [
-            blocks.on(self.kinds_of([s], step.cluster)).step.cluster.device
-            for s in range(self.pipeline)
-        ]
-        return np.array(moved).T / [device.memory_bandwidth for device in devices]
+        return np.array(moved).T / step.cluster.device.memory_bandwidth
 
     def copied_bytes(self, blocks: StageBlocks, *, stage: int, first: int, end: int) -> float:
         """Return the bytes of weight copies of a stage with blocks `first` to `end` - 1."""
@@ -442,28 +429,22 @@ def stage_table(
         ValueError: there are fewer blocks than stages, or the graph says nothing about microbatches
             of this size.
     """
-    cluster, rates, count = blocks.step.cluster, shape.rates, shape.num_stages
-    # the devices that stages run on, and the links that they receive through
-    on = [shape.kinds_of([s], cluster) for s in range(count)]
-    several = [*dict.fromkeys(on)]
+    cluster, rates = blocks.step.cluster, shape.rates
+    # the links that stages receive through
     into = links_of(shape, cluster)
     links = [*dict.fromkeys(into)]
     received = np.round(blocks.crossing_bytes(shape.samples)[0])
-    # of each stage: its devices, microbatches that it holds, the link that it receives through
+    # of each stage: microbatches that it holds, the link that it receives through
     stages = tuple(
-        StageKind((several.index(kinds),), float(held), links.index(link), waits)
-        for kinds, held, link, waits in zip(on, rates.held, into, rates.waits, strict=True)
+        StageKind((0,), float(held), links.index(link), waits)
+        for held, link, waits in zip(rates.held, into, rates.waits, strict=True)
     )
+    transfers = transfer_seconds(blocks, shape)
     return StageTable(
-        tuple(_variant(blocks.on(kinds), shape, tuple(recomputes)) for kinds in several),
+        (_variant(blocks, shape, tuple(recomputes)),),
         stages,
         tuple(
-            _link(
-                rates,
-                transfer_seconds(blocks.on(kinds), shape)[link].sum(axis=0),
-                received * (link != "none"),
-            )
-            for kinds, link in links
+            _link(rates, transfers[link].sum(axis=0), received * (link != "none")) for link in links
         ),
         rates.lead,
         rates.load,
@@ -533,7 +514,7 @@ def continuous_table(blocks: StageBlocks, shape: ContinuousShape) -> StageTable:
 def _variant(
     blocks: StageBlocks, shape: PipelineShape, recomputes: tuple[bool, ...]
 ) -> StageVariant:
-    """Return the costs of stages on the devices of `blocks`."""
+    """Return the costs of all stages."""
     # gradients of parameters fill idle times, but no more of the lead than a block takes
     chain, weights, own = parts_of(blocks, shape, recomputes, parts=1 + shape.splits_backward)
     # the lead that a block has at least, whatever its configuration
@@ -552,7 +533,7 @@ def _variant(
 def parts_of(
     blocks: StageBlocks, shape: PipelineShape, recomputes: tuple[bool, ...], *, parts: int = 1
 ) -> tuple[StageChain, Array, Array]:
-    """Return what stages of `shape` take on the devices of `blocks`, without schedule rates.
+    """Return what stages of `shape` take, without schedule rates.
 
     Backward in two `parts` takes longer, but for that of the first stage, whatever its blocks are.
     With 1 the chain takes no longer than any stage.
@@ -666,17 +647,15 @@ def _send_seconds(cluster: Cluster, size: float, shape: PipelineShape, link: str
     return fast.latency_seconds + size / fast.bandwidth
 
 
-def links_of(shape: PipelineShape, cluster: Cluster) -> list[tuple[tuple[int, ...], str]]:
-    """Return through what each stage receives: the kinds of nodes at both ends, one of `LINKS`.
+def links_of(shape: PipelineShape, cluster: Cluster) -> list[str]:
+    """Return through which of `LINKS` each stage receives.
 
     The first stage receives nothing, through whatever link.
     """
     return _known_links(cluster, shape)[0]
 
 
-def boundaries_of(
-    shape: PipelineShape, cluster: Cluster
-) -> Mapping[tuple[tuple[int, ...], str], int]:
+def boundaries_of(shape: PipelineShape, cluster: Cluster) -> Mapping[str, int]:
     """Return how many of the stages but the first receive through each of `links_of`."""
     return _known_links(cluster, shape)[1]
 
@@ -685,18 +664,14 @@ def _known_links(cluster: Cluster, shape: PipelineShape) -> _Links:
     known, key = _links_by_ranks(cluster), (shape.ranks, shape.width, shape.hop)
     if key not in known:
         # the first stage is given the link of the second
-        before = [max(s, 1) for s in range(shape.num_stages)]
-        if shape.num_stages == 1:
-            links = [(shape.kinds_of([0], cluster), "none")]
-        else:
-            links = [
-                (shape.kinds_of([s - 1, s], cluster), shape.link_before(s, cluster)) for s in before
-            ]
+        links = ["none"]
+        if shape.num_stages > 1:
+            links = [shape.link_before(max(s, 1), cluster) for s in range(shape.num_stages)]
         known[key] = links, Counter(links[1:])
     return known[key]
 
 
-_Links = tuple[list[tuple[tuple[int, ...], str]], Mapping[tuple[tuple[int, ...], str], int]]
+_Links = tuple[list[str], Mapping[str, int]]
 
 
 @once_per_object

@@ -1,4 +1,3 @@
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from lightning_topt.costs.cluster import (
     CollectiveCurve,
     Device,
     Link,
-    NodeType,
 )
 
 CONF = Path(__file__).parents[2] / "conf" / "cluster"
@@ -71,9 +69,7 @@ def test_formatting():
     ]
 
 
-@pytest.mark.parametrize(
-    "name", ["local_cpu", "a100_8x8", "h100_2x8", "cloud_25gbe_16x8", "mixed_a100_v100"]
-)
+@pytest.mark.parametrize("name", ["local_cpu", "a100_8x8", "h100_2x8", "cloud_25gbe_16x8"])
 def test_shipped_clusters_load_and_round_trip(name, tmp_path):
     path = CONF / f"{name}.yaml"
     cluster = Cluster.load(path)
@@ -170,68 +166,3 @@ def test_unreadable_files(tmp_path):
             Cluster.load(tmp_path / name)
     with pytest.raises(ClusterError, match="mapping"):
         Cluster.from_dict([1])
-
-
-def test_nodes_of_several_kinds_count_as_the_slowest_of_all():
-    fast = Device(
-        "fast",
-        100,
-        {"float32": 4.0, "bfloat16": 8.0},
-        4.0,
-        op_overhead_seconds=1.0,
-        price_per_hour=4.0,
-    )
-    slow = Device(
-        "slow",
-        50,
-        {"float32": 2.0},
-        8.0,
-        op_overhead_seconds=0.5,
-        price_per_hour=1.0,
-        process_bytes=3,
-    )
-    nodes = [NodeType(fast, 8, 1, Link(1.0, 5.0)), NodeType(slow, 4, 4)]
-    cluster = Cluster.of_nodes(nodes, name="both", intra=Link(2.0, 9.0), inter=Link(1.0, 1.0))
-    assert (cluster.devices_per_node, cluster.num_nodes, cluster.num_devices) == (4, 6, 24)
-    assert cluster.intra == Link(2.0, 5.0)
-    common = cluster.device
-    assert (
-        common.memory_bytes,
-        common.memory_bandwidth,
-        common.op_overhead_seconds,
-        common.process_bytes,
-    ) == (
-        50,
-        4,
-        1,
-        3,
-    )
-    assert common.flops == {
-        "float32": 2.0,
-        "bfloat16": 2.0,
-    } and common.price_per_hour == pytest.approx((8 * 4 + 16) / 24)
-    assert [cluster.node_of(rank) for rank in (0, 7, 8, 11, 12, 23)] == [
-        (0, 0),
-        (0, 0),
-        (1, 1),
-        (1, 1),
-        (1, 2),
-        (1, 4),
-    ]
-    assert cluster.of_kinds([0]).device == fast and cluster.of_kinds([0]).intra == Link(1.0, 5.0)
-    assert cluster.of_kinds([1]).device == slow and cluster.of_kinds([0, 1]).device == common
-    assert Cluster.from_dict(cluster.to_dict()) == cluster
-
-
-def test_wrong_kinds_of_nodes_are_named():
-    data = Cluster.load(CONF / "mixed_a100_v100.yaml").to_dict()
-    with pytest.raises(ClusterError, match=r"nodes\[1\]: unknown entries .*'nodes'"):
-        Cluster.from_dict({**data, "nodes": [data["nodes"][0], {**data["nodes"][1], "nodes": 2}]})
-    with pytest.raises(ClusterError, match="at least one kind"):
-        Cluster.from_dict({**data, "nodes": []})
-    with pytest.raises(ClusterError, match=r"unknown entries .*num_nodes"):
-        Cluster.from_dict({**data, "num_nodes": 3})
-    with pytest.raises(ClusterError, match=r"nodes\[0\].count must be .* at least 1"):
-        Cluster.from_dict({**data, "nodes": [{**data["nodes"][0], "count": 0}]})
-    with pytest.raises(ClusterError, match=r"Cluster\.of_nodes"):
-        replace(Cluster.from_dict(data), num_nodes=1)

@@ -18,7 +18,6 @@ from lightning_topt.costs.cluster import (
     DatagramPath,
     Device,
     Link,
-    slowest_link,
 )
 from lightning_topt.costs.communication import Group
 from lightning_topt.costs.exchange_model import (
@@ -86,9 +85,6 @@ def test_paths_of_groups() -> None:
     assert path_of(cluster, group=Group(3, 2)) == DatagramPath(2e-3, 0.0, 1e6)
     # Of six ranks on three nodes four of the five others are elsewhere.
     assert path_of(cluster, group=Group(6)) == DatagramPath(2e-3, 0.0, 1e6 / 0.8)
-    slowest = slowest_link([intra, Link(1e-5, 1e9, DatagramPath(1e-5, 0.1, 1e9))])
-    assert slowest == Link(1e-4, 1e7, DatagramPath(1e-4, 0.1, 8e6))
-    assert slowest_link([intra, inter]).datagrams is None
 
 
 def test_files_have_datagrams() -> None:

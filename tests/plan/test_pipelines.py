@@ -14,7 +14,7 @@ import torch
 
 from lightning_topt.communication import LocalSteps, TopK
 from lightning_topt.costs import exchange_model
-from lightning_topt.costs.cluster import Cluster, Device, Link, NodeType
+from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.communication import Group, estimate_collective_seconds
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.costs.sizes import gradient_bytes, parameter_bytes
@@ -43,7 +43,6 @@ from lightning_topt.plan.stage_tables import PipelineShape, shape_of_plan, stage
 from lightning_topt.plan.staged_plans import search_stages_for, staged_points
 from lightning_topt.schedules.schedules import SCHEDULES
 from lightning_topt.techniques.registry import check_runs
-from tests.frontier.brute_force import brute_force_stages
 from tests.models import GPT
 from tests.plan.pruned_pipelines import check_that_none_is_dropped
 
@@ -395,24 +394,16 @@ def test_links_of_stages_are_those_of_their_ranks() -> None:
     assert [shape.link_before(s, wide) for s in (1, 2, 3)] == ["intra", "inter", "intra"]
     turn = PipelineShape(2, 1, "zbv", 2, 4, 1.0)
     assert [turn.link_before(s, NODES) for s in (1, 2, 3)] == ["intra", "none", "intra"]
-    kinds = [NodeType(DEVICE, 2, 3), NodeType(DEVICE, 6, 2), NodeType(DEVICE, 3, 2)]
-    mixed = Cluster.of_nodes(kinds, name="mixed", intra=NODES.intra, inter=NODES.inter)
-    for cluster, width, name in itertools.product(
-        (NODES, wide, mixed), (1, 2, 3, 4, 6), ("interleaved", "zbv")
-    ):
-        several = PipelineShape(
-            24 // width if cluster is mixed else 8 // width, width, name, 2, 8, 1.0
-        )
+    for cluster, width, name in itertools.product((NODES, wide), (1, 2, 4), ("interleaved", "zbv")):
+        several = PipelineShape(8 // width, width, name, 2, 8, 1.0)
         ranks = [range(rank * width, (rank + 1) * width) for rank in several.ranks]
         for s in range(1, several.num_stages):
             pairs = [
                 (cluster.node_of(a), cluster.node_of(b))
                 for a, b in zip(ranks[s - 1], ranks[s], strict=True)
             ]
-            link = "inter" if any(a[1] != b[1] for a, b in pairs) else "intra"
+            link = "inter" if any(a != b for a, b in pairs) else "intra"
             assert several.link_before(s, cluster) == ("none" if ranks[s - 1] == ranks[s] else link)
-            own = {kind for pair in pairs for kind, _ in pair} if cluster.nodes else set()
-            assert several.kinds_of([s - 1, s], cluster) == tuple(sorted(own))
 
 
 def test_plans_priced_together_are_those_priced_alone(request_of_gpt: SearchRequest) -> None:
@@ -475,40 +466,6 @@ def test_a_batch_that_no_data_axis_divides_may_have_a_pipeline(
     for nothing in (replace(few, pipelines=None), replace(few, global_batch_size=3)):
         with pytest.raises(ValueError, match="cannot be divided evenly over 8 devices"):
             search_plans(nothing)
-
-
-def mixed(*, slower: float) -> Cluster:
-    """Two nodes of two devices, the devices of the second slower."""
-    slow = replace(
-        DEVICE, name="slow", flops={"float32": 1e12 / slower}, memory_bandwidth=1e12 / slower
-    )
-    nodes = [NodeType(DEVICE, 2, 1), NodeType(slow, 2, 1)]
-    return Cluster.of_nodes(nodes, name="mixed", intra=NODES.intra, inter=Link(1e-6, 1e10))
-
-
-def test_two_kinds_of_nodes_get_uneven_stages(request_of_gpt: SearchRequest) -> None:
-    wanted = PipelineRequest(schedule="1f1b", stages=2, microbatches=8)
-    request = replace(request_of_gpt, device_counts=(4,), pipelines=wanted)
-    counts = []
-    for slower in (1.0, 5.0):
-        found = search_plans(replace(request, cluster=mixed(slower=slower)))
-        (plan,) = {point.plan for point in found.points[-1:]}
-        counts.append([sum(bool(block.block) for block in stage.blocks) for stage in plan.stages])
-    assert counts == [[3, 3], [5, 1]]
-
-
-def test_stages_on_two_kinds_of_nodes_equal_brute_force(request_of_gpt: SearchRequest) -> None:
-    request = replace(request_of_gpt, cluster=mixed(slower=3.0))
-    blocks = stage_blocks(request)
-    for shape in (PipelineShape(2, 2, "1f1b", 1, 8, 2.0), PipelineShape(4, 1, "gpipe", 1, 8, 1.0)):
-        table = stage_table(blocks, shape)
-        assert len(table.variants) == 2 and len(table.links) == shape.pipeline - 1
-        found = [(point.step_seconds, point.peak_bytes) for point in search_stages(table).points]
-        np.testing.assert_allclose(found, brute_force_stages(table), rtol=1e-9)
-        points = search_stages(table).points
-        simulated = step_seconds_of(stage_seconds(blocks, shape, points), shape)
-        assert simulated is not None
-        np.testing.assert_allclose(simulated, [point.step_seconds for point in points], rtol=0.3)
 
 
 def test_stages_are_explained_by_what_they_take(request_of_gpt: SearchRequest) -> None:

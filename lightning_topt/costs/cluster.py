@@ -28,7 +28,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -494,18 +494,8 @@ def _cluster(data: Any) -> Cluster:
     """Read the mapping of a cluster."""
     needed = ["name", "intra", "device", "devices_per_node"]
     entries = read_entries(data, _READERS, needed=needed, name="cluster")
-    curves: tuple[_Curve, ...] = entries.pop("collectives", ())
-    cluster = Cluster(**{"num_nodes": 1, **entries})
-    # older files say where the ranks of a group are
-    for index, (key, scope, _) in enumerate(curves):
-        expected = "intra" if key[1] <= cluster.devices_per_node else "inter"
-        if scope not in (None, expected):
-            raise ValueError(
-                f"cluster.collectives[{index}]: {key[1]} ranks packed on nodes of "
-                f"{cluster.devices_per_node} have the scope {expected!r}, not {shown(scope)}; "
-                "write group_size and stride instead of world_size and scope for other groups"
-            )
-    return replace(cluster, collectives={key: curve for key, _, curve in curves})
+    curves = dict(entries.pop("collectives", ()))
+    return Cluster(**{"num_nodes": 1, **entries, "collectives": curves})
 
 
 def _rates(data: Any, *, name: str) -> dict[str, float]:
@@ -523,37 +513,19 @@ def _path(round_trip_seconds: float, bandwidth: float, loss: float = 0.0) -> Dat
     return DatagramPath(round_trip_seconds, loss, bandwidth)
 
 
-class _Curve(NamedTuple):
-    key: CurveKey
-    scope: str | None
-    curve: CollectiveCurve
-
-
-def _curve(data: Any, *, name: str) -> _Curve:
-    """Return a measured curve.
-
-    Older files have `world_size` ranks packed node by node, and `scope` says where they end.
-    """
-    packed = isinstance(data, Mapping) and "world_size" in data
-    own, needed = (_PACKED, [*_PACKED]) if packed else (_GROUP, ["group_size"])
-    needed += ["op", "bytes", "seconds"]
-    entries = read_entries(data, _CURVE | own, needed=needed, name=name)
-    size = entries["world_size" if packed else "group_size"]
-    return _Curve(
-        (entries["op"], size, entries.get("stride", 1)),
-        entries.get("scope"),
-        CollectiveCurve(
-            tuple(map(float, entries["bytes"])),
-            entries["seconds"],
-            entries.get("wait_seconds", 0.0),
-        ),
+def _curve(data: Any, *, name: str) -> tuple[CurveKey, CollectiveCurve]:
+    """Return a measured curve."""
+    entries = read_entries(data, _CURVE, needed=("op", "group_size", "bytes", "seconds"), name=name)
+    curve = CollectiveCurve(
+        tuple(map(float, entries["bytes"])), entries["seconds"], entries.get("wait_seconds", 0.0)
     )
+    return (entries["op"], entries["group_size"], entries.get("stride", 1)), curve
 
 
-_GROUP: dict[str, ValueReader[Any]] = {"group_size": whole, "stride": whole}
-_PACKED: dict[str, ValueReader[Any]] = {"world_size": whole, "scope": text}
 _CURVE: dict[str, ValueReader[Any]] = {
     "op": text,
+    "group_size": whole,
+    "stride": whole,
     "bytes": list_of(parse_bytes),
     "seconds": list_of(parse_seconds),
     "wait_seconds": parse_seconds,

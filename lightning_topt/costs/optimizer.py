@@ -281,20 +281,19 @@ def update_kinds(
     *,
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     device_type: str = "cpu",
-    max_numel: int | None = None,
 ) -> list[UpdateKind]:
     """Sort the trained parameters into kinds.
 
-    `numel` is that of a kind's largest parameter, at most `max_numel` (by default 4 M, on CUDA
-    128 M). On CUDA, which updates many small parameters at once, that of all vectors of a kind
-    together, and of all parameters where the optimizer's kernels take lists of them: one parameter
-    of 2 M elements keeps a third of an H100 busy. Left out are those of LBFGS,
-    whose step runs the model several times, and those of optimizers that communicate in their step:
-    ranks measure for a time, and may do so with different numbers of steps. Raises OptimizerError
+    `numel` is that of a kind's largest parameter, at most 4 M (128 M on CUDA). On CUDA, which
+    updates many small parameters at once, it is that of all vectors of a kind together, and of all
+    parameters where the optimizer's kernels take lists of them: one parameter of 2 M elements keeps
+    a third of an H100 busy. Left out are those of LBFGS, whose step runs the model several times,
+    and those of optimizers that communicate in their step: ranks measure for a time, and may do so
+    with different numbers of steps. Raises OptimizerError
     as `read_optimizer` does.
     """
     optimizers = list(optimizers)
-    most = max_numel or _MAX_NUMEL["cuda" if device_type == "cuda" else "cpu"]
+    most = _MAX_NUMEL["cuda" if device_type == "cuda" else "cpu"]
     untimed = {
         id(each) for each in optimizers if isinstance(each, optim.LBFGS) or _communicates(each)
     }

@@ -30,7 +30,6 @@ from lightning_topt.costs.compute import (
     RECOMPUTED_LAUNCHES,
     KernelKey,
     estimate_pass_seconds,
-    kernel_key,
     launches_of_step,
     overlapped_seconds,
     product_seconds,
@@ -94,8 +93,6 @@ class TrainingStep:
         computes: other entries of the configurations of blocks along these axes (`OpConfig`), by
             block.
         split_calls: calls of torch functions in the forward of blocks whose parameters are split.
-        in_place: `kernel_seconds` were measured in steps of a run that `returns_memory` too
-            (`graph.step_observer`), so that they contain the taking.
         gradient_views: gradients are views of DDP's buckets, which saves a copy of them; else they
             are tensors of their own.
         narrow: parameters that travel in bfloat16 where they are gathered, and arrive in their own
@@ -122,7 +119,6 @@ class TrainingStep:
     joined_bytes: float = 0.0
     computes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     split_calls: int = 0
-    in_place: bool = False
     gradient_views: bool = False
     narrow: frozenset[str] = frozenset()
     tensor_overlap: bool = False
@@ -339,10 +335,6 @@ class TrainingStep:
         if self.tensor_overlap and beside:
             products = product_seconds(computation, **known)
             seconds -= products + beside - overlapped_seconds(products, beside, parts=parts)
-        if self.in_place:  # measured kernels contain the taking of memory
-            kernels = [
-                kernel for kernel in kernels if kernel_key(kernel) not in self.kernel_seconds
-            ]
         return seconds + self.taken_seconds(kernels_bytes(kernels, batch_size=self.batch_size))
 
     def shown(self, kernel: Kernel) -> tuple[str, float, int] | None:

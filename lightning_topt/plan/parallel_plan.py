@@ -14,7 +14,7 @@ files, and the checks that its parts belong together.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -327,12 +327,13 @@ class ParallelPlan:
 
     @classmethod
     def from_dict(cls, data: object) -> ParallelPlan:
-        """Read what `to_dict` wrote, also in version 1.
-
-        Raises:
-            PlanError: names the wrong entry.
-        """
-        return read_plan(data)
+        """Read what `to_dict` wrote. Raises PlanError that names the wrong entry."""
+        try:
+            return cls(**_arguments(data))
+        except PlanError:
+            raise
+        except (ValueError, TypeError, OverflowError) as error:
+            raise PlanError(one_line(error)) from error
 
     def to_yaml(self) -> str:
         """Return the plan as YAML text."""
@@ -396,39 +397,24 @@ def preset_plan(
 # ---- entries of a file
 
 
-def read_plan(
-    data: object, stages_on: Callable[[Mesh], ValueReader[StagePlan]] = stage_reader
-) -> ParallelPlan:
-    """Do `ParallelPlan.from_dict` for files that write stages in another way than `to_dict`."""
-    try:
-        return ParallelPlan(**_arguments(data, stages_on))
-    except PlanError:
-        raise
-    except (ValueError, TypeError, OverflowError) as error:
-        raise PlanError(one_line(error)) from error
-
-
-def _arguments(data: object, stages_on: Callable[[Mesh], ValueReader[StagePlan]]) -> dict[str, Any]:
+def _arguments(data: object) -> dict[str, Any]:
     if not isinstance(data, Mapping):
         raise ValueError(f"a plan is a mapping, got {type(data).__name__}")
     check_plain(data)
     version = data.get("version")
-    if type(version) is not int or version not in (1, VERSION):
+    if type(version) is not int or version != VERSION:
         raise ValueError(
-            f"version is {shown(version)}; this release reads plans of the versions 1 and {VERSION}"
+            f"version is {shown(version)}; this release reads plans of version {VERSION}"
         )
     rest = {name: value for name, value in data.items() if name != "version"}
-    # version 1 had one nameless data axis, and one stage
-    needed = ("data_parallel_size", "blocks") if version == 1 else ("mesh", "stages")
-    arguments = read_entries(rest, _READERS | _OF_VERSION[version], needed=needed, name="plan")
-    if version == 1:
-        arguments["mesh"] = data_mesh(arguments.pop("data_parallel_size"))
-        arguments["stages"] = [{"blocks": arguments.pop("blocks")}]
-    read_stages = list_of(stages_on(arguments["mesh"]))
+    arguments = read_entries(rest, _READERS, needed=("mesh", "stages"), name="plan")
+    read_stages = list_of(stage_reader(arguments["mesh"]))
     return {**arguments, "stages": read_stages(arguments["stages"], name="plan.stages")}
 
 
 _READERS: dict[str, ValueReader[Any]] = {
+    "mesh": read_mesh,
+    "stages": anything,  # where the mesh is known
     "model": text,
     "fingerprint": text,
     "batch_size": whole,
@@ -444,11 +430,6 @@ _READERS: dict[str, ValueReader[Any]] = {
     "prediction": anything,
     "gradient_views": truth,
     "gather_dtype": text,
-}
-# stages are read where the mesh is known
-_OF_VERSION: dict[int, dict[str, ValueReader[Any]]] = {
-    1: {"data_parallel_size": whole, "blocks": anything},
-    2: {"mesh": read_mesh, "stages": anything},
 }
 
 

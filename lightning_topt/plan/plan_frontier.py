@@ -11,44 +11,23 @@ With every block written out these are 68 MB of text, with indices one MB.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from lightning_topt.costs.intervals import Interval
-from lightning_topt.costs.plain_values import (
-    ValueReader,
-    anything,
-    list_of,
-    number,
-    one_line,
-    parse_json,
-    read_entries,
-    record,
-    shown,
-    text,
-    truth,
-    whole,
-)
+from lightning_topt.costs.plain_values import one_line, parse_json
 from lightning_topt.graph.errors import PlanError
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.plan.parallel_plan import ParallelPlan, read_plan
-from lightning_topt.plan.plan_values import (
-    BlockPlan,
-    StagePlan,
-    config_reader,
-    config_to_dict,
-)
+from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plan.plan_values import config_to_dict
 
 SCHEMA_VERSION = 5
-# files of version 2 have no intervals, those of 2 and 3 are all of eager steps, and those before 5
-# know of no loss
-_READ = (2, 3, 4, SCHEMA_VERSION)
-T = TypeVar("T")
 
 
 def factor_words(median: float, low: float, high: float) -> str:
@@ -223,7 +202,7 @@ class PlanFrontier:
         """Read what `to_json` wrote. Raises PlanError, also on another schema version."""
         try:
             return _read_frontier(parse_json(text))
-        except (ValueError, TypeError, OverflowError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise PlanError(f"cannot read the frontier: {one_line(error)}") from error
 
     def save(self, path: str | Path) -> None:
@@ -231,76 +210,39 @@ class PlanFrontier:
         Path(path).write_text(self.to_json() + "\n")
 
 
-def _read_frontier(data: object) -> PlanFrontier:
-    # all is checked before it is used: a file may be edited, or from elsewhere
-    if not isinstance(data, dict):
-        raise ValueError(f"it is a mapping, got {type(data).__name__}")
-    # a whole number exactly, not 2.0
-    version = data.pop("schema_version", None)
-    if type(version) is not int or version not in _READ:
+def _read_frontier(data: Any) -> PlanFrontier:
+    if data.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(
-            f"it was not written by schema version {' or '.join(map(str, _READ))}; run `topt plan` "
-            "again"
+            f"it was not written by schema version {SCHEMA_VERSION}; run `topt plan` again"
         )
-    since = {"predicted_as": 4, "left_out": 5}
-    needed = [name for name in _READERS if version >= since.get(name, 0)]
-    entries = read_entries(data, _READERS, needed=needed, name="frontier")
-    tables = _BlockTables(entries.pop("blocks"), entries.pop("configs"))
-    read_point = record(
-        PlanPoint,
-        step_seconds=number,
-        peak_bytes=number,
-        devices=whole,
-        plan=tables.read_plan,
-        seconds_interval=_read_interval,
-        bytes_interval=_read_interval,
-        to_loss=_read_to_loss,
-    )
-    for key in ("points", "uniform"):
-        entries[key] = list_of(read_point)(entries[key], name=f"frontier.{key}")
-    if entries.get("predicted_as", "eager") not in ("eager", "compiled"):
-        raise ValueError(
-            f"frontier.predicted_as is eager or compiled, not {shown(entries['predicted_as'])}"
-        )
-    # `exact` follows from `error_bound`
-    return PlanFrontier(**{**entries, "exact": entries["error_bound"] == 0})
 
+    def plan_of(plain: Mapping[str, Any]) -> ParallelPlan:
+        stages = [
+            [
+                {"block": data["blocks"][block], **data["configs"][config]}
+                for block, config in zip(stage["blocks"], stage["configs"], strict=True)
+            ]
+            for stage in plain["stages"]
+        ]
+        return ParallelPlan.from_dict({**plain, "stages": [{"blocks": each} for each in stages]})
 
-_read_interval = record(Interval, low=number, high=number, level=number, outside=list_of(text))
+    def interval_of(plain: Mapping[str, Any]) -> Interval:
+        return Interval(**{**plain, "outside": tuple(plain["outside"])})
 
+    def point_of(plain: Mapping[str, Any]) -> PlanPoint:
+        found = {**plain, "plan": plan_of(plain["plan"])}
+        for name in {"seconds_interval", "bytes_interval"} & found.keys():
+            found[name] = interval_of(found[name])
+        if (to_loss := found.get("to_loss")) is not None:
+            # null is infinite, but for steps that are not known
+            endless = {name: math.inf for name in ("high", "factor_high") if to_loss[name] is None}
+            found["to_loss"] = TimeToLoss(**{**to_loss, **endless})
+        return PlanPoint(**found)
 
-def _read_time_to_loss(
-    seconds: float,
-    low: float,
-    factor: float,
-    factor_low: float,
-    high: float = math.inf,
-    factor_high: float = math.inf,
-    rests_on: str = "",
-    steps: float | None = None,
-) -> TimeToLoss:
-    return TimeToLoss(seconds, low, high, factor, factor_low, factor_high, rests_on, steps)
-
-
-_read_to_loss = record(
-    _read_time_to_loss,
-    **dict.fromkeys(("seconds", "low", "high"), number),
-    **dict.fromkeys(("factor", "factor_low", "factor_high"), number),
-    rests_on=text,
-    steps=number,
-)
-_READERS: dict[str, ValueReader[Any]] = {
-    "blocks": list_of(text),
-    "configs": list_of(anything),  # as plans on some mesh need them
-    "points": anything,  # with the tables
-    "uniform": anything,
-    "exact": truth,
-    "capture_seconds": number,
-    "search_seconds": number,
-    "error_bound": number,
-    "predicted_as": text,
-    "left_out": list_of(text),
-}
+    fields = {each.name: data[each.name] for each in dataclasses.fields(PlanFrontier)}
+    for name in ("points", "uniform"):
+        fields[name] = tuple(point_of(plain) for plain in data[name])
+    return PlanFrontier(**{**fields, "left_out": tuple(data["left_out"])})
 
 
 # ---- blocks and configurations that many plans share
@@ -345,45 +287,3 @@ class _SharedBlocks:
     def tables(self) -> dict[str, list[object]]:
         """The two lists, as plain values."""
         return {"blocks": [*self.blocks], "configs": [json.loads(plain) for plain in self.configs]}
-
-
-@dataclass
-class _BlockTables:
-    """The two lists of a file that is read.
-
-    A configuration is read once for each mesh that has it.
-    """
-
-    blocks: Sequence[str]
-    configs: Sequence[Any]
-    _known: dict[tuple[Mesh, int], OpConfig] = field(default_factory=dict)
-
-    def read_plan(self, value: Any, /, *, name: str) -> ParallelPlan:
-        """Return a plan, whose stages have places in the two lists."""
-        return read_plan(value, self._stage_reader)
-
-    def _stage_reader(self, mesh: Mesh) -> ValueReader[StagePlan]:
-        read_config = config_reader(mesh)
-
-        def block_at(place: Any, /, *, name: str) -> str:
-            return self.blocks[_place(place, self.blocks, name=name)]
-
-        def config_at(place: Any, /, *, name: str) -> OpConfig:
-            key = mesh, _place(place, self.configs, name=name)
-            if key not in self._known:
-                config = self.configs[key[1]]
-                self._known[key] = read_config(config, name=f"frontier.configs[{key[1]}]")
-            return self._known[key]
-
-        def stage(blocks: Sequence[str], configs: Sequence[OpConfig]) -> StagePlan:
-            if len(blocks) != len(configs):
-                raise ValueError("blocks and configs of a stage must be lists of one length")
-            return StagePlan(tuple(map(BlockPlan, blocks, configs)))
-
-        return record(stage, blocks=list_of(block_at), configs=list_of(config_at))
-
-
-def _place(value: Any, values: Sequence[Any], *, name: str) -> int:
-    if whole(value, name=name, least=0) >= len(values):
-        raise ValueError(f"{name} must be below {len(values)}, got {value}")
-    return int(value)

@@ -79,8 +79,6 @@ class SearchRequest:
             steps they need (`step_factors`).
         kernel_seconds: measured kernels (`measure_kernels`); only of use at the captured batch
             size.
-        in_place: `kernel_seconds` were measured in steps of the run that returned memory too (see
-            `TrainingStep`).
         returns_memory: every plan is to keep a memory limit (see `TrainingStep`); plans that shard
             gradients always do.
         capture_seconds: what making `graph` took, for the record.
@@ -114,7 +112,6 @@ class SearchRequest:
     exchanges: Sequence[GradientMethod] = ()
     local_steps: Sequence[LocalMethod] = ()
     kernel_seconds: Mapping[KernelKey, float] = field(default_factory=dict)
-    in_place: bool = False
     returns_memory: bool = False
     capture_seconds: float = 0.0
     max_seconds: float = 10.0
@@ -278,7 +275,6 @@ def step_on(request: SearchRequest, mesh: Mesh) -> TrainingStep:
         samples,
         request.kernel_seconds,
         returns_memory=request.returns_memory,
-        in_place=request.in_place,
         num_microbatches=batches,
         tensor_overlap=request.tensor_overlap,
     )

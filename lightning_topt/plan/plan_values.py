@@ -26,7 +26,6 @@ from typing import Any
 
 from lightning_topt.communication.exchange_method import ExchangeMethod, GradientMethod, LocalMethod
 from lightning_topt.communication.method_registry import (
-    DEFAULT_METHOD,
     gradient_methods,
     method_classes,
     read_gradient_method,
@@ -354,33 +353,12 @@ def read_given_local_steps(value: Any, /, *, name: str) -> LocalMethod:
 
 
 def read_given_exchange(value: Any, /, *, name: str) -> GradientMethod:
-    """Read what `exchange_to_dict` wrote, or a part of it, also of earlier releases."""
+    """Read what `exchange_to_dict` wrote, or a part of it."""
     if not isinstance(value, Mapping):
         raise ValueError(
             f"{name} must be a mapping such as {{method: topk, density: 0.01}}, got {shown(value)}"
         )
-    kind = method_classes().get(str(value.get("method", DEFAULT_METHOD)))
-    known = set() if kind is None else {"method", *kind.__dataclass_fields__}
-    ignored = {
-        option
-        for option, given in value.items()
-        if option not in known and _ONCE_COMMON.get(option, ...) == given
-    }
     try:
-        return read_exchange({key: given for key, given in value.items() if key not in ignored})
+        return read_exchange(value)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-
-
-# Plans were once read with the options of all methods. An option that a method ignores had to have
-# this value.
-_ONCE_COMMON = {
-    "density": 0.01,
-    "hierarchical": None,
-    "value_dtype": "float32",
-    "error_feedback": True,
-    "warmup_steps": 0,
-    "dense_steps": 1,
-    "exempt": ["norm", "bias"],
-    "rank": 2,
-}

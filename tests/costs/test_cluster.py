@@ -22,7 +22,6 @@ from lightning_topt.costs.cluster import (
 
 CONF = Path(__file__).parents[2] / "conf" / "cluster"
 CURVE = {"op": "all_reduce", "group_size": 2, "stride": 4, "bytes": [1], "seconds": [1]}
-OLD_CURVE = {"op": "all_reduce", "scope": "intra", "world_size": 2, "bytes": [1], "seconds": [1]}
 
 
 @pytest.mark.parametrize(
@@ -105,14 +104,6 @@ def test_measured_curves_round_trip(tmp_path):
     assert Cluster.load(tmp_path / "c.yaml") == cluster
 
 
-def test_curves_by_scope_of_older_files_are_those_of_packed_groups():
-    entries = [OLD_CURVE, OLD_CURVE | {"scope": "inter", "world_size": 16}]
-    cluster = Cluster.from_dict(_change(collectives=entries))
-    assert set(cluster.collectives) == {("all_reduce", 2, 1), ("all_reduce", 16, 1)}
-    assert Cluster.from_dict(cluster.to_dict()) == cluster
-    assert "scope" not in cluster.to_dict()["collectives"][0]
-
-
 def test_curve_is_straight_on_logarithmic_axes():
     curve = CollectiveCurve((100.0, 10000.0), (1.0, 4.0))
     assert curve.seconds_at(1000) == pytest.approx(2.0)
@@ -151,7 +142,6 @@ def _change(**changes):
         ({"device": 3}, "must be a mapping"),
         ({"collectives": [CURVE | {"op": "scan"}]}, "scan"),
         ({"collectives": [CURVE | {"bytes": [2, 1], "seconds": [1, 1]}]}, "ascending"),
-        ({"collectives": [OLD_CURVE | {"scope": "inter"}]}, "have the scope 'intra'"),
     ],
 )
 def test_errors_name_the_entry(changes, message):

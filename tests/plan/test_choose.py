@@ -18,7 +18,6 @@ from lightning_topt.plan.choose import (
 from lightning_topt.plan.parallel_plan import (
     BlockPlan,
     ParallelPlan,
-    PlanError,
     StagePlan,
     StepEstimate,
     uniform_plan,
@@ -224,10 +223,6 @@ def test_candidates_are_the_frontier_and_uniform_plans() -> None:
     written = [data["points"][0], *data["uniform"]]
     assert len(data["blocks"]) == len(written[0]["plan"]["stages"][0]["blocks"])
     assert len(data["configs"]) == 2, "what plans have in common is written once"
-    for at in (len(data["configs"]), -1, True):
-        written[1]["plan"]["stages"][0]["configs"][0] = at
-        with pytest.raises(PlanError, match=r"configs\[0\] must be"):
-            PlanFrontier.from_json(json.dumps(data))
 
 
 def test_a_compressed_plan_says_so_and_what_exact_ones_cost() -> None:

@@ -5,7 +5,6 @@ another error.
 from __future__ import annotations
 
 import copy
-import json
 import math
 import os
 import random
@@ -118,13 +117,8 @@ def test_what_is_no_file(special: str, tmp_path: Path) -> None:
     [
         (ParallelPlan.from_dict, PLAN.to_dict(), PlanError),
         (Cluster.from_dict, CLUSTER.to_dict(), ClusterError),
-        (
-            lambda data: PlanFrontier.from_json(json.dumps(data)),
-            json.loads(FRONTIER.to_json()),
-            PlanError,
-        ),
     ],
-    ids=["plan", "cluster", "frontier"],
+    ids=["plan", "cluster"],
 )
 def test_every_entry_with_every_wrong_value_is_read_or_refused_in_a_sentence(
     read, data, kind
@@ -140,12 +134,7 @@ def test_every_entry_with_every_wrong_value_is_read_or_refused_in_a_sentence(
                 sentence(error)
                 refused += 1
             except (TypeError, ValueError):
-                json_cannot = (
-                    isinstance(value, bytes | set) or type(value) is object or value == 10**400
-                )
-                assert "frontier" in str(data.keys()) or (
-                    json_cannot and "schema_version" in data
-                ), (place, value)
+                raise AssertionError((place, value)) from None
     assert refused > 0.7 * len(places(data)) * len(WRONG)
 
 
@@ -184,8 +173,8 @@ def test_values_that_refer_to_one_another_many_times() -> None:
     bomb: Any = "x"
     for _ in range(9):
         bomb = [bomb] * 10
-    loop: dict[str, Any] = {"version": 1, "data_parallel_size": 2}
-    loop["blocks"] = [loop]
+    loop: dict[str, Any] = {"version": 2, "mesh": [{"name": "data", "size": 2}]}
+    loop["stages"] = [loop]
     for data in (
         {**PLAN.to_dict(), "stages": bomb},
         {**PLAN.to_dict(), "reason": bomb},

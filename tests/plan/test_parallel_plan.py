@@ -24,12 +24,13 @@ from lightning_topt.plan.plan_values import PRESETS, mesh_to_list
 from lightning_topt.prediction import make_prediction
 
 HAND_WRITTEN = """
-version: 1
-data_parallel_size: 2
-blocks:
-- {block: blocks.0, parameters: shard(0), gradients: shard(0), optimizer_state: shard(0),
-   recompute: true}
-- {block: "", parameters: replicate, gradients: shard(0), optimizer_state: shard(0)}
+version: 2
+mesh: [{name: data, size: 2}]
+stages:
+- blocks:
+  - {block: blocks.0, parameters: shard(0), gradients: shard(0), optimizer_state: shard(0),
+     recompute: true}
+  - {block: "", parameters: replicate, gradients: shard(0), optimizer_state: shard(0)}
 """
 
 
@@ -137,9 +138,9 @@ def test_hand_written() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (("version: 1", "version: 3"), "version is 3"),
-        (("version: 1", "version: 2"), "unknown entries.*blocks"),
-        (("data_parallel_size: 2", ""), "'data_parallel_size' is missing"),
+        (("version: 2", "version: 3"), "version is 3"),
+        (("mesh: [{name: data, size: 2}]", ""), "'mesh' is missing"),
+        (("mesh:", "meshes:"), "unknown entries.*meshes"),
         (('block: ""', "block: other"), "everything outside"),
         (('block: ""', "block: blocks.0"), "twice"),
         (("parameters: replicate", "parameters: sharded"), "'sharded' is not a placement"),
@@ -187,12 +188,13 @@ def test_uniform_plan_never_recomputes_the_rest() -> None:
 # ---- gradient exchange
 
 WITH_EXCHANGE = """
-version: 1
-data_parallel_size: 2
+version: 2
+mesh: [{name: data, size: 2}]
 gradient_exchange: {method: topk, density: 0.02, hierarchical: false, exempt: [norm, "head.*"]}
-blocks:
-- {block: blocks.0, parameters: replicate, gradients: replicate, optimizer_state: shard(0)}
-- {block: "", parameters: replicate, gradients: replicate, optimizer_state: replicate}
+stages:
+- blocks:
+  - {block: blocks.0, parameters: replicate, gradients: replicate, optimizer_state: shard(0)}
+  - {block: "", parameters: replicate, gradients: replicate, optimizer_state: replicate}
 """
 EXCHANGES = [
     TopK(hierarchical=True, density=0.001, value_dtype="bfloat16", warmup_steps=10, dense_steps=3),

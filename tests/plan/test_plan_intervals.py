@@ -179,15 +179,6 @@ def test_tables_pages_and_files_show_intervals(tmp_path):
     assert "Outside of measured times, so less sure: devices. Outside of measured peaks" in said
 
 
-def test_files_of_the_version_before_have_no_intervals():
-    frontier = PlanFrontier.of([point()])
-    data = json.loads(frontier.to_json())
-    assert "seconds_interval" not in data["points"][0]
-    assert data.pop("predicted_as") == "eager"
-    for version in (2, 3):
-        assert PlanFrontier.from_json(json.dumps(data | {"schema_version": version})) == frontier
-
-
 def test_files_of_clusters_have_the_figures_that_were_measured():
     """Those of benchmarks/results/uncertainty.md, to a tenth of a percent."""
     text = (ROOT / "benchmarks" / "results" / "uncertainty.md").read_text()

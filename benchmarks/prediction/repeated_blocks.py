@@ -34,7 +34,7 @@ def repeat_blocks(base: StageBlocks, places: Sequence[int]) -> RepeatedBlocks:
         "every block in order"
     )
     assert all(places.count(place) == 1 for place in shared), "a shared parameter is there once"
-    return RepeatedBlocks(base.step, None, base.whole, base.calls, base, places)
+    return RepeatedBlocks(base.step, base.whole, base.calls, base, places)
 
 
 @dataclass(eq=False, repr=False)

@@ -3,8 +3,7 @@
     measure     the training loader of a data module, under the model's own training loop
     serving     let a data module give other batches, as each run of a measurement does
 
-No training is kept. ``stalls.json`` (docs/reference/schemas.md) and ``stalls.png`` go to Hydra's
-run folder.
+No training is kept. ``stalls.json`` (docs/reference/schemas.md) goes to Hydra's run folder.
 """
 
 from __future__ import annotations
@@ -20,19 +19,18 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from rich.console import Console
+from rich.table import Table
 
-from lightning_topt.basics.units import parse_bandwidth
+from lightning_topt.basics.units import format_seconds
 from lightning_topt.cli.example_step import plugins_of_planning
-from lightning_topt.data.stalls.loop import Watched
-from lightning_topt.data.stalls.measurement import (
-    MeasurementOptions,
-    StallMeasurement,
-    measure_stalls,
-)
-from lightning_topt.data.stalls.model import what_if
-from lightning_topt.data.stalls.stall_report import print_report, save_png
-from lightning_topt.plugins.cached_data import MeasuredCache
+from lightning_topt.data.stalls import StallMeasurement, Watched, measure_stalls
 
+REMEDIES = {  # by part of a batch's time
+    "step": "a faster accelerator",
+    "fetching": "a cache, a faster link, more workers",
+    "preparing": "a cache, more cores",
+    "loading": "another number of workers",
+}
 QUIET: dict[str, Any] = {  # what the Trainer of a measurement does not do
     "strategy": "auto",
     "logger": False,
@@ -63,28 +61,38 @@ def run(config: DictConfig) -> None:
         trainer=lambda: instantiate(
             config.trainer, **QUIET, **plugins_of_planning(config.trainer), _convert_="all"
         ),
-        directory=config.directory,
-        options=MeasurementOptions(
-            seconds=config.seconds,
-            memory_bytes=config.memory_bytes,
-            link_bytes_per_second=None
-            if config.link is None
-            else parse_bandwidth(config.link, name="link"),
-            cores=config.cores,
-            seed=config.seed,
-        ),
+        seconds=config.seconds,
+        memory_bytes=config.memory_bytes,
+        cores=config.cores,
+        seed=config.seed,
     )
-
-    # the report
     folder = Path(HydraConfig.get().runtime.output_dir)
-    rows = what_if(measurement.costs, measurement.setup)
-    predictions = [row._asdict() | {"setup": vars(row.setup)} for row in rows]
-    record = {"schema_version": 1, **measurement.to_dict(), "what_if": predictions}
+    record = {"schema_version": 2, **measurement.to_dict()}
     (folder / "stalls.json").write_text(json.dumps(record, indent=2) + "\n")
-    save_png(folder / "stalls.png", measurement, rows, title=type(datamodule).__name__)
     console = Console()
-    print_report(measurement, rows, console=console)
+    print_report(measurement, console=console)
     console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
+
+
+def print_report(measurement: StallMeasurement, *, console: Console) -> None:
+    """Print the parts of a batch's time, and what would help."""
+    title = (
+        f"{100 * measurement.fraction:.0f} % of training waits for data "
+        f"({measurement.num_workers} workers, {measurement.cores} cores, batches of "
+        f"{measurement.batch_size})"
+    )
+    table = Table(title=title, title_justify="left")
+    for column in ("per batch", "time", "share", "what removes it"):
+        table.add_column(column, justify="right" if column in ("time", "share") else "left")
+    total = measurement.cold.batch_seconds
+    for name, seconds in measurement.parts.items():
+        share = f"{100 * seconds / total:.0f} %"
+        table.add_row(name, format_seconds(seconds), share, REMEDIES[name])
+    speed = f"{measurement.batch_size / total:.0f} samples/s"
+    table.add_row("all", format_seconds(total), "100 %", speed)
+    console.print(table)
+    for sentence in measurement.advice:
+        console.print(sentence, highlight=False)
 
 
 def measure(
@@ -92,8 +100,7 @@ def measure(
     datamodule: pl.LightningDataModule,
     *,
     trainer: Callable[[], pl.Trainer],
-    directory: str,
-    options: MeasurementOptions,
+    **options: Any,
 ) -> StallMeasurement:
     """Measure the data module's training loader under the model's training loop.
 
@@ -103,8 +110,7 @@ def measure(
         model: the LightningModule.
         datamodule: gives the loader.
         trainer: makes a new Trainer of one device at each call.
-        directory: for the cache on disk.
-        options: what is measured, and for how long.
+        **options: of `measure_stalls`.
     """
     # one process: the loader is that of a rank
     first: pl.Trainer = trainer()
@@ -124,10 +130,7 @@ def measure(
         with serving(datamodule, batches):
             trainer().fit(model, datamodule=datamodule)
 
-    with MeasuredCache(options.memory_bytes) as cache:
-        return measure_stalls(
-            loader, train=train, cache=cache, directory=directory, options=options
-        )
+    return measure_stalls(loader, train=train, **options)
 
 
 @contextmanager

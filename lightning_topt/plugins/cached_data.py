@@ -3,7 +3,6 @@
     CachedDataModule   wraps a DataModule: a cache before each of its map-style data sets
     CachePartition     options of a cache whose parts are on all nodes of the run
     CacheMonitor       a callback that logs where samples came from
-    MeasuredCache      the same cache for a measurement of stalls (``topt stalls``)
 
 The caches themselves, their files and the protocol between nodes are in `lightning_topt.data`. What
 a loader asks for goes to `BatchDataset.__getitems__`, where torch would only stack the samples:
@@ -23,18 +22,16 @@ import os
 import secrets
 import socket
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from copy import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import lightning.pytorch as pl
 import psutil
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, default_collate
+from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import (
@@ -45,10 +42,8 @@ from lightning_topt.basics.argument_checks import (
     check_version,
     check_whole,
 )
-from lightning_topt.data.cache.cached_batches import BatchDataset, collate
-from lightning_topt.data.cache.cached_dataset import CachedDataset
+from lightning_topt.data.cache.cached_batches import collate, is_stacking, with_caches
 from lightning_topt.data.cache.dataset_names import DatasetNames
-from lightning_topt.data.cache.determinism import marked_method
 from lightning_topt.data.cache.memory_file import available_bytes
 from lightning_topt.data.cache.sample_cache import CacheStatistics, SampleCache
 from lightning_topt.data.lookahead import Lookahead
@@ -57,7 +52,6 @@ from lightning_topt.data.peers.prefetch import PrefetchingPeers
 from lightning_topt.data.peers.protocol import own_address
 from lightning_topt.data.peers.server import PeerServer
 from lightning_topt.data.resumable_loader import make_resumable
-from lightning_topt.data.stalls.loop import loader_over
 from lightning_topt.plugins.wrapped_data import WrappedDataModule
 
 MEMORY_SHARE = 4  # a fourth of what is free
@@ -178,14 +172,10 @@ class CachedDataModule(WrappedDataModule):
                 "numbers to be found again by. Give it __getitem__ and __len__, or leave its "
                 "DataModule without a cache"
             )
-        # Batches that torch would only stack can be read from the cache as a whole.
-        stacks = (
-            type(loader) is DataLoader
-            and loader.collate_fn is default_collate
-            and loader.batch_sampler is not None
-        )
+        stacks = is_stacking(loader)
         replace_dataset(
-            loader, self._cached_dataset(loader.dataset, place=path, ready_batches=stacks)
+            loader,
+            with_caches(loader.dataset, self._cache_of, ready_batches=stacks, place=path),
         )
         if stacks:
             replace_argument(loader, "collate_fn", collate)
@@ -208,40 +198,12 @@ class CachedDataModule(WrappedDataModule):
             and self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         )
 
-    def _cached_dataset(self, dataset: Any, *, place: str, ready_batches: bool) -> Any:
-        """Return `dataset` with a cache.
-
-        Of subsets and concatenations the parts get one, so that these share their samples.
-        """
-        # Look inside of torch's own wrappers.
-        if type(dataset) is Subset:
-            changed = copy(dataset)
-            changed.dataset = self._cached_dataset(
-                dataset.dataset, place=place, ready_batches=ready_batches
-            )
-            return changed
-        if type(dataset) is ConcatDataset:
-            whole = copy(dataset)
-            whole.datasets = [
-                self._cached_dataset(part, place=f"{place}/part {number}", ready_batches=False)
-                for number, part in enumerate(dataset.datasets)
-            ]
-            return whole
-        if isinstance(dataset, CachedDataset | BatchDataset):
-            return dataset
-        # A mark somewhere inside: only the part before it is kept.
-        inner = getattr(dataset, "dataset", None)
-        if marked_method(dataset) is None and holds_mark(inner):
-            self._cached_dataset(
-                inner, place=place, ready_batches=False
-            )  # before the marked method; what wraps it stays live
-            return dataset
-        # Equal data sets share one cache.
+    def _cache_of(self, dataset: Any, place: str) -> SampleCache:
+        # equal data sets share one
         name = self._name_of(dataset, place)
         if name not in self._caches:
             self._caches[name] = self._new_cache(name, num_items=len(dataset))
-        cached = CachedDataset(dataset, self._caches[name])
-        return BatchDataset(cached) if ready_batches else cached
+        return self._caches[name]
 
     def _name_of(self, dataset: Any, place: str) -> str:
         return self._names.name_of(dataset, place=place, agree=gathered if self._joined else None)
@@ -288,18 +250,6 @@ class CachedDataModule(WrappedDataModule):
         promised = sum(max(0, store.capacity_bytes - store.used_bytes) for store in stores)
         nbytes = default_memory_bytes(promised_bytes=promised)
         return (nbytes, 0) if hasattr(os, "memfd_create") else (0, nbytes)
-
-
-def holds_mark(dataset: Any) -> bool:
-    """Return whether `dataset`, or one inside of it, marks a method as deterministic.
-
-    Inside of it is what it has as ``dataset``.
-    """
-    while dataset is not None:
-        if marked_method(dataset) is not None:
-            return True
-        dataset = getattr(dataset, "dataset", None)
-    return False
 
 
 def replace_dataset(loader: DataLoader[Any], dataset: Any) -> None:
@@ -654,75 +604,3 @@ def _cached_module_of(trainer: pl.Trainer) -> CachedDataModule:
 def totals(statistics: Mapping[str, CacheStatistics]) -> dict[str, int]:
     """Return the counts of all caches together."""
     return {name: sum(getattr(one, name) for one in statistics.values()) for name in COUNTS}
-
-
-# ---- a cache under test --------------------------------------------------------------------------
-
-
-class _GivenLoader(pl.LightningDataModule):
-    """The loader that was set last."""
-
-    loader: DataLoader[Any]
-
-    @override
-    def train_dataloader(self) -> DataLoader[Any]:
-        return self.loader
-
-
-class _MeasuredModule(CachedDataModule):
-    """A module whose loaders are all over the same data sets.
-
-    What data sets note of their readings changes nothing, so they are named by identity.
-    """
-
-    @override
-    def _name_of(self, dataset: Any, place: str) -> str:
-        return f"{id(dataset):x}"
-
-
-class MeasuredCache:
-    """The cache of a stall measurement: in memory, gone after the context.
-
-    It is a `CacheUnderTest` (see `data.stalls.measurement`) of `memory_bytes`, a number or text. A
-    data set that marks its deterministic part is changed by it for good: measure the source first.
-    """
-
-    def __init__(self, memory_bytes: int | str) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="topt-stalls-")
-        self._given = _GivenLoader()
-        self._module = _MeasuredModule(
-            self._given, directory=self._folder.name, memory_bytes=memory_bytes
-        )
-
-    def __enter__(self) -> MeasuredCache:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._module.close()
-        self._folder.cleanup()
-
-    def loader_over(
-        self, loader: DataLoader[Any], items: Sequence[int], *, num_workers: int
-    ) -> DataLoader[Any]:
-        """Return a loader over `items`: samples come from the cache, or are stored in it."""
-        self._given.loader = loader_over(loader, items, num_workers=num_workers)
-        cached: DataLoader[Any] = self._module.train_dataloader()
-        return cached
-
-    def entry_bytes(self) -> float:
-        """Return the mean size of what is stored.
-
-        Raises ValueError where nothing could be stored.
-        """
-        known = self._module.statistics().values()
-        items = sum(statistics.memory_items for statistics in known)
-        if not items:
-            raise ValueError(
-                "no sample could be stored in memory: see the warnings above, or raise memory_bytes"
-            )
-        return sum(statistics.memory_bytes for statistics in known) / items

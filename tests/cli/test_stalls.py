@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_topt.cli.stalls import QUIET, measure, serving
-from lightning_topt.data.stalls.measurement import MeasurementOptions
 from tests.forked_command import finished
 from tests.forked_command import forked_topt as topt
 
@@ -26,16 +25,10 @@ def test_the_demo(tmp_path):
         f"hydra.run.dir={tmp_path}/run",
     ]
     output = finished(topt("stalls", *arguments, folder=tmp_path))
-    assert (
-        "of training waits for data" in output
-        and "cache in memory" in output
-        and "Best num_workers" in output
-    )
+    assert "of training waits for data" in output and "fetching" in output
     record = json.loads((tmp_path / "run" / "stalls.json").read_text())
-    assert record["schema_version"] == 1 and record["costs"]["batch_size"] == 16
-    assert record["what_if"][0]["group"] == "now" and record["what_if"][0]["samples_per_second"] > 0
-    assert record["runs"]["cold"]["batches"] > 0 and record["set_up"]["num_workers"] == 0
-    assert (tmp_path / "run" / "stalls.png").read_bytes().startswith(b"\x89PNG")
+    assert record["schema_version"] == 2 and record["batch_size"] == 16
+    assert record["runs"]["cold"]["batches"] > 0 and record["num_workers"] == 0
 
 
 @pytest.mark.parametrize(
@@ -43,7 +36,6 @@ def test_the_demo(tmp_path):
     [
         ([*SMALL, "trainer.devices=2"], "set trainer.devices=1"),
         ([*SMALL, "data.batch_size=500"], "at least 8 batches"),
-        ([*SMALL, "link=fast"], "link: 'fast'"),
     ],
 )
 def test_wrong_use(arguments, words, tmp_path):
@@ -89,15 +81,12 @@ def make_trainer(**options: Any) -> pl.Trainer:
     return pl.Trainer(accelerator="cpu", **{"devices": 1, **QUIET, **options})
 
 
-def test_the_data_module_is_set_up_once_and_its_hooks_work(tmp_path):
+def test_the_data_module_is_set_up_once_and_its_hooks_work():
     module, net = Rows(), Net()
-    options = MeasurementOptions(seconds=0.05, memory_bytes=1 << 20)
-    result = measure(
-        net, module, trainer=make_trainer, directory=str(tmp_path / "cache"), options=options
-    )
+    result = measure(net, module, trainer=make_trainer, seconds=0.05, memory_bytes=1 << 20)
     assert module.calls == ["prepare_data", "setup fit"]
     assert net.seen == {1.0}, "also in the synthetic run, whose batches are used again and again"
-    assert result.costs.num_items == 200
+    assert result.num_items == 200
     assert isinstance(module.train_dataloader(), DataLoader)
 
 
@@ -109,18 +98,3 @@ def test_serving_restores_the_data_module_after_an_error():
         raise RuntimeError
     assert isinstance(module.train_dataloader(), DataLoader) and vars(module)["teardown"] is mine
     assert "setup" not in vars(module)
-
-
-def test_several_loaders_are_refused(tmp_path):
-    class Two(Rows):
-        def train_dataloader(self) -> Any:
-            return [super().train_dataloader(), super().train_dataloader()]
-
-    with pytest.raises(ValueError, match="one DataLoader; got list"):
-        measure(
-            Net(),
-            Two(),
-            trainer=make_trainer,
-            directory=str(tmp_path),
-            options=MeasurementOptions(),
-        )

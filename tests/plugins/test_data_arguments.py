@@ -16,7 +16,6 @@ from lightning_topt.plugins.cached_data import (
     CachedDataModule,
     CacheMonitor,
     CachePartition,
-    MeasuredCache,
 )
 from lightning_topt.plugins.coordinated_data import CoordinatedDataModule
 from lightning_topt.plugins.monitors import StallMonitor
@@ -66,7 +65,6 @@ WRONG = {
     (COORDINATED, "data_version"): NO_TEXT,
     (COORDINATED, "timeout_seconds"): NO_SECONDS,
     (StallMonitor, "every_n_steps"): [*NO_WHOLE, 0, -1],
-    (MeasuredCache, "memory_bytes"): [*NO_SIZE, 0],
 }
 CASES = [(make, name, value) for (make, name), values in WRONG.items() for value in values]
 
@@ -109,5 +107,3 @@ def test_numbers_of_any_kind_and_text_are_taken():
     )
     assert CACHED(partition=None, data_version=4).data_version == "4"
     assert StallMonitor(every_n_steps=np.int64(5)).every_n_steps == 5
-    with MeasuredCache("1MiB") as cache:
-        assert cache._module.memory_bytes == 1 << 20

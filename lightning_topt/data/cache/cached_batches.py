@@ -17,7 +17,8 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from functools import cached_property, lru_cache
 from typing import Any, cast
 
@@ -25,9 +26,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate, get_worker_info
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    Subset,
+    default_collate,
+    get_worker_info,
+)
 
 from lightning_topt.data.cache.cached_dataset import CachedDataset
+from lightning_topt.data.cache.determinism import marked_method
 from lightning_topt.data.cache.sample_cache import SampleCache
 from lightning_topt.data.cache.sample_codec import (
     Parts,
@@ -91,6 +100,54 @@ class BatchDataset(Dataset[object]):
 def collate(samples: Any) -> Any:
     """Apply `default_collate` to what is not collated yet."""
     return samples.batch if isinstance(samples, ReadyBatch) else default_collate(samples)
+
+
+def is_stacking(loader: DataLoader[Any]) -> bool:
+    """Return whether torch would only stack the loader's samples: then batches are read whole."""
+    return (
+        type(loader) is DataLoader
+        and loader.collate_fn is default_collate
+        and loader.batch_sampler is not None
+    )
+
+
+def with_caches(
+    dataset: Any,
+    cache_of: Callable[[Any, str], SampleCache],
+    *,
+    ready_batches: bool,
+    place: str = "",
+) -> Any:
+    """Return `dataset` with a cache, which ``cache_of(dataset, place)`` opens.
+
+    Of torch's subsets and concatenations the parts get one, so that these share their samples. A
+    `BatchDataset` comes back where batches are read whole (`ready_batches`), for a loader with
+    `collate`.
+    """
+    if type(dataset) is Subset:
+        subset = copy(dataset)
+        subset.dataset = with_caches(
+            dataset.dataset, cache_of, ready_batches=ready_batches, place=place
+        )
+        return subset
+    if type(dataset) is ConcatDataset:
+        joined = copy(dataset)
+        joined.datasets = [
+            with_caches(part, cache_of, ready_batches=False, place=f"{place}/part {number}")
+            for number, part in enumerate(dataset.datasets)
+        ]
+        return joined
+    if isinstance(dataset, CachedDataset | BatchDataset):
+        return dataset
+    # A mark somewhere inside: the cache is before that method, and what wraps it stays live.
+    inner = getattr(dataset, "dataset", None)
+    while inner is not None and marked_method(dataset) is None:
+        if marked_method(inner) is not None:
+            CachedDataset(inner, cache_of(inner, place))
+            return dataset
+        inner = getattr(inner, "dataset", None)
+    cached = CachedDataset(dataset, cache_of(dataset, place))
+    return BatchDataset(cached) if ready_batches else cached
 
 
 def read_batch(dataset: CachedDataset, indices: Sequence[int]) -> ReadyBatch | list[object] | None:

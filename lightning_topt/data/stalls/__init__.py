@@ -1,1 +1,0 @@
-"""The wait for data: measured, predicted for other set-ups, and reported."""

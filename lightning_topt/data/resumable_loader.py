@@ -1,20 +1,17 @@
 """A DataLoader that resumes in the middle of an epoch, at the next sample and in the same order.
 
-    TrackedLoader     knows where it is, and goes on from there; a strategy saves that
-    ResumableLoader   the same with ``state_dict``, by which Lightning saves and loads it
+    TrackedLoader   knows where it is, and goes on from there; a strategy saves that
+    Deal            how an order of samples is dealt to ranks, in batches
 
-The skipped batches are not read. The order is drawn again from the same random states. So a
-checkpoint holds these and a count, whatever the number of samples. Only the order is restored:
-random augmentation in workers differs from a run that was never interrupted.
+The skipped batches are not read. Of torch's own samplers the order of all samples follows from a
+few values, the recipe, and from random states. So a checkpoint holds these and a count, whatever
+the number of samples. Only the order is restored: random augmentation in workers differs from a run
+that was never interrupted.
 
-Of torch's own samplers the order of all samples follows from a few values, the recipe (`Deal`).
-What is left of it can be dealt to any number of ranks, in batches of any size. Sample ``i`` of the
-rest goes to rank ``i % ranks``, as `DistributedSampler` does it. Where the ranks would not get
-equally many it adds samples from the order's beginning, or leaves the last ones out
+What is left of an order can be dealt to any number of ranks, in batches of any size. Sample ``i``
+of the rest goes to rank ``i % ranks``, as `DistributedSampler` does it. Where the ranks would not
+get equally many it adds samples from the order's beginning, or leaves the last ones out
 (``drop_last``).
-
-The loader also looks ahead (`lightning_topt.data.lookahead`): caches that prefetch from other nodes
-learn which items are read next.
 """
 
 from __future__ import annotations
@@ -22,17 +19,13 @@ from __future__ import annotations
 import contextlib
 import random
 import warnings
-from array import array
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Protocol, SupportsIndex, TypeAlias
+from typing import Any, Protocol, SupportsIndex
 
 import numpy as np
 import torch
-import xxhash
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -45,12 +38,8 @@ from torch.utils.data import (
 )
 
 _POSITION = "_topt_position"
-# after each batch that may still be taken back: its epoch, batches of that, their check
-Marks: TypeAlias = "deque[tuple[_Epoch, int, int]]"
 # Their order is that of one process; a recipe of the last two is drawn by the same sampler only.
 _UNSHARED = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-# These draw all randomness of an epoch at its start: drawing the rest earlier changes nothing.
-_SAMPLERS = (BatchSampler, DistributedSampler, *_UNSHARED)
 
 
 class Tracking(Protocol):
@@ -72,10 +61,6 @@ class Tracking(Protocol):
         """
         ...
 
-    def behind(self) -> int:
-        """Return how many of the batches that were handed out are not trained on."""
-        ...
-
     def before_epoch(self) -> None:
         """Know that an epoch is about to begin, of which no loader has read anything."""
         ...
@@ -85,38 +70,16 @@ class Tracking(Protocol):
         ...
 
 
-class LooksAhead(Protocol):
-    """Learns of batches before they are read (`lightning_topt.data.lookahead`)."""
-
-    def over(self, chosen: Iterator[object]) -> Iterator[object]:
-        """Yield the same batches of indices, later than they are drawn."""
-        ...
-
-    def finish(self) -> None:
-        """End the epoch, whose last batch has been read."""
-        ...
-
-
 class TrackedLoader(DataLoader[Any]):
     """A DataLoader, for map-style data sets, that knows its position in the epoch.
 
     A position counts the batches that were handed out, not those that workers have prepared ahead.
-    It can be loaded with ``weights_only``. There is a warning where the order could not be drawn
-    again. It can if it depends on nothing but these:
-
-    - the random states at its start: Python's, NumPy's, torch's, its or the loader's `generator`;
-    - the sampler's ``epoch``;
-    - the sampler's ``state_dict``.
-
-    `tracking` is None until `make_tracked` sets it. `is_known` says that it has found an order that
-    all ranks know, in this fit or the last one. A lookahead learns of batches before they are read,
-    where that changes nothing: without workers, which read ahead by themselves, and for torch's own
-    samplers.
+    It can be loaded with ``weights_only``. `tracking` is None until `make_tracked` sets it.
+    `is_known` says that it has found an order that all ranks know, in this fit or the last one.
     """
 
     tracking: Tracking | None = None
     is_known = False
-    lookahead: LooksAhead | None = None
 
     @property
     def _index_sampler(self) -> Any:
@@ -145,11 +108,9 @@ class TrackedLoader(DataLoader[Any]):
         Its random states are those of the program that was interrupted: this draws what that drew.
         What others read begins an epoch of its own, and leaves a loaded position alone.
         """
-        # looking ahead draws the order earlier: only where that changes nothing
-        looks = self.num_workers == 0 and all(map(can_look_ahead, self._position.parts))
-        epoch = self._position.begin(self.lookahead if looks else None, resumes=resumes)
+        epoch = self._position.begin(resumes=resumes)
         # The rest of an epoch draws nothing for its beginning, which was before.
-        if epoch.resumed is not None and self.tracking is not None:
+        if epoch.is_rest and self.tracking is not None:
             with restored_random_states():
                 return super().__iter__(), epoch
         if self.tracking is not None:
@@ -168,137 +129,84 @@ class TrackedLoader(DataLoader[Any]):
 
         ``batches`` is 0 at the beginning; ``ended`` says that it is the end.
         """
-        return self._position.state_dict(self.marks, behind)
+        # loaded and not begun: the position is still that one
+        if self._position.to_resume is not None:
+            return self._position.to_resume
+        epochs = self._epochs
+        for epoch in reversed(epochs):
+            if behind <= epoch.batches - epoch.first or epoch is epochs[0]:
+                return epoch.position(max(epoch.first, epoch.batches - behind))
+            behind -= epoch.batches - epoch.first
+        return {"batches": 0}
 
     def go_to(self, position: dict[str, Any], *, stays_ended: bool = False) -> None:
         """Let the next epoch be the rest of the one that `position` is of.
 
-        Of one that has ended that is nothing, where it `stays_ended`; else a new epoch.
+        Of one that has ended that is nothing, where it `stays_ended`; else a new epoch. There is a
+        warning where the order cannot be drawn again, for the data have changed.
         """
-        self._position.load_state_dict(position, stays_ended=stays_ended)
+        self._position.go_to(position, stays_ended=stays_ended)
 
-    def batches_left(self) -> float:
+    def batches_left(self) -> int:
         """Return how many batches the next epoch has."""
         return self._position.batches_left()
 
     @property
     def has_begun(self) -> bool:
         """Whether an epoch has begun."""
-        return self._position.epoch is not None
+        return self._position.drawing is not None
 
     def let_go(self) -> None:
         """End the tracking; the position stays."""
-        self._position.marks, self.tracking = self.marks, None
+        self._position.epochs, self.tracking = self._epochs, None
 
     @property
-    def marks(self) -> Marks:
-        """The last positions of what is trained on; without `tracking`, of the last reader."""
+    def _epochs(self) -> list[_Epoch]:
+        """The last two epochs of what is trained on; without `tracking`, of the last reader."""
         if self.tracking is None:
-            return self._position.marks
+            return self._position.epochs
         for each in self.tracking.iterators:
             if isinstance(each, _Batches) and each.loader is self:
-                return each.marks
-        return deque()
+                return each.epochs
+        return []
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Copy what the user has made; where a fit is in it stays with the fit."""
+        """Copy the user's loader; where a fit is in it stays with the fit."""
         ours = ("tracking", "is_known", _POSITION)
         state = {name: value for name, value in vars(self).items() if name not in ours}
         # where Lightning has noted what was set while it made the loader
-        if record := state.get(_RECORD):
-            state[_RECORD] = [each for each in record if each[0][0] not in ours]
-        kind: type[DataLoader[Any]] = type(self)
-        if kind is TrackedLoader:  # which a fit has made of it
-            state.pop("lookahead", None)
-            kind = DataLoader
-        return _loader_of, (kind,), state
+        if record := state.get("__pl_attrs_record"):
+            state["__pl_attrs_record"] = [each for each in record if each[0][0] not in ours]
+        return _loader, (), state
 
 
-_RECORD = "__pl_attrs_record"  # of lightning.fabric.utilities.data
-
-
-def _loader_of(kind: type[DataLoader[Any]]) -> DataLoader[Any]:
-    return kind.__new__(kind)
-
-
-class ResumableLoader(TrackedLoader):
-    """A `TrackedLoader` with ``state_dict`` and ``load_state_dict``.
-
-    Args:
-        is_epoch_over: says, when the state is taken, that the epoch ends although there are more
-            batches. None: every epoch is read to its end.
-        lookahead: see `TrackedLoader`.
-    """
-
-    def __init__(
-        self,
-        *args: Any,
-        is_epoch_over: Callable[[], bool] | None = None,
-        lookahead: LooksAhead | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self.is_epoch_over, self.lookahead = is_epoch_over, lookahead
-
-    def state_dict(self) -> dict[str, object]:
-        """Return the position in the epoch; at its end, and before it, that has no batches."""
-        over = self.is_epoch_over is not None and self.is_epoch_over()
-        state = self.position(behind=0 if self.tracking is None else self.tracking.behind())
-        if state.get("ended") or (over and self._position.to_resume is None):
-            return {"batches": 0}
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next epoch be the rest of the one that `state` is of."""
-        self.go_to(state)
-
-
-def make_resumable(
-    loader: DataLoader[Any],
-    *,
-    is_epoch_over: Callable[[], bool] | None = None,
-    lookahead: LooksAhead | None = None,
-) -> bool:
-    """Turn a plain DataLoader into a ResumableLoader in place; returns whether that was possible.
-
-    It is not for subclasses, which may be resumable themselves, nor for iterable data sets, nor for
-    loaders that return batches out of order.
-    """
-    if not _can_be_tracked(loader):
-        return False
-    # only the class changes, so the loader stays the object that the user holds
-    loader.__class__ = ResumableLoader
-    assert isinstance(loader, ResumableLoader)
-    loader.is_epoch_over, loader.lookahead = is_epoch_over, lookahead
-    return True
+def _loader() -> DataLoader[Any]:
+    return DataLoader.__new__(DataLoader)
 
 
 def make_tracked(loader: object, tracking: Tracking, *, ranks: int, parts: int) -> bool:
     """Let `tracking` know of what `loader` hands out; returns whether its order is known exactly.
 
-    It is for plain DataLoaders, which change in place, and for resumable ones. `ranks` is how many
-    ranks there are, and `parts` among how many of them samples are split.
+    It is for plain DataLoaders of map-style data sets, which change in place: only the class does,
+    so the loader stays the object that the user holds. `ranks` is how many ranks there are, and
+    `parts` among how many of them samples are split.
     """
-    can_be = _can_be_tracked(loader) or isinstance(loader, TrackedLoader)
+    can_be = isinstance(loader, TrackedLoader) or (
+        type(loader) is DataLoader
+        and not isinstance(loader.dataset, IterableDataset)
+        and loader.in_order
+    )
     if not can_be or not _is_order_known(loader, ranks=ranks, parts=parts):
         if isinstance(loader, TrackedLoader):  # of an earlier fit
-            loader.tracking, loader.is_known = None, False
+            loader.tracking, loader.is_known, loader.__class__ = None, False, DataLoader
         return False
-    if not isinstance(loader, TrackedLoader):
-        loader.__class__ = TrackedLoader
+    assert isinstance(loader, DataLoader)
+    loader.__class__ = TrackedLoader
     assert isinstance(loader, TrackedLoader)
     # of an earlier fit
     vars(loader).pop(_POSITION, None)
     loader.tracking, loader.is_known = tracking, True
     return True
-
-
-def _can_be_tracked(loader: object) -> bool:
-    return (
-        type(loader) is DataLoader
-        and not isinstance(loader.dataset, IterableDataset)
-        and loader.in_order
-    )
 
 
 def _is_order_known(loader: Any, *, ranks: int, parts: int) -> bool:
@@ -316,165 +224,100 @@ class _Position:
     """Replaces a loader's sampler (of batches, or else of samples), and starts its epochs."""
 
     def __init__(self, sampler: Any, generator: torch.Generator | None) -> None:
-        self.sampler = sampler
-        # of a batch sampler, the sampler of single samples inside of it
-        inner = getattr(sampler, "sampler", None)
-        self.parts = [part for part in (sampler, inner) if part is not None]
-        self.deal = Deal.of(sampler)
-        found = [generator, *(getattr(part, "generator", None) for part in self.parts)]
-        # each once, though the loader and its samplers may share one
+        deal = Deal.of(sampler)
+        assert deal is not None, "only loaders of known orders are tracked"
+        self.sampler, self.deal = sampler, deal
+        # each once, though the loader and its sampler may share one
+        found = [generator, getattr(deal.sampler, "generator", None)]
         self.generators = list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
-        self.epoch: _Epoch | None = None
+        self.drawing: _Epoch | None = None  # the epoch that was begun last
+        self.epochs: list[_Epoch] = []  # of what was begun or read last
         self.to_resume: dict[str, Any] | None = None
-        self.marks: Marks = deque()  # of what was begun or read last
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[object]:
-        return iter(self.sampler) if self.epoch is None else self.epoch.indices()
+        return iter(self.sampler) if self.drawing is None else self.drawing.indices()
 
-    def begin(self, lookahead: LooksAhead | None, *, resumes: bool) -> _Epoch:
+    def begin(self, *, resumes: bool) -> _Epoch:
         """Start a new epoch, or if it `resumes` the rest of the one that was loaded."""
         resumed = None
         if resumes:
             resumed, self.to_resume = self.to_resume, None
-        self.epoch = _Epoch(self, resumed, lookahead)
-        return self.epoch
+        self.drawing = _Epoch(self, resumed)
+        return self.drawing
 
-    def state_dict(self, marks: Marks, behind: int = 0) -> dict[str, Any]:
-        # loaded and not begun: the position is still that one
-        if self.to_resume is not None:
-            return self.to_resume
-        if not marks:
-            return {"batches": 0}
-        epoch, batches, check = marks[max(0, len(marks) - 1 - behind)]
-        return epoch.state_dict(batches, check)
+    def go_to(self, position: dict[str, Any], *, stays_ended: bool) -> None:
+        has_order = "order" in position and "random" in position
+        if has_order and not self.deal.can_draw(position["order"]):
+            warnings.warn(
+                "the order of the interrupted epoch cannot be drawn again, for there is another "
+                "data set or sampler: this epoch begins anew, and samples may come twice",
+                stacklevel=3,
+            )
+            has_order = False
+        is_end = stays_ended and position.get("ended")
+        self.to_resume = dict(position) if has_order or is_end else None
+        self.epochs = []
+        # A Trainer sets the sampler's epoch only after workers have drawn their first batches.
+        if has_order and "epoch" in position["order"] and hasattr(self.deal.sampler, "set_epoch"):
+            self.deal.sampler.set_epoch(position["order"]["epoch"])
 
-    def load_state_dict(self, state: dict[str, Any], *, stays_ended: bool = False) -> None:
-        begun = "random" in state and (state["batches"] or "used" in state)
-        self.to_resume = dict(state) if begun or (stays_ended and state.get("ended")) else None
-        self.marks = deque()
-        # A Trainer sets the samplers' epoch only after workers have drawn their first batches.
-        for part, number in zip(self.parts, state.get("epochs", ()), strict=False):
-            if number is not None and hasattr(part, "set_epoch"):
-                part.set_epoch(number)
-
-    def batches_left(self) -> float:
-        length, state = _length(self.sampler), self.to_resume
+    def batches_left(self) -> int:
+        state = self.to_resume
         if state is None:
-            return length
+            return len(self.sampler)
         if state.get("ended"):
             return 0
-        deal = self.deal
-        # An order that cannot be drawn is of data of this rank's own, or of data that have grown.
-        if deal is None or "used" not in state or not deal.can_draw(state["order"]):
-            return max(0, length - int(state["batches"]))
-        return deal.batches(deal.length(state["order"]) - state["used"])
+        return self.deal.batches(self.deal.length(state["order"]) - state["used"])
 
-    def remember(self) -> dict[str, object]:
+    def remember(self) -> dict[str, Any]:
         """Return the state that the next order depends on."""
-        state = {
+        return {
             "random": random_states(),
             "generators": [generator.get_state() for generator in self.generators],
-            "epochs": [_epoch_of(part) for part in self.parts],
-            "samplers": [_state_of(part) for part in self.parts],
-            "rank": getattr(self.parts[-1], "rank", 0),
+            "order": self.deal.recipe(),
         }
-        return state if self.deal is None else {**state, "order": self.deal.recipe()}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Restore that state.
-
-        The caller puts the global random states back afterwards.
-        """
-        set_random_states(state["random"])
-        for generator, value in zip(self.generators, state["generators"], strict=False):
-            generator.set_state(value)
-        for part, value in zip(self.parts, state["samplers"], strict=False):
-            if value is not None:
-                part.load_state_dict(value)
+    def rest(self, state: dict[str, Any]) -> Iterator[object]:
+        """Draw the order of an interrupted epoch again, and return an iterator over its rest."""
+        with restored_random_states():
+            set_random_states(state["random"])
+            for generator, value in zip(self.generators, state["generators"], strict=False):
+                generator.set_state(value)
+            return self.deal.rest(self.deal.draw(state["order"]), used=state["used"])
 
 
 class _Epoch:
     """One pass over the sampler: its initial state, and how much was handed out."""
 
-    def __init__(
-        self, position: _Position, resumed: dict[str, Any] | None, lookahead: LooksAhead | None
-    ) -> None:
-        self.position, self.resumed, self.lookahead = position, resumed, lookahead
-        self.origin: dict[str, Any] = {} if resumed is None else resumed
-        self.batches = 0 if resumed is None else int(resumed["batches"])
-        self.check = 0 if resumed is None else int(resumed.get("check", 0))  # of the order so far
+    def __init__(self, of: _Position, resumed: dict[str, Any] | None) -> None:
+        self.of, self.is_rest = of, resumed is not None
+        self.origin: dict[str, Any] = resumed or {}
         # the batches and the samples of all ranks that came before this loader
-        self.first, self.used = self.batches, 0 if resumed is None else int(resumed.get("used", 0))
+        self.first = self.batches = int(self.origin.get("batches", 0))
+        self.used = int(self.origin.get("used", 0))
         self.is_over = False
-        self._drawn: deque[int] = deque()  # the check after each batch that is still in flight
 
     def indices(self) -> Iterator[object]:
-        """Yield the sampler's batches (or samples).
+        """Yield the sampler's batches (or samples); nothing happens before the first one."""
+        if not self.is_rest:
+            self.origin = self.of.remember()
+            yield from self.of.sampler
+        elif not self.origin.get("ended"):
+            yield from self.of.rest(self.origin)
 
-        Nothing happens before the first one is requested.
-        """
-        if self.resumed is None:
-            self.origin = self.position.remember()
-            iterator, check = iter(self.position.sampler), 0
-        elif self.resumed.get("ended"):
-            return
-        else:
-            iterator, check = self._rest(), self.check
-        for chosen in iterator if self.lookahead is None else self.lookahead.over(iterator):
-            check = _check(chosen, check)
-            # in flight: drawn from the sampler, not yet handed out by the loader
-            self._drawn.append(check)
-            yield chosen
-
-    def _rest(self) -> Iterator[object]:
-        """Draw the order of the interrupted epoch again, and return an iterator over its rest."""
-        deal, recipe = self.position.deal, self.origin.get("order")
-        with restored_random_states():
-            self.position.restore(self.origin)
-            if deal is None or recipe is None or not deal.can_draw(recipe):
-                return self._skipped()
-            return deal.rest(deal.draw(recipe), used=self.used)
-
-    def _skipped(self) -> Iterator[object]:
-        """Return the sampler's own iterator, after the batches that were handed out."""
-        check, done = 0, 0
-        iterator: Iterator[object] = iter(self.position.sampler)
-        for chosen in _first(iterator, self.batches):
-            check, done = _check(chosen, check), done + 1
-        # A checkpoint holds rank 0's order; only the position applies to other ranks.
-        own = self.origin["rank"] == getattr(self.position.parts[-1], "rank", 0)
-        if done < self.batches or (own and check != self.check):
-            warnings.warn(
-                "the order of the interrupted epoch could not be drawn again (another data set, "
-                f"batch size or seed, or a sampler with a state of its own): after {self.batches} "
-                "batches that were used, samples of this epoch may come twice or not at all. Give "
-                "the sampler a generator, set_epoch or state_dict",
-                stacklevel=2,
-            )
-        return iterator
-
-    def count(self) -> None:
-        """Count one more batch."""
-        self.batches += 1
-        # None is in flight where persistent workers were begun again by another reader.
-        self.check = self._drawn.popleft() if self._drawn else self.check
-        if self.lookahead is not None and self.batches >= _length(self.position.sampler):
-            self.lookahead.finish()
-
-    def state_dict(self, batches: int, check: int) -> dict[str, Any]:
-        """Return the position after `batches` batches, whose order has the hash `check`."""
-        deal, state = self.position.deal, {**self.origin, "batches": batches, "check": check}
-        ended = self.is_over and batches == self.batches
-        if deal is not None and "order" in self.origin:
-            state["used"] = self.used + (batches - self.first) * deal.samples_per_batch
-            ended |= deal.batches(deal.length(self.origin["order"]) - state["used"]) <= 0
-        else:
-            ended |= batches >= _length(self.position.sampler)
-        # Nothing to go on with: the next epoch is drawn anew.
-        return {"batches": 0, "ended": True} if ended else state if self.origin else {"batches": 0}
+    def position(self, batches: int) -> dict[str, Any]:
+        """Return the position after `batches` batches."""
+        if "order" not in self.origin:  # nothing was drawn
+            return {"batches": 0, "ended": True} if self.is_over else {"batches": 0}
+        deal = self.of.deal
+        used = self.used + (batches - self.first) * deal.samples_per_batch
+        left = deal.batches(deal.length(self.origin["order"]) - used)
+        if left <= 0 or (self.is_over and batches == self.batches):
+            return {"batches": 0, "ended": True}
+        return {**self.origin, "batches": batches, "used": used}
 
 
 class _Batches(Iterator[object]):
@@ -482,21 +325,19 @@ class _Batches(Iterator[object]):
 
     def __init__(self, loader: TrackedLoader) -> None:
         self.loader = loader
-        self.marks: Marks = deque()
-        self._begun: tuple[Any, _Epoch] | None = None
+        self.epochs: list[_Epoch] = []  # the one before, and the one that is read
         self.waited_seconds = 0.0
+        self._batches: Iterator[object] | None = None
 
     def begin(self, *, resumes: bool = False) -> None:
         """Start workers, and draw what an epoch draws at its beginning."""
-        # where the last epoch ended this one begins
-        before = list(self.loader.marks)[:-1]
-        _, epoch = self._begun = self.loader._begin(resumes=resumes)
-        self.marks.extend([*before, (epoch, epoch.batches, epoch.check)])
-        self.loader._position.marks = self.marks
+        before = self.loader._epochs[-1:]
+        self._batches, epoch = self.loader._begin(resumes=resumes)
+        self.epochs = self.loader._position.epochs = [*before, epoch]
 
     def begin_waiting(self) -> None:
         """Begin now that the position is known, if this is what is trained on."""
-        if self._begun is None and self._counts():
+        if self._batches is None and self._counts():
             self.begin(resumes=True)
 
     def _counts(self) -> bool:
@@ -507,82 +348,22 @@ class _Batches(Iterator[object]):
         return len(self.loader)
 
     def __next__(self) -> object:
-        tracking = self.loader.tracking if self._counts() else None
-        if tracking is not None:
-            tracking.before_fetch()
-        if self._begun is None:
+        if self._counts():
+            assert self.loader.tracking is not None
+            self.loader.tracking.before_fetch()
+        if self._batches is None:
             self.begin()
-        assert self._begun is not None
-        batches, epoch = self._begun
+        assert self._batches is not None
         start = perf_counter()
         try:
-            batch = next(batches)
+            batch = next(self._batches)
         except StopIteration:
-            epoch.is_over = True
+            self.epochs[-1].is_over = True
             raise
         self.waited_seconds += perf_counter() - start
-        epoch.count()
-        self.marks.append((epoch, epoch.batches, epoch.check))
-        behind = 0 if tracking is None else tracking.behind()
-        while len(self.marks) > behind + 3:  # the batch itself, and one that is not counted yet
-            self.marks.popleft()
-        self.loader._position.marks = self.marks
+        self.epochs[-1].batches += 1
+        self.loader._position.epochs = self.epochs
         return batch
-
-
-def _check(chosen: object, before: int) -> int:
-    """Return a 63-bit hash of a batch of indices and all before it."""
-    try:
-        data = array("q", chosen if isinstance(chosen, list | tuple) else [chosen]).tobytes()
-    except (TypeError, OverflowError):  # other keys than numbers
-        data = repr(chosen).encode()
-    return xxhash.xxh3_64_intdigest(data, seed=before) >> 1
-
-
-def _first(iterator: Iterator[object], number: int) -> Iterable[object]:
-    """Yield up to `number` items.
-
-    Unlike `zip` with a range it takes no more than that from `iterator`.
-    """
-    for _ in range(number):
-        try:
-            yield next(iterator)
-        except StopIteration:
-            return
-
-
-def _epoch_of(sampler: Any) -> int | None:
-    """Return the number that `set_epoch` gave `sampler`, if it shows that."""
-    number = getattr(sampler, "epoch", None) if hasattr(sampler, "set_epoch") else None
-    return number if isinstance(number, int) else None
-
-
-def _state_of(sampler: Any) -> Any:
-    """Return a copy of the state that `sampler` shows, if it can be had."""
-    try:
-        return deepcopy(sampler.state_dict()) if hasattr(sampler, "state_dict") else None
-    except Exception as error:
-        warnings.warn(
-            f"{type(sampler).__name__} gives no state_dict ({type(error).__name__}: {error}): "
-            "another order may follow a checkpoint",
-            stacklevel=2,
-        )
-        return None
-
-
-def _length(sampler: Any) -> float:
-    try:
-        return len(sampler)
-    except TypeError:  # it has no length
-        return float("inf")
-
-
-def can_look_ahead(sampler: object) -> bool:
-    """Return whether drawing earlier from `sampler` changes nothing.
-
-    Subclasses, Lightning's among them, may do anything.
-    """
-    return type(sampler) in _SAMPLERS
 
 
 @dataclass(frozen=True)
@@ -604,8 +385,7 @@ class Deal:
             deal = cls(sampler.sampler, sampler.batch_size, sampler.drop_last)
         else:
             deal = cls(sampler, None, drops_batch=False)
-        known = type(deal.sampler) in (DistributedSampler, *_UNSHARED)
-        return deal if known else None
+        return deal if type(deal.sampler) in (DistributedSampler, *_UNSHARED) else None
 
     @property
     def ranks(self) -> int:

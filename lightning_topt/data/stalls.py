@@ -262,7 +262,7 @@ def measure_stalls(
         # one cache for each data set inside of the loader's
         caches: dict[int, SampleCache] = {}
 
-        def cache_of(dataset: Any, place: str) -> SampleCache:
+        def cache_of(dataset: Any) -> SampleCache:
             if id(dataset) not in caches:
                 caches[id(dataset)] = SampleCache(
                     folder,

@@ -18,10 +18,12 @@ a loader asks for goes to `BatchDataset.__getitems__`, where torch would only st
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import secrets
 import socket
 import tempfile
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +32,6 @@ from typing import Any
 import lightning.pytorch as pl
 import psutil
 import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
@@ -43,15 +44,14 @@ from lightning_topt.basics.argument_checks import (
     check_whole,
 )
 from lightning_topt.data.cache.cached_batches import collate, is_stacking, with_caches
-from lightning_topt.data.cache.dataset_names import DatasetNames
+from lightning_topt.data.cache.determinism import IGNORED
+from lightning_topt.data.cache.fingerprint import Named, named
 from lightning_topt.data.cache.memory_file import available_bytes
 from lightning_topt.data.cache.sample_cache import CacheStatistics, SampleCache
-from lightning_topt.data.lookahead import Lookahead
+from lightning_topt.data.cache.segment_store import warn_once
 from lightning_topt.data.peers.client import NOWHERE, Peers
-from lightning_topt.data.peers.prefetch import PrefetchingPeers
 from lightning_topt.data.peers.protocol import own_address
 from lightning_topt.data.peers.server import PeerServer
-from lightning_topt.data.resumable_loader import make_resumable
 from lightning_topt.plugins.wrapped_data import WrappedDataModule
 
 MEMORY_SHARE = 4  # a fourth of what is free
@@ -70,8 +70,7 @@ class CachedDataModule(WrappedDataModule):
     evicted, so what finds no room is read from the source in every epoch. Samples are kept after
     the part of the data set that is marked with `lightning_topt.data.deterministic`, without a mark
     as ``__getitem__`` gives them; a part that turns out to be random is refused. All processes and
-    jobs of a node that use the same directory share one cache. Checkpoints of the middle of an
-    epoch hold where its training loaders are: they go on at the next batch, in the same order.
+    jobs of a node that use the same directory share one cache.
 
     Sizes are numbers or text (``"8GiB"``). Without any, each data set may take a quarter of the
     memory that is free on the machine when its loader is first asked for. What is promised to
@@ -129,7 +128,8 @@ class CachedDataModule(WrappedDataModule):
             raise ValueError(f"partition is True, False or a CachePartition, not {partition!r}")
         self.data_version = data_version
         # The caches are opened with the loaders, by fingerprint.
-        self._names = DatasetNames(data_version=data_version, warn=rank_zero_warn)
+        # by id of a data set: a reference to it, and what it was called last
+        self._names: dict[int, tuple[Callable[[], Any], Named]] = {}
         self._caches: dict[str, SampleCache] = {}  # by fingerprint: equal data sets share one
         self.partition = CachePartition() if partition is True else partition or None
         self._joined: list[PartitionedCache] = []
@@ -163,6 +163,7 @@ class CachedDataModule(WrappedDataModule):
         for cache in self._caches.values():
             cache.close()
         self._caches.clear()
+        self._names.clear()
 
     @override
     def _changed_loader(self, loader: DataLoader[Any], path: str) -> DataLoader[Any]:
@@ -175,38 +176,41 @@ class CachedDataModule(WrappedDataModule):
         stacks = is_stacking(loader)
         replace_dataset(
             loader,
-            with_caches(loader.dataset, self._cache_of, ready_batches=stacks, place=path),
+            with_caches(loader.dataset, self._cache_of, ready_batches=stacks),
         )
         if stacks:
             replace_argument(loader, "collate_fn", collate)
-        # A fit may go on in the middle of an epoch.
-        if path.startswith(TRAIN):
-            make_resumable(
-                loader, is_epoch_over=self._is_epoch_over, lookahead=self._lookahead(loader.dataset)
-            )
         return loader
 
-    def _lookahead(self, dataset: Any) -> Lookahead | None:
-        if not self._joined or self.partition is None:
-            return None
-        return Lookahead(dataset, batches=self.partition.prefetch_batches)
-
-    def _is_epoch_over(self) -> bool:
-        """Return whether the Trainer has had the last batch that it wants of this epoch."""
-        return (
-            self.trainer is not None
-            and self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        )
-
-    def _cache_of(self, dataset: Any, place: str) -> SampleCache:
+    def _cache_of(self, dataset: Any) -> SampleCache:
         # equal data sets share one
-        name = self._name_of(dataset, place)
+        name = self._name_of(dataset)
         if name not in self._caches:
             self._caches[name] = self._new_cache(name, num_items=len(dataset))
         return self._caches[name]
 
-    def _name_of(self, dataset: Any, place: str) -> str:
-        return self._names.name_of(dataset, place=place, agree=gathered if self._joined else None)
+    def _name_of(self, dataset: Any) -> str:
+        """Return the fingerprint of a data set as it is now; a change is said once."""
+        known = self._names.get(id(dataset))
+        before = None if known is None or known[0]() is not dataset else known[1]
+        now = named(dataset, data_version=self.data_version, before=before)
+        try:
+            reference: Callable[[], Any] = weakref.ref(dataset)
+        except TypeError:  # a list cannot have weak references
+            reference = functools.partial(operator.itemgetter(0), [dataset])
+        # forget data sets that are gone
+        self._names = {key: each for key, each in self._names.items() if each[0]() is not None}
+        self._names[id(dataset)] = reference, now
+        if before is not None and before.name != now.name:
+            both = before.attributes.items() ^ now.attributes.items()
+            changed = ", ".join(sorted({name for name, _ in both})) or "what it refers to"
+            warn_once(
+                f"{type(dataset).__name__} is not as it was when its cache was made ({changed} "
+                "changed): its samples get another cache, with as much room. What they do not "
+                f"depend on may be named in an attribute {IGNORED}",
+                stacklevel=6,
+            )
+        return now.name
 
     def _new_cache(self, name: str, *, num_items: int) -> SampleCache:
         # On one node nothing is exchanged, and writes may come later.
@@ -321,13 +325,8 @@ class CachePartition:
     - ``timeout_seconds``: for another node's answer to begin. A node that does not answer is left
       out, and its samples are read from the source, until it has answered a question that is asked
       every ``retry_seconds`` in the background.
-    - ``queue_bytes``: per process, of samples that were read and wait to be given to the node that
-      stores them; what finds no place is dropped, and read from the source again.
-    - ``prefetch_batches``, ``prefetch_bytes``: how far a training loader without workers fetches
-      ahead from other nodes; the order of an epoch is known. 0 batches: not at all. Loaders with
-      workers fetch ahead by their ``prefetch_factor``.
 
-    Sizes are numbers or text (``"64MiB"``). Raises ValueError for values that mean nothing.
+    Raises ValueError for values that mean nothing.
     """
 
     interface: str | None = None
@@ -335,21 +334,14 @@ class CachePartition:
     seed: int = 0
     timeout_seconds: float = 5.0
     retry_seconds: float = 10.0
-    queue_bytes: int | str = 1 << 26
-    prefetch_batches: int = 4
-    prefetch_bytes: int | str = 1 << 28
 
     def __post_init__(self) -> None:
         if self.interface is not None:
             check_text(self.interface, name="interface")
         check_whole(self.port, name="port", least=0, most=(1 << 16) - 1)
         check_whole(self.seed, name="seed", least=None)
-        check_whole(self.prefetch_batches, name="prefetch_batches", least=0)
-        # Seconds and sizes.
         for name in ("timeout_seconds", "retry_seconds"):
             check_real(getattr(self, name), name=name, positive=True)
-        for name in ("queue_bytes", "prefetch_bytes"):
-            object.__setattr__(self, name, check_size(getattr(self, name), name=name))
 
 
 class PartitionedCache:
@@ -364,8 +356,7 @@ class PartitionedCache:
         self.cache, self.server, self.addresses = cache, server, addresses
 
     def close(self) -> None:
-        """Finish what is on its way to other nodes and stop serving. The cache stays open."""
-        # What waits for other nodes is sent first.
+        """Hang up and stop serving. The cache stays open."""
         peers, self.cache.peers = self.cache.peers, None
         if peers is not None:
             peers.close()
@@ -417,7 +408,7 @@ def open_partitioned(
         if cache is not None:
             cache.close()
         raise
-    peers = Peers(
+    cache.peers = Peers(
         addresses,
         node=trainer.node_rank,
         num_items=cache.num_items,
@@ -426,12 +417,6 @@ def open_partitioned(
         fingerprint=fingerprint,
         timeout_seconds=partition.timeout_seconds,
         retry_seconds=partition.retry_seconds,
-        queue_bytes=partition.queue_bytes,
-    )
-    # Loaders with workers fetch ahead in these.
-    ahead = partition.prefetch_batches
-    cache.peers = (
-        PrefetchingPeers(peers, ahead_bytes=int(partition.prefetch_bytes)) if ahead else peers
     )
     return PartitionedCache(cache, server=server, addresses=addresses)
 

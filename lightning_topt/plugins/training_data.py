@@ -24,7 +24,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -62,8 +61,6 @@ class TrainingData:
         self._epoch: tuple[int, dict[str, Any]] | None = None
         # the last accumulation window: the batch it begins with, and the random states before that
         self._window: tuple[tuple[int, int], dict[str, Any]] | None = None
-        # what Lightning saves of loaders, before the batch that it has fetched ahead
-        self._states_before: list[dict[str, Any]] = []
         self._ended_before: int | None = None  # how many epochs had ended when a batch was read
         self._undo = ExitStack()
         self._tracked: list[TrackedLoader] = []  # in this fit
@@ -204,8 +201,8 @@ class TrainingData:
                 own = self._epoch[1]
             state["loaders"] = positions
             self._warn_of_unknown(combined, batches=progress.current.processed)
-            states = self._states_before if behind else []
-            checkpoint = _with_progress(checkpoint, undone=undone, states=states)
+            if undone:
+                checkpoint = _with_progress(checkpoint, undone=undone)
         # After an exception the other ranks may be anywhere.
         state["random"] = [] if alone or trainer.interrupted else self._of_all_ranks(own)
         ours = {**checkpoint.get(CHECKPOINT_KEY, {}), DATA_KEY: state}
@@ -334,24 +331,16 @@ class TrainingData:
         loop.restarting = False
 
     def _follow_fetches(self) -> None:
-        """Know before each fetch in which epoch that is, and end there if a signal asks for it.
-
-        And the states of others' loaders, where Lightning fetches ahead.
-        """
+        """Know before each fetch in which epoch that is, and end there if a signal asks for it."""
         loop = self._trainer.fit_loop
         before_fetch = loop.epoch_loop._on_before_fetch
 
-        def note_states() -> None:
+        def note_epoch() -> None:
             self._preemption.before_fetch()  # before any loader is read
             self._ended_before = self._ended_epochs()
-            # Lightning may have reloaded them
-            present, fetcher = loop._combined_loader, loop._data_fetcher
-            self._states_before = []
-            if present is not None and fetcher is not None and fetcher.length is None:
-                self._states_before = present._state_dicts()
             before_fetch()
 
-        loop.epoch_loop._on_before_fetch = note_states  # type: ignore[method-assign]
+        loop.epoch_loop._on_before_fetch = note_epoch  # type: ignore[method-assign]
         self._undo.callback(loop.epoch_loop.__dict__.pop, "_on_before_fetch", None)
 
     def _is_epoch_over(self) -> bool:
@@ -371,23 +360,12 @@ class TrainingData:
             return
         names = [type(getattr(each, "dataset", each)).__name__ for each in _unknown(combined)]
         if names:
-            words = (
-                f"does not say where the training data are ({', '.join(names)}): a fit that goes "
-                "on from it reads them from their beginning. Give the loader state_dict and "
-                "load_state_dict (as torchdata's StatefulDataLoader), or a map-style data set with "
-                "shuffle=True or False and the samplers of torch and Lightning"
+            self._has_warned = True
+            rank_zero_warn(
+                "this checkpoint is of the middle of an epoch and does not say where the training "
+                f"data are ({', '.join(names)}): a fit that goes on from it reads them from their "
+                "beginning. Use torchdata's StatefulDataLoader, or torch's samplers"
             )
-        elif any(map(_draws_anew, combined.flattened)):
-            words = (
-                "has the state of a loader, but not of the sampler that Lightning has put around "
-                "its own: a fit that goes on from it may read the rest in another order, and so "
-                "repeat and lose samples. Give the loader a StatefulDistributedSampler, or take "
-                "torch's DataLoader"
-            )
-        else:
-            return
-        self._has_warned = True
-        rank_zero_warn(f"this checkpoint is of the middle of an epoch and {words}")
 
     def _random_states(self) -> dict[str, Any]:
         states, device = random_states(), self._strategy.root_device
@@ -443,19 +421,8 @@ def _unknown(combined: CombinedLoader) -> list[Any]:
     ]
 
 
-def _draws_anew(loader: Any) -> bool:
-    """Return whether the order of a loader with a state comes from a sampler without one."""
-    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    return isinstance(loader, _Stateful) and isinstance(sampler, DistributedSamplerWrapper)
-
-
-def _with_progress(
-    checkpoint: dict[str, Any], *, undone: int, states: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """Return `checkpoint` with Lightning's part of it as it was some batches before.
-
-    `undone` batches are not counted; `states` are those of loaders, if Lightning has any.
-    """
+def _with_progress(checkpoint: dict[str, Any], *, undone: int) -> dict[str, Any]:
+    """Return `checkpoint` with `undone` batches less in Lightning's part of it."""
     loops = dict(checkpoint["loops"])
     fit = loops["fit_loop"] = dict(loops["fit_loop"])
     progress = fit[_PROGRESS] = dict(fit[_PROGRESS])
@@ -464,8 +431,6 @@ def _with_progress(
             name: count - undone if name in _COUNTS else count
             for name, count in progress[part].items()
         }
-    if states:
-        fit["state_dict"] = {**fit["state_dict"], "combined_loader": states}
     return {**checkpoint, "loops": loops}
 
 

@@ -6,23 +6,27 @@ import collections
 import copy
 import enum
 import os
-import pickle
 import random
 import re
+import subprocess
+import sys
 import threading
+import types
 from importlib import metadata
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset
 
+from lightning_topt.data.cache import fingerprint as fingerprints
 from lightning_topt.data.cache import sample_layout
 from lightning_topt.data.cache.cached_dataset import CachedDataset
 from lightning_topt.data.cache.determinism import deterministic
-from lightning_topt.data.cache.fingerprint import UnnamableError, fingerprint
-from lightning_topt.data.cache.fingerprint_code import version
+from lightning_topt.data.cache.fingerprint import UnnamableError, fingerprint, named
 from lightning_topt.data.cache.sample_cache import SampleCache
+from tests.preloaded import preloaded_python
 
 CODE = """
 import functools
@@ -49,15 +53,46 @@ def made(state=(1, 2), **changes):
     return namespace["Data"](state)
 
 
-def test_equal_code_and_state_have_equal_names():
-    assert fingerprint(made()) == fingerprint(made())
+def executed(code, namespace):
+    exec(compile(code, "<test>", "exec", dont_inherit=True), namespace)
+    return namespace
+
+
+def data_of(module, body):
+    namespace = {"__name__": module, "__package__": module.rpartition(".")[0]}
+    code = f"class Data:\n    def __getitem__(self, i):\n        {body}"
+    return executed(code, namespace)["Data"]()
+
+
+def write(folder, files):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+@pytest.fixture(autouse=True)
+def unseen():
+    """Forget which modules there are."""
+
+    def forget():
+        for name in [name for name in sys.modules if name.partition(".")[0] == "later"]:
+            del sys.modules[name]
+        for cached in (fingerprints._file, fingerprints.is_library, fingerprints.version):
+            cached.cache_clear()
+
+    forget()
+    yield forget
+    forget()
+
+
+# ---- state ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "change", [{"factor": 3}, {"constant": 6}, {"added": 2}, {"state": (1, 3)}, {"state": [1, 2]}]
 )
 def test_any_change_of_code_or_state_changes_the_name(change):
-    assert fingerprint(made(**change)) != fingerprint(made())
+    assert fingerprint(made()) == fingerprint(made()) != fingerprint(made(**change))
 
 
 STATES = [
@@ -109,26 +144,29 @@ def test_cycles_and_shared_parts():
     assert fingerprint(made(ring)) == fingerprint(made(ring)) != fingerprint(made([1, [1]]))
 
 
-def test_randomness_is_no_part_of_it():
-    first, second = (torch.Generator().manual_seed(seed) for seed in (1, 2))
-    assert fingerprint(made(first)) == fingerprint(made(second))
+def test_what_is_no_state(tmp_path, monkeypatch):
+    """Randomness, folders, and the files that the kernel makes up."""
+    assert len({fingerprint(made(torch.Generator().manual_seed(seed))) for seed in (1, 2)}) == 1
+    before = fingerprint(made(str(tmp_path)))
+    (tmp_path / "new").write_text("x")
+    assert fingerprint(made(str(tmp_path))) == before
+    assert fingerprints.hash_of_file("/proc/uptime") is None
 
 
-def test_files_that_are_named_count_with_size_and_time(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_text("one")
-    before, version = (
-        fingerprint(made([str(path)])),
-        fingerprint(made([str(path)]), data_version="1"),
-    )
-    assert fingerprint(made([path])) != fingerprint(made([tmp_path / "b.txt"]))
-    path.write_text("three")
-    assert fingerprint(made([str(path)])) != before
-    assert (
-        fingerprint(made([str(path)]), data_version="1")
-        == version
-        != fingerprint(made([str(path)]), data_version="2")
-    )
+def test_a_state_that_getstate_leaves_out_and_a_lock_of_the_module():
+    assert fingerprint(Lazy()) == fingerprint(Lazy())
+    values = {"__name__": "users_module", "lock": threading.Lock()}
+    kinds = [type("Data", (), values | {"by": by}) for by in (1, 1, 2)]
+    names = [fingerprint([kind, kind()]) for kind in kinds]
+    assert names[0] == names[1] != names[2]
+
+
+class Lazy(Dataset):
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def __getstate__(self):
+        return {}
 
 
 NAMED = {
@@ -156,56 +194,6 @@ def test_what_has_no_canonical_form_is_an_error():
         fingerprint(made(threading.Lock()))
     with open(os.devnull) as file, pytest.raises(UnnamableError):
         fingerprint(made(file))
-
-
-class Lazy(Dataset):
-    def __init__(self):
-        self.lock = threading.Lock()
-
-    def __getstate__(self):
-        return {}
-
-
-def test_what_getstate_leaves_out_does_not_count():
-    assert fingerprint(Lazy()) == fingerprint(Lazy())
-    assert fingerprint(TensorDataset(torch.ones(3))) != fingerprint(TensorDataset(torch.zeros(3)))
-
-
-def test_a_lock_that_is_no_state_goes_by_name():
-    values = {
-        "__name__": "users_module",
-        "lock": threading.Lock(),
-        "__getitem__": lambda self, index: self.lock,
-    }
-    kinds = [type("Data", (), values | {"by": by}) for by in (1, 1, 2)]
-    names = [fingerprint([kind, kind()]) for kind in kinds]
-    assert names[0] == names[1] != names[2]
-
-
-@pytest.mark.parametrize(
-    "made_of", [lambda cls: cls, lambda cls: [cls], lambda cls: [cls, cls([1])]]
-)
-def test_a_class_in_the_state_counts_with_its_code(made_of):
-    names = [fingerprint([made_of(type(made(added=added)))]) for added in (1, 1, 2)]
-    assert names[0] == names[1] != names[2]
-
-
-SHARED = [0.5]
-
-
-class Normalized(Dataset):
-    def __init__(self, mean=SHARED, std=(0.2, 0.3)):
-        self.mean, self.std, self.again = mean, std, [mean, std]
-
-    def __getitem__(self, index):
-        return index - SHARED[0]
-
-
-def test_a_copy_that_shares_nothing_is_equal():
-    data = Normalized()
-    assert fingerprint(pickle.loads(pickle.dumps(data))) == fingerprint(data)
-    data.again = [[0.5], (0.2, 0.3)]
-    assert fingerprint(data) == fingerprint(Normalized())
 
 
 TABLE = """
@@ -267,34 +255,295 @@ def test_a_cache_that_is_in_use_changes_nothing(tmp_path, kind):
     assert fingerprint(data) == before == fingerprint(kind())
 
 
-def test_folders_do_not_count(tmp_path):
-    before = fingerprint(made(str(tmp_path)))
-    (tmp_path / "new").write_text("x")
-    assert fingerprint(made(str(tmp_path))) == before
+# ---- code ----------------------------------------------------------------------------------------
 
 
-def test_files_that_the_kernel_makes_up_do_not_count(tmp_path, monkeypatch):
-    (tmp_path / "a").write_text("x")
-    names, look = [], os.stat
-    for time in (1, 2):
-        os.utime(tmp_path / "a", ns=(time, time))
-        monkeypatch.setattr(os, "stat", lambda path, **options: look(tmp_path / "a", **options))
-        names.append(
-            (fingerprint(["/proc/uptime", b"/sys/power/state"]), fingerprint(["/data/uptime"]))
-        )
-        monkeypatch.undo()
-    assert names[0][0] == names[1][0] and names[0][1] != names[1][1]
+HELPERS = """
+import collections, dataclasses, enum, functools, re
+def one(x):
+    return x + {added}
+@functools.lru_cache
+def kept(x):
+    return x + {added}
+class Scale:
+    def __init__(self, by):
+        self.by = by
+    def __call__(self, x):
+        return x * self.by + {added}
+class Wider(Scale):
+    pass
+scale = Scale(1)
+class Compose:
+    def __init__(self, *parts):
+        self.parts = list(parts)
+    def __call__(self, x):
+        for part in self.parts:
+            x = part(x)
+        return x
+composed = Compose(functools.partial(one), str, int)
+class Decoder:
+    size = {added}
+    @staticmethod
+    def load(x):
+        return x + {added}
+    @classmethod
+    def make(cls, x):
+        return x + cls.size
+    @functools.lru_cache
+    def kept(self, x):
+        return x + {added}
+    plus = functools.partialmethod(lambda self, by, x: x + by, {added})
+    @functools.singledispatchmethod
+    def kind(self, x):
+        return x
+    @kind.register
+    def _(self, x: int):
+        return x + {added}
+    @functools.cached_property
+    def table(self):
+        return [{added}] * 9
+    @property
+    def width(self):
+        return {added}
+kinds = [Decoder]
+decoder = Decoder()
+@functools.singledispatch
+def kind(x):
+    return x
+@kind.register
+def _(x: int):
+    return x + {added}
+class Mode(enum.IntEnum):
+    WIDE = {added}
+class Flags(enum.Flag):
+    A = {added}
+    B = 8
+@dataclasses.dataclass(slots=True)
+class Slots:
+    by: int = {added}
+    def load(self, x):
+        return x + self.by
+slots = Slots()
+counts = collections.defaultdict(lambda: {added})
+digits = re.compile("a{{{added}}}").search
+def with_attribute(x):
+    return x + with_attribute.by
+with_attribute.by = {added}
+def outer(by):
+    def inner(x):
+        return x + by
+    return inner
+inner = outer({added})
+def caught(x):
+    try:
+        return x + {added}
+    except ValueError:
+        return x
+"""
+USES = [
+    "helpers.one(i)",
+    "[one(x) for x in range(i)]",
+    "(lambda: one(i))()",
+    "kept(i)",
+    "scale(i)",
+    "Scale(2)(i)",
+    "Wider(2)(i)",
+    "composed(i)",
+    "Compose(Scale(2), str)(i)",
+    "helpers.Scale(2)(i)",
+    "[scale, Scale(2)][1](i)",
+    "Decoder.load(i)",
+    "Decoder.make(i)",
+    "kinds[0].load(i)",
+    "decoder.kept(i)",
+    "decoder.plus(i)",
+    "decoder.kind(i)",
+    "decoder.table[0]",
+    "decoder.width",
+    "kind(i)",
+    "Mode.WIDE + i",
+    "(Flags.A | Flags.B).value",
+    "Slots().load(i)",
+    "slots.load(i)",
+    "counts.copy()['none']",
+    "digits('aaa')",
+    "with_attribute(i)",
+    "inner(i)",
+    "caught(i)",
+]
 
 
-def test_another_version_of_a_library_is_another_name(monkeypatch):
+def using(use, *, added):
+    helpers = types.ModuleType("helpers")
+    executed(HELPERS.format(added=added), vars(helpers))
+    namespace = {"helpers": helpers, **vars(helpers)} | {"__name__": "users_module"}
+    return executed(f"class Data:\n    def __getitem__(self, i):\n        return {use}", namespace)[
+        "Data"
+    ]()
+
+
+@pytest.mark.parametrize("use", USES)
+def test_code_in_other_modules_counts(use):
+    names = [fingerprint(using(use, added=added)) for added in (1, 1, 2)]
+    assert names[0] == names[1] != names[2]
+
+
+LATER = {
+    "later/__init__.py": "",
+    "later/first.py": "from later.second import BY\ndef one(x):\n    return x + BY\n",
+    "later/second.py": "BY = 1\n",
+    "later/deep/__init__.py": "",
+}
+IMPORTS = [
+    ("users.data", "from later.first import one; return one(i)"),
+    ("users.data", "import later.first as f; return f.one(i)"),
+    ("users.data", "from later import first; return first.one(i)"),
+    ("later.data", "from .first import one; return one(i)"),
+    ("later.deep.data", "from .. import first; return first.one(i)"),
+]
+
+
+@pytest.mark.parametrize(("module", "body"), IMPORTS)
+@pytest.mark.parametrize("changed", ["later/first.py", "later/second.py"])
+def test_modules_that_are_imported_when_they_are_needed_count(
+    tmp_path, monkeypatch, unseen, module, body, changed
+):
+    names = {}
+    other = "BY = 2\ndef one(x):\n    return x\n"
+    for kind, text in {"as before": "", "again": "# a remark\n", "other": other}.items():
+        write(tmp_path / kind, LATER | {changed: LATER[changed] + text})
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(tmp_path / kind)
+            data = data_of(module, body)
+            names[kind] = fingerprint(data)
+            assert "later.first" not in sys.modules
+            assert data[1] and "later.first" in sys.modules
+            assert fingerprint(data) == names[kind]
+        unseen()
+    assert names["as before"] == names["again"] != names["other"]
+
+
+@pytest.mark.parametrize(
+    "body", ["import later.none", "from ....too.far import one", "import nowhere", "import later"]
+)
+def test_imports_that_will_fail_are_left_to_fail(tmp_path, monkeypatch, body):
+    write(tmp_path, {"later.py": "def"})
+    monkeypatch.syspath_prepend(tmp_path)
+    assert fingerprint(data_of("users.data", body)) == fingerprint(data_of("users.data", body))
+
+
+def test_installed_packages_go_by_version(tmp_path, monkeypatch, unseen):
+    names = []
+    for text, number in (("", "1"), ("x = 1", "1"), ("", "2")):
+        folder = tmp_path / f"{len(names)}" / "site-packages"
+        info = f"Metadata-Version: 2.1\nName: later\nVersion: {number}\n"
+        write(folder, LATER | {"later/first.py": text, f"later-{number}.dist-info/METADATA": info})
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(folder)
+            names.append(fingerprint(data_of("users.data", IMPORTS[0][1])))
+        unseen()
+    assert names[0] == names[1] != names[2]
+
+
+def test_another_version_of_a_library_is_another_name(monkeypatch, unseen):
     before = fingerprint(made(torch.nn.Linear))
-    version.cache_clear()
+    unseen()
     monkeypatch.setattr(metadata, "version", lambda name: "0.0")
     assert fingerprint(made(torch.nn.Linear)) != before
-    version.cache_clear()
 
 
 def test_another_format_of_samples_is_another_name(monkeypatch):
     before = fingerprint([1])
     monkeypatch.setattr(sample_layout, "FORMAT", sample_layout.FORMAT + 1)
     assert fingerprint([1]) != before
+
+
+def test_a_long_way_through_the_code():
+    functions = "".join(f"def f{i}(x):\n    return f{i + 1}(x)\n" for i in range(3000))
+    names = []
+    for last in (1, 1, 2):
+        namespace = executed(
+            f"{functions}def f3000(x):\n    return {last}", {"__name__": "users_module"}
+        )
+        names.append(fingerprint([namespace["f0"]]))
+    assert names[0] == names[1] != names[2]
+
+
+USERS = """
+def using():
+    return [Data(), {Scale, one, Decoder, kept}, frozenset([Mode.WIDE, (1, "a"), "b", None, 2.0]),
+            Flags.A | Flags.B, using]
+class Data:
+    def __getitem__(self, i):
+        from helpers import one
+        return [%s]
+"""
+
+
+def test_equal_in_processes_with_other_hash_seeds_and_addresses(tmp_path):
+    code = HELPERS.format(added=1) + USERS % ", ".join(USES)
+    plain = CODE.format(factor=2, constant=5, added=1)
+    write(tmp_path, {"users_module.py": code, "helpers.py": "one = len", "plain_module.py": plain})
+    data = "plain_module.Data([{'x', 'y', 'z'}, frozenset('abcdef'), torch.nn.Linear])"
+    assert [
+        len(names) for names in named_in_other_processes(tmp_path, "users_module.using()", data)
+    ] == [1, 1]
+
+
+def named_in_other_processes(folder, *values):
+    """What two processes call each of `values`, which are things of modules in `folder`.
+
+    One has a hash seed of its own, the other the preloaded Python's.
+    """
+    modules = ", ".join(sorted({value.partition(".")[0] for value in values}))
+    names = ", ".join(f"fingerprint({value})" for value in values)
+    code = (
+        f"import {modules}, torch\nfrom lightning_topt.data.cache.fingerprint import "
+        f"fingerprint\nprint({names})"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{folder}:{Path(__file__).parents[2]}"}
+    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    jobs = [
+        subprocess.Popen(
+            [python, "-c", code], env=environment | {"PYTHONHASHSEED": seed}, stdout=subprocess.PIPE
+        )
+        for python in (sys.executable, preloaded_python())
+    ]
+    said = [job.communicate()[0].decode().split() for job in jobs]
+    assert [len(each) for each in said] == [len(values)] * 2
+    return [set(each) for each in zip(*said, strict=True)]
+
+
+# ---- the same data set again ---------------------------------------------------------------------
+
+
+class Items:
+    def __init__(self, **more):
+        self.size, self.opened, self.inner = 8, None, []
+        vars(self).update(more)
+
+
+@pytest.mark.parametrize("name", ["opened", "made", "inner"])
+def test_what_is_opened_on_first_use_is_no_change(name):
+    data = Items()
+    before = named(data)
+    setattr(data, name, [threading.Lock()])
+    with pytest.raises(UnnamableError):
+        named(data)
+    assert named(data, before=before) == before
+    data.size = 16
+    now = named(data, before=before)
+    assert dict(now.attributes.items() ^ before.attributes.items()).keys() == {"size"}
+
+
+@pytest.mark.parametrize("of_class", [True, False])
+def test_what_is_ignored_is_no_change(of_class):
+    ignored = {"ignored_by_cache": ("calls", "seen")}
+    cls = type("Ignoring", (Items,), ignored if of_class else {})
+    data = cls(calls=0, seen=[], **({} if of_class else ignored))
+    before = fingerprint(data)
+    data.calls += 1
+    data.seen.append(threading.Lock())  # what has no name is ignored too
+    assert fingerprint(data) == before
+    data.size = 16
+    assert fingerprint(data) != before

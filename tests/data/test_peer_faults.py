@@ -42,7 +42,7 @@ def soon():
 
 @pytest.fixture
 def pair(nodes):
-    made = nodes(2, proof_seconds=3, newcomers=4, connections=8)
+    made = nodes(2, proof_seconds=3, connections=8)
     for item in THEIRS:
         made[1].memory.write(item, [payload(item)])
     return made
@@ -89,9 +89,8 @@ def test_a_client_with_another_secret_or_other_data_gets_nothing(pair, wrong):
     others = [item for item in range(ITEMS) if not peers.is_own(item)]
     with pytest.warns(UserWarning, match="another secret or other data"):
         assert peers.fetch(others) == [None] * len(others)
-    peers.push(others[0], [b"wrong"])
-    peers.close()
-    assert peers.counts.fetched == peers.counts.pushes.stored == 0
+    peers.push({others[0]: [b"wrong"]})
+    assert peers.counts.fetched == peers.counts.stored == 0
 
 
 def test_a_server_that_does_not_know_the_secret_is_not_asked(pair):
@@ -132,8 +131,8 @@ def test_a_killed_owner_is_left_alone_and_asked_again_when_it_is_back(pair, monk
         warnings.simplefilter("error")
         patch.setattr(peer_client, "connect", lambda *_, **__: pytest.fail("it was asked again"))
         assert peers.fetch(THEIRS) == [None] * len(THEIRS)
-        peers.push(THEIRS[0], [payload(THEIRS[0])])
-    assert peers.counts.pushes.dropped == 1 and peers.counts.unanswered == 2 * len(THEIRS)
+        peers.push({THEIRS[0]: [payload(THEIRS[0])]})
+    assert peers.counts.stored == 0 and peers.counts.unanswered == 2 * len(THEIRS)
     pair[1].serve(port=port)
     link = peers._link(1)
     link._retry_at, link.retry_seconds = time.monotonic(), 0.05
@@ -187,14 +186,12 @@ def test_an_owner_that_hangs_when_it_is_called_takes_no_other_with_it(nodes):
 
 def test_what_cannot_be_given_away_is_dropped(pair):
     silent = socket.create_server((HERE, 0))
-    peers = client([pair[0], silent.getsockname()], timeout_seconds=2, queue_bytes=10_000)
-    with silent, pytest.warns(UserWarning) as caught:
-        for item in THEIRS:
-            peers.push(item, [bytes(1000)])
-        peers.close(timeout_seconds=10)
-    words = " ".join(str(warning.message) for warning in caught)
-    assert "faster than they can be given" in words and "no answer in time" in words
-    assert peers.counts.pushes.dropped == len(THEIRS) and peers.counts.pushes.stored == 0
+    peers = client([pair[0], silent.getsockname()], timeout_seconds=0.5)
+    with silent, pytest.warns(UserWarning, match="no answer in time"):
+        peers.push({item: [bytes(1000)] for item in THEIRS})
+    before = time.monotonic()
+    peers.push({THEIRS[0]: [bytes(1000)]})
+    assert peers.counts.stored == 0 and time.monotonic() - before < 0.4  # nobody waits again
 
 
 def test_damage_in_the_owners_store_is_never_given_and_repaired_by_the_next_reader(pair):
@@ -208,9 +205,8 @@ def test_damage_in_the_owners_store_is_never_given_and_repaired_by_the_next_read
     expected = [None if item in hurt else payload(item) for item in THEIRS]
     assert plain(peers.fetch(THEIRS)) == expected and peers.counts.damaged == len(hurt)
     for item in hurt:
-        peers.push(item, [payload(item)])
-    peers.close()
-    assert peers.counts.pushes.stored == len(hurt)
+        peers.push({item: [payload(item)]})
+    assert peers.counts.stored == len(hurt)
     assert plain(peers.fetch(THEIRS)) == [payload(item) for item in THEIRS]
 
 

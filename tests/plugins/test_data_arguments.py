@@ -56,9 +56,6 @@ WRONG = {
     (CachePartition, "seed"): [*NO_WHOLE, None],
     (CachePartition, "timeout_seconds"): NO_SECONDS,
     (CachePartition, "retry_seconds"): NO_SECONDS,
-    (CachePartition, "queue_bytes"): [*NO_SIZE, 0, None],
-    (CachePartition, "prefetch_batches"): [*NO_WHOLE, -1, None],
-    (CachePartition, "prefetch_bytes"): [*NO_SIZE, 0, None],
     (COORDINATED, "directory"): ["", 3, None],
     (COORDINATED, "memory_bytes"): [*NO_SIZE, 0, None],
     (COORDINATED, "seed"): [*NO_WHOLE, None],
@@ -94,14 +91,7 @@ def test_every_argument_is_in_the_list():
 
 
 def test_numbers_of_any_kind_and_text_are_taken():
-    partition = CachePartition(
-        port=np.int64(7), queue_bytes="64MiB", timeout_seconds=np.float32(1.5)
-    )
-    assert (partition.port, partition.queue_bytes, partition.prefetch_bytes) == (
-        7,
-        1 << 26,
-        1 << 28,
-    )
+    assert CachePartition(port=np.int64(7), timeout_seconds=np.float32(1.5)).port == 7
     assert (
         COORDINATED(memory_bytes="1GiB", seed=np.int32(3), data_version=4).memory_bytes == 1 << 30
     )

@@ -382,17 +382,20 @@ class Endless(IterableDataset):
 
 
 class OwnState(DataLoader):
-    """Resumable by itself, as torchdata's StatefulDataLoader; its length is not known."""
+    """Resumable by itself, as torchdata's StatefulDataLoader."""
 
     def __init__(self):
         super().__init__(Endless(), 2)
         self.passes, self.batches = 0, 0
 
+    def __len__(self):
+        return 10
+
     def __iter__(self):
         for batch in range(self.batches, 10):
-            self.batches = batch + 1
-            yield torch.full((2,), self.passes * 100.0 + batch), torch.zeros(2, 3)
-        self.passes, self.batches = self.passes + 1, 0
+            values = torch.full((2,), self.passes * 100.0 + batch), torch.zeros(2, 3)
+            self.passes, self.batches = self.passes + (batch == 9), (batch + 1) % 10
+            yield values
 
     def state_dict(self):
         return {"passes": self.passes, "batches": self.batches}
@@ -428,32 +431,6 @@ def _warnings_of_unknown_data(rank, folder):
 
 def test_what_has_no_state_is_said_once_at_the_checkpoint(tmp_path):
     assert on_ranks(_warnings_of_unknown_data, tmp_path, world_size=1) == [1]
-
-
-class OwnPlace(DataLoader):
-    """Knows how many batches it has read, as StatefulDataLoader, but not the order of a sampler."""
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        pass
-
-
-def _warnings_of_unknown_order(rank, folder):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(
-            folder,
-            data=lambda: OwnPlace(Numbers(), 4, sampler=OwnOrder()),
-            save=[2, 3],
-            max_epochs=1,
-        )
-    return sum("in another order" in str(w.message) for w in caught)
-
-
-def test_a_state_without_the_order_of_the_sampler_is_said_once(tmp_path):
-    assert on_ranks(_warnings_of_unknown_order, tmp_path) == [1, 0]
 
 
 def _fits_with_ddp(rank, folder):

@@ -78,10 +78,8 @@ def fit(node, devices, nodes, folder, make, options, *, epochs=EPOCHS, cached=Tr
     seen = list(module.dataset.seen)
     if cached:
         dist.barrier()  # who ends first serves nobody any more
-        prefetched = [getattr(joined.cache.peers, "prefetched", None) for joined in module._joined]
         module.close()
-        return model.losses, statistics, seen, prefetched
-    return model.losses, statistics, seen, []
+    return model.losses, statistics, seen
 
 
 def in_batches(data, **options):
@@ -107,7 +105,7 @@ def test_after_the_first_epoch_the_source_is_not_read_and_the_network_as_often_a
 ):
     results = on_nodes(fit, tmp_path, in_batches, room())
     owner = owners(ITEMS, num_nodes=2, seed=1)
-    for node, (_, [counts], seen, [prefetched]) in enumerate(results):
+    for node, (_, [counts], seen) in enumerate(results):
         first, *later = orders(2, node)
         assert set(seen) == set(first)  # (some of them twice, to see whether they are random)
         from_others = sum(owner[item] != node for order in later for item in order)
@@ -117,7 +115,7 @@ def test_after_the_first_epoch_the_source_is_not_read_and_the_network_as_often_a
             len(first) * len(later) - from_others,
         )
         assert counts.memory_items == ITEMS // 2
-        assert from_others > 3 and prefetched > 0
+        assert from_others > 3
 
 
 @functools.cache
@@ -130,7 +128,6 @@ def losses_without_a_cache(make, devices):
 def test_losses_are_those_without_a_cache(tmp_path, devices):
     for options in (
         room(),
-        *[room(partition=CachePartition(prefetch_batches=0))] * (devices == 1),
         room(memory_bytes=0, disk_bytes=1 << 20),
     ):
         folder = tmp_path / secrets.token_hex(4)
@@ -171,14 +168,14 @@ def test_any_loader(tmp_path, make):
 def test_a_warm_start_reads_the_other_nodes_disk(tmp_path):
     options = room(memory_bytes=0, disk_bytes=1 << 20)
     on_nodes(fit, tmp_path, in_batches, options)
-    for _, [counts], seen, _ in on_nodes(fit, tmp_path, in_batches, options):
+    for _, [counts], seen in on_nodes(fit, tmp_path, in_batches, options):
         assert not seen and counts.misses == 0
         assert counts.peer_hits + counts.disk_hits == EPOCHS * ITEMS // 2
 
 
 def test_room_for_less_than_a_share_costs_exactly_what_does_not_fit(tmp_path):
     entry = 208  # bytes of 32 float32 and their header
-    [(_, [first], _, _), (_, [second], _, _)] = on_nodes(
+    [(_, [first], _), (_, [second], _)] = on_nodes(
         fit, tmp_path, in_batches, room(memory_bytes=6 * entry)
     )
     kept = first.memory_items + second.memory_items
@@ -205,13 +202,9 @@ def fit_while_a_server_ends(node, devices, nodes, folder, options, sign):
     return fit(node, devices, nodes, folder, in_batches, options, callbacks=[Ends(node, sign)])
 
 
-@pytest.mark.parametrize("sign, prefetch_batches", [(signal.SIGKILL, 0), (signal.SIGSTOP, 2)])
-def test_a_server_that_dies_or_hangs_costs_readings_of_the_source_and_nothing_else(
-    tmp_path, sign, prefetch_batches
-):
-    partition = CachePartition(
-        seed=1, timeout_seconds=2, retry_seconds=60, prefetch_batches=prefetch_batches
-    )
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_that_dies_or_hangs_costs_readings_of_the_source_and_nothing_else(tmp_path, sign):
+    partition = CachePartition(seed=1, timeout_seconds=2, retry_seconds=60)
     results = on_nodes(fit_while_a_server_ends, tmp_path, room(partition=partition), sign)
     assert [result[0] for result in results] == losses_without_a_cache(in_batches, 1)
     owner = owners(ITEMS, num_nodes=2, seed=1)
@@ -256,8 +249,8 @@ def test_a_folder_that_was_given_up_is_said_on_all(tmp_path):
 
 
 def test_one_node_needs_no_partition(tmp_path):
-    [(losses, [counts], _, prefetched)] = on_nodes(fit, tmp_path, in_batches, room(), nodes=1)
-    assert losses and counts.memory_items == ITEMS and not prefetched
+    [(losses, [counts], _)] = on_nodes(fit, tmp_path, in_batches, room(), nodes=1)
+    assert losses and counts.memory_items == ITEMS
 
 
 def finds_no_way(node, devices, nodes, folder):
@@ -282,9 +275,7 @@ def test_without_a_trainer_nobody_knows_the_nodes(tmp_path):
         module.train_dataloader()
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"timeout_seconds": 0}, {"port": 70000}, {"prefetch_batches": -1}]
-)
+@pytest.mark.parametrize("wrong", [{"timeout_seconds": 0}, {"port": 70000}])
 def test_options_that_mean_nothing(wrong):
     with pytest.raises(ValueError):
         CachePartition(**wrong)
@@ -305,7 +296,7 @@ def test_a_node_that_can_keep_nothing_takes_part(tmp_path):
     results = on_nodes(fit_where_one_node_can_open_nothing, tmp_path, options, run=run_ranks)
     assert [result[0] for result in results] == losses_without_a_cache(in_batches, 1)
     owner = owners(ITEMS, num_nodes=2, seed=1)
-    for node, (_, [counts], _, _) in enumerate(results):
+    for node, (_, [counts], _) in enumerate(results):
         first, *later = orders(2, node)
         assert counts.misses == len(first) + sum(
             owner[item] == 1 for order in later for item in order

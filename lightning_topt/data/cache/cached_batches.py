@@ -90,11 +90,7 @@ class BatchDataset(Dataset[object]):
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """Return a `ReadyBatch`, or a list of samples."""
         batch = None if self.dataset.is_marked or not indices else read_batch(self.dataset, indices)
-        if batch is None:
-            return self.dataset.__getitems__(indices)
-        if get_worker_info() is not None:  # as in `CachedDataset`
-            self.dataset.cache.flush()
-        return batch
+        return self.dataset.__getitems__(indices) if batch is None else batch
 
 
 def collate(samples: Any) -> Any:
@@ -112,13 +108,9 @@ def is_stacking(loader: DataLoader[Any]) -> bool:
 
 
 def with_caches(
-    dataset: Any,
-    cache_of: Callable[[Any, str], SampleCache],
-    *,
-    ready_batches: bool,
-    place: str = "",
+    dataset: Any, cache_of: Callable[[Any], SampleCache], *, ready_batches: bool
 ) -> Any:
-    """Return `dataset` with a cache, which ``cache_of(dataset, place)`` opens.
+    """Return `dataset` with a cache, which ``cache_of(dataset)`` opens.
 
     Of torch's subsets and concatenations the parts get one, so that these share their samples. A
     `BatchDataset` comes back where batches are read whole (`ready_batches`), for a loader with
@@ -126,15 +118,12 @@ def with_caches(
     """
     if type(dataset) is Subset:
         subset = copy(dataset)
-        subset.dataset = with_caches(
-            dataset.dataset, cache_of, ready_batches=ready_batches, place=place
-        )
+        subset.dataset = with_caches(dataset.dataset, cache_of, ready_batches=ready_batches)
         return subset
     if type(dataset) is ConcatDataset:
         joined = copy(dataset)
         joined.datasets = [
-            with_caches(part, cache_of, ready_batches=False, place=f"{place}/part {number}")
-            for number, part in enumerate(dataset.datasets)
+            with_caches(part, cache_of, ready_batches=False) for part in dataset.datasets
         ]
         return joined
     if isinstance(dataset, CachedDataset | BatchDataset):
@@ -143,10 +132,10 @@ def with_caches(
     inner = getattr(dataset, "dataset", None)
     while inner is not None and marked_method(dataset) is None:
         if marked_method(inner) is not None:
-            CachedDataset(inner, cache_of(inner, place))
+            CachedDataset(inner, cache_of(inner))
             return dataset
         inner = getattr(inner, "dataset", None)
-    cached = CachedDataset(dataset, cache_of(dataset, place))
+    cached = CachedDataset(dataset, cache_of(dataset))
     return BatchDataset(cached) if ready_batches else cached
 
 

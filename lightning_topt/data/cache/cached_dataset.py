@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 
 from lightning_topt.data.cache.determinism import (
     NotDeterministicError,
@@ -75,14 +75,10 @@ class CachedDataset(Dataset[object]):
     def __getitems__(self, indices: Sequence[int]) -> list[object]:
         """Return several samples; there is one exchange with each other node."""
         if self.is_marked:
-            samples = [self.dataset[index] for index in indices]
-        else:
-            items = self.items(indices).tolist()
-            samples = self._samples(items, self.cache.get_many(items), self.dataset.__getitem__)
-            self.cache.verify_new()
-        # A worker does not know which batch is the epoch's last one.
-        if get_worker_info() is not None:
-            self.cache.flush()
+            return [self.dataset[index] for index in indices]
+        items = self.items(indices).tolist()
+        samples = self._samples(items, self.cache.get_many(items), self.dataset.__getitem__)
+        self.cache.verify_new()
         return samples
 
     def item(self, index: int) -> int:

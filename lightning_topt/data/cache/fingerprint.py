@@ -4,24 +4,27 @@
 
 It is a hash of code and state in a canonical form: no memory addresses, no order of sets, no
 pickle. What cannot be brought into that form raises, rather than sharing a name with something
-else. State is a tree of values, each with a hash of its own. Code is a graph: functions, classes
-and modules are numbered in the order in which they are met, and added one after the other. What
-makes up a piece of code is in `fingerprint_code`. Files that the state names count by size and time
-of last change, not by content.
+else. Code goes by its module: Python's own and installed packages by version; the user's own by its
+instructions, followed wherever they lead. Each piece of code is hashed alone, and refers to others
+by name. Files that the state names count by size and time of last change, not by content.
 """
 
 from __future__ import annotations
 
 import copyreg
-import enum
+import dis
 import functools
+import importlib.util
 import os
 import random
 import stat
+import sys
+import sysconfig
 import types
-import weakref
-from collections.abc import Mapping
-from pathlib import PurePath
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,19 +34,9 @@ from torch import Tensor
 
 from lightning_topt.data.cache import sample_layout
 from lightning_topt.data.cache.determinism import HOOK, IGNORED
-from lightning_topt.data.cache.fingerprint_code import (
-    LaterModule,
-    Own,
-    Parts,
-    Words,
-    home,
-    is_library,
-    parts_of,
-    version,
-)
 
-_KINDS = (int, float, complex, bool, str, bytearray, type(None), type(Ellipsis), range)
-_PLAIN = {kind: kind.__name__ for kind in _KINDS}
+_PLAIN = (int, float, complex, bool, str, bytes, bytearray, type(None), type(Ellipsis), range)
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DESCRIPTORS = (
     property,
     staticmethod,
@@ -51,11 +44,33 @@ _DESCRIPTORS = (
     functools.cached_property,
     functools.singledispatchmethod,
 )
-_SEARCHED = 1 << 22  # bytes of an array of texts at a time, to stay in a core's cache
+# Of a class: what Python keeps there, some only after the first use, and where its text was.
+_NO_CODE = {
+    "__dict__",
+    "__weakref__",
+    "__doc__",
+    "__module__",
+    "__abstractmethods__",
+    "_abc_impl",
+    "__slotnames__",
+    "__firstlineno__",
+    "__static_attributes__",
+    "__annotations_cache__",
+    "_value2member_map_",
+}
+_STDLIB = sysconfig.get_path("stdlib")
+_OURS = str(Path(__file__).parents[2])
 
 
 class UnnamableError(ValueError):
     """Part of a data set has no canonical form."""
+
+
+class Named(NamedTuple):
+    """A `fingerprint`, and a hash of each attribute of the data set."""
+
+    name: str
+    attributes: dict[str, bytes]
 
 
 def fingerprint(dataset: object, *, data_version: str | None = None) -> str:
@@ -77,294 +92,295 @@ def fingerprint(dataset: object, *, data_version: str | None = None) -> str:
     return named(dataset, data_version=data_version).name
 
 
-class Named(NamedTuple):
-    """A `fingerprint` and its parts.
+def named(
+    dataset: object, *, data_version: str | None = None, before: Named | None = None
+) -> Named:
+    """Return the fingerprint and the hashes of attributes.
 
-    Args:
-        name: the fingerprint.
-        state: the same without data version and files: equal as long as code and state are.
-        attributes: a hash of each attribute that is state.
+    An attribute that cannot be named now, such as a file opened on first use, counts as it did
+    `before`.
     """
-
-    name: str
-    state: str
-    attributes: dict[str, bytes]
-
-
-def named(dataset: object, *, data_version: str | None = None) -> Named:
-    """Return the fingerprint and its parts, at the cost of the fingerprint."""
     hasher = _Hasher(look_at_files=data_version is None)
-    hasher.add(sample_layout.FORMAT)
-    hasher.add(dataset)
-    # files are summed, so that their order does not count
-    state = hasher.finished()
-    name = xxhash.xxh3_128_hexdigest(f"{state} {sum(hasher.files)} {data_version!r}".encode())
-    return Named(
-        name, state, {key: hasher.hash_of(value) for key, value in hasher.attributes.items()}
-    )
+    attributes = hasher.attributes_of(dataset)
+    if attributes is None:
+        return Named(hasher.finished(hasher.hash_of(dataset), data_version), {})
+    hashes: dict[str, bytes] = {}
+    for key, value in attributes.items():
+        seen: Any = [(each, len(each)) for each in (hasher.known, hasher.code)]
+        try:
+            hashes[key] = hasher.hash_of(value)
+        except UnnamableError:
+            if before is None:
+                raise
+            # as if the attribute had not been looked at
+            for each, size in seen:
+                while len(each) > size:
+                    each.popitem()
+            if key in before.attributes:
+                hashes[key] = before.attributes[key]
+    rest = [hasher.hash_of(type(dataset)), *hashes.keys(), *hashes.values()]
+    return Named(hasher.finished(_digest(rest), data_version), hashes)
+
+
+def _digest(words: Any) -> bytes:
+    digest = xxhash.xxh3_128()
+    for word in words:
+        data = word.encode("utf-8", "surrogatepass") if isinstance(word, str) else word
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.digest()
 
 
 class _Hasher:
-    """A hash that takes in values of any type, and the code that they refer to."""
+    """Hashes of values, of the code that they refer to, and of the files that they name."""
 
-    def __init__(
-        self, *, look_at_files: bool, is_strict: bool = True, follows_code: bool = True
-    ) -> None:
-        self.look_at_files, self.follows_code = look_at_files, follows_code
-        self.is_strict = is_strict  # whether what has no canonical form is an error
-        self.digest = xxhash.xxh3_128()
-        self.files: set[int] = set()  # a hash of each; a file that is named twice counts once
-        self.open: dict[int, int] = {}  # id -> depth, of what is being added, to detect cycles
-        # id -> hash; a shared part counts like two equal ones
-        self.added: dict[int, bytes] = {}
+    def __init__(self, *, look_at_files: bool) -> None:
+        self.look_at_files = look_at_files
+        self.is_strict = True  # whether what has no canonical form is an error
+        self.files: set[bytes] = set()
+        self.open: dict[int, int] = {}  # id -> depth, of what is being hashed, to detect cycles
+        self.known: dict[int, bytes] = {}  # id -> hash
         self.kept_alive: list[object] = []  # ids are unique only among live objects
-        self.numbers: dict[int | str, int] = {}  # of code that was met, by id or name
-        self.waiting: list[tuple[Any, bool]] = []  # the same code, each with its `is_strict`
-        self.transient: dict[type, set[str]] = {}  # names of attributes that are no lasting state
-        self.attributes: dict[str, Any] = {}  # of the first object
+        self.code: dict[int | str, Any] = {}  # that was met, by id or name of a module
 
-    def finished(self) -> str:
-        """Return the hash, with all code that was met and what it refers to in turn."""
-        for code, is_strict in self.waiting:  # it grows meanwhile
-            self.is_strict = is_strict
-            self._add_parts(parts_of(code))
-        return self.digest.hexdigest()
+    def finished(self, state: bytes, data_version: str | None) -> str:
+        """Return the hash of everything: state, all code that was met, files."""
+        self.is_strict = False  # a lock that code finds under a name is no state
+        done: list[bytes] = []
+        while len(done) < len(self.code):  # it grows meanwhile
+            done += [self._hash_of_code(each) for each in list(self.code.values())[len(done) :]]
+        base = [str(sample_layout.FORMAT), repr(data_version), state]
+        return _digest([*base, *sorted(done), *sorted(self.files)]).hex()
 
-    def hash_of(self, value: object) -> bytes:
-        """Return the hash of a part that was added, at no cost: it is known, or small."""
-        if type(value) in _PLAIN or type(value) is bytes:
-            return xxhash.xxh3_128_digest(
-                repr((type(value).__name__, value)).encode("utf-8", "surrogatepass")
-            )
-        return self.added.get(id(value), repr(type(value)).encode())
+    # ---- values ----------------------------------------------------------------------------------
 
-    def _add_parts(self, parts: Parts) -> None:
-        outer = self.is_strict
-        for part in parts:
-            if isinstance(part, Words):
-                self._write(*part.words)
-            elif isinstance(part, LaterModule):
-                self._add_number(part, key=part.name)
-            else:
-                self.is_strict = outer and isinstance(part, Own)
-                self.add(part.value)
-                self.is_strict = outer
-
-    def _write(self, *words: str | bytes) -> None:
-        for word in words:
-            data = word.encode("utf-8", "surrogatepass") if isinstance(word, str) else word
-            self.digest.update(len(data).to_bytes(8, "little"))
-            self.digest.update(data)
-
-    def add(self, value: Any) -> None:
-        """Take `value` into the hash."""
-        # Plain values; texts may be names of files.
-        if type(value) in _PLAIN:
-            text = value if isinstance(value, str) else repr(value)
-            self.digest.update(
-                f"{_PLAIN[type(value)]} {len(text)} {text}".encode("utf-8", "surrogatepass")
-            )
-            if isinstance(value, str):
-                self._add_file(value)
-        elif type(value) is bytes:
-            self._write("bytes", value)
-            self._add_file(value)
-        # Code, by number.
-        elif issubclass(type(value), type | types.FunctionType):
-            self._add_number(value, key=id(value))
-        # Compound values: seen before, or being added (a cycle), or new.
-        elif id(value) in self.added:
-            self._write(self.added[id(value)])
-        elif id(value) in self.open:
-            self._write("again", str(len(self.open) - self.open[id(value)]))
-        else:
-            self.kept_alive.append(value)
-            self.open[id(value)] = len(self.open)
-            # a hash of its own, which then stands for the value wherever it is met again
-            outer, self.digest = self.digest, xxhash.xxh3_128()
-            self._write(type(value).__qualname__)
-            self._add_compound(value)
-            self.added[id(value)] = self.digest.digest()
-            self.digest = outer
-            self._write(self.added[id(value)])
+    def hash_of(self, value: Any) -> bytes:
+        """Return the hash of a value; code is met, and hashed later."""
+        kind = type(value)
+        if kind in _PLAIN:
+            if kind in (str, bytes):
+                self._see_file(value)
+            return _digest([kind.__name__, value if kind in (str, bytes) else repr(value)])
+        if issubclass(kind, type | types.FunctionType | types.CodeType | types.ModuleType):
+            return self._name_of_code(value)
+        if id(value) in self.known:
+            return self.known[id(value)]
+        if id(value) in self.open:
+            return _digest(["again", str(len(self.open) - self.open[id(value)])])
+        self.kept_alive.append(value)
+        self.open[id(value)] = len(self.open)
+        try:
+            found = _digest([kind.__qualname__, *self._parts(value)])
+        finally:
             del self.open[id(value)]
+        self.known[id(value)] = found
+        return found
 
-    def _add_number(self, code: Any, *, key: int | str) -> None:
-        """Add code by number; its parts follow later.
-
-        A long chain of functions would be too deep a recursion.
-        """
-        if not self.follows_code:
-            self._write(
-                home(code),
-                code.__qualname__,
-                getattr(getattr(code, "__code__", None), "co_code", b""),
-            )
-            return
-        if key not in self.numbers:
-            self.numbers[key] = len(self.numbers)
-            self.kept_alive.append(code)
-            self.waiting.append((code, self.is_strict))
-        self._write("code", str(self.numbers[key]))
-
-    def _add_compound(self, value: object) -> None:
-        if isinstance(value, list | tuple):
-            self._write(str(len(value)))
-            for item in value:
-                self.add(item)
-            self._add_attributes(value)
-        elif isinstance(value, Tensor):
+    def _parts(self, value: Any) -> Iterator[bytes | str]:
+        if isinstance(value, Tensor):
             plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            self._write(str(value.dtype), str(tuple(value.shape)))
-            self.digest.update(
-                plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b""
-            )
+            yield from (str(value.dtype), str(tuple(value.shape)))
+            yield plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
         elif isinstance(value, np.ndarray | np.generic):
-            self._add_array(np.asarray(value))
-        elif isinstance(value, torch.dtype | torch.device | np.dtype):
-            self._write(str(value))
-        elif isinstance(value, enum.Enum):
-            self.add([type(value), value.name, value.value])
+            yield from self._array(np.asarray(value))
         elif isinstance(value, PurePath):
-            self._write(str(value))
-            self._add_file(value)
-        elif isinstance(value, weakref.WeakKeyDictionary | weakref.WeakValueDictionary):
-            self._refuse(value)  # its items are whatever happens to be alive
-        elif isinstance(value, Mapping):
-            items = [(key, item) for key, item in value.items() if key != HOOK]
-            self._write(str(len(items)))
-            for key, item in items:
-                self.add(key)
-                self.add(item)
-            self._add_attributes(value)
-        elif isinstance(value, set | frozenset):
-            for item in sorted(value, key=self._order):
-                self.add(item)
-            self._add_attributes(value)
-        else:
-            self._add_object(value)
-
-    def _order(self, item: object) -> str:
-        """Return what an item of a set is sorted by, whatever the order of the items."""
-        if type(item) in _PLAIN or type(item) is bytes:
-            return f"{type(item).__name__} {item!r}"
-        # sets have no order: items are sorted by a hash of their own, of names instead of code
-        alone = _Hasher(look_at_files=False, is_strict=False, follows_code=False)
-        alone.open = dict(self.open)
-        alone.add(item)
-        return alone.finished()
-
-    def _add_array(self, value: np.ndarray[Any, Any]) -> None:
-        self._write(value.dtype.str, str(value.shape))
-        if value.dtype.hasobject:
-            for item in value.reshape(-1).tolist():
-                self.add(item)
-        else:
-            self.digest.update(
-                np.ascontiguousarray(value).reshape(-1).view(np.uint8).data if value.size else b""
-            )
-            for path in paths_in(value) if self.look_at_files else ():
-                self._add_file(path)
-
-    def _add_object(self, value: object) -> None:
-        if isinstance(value, types.MethodType):
-            self.add([value.__func__, value.__self__])
-        elif isinstance(value, functools.partial):
-            self.add([value.func, value.args, value.keywords])
-        elif isinstance(value, types.BuiltinFunctionType | np.ufunc):
-            owner = getattr(value, "__self__", None)
-            if owner is None or isinstance(owner, types.ModuleType) or value.__module__:
-                self._write(home(value), value.__name__, version(home(value)))
-            else:
-                self._write(value.__name__)
-                self.add(owner)
-        elif isinstance(value, types.ModuleType | types.CodeType):
-            self._add_parts(parts_of(value))
+            self._see_file(value)
+            yield str(value)
+        elif isinstance(value, _GENERATORS):
+            yield "random state"  # cached samples do not depend on randomness
         elif isinstance(value, _DESCRIPTORS):
             names = ("fget", "fset", "__func__", "func", "dispatcher")
-            self.add([type(value), *(getattr(value, name, None) for name in names)])
-        elif isinstance(
-            value, torch.Generator | np.random.Generator | np.random.RandomState | random.Random
-        ):
-            self._write("random state")  # cached samples do not depend on randomness
+            yield from (self.hash_of(getattr(value, name, None)) for name in names)
+        elif type(value) in (list, tuple):
+            yield from map(self.hash_of, value)
+        elif type(value) in (set, frozenset):
+            yield from sorted(map(self.hash_of, value))
+        elif type(value) in (dict, types.MappingProxyType):
+            for key, item in value.items():
+                if key != HOOK:
+                    yield from (self.hash_of(key), self.hash_of(item))
+        elif is_library(_module(type(value))) and getattr(value, "__wrapped__", None) is not None:
+            # wrapped by lru_cache; by numba, whose state contains a random number
+            yield self.hash_of(value.__wrapped__)
         else:
-            self._add_instance(value)
+            yield from self._instance(value)
 
-    def _add_instance(self, value: Any) -> None:
-        """Add an object: its class, and what pickle would keep of it, in our own form."""
-        self.add(type(value))
-        if is_library(home(type(value))) and getattr(value, "__wrapped__", None) is not None:
-            self.add(
-                [value.__wrapped__, getattr(value, "targetoptions", None)]
-            )  # numba: the state contains a random number
+    def _array(self, value: np.ndarray[Any, Any]) -> Iterator[bytes | str]:
+        yield from (value.dtype.str, str(value.shape), str(value.dtype.names))
+        if value.dtype.hasobject:
+            yield self.hash_of(value.tolist())
             return
+        yield np.ascontiguousarray(value).tobytes()
+        for part in [value[name] for name in value.dtype.names or ()] or [value]:
+            if part.dtype.kind in "SU":
+                for text in set(part.reshape(-1).tolist()):
+                    self._see_file(text)
+
+    def _instance(self, value: Any) -> Iterator[bytes | str]:
+        """Hash an object: its class, and what pickle would keep of it, in our own form."""
+        yield self.hash_of(type(value))
+        if isinstance(value, set | frozenset):
+            yield from sorted(map(self.hash_of, value))
+            yield self.hash_of(lasting_state(getattr(value, "__dict__", None), value))
+            return
+        reduced = self._reduced(value)
+        if reduced is None:
+            yield "by name"
+        elif isinstance(reduced, str):
+            yield from (reduced, _module(value), version(_module(value)))
+        else:
+            # (function, arguments, state, list items, dict items), as of the pickle protocol
+            function, arguments, state, items, pairs, *_ = [*reduced, None, None, None, None]
+            yield from (self.hash_of(function), self.hash_of(arguments))
+            yield self.hash_of(lasting_state(state, value))
+            yield self.hash_of([None if each is None else list(each) for each in (items, pairs)])
+
+    def _reduced(self, value: Any) -> Any:
         try:
             registered = copyreg.dispatch_table.get(type(value))
-            reduced: Any = value.__reduce_ex__(4) if registered is None else registered(value)
+            return value.__reduce_ex__(4) if registered is None else registered(value)
         except Exception as error:  # TypeError where it cannot be pickled, but others raise others
-            self._refuse(value, error)
-            return
-        if isinstance(reduced, str):
-            self._write(reduced, home(value), version(home(value)))
-            return
-        # (function, arguments, state, list items, dict items), as of the pickle protocol.
-        state = self._lasting_state(reduced[2], type(value)) if len(reduced) > 2 else None
-        # the data set itself: its attributes are noted, to say later which one has changed
-        if len(self.open) == 1:
-            parts = state if isinstance(state, tuple) else (state,)
-            self.attributes = {
-                key: each for part in parts if isinstance(part, dict) for key, each in part.items()
-            }
-        self.add([*reduced[:2], state, *(list(part) for part in reduced[3:5] if part is not None)])
+            if self.is_strict:
+                raise UnnamableError(
+                    f"the data set's state has a {type(value).__module__}."
+                    f"{type(value).__qualname__}, of which it cannot be told whether it is the "
+                    "same in the next run: leave it out of __getstate__, or make it on first use"
+                ) from error
+            return None
 
-    def _refuse(self, value: object, error: Exception | None = None) -> None:
-        if self.is_strict:
-            raise UnnamableError(
-                f"the data set's state has a {type(value).__module__}.{type(value).__qualname__}, "
-                "of which it cannot be told whether it is the same in the next run: leave it out "
-                "of __getstate__, or make it on first use"
-            ) from error
-        self._write("by name")
+    def attributes_of(self, dataset: object) -> dict[str, Any] | None:
+        """Return the attributes that are its whole state, if that is so."""
+        if type(dataset) in _PLAIN or isinstance(dataset, type | types.FunctionType):
+            return None
+        reduced = self._reduced(dataset)
+        if not isinstance(reduced, tuple) or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+            return None
+        state = reduced[2] if len(reduced) > 2 else None
+        if len(reduced[1]) > 1 or any(reduced[3:]) or not isinstance(state, dict | None):
+            return None
+        return lasting_state(state, dataset) or {}
 
-    def _lasting_state(self, state: object, cls: type) -> object:
-        """Return the state without what exists only after the first use.
-
-        None if nothing is left, as with pickle.
-        """
-        if isinstance(state, tuple) and len(state) == 2:  # the second part is that of __slots__
-            return self._lasting_state(state[0], cls), state[1]
-        if not isinstance(state, dict):
-            return state
-        if cls not in self.transient:
-            values = {
-                name: value for base in reversed(cls.__mro__) for name, value in vars(base).items()
-            }
-            cached = {
-                name
-                for name, value in values.items()
-                if isinstance(value, functools.cached_property)
-            }
-            # The hook may be there from an earlier cache.
-            self.transient[cls] = cached | {HOOK} | _names(values.get(IGNORED))
-        transient = self.transient[cls] | _names(state.get(IGNORED))
-        return {name: value for name, value in state.items() if name not in transient} or None
-
-    def _add_attributes(self, value: object) -> None:
-        """Add the attributes of a subclass of a container."""
-        if type(value) not in (dict, list, tuple, set, frozenset):
-            attributes = self._lasting_state(getattr(value, "__dict__", None), type(value))
-            self.add([type(value), attributes, getattr(value, "default_factory", None)])
-
-    def _add_file(self, path: str | bytes | PurePath) -> None:
+    def _see_file(self, path: str | bytes | PurePath) -> None:
         if self.look_at_files and (found := hash_of_file(path)) is not None:
             self.files.add(found)
 
+    # ---- code ------------------------------------------------------------------------------------
 
-def _names(ignored: Any) -> set[str]:
-    return {ignored} if isinstance(ignored, str) else set(ignored or ())
+    def _name_of_code(self, code: Any) -> bytes:
+        """Return what stands for code where it is met; what is in it is hashed later, once."""
+        if id(code) not in self.code:
+            self.kept_alive.append(code)
+            self.code[id(code)] = code
+        name = getattr(code, "__qualname__", getattr(code, "__name__", ""))
+        # of two functions with one name, such as lambdas, each has instructions of its own
+        inner = getattr(code, "__code__", code)
+        own = [inner.co_code, repr(inner.co_names)] if isinstance(inner, types.CodeType) else []
+        return _digest(["code", _module(code), name, *own])
+
+    def _hash_of_code(self, code: Any) -> bytes:
+        if isinstance(code, _Later):
+            return _digest([code.name, *self._later_module(code.name)])
+        return _digest([self._name_of_code(code), *self._parts_of_code(code)])
+
+    def _parts_of_code(self, code: Any) -> Iterator[bytes | str]:
+        module = _module(code)
+        yield version(module)
+        if isinstance(code, types.FunctionType):
+            yield self.hash_of([code.__defaults__, code.__kwdefaults__])
+            yield self.hash_of([_content(cell) for cell in code.__closure__ or ()])
+            if not is_library(module):
+                attributes = {k: v for k, v in vars(code).items() if k != "_clear_cache"}
+                yield self.hash_of(attributes)
+                yield from self._instructions(code.__code__, code.__globals__)
+        elif isinstance(code, type):
+            yield self.hash_of([type(code), *code.__bases__])
+            if not is_library(module):
+                for name in sorted(vars(code).keys() - _NO_CODE):
+                    if not name.startswith("__pydantic"):  # which contain ids
+                        yield from (name, self.hash_of(vars(code)[name]))
+        elif isinstance(code, types.CodeType):
+            yield from self._instructions(code, {})
+
+    def _instructions(
+        self, code: types.CodeType, names: Mapping[str, Any]
+    ) -> Iterator[bytes | str]:
+        """Hash instructions, and what they refer to by name in `names` and what they import."""
+        variables = [*code.co_varnames, *code.co_cellvars, *code.co_freevars]
+        yield from (code.co_code, getattr(code, "co_exceptiontable", b""), repr(variables))
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                yield from self._instructions(constant, names)
+            else:
+                yield self.hash_of(constant)
+        used = list(dict.fromkeys(_names_in(code)))
+        yield from self._referred(used, names, set())
+        for module in _imports_in(code, package=_package_of(names)):
+            # not imported here, for the function may never be called
+            if not is_library(module):
+                self.code.setdefault(module, _Later(module))
+            yield from (module, version(module))
+
+    def _referred(
+        self, used: list[str], names: Mapping[str, Any], seen: set[int]
+    ) -> Iterator[bytes | str]:
+        """Hash what names mean, also as attributes of the user's modules among them."""
+        for name in used:
+            value = names.get(name, _referred_missing)
+            if value is _referred_missing:
+                continue
+            yield name
+            if not isinstance(value, types.ModuleType):
+                yield self.hash_of(value)
+                continue
+            yield from (value.__name__, version(value.__name__))
+            if not is_library(value.__name__) and id(value) not in seen:
+                seen.add(id(value))
+                yield from self._referred(used, vars(value), seen)
+
+    def _later_module(self, name: str) -> Iterator[bytes | str]:
+        """Hash a module by what is imported when a function runs."""
+        spec = _spec(name)
+        try:
+            code = spec.loader.get_code(name)  # type: ignore[union-attr]
+        except Exception:  # no such module, or unreadable: importing it will fail too
+            code = None
+        if spec is not None and code is not None:
+            is_package = spec.submodule_search_locations is not None
+            package = name if is_package else name.rpartition(".")[0]
+            yield from self._instructions(code, {"__package__": package})
 
 
-def hash_of_file(path: str | bytes | PurePath) -> int | None:
+class _Later(NamedTuple):
+    """A module that is imported when a function runs."""
+
+    name: str
+
+
+_referred_missing = object()
+
+
+def lasting_state(state: Any, value: object) -> Any:
+    """Return the state of `value` without what exists only after the first use, or is ignored."""
+    if isinstance(state, tuple) and len(state) == 2:  # the second part is that of __slots__
+        return lasting_state(state[0], value), state[1]
+    if not isinstance(state, dict):
+        return state
+    cls = type(value)
+    cached = {
+        name
+        for base in cls.__mro__
+        for name, each in vars(base).items()
+        if isinstance(each, functools.cached_property)
+    }
+    ignored = _texts(getattr(cls, IGNORED, None)) | _texts(state.get(IGNORED))
+    left_out = cached | ignored | {HOOK}
+    return {name: each for name, each in state.items() if name not in left_out} or None
+
+
+def _texts(given: Any) -> set[str]:
+    return {given} if isinstance(given, str) else set(given or ())
+
+
+def hash_of_file(path: str | bytes | PurePath) -> bytes | None:
     """Return a hash of the name, size and time of last change of the file at `path`.
 
     None where there is no such file.
@@ -375,34 +391,117 @@ def hash_of_file(path: str | bytes | PurePath) -> int | None:
         found = os.stat(path)
     except (OSError, ValueError):  # no such file; no name of a file
         return None
-    is_live = os.fsdecode(path).startswith(("/proc/", "/sys/"))  # their time is always now
-    # A folder changes with whatever is put beside the data.
-    if not stat.S_ISREG(found.st_mode) or is_live:
+    # A folder changes with whatever is put beside the data; the kernel's own files always do.
+    name = os.fsdecode(path)
+    if not stat.S_ISREG(found.st_mode) or name.startswith(("/proc/", "/sys/")):
         return None
-    fact = f"{os.fsdecode(path)} {found.st_size} {found.st_mtime_ns}".encode(
-        "utf-8", "surrogateescape"
-    )
-    return xxhash.xxh3_64_intdigest(fact)
+    return _digest([os.fsencode(name), str(found.st_size), str(found.st_mtime_ns)])
 
 
-def paths_in(array: np.ndarray[Any, Any]) -> list[str | bytes]:
-    """Return the distinct items of an array of texts that may be names of files.
+# ---- modules -------------------------------------------------------------------------------------
 
-    These are the ones with a dot or a separator.
-    """
-    if array.dtype.names:
-        return [path for name in array.dtype.names for path in paths_in(array[name])]
-    if array.dtype.kind not in "SU" or not array.size * array.dtype.itemsize:
-        return []
-    texts = np.ascontiguousarray(array).reshape(-1)
-    # (texts, characters) as numbers
-    letters = texts.view("u1" if array.dtype.kind == "S" else f"{array.dtype.str[0]}u4").reshape(
-        len(texts), -1
-    )
-    found: dict[str | bytes, None] = {}
-    step = max(1, _SEARCHED // array.dtype.itemsize)
-    for start in range(0, len(texts), step):
-        part = letters[start : start + step]
-        is_path = ((part == ord(".")) | (part == ord("/")) | (part == ord(os.sep))).any(axis=1)
-        found |= dict.fromkeys(texts[start : start + step][is_path].tolist())
-    return list(found)
+
+def _module(value: object) -> str:
+    """Return the name of the module that something is from, '' where it does not say so."""
+    if isinstance(value, types.ModuleType):
+        return value.__name__
+    name = getattr(value, "__module__", None)
+    name = name if isinstance(name, str) else ""
+    return "__main__" if name == "__mp_main__" else name  # as spawned processes call it
+
+
+def _spec(name: str) -> ModuleSpec | None:
+    """Return where a module is, without importing it or the packages above it."""
+    above = name.rpartition(".")[0]
+    try:
+        if not above:
+            return importlib.util.find_spec(name)
+        package = sys.modules.get(above) or _spec(above)
+        path = getattr(package, "__path__", None) or getattr(
+            package, "submodule_search_locations", None
+        )
+        return PathFinder.find_spec(name, list(path)) if path else None
+    except Exception:  # finders may be anybody's
+        return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _file(module: str) -> str:
+    """Return the file of a module, imported or not; '' where it has none."""
+    loaded = sys.modules.get(module)
+    spec = _spec(module) if loaded is None and module else None
+    file = getattr(loaded, "__file__", None) or getattr(spec, "origin", None) or ""
+    if os.path.isabs(str(file)):
+        return os.path.realpath(file)
+    # parts of what is written in C have the file of their package
+    return _file(module.rpartition(".")[0]) if "." in module else ""
+
+
+@functools.lru_cache(maxsize=4096)
+def is_library(module: str) -> bool:
+    """Return whether `version` stands for all code of a module; else it is the user's own."""
+    file = _file(module)
+    if not file:
+        return module.partition(".")[0] in sys.stdlib_module_names - {"__main__"}
+    is_installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+    return is_installed or file.startswith((_STDLIB + os.sep, _OURS + os.sep))
+
+
+@functools.lru_cache(maxsize=4096)
+def version(module: str) -> str:
+    """Return the version of a library; of a compiled extension of the user's a hash of it."""
+    if not is_library(module):
+        file = _file(module)
+        compiled = file.endswith((".so", ".pyd"))
+        return xxhash.xxh3_128_hexdigest(Path(file).read_bytes()) if compiled else ""
+    top = module.partition(".")[0]
+    if top in sys.stdlib_module_names:
+        return "" if top == "builtins" else f"{sys.version_info.major}.{sys.version_info.minor}"
+    try:
+        return metadata.version(top)
+    except metadata.PackageNotFoundError:  # its distribution has another name, as of PIL
+        owners = sorted(set(metadata.packages_distributions().get(top, ())))
+        found = " ".join(metadata.version(owner) for owner in owners)
+        return found or str(getattr(sys.modules.get(top), "__version__", ""))
+
+
+def _content(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
+
+
+def _names_in(code: types.CodeType) -> list[str]:
+    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    return [*code.co_names, *(name for each in inner for name in _names_in(each))]
+
+
+def _package_of(names: Mapping[str, Any]) -> str:
+    """Return where the relative imports of a module start, given its globals."""
+    name = names.get("__name__") or ""
+    above = name if "__path__" in names else name.rpartition(".")[0]
+    package = names.get("__package__")
+    return str(above if package is None else package)
+
+
+def _imports_in(code: types.CodeType, *, package: str) -> list[str]:
+    """Return the modules that instructions import when they run."""
+    constants: list[Any] = []
+    found: list[str] = []
+    for instruction in dis.get_instructions(code):
+        # level and names are the constants before the import
+        if instruction.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
+            constants.append(instruction.argval)
+        elif instruction.opname == "IMPORT_NAME":
+            level, wanted = constants[-2:]
+            try:
+                module = importlib.util.resolve_name("." * level + instruction.argval, package)
+            except ImportError:  # and it will be when it runs
+                continue
+            # a.b.c: a, a.b and a.b.c; what is taken from a module may be one too
+            found += [module[:end] for end, letter in enumerate(module + ".") if letter == "."]
+            if not is_library(module):
+                parts = [f"{module}.{part}" for part in wanted or ()]
+                found += [part for part in parts if _spec(part) is not None]
+    return list(dict.fromkeys(found))

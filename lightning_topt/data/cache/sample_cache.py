@@ -95,14 +95,11 @@ class PartitionPeers(Protocol):
         None where the owner has none or does not answer in time.
         """
 
-    def push(self, item: int, parts: Parts) -> None:
-        """Give an entry to its owner, in the background."""
-
-    def flush(self) -> None:
-        """Wait until pushed entries were sent, for a limited time."""
+    def push(self, entries: Mapping[int, Parts]) -> None:
+        """Give entries to their owners, in a limited time."""
 
     def close(self) -> None:
-        """Finish the pushes."""
+        """Hang up."""
 
 
 class SampleCache:
@@ -309,9 +306,7 @@ class SampleCache:
         peers = self.peers
         if peers is None:
             return entries
-        for item, parts in entries.items():
-            if not peers.is_own(item):
-                peers.push(item, parts)
+        peers.push({item: parts for item, parts in entries.items() if not peers.is_own(item)})
         return {item: parts for item, parts in entries.items() if peers.is_own(item)}
 
     def verify_new(self) -> None:
@@ -319,11 +314,6 @@ class SampleCache:
         if self._new and self.mapped is not None:
             self.mapped.verify_new(list(self._new))
         self._new.clear()
-
-    def flush(self) -> None:
-        """Wait until other nodes have the entries put here, for a limited time."""
-        if self.peers is not None:
-            self.peers.flush()
 
     def refuse(self, reason: str) -> None:
         """Drop everything of this fingerprint, for good, for the given reason.
@@ -360,7 +350,7 @@ class SampleCache:
 
         Calling it again does nothing.
         """
-        # Pushes first; the writer still reads the memory; then the tiers themselves.
+        # The writer still reads the memory; then the tiers themselves.
         if self.peers is not None:
             self.peers.close()
         if self._writer is not None:

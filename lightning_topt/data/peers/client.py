@@ -4,7 +4,7 @@
 `SampleCache` holds:
 
     fetch   all owners are asked before the first answer is read; a miss is read from the source
-    push    an entry read from the source is queued for its owner; a thread sends it (`_Pusher`)
+    push    entries read from the source are given to their owners
 
 An `OwnerLink` holds the connections to one owner. An owner that does not answer in time is down:
 nobody waits for it any more, and a thread tries it again in the background. The cache only ever
@@ -19,16 +19,13 @@ import threading
 import time
 import warnings
 import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from multiprocessing.util import Finalize
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_topt.basics.argument_checks import check_size
 from lightning_topt.data.cache.segment_store import checksum
 from lightning_topt.data.peers.protocol import (
     ABSENT,
@@ -49,38 +46,22 @@ from lightning_topt.data.peers.protocol import (
 )
 
 NOWHERE = ("", 0)  # address of a node that stores nothing: none of its tiers could be opened
-EXIT_SECONDS = 3.0  # for pushes when a process ends; torch's DataLoader kills workers after 5
-MESSAGE_BYTES = 1 << 24  # of entries in one message, unless one alone is larger
 LEAST_SECONDS = 1.0  # for the bytes of an answer that has started
-IDLE_CONNECTIONS = 4  # kept per process and owner, for training, prefetching and pushing
+IDLE_CONNECTIONS = 4  # kept per process and owner, for threads that share them
 _MASK = (1 << 64) - 1
 Entry = npt.NDArray[np.uint8]
 
 
 @dataclass
-class PushCounts:
-    """Entries that one process pushed.
-
-    Args:
-        stored: by their owners.
-        refused: by their owners, which have them already or have no room.
-        dropped: here, because the queue was full or the owner did not answer.
-    """
-
-    stored: int = 0
-    refused: int = 0
-    dropped: int = 0
-
-
-@dataclass
 class PeerCounts:
-    """Entries that one process asked other nodes for, since it began.
+    """Entries that one process asked other nodes for, or gave them, since it began.
 
     Args:
         fetched: received and whole, of `fetched_bytes` together.
         absent: the owner had none.
         damaged: refused here, because of their checksum.
         unanswered: the owner is down.
+        stored: given to their owners and kept there.
     """
 
     fetched: int = 0
@@ -88,7 +69,7 @@ class PeerCounts:
     absent: int = 0
     damaged: int = 0
     unanswered: int = 0
-    pushes: PushCounts = field(default_factory=PushCounts)
+    stored: int = 0
 
 
 class Peers:
@@ -106,7 +87,6 @@ class Peers:
         fingerprint: as the servers have it.
         timeout_seconds: for an answer to begin; then the node counts as down.
         retry_seconds: until a node that is down is tried again.
-        queue_bytes: of entries that wait to be pushed, per process; a number or text (``"64MiB"``).
 
     Raises:
         ValueError: a node has no address, or the secret is too short.
@@ -123,7 +103,6 @@ class Peers:
         fingerprint: str,
         timeout_seconds: float = 5.0,
         retry_seconds: float = 10.0,
-        queue_bytes: int | str = 1 << 26,
         limits: PeerLimits | None = None,
     ) -> None:
         if not 0 <= node < len(addresses) or any(
@@ -137,7 +116,6 @@ class Peers:
         self.addresses, self.node = list(addresses), node
         self.num_items, self.seed = num_items, seed
         self.timeout_seconds, self.retry_seconds = timeout_seconds, retry_seconds
-        self.queue_bytes = check_size(queue_bytes, name="queue_bytes")
         self.limits = limits or PeerLimits()
         self._key = run_key(secret, fingerprint=fingerprint, num_items=num_items)
         self._owners = owners(num_items, num_nodes=len(addresses), seed=seed)
@@ -147,12 +125,11 @@ class Peers:
         """Start without connections or threads, in a new process."""
         self.counts = PeerCounts()
         self._links: dict[int, OwnerLink] = {}
-        self._pusher: _Pusher | None = None
         self._lock = threading.Lock()
         _instances.add(self)
 
     def __getstate__(self) -> dict[str, object]:
-        left_out = ("counts", "_links", "_pusher", "_lock", "_owners")
+        left_out = ("counts", "_links", "_lock", "_owners")
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -247,30 +224,35 @@ class Peers:
         return [i for i, entry in zip(now, answer, strict=True) if entry is Later] + later
 
     def _count(self, **numbers: int) -> None:
-        with self._lock:  # shared by the training thread and the prefetching one
+        with self._lock:
             for name, number in numbers.items():
                 setattr(self.counts, name, getattr(self.counts, name) + number)
 
-    def push(self, item: int, parts: Sequence[Any]) -> None:
-        """Queue an entry (buffers, copied) for its owner.
+    def push(self, entries: Mapping[int, Sequence[Any]]) -> None:
+        """Give entries (each as buffers) to their owners.
 
-        A thread sends it; `PushCounts` says what became of it.
+        What an owner does not take, or cannot, is read from the source again later.
         """
-        owner = int(self._owners[item])
-        assert owner != self.node, "a node's own items are not pushed"
-        if sum(map(len, parts)) > self.limits.entry_bytes or self.addresses[owner] == NOWHERE:
-            self.counts.pushes.refused += 1
-            return
-        with self._lock:
-            if self._pusher is None:
-                self._pusher = _Pusher(
-                    self._link, queue_bytes=self.queue_bytes, counts=self.counts.pushes
-                )
-                # A DataLoader's worker exits without closing: its last pushes would be lost.
-                Finalize(None, _flush, args=(weakref.ref(self), os.getpid()), exitpriority=10)
-            pusher = self._pusher
-        # a copy: the caller may change its buffers
-        pusher.put(owner, item, b"".join(parts))
+        by_owner: dict[int, list[tuple[int, Sequence[Any]]]] = {}
+        for item, parts in entries.items():
+            owner = int(self._owners[item])
+            assert owner != self.node, "a node's own items are not pushed"
+            fits = sum(map(len, parts)) <= self.limits.entry_bytes
+            if fits and self.addresses[owner] != NOWHERE:
+                by_owner.setdefault(owner, []).append((item, parts))
+        for owner, offers in by_owner.items():
+            link = self._link(owner)
+            for first in range(0, len(offers), self.limits.offers):
+                acquired = link.acquire()
+                if acquired is None:  # it is down
+                    break
+                channel, deadline = acquired
+                try:
+                    some = offers[first : first + self.limits.offers]
+                    self._count(stored=offer(channel, some, deadline=deadline))
+                    link.release(channel)
+                except PeerError as error:
+                    link.failed(channel, error)
 
     def _link(self, owner: int) -> OwnerLink:
         link = self._links.get(owner)
@@ -289,23 +271,8 @@ class Peers:
             link = self._links.setdefault(owner, made)
         return link
 
-    def flush(self) -> None:
-        """Wait until pushed entries were sent or dropped, for at most `timeout_seconds` of this."""
-        pusher = self._pusher
-        if pusher is not None:
-            pusher.flush(timeout_seconds=self.timeout_seconds)
-
-    def close(self, *, timeout_seconds: float | None = None) -> None:
-        """Send what is queued, for at most `timeout_seconds`, and hang up.
-
-        Used again, it connects again.
-        """
-        with self._lock:
-            pusher, self._pusher = self._pusher, None
-        if pusher is not None:
-            pusher.close(
-                timeout_seconds=self.timeout_seconds if timeout_seconds is None else timeout_seconds
-            )
+    def close(self) -> None:
+        """Hang up. Used again, it connects again."""
         links, self._links = self._links, {}
         for link in links.values():
             link.close()
@@ -321,12 +288,6 @@ def _begin_anew() -> None:
 
 
 os.register_at_fork(after_in_child=_begin_anew)
-
-
-def _flush(reference: weakref.ref[Peers], process: int) -> None:
-    peers = reference()
-    if peers is not None and os.getpid() == process:
-        peers.close(timeout_seconds=EXIT_SECONDS)
 
 
 def owners(num_items: int, *, num_nodes: int, seed: int) -> npt.NDArray[np.int32]:
@@ -362,126 +323,6 @@ def _mixed(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         keys = (keys ^ keys >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     mixed: npt.NDArray[np.uint64] = keys ^ keys >> np.uint64(31)
     return mixed
-
-
-class _Pusher:
-    """A queue of at most `queue_bytes` of entries, and the thread that sends them.
-
-    `link_of` returns an owner's link.
-    """
-
-    def __init__(
-        self, link_of: Callable[[int], OwnerLink], *, queue_bytes: int, counts: PushCounts
-    ) -> None:
-        self.link_of, self.queue_bytes, self.counts = link_of, queue_bytes, counts
-        self._queues: dict[int, deque[tuple[int, bytes]]] = {}
-        self._queued_bytes = 0  # including what is being sent
-        self._condition = threading.Condition()
-        self._is_closing = self._has_warned = False
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def put(self, owner: int, item: int, entry: bytes) -> None:
-        """Queue an entry; it is dropped where there is no room, with a warning the first time."""
-        warn = False
-        with self._condition:
-            # An owner that is down gets nothing; a full queue only takes a first entry.
-            if self.link_of(owner).is_down or self._is_closing:
-                self.counts.dropped += 1
-            elif self._queued_bytes + len(entry) > self.queue_bytes and self._queued_bytes:
-                self.counts.dropped += 1
-                warn, self._has_warned = not self._has_warned, True
-            else:
-                self._queues.setdefault(owner, deque()).append((item, entry))
-                self._queued_bytes += len(entry)
-                self._condition.notify_all()
-        if warn:
-            warnings.warn(
-                "samples are read faster than they can be given to the nodes that store them: some "
-                "are not stored and will be read from the source again",
-                stacklevel=3,
-            )
-
-    def _run(self) -> None:
-        try:
-            self._send_all()
-        finally:
-            # Also after an error, such as a warning turned into one: nothing waits forever.
-            with self._condition:
-                self._is_closing = True
-                self._drop_queued()
-
-    def _send_all(self) -> None:
-        while True:
-            with self._condition:
-                self._condition.wait_for(lambda: self._queues or self._is_closing)
-                if not self._queues:
-                    return
-                owner, entries = self._next()
-            try:
-                self._send(owner, entries)
-            finally:
-                with self._condition:
-                    self._queued_bytes -= sum(len(entry) for _, entry in entries)
-                    self._condition.notify_all()
-
-    def _next(self) -> tuple[int, list[tuple[int, bytes]]]:
-        """Take entries for the owner that has waited longest."""
-        owner = next(iter(self._queues))
-        queue, limits = self._queues.pop(owner), self.link_of(owner).limits
-        # One message: as many entries as the limits allow, at least one.
-        entries = [queue.popleft()]
-        nbytes = len(entries[0][1])
-        while queue and len(entries) < limits.offers and nbytes + len(queue[0][1]) <= MESSAGE_BYTES:
-            entries.append(queue.popleft())
-            nbytes += len(entries[-1][1])
-        if queue:
-            self._queues[owner] = queue  # behind the others
-        return owner, entries
-
-    def _send(self, owner: int, entries: list[tuple[int, bytes]]) -> None:
-        # outside of the lock: sending may take seconds
-        link, stored = self.link_of(owner), None
-        acquired = link.acquire()
-        if acquired is not None:
-            channel, deadline = acquired
-            try:
-                stored = offer(channel, entries, deadline=deadline)
-                link.release(channel)
-            except PeerError as error:
-                link.failed(channel, error)
-        # Dropped entries are read from the source again, in a later epoch.
-        with self._condition:
-            if stored is None:
-                self.counts.dropped += len(entries)
-            else:
-                self.counts.stored += sum(stored)
-                self.counts.refused += len(stored) - sum(stored)
-
-    def flush(self, *, timeout_seconds: float) -> None:
-        """Wait until nothing is queued or being sent, for at most `timeout_seconds`."""
-        with self._condition:
-            self._condition.wait_for(
-                lambda: not self._queued_bytes and not self._queues, timeout=timeout_seconds
-            )
-
-    def close(self, *, timeout_seconds: float) -> None:
-        """Send what is queued; what is left after `timeout_seconds` is dropped."""
-        with self._condition:
-            self._is_closing = True
-            self._condition.notify_all()
-            self._condition.wait_for(
-                lambda: not self._queued_bytes and not self._queues, timeout=timeout_seconds
-            )
-            self._drop_queued()
-        self._thread.join(timeout=0.1)
-
-    def _drop_queued(self) -> None:
-        for queue in self._queues.values():
-            self.counts.dropped += len(queue)
-            self._queued_bytes -= sum(len(entry) for _, entry in queue)
-        self._queues.clear()
-        self._condition.notify_all()
 
 
 class OwnerLink:
@@ -659,15 +500,20 @@ def receive_answer(
     return answer
 
 
-def offer(channel: Channel, entries: Sequence[tuple[int, bytes]], *, deadline: float) -> list[bool]:
-    """Send (item, entry) pairs to their owner; returns which of them it stored."""
+def offer(
+    channel: Channel, entries: Sequence[tuple[int, Sequence[Any]]], *, deadline: float
+) -> int:
+    """Offer (item, buffers) pairs to their owner; returns how many of them it stored."""
     offers = b"".join(
-        ENTRY.pack(item, len(entry), checksum([entry], item=item)) for item, entry in entries
+        ENTRY.pack(item, sum(map(len, parts)), checksum(parts, item=item))
+        for item, parts in entries
     )
     channel.send([REQUEST.pack(OFFER, len(entries)), offers], deadline=deadline)
     # The owner says which of them it wants, and gets only these.
     wanted = channel.receive(len(entries), deadline=deadline)
-    payload: list[bytes] = [entry for (_, entry), want in zip(entries, wanted, strict=True) if want]
+    payload = [
+        buffer for (_, parts), want in zip(entries, wanted, strict=True) if want for buffer in parts
+    ]
     deadline += sum(map(len, payload)) / SLOWEST_BYTES_PER_SECOND
     channel.send(payload, deadline=deadline)
-    return [bool(stored) for stored in channel.receive(len(entries), deadline=deadline)]
+    return sum(map(bool, channel.receive(len(entries), deadline=deadline)))

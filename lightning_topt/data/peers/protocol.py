@@ -84,9 +84,8 @@ class PeerLimits:
         reply_bytes: of one answer, unless its first entry alone is larger.
         items: of one GET.
         offers: of one OFFER.
-        connections: open at a time, of clients that have proved that they know the secret.
-        newcomers: open at a time besides, that have not proved it yet.
-        proof_seconds: for the proof.
+        connections: open at a time.
+        proof_seconds: for the proof that a client knows the secret.
         request_seconds: for a request or answer, and one more second per megabyte.
         idle_seconds: between requests.
     """
@@ -96,7 +95,6 @@ class PeerLimits:
     items: int = 1024
     offers: int = 64
     connections: int = 2048
-    newcomers: int = 512
     proof_seconds: float = 5.0
     request_seconds: float = 30.0
     idle_seconds: float = 600.0
@@ -148,32 +146,20 @@ def authenticate(channel: Channel, key: bytes, *, deadline: float) -> None:
         raise PeerRefused("it does not know the run's secret")
 
 
-class ServerHandshake:
-    """The server's side of the handshake, which does not wait.
+def receive_proof(channel: Channel, key: bytes, *, deadline: float) -> None:
+    """Do the server's side of the handshake.
 
-    The few bytes that it sends fit into the buffer of any new connection.
+    Raises:
+        PeerRefused: the client does not know the key.
     """
-
-    def __init__(self, channel: Channel, key: bytes) -> None:
-        self.channel, self._key = channel, key
-        self._nonce, self._answer = os.urandom(NONCE_BYTES), bytearray()
-        channel.send([MAGIC + self._nonce], deadline=0)
-
-    def receive_proof(self) -> bool:
-        """Read what has arrived, and return whether the client has proved that it knows the key.
-
-        Raises:
-            PeerRefused: the proof is wrong.
-        """
-        self._answer += self.channel.receive_some(NONCE_BYTES + PROOF_BYTES - len(self._answer))
-        if len(self._answer) < NONCE_BYTES + PROOF_BYTES:
-            return False
-        # Verify the client's proof, then prove the same to it.
-        client_nonce, proof = bytes(self._answer[:NONCE_BYTES]), bytes(self._answer[NONCE_BYTES:])
-        if not hmac.compare_digest(proof, _proof(self._key, b"client", self._nonce, client_nonce)):
-            raise PeerRefused("a stranger")
-        self.channel.send([_proof(self._key, b"server", self._nonce, client_nonce)], deadline=0)
-        return True
+    nonce = os.urandom(NONCE_BYTES)
+    channel.send([MAGIC + nonce], deadline=deadline)
+    answer = bytes(channel.receive(NONCE_BYTES + PROOF_BYTES, deadline=deadline))
+    # Verify the client's proof, then prove the same to it.
+    client_nonce, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
+    if not hmac.compare_digest(proof, _proof(key, b"client", nonce, client_nonce)):
+        raise PeerRefused("a stranger")
+    channel.send([_proof(key, b"server", nonce, client_nonce)], deadline=deadline)
 
 
 def _proof(key: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
@@ -241,10 +227,6 @@ class Channel:
         """Hang up. Calling it again does nothing."""
         self._socket.close()
 
-    def fileno(self) -> int:
-        """Return the descriptor, for select."""
-        return self._socket.fileno()
-
     def is_stale(self) -> bool:
         """Return whether an idle connection has something to read: its end, or unexpected data."""
         return bool(self._readable.poll(0))
@@ -296,18 +278,6 @@ class Channel:
         """Receive exactly `nbytes` bytes."""
         data = bytearray(nbytes)
         self.receive_into([data], deadline=deadline)
-        return data
-
-    def receive_some(self, most: int) -> bytes:
-        """Return up to `most` bytes of what has arrived, without waiting."""
-        try:
-            data = self._socket.recv(most)
-        except BlockingIOError:
-            return b""
-        except OSError as error:
-            raise PeerLost(f"the connection is broken: {error}") from error
-        if not data:
-            raise PeerLost("the other end hung up")
         return data
 
     def receive_into(self, buffers: Sequence[Any], *, deadline: float) -> None:

@@ -1,12 +1,9 @@
 """The process that serves a node's entries to other nodes, started by `server`.
 
-It ends with its parent.
-
-    _Admission    one thread accepts connections and runs their handshakes
-    PeerService   then a thread per connection answers GET and OFFER (see `protocol`)
-
-A slow disk or a slow reader delays only its own connection. On GET the kernel sends the stores'
-files; they are not read here. Of this package only the stores are imported, and torch is not.
+It ends with its parent. A thread per connection does the handshake and answers GET and OFFER (see
+`protocol`), so a slow disk or a slow reader delays only its own connection. On GET the kernel sends
+the stores' files; they are not read here. Of this package only the stores are imported, and torch
+is not.
 """
 
 from __future__ import annotations
@@ -14,12 +11,12 @@ from __future__ import annotations
 import json
 import os
 import resource
-import selectors
+import select
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,25 +33,22 @@ from lightning_topt.data.peers.protocol import (
     SLOWEST_BYTES_PER_SECOND,
     Channel,
     FileBroken,
-    PeerError,
     PeerLimits,
     ProtocolError,
-    ServerHandshake,
+    receive_proof,
 )
 
 RECEIVERS = 4  # connections that may hold a received entry in memory, and as many a read one
 STACK_BYTES = 1 << 19  # of a connection's thread
 PARENT_SECONDS = 1.0  # how often to look for the parent, in case the end of its pipe is not seen
-PATIENCE_SECONDS = 0.2  # that a newcomer has for its handshake when others wait
-FULL_SECONDS = 0.005  # until the next look for a free place
-_MANY = 64  # connections accepted before the handshakes go on
+FULL_SECONDS = 0.005  # until the next try where too many files are open
 
 
 def main(settings: dict[str, Any]) -> None:
     """Listen, print the port to standard output, and serve until standard input ends."""
     limits = PeerLimits(**settings["limits"])
     # A descriptor per connection, and some more.
-    number = limits.connections + limits.newcomers + 64
+    number = limits.connections + 64
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < number:
         most = number if hard == resource.RLIM_INFINITY else min(number, hard)
@@ -89,47 +83,61 @@ class PeerService:
 
     def __init__(self, stores: Sequence[SegmentStore], *, key: bytes, limits: PeerLimits) -> None:
         self.stores, self.key, self.limits = stores, key, limits
-        self._connections = 0  # that know the secret
+        self._connections = 0
         self._lock = threading.Lock()
         self._receiving = threading.BoundedSemaphore(RECEIVERS)
         self._reading = threading.BoundedSemaphore(RECEIVERS)
 
     def serve(self, listener: socket.socket, *, control: int, parent: int) -> None:
         """Serve until `control` ends or process `parent` is gone."""
-        admission = _Admission(
-            listener,
-            key=self.key,
-            limits=self.limits,
-            admit=self._admit,
-            has_room=lambda: self._connections < self.limits.connections,
-        )
-        admission.serve(control=control, parent=parent)
+        poll = select.poll()
+        for descriptor in (control, listener.fileno()):
+            poll.register(descriptor, select.POLLIN)
+        while os.getppid() == parent:
+            for descriptor, _ in poll.poll(PARENT_SECONDS * 1000):
+                if descriptor == control:
+                    return
+                try:
+                    connection, _ = listener.accept()
+                except BlockingIOError:  # it hung up meanwhile
+                    continue
+                except OSError:  # too many files are open
+                    time.sleep(FULL_SECONDS)
+                    continue
+                self._admit(connection)
 
-    def _admit(self, channel: Channel) -> None:
+    def _admit(self, connection: socket.socket) -> None:
+        """Give a connection a thread of its own, or hang up where there are too many."""
         with self._lock:
-            self._connections += 1
+            is_full = self._connections >= self.limits.connections
+            self._connections += not is_full
         try:
-            threading.Thread(target=self._converse, args=[channel], daemon=True).start()
+            if not is_full:
+                thread = threading.Thread(target=self._converse, args=[connection], daemon=True)
+                thread.start()
         except RuntimeError:  # the system has no more threads
-            self._forget(channel)
+            is_full = True
+            with self._lock:
+                self._connections -= 1
+        if is_full:
+            connection.close()
 
-    def _forget(self, channel: Channel) -> None:
-        with self._lock:
-            self._connections -= 1
-        channel.close()
-
-    def _converse(self, channel: Channel) -> None:
-        """Answer the requests of one connection, in its thread."""
+    def _converse(self, connection: socket.socket) -> None:
+        """Answer the requests of one connection, once it has proved that it knows the secret."""
         try:
+            channel = Channel(connection)
+            receive_proof(channel, self.key, deadline=time.monotonic() + self.limits.proof_seconds)
             while True:
                 request = channel.receive(
                     REQUEST.size, deadline=time.monotonic() + self.limits.idle_seconds
                 )
                 self._answer(channel, *REQUEST.unpack(request))
-        except (PeerError, OSError, MemoryError):
+        except (OSError, MemoryError):  # a PeerError is an OSError
             pass
         finally:
-            self._forget(channel)
+            with self._lock:
+                self._connections -= 1
+            connection.close()
 
     def _answer(self, channel: Channel, kind: int, count: int) -> None:
         deadline = time.monotonic() + self.limits.request_seconds
@@ -253,131 +261,3 @@ class PeerService:
             )
         finally:
             self._receiving.release()
-
-
-class Newcomer:
-    """A connection from `address` that has not proved yet that it knows the secret."""
-
-    def __init__(self, channel: Channel, *, address: str, key: bytes) -> None:
-        self.channel, self.address, self.since = channel, address, time.monotonic()
-        self.handshake = ServerHandshake(channel, key)
-
-    def fileno(self) -> int:
-        """Return the descriptor, for select."""
-        return self.channel.fileno()
-
-
-class _Admission:
-    """Accepts connections, runs their handshakes, and gives the successful ones to `admit`.
-
-    A newcomer costs an open socket and nothing else, so a flood of them keeps nobody out: each is
-    accepted at once. Where there are too many, one that has had its time is closed, of the address
-    that has most of them. `has_room` says whether one more connection may be admitted.
-    """
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        *,
-        key: bytes,
-        limits: PeerLimits,
-        admit: Callable[[Channel], None],
-        has_room: Callable[[], bool],
-    ) -> None:
-        self.listener, self.key, self.limits = listener, key, limits
-        self.admit, self.has_room = admit, has_room
-        self._by_address: dict[str, dict[Newcomer, None]] = {}  # the oldest first
-        self._number = 0
-        self._selector = selectors.DefaultSelector()
-        self._is_listening = False
-
-    def serve(self, *, control: int, parent: int) -> None:
-        """Serve until `control` ends or process `parent` is gone."""
-        self._selector.register(control, selectors.EVENT_READ)
-        self._listen(True)
-        while os.getppid() == parent:
-            for key, _ in self._selector.select(
-                PARENT_SECONDS if self._is_listening else FULL_SECONDS
-            ):
-                if key.fd == control:
-                    return
-                if isinstance(key.data, Newcomer):
-                    self._advance(key.data)
-                else:
-                    self._accept()
-            self._close_late()
-
-    def _listen(self, on: bool) -> None:
-        if on and not self._is_listening:
-            self._selector.register(self.listener, selectors.EVENT_READ)
-        elif self._is_listening and not on:
-            self._selector.unregister(self.listener)
-        self._is_listening = on
-
-    def _accept(self) -> None:
-        for _ in range(_MANY):
-            # the backlog of the socket keeps the others until there is room
-            if self._number >= self.limits.newcomers and not self._make_room():
-                self._listen(False)
-                return
-            try:
-                connection, address = self.listener.accept()
-            except BlockingIOError:
-                return
-            except OSError:  # it hung up meanwhile, or too many files are open
-                time.sleep(FULL_SECONDS)
-                return
-            self._greet(connection, str(address[0]))
-
-    def _greet(self, connection: socket.socket, address: str) -> None:
-        try:
-            if not self.has_room():
-                raise OSError("too many connections")
-            newcomer = Newcomer(Channel(connection), address=address, key=self.key)
-            self._selector.register(newcomer, selectors.EVENT_READ, newcomer)
-        except OSError:  # also a PeerError: it hung up meanwhile
-            connection.close()
-            return
-        self._by_address.setdefault(address, {})[newcomer] = None
-        self._number += 1
-
-    def _make_room(self) -> bool:
-        """Close the oldest newcomer of the most frequent address, if it has had its time."""
-        # one address cannot push out the newcomers of all others
-        crowd = max(self._by_address.values(), key=len)
-        oldest = next(iter(crowd))
-        if time.monotonic() - oldest.since < PATIENCE_SECONDS:
-            return False
-        self._forget(oldest)
-        oldest.channel.close()
-        return True
-
-    def _advance(self, newcomer: Newcomer) -> None:
-        """Go on with a handshake that has received something."""
-        try:
-            knows = newcomer.handshake.receive_proof()
-        except PeerError:
-            self._forget(newcomer)
-            newcomer.channel.close()
-            return
-        if knows:
-            self._forget(newcomer)
-            self.admit(newcomer.channel)
-
-    def _forget(self, newcomer: Newcomer) -> None:
-        self._selector.unregister(newcomer)
-        there = self._by_address[newcomer.address]
-        del there[newcomer]
-        if not there:
-            del self._by_address[newcomer.address]
-        self._number -= 1
-
-    def _close_late(self) -> None:
-        """Close all newcomers that had too long for their proof; listen if there is room."""
-        before = time.monotonic() - self.limits.proof_seconds
-        for there in list(self._by_address.values()):
-            while there and (oldest := next(iter(there))).since < before:
-                self._forget(oldest)
-                oldest.channel.close()
-        if not self._is_listening and (self._number < self.limits.newcomers or self._make_room()):
-            self._listen(True)

@@ -3,9 +3,10 @@
     cache/            the tiers of a cache, what is in them, and the data set in front of them
     peers/            a cache partitioned over nodes
     coordinated/      batches that several jobs of one machine prepare together
-    stalls/           measures and predicts the wait for data
+    stalls            measures what a loop waits for
     resumable_loader  a DataLoader that resumes in the middle of an epoch
-    lookahead         caches of other nodes learn which items are read next
+    stalls            measures what a loop waits for
+    resumable_loader  a DataLoader that resumes in the middle of an epoch
 
 Names are imported when they are first used: light processes use parts of this package without
 torch.

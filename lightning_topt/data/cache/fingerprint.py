@@ -229,7 +229,8 @@ class _Hasher:
             yield from (reduced, _module(value), version(_module(value)))
         else:
             # (function, arguments, state, list items, dict items), as of the pickle protocol
-            function, arguments, state, items, pairs, *_ = [*reduced, None, None, None, None]
+            parts: list[Any] = [*reduced, None, None, None]
+            function, arguments, state, items, pairs = parts[:5]
             yield from (self.hash_of(function), self.hash_of(arguments))
             yield self.hash_of(lasting_state(state, value))
             yield self.hash_of([None if each is None else list(each) for each in (items, pairs)])

@@ -5,8 +5,6 @@
     coordinated/      batches that several jobs of one machine prepare together
     stalls            measures what a loop waits for
     resumable_loader  a DataLoader that resumes in the middle of an epoch
-    stalls            measures what a loop waits for
-    resumable_loader  a DataLoader that resumes in the middle of an epoch
 
 Names are imported when they are first used: light processes use parts of this package without
 torch.

@@ -198,7 +198,7 @@ def make_tracked(loader: object, tracking: Tracking, *, ranks: int, parts: int) 
     )
     if not can_be or not _is_order_known(loader, ranks=ranks, parts=parts):
         if isinstance(loader, TrackedLoader):  # of an earlier fit
-            loader.tracking, loader.is_known, loader.__class__ = None, False, DataLoader
+            loader.tracking, loader.is_known = None, False
         return False
     assert isinstance(loader, DataLoader)
     loader.__class__ = TrackedLoader

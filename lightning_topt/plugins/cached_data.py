@@ -59,8 +59,6 @@ SECRET_BYTES = 32
 IPV4, IPV6 = 2, 10  # address families, as psutil numbers them on Linux
 COUNTS = ("memory_hits", "disk_hits", "peer_hits", "misses", "damaged")
 
-TRAIN = "train"
-
 
 class CachedDataModule(WrappedDataModule):
     """A DataModule with a cache before each of its map-style data sets.
@@ -137,19 +135,19 @@ class CachedDataModule(WrappedDataModule):
 
     @override
     def train_dataloader(self) -> Any:
-        return self._changed(self.datamodule.train_dataloader(), path=TRAIN)
+        return self._changed(self.datamodule.train_dataloader())
 
     @override
     def val_dataloader(self) -> Any:
-        return self._changed(self.datamodule.val_dataloader(), path="validation")
+        return self._changed(self.datamodule.val_dataloader())
 
     @override
     def test_dataloader(self) -> Any:
-        return self._changed(self.datamodule.test_dataloader(), path="test")
+        return self._changed(self.datamodule.test_dataloader())
 
     @override
     def predict_dataloader(self) -> Any:
-        return self._changed(self.datamodule.predict_dataloader(), path="prediction")
+        return self._changed(self.datamodule.predict_dataloader())
 
     def statistics(self, *, reset: bool = False) -> dict[str, CacheStatistics]:
         """Return what the caches did and hold, by fingerprint."""

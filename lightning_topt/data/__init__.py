@@ -23,8 +23,7 @@ if TYPE_CHECKING:
         RefusedCacheError,
         SampleCache,
     )
-    from lightning_topt.data.cache.sample_codec import register_sample_type
-    from lightning_topt.data.cache.sample_layout import UnsupportedSample
+    from lightning_topt.data.cache.sample_codec import UnsupportedSample
 
 __all__ = [
     "CacheStatistics",
@@ -34,7 +33,6 @@ __all__ = [
     "SampleCache",
     "UnsupportedSample",
     "deterministic",
-    "register_sample_type",
 ]
 _HOMES = {
     "CachedDataset": "cache.cached_dataset",
@@ -43,8 +41,7 @@ _HOMES = {
     "CacheStatistics": "cache.sample_cache",
     "RefusedCacheError": "cache.sample_cache",
     "SampleCache": "cache.sample_cache",
-    "UnsupportedSample": "cache.sample_layout",
-    "register_sample_type": "cache.sample_codec",
+    "UnsupportedSample": "cache.sample_codec",
 }
 
 

@@ -173,7 +173,7 @@ def test_another_job_finds_the_memory_when_the_disk_is_full(tmp_path, monkeypatc
 
 
 def _hold(path, held):
-    with store_file.lock_at(path).held():
+    with store_file.StoreLock(path).held():
         held.set()
         time.sleep(600)
 

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_topt.data.cache import fingerprint as fingerprints
-from lightning_topt.data.cache import sample_layout
+from lightning_topt.data.cache import sample_codec
 from lightning_topt.data.cache.cached_dataset import CachedDataset
 from lightning_topt.data.cache.determinism import deterministic
 from lightning_topt.data.cache.fingerprint import UnnamableError, fingerprint, named
@@ -454,7 +454,7 @@ def test_another_version_of_a_library_is_another_name(monkeypatch, unseen):
 
 def test_another_format_of_samples_is_another_name(monkeypatch):
     before = fingerprint([1])
-    monkeypatch.setattr(sample_layout, "FORMAT", sample_layout.FORMAT + 1)
+    monkeypatch.setattr(sample_codec, "FORMAT", sample_codec.FORMAT + 1)
     assert fingerprint([1]) != before
 
 

@@ -174,7 +174,7 @@ def test_the_lock_of_two_caches_outlives_the_first(tmp_path):
 
 def _expect_held(path):
     try:
-        with store_file.lock_at(path).held(seconds=0.05):
+        with store_file.StoreLock(path).held(seconds=0.05):
             os._exit(1)
     except store_file.LockTimeout:
         os._exit(0)

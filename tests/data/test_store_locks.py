@@ -38,15 +38,15 @@ class Holder:
     """
 
     def __init__(self, monkeypatch):
-        self.clock, self.stopped, self._lockf = Clock(), True, store_file.fcntl.lockf
+        self.clock, self.stopped, self._flock = Clock(), True, store_file.fcntl.flock
         monkeypatch.setattr(store_file, "time", self.clock)
         monkeypatch.setattr(segment_store, "time", self.clock, raising=False)
-        monkeypatch.setattr(store_file.fcntl, "lockf", self._lock)
+        monkeypatch.setattr(store_file.fcntl, "flock", self._lock)
 
     def _lock(self, descriptor, operation):
         if self.stopped and operation & store_file.fcntl.LOCK_EX:
             raise BlockingIOError
-        self._lockf(descriptor, operation)
+        self._flock(descriptor, operation)
 
     def seconds(self, work):
         """Of waiting in `work`, and what it returned."""
@@ -103,7 +103,7 @@ def test_samples_do_not_wait_for_a_stopped_process(folder, monkeypatch):
 
 
 def _hold(path, held):
-    with store_file.lock_at(path).held():
+    with store_file.StoreLock(path).held():
         held.set()
         time.sleep(600)
 
@@ -114,7 +114,7 @@ def test_a_lock_that_is_held_for_too_long_is_an_error_and_a_dead_holder_none(fol
     store = open_store(folder)
     holder.start()
     assert held.wait(120)
-    lock = store_file.lock_at(folder / "lock")
+    lock = store_file.StoreLock(folder / "lock")
     with pytest.raises(store_file.LockTimeout, match="another process"), lock.held(seconds=0.05):
         pass
     monkeypatch.setattr(store_file, "LOCK_SECONDS", 0.05)

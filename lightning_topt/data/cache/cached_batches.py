@@ -39,19 +39,22 @@ from lightning_topt.data.cache.cached_dataset import CachedDataset
 from lightning_topt.data.cache.determinism import marked_method
 from lightning_topt.data.cache.sample_cache import SampleCache
 from lightning_topt.data.cache.sample_codec import (
+    TORCH_DTYPES,
+    EntryLayout,
     Parts,
+    Spec,
+    UnsupportedSample,
     header_of,
     in_one_piece,
+    layout_of,
     leaves_of,
-    named_type,
+    record_class,
 )
-from lightning_topt.data.cache.sample_layout import TORCH_DTYPES, EntryLayout, Spec, layout_of
 
 _NUMBERS = {
     "int": torch.int64,
     "float": torch.float64,
     "bool": torch.bool,
-    "complex": torch.complex128,
 }
 _SMALL = 256  # bytes of a leaf that is gathered for all rows at once
 _LOOK_AT = 16  # items of a batch that are searched for one in memory
@@ -363,7 +366,7 @@ def _is_stackable(header: bytes) -> bool:
 def _stackable(spec: Spec) -> bool:
     kind = spec[0]
     if kind in ("tensor", "numbers", *_NUMBERS):
-        return bool(kind != "complex")  # which default_collate refuses
+        return True
     if kind in ("array", "scalar"):
         try:
             _dtype(spec)
@@ -373,8 +376,12 @@ def _stackable(spec: Spec) -> bool:
             return False
     if kind == "dict":
         return all(_stackable(item) for _, item in spec[1])
-    if kind == "named":
-        return named_type(spec[1]) is not None and all(map(_stackable, spec[2]))
+    if kind == "record":  # of NamedTuples; default_collate refuses dataclasses
+        try:
+            is_tuple = issubclass(record_class(spec), tuple)
+        except UnsupportedSample:
+            return False
+        return is_tuple and all(_stackable(item) for _, item in spec[2])
     return kind in ("list", "tuple") and all(map(_stackable, spec[1]))
 
 
@@ -386,10 +393,8 @@ def _nested(spec: Spec, tensors: Iterator[Tensor]) -> Any:
         return [_nested(item, tensors) for item in spec[1]]
     if kind == "numbers":
         return list(next(tensors).t().contiguous().unbind(0))
-    if kind == "named":
-        record = named_type(spec[1])
-        assert record is not None
-        return record(*(_nested(item, tensors) for item in spec[2]))
+    if kind == "record":
+        return record_class(spec)(*(_nested(item, tensors) for _, item in spec[2]))
     return next(tensors)
 
 

@@ -32,7 +32,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from lightning_topt.data.cache import sample_layout
+from lightning_topt.data.cache import sample_codec
 from lightning_topt.data.cache.determinism import HOOK, IGNORED
 
 _PLAIN = (int, float, complex, bool, str, bytes, bytearray, type(None), type(Ellipsis), range)
@@ -148,7 +148,7 @@ class _Hasher:
         done: list[bytes] = []
         while len(done) < len(self.code):  # it grows meanwhile
             done += [self._hash_of_code(each) for each in list(self.code.values())[len(done) :]]
-        base = [str(sample_layout.FORMAT), repr(data_version), state]
+        base = [str(sample_codec.FORMAT), repr(data_version), state]
         return _digest([*base, *sorted(done), *sorted(self.files)]).hex()
 
     # ---- values ----------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import psutil
 import xxhash
 
 from lightning_topt.basics.own_files import is_own, made
-from lightning_topt.data.cache.store_file import RETRY_SECONDS, LockTimeout, StoreLock, lock_at
+from lightning_topt.data.cache.store_file import RETRY_SECONDS, LockTimeout, StoreLock
 
 PREFIX = "lightning-topt-"  # of memory files and of registries in shared memory
 REGISTRY = "memory.holders"
@@ -78,7 +78,7 @@ def open_shared(registry: Path) -> int:
     Raises:
         OSError: a new one cannot be listed.
     """
-    lock = lock_at(registry)
+    lock = StoreLock(registry)
     with lock.held():
         if not lock.is_in_place:  # its last holder has just removed it
             return open_shared(registry)
@@ -108,7 +108,7 @@ def leave(registry: Path, line: str) -> None:
         # the line of another process is not for this one to remove
         if not registry.exists() or (line and line.split()[0] != str(os.getpid())):
             return
-        lock = lock_at(registry)
+        lock = StoreLock(registry)
         with lock.held(seconds=RETRY_SECONDS):
             holders, descriptor = _find([other for other in _lines(lock) if other != line])
             if holders:

@@ -5,62 +5,60 @@ views of it:
 
     uint32 header size | header: JSON, padded with spaces | leaf 0 | leaf 1 | ...
 
-The header describes the nesting and every leaf's dtype and shape (`sample_layout`). Numbers are
-leaves, so that samples which differ only in values have the same header. For each kind of value one
-function describes it (`_DESCRIBE`: value to spec and leaves), and one builds it (`_BUILD`).
+A header is the JSON of ``[FORMAT, spec]``. A *spec* describes one value, ``[kind, ...]``. Numbers
+are leaves, so that samples which differ only in values have the same header:
 
-What is described comes back equal, of the same type, and shares no memory with other values; a
-value for which that does not hold is refused. NamedTuples and dataclasses are taken apart and put
-together as they are: their own code has run once and does not run again.
+    ["int"], ["float"], ["bool"]                                8, 8 and 1 bytes
+    ["tensor", dtype, shape], ["array" or "scalar", dtype, shape]
+    ["str", nbytes], ["bytes", nbytes], ["str_", nbytes], ["bytes_", nbytes]   (str_: NumPy's)
+    ["numbers", "list" or "tuple", "int" or "float", length]    one leaf for all of them
+    ["image", mode, size, nbytes, spec]                         the pixels; palette and info
+    ["list" or "tuple", specs], ["dict", [[key, spec], ...]]
+    ["record", class, [[field, spec], ...]]                     of a NamedTuple or dataclass
+    ["none"]                                                    which has no leaf
+
+What is described comes back equal, of the same type, and shares no memory with other values; all
+else is refused. Records are taken apart and put together as they are: their own code has run once
+and does not run again. The reader knows their classes by name, and imports nothing.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import importlib
-import importlib.util
+import json
+import math
 import struct
 import sys
-import types
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_topt.data.cache.sample_layout import (
-    ALIGNMENT,
-    FIXED,
-    PREFIX,
-    TORCH_DTYPES,
-    EntryLayout,
-    Spec,
-    UnsupportedSample,
-    header_text,
-    layout_of,
-)
-
-MAX_HEADER_BYTES = 1 << 24
-_PADDING = bytes(ALIGNMENT)
-FEWEST_NUMBERS = 8  # of a list that becomes one leaf
-_INT64 = range(-(2**63), 2**63)
-_PLAIN = {  # what to return instead of a subclass
-    Tensor: "value.as_subclass(torch.Tensor)",
-    np.ndarray: "np.asarray(value), and beside it what it does not hold",
-    np.generic: "value.item()",
-    dict: "dict(value)",
-    list: "list(value)",
-    tuple: "tuple(value)",
-    str: "str(value)",
-    bytes: "bytes(value)",
-    int: "int(value)",
-    float: "float(value)",
-    complex: "complex(value)",
+FORMAT = 3  # entries of another format cannot be read
+ALIGNMENT = 16  # bytes: the largest element of a dtype
+PREFIX = struct.Struct("<I")  # of an entry: the size of its header
+FIXED = {"int": struct.Struct("<q"), "float": struct.Struct("<d"), "bool": struct.Struct("<?")}
+TORCH_DTYPES = {
+    str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
+MAX_HEADER_BYTES = 1 << 24
+# Of headers whose layouts are kept. A layout takes about 35 times the memory of its header.
+KEPT_HEADER_BYTES = 1 << 18
+FEWEST_NUMBERS = 8  # of a list that becomes one leaf
+_PADDING = bytes(ALIGNMENT)
+_INT64 = range(-(2**63), 2**63)
 Parts = list[Any]  # buffers: bytes, memoryview or an array (n,) of uint8
+Spec = list[Any]  # of one value: [kind, ...]
 Take = Callable[[], memoryview]  # returns the next leaf
+
+
+class UnsupportedSample(TypeError):
+    """A sample cannot be stored as plain data, or an entry cannot be read here."""
 
 
 def encode(sample: object) -> Parts:
@@ -69,7 +67,7 @@ def encode(sample: object) -> Parts:
     Buffers of tensors and arrays are not copied. A sample is one of these:
 
     - a tensor, a NumPy array or scalar, or a PIL image;
-    - str, bytes, int, float, complex, bool or None;
+    - str, bytes, int (of 64 bits), float, bool or None;
     - a list, tuple, dict (keys str or int), NamedTuple or dataclass of samples.
 
     Types are exact, for what is decoded has the same ones, but for two: `np.memmap` comes back as
@@ -81,7 +79,9 @@ def encode(sample: object) -> Parts:
     """
     leaves: Parts = []
     try:
-        header = header_text(describe(sample, leaves))
+        # with surrogatepass, and without JSON's escapes, halves of a pair stay halves
+        spec = [FORMAT, describe(sample, leaves)]
+        header = _to_json(spec).encode("utf-8", "surrogatepass")
     except RecursionError:
         raise UnsupportedSample(
             "a sample is nested too deeply for a cache, or holds itself: return it flat"
@@ -96,34 +96,23 @@ def encode(sample: object) -> Parts:
     return parts
 
 
+_to_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+
+
 def decode(entry: Any) -> Any:
     """Return the sample of `entry`, a writable buffer; tensors and arrays are views of it.
 
     Raises:
-        UnsupportedSample: it has a NamedTuple or dataclass that is not registered or has other
-            fields here, or it is of another version.
+        UnsupportedSample: it has a NamedTuple or dataclass whose module is not imported here or
+            that has other fields, or it is of another version.
         ValueError: these bytes are no entry.
     """
     view = memoryview(entry).cast("B")
-    # layouts are cached by header: samples of one data set share a few
     known = layout(view)
     if known.nbytes != len(view):
         raise ValueError(f"a sample of {known.nbytes} bytes was expected; got {len(view)}")
     leaves = iter(known.leaves)
     return build(known.spec, lambda: view[(leaf := next(leaves)).start : leaf.start + leaf.nbytes])
-
-
-def changed_by_storing(sample: object) -> str | None:
-    """Return the innermost type in `sample` that is encoded differently after decoding.
-
-    None where there is none.
-    """
-    # Compared as entries; if they differ, look for the reason inside.
-    entry = b"".join(map(bytes, encode(sample)))
-    if b"".join(map(bytes, encode(decode(bytearray(entry))))) == entry:
-        return None
-    found = (changed_by_storing(item) for item in inside(sample))
-    return next(filter(None, found), type_name(type(sample)))
 
 
 def size_of(parts: Sequence[Sized]) -> int:
@@ -134,6 +123,30 @@ def size_of(parts: Sequence[Sized]) -> int:
 def in_one_piece(parts: Parts) -> Any:
     """Return an entry in one piece, writable."""
     return parts[0] if len(parts) == 1 else bytearray(b"".join(map(memoryview, parts)))
+
+
+# ---- the layout of an entry ----------------------------------------------------------------------
+
+
+class Leaf(NamedTuple):
+    """One leaf: its place in the entry (bytes), and its spec."""
+
+    start: int
+    nbytes: int
+    spec: Spec
+
+
+@dataclasses.dataclass(frozen=True)
+class EntryLayout:
+    """What a header says.
+
+    Entries with equal `header` bytes have their leaves at equal places.
+    """
+
+    header: bytes
+    spec: Spec
+    leaves: tuple[Leaf, ...]
+    nbytes: int  # of the whole entry
 
 
 def header_of(entry: Any) -> bytes:
@@ -155,6 +168,16 @@ def layout(entry: object) -> EntryLayout:
     return layout_of(header_of(entry))
 
 
+def layout_of(header: bytes) -> EntryLayout:
+    """Return the layout of entries with this header.
+
+    Raises:
+        ValueError: these bytes are no header.
+        UnsupportedSample: it is of another version.
+    """
+    return _layouts[header]
+
+
 def leaves_of(parts: Parts, known: EntryLayout) -> list[Any]:
     """Return the leaves of an entry with this layout: in one piece, or as `encode` gives it."""
     if len(parts) == 1:
@@ -168,10 +191,66 @@ def leaves_of(parts: Parts, known: EntryLayout) -> list[Any]:
     return leaves
 
 
-# Values to specs and leaves.
+class _Layouts(dict[bytes, EntryLayout]):
+    """Layouts by header; all are dropped when these take too many bytes."""
+
+    room = KEPT_HEADER_BYTES
+
+    # A hit is a lookup in a dict, the fastest there is.
+    def __missing__(self, header: bytes) -> EntryLayout:
+        read = json.loads(header)
+        if not isinstance(read, list) or len(read) != 2 or read[0] != FORMAT:
+            raise UnsupportedSample(
+                "a cached sample is of another version of lightning_topt: use another directory"
+            )
+        leaves: list[Leaf] = []
+        end = _place(read[1], leaves, PREFIX.size + len(header))
+        known = EntryLayout(header, read[1], tuple(leaves), end)
+        if len(header) > KEPT_HEADER_BYTES:
+            return known
+        if len(header) > self.room:
+            self.clear()
+            self.room = KEPT_HEADER_BYTES
+        self.room -= len(header)
+        self[header] = known
+        return known
 
 
-def describe(value: object, leaves: Parts) -> Spec:
+_layouts = _Layouts()
+
+
+def _place(spec: Spec, leaves: list[Leaf], start: int) -> int:
+    """Append the leaves of `spec`, the first at `start`; returns where the next one begins."""
+    kind, nbytes = spec[0], None
+    inner: Sequence[Spec] = ()
+    if kind in FIXED:
+        nbytes = FIXED[kind].size
+    elif kind == "tensor":
+        nbytes = math.prod(spec[2]) * TORCH_DTYPES[spec[1]].itemsize
+    elif kind in ("array", "scalar"):
+        nbytes = math.prod(spec[2]) * np.dtype(spec[1]).itemsize
+    elif kind in ("str", "bytes", "str_", "bytes_"):
+        nbytes = int(spec[1])
+    elif kind == "numbers":
+        nbytes = int(spec[3]) * FIXED[spec[2]].size
+    elif kind == "image":
+        nbytes, inner = int(spec[3]), [spec[4]]
+    elif kind in ("list", "tuple"):
+        inner = spec[1]
+    elif kind in ("dict", "record"):
+        inner = [item for _, item in spec[-1]]
+    if nbytes is not None:
+        leaves.append(Leaf(start, nbytes, spec))
+        start += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    for child in inner:
+        start = _place(child, leaves, start)
+    return start
+
+
+# ---- values to specs and leaves ------------------------------------------------------------------
+
+
+def describe(value: Any, leaves: Parts) -> Spec:
     """Return the spec of `value`, and append its leaves.
 
     Raises:
@@ -183,36 +262,16 @@ def describe(value: object, leaves: Parts) -> Spec:
         return known(value, leaves)
     if isinstance(value, np.generic) and kind is value.dtype.type:
         return _describe_array(value, leaves)
-    if is_named(kind):
-        return _describe_named(value, leaves)
-    if is_record(kind):
-        register_sample_type(kind)
-        pairs = [[name, describe(item, leaves)] for name, item in attributes_of(value).items()]
-        return ["record", type_name(kind), pairs, fields_of(kind)]
-    if is_image(value):
+    if fields := fields_of(kind):
+        return _describe_record(value, fields, leaves)
+    pil = sys.modules.get("PIL.Image")  # a class derived from theirs may hold more
+    if pil is not None and isinstance(value, pil.Image) and kind.__module__.startswith("PIL."):
         return _describe_image(value, leaves)
-    raise UnsupportedSample(f"a sample holds a {type_name(kind)}, which {_refusal(value)}")
-
-
-def _refusal(value: object) -> str:
-    # the built-in type that it is derived from says what to return instead
-    for base, plain in _PLAIN.items():
-        if isinstance(value, base):
-            return f"a cache cannot store, for it is a subclass of {base.__name__}: return {plain}"
-    return (
-        "a cache cannot store as plain data: return tensors, NumPy arrays, PIL images, numbers, "
-        "strings, bytes, and lists, tuples, dicts, NamedTuples or dataclasses of them"
+    raise UnsupportedSample(
+        f"a sample holds a {_name(kind)}, which a cache cannot store as plain data: return "
+        "tensors, arrays, PIL images, numbers, texts, bytes, and lists, tuples, dicts, NamedTuples "
+        "or dataclasses of them, none of derived classes"
     )
-
-
-def inside(value: Any) -> Iterable[object]:
-    """Return the values inside a container that can be described."""
-    kind: type = type(value)
-    if kind in (list, tuple) or is_named(kind):
-        return value  # type: ignore[no-any-return]
-    if kind is dict:
-        return value.values()  # type: ignore[no-any-return]
-    return attributes_of(value).values() if is_record(kind) else ()
 
 
 def _describe_tensor(value: Tensor, leaves: Parts) -> Spec:
@@ -223,15 +282,11 @@ def _describe_tensor(value: Tensor, leaves: Parts) -> Spec:
         or value.is_quantized
         or value.is_nested
         or value.requires_grad
+        or value.__dict__
     ):
         raise UnsupportedSample(
-            f"tensors of a sample are dense, on the CPU and need no gradient; got {value.layout} "
-            f"on {value.device}, requires_grad={value.requires_grad}"
-        )
-    if value.__dict__:
-        raise UnsupportedSample(
-            f"a tensor of a sample has attributes of its own, {', '.join(value.__dict__)}: return "
-            "them beside the tensor"
+            "tensors of a sample are dense, on the CPU, need no gradient and have no attributes of "
+            f"their own; got {value.layout} on {value.device}, requires_grad={value.requires_grad}"
         )
     # bytes as they are in memory: without lazy conjugation or negation, and without gaps
     plain = (
@@ -269,8 +324,8 @@ def _describe_sequence(value: Any, leaves: Parts) -> Spec:
         kind = type(value[0]).__name__
         try:
             leaves.append(struct.pack(f"<{len(value)}{'q' if kind == 'int' else 'd'}", *value))
-        except struct.error:  # an int of more than 64 bits
-            return [name, [describe(item, leaves) for item in value]]
+        except struct.error:
+            raise UnsupportedSample("integers of a sample have 64 bits: return text") from None
         return ["numbers", name, kind, len(value)]
     return [name, [describe(item, leaves) for item in value]]
 
@@ -285,16 +340,16 @@ def _describe_dict(value: dict[Any, Any], leaves: Parts) -> Spec:
     return ["dict", pairs]
 
 
-def _describe_named(value: Any, leaves: Parts) -> Spec:
-    kind, extra = type(value), list(getattr(value, "__dict__", ()))
-    fields = fields_of(kind)
-    if extra or len(value) != len(fields):
+def _describe_record(value: Any, fields: Sequence[str], leaves: Parts) -> Spec:
+    kind = type(value)
+    extra = getattr(value, "__dict__", {}).keys() - set(fields)
+    if extra or not all(hasattr(value, name) for name in fields) or _class(_name(kind)) is not kind:
         raise UnsupportedSample(
-            f"a {type_name(kind)} of a sample holds more or less than its fields {fields}, and "
-            f"{extra}: give them fields"
+            f"a {_name(kind)} of a sample holds more or less than its fields {list(fields)}, or is "
+            "not found by this name: give it fields, in a class of a module"
         )
-    register_sample_type(kind)
-    return ["named", type_name(kind), [describe(item, leaves) for item in value], fields]
+    pairs = [[name, describe(getattr(value, name), leaves)] for name in fields]
+    return ["record", _name(kind), pairs]
 
 
 def _describe_image(value: Any, leaves: Parts) -> Spec:
@@ -308,13 +363,7 @@ def _describe_image(value: Any, leaves: Parts) -> Spec:
     if value.mode in ("P", "PA"):
         palette = value.im.getpalettemode(), bytes(value.getpalette(None))
     info = {key: item for key, item in value.info.items() if _is_plain({key: item})}
-    return [
-        "image",
-        value.mode,
-        list(value.size),
-        size,
-        describe([palette, info], leaves),
-    ]
+    return ["image", value.mode, list(value.size), size, describe([palette, info], leaves)]
 
 
 def _is_plain(value: object) -> bool:
@@ -325,16 +374,11 @@ def _is_plain(value: object) -> bool:
     return True
 
 
-def _describe_int(value: int, leaves: Parts) -> Spec:
-    if value not in _INT64:
-        return ["digits", hex(value)]  # of decimal digits Python converts 4,300 only
-    leaves.append(FIXED["int"].pack(value))
-    return ["int"]
-
-
-def _describe_fixed(value: Any, leaves: Parts) -> Spec:
+def _describe_number(value: Any, leaves: Parts) -> Spec:
     kind = type(value).__name__
-    leaves.append(FIXED[kind].pack(*((value.real, value.imag) if kind == "complex" else (value,))))
+    if kind == "int" and value not in _INT64:
+        raise UnsupportedSample("integers of a sample have 64 bits: return text")
+    leaves.append(FIXED[kind].pack(value))
     return [kind]
 
 
@@ -349,22 +393,16 @@ _DESCRIBE: dict[type, Callable[[Any, Parts], Spec]] = {
     Tensor: _describe_tensor,
     np.ndarray: _describe_array,
     np.memmap: _describe_array,  # comes back as an array, which needs no file
-    int: _describe_int,
-    float: _describe_fixed,
-    bool: _describe_fixed,
-    complex: _describe_fixed,
-    list: _describe_sequence,
-    tuple: _describe_sequence,
+    **dict.fromkeys((int, float, bool), _describe_number),
+    **dict.fromkeys((list, tuple), _describe_sequence),
     dict: _describe_dict,
-    str: _describe_text,
-    bytes: _describe_text,
-    np.str_: _describe_text,  # not as arrays, which lose empty texts and NULs at the end
-    np.bytes_: _describe_text,
+    # NumPy's not as arrays, which lose empty texts and NULs at the end
+    **dict.fromkeys((str, bytes, np.str_, np.bytes_), _describe_text),
     type(None): lambda value, leaves: ["none"],
 }
 
 
-# Specs and leaves to values.
+# ---- specs and leaves to values ------------------------------------------------------------------
 
 
 def build(spec: Spec, take: Take) -> Any:
@@ -372,7 +410,7 @@ def build(spec: Spec, take: Take) -> Any:
 
     Raises:
         ValueError: the kind is unknown.
-        UnsupportedSample: a type is unknown.
+        UnsupportedSample: a class is unknown.
     """
     make = _BUILD.get(spec[0])
     if make is None:
@@ -396,14 +434,6 @@ def _build_array(spec: Spec, take: Take) -> object:
     return array if spec[0] == "array" else array[()]
 
 
-def _build_fixed(spec: Spec, take: Take) -> object:
-    return FIXED[spec[0]].unpack(take())[0]
-
-
-def _build_complex(spec: Spec, take: Take) -> complex:
-    return complex(*FIXED["complex"].unpack(take()))
-
-
 def _build_numbers(spec: Spec, take: Take) -> object:
     _, name, kind, _ = spec
     # of little-endian numbers, whatever machine has written them
@@ -422,7 +452,11 @@ def _build_text(spec: Spec, take: Take) -> object:
 def _build_image(spec: Spec, take: Take) -> object:
     pixels = bytes(take())
     palette, info = build(spec[4], take)
-    image = _pil_image().frombytes(spec[1], tuple(spec[2]), pixels)
+    try:
+        pil = importlib.import_module("PIL.Image")
+    except ImportError:
+        raise UnsupportedSample("a cached sample is a PIL image: install pillow") from None
+    image = pil.frombytes(spec[1], tuple(spec[2]), pixels)
     if palette is not None:
         image.putpalette(palette[1], palette[0])
         image.load()  # before there is an info, whose transparency it may put into the palette
@@ -430,154 +464,74 @@ def _build_image(spec: Spec, take: Take) -> object:
     return image
 
 
-def _build_named(spec: Spec, take: Take) -> object:
-    # Without the class's own __new__, which may change its arguments.
-    return tuple.__new__(_known_type(spec), [build(item, take) for item in spec[2]])
-
-
 def _build_record(spec: Spec, take: Take) -> object:
-    return record_of(_known_type(spec), [(name, build(item, take)) for name, item in spec[2]])
-
-
-def _known_type(spec: Spec) -> type:
-    kind = named_type(spec[1])
-    if kind is None:
-        raise UnsupportedSample(f"{spec[1]} is not known here: call register_sample_type on it")
-    # an earlier run may have stored a class that has other fields now
-    if fields_of(kind) != spec[3]:
-        raise UnsupportedSample(
-            f"{spec[1]} has the fields {fields_of(kind)} here; in the cache it has {spec[3]}"
-        )
-    return kind
+    kind, names = record_class(spec), [name for name, _ in spec[2]]
+    values = [build(item, take) for _, item in spec[2]]
+    # Without the class's own __new__ and __init__, which may change their arguments.
+    if issubclass(kind, tuple):
+        return tuple.__new__(kind, values)
+    made = object.__new__(kind)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)  # not setattr: a frozen dataclass refuses it
+    return made
 
 
 _BUILD: dict[str, Callable[[Spec, Take], object]] = {
     "tensor": _build_tensor,
-    "array": _build_array,
-    "scalar": _build_array,
-    "int": _build_fixed,
-    "float": _build_fixed,
-    "bool": _build_fixed,
-    "complex": _build_complex,
+    **dict.fromkeys(("array", "scalar"), _build_array),
+    **dict.fromkeys(FIXED, lambda spec, take: FIXED[spec[0]].unpack(take())[0]),
     "numbers": _build_numbers,
     **dict.fromkeys(("str", "bytes", "str_", "bytes_"), _build_text),
     "image": _build_image,
     "list": lambda spec, take: [build(item, take) for item in spec[1]],
     "tuple": lambda spec, take: tuple([build(item, take) for item in spec[1]]),
     "dict": lambda spec, take: {key: build(item, take) for key, item in spec[1]},
-    "named": _build_named,
     "record": _build_record,
     "none": lambda spec, take: None,
-    "digits": lambda spec, take: int(spec[1], 16),
 }
 
 
-# NamedTuples, dataclasses and PIL images.
-_record_types: dict[str, type] = {}
+# ---- NamedTuples and dataclasses -----------------------------------------------------------------
 
 
-def type_name(kind: type) -> str:
-    """Return the module and qualified name."""
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def register_sample_type(record: type) -> None:
-    """Register a NamedTuple or dataclass for decoding.
-
-    Encoding one registers it; only a process that decodes without having encoded one needs this.
+def record_class(spec: Spec) -> type:
+    """Return the class of a record.
 
     Raises:
-        ValueError: it is neither, or its instances hold more than attributes (a dataclass that is a
-            dict).
+        UnsupportedSample: its module is not imported here, or it has other fields.
     """
-    if not (is_named(record) or is_record(record)):
-        raise ValueError(
-            "a sample's own type is a NamedTuple or dataclass with no other built-in base; got "
-            f"{record!r}"
+    kind = _class(spec[1])
+    names = tuple(name for name, _ in spec[2])
+    if not isinstance(kind, type) or fields_of(kind) != names:
+        raise UnsupportedSample(
+            f"a cached sample has a {spec[1]} of the fields {names}, which is not known here: "
+            "import its module"
         )
-    _record_types[type_name(record)] = record
-
-
-def named_type(name: str) -> type | None:
-    """Return the registered NamedTuple or dataclass of that name (module and qualified name)."""
-    return _record_types.get(name)
+    return kind
 
 
 @lru_cache(maxsize=1024)
-def is_named(kind: type) -> bool:
-    """Return whether it is a NamedTuple."""
-    return issubclass(kind, tuple) and hasattr(kind, "_fields")
-
-
-@lru_cache(maxsize=1024)
-def is_record(kind: type) -> bool:
-    """Return whether it is a dataclass whose instances hold nothing but attributes."""
-    if not hasattr(kind, "__dataclass_fields__") or issubclass(kind, enum.Enum):
-        return False
+def fields_of(kind: type) -> tuple[str, ...]:
+    """Return the fields of a NamedTuple, or of a dataclass derived from no built-in class."""
+    if issubclass(kind, tuple):
+        return tuple(getattr(kind, "_fields", ()))
+    if not dataclasses.is_dataclass(kind) or issubclass(kind, enum.Enum):
+        return ()
     try:
-        # Python refuses this where another built-in class keeps something of its own.
-        object.__new__(kind)
+        object.__new__(kind)  # refused where a built-in class keeps something of its own
     except TypeError:
-        return False
-    return True
+        return ()
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
-def fields_of(kind: type) -> list[str]:
-    """Return the names of the fields; another class of the same name may have others."""
-    return list(
-        kind._fields if is_named(kind) else kind.__dataclass_fields__  # type: ignore[attr-defined]
-    )
+def _name(kind: type) -> str:
+    module = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__  # of spawned ones
+    return f"{module}:{kind.__qualname__}"
 
 
-def attributes_of(value: object) -> dict[str, Any]:
-    """Return the attributes of an instance, in slots or not, fields or not."""
-    kind: type = type(value)
-    # in the dictionary, then in slots
-    found = dict(getattr(value, "__dict__", ()))
-    for name, slot in _slots(kind).items():
-        try:
-            found[name] = slot.__get__(value)
-        except AttributeError:
-            continue  # it was deleted or never set
+def _class(name: str) -> Any:
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
     return found
-
-
-def record_of(kind: type, attributes: Iterable[tuple[str, object]]) -> Any:
-    """Return an instance with these attributes."""
-    value: Any = object.__new__(kind)
-    slots = _slots(kind)
-    for name, item in attributes:
-        # Not setattr: a frozen dataclass refuses it, and others may do more than set.
-        if name in slots:
-            slots[name].__set__(value, item)
-        else:
-            value.__dict__[name] = item
-    return value
-
-
-@lru_cache(maxsize=1024)
-def _slots(kind: type) -> dict[str, types.MemberDescriptorType]:
-    members = [item for base in reversed(kind.__mro__) for item in vars(base).items()]
-    return {
-        name: member for name, member in members if isinstance(member, types.MemberDescriptorType)
-    }
-
-
-def is_image(value: object) -> bool:
-    """Return whether it is an image of one of PIL's own classes.
-
-    A class derived from theirs may hold more. PIL is not imported for this.
-    """
-    module = sys.modules.get("PIL.Image")
-    return (
-        module is not None
-        and isinstance(value, module.Image)
-        and type(value).__module__.startswith("PIL.")
-    )
-
-
-@lru_cache(maxsize=1)
-def _pil_image() -> Any:
-    if importlib.util.find_spec("PIL") is None:
-        raise UnsupportedSample("a cached sample is a PIL image: install pillow")
-    return importlib.import_module("PIL.Image")

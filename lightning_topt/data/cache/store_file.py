@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from lightning_topt.basics.own_files import is_held, open_own
+from lightning_topt.basics.own_files import open_own
 
 PAGE = 4096
 MAGIC = b"toptseg1"
@@ -71,7 +71,7 @@ class StoreFile:
         available: Callable[[], int] | None = None,
     ) -> None:
         self.descriptor, self.num_items, self.available = descriptor, num_items, available
-        self.lock = lock_at(lock)
+        self.lock = StoreLock(lock)
         # rounded up to a page
         self.data_start = -(-(PAGE + 32 * num_items) // PAGE) * PAGE
         self._paused_until = -inf  # later from the lock's first timeout until it is acquired again
@@ -223,18 +223,26 @@ class StoreFile:
 
 
 class StoreLock:
-    """An open lock file, which excludes other threads and processes with the same file.
+    """An open lock file at `path`, which excludes other threads and processes with the same file.
 
     What counts is the file, whatever its path is now.
+
+    Raises:
+        NotOwn: it is not this user's.
+        OSError: it cannot be made.
     """
 
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self.path, self.descriptor, self.threads = path, descriptor, threading.Lock()
-        self.keep(descriptor)
+    def __init__(self, path: Path) -> None:
+        self.path, self.descriptor = path, open_own(path)
+        self._threads, self._process = threading.Lock(), os.getpid()
+        weakref.finalize(self, os.close, self.descriptor).atexit = False
 
-    def keep(self, descriptor: int) -> None:
-        """Close this descriptor together with the lock, not before."""
-        weakref.finalize(self, _close, descriptor).atexit = False
+    def _open_again(self) -> None:
+        """Open the file anew in a forked process, which would share its parent's lock."""
+        descriptor = os.open(f"/dev/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        os.dup2(descriptor, self.descriptor, inheritable=False)
+        os.close(descriptor)
+        self._threads, self._process = threading.Lock(), os.getpid()
 
     @property
     def is_in_place(self) -> bool:
@@ -252,7 +260,9 @@ class StoreLock:
             LockTimeout: after `seconds`, by default `LOCK_SECONDS`.
         """
         seconds = LOCK_SECONDS if seconds is None else seconds
-        deadline, threads = time.monotonic() + seconds, self.threads
+        if self._process != os.getpid():
+            self._open_again()
+        deadline, threads = time.monotonic() + seconds, self._threads
         # First against threads of this process, then, by polling, against other processes.
         if not threads.acquire(timeout=seconds):
             raise LockTimeout(f"{self.path} is locked by another thread")
@@ -261,7 +271,7 @@ class StoreLock:
             pause = 1e-4
             while True:
                 try:
-                    fcntl.lockf(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
@@ -273,64 +283,10 @@ class StoreLock:
             try:
                 yield
             finally:
-                fcntl.lockf(self.descriptor, fcntl.LOCK_UN)
+                fcntl.flock(self.descriptor, fcntl.LOCK_UN)
         finally:
             threads.release()
 
 
-# By device and inode: one lock for all stores of the process, gone with the last of them.
-_locks: weakref.WeakValueDictionary[tuple[int, int], StoreLock] = weakref.WeakValueDictionary()
-_opening = threading.RLock()  # a lock may be collected while another one is opened
-
-
-def lock_at(path: Path) -> StoreLock:
-    """Return the lock file at `path`, made where there is none.
-
-    Callers that find the same file get the same lock.
-
-    Raises:
-        NotOwn: it is not this user's.
-        OSError: it cannot be made.
-    """
-    with _opening:
-        with contextlib.suppress(FileNotFoundError):
-            known = _locks.get(_identity(os.stat(path, follow_symlinks=is_held(path))))
-            if known is not None:
-                return known
-        # by identity again: another process may have made or replaced the file meanwhile
-        descriptor = open_own(path)
-        known = _locks.get(_identity(os.fstat(descriptor)))
-        if known is not None:  # it has just replaced another file
-            known.keep(descriptor)
-            return known
-        lock = _locks[_identity(os.fstat(descriptor))] = StoreLock(path, descriptor)
-        return lock
-
-
-def _close(descriptor: int) -> None:
-    """Close the descriptor of a lock that is gone.
-
-    Closing any descriptor of a file ends the process's locks on it. So where there is a new lock of
-    the same file, the descriptor is closed with that one.
-    """
-    with _opening:
-        next_one = _locks.get(_identity(os.fstat(descriptor)))
-        if next_one is None:
-            os.close(descriptor)
-        else:
-            next_one.keep(descriptor)
-
-
 def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
-
-
-def forget_locks() -> None:
-    """Renew the locks in a forked process: the parent's threads cannot release theirs here."""
-    global _opening
-    _opening = threading.RLock()
-    for lock in list(_locks.values()):
-        lock.threads = threading.Lock()
-
-
-os.register_at_fork(after_in_child=forget_locks)

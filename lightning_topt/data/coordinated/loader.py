@@ -11,7 +11,6 @@ side (Hydra multirun) then decode and augment once.
 
 from __future__ import annotations
 
-import dataclasses
 import mmap
 import multiprocessing.connection
 import os
@@ -21,7 +20,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,7 +27,6 @@ from torch.utils.data import DataLoader, _utils
 
 from lightning_topt.basics.argument_checks import check_real, check_size, check_whole
 from lightning_topt.data.cache import sample_codec
-from lightning_topt.data.cache.sample_layout import children, layout_of
 from lightning_topt.data.coordinated.coordinator_link import (
     CoordinatorLost,
     Message,
@@ -432,36 +429,4 @@ def _decode(descriptor: int, nbytes: int) -> object:
         )
     finally:
         os.close(descriptor)
-    _register_types(sample_codec.header_of(pages))
     return sample_codec.decode(pages)
-
-
-@lru_cache(maxsize=1024)
-def _register_types(header: bytes) -> None:
-    """Register the NamedTuples and dataclasses of a batch that another process encoded.
-
-    Only those whose module is already imported are found.
-    """
-    # All specs in the header, from the outermost one.
-    specs = [layout_of(header).spec]
-    while specs:
-        spec = specs.pop()
-        specs.extend(children(spec))
-        if spec[0] in ("named", "record"):
-            record = _imported(spec[1])
-            if dataclasses.is_dataclass(record) or hasattr(record, "_fields"):
-                sample_codec.register_sample_type(record)
-
-
-def _imported(name: str) -> Any:
-    """Return the class with that full name; None if its module is not imported."""
-    module, _, rest = name.rpartition(".")
-    path = [rest]
-    # classes may be nested: up to the longest part that is a module
-    while module and module not in sys.modules:
-        module, _, rest = module.rpartition(".")
-        path.insert(0, rest)
-    found: Any = sys.modules.get(module)
-    for part in path:
-        found = getattr(found, part, None)
-    return found if isinstance(found, type) else None

@@ -2,7 +2,6 @@
 
     CachedDataModule   wraps a DataModule: a cache before each of its map-style data sets
     CachePartition     options of a cache whose parts are on all nodes of the run
-    CacheMonitor       a callback that logs where samples came from
 
 The caches themselves, their files and the protocol between nodes are in `lightning_topt.data`. What
 a loader asks for goes to `BatchDataset.__getitems__`, where torch would only stack the samples:
@@ -24,7 +23,7 @@ import secrets
 import socket
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +56,6 @@ from lightning_topt.plugins.wrapped_data import WrappedDataModule
 MEMORY_SHARE = 4  # a fourth of what is free
 SECRET_BYTES = 32
 IPV4, IPV6 = 2, 10  # address families, as psutil numbers them on Linux
-COUNTS = ("memory_hits", "disk_hits", "peer_hits", "misses", "damaged")
 
 
 class CachedDataModule(WrappedDataModule):
@@ -530,60 +528,3 @@ def _all_addresses(
         raise ValueError("the nodes cannot share their caches. " + "; ".join(errors))
     found = {words["node"]: words["address"] for words in said if "address" in words}
     return [found[node] for node in range(num_nodes)]
-
-
-# ---- what a cache did ----------------------------------------------------------------------------
-
-
-class CacheMonitor(pl.Callback):
-    """Logs after each training epoch where its samples came from.
-
-    These are counts of the caches of the Trainer's `CachedDataModule` since the last epoch.
-    ``cache/memory_hits``, ``cache/disk_hits``, ``cache/peer_hits``, ``cache/misses`` and
-    ``cache/damaged``: samples, of all data sets (validation included), all loader workers and all
-    ranks together. What workers read ahead counts too. The counters are not reset:
-    ``CachedDataModule.statistics`` has the sums of the whole run.
-
-    Raises TypeError for a Trainer with another DataModule.
-    """
-
-    def __init__(self) -> None:
-        self._last: Mapping[str, int] = {}
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._last = totals(_cached_module_of(trainer).statistics())
-
-    @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Counters are not reset: what is logged is the difference.
-        counts = totals(_cached_module_of(trainer).statistics())
-        for name, count in counts.items():
-            value = float(count - self._last.get(name, 0))
-            pl_module.log(
-                f"cache/{name}",
-                value,
-                on_epoch=True,
-                sync_dist=trainer.world_size > 1,
-                reduce_fx="sum",
-            )
-        self._last = counts
-
-
-def _cached_module_of(trainer: pl.Trainer) -> CachedDataModule:
-    """Return the Trainer's CachedDataModule, which may be inside of other wrappers."""
-    datamodule: Any = getattr(trainer, "datamodule", None)
-    # Wrappers of ours may be nested in any order.
-    inner = datamodule
-    while isinstance(inner, WrappedDataModule) and not isinstance(inner, CachedDataModule):
-        inner = inner.datamodule
-    if not isinstance(inner, CachedDataModule):
-        raise TypeError(
-            f"{type(datamodule).__name__} has no caches of ours: leave CacheMonitor out"
-        )
-    return inner
-
-
-def totals(statistics: Mapping[str, CacheStatistics]) -> dict[str, int]:
-    """Return the counts of all caches together."""
-    return {name: sum(getattr(one, name) for one in statistics.values()) for name in COUNTS}

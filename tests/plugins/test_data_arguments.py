@@ -14,7 +14,6 @@ import torch
 
 from lightning_topt.plugins.cached_data import (
     CachedDataModule,
-    CacheMonitor,
     CachePartition,
 )
 from lightning_topt.plugins.coordinated_data import CoordinatedDataModule
@@ -85,7 +84,7 @@ def test_only_a_datamodule_is_wrapped(make, datamodule):
 def test_every_argument_is_in_the_list():
     import inspect
 
-    for make in (CACHED, COORDINATED, CachePartition, StallMonitor, CacheMonitor):
+    for make in (CACHED, COORDINATED, CachePartition, StallMonitor):
         names = set(inspect.signature(getattr(make, "func", make)).parameters) - {"datamodule"}
         assert names == {name for one, name in WRONG if one is make}
 

@@ -179,7 +179,6 @@ class PeerService:
                 store.discard(item)
                 raise
         channel.cork(False)
-        self._promote(places)
 
     def _locate(self, item: int) -> EntryPlace | None:
         """Find an entry that is complete in its file and not too large."""
@@ -192,26 +191,6 @@ class PeerService:
                     return EntryPlace(item, store, where)
                 store.discard(item)
         return None
-
-    def _promote(self, places: Sequence[EntryPlace]) -> None:
-        """Copy entries from a slower store into the fastest, while that has room.
-
-        Only a few connections do so at a time.
-        """
-        fastest = self.stores[0]
-        slower = [place for place in places if place.store is not fastest]
-        if not slower or not self._reading.acquire(blocking=False):
-            return
-        try:
-            for item, store, where in slower:
-                # nothing is evicted: a full store stays as it is
-                if fastest.used_bytes + where.nbytes > fastest.capacity_bytes:
-                    return
-                entry = store.read(item)
-                if entry is not None:
-                    fastest.write(item, [entry])
-        finally:
-            self._reading.release()
 
     def _take(self, channel: Channel, count: int, deadline: float) -> None:
         """Answer OFFER: which entries are wanted, then receive and store them."""

@@ -206,8 +206,9 @@ class OtherNode:
         self.asked.append(list(items))
         return [self.entries.get(item) for item in items]
 
-    def push(self, item, parts):
-        self.entries[item] = bytearray(b"".join(bytes(part) for part in parts))
+    def push(self, entries):
+        for item, parts in entries.items():
+            self.entries[item] = bytearray(b"".join(bytes(part) for part in parts))
 
     def close(self):
         self.closed = True

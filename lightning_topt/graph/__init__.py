@@ -5,8 +5,7 @@ How a graph comes about:
     step_observer   the same on real tensors, for steps that read values
     recorder        the dispatch mode and hooks that record a step for both
     recording       what a step left behind, and the graph that two recordings give
-    skipped_calls   equal layers are recorded twice and then skipped
-    equal_calls     how their calls are compared, and put back into the recording
+    repetition      a few of equal layers are captured, the others written into the graph
 
 What it is:
     op_graph        operators, parameters, blocks

@@ -4,7 +4,7 @@
 
 How it goes:
 1. `StepRun.record` runs ``training_step`` and its backward pass on a fake copy, under a `Recorder`,
-   at two batch sizes. Calls of equal layers are skipped after two (`skipped_calls`).
+   at two batch sizes. Of equal layers five are run, and the others written (`repetition`).
 2. `assemble` makes one graph of both recordings: what differs scales with the batch.
 3. `find_repeatable` calls modules a second time, to learn which may be recomputed.
 4. `choose_blocks` cuts the graph into the modules that a plan decides about.
@@ -34,10 +34,10 @@ import gc
 import inspect
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +47,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lightning_topt.graph.blocks import choose_blocks, mark_repeatable, repeat_candidates
-from lightning_topt.graph.equal_calls import CallsDiffer, ObservedCall, expand, rebuild
 from lightning_topt.graph.errors import (
     WAY_OUT,
     CaptureError,
@@ -65,8 +64,7 @@ from lightning_topt.graph.kernels import (
     skip_collective,
     written_tensors,
 )
-from lightning_topt.graph.module_copy import fake_copy
-from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.graph.op_graph import Block, OpGraph
 from lightning_topt.graph.python_state import describe, host_random_state
 from lightning_topt.graph.recorder import Recorder
 from lightning_topt.graph.recording import (
@@ -75,8 +73,15 @@ from lightning_topt.graph.recording import (
     OneRecording,
     Recording,
     assemble,
+    changed,
 )
-from lightning_topt.graph.skipped_calls import SkippedCalls, find_equal, make_results
+from lightning_topt.graph.repetition import (
+    Stack,
+    check_outlines,
+    find_stacks,
+    short_copy,
+    with_all_layers,
+)
 from lightning_topt.graph.structures import (
     batch_sizes,
     common_size,
@@ -86,7 +91,6 @@ from lightning_topt.graph.structures import (
 )
 
 CPU = torch.device("cpu")
-MAX_DIFFERENT = 2
 Adapt = Callable[[nn.Module], AbstractContextManager[object]]
 
 
@@ -101,7 +105,7 @@ def capture(
     adapt: Adapt | None = None,
     like: OpGraph | None = None,
     one_recording: bool = False,
-    equal_modules: Mapping[str, int] | None = None,
+    stacks: Sequence[Stack] | None = None,
 ) -> OpGraph:
     """Return the operator graph of one training step of `module`.
 
@@ -126,7 +130,7 @@ def capture(
             of second calls.
         one_recording: of fake tensors, at a large batch size, instead of two where that says as
             much; for `like` that `one_is_enough`.
-        equal_modules: what `find_equal` says of `module`; None: it is asked.
+        stacks: what `repeated_layers` says of the step; None: it is asked.
 
     Raises:
         CaptureError: the step raises an error, depends on values of tensors or uses an operator
@@ -145,16 +149,43 @@ def capture(
         )
     if second_batch is not None and not batch_scaling:
         raise ValueError("batch_scaling=False captures one batch; leave out second_batch")
-    step = StepRun(module, forward_context, torch.device(device), adapt, equal_modules)
+    step = StepRun(module, forward_context, torch.device(device), adapt)
+    if stacks is None:
+        stacks = repeated_layers(module, batch, forward_context=forward_context, device=device)
+    made = partial(
+        _captured,
+        batch=batch,
+        second_batch=second_batch,
+        batch_scaling=batch_scaling,
+        like=like,
+        one_recording=one_recording,
+    )
     with no_collection():
-        if not batch_scaling:
-            return graph_of_one_size(step, batch, like, unlike=set())
-        # two sizes from one recording, where that is enough
-        if like is not None and one_recording:
-            found = _from_one_recording(step, batch, like)
-            if found is not None:
-                return found
-        return _capture_two_sizes(step, batch, second_batch, like)
+        if stacks:
+            try:
+                return made(replace(step, stacks=tuple(stacks)))
+            except Exception:
+                pass  # perhaps for want of its layers
+        return made(step)
+
+
+def _captured(
+    step: StepRun,
+    *,
+    batch: object,
+    second_batch: object | None,
+    batch_scaling: bool,
+    like: OpGraph | None,
+    one_recording: bool,
+) -> OpGraph:
+    if not batch_scaling:
+        return graph_of_one_size(step, batch, like)
+    # two sizes from one recording, where that is enough
+    if like is not None and one_recording:
+        found = _from_one_recording(step, batch, like)
+        if found is not None:
+            return found
+    return _capture_two_sizes(step, batch, second_batch, like)
 
 
 def one_is_enough(
@@ -164,7 +195,7 @@ def one_is_enough(
     *,
     forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
     device: torch.device | str = "cpu",
-    equal_modules: Mapping[str, int] | None = None,
+    stacks: Sequence[Stack] = (),
 ) -> bool:
     """Return whether one recording of a step says all that `like` does.
 
@@ -172,9 +203,39 @@ def one_is_enough(
     """
     if not like.batch_scaling:
         return False
-    step = StepRun(module, forward_context, torch.device(device), equal_modules=equal_modules)
+    step = StepRun(module, forward_context, torch.device(device), stacks=tuple(stacks))
     with no_collection():
         return _from_one_recording(step, batch, like) == like
+
+
+def repeated_layers(
+    module: nn.Module,
+    batch: object,
+    *,
+    forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
+    device: torch.device | str = "cpu",
+) -> tuple[Stack, ...]:
+    """Return the stacks of layers of which a step on `batch` does the same with five as with all.
+
+    See [Note: repetition] in `repetition`. There is none where the step does not run on fake
+    tensors, which `capture` explains.
+    """
+    if not (stacks := find_stacks(module)):
+        return ()
+    step = StepRun(module, forward_context, torch.device(device))
+
+    def forward(copied: nn.Module) -> object:
+        with forward_context():
+            return call_training_step(copied, inputs)
+
+    try:
+        with step.prepared(batch) as whole, torch.compiler.set_stance("force_eager"):
+            short, _ = short_copy(module, stacks, device=device)
+            inputs = whole.batch
+            check_outlines(whole.module, short, stacks, forward)
+    except Exception:
+        return ()
+    return stacks
 
 
 @contextmanager
@@ -192,19 +253,13 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def graph_of_one_size(
-    step: StepRun,
-    batch: object,
-    like: OpGraph | None = None,
-    *,
-    unlike: set[Hashable] | None = None,
-) -> OpGraph:
+def graph_of_one_size(step: StepRun, batch: object, like: OpGraph | None = None) -> OpGraph:
     """Return the graph of `step` on `batch`, which holds for batches of its size.
 
-    `like` is as in `capture`, `unlike` as in `StepRun.record`.
+    `like` is as in `capture`.
     """
     # one recording, taken for two
-    copied, recording, input_bytes = step.record(batch, unlike=unlike)
+    copied, recording, input_bytes = step.record(batch)
     size = common_size(batch)
     graph = assemble(
         copied,
@@ -213,7 +268,7 @@ def graph_of_one_size(
         sizes=(size, size),
         input_bytes=(input_bytes, input_bytes),
     )
-    return _finish(graph, step, batch, recording=recording, like=like)
+    return _finish(graph, step, batch, like=like)
 
 
 def _capture_two_sizes(
@@ -226,10 +281,8 @@ def _capture_two_sizes(
     if sizes[0] == 1:
         # a dim of size one is special to operators (views instead of copies): use larger batches
         small, sizes = large, (2, 4)
-    unlike: set[Hashable] = set()
-    # what turns out to differ in the first run is not skipped in the second either
-    copied, first, first_bytes = step.record(small[0], samples=(small[1], sizes[0]), unlike=unlike)
-    _, second, second_bytes = step.record(large[0], samples=(large[1], sizes[1]), unlike=unlike)
+    copied, first, first_bytes = step.record(small[0], samples=(small[1], sizes[0]))
+    _, second, second_bytes = step.record(large[0], samples=(large[1], sizes[1]))
     graph = assemble(
         copied,
         (first, second),
@@ -237,7 +290,7 @@ def _capture_two_sizes(
         sizes=sizes,
         input_bytes=(first_bytes, second_bytes),
     )
-    return _finish(graph, step, small[0], recording=first, samples=(small[1], sizes[0]), like=like)
+    return _finish(graph, step, small[0], samples=(small[1], sizes[0]), like=like)
 
 
 def _from_one_recording(step: StepRun, batch: object, like: OpGraph) -> OpGraph | None:
@@ -245,14 +298,14 @@ def _from_one_recording(step: StepRun, batch: object, like: OpGraph) -> OpGraph 
     sizes = like.step.batch_sizes
     try:
         many = batch_sizes(batch, None)[0], PRIME * sizes[0]
-        copied, recording, _ = step.record(batch, samples=many, unlike=set(), resizes=True)
+        copied, recording, _ = step.record(batch, samples=many, resizes=True)
         values = GraphValues(sizes, OneRecording(recording))
     except Exception:
         # torch refuses some large sizes; errors of the step itself are raised for a batch that
         # users know
         return None
     small, large = (int(like.input_bytes.at(size)) for size in sizes)
-    return assemble(
+    graph = assemble(
         copied,
         (recording, recording),
         name=type(step.module).__name__,
@@ -260,8 +313,9 @@ def _from_one_recording(step: StepRun, batch: object, like: OpGraph) -> OpGraph 
         input_bytes=(small, large),
         values=values,
         repeatable={m.path for m in like.step.modules if m.repeatable},
-        blocks=like.blocks,
+        blocks=_blocks_in(copied, like),
     )
+    return step.with_all_layers(graph)
 
 
 def _finish(
@@ -269,7 +323,6 @@ def _finish(
     step: StepRun,
     batch: object,
     *,
-    recording: Recording,
     samples: tuple[int, int] = (1, 1),
     like: OpGraph | None = None,
 ) -> OpGraph:
@@ -278,21 +331,18 @@ def _finish(
     With `like` both are taken from there.
     """
     if like is not None:
-        return _as_in(like, graph)
-    found = find_repeatable(
-        step,
-        batch,
-        candidates=repeat_candidates(graph),
-        samples=samples,
-        repetitions=recording.repetitions,
-    )
-    graph = mark_repeatable(graph, found)
+        graph = step.with_all_layers(graph)
+        repeatable = {m.path for m in like.step.modules if m.repeatable}
+        return mark_repeatable(graph, repeatable).with_blocks(like.blocks)
+    found = find_repeatable(step, batch, candidates=repeat_candidates(graph), samples=samples)
+    graph = step.with_all_layers(mark_repeatable(graph, found))
     return graph.with_blocks(choose_blocks(graph))
 
 
-def _as_in(like: OpGraph, graph: OpGraph) -> OpGraph:
-    repeatable = {m.path for m in like.step.modules if m.repeatable}
-    return mark_repeatable(graph, repeatable).with_blocks(like.blocks)
+def _blocks_in(module: nn.Module, like: OpGraph) -> tuple[Block, ...]:
+    """Return the blocks of `like` that `module` has."""
+    paths = {path for path, _ in module.named_modules()}
+    return tuple(block for block in like.blocks if block.name in paths)
 
 
 def check_can_run(module: nn.Module) -> None:
@@ -331,18 +381,14 @@ class StepRun:
         device: the type of device that trains.
         adapt: may change the copy that is recorded before anything reads it, and returns a context
             around its forward, inside of the other.
-        equal_modules: as in `capture`.
+        stacks: layers of which five are recorded.
     """
 
     module: nn.Module
     forward_context: Callable[[], AbstractContextManager[object]] = nullcontext
     device: torch.device = CPU
     adapt: Adapt | None = None
-    equal_modules: Mapping[str, int] | None = None
-
-    @cached_property
-    def _equal_modules(self) -> Mapping[str, int]:
-        return find_equal(self.module) if self.equal_modules is None else self.equal_modules
+    stacks: tuple[Stack, ...] = ()
 
     @contextmanager
     def prepared(self, batch: object, *, samples: tuple[int, int] = (1, 1)) -> Iterator[Prepared]:
@@ -351,17 +397,19 @@ class StepRun:
         `samples` resizes the batch, see `fake_batch`.
         """
         with torch.enable_grad():
-            copied, mode = fake_copy(self.module, device=self.device)
+            copied, mode = short_copy(self.module, self.stacks, device=self.device)
             with mode:
                 yield Prepared(copied, fake_batch(batch, samples=samples, device=self.device), mode)
 
+    def with_all_layers(self, graph: OpGraph) -> OpGraph:
+        """Return `graph` with the layers that were not recorded."""
+        if not self.stacks:
+            return graph
+        size = sum(buffer.nbytes for buffer in self.module.buffers())
+        return changed(with_all_layers(graph, self.stacks), buffer_bytes=size)
+
     def record(
-        self,
-        batch: object,
-        *,
-        samples: tuple[int, int] = (1, 1),
-        unlike: set[Hashable] | None = None,
-        resizes: bool = False,
+        self, batch: object, *, samples: tuple[int, int] = (1, 1), resizes: bool = False
     ) -> tuple[nn.Module, Recording, int]:
         """Return the copy that ran, what it did with `batch`, and the bytes of this batch.
 
@@ -370,52 +418,14 @@ class StepRun:
         Args:
             batch: what `training_step` takes.
             samples: resizes it, see `fake_batch`.
-            unlike: keys of modules that turned out to differ, to which others are added; calls of
-                equal modules with other keys are skipped. None: everything runs.
             resizes: the batch is of `PRIME` batches, see [Note: one recording] in `recording`.
         """
-        # calls of equal modules are skipped, as long as few turn out to differ
-        while unlike is not None and len(unlike) <= MAX_DIFFERENT:
-            recorder: list[Recorder] = []
-            try:
-                copied, recording, size = self._record_once(
-                    batch, samples, unlike, recorder, resizes
-                )
-                # when all tensors of the step are gone, and so their ends are known
-                return copied, expand(recording), size
-            except CallsDiffer as error:
-                unlike.add(error.key)
-            except Exception:
-                # nothing was skipped, so this is an error of the step itself
-                if not recorder or not recorder[0].recording.skipped:
-                    raise
-                break  # perhaps a consequence of the skipped calls
-        return self._record_once(batch, samples, None, [], resizes)
-
-    def _record_once(
-        self,
-        batch: object,
-        samples: tuple[int, int],
-        unlike: set[Hashable] | None,
-        recorders: list[Recorder],
-        resizes: bool,
-    ) -> tuple[nn.Module, Recording, int]:
+        recorder: Recorder | None = None
         try:
             with self.prepared(batch, samples=samples) as prepared:
                 copied, leaves = prepared.module, list(tensors_in(prepared.batch))
                 inner = nullcontext() if self.adapt is None else self.adapt(copied)
-                # equal layers: their calls are skipped by hooks in the place of `forward`
-                calls = None
-                if unlike is not None:
-                    assert prepared.mode is not None
-                    alike = {
-                        path: key for path, key in self._equal_modules.items() if key not in unlike
-                    }
-                    calls = SkippedCalls(copied, prepared.mode, modules=alike)
-                mode = prepared.mode if resizes else None
-                recorders.append(recorder := Recorder(copied, leaves, resizes=mode))
-                if calls is not None:
-                    calls.install(recorder)
+                recorder = Recorder(copied, leaves, resizes=prepared.mode if resizes else None)
                 # the step itself; compiled modules run eagerly
                 with torch.compiler.set_stance("force_eager"):
                     with recorder.forward(), self.forward_context(), inner:
@@ -424,12 +434,12 @@ class StepRun:
                     with recorder.backward(loss):
                         loss.backward()
             return copied, recorder.recording, nbytes_of(leaves)
-        except (CaptureError, CallsDiffer, PlanError):
+        except (CaptureError, PlanError):
             raise
         except Exception as error:
             explained = explain_transform(error)
             if explained is None:
-                explained = explain(error, recorders[0].failed if recorders else None)
+                explained = explain(error, recorder.failed if recorder else None)
             raise explained or raised_by_user(error) from error
 
 
@@ -479,12 +489,7 @@ def loss_of(output: object) -> Tensor:
 
 
 def find_repeatable(
-    step: StepRun,
-    batch: object,
-    *,
-    candidates: Iterable[str],
-    samples: tuple[int, int],
-    repetitions: Mapping[str, ObservedCall] | None = None,
+    step: StepRun, batch: object, *, candidates: Iterable[str], samples: tuple[int, int]
 ) -> set[str]:
     """Return those of `candidates` whose second call does what the first did.
 
@@ -495,10 +500,8 @@ def find_repeatable(
         batch: what `training_step` takes.
         candidates: paths of modules.
         samples: resizes the batch, see `fake_batch`.
-        repetitions: models of calls that are skipped, by the paths of their modules; what is found
-            for the models holds for these.
     """
-    skipped, wanted = repetitions or {}, list(candidates)
+    wanted = list(candidates)
     # which kernels run holds for second calls too, unlike the rest of the context (`OnAccelerator`)
     kernels = getattr(step.forward_context, "kernels", nullcontext)
     if not wanted:
@@ -509,19 +512,9 @@ def find_repeatable(
             copied, inputs = prepared.module, prepared.batch
             outside = [*copied.parameters(), *copied.buffers(), *tensors_in(inputs)]
             trace = CallTracer(outside)
-            # skipped calls give results like those of their models
-            for path, model in skipped.items():
-                assert prepared.mode is not None
-                vars(copied.get_submodule(path))["forward"] = _skipped_forward(
-                    model, prepared.mode, trace
-                )
             # first calls: one forward pass, with hooks of ours in the place of `forward`
             run = _Run()
-            calls = {
-                path: _Candidate(copied.get_submodule(path))
-                for path in wanted
-                if not _around(path, skipped)
-            }
+            calls = {path: _Candidate(copied.get_submodule(path)) for path in wanted}
             for candidate in calls.values():
                 candidate.watch(trace, run)
             with step.forward_context(), trace:
@@ -531,35 +524,9 @@ def find_repeatable(
             run.is_over = True
             with kernels(), trace:
                 _repeat([candidate for candidate in run.order if counts[id(candidate)] == 1], trace)
-            found = {path for path, candidate in calls.items() if candidate.passed}
+            return {path for path, candidate in calls.items() if candidate.passed}
     except Exception:
         return set()  # a step that runs only once
-    # what is inside of a skipped call is as in its model
-    for path in wanted:
-        outer = _around(path, skipped)
-        if outer is not None and skipped[outer].path + path[len(outer) :] in found:
-            found.add(path)
-    return found
-
-
-def _around(path: str, paths: Mapping[str, object]) -> str | None:
-    """Return `path` or the module around it that is in `paths`."""
-    while path and path not in paths:
-        path = path.rpartition(".")[0]
-    return path or None
-
-
-def _skipped_forward(
-    model: ObservedCall, mode: FakeTensorMode, trace: CallTracer
-) -> Callable[..., Any]:
-    def forward(*args: object, **kwargs: object) -> Any:
-        made = make_results(model, mode)
-        for tensor, result in zip(made, model.results, strict=True):
-            tensor.requires_grad_(result.requires_grad)
-        trace.note_made(made)
-        return rebuild(model.structure, made)
-
-    return forward
 
 
 def _repeat(candidates: list[_Candidate], trace: CallTracer) -> None:
@@ -775,14 +742,10 @@ class CallTracer(TorchDispatchMode):
         for tensor in written:
             serial = self._serial(tensor, "made")
             self._versions[serial] = self._versions.get(serial, 0) + 1
-        self.note_made(tensors_in(out))
-        return out
-
-    def note_made(self, tensors: Iterable[Tensor]) -> None:
-        """Note that the calls under way have made `tensors`, unless their memory is known."""
-        for tensor in tensors:
+        for tensor in tensors_in(out):
             if is_strided(tensor):
                 self._serial(tensor, "made")
+        return out
 
     def _note(self, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         tensors: list[Tensor] = []

@@ -57,14 +57,6 @@ def describe(roots: Iterable[object]) -> object:
     return found
 
 
-def describe_surroundings(classes: Iterable[type]) -> object:
-    """Return what the code of `classes` can reach outside of its instances.
-
-    These are globals, class attributes and closures; tensors count by identity.
-    """
-    return _describe(_surroundings(classes), {}, identities=True)
-
-
 def host_random_state() -> tuple[object, ...]:
     """Return the states of Python's and NumPy's default generators, to be compared."""
     # the second entry is the array of the generator, which == would compare element by element
@@ -72,10 +64,10 @@ def host_random_state() -> tuple[object, ...]:
     return random.getstate(), state[1].tobytes(), state[2:]
 
 
-def _describe(value: Any, seen: Seen, *, identities: bool = False) -> object:
+def _describe(value: Any, seen: Seen) -> object:
     """Return the state of a value; objects in `seen` are referred to by number."""
     if isinstance(value, Tensor):
-        return id(value) if identities else (tuple(value.shape), value.dtype, value.requires_grad)
+        return tuple(value.shape), value.dtype, value.requires_grad
     if isinstance(value, LEAVES):
         return value
     if isinstance(value, (float, complex)):
@@ -93,11 +85,11 @@ def _describe(value: Any, seen: Seen, *, identities: bool = False) -> object:
     elif isinstance(value, (set, frozenset)):  # without an order: of other items the number counts
         inside = len(value), sorted(map(repr, (v for v in value if isinstance(v, (int, str)))))
     elif isinstance(value, SEQUENCES):
-        inside = [_describe(item, seen, identities=identities) for item in value]
+        inside = [_describe(item, seen) for item in value]
     elif isinstance(value, dict) or not isinstance(value, OPAQUE):
         items = value if isinstance(value, dict) else getattr(value, "__dict__", {})
         inside = [
-            (key if isinstance(key, str) else type(key), _describe(v, seen, identities=identities))
+            (key if isinstance(key, str) else type(key), _describe(v, seen))
             for key, v in items.items()
         ]
     return type(value).__qualname__, inside

@@ -40,7 +40,6 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
-from lightning_topt.graph.equal_calls import ObservedCall
 from lightning_topt.graph.kernels import (
     ALLOCATIONS,
     QUERIES,
@@ -67,7 +66,7 @@ from lightning_topt.graph.recording import (
 )
 from lightning_topt.graph.structures import tensors_in
 
-SUM_OF_GRADIENTS, CAST = "aten::add", "aten::_to_copy"
+SUM_OF_GRADIENTS = "aten::add"
 
 
 @contextmanager
@@ -107,7 +106,6 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         failed: the operator that was running when an error was raised.
-        observed: the call whose reads and writes are compared with those of its equals.
         current: the operator that runs, or ran last.
     """
 
@@ -128,7 +126,6 @@ class Recorder(TorchDispatchMode):
         self.memory = LiveStorages(
             self.recording, [*module.parameters(), *module.buffers(), *outside]
         )
-        self.observed: ObservedCall | None = None
         # parameters by address; of tied ones the first name counts
         self._parameters = {
             p.untyped_storage()._cdata: name
@@ -239,8 +236,6 @@ class Recorder(TorchDispatchMode):
         frozen: FrozenCall | None = None
         if is_collective(func):
             self.recording.has_collectives = True
-            if self.observed is not None:
-                self.observed.is_like_others = False
             out = skip_collective(func, args, kwargs)
         elif makes_new_tensors(func):
             frozen = FrozenCall.of(func, args, kwargs)
@@ -351,8 +346,6 @@ class Recorder(TorchDispatchMode):
         born = tick + 1 if is_sum and not args[0]._is_view() else tick
         for tensor in outputs:
             self.memory.track(tensor, born=born, op=index, parts=tuple(sources) if is_sum else ())
-        if self.observed is not None and func._schema.name == CAST:
-            self.observed.cast(args[0], self.memory.of(out))
         # A real tensor has all of its bytes.
         place, hidden = hidden_bytes(func, args)
         if hidden and (storage := self.memory.of(outputs[place])):
@@ -369,8 +362,6 @@ class Recorder(TorchDispatchMode):
             name = self._parameters.get(tensor.untyped_storage()._cdata)
             if name is not None:
                 op.parameters[name] = None
-            if self.observed is not None:
-                self.observed.read(tensor, self.memory.of(tensor), index)
         for source in sources:
             # an edge from who made it, or wrote to it last
             if source.op != index:
@@ -381,8 +372,6 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         for tensor in written_tensors(func, args, kwargs):
             storage = self.memory.of(tensor)
-            if self.observed is not None:
-                self.observed.write(tensor, storage)
             self.recording.writes.append(
                 (len(self.recording.kernel_ops), storage.born if storage else OUTSIDE)
             )
@@ -392,8 +381,6 @@ class Recorder(TorchDispatchMode):
     def _pack(self, tensor: Tensor) -> Tensor:
         """Note that autograd saves `tensor`."""
         for storage in self.memory.within(tensor):
-            if self.observed is not None:
-                self.observed.save(storage)
             if not self.is_backward and not storage.saved:
                 storage.saved = True
                 self._unclaimed.append(storage)

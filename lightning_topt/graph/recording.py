@@ -53,7 +53,6 @@ from lightning_topt.graph.step_memory import (
 T = TypeVar("T")
 Shape = tuple[tuple[int, ...], str]  # sizes, dtype
 OUTSIDE = -1  # older than the recording: parameters, buffers, the batch
-SKIPPED = -2  # source of an edge that stands for those of a skipped call
 
 
 @dataclass(eq=False)
@@ -66,14 +65,11 @@ class Recording:
         storages: all memory that was allocated, in order.
         calls: forward calls of modules, in the order of their beginnings.
         kernel_ops: the operator at each tick.
-        kernels: its kernel; None for a call that was skipped.
+        kernels: its kernel.
         writes: (tick, birth) of every tensor changed in place, `OUTSIDE` for older ones.
         backward_start: tick of the first kernel of the backward pass.
         with_gradient: parameters that the backward pass gave a gradient.
         has_collectives: the step talked to other ranks.
-        models: pairs of equal calls that ran, whose repetitions were skipped (see `equal_calls`).
-        skipped: the calls that were skipped.
-        repetitions: the models by the paths of the modules whose calls were skipped.
         measured_at: kernels at other batch sizes, by identity.
     """
 
@@ -82,14 +78,11 @@ class Recording:
     storages: list[StorageRecord] = field(default_factory=list)
     calls: list[CallRecord] = field(default_factory=list)
     kernel_ops: list[int] = field(default_factory=list)
-    kernels: list[Measured | None] = field(default_factory=list)
+    kernels: list[Measured] = field(default_factory=list)
     writes: list[tuple[int, int]] = field(default_factory=list)
     backward_start: int = 0
     with_gradient: set[str] = field(default_factory=set)
     has_collectives: bool = False
-    models: list[tuple[Any, Any]] = field(default_factory=list)
-    skipped: list[Any] = field(default_factory=list)
-    repetitions: dict[str, Any] = field(default_factory=dict)
     measured_at: dict[int, tuple[Measured, ...]] = field(default_factory=dict)
 
     def sequence(self) -> Sequence[tuple[object, ...]]:
@@ -413,7 +406,7 @@ def _step(
         workspaces=tuple(
             (tick, values.workspace(a, b))
             for tick, (a, b) in enumerate(zip(first.kernels, second.kernels, strict=True))
-            if a is not None and b is not None and (a.workspace or b.workspace)
+            if a.workspace or b.workspace
         ),
     )
 

@@ -11,7 +11,7 @@ Kernels and tensors are local. A subject of its own, beside the run of the same 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,7 @@ from lightning_topt.graph.module_copy import contiguous_stride, empty_fake
 from lightning_topt.graph.op_config import Placements, Shard
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.recording import TIMES, changed, number_at
+from lightning_topt.graph.repetition import Stack
 from lightning_topt.graph.structures import tensors_in
 from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule, rules_by_block
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
@@ -42,7 +43,6 @@ _ADVICE = (
     "some code works on tensors beside torch's functions; keep the parameters of this module and "
     "of those around it whole"
 )
-_RULE = "_topt_rule"
 Results = list[tuple[str, tuple[tuple[int, ...], ...]]]
 
 
@@ -59,7 +59,7 @@ def capture_split(
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     device: torch.device | str = "cpu",
     one_recording: bool = False,
-    equal_modules: Mapping[str, int] | None = None,
+    stacks: Sequence[Stack] = (),
 ) -> OpGraph:
     """Return the graph of the step that one rank of `axes` (without groups) runs.
 
@@ -78,7 +78,7 @@ def capture_split(
         forward_context: as in `capture`
         device: as in `capture`
         one_recording: `like` is one that `one_is_enough`
-        equal_modules: as in `capture`
+        stacks: as in `capture`; those whose layers are split differently are captured in full
 
     Raises:
         ValueError: a parameter cannot be cut so; the split step makes something else than the
@@ -95,7 +95,13 @@ def capture_split(
         "batch_scaling": like.batch_scaling,
         "forward_context": forward_context,
     }
-    options |= {"one_recording": one_recording, "equal_modules": equal_modules}
+    alike = [
+        stack
+        for stack in stacks
+        if stack.is_alike(placements.items())
+        and stack.is_alike((path, repr(replace(rule, block=""))) for path, rule in by_block.items())
+    ]
+    options |= {"one_recording": one_recording, "stacks": alike}
     try:
         graph = capture(
             module,
@@ -154,8 +160,6 @@ class _SplitRun:
             if path in self.by_block:  # as in the run
                 rule = self.by_block[path]
                 submodule.forward = partial(_run_block, mode, rule, submodule.forward)
-                # a capture tells blocks with other rules apart by it
-                vars(submodule)[_RULE] = repr(replace(rule, block=""))
         return mode
 
     def _begin(self, path: str, module: nn.Module, args: Any) -> None:

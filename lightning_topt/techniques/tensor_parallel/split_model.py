@@ -21,13 +21,13 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import Group
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.graph.blocks import block_of
-from lightning_topt.graph.capture import one_is_enough
+from lightning_topt.graph.capture import one_is_enough, repeated_layers
 from lightning_topt.graph.errors import WAY_OUT
 from lightning_topt.graph.fused_chains import fused
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import Replicate
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.graph.skipped_calls import find_equal
+from lightning_topt.graph.repetition import Stack
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.layout import TensorAxes
 from lightning_topt.techniques.tensor_parallel.split_bounds import SplitRegion, bound_graph
@@ -202,7 +202,7 @@ class SplitModel:
                     forward_context=self.forward_context,
                     device=self.device,
                     one_recording=self._one_recording_suffices,
-                    equal_modules=self._equal_modules,
+                    stacks=self._stacks,
                 )
                 self._known.graphs[key] = fused(graph) if self.compiled else graph
             except ValueError as error:  # code that cannot run on slices
@@ -225,12 +225,13 @@ class SplitModel:
             self.graph,
             forward_context=self.forward_context,
             device=self.device,
-            equal_modules=self._equal_modules,
+            stacks=self._stacks,
         )
 
     @cached_property
-    def _equal_modules(self) -> dict[str, int]:
-        return find_equal(self.module)
+    def _stacks(self) -> tuple[Stack, ...]:
+        kwargs = {"forward_context": self.forward_context, "device": self.device}
+        return repeated_layers(self.module, self.batch, **kwargs)
 
     def refusals(self, ranks: int) -> list[str]:
         """Return why steps of one of `ranks` ranks were not captured, a clause for each."""

@@ -2,7 +2,6 @@
 
 plan_search                                 `search_plans(SearchRequest(...))` -> `PlanFrontier`
     chains, known_plans                     chains of blocks on a mesh, and bounds of them
-    tensor_meshes                           steps of one rank on slices of parameters
     pipeline_search, staged_plans           plans with stages
     stage_blocks, stage_tables,             what blocks and stages cost: a chain, all ways to
     stage_simulation                        cut it, exactly for one cut

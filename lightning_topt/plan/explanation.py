@@ -38,16 +38,16 @@ from lightning_topt.plan.stage_simulation import (
 )
 from lightning_topt.plan.stage_tables import ContinuousShape, shape_of_plan
 from lightning_topt.plan.staged_plans import staged_points
-from lightning_topt.plan.tensor_meshes import (
-    layout_of_plan,
-    prices_on,
-    split_of,
-    step_in,
-    step_under,
-)
 from lightning_topt.techniques.explain import BlockExplanation, Explanation, explain, explain_blocks
 from lightning_topt.techniques.plan_costs import PlanCosts
 from lightning_topt.techniques.tensor_parallel.split_prices import WholeOperator, whole_operators
+from lightning_topt.techniques.tensor_parallel.split_steps import (
+    placed_layout,
+    placed_split,
+    prices_on,
+    step_in,
+    step_under,
+)
 
 # ---- any plan of a model
 
@@ -227,10 +227,12 @@ def unsplit_operators(request: SearchRequest, plan: ParallelPlan) -> tuple[Whole
     """
     if request.split is None or not plan.mesh.tensor_axes:
         return ()
-    if layout_of_plan(plan).rules:
+    if placed_layout(plan.configs, plan.mesh).rules:
         return ()
     prices = prices_on(step_on(request, plan.mesh), request.split, mesh=plan.mesh)
-    return tuple(whole_operators(request.split.priced_calls(split_of(plan), prices)))
+    return tuple(
+        whole_operators(request.split.priced_calls(placed_split(plan.configs, plan.mesh), prices))
+    )
 
 
 def step_of(request: SearchRequest, plan: ParallelPlan) -> TrainingStep:
@@ -257,11 +259,13 @@ def step_of(request: SearchRequest, plan: ParallelPlan) -> TrainingStep:
             "request"
         )
     # tensor axes: splits of activations, or of parameters alone
-    layout = layout_of_plan(plan)
+    layout = placed_layout(plan.configs, plan.mesh)
     if layout.rules:
         step = step_in(layout, whole, request.split, mesh=plan.mesh)
     else:
-        step = step_under(split_of(plan), whole, request.split, mesh=plan.mesh)
+        step = step_under(
+            placed_split(plan.configs, plan.mesh), whole, request.split, mesh=plan.mesh
+        )
     if step is None:
         ranks = plan.mesh.ranks_along(plan.mesh.tensor_axes)
         raise PlanError(f"the plan's step on slices is not known: {request.split.why_whole(ranks)}")

@@ -12,7 +12,7 @@
 For each number of devices there are three searches, each of which knows what those before it found:
 
     1. meshes without a tensor axis     chains of blocks on each mesh (`plan.chains`)
-    2. meshes with a tensor axis        the same on slices (`plan.tensor_meshes`), where a lower
+    2. meshes with a tensor axis        the same on slices (`split_steps`), where a lower
                                         bound says that some plan may be better
     3. pipelines                        cuts of the chain into stages (`plan.staged_plans`)
 
@@ -49,17 +49,17 @@ from lightning_topt.plan.pipeline_search import PipelineRequest, StaleWeights
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.staged_plans import blocks_of_plan, search_pipelines_for, splits_of_stages
-from lightning_topt.plan.tensor_meshes import (
+from lightning_topt.techniques.data_parallel import has_buckets
+from lightning_topt.techniques.plan_costs import PlanBatch, PlanCosts, Rows
+from lightning_topt.techniques.technique import has_unsharded_gradients
+from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
+from lightning_topt.techniques.tensor_parallel.split_steps import (
     placed_tensors,
     saving_no_computation,
     tensor_meshes,
     tensor_sizes,
     tensor_steps,
 )
-from lightning_topt.techniques.data_parallel import has_buckets
-from lightning_topt.techniques.plan_costs import PlanBatch, PlanCosts, Rows
-from lightning_topt.techniques.technique import has_unsharded_gradients
-from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 
 
 @dataclass(frozen=True)

@@ -69,21 +69,21 @@ from lightning_topt.plan.stage_simulation import (
     with_moves,
 )
 from lightning_topt.plan.stage_tables import ContinuousShape, PipelineShape, continuous_table
-from lightning_topt.plan.tensor_meshes import (
-    layout_of_plan,
-    placed_tensors,
-    prices_on,
-    split_of,
-    step_in,
-    step_of,
-    step_under,
-    tensor_sizes,
-)
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
 from lightning_topt.techniques.tensor_parallel.split_search import ModelSplit
+from lightning_topt.techniques.tensor_parallel.split_steps import (
+    placed_layout,
+    placed_split,
+    placed_tensors,
+    prices_on,
+    step_in,
+    step_of,
+    step_under,
+    tensor_sizes,
+)
 
 
 def search_pipelines_for(
@@ -543,8 +543,11 @@ def blocks_of_plan(whole: StageBlocks, split: SplitModel | None, plan: ParallelP
             "a plan with a tensor axis is explained by the model that can be split: give it in the "
             "request"
         )
-    layout, size = layout_of_plan(plan), plan.mesh.ranks_along(plan.mesh.tensor_axes)
-    chosen = layout if layout.rules else split_of(plan)
+    layout, size = (
+        placed_layout(plan.configs, plan.mesh),
+        plan.mesh.ranks_along(plan.mesh.tensor_axes),
+    )
+    chosen = layout if layout.rules else placed_split(plan.configs, plan.mesh)
     step = step_on_slices(whole, split, chosen, size=size)
     if step is None:
         raise PlanError(f"the plan's step on slices is not known: {split.why_whole(size)}")

@@ -58,7 +58,6 @@ from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plan.plan_intervals import with_intervals
 from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
-from lightning_topt.plan.tensor_meshes import least_seconds, tensor_sizes
 from lightning_topt.plugins.group_steps import why_not_with_buffer
 from lightning_topt.plugins.pipeline_steps import takes_index
 from lightning_topt.plugins.plan_options import MeshPlan
@@ -82,6 +81,7 @@ from lightning_topt.plugins.requirements import (
 from lightning_topt.plugins.step_records import loss_of
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
+from lightning_topt.techniques.tensor_parallel.split_steps import least_seconds, tensor_sizes
 
 _SEARCH_SECONDS = 3.0  # a fit waits for it
 T = TypeVar("T")

@@ -41,11 +41,11 @@ from lightning_topt.plan.staged_plans import (
     splits_of_stages,
     stage_tensor_sizes,
 )
-from lightning_topt.plan.tensor_meshes import layout_of_plan
 from lightning_topt.techniques.registry import check_runs
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
+from lightning_topt.techniques.tensor_parallel.split_steps import placed_layout
 from tests.frontier.brute_force import brute_force_stages
 from tests.models import GPT
 from tests.plan.pruned_pipelines import check_that_none_is_dropped
@@ -223,7 +223,9 @@ def test_plans_under_sequence_parallelism_are_found_saved_and_explained(
     request_of_gpt: SearchRequest,
 ) -> None:
     points = [
-        p for p in staged(search_plans(request_of_gpt).points) if layout_of_plan(p.plan).rules
+        p
+        for p in staged(search_plans(request_of_gpt).points)
+        if placed_layout(p.plan.configs, p.plan.mesh).rules
     ]
     assert points
     for point in points:

@@ -31,4 +31,5 @@ The planner looks at a rank without running it:
     split_capture     the graph of a rank's own step
     split_bounds      a graph that costs no more than that, without a capture
     split_model       the splits of a model that are tried, and the steps of a rank under them
+    split_steps       meshes with a tensor axis, and the step of a rank under every split
 """

@@ -23,10 +23,10 @@ from lightning_topt.graph.op_config import Shard
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.pipeline_search import PipelineRequest
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
-from lightning_topt.plan.tensor_meshes import layout_of_plan
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.layout import cut
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
+from lightning_topt.techniques.tensor_parallel.split_steps import placed_layout
 from lightning_topt.techniques.tensor_parallelism import split_placements
 from tests.execution.pipeline.stage_models import logits_of, loss_of, make, plan_of, tokens
 from tests.launch import run_ranks
@@ -383,7 +383,7 @@ def searched_plan() -> ParallelPlan:
     points = search_plans(
         SearchRequest(graph, nodes, optimizer, (4,), 4, split=split, pipelines=wanted)
     ).points
-    return next(p.plan for p in points if layout_of_plan(p.plan).rules)
+    return next(p.plan for p in points if placed_layout(p.plan.configs, p.plan.mesh).rules)
 
 
 def train_searched(rank: int, plan: ParallelPlan) -> tuple[list[Tensor], dict[str, Tensor]]:

@@ -21,11 +21,11 @@ from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh
 from lightning_topt.graph.op_config import Placement, Shard
-from lightning_topt.plan.tensor_meshes import step_of
 from lightning_topt.techniques.plan_costs import PlanBatch, PlanCosts
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
 from lightning_topt.techniques.tensor_parallel.split_search import ModelSplit
+from lightning_topt.techniques.tensor_parallel.split_steps import step_of
 from tests.models import GPT, MLP, ConvNet
 from tests.techniques.tensor_parallel.test_split_models import CASES
 from tests.techniques.tensor_parallel.traced import DEVICE, FAST, LlamaBlock, Step, trace

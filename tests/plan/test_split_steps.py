@@ -33,14 +33,6 @@ from lightning_topt.plan.plan_search import (
     local_graphs,
     search_plans,
 )
-from lightning_topt.plan.tensor_meshes import (
-    least_seconds,
-    placed_tensors,
-    saving_no_computation,
-    tensor_meshes,
-    tensor_sizes,
-    tensor_steps,
-)
 from lightning_topt.techniques.explain import seconds_by_kind
 from lightning_topt.techniques.plan_costs import PlanCosts
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
@@ -51,6 +43,14 @@ from lightning_topt.techniques.tensor_parallel.split_prices import (
     whole_operators,
 )
 from lightning_topt.techniques.tensor_parallel.split_search import ModelSplit
+from lightning_topt.techniques.tensor_parallel.split_steps import (
+    least_seconds,
+    placed_tensors,
+    saving_no_computation,
+    tensor_meshes,
+    tensor_sizes,
+    tensor_steps,
+)
 from tests.models import GPT
 from tests.techniques.tensor_parallel.traced import Step
 

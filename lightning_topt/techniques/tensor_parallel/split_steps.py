@@ -11,7 +11,7 @@ mesh under every split worth pricing; `step` below is always a `TrainingStep`:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -22,9 +22,8 @@ from lightning_topt.costs.sizes import parameter_bytes
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.blocks import block_of
 from lightning_topt.graph.mesh_axes import Axis, Mesh
-from lightning_topt.graph.op_config import Placements, Replicate, Shard
+from lightning_topt.graph.op_config import OpConfig, Placements, Replicate, Shard
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.techniques.tensor_parallel.block_rules import rules_of
 from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout, layout_named_by
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
@@ -263,27 +262,26 @@ def saving_no_computation(step: TrainingStep, whole: TrainingStep) -> TrainingSt
 # ---- splits of plans
 
 
-def split_of(plan: ParallelPlan) -> ModelSplit:
-    """Return where `plan` has parameters along its one tensor axis, as a split; its costs are 0."""
-    (axis,) = plan.mesh.tensor_axes
+def placed_split(configs: Mapping[str, OpConfig], mesh: Mesh) -> ModelSplit:
+    """Return where blocks have parameters along the one tensor axis of `mesh`; its costs are 0."""
+    (axis,) = mesh.tensor_axes
+    placed = _parameters_of(configs, [axis])
+    split = {name: place for name, (place,) in placed.items() if isinstance(place, Shard)}
+    return ModelSplit(split, 0.0, 0.0, 0.0)
+
+
+def placed_layout(configs: Mapping[str, OpConfig], mesh: Mesh) -> SplitLayout:
+    """Return where blocks have tensors along the tensor axes of `mesh`."""
+    return SplitLayout(_parameters_of(configs, mesh.tensor_axes), rules_of(configs, mesh))
+
+
+def _parameters_of(configs: Mapping[str, OpConfig], axes: Sequence[int]) -> dict[str, Placements]:
     # names as the module has them, from those within the block
-    placed = (
-        (f"{block.block}.{name}" if block.block else name, placements[axis])
-        for block in plan.blocks
-        for name, placements in block.config.parameters
-    )
-    return ModelSplit({name: p for name, p in placed if isinstance(p, Shard)}, 0.0, 0.0, 0.0)
-
-
-def layout_of_plan(plan: ParallelPlan) -> SplitLayout:
-    """Return where `plan` has tensors along its tensor axes."""
-    configs = {block.block: block.config for block in plan.blocks}
-    placed = (
-        (f"{block}.{name}".lstrip("."), tuple(placements[axis] for axis in plan.mesh.tensor_axes))
+    return {
+        f"{block}.{name}".lstrip("."): tuple(placements[axis] for axis in axes)
         for block, config in configs.items()
         for name, placements in config.parameters
-    )
-    return SplitLayout(dict(placed), rules_of(configs, plan.mesh))
+    }
 
 
 def placed_tensors(step: TrainingStep) -> dict[str, dict[str, Any]]:

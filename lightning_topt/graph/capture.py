@@ -77,8 +77,8 @@ from lightning_topt.graph.recording import (
 )
 from lightning_topt.graph.repetition import (
     Stack,
-    check_outlines,
     find_stacks,
+    outline,
     short_copy,
     with_all_layers,
 )
@@ -224,18 +224,16 @@ def repeated_layers(
         return ()
     step = StepRun(module, forward_context, torch.device(device))
 
-    def forward(copied: nn.Module) -> object:
-        with forward_context():
-            return call_training_step(copied, inputs)
+    def outlined(left_out: tuple[Stack, ...]) -> list[object]:
+        eager = torch.compiler.set_stance("force_eager")
+        with replace(step, stacks=left_out).prepared(batch) as prepared, eager, forward_context():
+            run = partial(call_training_step, prepared.module, prepared.batch)
+            return outline(prepared.module, stacks, run)
 
     try:
-        with step.prepared(batch) as whole, torch.compiler.set_stance("force_eager"):
-            short, _ = short_copy(module, stacks, device=device)
-            inputs = whole.batch
-            check_outlines(whole.module, short, stacks, forward)
+        return stacks if outlined(()) == outlined(stacks) else ()
     except Exception:
         return ()
-    return stacks
 
 
 @contextmanager

@@ -12,7 +12,7 @@ place of the last but one, must be what that one did. Otherwise, or where the mo
 without some of its layers, all of it is captured (`NotRepeated`).
 
 The code around layers may treat those that are left out otherwise. So the forward pass of the whole
-model runs once with layers that return empty tensors (`check_outlines`): all must be called once,
+model runs once with layers that return empty tensors (`outline`): all must be called once,
 in a row, with equal arguments, and what runs around them must not depend on their number. Unseen is
 code inside of layers that reads a global variable or counts its calls over several layers.
 """
@@ -216,21 +216,15 @@ class ShortList(nn.ModuleList):
 # ---- the code around layers ----------------------------------------------------------------------
 
 
-def check_outlines(
-    whole: nn.Module, short: nn.Module, stacks: Sequence[Stack], run: Callable[[nn.Module], object]
-) -> None:
-    """Raise NotRepeated unless `run` does the same around the layers of both copies.
+def outline(module: nn.Module, stacks: Sequence[Stack], run: Callable[[], object]) -> list[object]:
+    """Return what `run` does around the layers of `module`, a copy that is of no use afterwards.
 
-    The copies, `short` without the layers that are left out, are of no use afterwards.
+    Raises NotRepeated where layers are not called once, in a row and alike.
     """
-    outlines = []
-    for copied in (whole, short):
-        outline = _Outline(copied, stacks)
-        with outline:
-            run(copied)
-        outlines.append(outline.finished())
-    if outlines[0] != outlines[1]:
-        raise NotRepeated
+    mode = _Outline(module, stacks)
+    with mode:
+        run()
+    return mode.finished()
 
 
 class _Outline(TorchDispatchMode):

@@ -221,13 +221,13 @@ def outline(module: nn.Module, stacks: Sequence[Stack], run: Callable[[], object
 
     Raises NotRepeated where layers are not called once, in a row and alike.
     """
-    mode = _Outline(module, stacks)
+    mode = _LayerOutline(module, stacks)
     with mode:
         run()
     return mode.finished()
 
 
-class _Outline(TorchDispatchMode):
+class _LayerOutline(TorchDispatchMode):
     """The operators outside of layers. The first layer of each stack runs, others return its like.
 
     Enter it, run a forward pass of `module`, take what `finished` returns.

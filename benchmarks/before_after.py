@@ -104,7 +104,6 @@ PIPELINE = ("--ranks", "2", "--width", "128", "--rounds", "4", "--out", OUT)
 FLUSHING = ("--schedules", "1f1b", "interleaved", "zero_bubble", *PIPELINE)
 CONTINUOUS = ("--ranks", "2", "--width", "384", "--rounds", "1", "--out", OUT, "--theirs")
 STEP = ("--only", "AdamW, fused", "--rounds", "3", "--methods", "plain", "ours, split")
-OPTIMIZER = (*STEP, "ours, reduce-scatter")
 NETWORK = ("--quick", "--only", "1x 1gbit gpt")
 DATA = ("--known-best", "--number", "2000", "--rounds", "1")
 WHAT_IF = ("--only", "without tensor axes")
@@ -146,9 +145,9 @@ CASES = {
         ("-m", "benchmarks.what_if_search", *WHAT_IF),
     ),
     "optimizer_step": Case(
-        ("-m", "benchmarks.optimizer.step", *OPTIMIZER),
+        ("-m", "benchmarks.optimizer.step", *STEP),
         rows(1, {"ms": 1}, keep="ours"),
-        ("-m", "benchmarks.optimizer_step", *OPTIMIZER),
+        ("-m", "benchmarks.optimizer_step", *STEP),
         rounds=3,
     ),
     "network": Case(

@@ -70,6 +70,6 @@ if __name__ == "__main__":
     )  # fmt: skip
     trainer.fit(DigitsMLP(), datamodule=DigitsDataModule())
     if trainer.is_global_zero:
-        for decisions in callback.decisions:
-            print(*(decision.reason for decision in decisions), sep="\n")
+        for decision in callback.decisions:
+            print(decision.reason)
         print(f"accuracy {float(trainer.callback_metrics['val_accuracy']):.3f}")

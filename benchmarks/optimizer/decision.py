@@ -314,10 +314,9 @@ def measure(name: str, size: str, rounds: int, num_nodes: int) -> dict[str, Any]
     for number in range(rounds):
         for kind in KINDS if number % 2 == 0 else reversed(KINDS):
             seconds[kind].append(step_seconds(optimizers[kind], steps))
-    (pays,) = decided.pays
     return {
         "seconds": seconds,
-        "pays": pays,
+        "pays": decided.pays,
         "said": decided.said,
         "parameters": count(shapes),
         "per_turn": steps,

@@ -28,9 +28,7 @@ from benchmarks.common import RESULTS, machine
 from lightning_topt.optim import LAMB, LARS
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.parallel_step import install_parallel_step
-from lightning_topt.optim.pieces import assign_pieces
-from lightning_topt.optim.step_costs import estimate_seconds, make_shares
-from lightning_topt.optim.update_rule import update_rule
+from lightning_topt.optim.update_rule import pieces_of, update_rule
 
 # Rules of whole parameters can share 12 layers evenly among 2, 3 and 4 ranks.
 STEPS, WIDTH, DEPTH, BATCH = 200, 48, 12, 32
@@ -119,12 +117,8 @@ def compare(make: Make, precision: str) -> tuple[str, float, float]:
             gradients(model, batch, precision)
             optimizer.step()
         if step == 0:
-            work = "elements" if rule == "elements" else "matrices"
-            seconds = estimate_seconds(split, work=work, whole_seconds=[1.0])
-            shares = make_shares(split, rule=rule, seconds=seconds)
-            install_parallel_step(
-                split, pieces=assign_pieces(shares, world_size=dist.get_world_size())
-            )
+            pieces = pieces_of(split, parameters_of(split), ranks=dist.get_world_size(), rule=rule)
+            install_parallel_step(split, pieces=pieces)
     worst = 0.0
     for one, other in zip(parameters_of(plain), parameters_of(split), strict=True):
         assert bool(other.isfinite().all())

@@ -14,14 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from lightning_topt.communication.node.rows import NodeRows, node_rows
-from lightning_topt.optim.adam_variants import LAMB
-from lightning_topt.optim.adaptive_step import TRIAL_STEPS, AdaptiveStep, Sharing
-from lightning_topt.optim.reduce_scatter import ScatteredStep
-from lightning_topt.optim.step_costs import MEASURED_STEPS, WARMUP_STEPS
+from lightning_topt.optim.adaptive_step import (
+    PLAIN_STEPS,
+    TRIAL_STEPS,
+    WARMUP_STEPS,
+    AdaptiveStep,
+    Sharing,
+)
+from lightning_topt.optim.large_batch import LAMB
 from lightning_topt.optim.update_rule import update_rule
 
 try:
@@ -174,7 +177,7 @@ def parts(name: str) -> Sequence[Part]:
 # ---- this package's ways to share an optimizer step, put together as the Lightning callback does -
 
 # then an adaptive step has decided
-SETTLING_STEPS = WARMUP_STEPS + len(MEASURED_STEPS) + TRIAL_STEPS + 1
+SETTLING_STEPS = WARMUP_STEPS + PLAIN_STEPS + TRIAL_STEPS + 1
 
 
 @cache
@@ -203,21 +206,6 @@ class Adaptive:
         self.step.start()
 
     @property
-    def pays(self) -> list[bool]:
-        """The decision for each parameter group."""
-        return [decision.pays for decision in self.step.decisions]
-
-
-def scatter(net: nn.Module, optimizers: Sequence[Optimizer], step: Callable[[], object]) -> None:
-    """Reduce-scatter gradients, and gather updated rows.
-
-    Calls `step` until DDP's buckets are final.
-    """
-    assert isinstance(net, DistributedDataParallel)
-    rules = [update_rule(optimizer) for optimizer in optimizers]
-    shared = ScatteredStep(
-        net, optimizers=optimizers, rules=rules, timeout_seconds=300, node=rows(1)
-    )
-    for _ in range(SETTLING_STEPS):
-        if not shared.begin_when_ready():
-            step()
+    def pays(self) -> bool:
+        """The decision."""
+        return self.step.decision is not None and self.step.decision.shared

@@ -41,7 +41,6 @@ from benchmarks.optimizer.shared import (
     count,
     gpt_shapes,
     parts,
-    scatter,
     square_shapes,
 )
 
@@ -186,8 +185,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 # ---- one rank of a job: the methods of one optimizer in turn, round by round ---------------------
 
 PLAIN, ZERO, FSDP = "plain", "ZeroRedundancyOptimizer", "FSDP2"
-SPLIT, FUSED, DECIDED = "ours, split", "ours, reduce-scatter", "ours, decides"
-METHODS = (PLAIN, ZERO, FSDP, SPLIT, FUSED, DECIDED)
+SPLIT, DECIDED = "ours, split", "ours, decides"
+METHODS = (PLAIN, ZERO, FSDP, SPLIT, DECIDED)
 TIMEOUT = timedelta(seconds=600)
 
 
@@ -280,18 +279,11 @@ def split(shapes: Shapes, chosen: Sequence[Part], *, always: bool = True) -> Tra
     return trainer
 
 
-def fused(shapes: Shapes, chosen: Sequence[Part]) -> Trainer:
-    trainer = plain(shapes, chosen)
-    scatter(trainer.net, trainer.optimizers, trainer.step)
-    return trainer
-
-
 MAKERS: dict[str, Callable[[Shapes, Sequence[Part]], Trainer]] = {
     PLAIN: plain,
     ZERO: zero,
     FSDP: fsdp,
     SPLIT: split,
-    FUSED: fused,
     DECIDED: lambda shapes, chosen: split(shapes, chosen, always=False),
 }
 

@@ -10,8 +10,8 @@ store, and those that do not are named in a `PeerLostError`. Two signers:
   whatever the main thread does; a process that is killed or stopped does not. On gloo no rank is
   asked before something fails. Calls of other backends may not raise: there each watch follows the
   beat of the next rank, and logs its silence.
-- `PeerMonitor`, for an exchange that polls anyway (`exchange_worker`, `optim.reduce_scatter`): its
-  own worker signs in, no thread.
+- `PeerMonitor`, for an exchange that polls anyway (`exchange_worker`): its own worker signs in, no
+  thread.
 
     key             written by                            says
     failed          the first that sees a failure         sign in

@@ -26,8 +26,8 @@ from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.pieces import Piece
-from lightning_topt.optim.update_rule import updates_whole
-from lightning_topt.techniques.optimizer_sharding import is_shared, pieces_of
+from lightning_topt.optim.update_rule import pieces_of, updates_whole
+from lightning_topt.techniques.optimizer_sharding import is_shared
 from lightning_topt.techniques.technique import shard_axes
 
 KINDS = ("parameters", "gradients", "optimizer_state", "padding")

@@ -2,8 +2,7 @@
 
 What reads full gradients elsewhere (``clip_grad_norm_``, a GradScaler) works here on local parts:
 shards of DTensors on one mesh or several, and slices along axes that DTensors do not know. A norm
-is made of partial sums (or maxima) over ranks. The same parts serve gradients that are
-reduce-scattered (`reduce_scatter.ScatteredGradients`).
+is made of partial sums (or maxima) over ranks.
 """
 
 from __future__ import annotations
@@ -54,11 +53,11 @@ def total_norm(
             by_copies.setdefault(dist.get_world_size() // shards, []).append(parameter)
         else:
             replicated.append(parameter)
-    total = partial_norm(local_parameters(replicated), power, device=device)
+    total = _partial_norm(local_parameters(replicated), power, device=device)
     if by_copies:
         # every copy of a shard is in the sum over ranks
         parts = [
-            partial_norm(local_parameters(p), power, device=device) / (1 if power == inf else n)
+            _partial_norm(local_parameters(p), power, device=device) / (1 if power == inf else n)
             for n, p in sorted(by_copies.items())
         ]
         sharded = torch.stack(parts).amax() if power == inf else torch.stack(parts).sum()
@@ -82,8 +81,11 @@ def clip_norm_(
     """
     given = list(parameters)
     total = total_norm(given, norm_type=norm_type, slices=slices)
-    if error_if_nonfinite:
-        check_finite(total, norm_type=norm_type)
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients is {float(total)}, so they cannot be "
+            "clipped; to scale them all the same, set error_if_nonfinite=False"
+        )
     clip_grads_with_norm_(local_parameters(given), max_norm, total)
     return total
 
@@ -96,14 +98,28 @@ def clip_value_(parameters: Iterable[Tensor], clip_value: float) -> None:
 def agree_on_overflow(scaler: GradScaler, device: torch.device) -> Callable[[], None]:
     """Make `scaler` unscale and look at local gradients, and skip a step where any rank overflows.
 
-    On the instance; the result undoes it. Its calls are collective from then on.
+    On the instance, as torch's own ``ShardedGradScaler`` does it; the result undoes it. Its calls
+    are collective from then on.
     """
-    return unscale_local(
-        scaler, lambda optimizer: local_parameters(parameters_of(optimizer)), device=device
-    )
+    unscale = scaler._unscale_grads_
 
+    def unscale_and_agree(
+        optimizer: Optimizer, *args: Any, **kwargs: Any
+    ) -> dict[torch.device, Tensor]:
+        local = local_parameters(parameters_of(optimizer))
+        owned: Any = SimpleNamespace(param_groups=[{"params": local}])
+        found = unscale(owned, *args, **kwargs)
+        flag = found.setdefault(device, torch.zeros((), device=device))
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return found
 
-# ---- Parts that other kinds of split gradients use
+    scaler._unscale_grads_ = unscale_and_agree  # type: ignore[method-assign]
+
+    def restore() -> None:
+        if vars(scaler).get("_unscale_grads_") is unscale_and_agree:
+            del vars(scaler)["_unscale_grads_"]
+
+    return restore
 
 
 def local_parameters(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -123,57 +139,11 @@ def local_parameters(parameters: Iterable[Tensor]) -> list[Tensor]:
     return found
 
 
-def partial_norm(parameters: Sequence[Tensor], power: float, *, device: torch.device) -> Tensor:
-    """Return the norm of their gradients, to the `power` unless that is infinite.
-
-    Sums (or maxima) over ranks are made of these. float32, without dims.
-    """
+def _partial_norm(parameters: Sequence[Tensor], power: float, *, device: torch.device) -> Tensor:
+    # The norm of their gradients, to the `power` unless that is infinite: sums (or maxima) over
+    # ranks are made of these. float32, without dims.
     gradients = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
     if not gradients:
         return torch.zeros((), device=device)
     norm = get_total_norm(gradients, power).to(device, torch.float32)
     return norm if power == inf else norm**power
-
-
-def check_finite(total: Tensor, *, norm_type: float) -> None:
-    """Raise RuntimeError for a norm that is not finite."""
-    if not bool(total.isfinite()):
-        raise RuntimeError(
-            f"the norm of order {norm_type} of the gradients is {float(total)}, so they cannot be "
-            "clipped; to scale them all the same, set error_if_nonfinite=False"
-        )
-
-
-def unscale_local(
-    scaler: GradScaler,
-    local: Callable[[Optimizer], list[Tensor] | None],
-    *,
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
-) -> Callable[[], None]:
-    """Make `scaler` unscale the parameters that `local` returns, and agree on overflow in `group`.
-
-    Where `local` returns None, gradients are full and the scaler does as ever. On the instance, as
-    torch's own ``ShardedGradScaler`` does it; the result undoes it.
-    """
-    unscale = scaler._unscale_grads_
-
-    def unscale_and_agree(
-        optimizer: Optimizer, *args: Any, **kwargs: Any
-    ) -> dict[torch.device, Tensor]:
-        own = local(optimizer)
-        if own is None:
-            return unscale(optimizer, *args, **kwargs)
-        owned: Any = SimpleNamespace(param_groups=[{"params": own}])
-        found = unscale(owned, *args, **kwargs)
-        flag = found.setdefault(device, torch.zeros((), device=device))
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
-        return found
-
-    scaler._unscale_grads_ = unscale_and_agree  # type: ignore[method-assign]
-
-    def restore() -> None:
-        if vars(scaler).get("_unscale_grads_") is unscale_and_agree:
-            del vars(scaler)["_unscale_grads_"]
-
-    return restore

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightning_topt.communication.collectives import travel_device
-from lightning_topt.optim.pieces import Piece, is_whole, rows_of
+from lightning_topt.optim.pieces import Piece, is_whole
 
 State = dict[Any, Any]
 Keys = Mapping[Piece, Tensor]
@@ -191,31 +191,6 @@ def _joined(
     state = tree_unflatten(leaves, spec)
     assert isinstance(state, dict)
     return state
-
-
-@torch.no_grad()
-def exact_parameters(
-    parameters: Sequence[Tensor],
-    rounded: Sequence[Piece],
-    *,
-    exact: Mapping[Piece, Tensor],
-    group: dist.ProcessGroup | None = None,
-) -> dict[int, Tensor]:
-    """Return the parameters whose `rounded` pieces have exact values at their owners.
-
-    Collective call. By index, on rank 0 in CPU memory; {} elsewhere. `exact` has the values of this
-    rank's pieces.
-    """
-    rank, whole = dist.get_rank(group), dict[int, Tensor]()
-    for piece in sorted(rounded):  # all ranks in the same order
-        parameter = parameters[piece.index].detach()
-        rows = rows_of(parameter, piece)
-        outline = _Outline(tuple(rows.shape), rows.dtype, False)
-        values = _Move(group, 0, parameter.device)(outline, exact.get(piece), piece.owner)
-        if rank == 0:
-            copy_of = whole.setdefault(piece.index, parameter.to("cpu", copy=True))
-            rows_of(copy_of, piece).copy_(values)
-    return whole
 
 
 @torch.no_grad()

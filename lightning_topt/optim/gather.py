@@ -35,17 +35,14 @@ PACK_BYTES = 8 << 20
 class PieceGather:
     """Sends the rows of every piece from its owner to the other ranks of `group`.
 
-    Buffers for what is packed or rounded live from `start` to `wait`: kept, they would be as large
-    as all small parameters.
+    Buffers for what is packed live from `start` to `wait`: kept, they would be as large as all
+    small parameters.
 
     Args:
         parameters: those of one optimizer.
         pieces: of all ranks. Raises ValueError where they do not cover their parameters.
         group: the ranks; None: all.
-        dtype: with ``torch.bfloat16``, wider floating-point values travel in it, and all ranks, the
-            owner too, hold the rounded values afterwards.
-        sources: what this rank sends where it is not the rows themselves: rounded or scattered
-            ones.
+        sources: what this rank sends where it is not the rows themselves: copies of scattered ones.
         node: the ranks of `group` through memory, for parameters on the CPU.
     """
 
@@ -55,16 +52,15 @@ class PieceGather:
         pieces: Sequence[Piece],
         *,
         group: dist.ProcessGroup | None = None,
-        dtype: torch.dtype | None = None,
         sources: Mapping[Piece, Tensor] | None = None,
         node: NodeRows | None = None,
     ) -> None:
         check_pieces(pieces, parameters, world_size=dist.get_world_size(group))
         self.parameters, self.pieces = list(parameters), sorted(pieces)
-        self.group, self.dtype, self.sources = group, dtype, sources or {}
-        self.rank, self.node = dist.get_rank(group), node
+        self.group, self.sources, self.node = group, sources or {}, node
+        self.rank = dist.get_rank(group)
         self._planned_for: Any = None
-        self._plan: list[_Planned] = []
+        self._plan: list[list[Piece]] = []
 
     @torch.no_grad()
     def start(self, indices: Collection[int] | None = None) -> PendingGather:
@@ -72,10 +68,16 @@ class PieceGather:
 
         The same ones on all ranks.
         """
-        messages = [planned.begin() for planned in self._planned(indices)]
+        messages = [_Message.of(pieces, self.parameters) for pieces in self._planned(indices)]
         # all messages are under way before the first one is waited for
         works = self._read_from_memory(messages) if self.node else map(self._broadcast, messages)
-        return PendingGather(list(zip(messages, works, strict=True)), rank=self.rank)
+        return PendingGather(
+            list(zip(messages, works, strict=True)), rank=self.rank, copied=bool(self.sources)
+        )
+
+    def gather(self, indices: Collection[int] | None = None) -> None:
+        """Send the pieces and wait until all have arrived."""
+        self.start(indices).wait()
 
     def _broadcast(self, message: _Message) -> Any:
         if message.owner == self.rank:
@@ -90,7 +92,7 @@ class PieceGather:
             ) from error
 
     def _read_from_memory(self, messages: Sequence[_Message]) -> list[Any]:
-        """Start one operation, which all messages wait for."""
+        # one operation, which all messages wait for
         assert self.node is not None
         parts: dict[int, list[Tensor]] = {}
         for message in messages:
@@ -99,48 +101,31 @@ class PieceGather:
             parts.setdefault(message.owner, []).append(message.buffer)
         return [self.node.gather_rows(parts)] * len(messages) if messages else []
 
-    def gather(self, indices: Collection[int] | None = None) -> None:
-        """Send the pieces and wait until all have arrived."""
-        self.start(indices).wait()
-
-    def _planned(self, indices: Collection[int] | None) -> list[_Planned]:
-        """Return the messages.
-
-        They are planned again when other parameters are sent or a parameter has got other memory.
-        """
+    def _planned(self, indices: Collection[int] | None) -> list[list[Piece]]:
+        # The pieces of each message. They are planned again when other parameters are sent.
         chosen = None if indices is None else frozenset(indices)
-        pieces = [piece for piece in self.pieces if chosen is None or piece.index in chosen]
-        state = (  # what the plan depends on
-            chosen,
-            [
-                self.parameters[index].data_ptr()
-                for index in dict.fromkeys(piece.index for piece in pieces)
-            ],
-        )
-        if self._planned_for != state:
-            self._planned_for, self._plan = state, list(self._interleaved(pieces))
+        if not self._plan or self._planned_for != chosen:
+            pieces = [piece for piece in self.pieces if chosen is None or piece.index in chosen]
+            by_owner: dict[int, list[list[Piece]]] = {}
+            for together in packed(pieces, self.parameters):
+                by_owner.setdefault(together[0].owner, []).append(together)
+            # the owners in alternation, so that links carry both directions
+            alternating = zip_longest(*(by_owner[owner] for owner in sorted(by_owner)))
+            self._planned_for = chosen
+            self._plan = [each for each in chain.from_iterable(alternating) if each is not None]
         return self._plan
-
-    def _interleaved(self, pieces: Sequence[Piece]) -> Iterator[_Planned]:
-        """Yield the messages of the owners in alternation, so that links carry both directions."""
-        by_owner: dict[int, list[_Planned]] = {}
-        for together in packed(pieces, self.parameters, dtype=self.dtype):
-            dtype = sent_dtype(self.parameters[together[0].index], self.dtype)
-            rows = [rows_of(self.parameters[piece.index], piece) for piece in together]
-            copied = dtype != rows[0].dtype or any(piece in self.sources for piece in together)
-            planned = _Planned(together[0].owner, together, rows, dtype, copied)
-            by_owner.setdefault(planned.owner, []).append(planned)
-        messages = chain.from_iterable(
-            zip_longest(*(by_owner[owner] for owner in sorted(by_owner)))
-        )
-        return (message for message in messages if message is not None)
 
 
 class PendingGather:
-    """A gather under way; `wait` until the parameters hold the owners' values."""
+    """A gather under way; `wait` until the parameters hold the owners' values.
 
-    def __init__(self, messages: Sequence[tuple[_Message, Any]], *, rank: int) -> None:
-        self._messages, self._rank = list(messages), rank
+    `copied`: what this rank sends may be others than its rows, which it receives as well then.
+    """
+
+    def __init__(
+        self, messages: Sequence[tuple[_Message, Any]], *, rank: int, copied: bool
+    ) -> None:
+        self._messages, self._rank, self._copied = list(messages), rank, copied
 
     @torch.no_grad()
     def wait(self) -> None:
@@ -158,12 +143,11 @@ class PendingGather:
                     "updated: a rank is gone, or slower than the timeout of the process group; "
                     f"parameters are half updated, go back to a checkpoint: {error}"
                 ) from error
-            message.unpack(self._rank)
+            if message.parts is not None and (self._copied or message.owner != self._rank):
+                torch._foreach_copy_(message.rows, message.parts)
 
 
-def packed(
-    pieces: Sequence[Piece], parameters: Sequence[Tensor], *, dtype: torch.dtype | None = None
-) -> Iterator[list[Piece]]:
+def packed(pieces: Sequence[Piece], parameters: Sequence[Tensor]) -> Iterator[list[Piece]]:
     """Yield the pieces of each message: large ones alone, small ones of one owner together.
 
     Small ones of a message have one dtype and one device.
@@ -172,8 +156,7 @@ def packed(
     filled: dict[tuple[Any, ...], int] = {}
     for piece in pieces:
         rows = rows_of(parameters[piece.index], piece)
-        sent = sent_dtype(rows, dtype)
-        size, kind = rows.numel() * sent.itemsize, (piece.owner, sent, rows.dtype, rows.device)
+        size, kind = rows.nbytes, (piece.owner, rows.dtype, rows.device)
         if size >= SMALL_BYTES:
             yield [piece]
         elif size:
@@ -186,44 +169,6 @@ def packed(
         yield from of_kind
 
 
-def sent_dtype(parameter: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Return how values of `parameter` travel.
-
-    As `dtype` where it is narrower than the parameter's own floating-point type.
-    """
-    narrower = (
-        dtype is not None
-        and parameter.is_floating_point()
-        and dtype.itemsize < parameter.element_size()
-    )
-    return dtype if narrower and dtype is not None else parameter.dtype
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """One broadcast to come: `rows`, those of `pieces`, travel as `dtype`."""
-
-    owner: int
-    pieces: list[Piece]
-    rows: list[Tensor]
-    dtype: torch.dtype
-    copied: bool  # what the owner sends is not its rows: it takes the sent values, too
-
-    def begin(self) -> _Message:
-        """Return the message with the memory that it needs while it is under way."""
-        rows, first = self.rows, self.rows[0]
-        # in place: a single contiguous piece that travels as it is
-        if len(rows) == 1 and first.is_contiguous() and self.dtype == first.dtype:
-            return _Message(self.owner, self.pieces, rows, first.view(-1), None, self.copied)
-        # else through a buffer, of which each piece has a view
-        sizes = [part.numel() for part in rows]
-        buffer = torch.empty(sum(sizes), dtype=self.dtype, device=first.device)
-        parts = [
-            part.view(own.shape) for part, own in zip(torch.split(buffer, sizes), rows, strict=True)
-        ]
-        return _Message(self.owner, self.pieces, rows, buffer, parts, self.copied)
-
-
 @dataclass(frozen=True)
 class _Message:
     """One broadcast: `buffer` is the memory of its only piece, or `parts` are views into it."""
@@ -233,15 +178,27 @@ class _Message:
     rows: list[Tensor]
     buffer: Tensor
     parts: list[Tensor] | None
-    copied: bool
+
+    @classmethod
+    def of(cls, pieces: list[Piece], parameters: Sequence[Tensor]) -> _Message:
+        rows = [rows_of(parameters[piece.index], piece) for piece in pieces]
+        # in place: a single contiguous piece
+        if len(rows) == 1 and rows[0].is_contiguous():
+            return cls(pieces[0].owner, pieces, rows, rows[0].view(-1), None)
+        # else through a buffer, of which each piece has a view
+        buffer = torch.empty(
+            sum(part.numel() for part in rows), dtype=rows[0].dtype, device=rows[0].device
+        )
+        split = buffer.split([part.numel() for part in rows])
+        parts = [part.view(own.shape) for part, own in zip(split, rows, strict=True)]
+        return cls(pieces[0].owner, pieces, rows, buffer, parts)
 
     def fill(self, sources: Mapping[Piece, Tensor]) -> None:
+        # what the owner sends, its rows or a copy of them
+        values = [
+            sources.get(piece, own) for piece, own in zip(self.pieces, self.rows, strict=True)
+        ]
         if self.parts is not None:
-            values = [
-                sources.get(piece, rows) for piece, rows in zip(self.pieces, self.rows, strict=True)
-            ]
             torch._foreach_copy_(self.parts, values)
-
-    def unpack(self, rank: int) -> None:
-        if self.parts is not None and (self.copied or rank != self.owner):
-            torch._foreach_copy_(self.rows, self.parts)
+        elif values[0] is not self.rows[0]:
+            self.rows[0].copy_(values[0])

@@ -28,14 +28,13 @@ from torch.optim import Optimizer
 from lightning_topt.optim.full_state import (
     State,
     check_cut_state,
-    exact_parameters,
     full_states,
     gather_state_dict,
     keep_own_state,
     laid_out,
     parameters_of,
 )
-from lightning_topt.optim.gather import PendingGather, PieceGather, sent_dtype
+from lightning_topt.optim.gather import PieceGather
 from lightning_topt.optim.local_step import OwnedShards
 from lightning_topt.optim.pieces import Piece, check_pieces, is_whole, rows_of
 from lightning_topt.optim.step_hooks import inside_hooks
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
 
 # on the optimizer, while installed
 _REPLACED = ("step", "state_dict", "load_state_dict", "consolidate_state_dict")
-_COMPARED = 1 << 14  # elements at a time
 
 
 def install_parallel_step(
@@ -53,7 +51,6 @@ def install_parallel_step(
     *,
     pieces: Sequence[Piece],
     group: dist.ProcessGroup | None = None,
-    gather_dtype: torch.dtype | None = None,
     node: NodeRows | None = None,
 ) -> ParallelStep:
     """Make ``optimizer.step`` update this rank's `pieces` and gather all of them.
@@ -65,8 +62,6 @@ def install_parallel_step(
         optimizer: the one whose step is split.
         pieces: of all ranks.
         group: the ranks; None: all.
-        gather_dtype: with ``torch.bfloat16``, wider parameters hold rounded values on all ranks,
-            and owners keep the exact values that they update.
         node: the ranks of `group` where they share a machine: parameters on the CPU are then
             gathered through its memory.
 
@@ -74,7 +69,7 @@ def install_parallel_step(
         ValueError: for pieces that do not cover their parameters, when ranks disagree, and for an
             optimizer that is sharded already.
     """
-    step = ParallelStep(optimizer, pieces=pieces, group=group, gather_dtype=gather_dtype, node=node)
+    step = ParallelStep(optimizer, pieces=pieces, group=group, node=node)
     optimizer.step = step  # type: ignore[method-assign]
     optimizer.state_dict = step.state_dict  # type: ignore[method-assign]
     optimizer.load_state_dict = step.load_state_dict  # type: ignore[method-assign]
@@ -88,8 +83,6 @@ class ParallelStep:
     Parameters without a piece are updated on every rank. Parameters without a gradient are not
     sent. Hooks before the step run before its closure, and hooks after it see full groups, gathered
     parameters and full gradients; the state that they see is that of this rank's pieces.
-    `exchange` is called once the own pieces are updated; whoever replaces it gathers in another
-    way.
     """
 
     # Learning-rate schedulers leave this mark on a step that they have wrapped.
@@ -101,15 +94,12 @@ class ParallelStep:
         *,
         pieces: Sequence[Piece],
         group: dist.ProcessGroup | None = None,
-        gather_dtype: torch.dtype | None = None,
         node: NodeRows | None = None,
     ) -> None:
         check_can_be_split(optimizer)
-        self.optimizer, self.group, self.gather_dtype = optimizer, group, gather_dtype
-        self.node = node
+        self.optimizer, self.group, self.node = optimizer, group, node
         self.rank = dist.get_rank(group)
         self.step: Callable[..., Any] = optimizer.step
-        self.exchange: Callable[[], None] = self.gather
         self.active: list[int] = []  # parameters that had a gradient in the last step
         self._original = {
             name: optimizer.__dict__[name] for name in _REPLACED if name in optimizer.__dict__
@@ -128,19 +118,12 @@ class ParallelStep:
         self.parameters, self.pieces = parameters, sorted(pieces)
         # what stands for own pieces in the optimizer
         self._shards = OwnedShards(self.optimizer, parameters, self.pieces, group=self.group)
-        self.own = PieceKeys(
-            parameters,
-            self.pieces,
-            rank=self.rank,
-            gather_dtype=self.gather_dtype,
-            of_shards=self._shards.keys,
-        )
+        self.own = PieceKeys(parameters, self.pieces, rank=self.rank, of_shards=self._shards.keys)
         self._gather = PieceGather(
             parameters,
             self.pieces,
             group=self.group,
             node=self.node,
-            dtype=self.gather_dtype,
             sources=self.own.masters,
         )
         keep_own_state(self.optimizer, self.pieces, keys=self.own.keys)
@@ -167,7 +150,7 @@ class ParallelStep:
         if not self._checked_state:  # after the first step there is state to look at
             check_cut_state(self.optimizer, keys=self._current_keys())
             self._checked_state = True
-        self.exchange()
+        self.gather()
 
     def _narrow(self) -> None:
         """Leave only the own pieces in the groups, with their rows of the gradients."""
@@ -191,17 +174,6 @@ class ParallelStep:
                     name for name, keys in zip(names, kept, strict=True) for _ in keys
                 ]
 
-    def exact_parameters(self) -> dict[Tensor, Tensor]:
-        """Return the exact values of the parameters that are gathered rounded.
-
-        Collective call. In CPU memory on rank 0, {} elsewhere.
-        """
-        rounded = [piece for piece in self.pieces if self.own.is_rounded(piece)]
-        for piece in rounded:
-            self.own.follow(piece)
-        whole = exact_parameters(self.parameters, rounded, exact=self.own.masters, group=self.group)
-        return {self.parameters[index]: value for index, value in whole.items()}
-
     def _widen(self) -> None:
         """Give the groups all their parameters again; does nothing the second time."""
         for group, entries in self._narrowed:
@@ -210,14 +182,10 @@ class ParallelStep:
             self.own.drop_gradients()
         self._narrowed = []
 
-    def start_gather(self) -> PendingGather:
-        """Begin to send the pieces of the parameters that had a gradient in the last step."""
-        sharded = {piece.index for piece in self._shards.parameters}
-        return self._gather.start([index for index in self.active if index not in sharded])
-
     def gather(self) -> None:
-        """Send the pieces and wait until all have arrived; shards go to their ranks."""
-        pending = self.start_gather()
+        """Send what had a gradient, and wait until all has arrived; shards go to their ranks."""
+        sharded = {piece.index for piece in self._shards.parameters}
+        pending = self._gather.start([index for index in self.active if index not in sharded])
         self._shards.send_back()
         pending.wait()
 
@@ -246,8 +214,7 @@ class ParallelStep:
     def update_pieces(self, pieces: Sequence[Piece]) -> None:
         """Move the state to the owners of `pieces`, which count the parameters as they are now.
 
-        Collective call. Exact values behind rounded rows are not moved: owners go on from the
-        rounded ones. Raises ValueError as `check_pieces` does, and when ranks disagree.
+        Collective call. Raises ValueError as `check_pieces` does, and when ranks disagree.
         """
         check_pieces(
             pieces, parameters_of(self.optimizer), world_size=dist.get_world_size(self.group)
@@ -352,14 +319,12 @@ class ParallelStep:
 class PieceKeys:
     """The tensors that stand for a rank's own pieces in its optimizer, by piece: `keys`.
 
-    A key is a view of the rows, or an exact copy of them. The copy, the *master* of its piece, is
-    what the optimizer updates where the rows themselves will not do: where they are gathered
-    rounded, or scattered in memory (transposed weights).
+    A key is a view of the rows, or a copy of them. The copy, the *master* of its piece, is what the
+    optimizer updates where rows are scattered in memory (transposed weights).
 
     `of_shards` are the keys of own parameters that are in shards, and filled by `OwnedShards`.
     `of_parameter` has, for each parameter with pieces, the keys that stand for it on this rank:
-    none where others own it all. `masters` has the exact copies. `gather_dtype` is as for
-    `PieceGather`.
+    none where others own it all. `masters` has the copies.
     """
 
     def __init__(
@@ -368,11 +333,9 @@ class PieceKeys:
         pieces: Sequence[Piece],
         *,
         rank: int,
-        gather_dtype: torch.dtype | None,
         of_shards: Mapping[Piece, Tensor],
     ) -> None:
-        self.parameters, self.gather_dtype = parameters, gather_dtype
-        self._of_shards = of_shards
+        self.parameters, self._of_shards = parameters, of_shards
         self.keys: dict[Piece, Tensor] = {}
         self.masters: dict[Piece, Tensor] = {}
         self.of_parameter: dict[Tensor, list[Tensor]] = {
@@ -389,16 +352,11 @@ class PieceKeys:
         parameter = self.parameters[piece.index]
         rows = rows_of(parameter, piece)
         scattered = torch.empty_like(rows, device="meta").stride() != rows.stride()
-        if scattered or self.is_rounded(piece):
+        if scattered:
             rows = self.masters[piece] = torch.empty_like(rows).copy_(rows)
         elif is_whole(piece, parameter):
             return parameter
         return nn.Parameter(rows, requires_grad=parameter.requires_grad)
-
-    def is_rounded(self, piece: Piece) -> bool:
-        """Return whether the rows of `piece`, of any rank, are rounded as they are gathered."""
-        parameter = self.parameters[piece.index]
-        return sent_dtype(parameter, self.gather_dtype) != parameter.dtype
 
     def refresh(self) -> None:
         """Follow what others did to the parameters since the last step.
@@ -414,7 +372,7 @@ class PieceKeys:
         parameter = self.parameters[piece.index]
         rows = rows_of(parameter, piece)
         if piece in self.masters:
-            self.follow(piece)
+            self.masters[piece].copy_(rows)  # they may have been loaded, averaged, swapped
         elif key.data_ptr() != rows.data_ptr():
             key.data = rows
         key.requires_grad_(parameter.requires_grad)
@@ -429,36 +387,11 @@ class PieceKeys:
             )
         key.grad = None if parameter.grad is None else laid_out(rows_of(parameter.grad, piece), key)
 
-    def follow(self, piece: Piece) -> None:
-        """Copy the rows of `piece` into its master, if it has one and others have changed them."""
-        if piece not in self.masters:
-            return
-        parameter, master = self.parameters[piece.index], self.masters[piece]
-        rows = rows_of(parameter, piece)
-        if not _equal_when_sent(rows, master, sent_dtype(parameter, self.gather_dtype)):
-            master.copy_(rows)  # loaded, averaged, swapped: not what was gathered
-
     def drop_gradients(self) -> None:
         """Let go of the gradients that `refresh` has given the keys."""
         for piece, key in self.keys.items():
             if key is not self.parameters[piece.index]:
                 key.grad = None
-
-
-def _equal_when_sent(rows: Tensor, exact: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether `rows` hold what `exact` is in `dtype`.
-
-    On a CPU in parts, whose memory is used again.
-    """
-    if rows.dim() == 0:
-        rows, exact = rows.view(1), exact.view(1)
-    at_once = (
-        max(1, _COMPARED * len(rows) // max(1, rows.numel()))
-        if rows.device.type == "cpu"
-        else len(rows)
-    )
-    parts = zip(rows.split(at_once), exact.split(at_once), strict=True)
-    return all(torch.equal(part, own.to(dtype).to(part.dtype)) for part, own in parts)
 
 
 # ---- Checks before a step is split

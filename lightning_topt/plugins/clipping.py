@@ -1,17 +1,14 @@
 """The Trainer's gradient clipping and GradScaler where ranks hold parts of the gradients.
 
 Lightning clips in ``precision_plugin.clip_grad_by_norm`` and ``clip_grad_by_value``, of what the
-rank holds. Here these are replaced on one precision plugin, so that norms and overflows are those
-of all ranks together. Each function returns what undoes it.
-
-    clip_sharded     parameters and gradients are DTensors, or those of a pipeline's stages (topt)
-    clip_scattered   gradients are flat, and each rank has its own rows (`ParallelOptimizerStep`)
+rank holds. Here these are replaced on one precision plugin, so that norms and overflows of
+DTensors, and of a pipeline's stages, are those of all ranks together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
@@ -20,9 +17,6 @@ from torch.optim import Optimizer
 
 from lightning_topt.optim.clipping import agree_on_overflow
 from lightning_topt.optim.full_state import parameters_of
-
-if TYPE_CHECKING:
-    from lightning_topt.optim.reduce_scatter import ScatteredStep
 
 
 class Clips(Protocol):
@@ -66,36 +60,5 @@ def clip_sharded(precision: Precision, engine: Clips) -> Callable[[], None]:
                 del vars(precision)[name]
         if restore_scaler is not None:
             restore_scaler()
-
-    return restore
-
-
-def clip_scattered(precision: Precision, step: ScatteredStep) -> Callable[[], None]:
-    """Let `precision` clip, and look for overflows, over all ranks' rows; return what undoes it."""
-
-    def by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
-        step.gradients(optimizer).clip_norm_(clip_val)
-
-    def by_value(optimizer: Optimizer, clip_val: int | float) -> None:
-        step.gradients(optimizer).clip_value_(clip_val)
-
-    precision.clip_grad_by_norm = by_norm  # type: ignore[method-assign]
-    precision.clip_grad_by_value = by_value  # type: ignore[method-assign]
-    scaler = getattr(precision, "scaler", None)
-    if scaler is not None:
-        from lightning_topt.optim.reduce_scatter import (  # noqa: PLC0415  (few fits scatter)
-            install_overflow_agreement,
-        )
-
-        install_overflow_agreement(scaler, step.exchange)
-
-    def restore() -> None:
-        for owner, name in (
-            (precision, "clip_grad_by_norm"),
-            (precision, "clip_grad_by_value"),
-            (scaler, "_unscale_grads_"),
-        ):
-            if owner is not None:
-                vars(owner).pop(name, None)
 
     return restore

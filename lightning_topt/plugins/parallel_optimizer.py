@@ -1,8 +1,8 @@
 """The callback that shares the optimizer step between the ranks of ``ddp``.
 
-It does so where that saves time (`optim.adaptive_step`), or with gradients reduce-scattered
-(`optim.reduce_scatter`). Ranks can share a step of equal gradients, equal optimizers and full
-parameters, which is checked at the start of the fit: `check_strategy` and what follows it.
+It does so where that saves time (`optim.adaptive_step`). Ranks can share a step of equal gradients,
+equal optimizers and full parameters, which is checked at the start of the fit: `check_strategy` and
+what follows it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ from functools import partial
 from typing import Any, get_args
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -29,16 +27,11 @@ from lightning_topt.communication.node.rows import NodeRows, node_rows
 from lightning_topt.communication.rank_watch import RankWatch, watch_ranks, within_limit
 from lightning_topt.optim.adaptive_step import AdaptiveStep, Decision, Sharing
 from lightning_topt.optim.full_state import parameters_of
-from lightning_topt.optim.reduce_scatter import ScatteredStep
 from lightning_topt.optim.update_rule import UpdateRule, update_rule
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
-from lightning_topt.plugins.clipping import clip_scattered
-from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy
 from lightning_topt.plugins.local_steps_strategy import LocalStepsStrategy
 from lightning_topt.plugins.lost_ranks import name_lost
 from lightning_topt.plugins.shared_updates import difference_of_optimizers, reduced_parameters
-
-GATHER_DTYPES = {"bfloat16": torch.bfloat16}
 
 
 class ParallelOptimizerStep(pl.Callback):
@@ -50,31 +43,24 @@ class ParallelOptimizerStep(pl.Callback):
     and for any optimizer whose parameters can be updated by different ranks: those of torch,
     packages' and your own. Losses, parameters and checkpoints are those of the plain step.
 
-    The first six steps are plain: one warms up, five are measured. Then each parameter group is
-    shared where its update takes longer than what sharing costs, and stays so if the next steps are
-    faster indeed; why is logged and is in `decisions` (for each optimizer, for each group). CPU
-    ranks of one node gather parameters through its memory. Shared state is kept by its owner alone,
-    1/ranks of the whole. Checkpoints have all of it, under the keys of the plain optimizer, and
-    load on any number of ranks, with this callback or without. At the end of the fit every rank has
-    the whole state again.
+    The first four steps are plain: one warms up, three are measured. Then an optimizer's update is
+    shared where it takes longer than what sharing costs, and stays so if the next steps are faster
+    indeed; why is logged and is in `decisions` (for each optimizer). CPU ranks of one node gather
+    parameters through its memory. Shared state is kept by its owner alone, 1/ranks of the whole.
+    Checkpoints have all of it, under the keys of the plain optimizer, and load on any number of
+    ranks, with this callback or without. At the end of the fit every rank has the whole state
+    again.
 
     Parameters that DDP does not average, such as those that were frozen when the fit began, are
-    updated on every rank, as under ``ddp``. Parameter groups that are added later are shared from
-    the next batch on.
+    updated on every rank, as under ``ddp``. Parameter groups that are added later are shared as
+    well, or measured again.
 
     Args:
-        always: share every group, from the first step on, without measuring: for the memory.
+        always: share every update, from the first step on, without measuring: for the memory.
         rule: what one update reads: "elements" (of an element: only that element's parameter,
             gradient and state, so rows of a parameter may go to different ranks) or "parameters"
-            (whole parameters only). None: known for torch's optimizers, tried out on small copies
-            for others.
-        gather_dtype: ``torch.bfloat16`` or ``"bfloat16"``: updated parameters travel in 16 bits and
-            are rounded to them on all ranks; the owner updates float32 copies that it keeps, and
-            checkpoints have those. None: as they are, without loss.
-        reduce_scatter: share everything, and exchange gradients so that each rank has the averages
-            of its own rows only, in place of DDP's all-reduce: as many bytes as without sharing.
-            Gradients of other rows are NaN after the backward pass; the Trainer's clipping and
-            GradScaler know that, code of yours that reads whole gradients does not.
+            (whole parameters only). None: known for torch's optimizers; of others a small copy is
+            tried, for "parameters".
         timeout_seconds: of every wait on another rank; none is longer than the time limit of the
             process group (`timeout` of the strategy).
 
@@ -89,45 +75,27 @@ class ParallelOptimizerStep(pl.Callback):
         *,
         always: bool = False,
         rule: UpdateRule | None = None,
-        gather_dtype: torch.dtype | str | None = None,
-        reduce_scatter: bool = False,
         timeout_seconds: float = 300.0,
     ) -> None:
         # Options are checked here, the fit in `on_fit_start`.
         check_flag(always, name="always")
-        check_flag(reduce_scatter, name="reduce_scatter")
         check_real(timeout_seconds, name="timeout_seconds", positive=True)
         if rule is not None and rule not in get_args(UpdateRule):
             raise ValueError(
                 f"rule is one of {get_args(UpdateRule)}, or None to find out; got {rule!r}"
             )
-        if gather_dtype not in (None, *GATHER_DTYPES, *GATHER_DTYPES.values()):
-            raise ValueError(
-                "gather_dtype is torch.bfloat16, or None for that of the parameters; got "
-                f"{gather_dtype!r}"
-            )
         self.always, self.rule, self.timeout_seconds = always, rule, timeout_seconds
-        self.reduce_scatter = reduce_scatter
-        self.gather_dtype = (
-            GATHER_DTYPES[gather_dtype] if isinstance(gather_dtype, str) else gather_dtype
-        )
         self._rules: list[UpdateRule] = []
         self._reduced: frozenset[Tensor] = frozenset()
         self._steps: list[AdaptiveStep] = []
-        self._scattered: ScatteredStep | None = None
         self._group: dist.ProcessGroup | None = None
         self._node: NodeRows | None = None
-        self._restore: Callable[[], None] = lambda: None
         self._watch: RankWatch | None = None
 
     @property
-    def decisions(self) -> list[list[Decision]]:
-        """The decisions of each optimizer with parameters, for each of its groups.
-
-        Lists are empty as long as nothing is decided. Empty with `reduce_scatter`, which decides
-        nothing.
-        """
-        return [step.decisions for step in self._steps]
+    def decisions(self) -> list[Decision | None]:
+        """The decision of each optimizer; None as long as nothing is decided."""
+        return [step.decision for step in self._steps]
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -157,8 +125,6 @@ class ParallelOptimizerStep(pl.Callback):
             rank_zero_info("ParallelOptimizerStep: there is one rank, which does the whole step")
             return
         check_strategy(trainer.strategy)
-        if self.reduce_scatter:
-            check_reduce_scatter(trainer.strategy)
         self._reduced = reduced_parameters(trainer.strategy)
         # Rules that are not known are tried out on small copies.
         self._rules = [
@@ -188,14 +154,10 @@ class ParallelOptimizerStep(pl.Callback):
             num_nodes=trainer.num_nodes,
             timeout_seconds=timeout_seconds,
         )
-        if self.reduce_scatter:
-            self._scatter(trainer, optimizers)
-            return
         sharing = Sharing(
             self._group,
             self._reduced,
             always=self.always,
-            gather_dtype=self.gather_dtype,
             node=lambda: self._node,
         )
         # Each step measures first, and decides by itself.
@@ -204,61 +166,11 @@ class ParallelOptimizerStep(pl.Callback):
             self._steps.append(AdaptiveStep(optimizer, rule=rule, sharing=sharing, say=say))
             self._steps[-1].start()
 
-    def _scatter(self, trainer: pl.Trainer, optimizers: list[Optimizer]) -> None:
-        assert isinstance(trainer.strategy.model, DistributedDataParallel)
-        self._scattered = ScatteredStep(
-            trainer.strategy.model,
-            optimizers=optimizers,
-            rules=self._rules,
-            timeout_seconds=within_limit(self.timeout_seconds),
-            gather_dtype=self.gather_dtype,
-            node=self._node,
-        )
-        self._restore = clip_scattered(trainer.precision_plugin, self._scattered)
-
-    @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if self._scattered is not None and self._scattered.begin_when_ready():
-            rank_zero_info("optimizer step: shared from now on, with gradients reduce-scattered")
-
-    @override
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        # The exact values behind rounded parameters, unless another callback saves others
-        # (averages) in their place.
-        if self.gather_dtype is None:
-            return
-        steps = [step.parallel for step in self._steps] + (
-            self._scattered.steps if self._scattered else []
-        )
-        # Owners have float32 values of what travels in 16 bits.
-        exact = {
-            p: value
-            for step in steps
-            if step is not None
-            for p, value in step.exact_parameters().items()
-        }
-        saved = checkpoint["state_dict"]
-        for name, parameter in pl_module.named_parameters(remove_duplicate=False):
-            if (
-                parameter in exact
-                and name in saved
-                and saved[name].data_ptr() == parameter.data_ptr()
-            ):
-                saved[name] = exact[parameter]
-
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Every rank gets the whole state again.
         for step in self._steps:
             step.finish()
-        if self._scattered is not None:
-            self._scattered.finish()
-            self._restore()
-            self._scattered = None
         self._leave_node()
         if self._group is not None:
             dist.destroy_process_group(self._group)
@@ -326,20 +238,6 @@ def check_strategy(strategy: Strategy) -> None:
             "under post-local SGD (ddp_comm_state=PostLocalSGDState) gradients differ between "
             "ranks, so there is no common step to share: leave ParallelOptimizerStep or that "
             "communication hook out"
-        )
-
-
-def check_reduce_scatter(strategy: Strategy) -> None:
-    """Raise ValueError where gradients are exchanged in another way than DDP's own all-reduce."""
-    if (
-        not isinstance(strategy, DDPStrategy)
-        or isinstance(strategy, AutoParallelStrategy | CompressedDDPStrategy)
-        or strategy._ddp_comm_hook is not None
-    ):
-        raise ValueError(
-            "reduce_scatter=True exchanges gradients in place of DDP's all-reduce, and "
-            f"{type(strategy).__name__} has its own exchange (a communication hook): leave one of "
-            "them out"
         )
 
 

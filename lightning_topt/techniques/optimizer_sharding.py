@@ -8,7 +8,6 @@ state and update; what the busiest rank of a plan has above that is the plan's.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch.distributed as dist
@@ -31,11 +30,10 @@ from lightning_topt.optim.parallel_step import (
     check_can_be_split,
     install_parallel_step,
 )
-from lightning_topt.optim.pieces import Piece, Share, assign_pieces, num_rows, update_work
+from lightning_topt.optim.pieces import Share, assign_pieces, update_work
 from lightning_topt.optim.update_rule import (
-    ELEMENTWISE,
     UnsplittableOptimizer,
-    is_one_of,
+    pieces_of,
     update_rule,
     updates_whole,
 )
@@ -202,27 +200,6 @@ def is_shared(parameter: Tensor) -> bool:
     return parameter.requires_grad and parameter.numel() > 0
 
 
-def pieces_of(optimizer: Optimizer, shared: Collection[Tensor], *, ranks: int) -> list[Piece]:
-    """Return the rows of the optimizer's parameters that each of `ranks` ranks updates.
-
-    Parameters that are not `shared` are left out.
-    """
-    # optimizers that look at whole parameters have them whole, on one rank
-    cut = is_one_of(optimizer, ELEMENTWISE)
-    own = [(index, p) for index, p in enumerate(parameters_of(optimizer)) if p in shared]
-    shares = [
-        Share(index, num_rows(p), p.numel(), _work(p.shape, cut=cut), splittable=cut)
-        for index, p in own
-    ]
-    return assign_pieces(shares, world_size=ranks)
-
-
-def _work(shape: Sequence[int], *, cut: bool) -> float:
-    """Return the work of an update in elements: of a matrix that is not `cut`, its products."""
-    numel = math.prod(shape)
-    return float(numel) if cut else update_work(shape)
-
-
 def state_bytes(step: TrainingStep) -> Callable[[Parameter], float]:
     """Return what says how many bytes the state of a parameter has."""
     return lambda parameter: float(step.optimizer.state_bytes(parameter.name))
@@ -246,8 +223,7 @@ def excess(
     found = step.graph.parameters
     whole = [p for p in found if p.block in blocks and p.name in names and p.numel]
     shares = [
-        Share(index, 1, p.numel, update_work(p.shape), splittable=False)
-        for index, p in enumerate(whole)
+        Share(index, 1, update_work(p.shape), splittable=False) for index, p in enumerate(whole)
     ]
     totals = [0.0] * step.mesh.data_parallel_size
     for piece in assign_pieces(shares, world_size=len(totals)):

@@ -30,9 +30,9 @@ def test_train(tmp_path):
 
 
 def test_a_wrong_value_is_refused_in_one_sentence(tmp_path):
-    wrong = ["strategy=ddp", "optimizer_step=parallel", "optimizer_step.gather_dtype=int8"]
+    wrong = ["strategy=ddp", "optimizer_step=parallel", "optimizer_step.rule=rows"]
     status, output = forked_topt("train", *wrong, *SHORT, folder=tmp_path)
-    assert status == 2 and "topt: optimizer_step: gather_dtype is" in output
+    assert status == 2 and "topt: optimizer_step: rule is" in output
 
 
 def composed(*overrides):
@@ -51,7 +51,7 @@ def test_values_that_yaml_repeats_are_the_constructors():
         ParallelOptimizerStep(),
     )
     assert isinstance(ours, ParallelOptimizerStep)
-    for name in ("always", "rule", "gather_dtype", "timeout_seconds"):
+    for name in ("always", "rule", "timeout_seconds"):
         assert getattr(ours, name) == getattr(default, name)
 
 

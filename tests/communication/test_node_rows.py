@@ -1,6 +1,4 @@
-"""Slices averaged and rows gathered through memory, against means and copies by torch; ranks that
-die or disagree.
-"""
+"""Rows gathered through memory, against copies by torch; ranks that die."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_topt.communication.node.node_channel import BLOCK_BYTES, LocalPeerLost
+from lightning_topt.communication.node.node_channel import LocalPeerLost
 from lightning_topt.communication.node.rows import NodeRows, node_rows
 from tests.launch import run_ranks
 
@@ -24,35 +22,6 @@ def values(rank: int, n: int) -> torch.Tensor:
 def filled(rank: int, shape: tuple[int, ...]) -> torch.Tensor:
     numel = torch.Size(shape).numel()
     return values(rank, max(1, numel))[:numel].view(shape)
-
-
-def average(rank: int, sizes: list[int]) -> None:
-    ranks = dist.get_world_size()
-    node = NodeRows(dist.group.WORLD, timeout_seconds=20)
-    pending = []
-    for n in sizes:  # several under way at once, with an empty slice and unequal ones
-        bounds = [0, *sorted((n * 7 * r // (9 * ranks)) for r in range(1, ranks)), n]
-        flat = values(rank, n)
-        pending.append((n, bounds, flat, node.average_slices(flat, bounds)))
-    for n, bounds, flat, work in pending:
-        work.wait()
-        begin, end = bounds[rank], bounds[rank + 1]
-        expected = sum(values(r, n).double() for r in range(ranks))[begin:end] / ranks
-        torch.testing.assert_close(flat[begin:end].double(), expected, rtol=1e-6, atol=1e-6)
-        if ranks == 2:  # halves are exact and two terms have one order
-            assert torch.equal(
-                flat[begin:end], (sum(values(r, n) for r in range(2)) / 2)[begin:end]
-            )
-        mine = values(rank, n)
-        assert torch.equal(flat[:begin], mine[:begin]) and torch.equal(flat[end:], mine[end:])
-        assert torch.equal(work.result(), flat[begin:end])
-    node.close()
-    node.close()
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_every_rank_gets_the_mean_of_its_slice(ranks: int) -> None:
-    run_ranks(average, ranks, [1, 2, 5, 1000, BLOCK_BYTES // 4 * 3 + 17])
 
 
 def gather(rank: int) -> None:
@@ -83,7 +52,7 @@ def test_every_rank_gets_the_rows_of_the_others(ranks: int) -> None:
 def lost(rank: int) -> str:
     node = NodeRows(dist.group.WORLD, timeout_seconds=20)
     flat = values(rank, 1000)
-    node.average_slices(flat, [0, 300, 600, 1000]).wait()
+    node.gather_rows({2: [flat]}).wait()
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(LocalPeerLost, match="local rank 2") as info:
@@ -94,18 +63,6 @@ def lost(rank: int) -> str:
 def test_a_rank_that_died_is_named() -> None:
     with pytest.raises(RuntimeError, match=re.escape("ranks [2] gave no result")):
         run_ranks(lost, 3, timeout_seconds=5)
-
-
-def disagree(rank: int) -> str:
-    node = NodeRows(dist.group.WORLD, timeout_seconds=2)
-    flat = values(rank, 1000 + rank)
-    with pytest.raises(RuntimeError) as info:
-        node.average_slices(flat, [0, 500, len(flat)]).wait()
-    return str(info.value)
-
-
-def test_buckets_of_different_sizes_are_refused() -> None:
-    assert any("exchange the same buckets" in said for said in run_ranks(disagree, 2))
 
 
 def where(rank: int) -> list[bool]:

@@ -219,9 +219,7 @@ def step_on_rows(rank: int, folder: Path) -> Any:
     for owners in ([0, 1, 2, 3], [2, 0, 3, 1]):
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
         parameters = [*enumerate(module.parameters())]
-        shares = [
-            Share(i, len(p), p.numel(), float(p.numel()), splittable=True) for i, p in parameters
-        ]
+        shares = [Share(i, len(p), float(p.numel()), splittable=True) for i, p in parameters]
         pieces = [
             replace(piece, owner=owners[piece.owner])
             for piece in assign_pieces(shares, world_size=4)

@@ -7,7 +7,6 @@ otherwise those asked for meet every program under `zero3`, and each other plan 
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from lightning_topt import AutoParallelStrategy
-from lightning_topt.optim import adaptive_step, step_costs
+from lightning_topt.optim import adaptive_step
 from lightning_topt.plan import choose
 from lightning_topt.plugins import shared_updates
 from tests.foreign.once_run import compare_counts
@@ -225,10 +224,9 @@ def share_at_once(patch: pytest.MonkeyPatch) -> None:
     Ranks are forked, and have this as well.
     """
     patch.setattr(adaptive_step, "is_faster", lambda *seconds: True)
-    always = functools.partial(adaptive_step.choose_pieces, always=True)
-    patch.setattr(adaptive_step, "choose_pieces", always)
+    patch.setattr(adaptive_step, "can_pay", lambda *seconds: True)
     patch.setattr(adaptive_step, "TRIAL_STEPS", 2)
-    patch.setattr(step_costs, "MEASURED_STEPS", ("kinds", "whole"))
+    patch.setattr(adaptive_step, "PLAIN_STEPS", 2)
     patch.setattr(shared_updates, "_WORTH_SECONDS", -1.0)
 
 

@@ -1,6 +1,4 @@
-"""The step over a fit where nothing is worth sharing: that of the optimizer itself, until there are
-other parameters.
-"""
+"""The step over a fit: measured, tried and settled; declined, that of the optimizer itself."""
 
 from __future__ import annotations
 
@@ -13,13 +11,24 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_topt.optim import adaptive_step
-from lightning_topt.optim.adaptive_step import TRIAL_STEPS, AdaptiveStep, GatherCost, Sharing
+from lightning_topt.optim.adaptive_step import (
+    PLAIN_STEPS,
+    TRIAL_STEPS,
+    WARMUP_STEPS,
+    AdaptiveStep,
+    Sharing,
+    can_pay,
+    is_faster,
+    measure_gather,
+    slowest_of_ranks,
+    time_step,
+)
 from lightning_topt.optim.full_state import parameters_of
-from lightning_topt.optim.step_costs import MEASURED_STEPS, WARMUP_STEPS
+from lightning_topt.optim.pieces import Piece
 from lightning_topt.optim.update_rule import update_rule
 from tests.launch import run_ranks
 
-FIRST_STEPS = WARMUP_STEPS + len(MEASURED_STEPS)
+FIRST_STEPS = WARMUP_STEPS + PLAIN_STEPS
 
 
 @pytest.fixture
@@ -43,44 +52,48 @@ def parameter(seed):
     return made
 
 
+def adaptive(optimizer, group, shared, say=lambda _: None, **options):
+    step = AdaptiveStep(
+        optimizer,
+        rule=update_rule(optimizer),
+        sharing=Sharing(group, frozenset(shared), **options),
+        say=say,
+    )
+    step.start()
+    return step
+
+
 def test_a_declined_step_looks_at_no_parameter_until_there_are_others(group, monkeypatch):
     mine, other = parameter(0), parameter(0)
     optimizer, plain = torch.optim.AdamW([mine], lr=0.01), torch.optim.AdamW([other], lr=0.01)
     said = []
-    step = AdaptiveStep(
-        optimizer,
-        rule=update_rule(optimizer),
-        sharing=Sharing(group, frozenset([mine])),
-        say=said.append,
-    )
-    step.start()
+    step = adaptive(optimizer, group, [mine], said.append)
 
-    def both():
-        optimizer.step()
-        plain.step()
+    def both(count):
+        for _ in range(count):
+            optimizer.step()
+            plain.step()
 
-    for _ in range(FIRST_STEPS + 1):
-        both()
-    assert len(step.decisions) == 1 and not step.decisions[0].shared and step.parallel is None
+    both(FIRST_STEPS + 1)
+    assert step.decision is not None and not step.decision.shared and step.parallel is None
     looked = []
     original = adaptive_step.parameters_of
     monkeypatch.setattr(
         adaptive_step, "parameters_of", lambda found: looked.append(found) or original(found)
     )
-    for _ in range(3):
-        both()
+    both(3)
     assert not looked
     added, twin = parameter(1), parameter(1)
     optimizer.add_param_group({"params": [added], "lr": 0.1})
     plain.add_param_group({"params": [twin], "lr": 0.1})
-    both()
+    both(FIRST_STEPS)  # measured again
     assert looked and len(said) == 2
     looked.clear()
-    both()
+    both(1)
     assert not looked
     step.finish()
     assert "step" not in vars(optimizer)
-    both()
+    both(1)
     assert torch.equal(mine, other) and torch.equal(added, twin)
 
 
@@ -88,13 +101,7 @@ def test_groups_that_a_closure_changes_are_measured_anew(group):
     mine, other = parameter(0), parameter(0)
     optimizer, plain = torch.optim.AdamW([mine], lr=0.01), torch.optim.AdamW([other], lr=0.01)
     added, twin = parameter(1), parameter(1)
-    step = AdaptiveStep(
-        optimizer,
-        rule=update_rule(optimizer),
-        sharing=Sharing(group, frozenset([mine, added])),
-        say=lambda _: None,
-    )
-    step.start()
+    step = adaptive(optimizer, group, [mine, added])
     for number in range(2 * FIRST_STEPS):
 
         def closure(its, late, number=number):
@@ -104,8 +111,7 @@ def test_groups_that_a_closure_changes_are_measured_anew(group):
 
         for its, late in ((optimizer, added), (plain, twin)):
             assert its.step(functools.partial(closure, its, late)) == float(number)
-        assert bool(step.decisions) == (number == 2 * FIRST_STEPS - 1)
-    assert [decision.group for decision in step.decisions] == [0, 1]
+        assert (step.decision is not None) == (number == 2 * FIRST_STEPS - 1)
     step.finish()
     assert torch.equal(mine, other) and torch.equal(added, twin)
 
@@ -114,45 +120,78 @@ def test_hooks_see_each_measured_step_once(group):
     mine = parameter(0)
     optimizer, seen = torch.optim.AdamW([mine], lr=0.01), []
     optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
-    AdaptiveStep(
-        optimizer,
-        rule=update_rule(optimizer),
-        sharing=Sharing(group, frozenset([mine])),
-        say=lambda _: None,
-    ).start()
-    for _ in range(FIRST_STEPS + 2):  # as a whole, by kind, and declined
+    adaptive(optimizer, group, [mine])
+    for _ in range(FIRST_STEPS + 2):
         optimizer.step(lambda: seen.append("closure"))
     assert seen == ["before", "closure"] * (FIRST_STEPS + 2)
 
 
-def sparse_rows(rank):
-    def make():
+def shared_and_changed(rank, faster, always):
+    """Steps through measurement, trial and a new group, against plain ones."""
+    adaptive_step.can_pay = lambda *_: True
+    adaptive_step.is_faster = lambda *_: faster
+    results, decision = [], None
+    for is_adaptive in (False, True):
         torch.manual_seed(0)
-        return nn.Embedding(50, 8, sparse=True), nn.Linear(8, 8)
-
-    results = []
-    for adaptive in (False, True):
-        table, layer = make()
+        table, layer, late = nn.Embedding(50, 8, sparse=True), nn.Linear(8, 8), nn.Linear(8, 8)
         optimizer = torch.optim.SGD([*table.parameters(), *layer.parameters()], lr=0.1)
-        if adaptive:
-            step = AdaptiveStep(
-                optimizer,
-                rule=update_rule(optimizer),
-                sharing=Sharing(dist.group.WORLD, frozenset(parameters_of(optimizer))),
-                say=lambda _: None,
-            )
-            step.start()
-        for number in range(FIRST_STEPS + TRIAL_STEPS + 2):
+        everything = [*table.parameters(), *layer.parameters(), *late.parameters()]
+        if is_adaptive:
+            step = adaptive(optimizer, dist.group.WORLD, everything, always=always)
+        for number in range(FIRST_STEPS + TRIAL_STEPS + 4):
+            if number == FIRST_STEPS + TRIAL_STEPS + 1:
+                optimizer.add_param_group({"params": [*late.parameters()]})
             optimizer.zero_grad()
-            layer(table(torch.tensor([number, 3]))).square().sum().backward()
+            late(layer(table(torch.tensor([number, 3])))).square().sum().backward()
             optimizer.step()
-        results.append([p.detach().clone() for p in parameters_of(optimizer)])
-    assert step.parallel is not None and {p.index for p in step.parallel.pieces} == {1, 2}
+            if is_adaptive and number == FIRST_STEPS + TRIAL_STEPS:
+                decision = step.decision
+        results.append([p.detach().clone() for p in everything])
+    shared = {p.index for p in step.parallel.pieces} if step.parallel else set()
     step.finish()
     torch.testing.assert_close(results[1], results[0])
+    return decision.shared, shared
 
 
-def test_sparse_gradients_stay_whole(monkeypatch):
-    monkeypatch.setattr(adaptive_step, "measure_gather", lambda *_, **__: GatherCost(0.0, 0.0))
-    monkeypatch.setattr(adaptive_step, "is_faster", lambda *_: True)
-    run_ranks(sparse_rows, 2)
+@pytest.mark.parametrize("faster", [True, False])
+def test_a_trial_decides_and_sparse_gradients_stay_whole(faster):
+    expected = (True, {1, 2, 3, 4}) if faster else (False, set())
+    assert run_ranks(shared_and_changed, 2, faster, False) == [expected] * 2
+
+
+def measured(rank):
+    torch.manual_seed(0)
+    parameters = [torch.randn(300, 200), torch.randn(7), torch.randn(50, 100).t(), torch.randn(5)]
+    before = [p.clone() for p in parameters]
+    pieces = [Piece(0, 0, 150, 0), Piece(0, 150, 300, 1), Piece(1, 0, 7, 1), Piece(2, 0, 100, 0)]
+    seconds = measure_gather(parameters, pieces, dist.group.WORLD, node=None)
+    assert all(torch.equal(p, q) for p, q in zip(parameters, before, strict=True))
+    slowest = slowest_of_ranks([rank, 1.0 - rank], device=torch.device("cpu"))
+    return seconds, slowest
+
+
+def test_all_ranks_have_the_same_seconds():
+    (seconds, slowest), other = run_ranks(measured, 2)
+    assert (seconds, slowest) == other and 0 < seconds < 1 and slowest == [1.0, 1.0]
+
+
+def test_equal_is_not_enough():
+    assert can_pay(2.0, 1.0) and not can_pay(1.0, 1.0)
+    assert is_faster(2.0, 1.0) and not is_faster(1.0, 1.0)
+
+
+def test_seconds_are_without_those_of_the_closure(monkeypatch):
+    now = [0.0]
+
+    def pass_time(seconds):
+        now[0] += seconds
+        return seconds
+
+    monkeypatch.setattr(adaptive_step, "perf_counter", lambda: now[0])
+
+    def step(closure):
+        return pass_time(1.0) + closure()
+
+    optimizer = torch.optim.SGD([parameter(0)], lr=0.1)
+    assert time_step(optimizer, step, lambda: pass_time(5.0)) == (6.0, 1.0)
+    assert parameters_of(optimizer)

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, Optimizer
 
 from lightning_topt.optim import LAMB, LARS, install_parallel_step
 from lightning_topt.optim.clipping import clip_norm_, clip_value_
 from tests.host_waits import HostWaits, fake_device, no_host_waits, waits_of
 from tests.launch import run_ranks
-from tests.optim.fused_ranks import Fused, backward, wrap
 from tests.optim.parallel_cases import loss_of, make_net, pieces_for
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
@@ -79,33 +78,3 @@ def waits_of_parallel_steps(rank: int) -> dict[str, int]:
 
 def test_a_parallel_step() -> None:
     assert run_ranks(waits_of_parallel_steps, 2) == [{}, {}]
-
-
-def waits_of_scattered_gradients(rank: int) -> list[dict[str, int]]:
-    plain, fused = wrap(), Fused(wrap())
-    parameters: list[Tensor] = [*fused.ddp.parameters()]
-    optimizer = SGD(parameters, lr=0.1, momentum=0.9, foreach=True)
-    fused.optimizers = fused.gradients.optimizers = (optimizer,)
-    found: list[dict[str, int]] = []
-
-    def steady() -> None:
-        fused.gradients.clip_norm_(1.0)
-        fused.before_step()
-        optimizer.step()
-
-    for step in range(5):
-        for ddp in (plain, fused.ddp):
-            ddp.zero_grad()
-        # DDP reads by itself which parameters are unused
-        backwards = [
-            waits_of(lambda ddp=ddp, step=step: backward(ddp, rank=rank, step=step))  # type: ignore[misc]
-            for ddp in (plain, fused.ddp)
-        ]
-        assert backwards[0] == backwards[1]
-        found = [waits_of(steady)]
-    assert fused.exchange.scattered
-    return found
-
-
-def test_a_step_of_scattered_gradients() -> None:
-    assert run_ranks(waits_of_scattered_gradients, 2) == [[{}], [{}]]

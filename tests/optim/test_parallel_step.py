@@ -321,42 +321,6 @@ def test_each_rank_has_its_part_of_the_state(world_size: int) -> None:
         assert shares == [pytest.approx(1, rel=0.05)] * 2
 
 
-def rounded(rank: int) -> list[Any]:
-    """Gathered in bfloat16: parameters are what the exact values of a twin round to."""
-    parameter, twin = (torch.nn.Parameter(torch.linspace(-1, 1, 60).view(12, 5)) for _ in range(2))
-    twin.requires_grad_(False)
-    optimizer, plain = torch.optim.AdamW([parameter], lr=1e-4), torch.optim.AdamW([twin], lr=1e-4)
-    pieces = (
-        row_pieces([parameter], 2) if dist.get_world_size() == 2 else whole_pieces([parameter], 3)
-    )
-    step = install_parallel_step(optimizer, pieces=pieces, gather_dtype=torch.bfloat16)
-    for number in range(20):
-        parameter.grad = torch.cos(torch.arange(60.0) + number).view(12, 5)
-        twin.grad = parameter.grad.clone()
-        optimizer.step()
-        plain.step()
-        assert parameter.equal(twin.bfloat16().float())
-    with torch.no_grad():  # others may write to parameters between steps
-        for p in (parameter, twin):
-            p.copy_(torch.linspace(3, 5, 60).view(12, 5))
-    optimizer.step()
-    plain.step()
-    assert parameter.equal(twin.bfloat16().float())
-    masters = sum(t.numel() for t in step.own.masters.values())
-    step.consolidate_state_dict()
-    return (
-        [masters, optimizer.state_dict()["state"][0]["exp_avg"].equal(plain.state[twin]["exp_avg"])]
-        if rank == 0
-        else []
-    )
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_bfloat16_gather_keeps_exact_values_at_owners(world_size: int) -> None:
-    results = run_on_pool(rounded, world_size)
-    assert results[0][1] is True and 0 < results[0][0] <= 60
-
-
 def named(rank: int) -> None:
     """Names of parameters go with them, also inside the step."""
     seen: list[tuple[int, int]] = []

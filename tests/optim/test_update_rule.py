@@ -11,14 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from lightning_topt.optim import update_rule as rules
-from lightning_topt.optim.adam_variants import LAMB
-from lightning_topt.optim.lars import LARS
+from lightning_topt.optim.large_batch import LAMB, LARS
 from lightning_topt.optim.update_rule import (
     UnsplittableOptimizer,
-    calls_may_repeat,
     check_by_parameter,
     check_runs_on_shards,
     collective_in_step,
+    pieces_of,
     update_rule,
     why_not_shared,
 )
@@ -76,25 +75,6 @@ def normalised(p, gradient, state, group):
     p.sub_(group["lr"] * gradient / gradient.norm())
 
 
-def large_only(p, gradient, state, group):
-    factor = gradient.norm() if max(p.shape, default=0) >= 128 else 1.0
-    p.sub_(group["lr"] * gradient / factor)
-
-
-def late(p, gradient, state, group):
-    state["step"] = state.get("step", 0) + 1
-    (normalised if state["step"] > group["start"] else plain)(p, gradient, state, group)
-
-
-def preconditioned(p, gradient, state, group):
-    if p.dim() == 2:
-        state.setdefault("left", torch.zeros(len(p), len(p), device=p.device)).add_(
-            gradient @ gradient.T
-        )
-    # state of another shape: rows cannot own it, even while it is not used
-    p.sub_(group["lr"] * gradient)
-
-
 class Clipped(Own):
     """Clips by the norm of all gradients."""
 
@@ -147,99 +127,37 @@ class Counting(Own):
         group["lr"] = 0.1 / group["step"]
 
 
-class CountingInside(Own):
-    """Counts its calls where nobody sees it."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.counts = {"calls": 0}
-
-    def before(self, group):
-        self.counts["calls"] += 1
-        group["lr"] = 0.1 / self.counts["calls"]
-
-
 @pytest.mark.parametrize(
     ("cls", "options"), KNOWN, ids=lambda value: str(getattr(value, "__name__", value))
 )
 def test_the_trial_agrees_with_the_table(cls, options):
-    optimizer = make(cls, **options)
     expected = "elements" if cls in rules.ELEMENTWISE else "parameters"
-    assert update_rule(optimizer) == rules._tried_rule(optimizer) == expected
-    assert calls_may_repeat(optimizer)
+    assert update_rule(make(cls, **options)) == expected
 
-
-@pytest.mark.parametrize(
-    ("change", "options", "expected"),
-    [
-        (plain, {}, "elements"),
-        (momentum, {}, "elements"),
-        (normalised, {}, "parameters"),
-        (large_only, {}, "parameters"),
-        (late, {"start": 20}, "parameters"),
-        (preconditioned, {}, "parameters"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_own_optimizers(change, options, expected):
-    optimizer = Own(parameters(), change, **options)
-    assert update_rule(optimizer) == expected
-    assert calls_may_repeat(optimizer)
-
-
-@pytest.mark.parametrize("cls", [Clipped, Estimated, EstimatedForAll, EstimatedInState])
-def test_coupled_parameters_are_refused(cls):
-    optimizer = cls(parameters(), plain)
-    with pytest.raises(
-        UnsplittableOptimizer, match=rf"{cls.__name__} cannot be split.*depends on which others"
-    ):
-        update_rule(optimizer)
-    assert update_rule(optimizer, declared="parameters") == "parameters"
-    assert not calls_may_repeat(optimizer)
-
-
-def test_random_numbers_are_refused():
-    def noisy(p, gradient, state, group):
-        p.sub_(group["lr"] * (gradient + torch.randn_like(gradient)))
-
-    with pytest.raises(UnsplittableOptimizer, match="random numbers"):
-        update_rule(Own(parameters(), noisy))
-
-
-def test_counted_calls():
-    assert update_rule(Counting(parameters(), plain)) == "elements"
-    assert calls_may_repeat(Counting(parameters(), plain))  # set back between the calls
-    assert update_rule(CountingInside(parameters(), plain)) == "elements"
-    assert not calls_may_repeat(CountingInside(parameters(), plain))
-
-
-def test_a_group_that_has_no_parameter_on_some_rank():
-    class Largest(Own):
-        def before(self, group):
-            group["largest"] = max(p.numel() for p in group["params"]) * 0
-
-    first, *rest = parameters()
-    with pytest.raises(UnsplittableOptimizer, match=r"not known.*ValueError"):
-        update_rule(Largest([{"params": [first]}, {"params": rest, "lr": 0.2}], plain))
-
-
-def test_closures_and_sparse_gradients_are_refused():
-    with pytest.raises(
-        UnsplittableOptimizer,
-        match=r"LBFGS cannot be split: it needs a closure.*Leave the parallel",
-    ):
-        update_rule(optim.LBFGS(parameters()), declared="elements")
-    with pytest.raises(
-        UnsplittableOptimizer, match=r"SparseAdam cannot be split: its gradients are sparse"
-    ):
-        update_rule(optim.SparseAdam(parameters()))
-
-    class Picky(Own):
+    class Unknown(cls):
         def step(self, closure=None):
-            raise RuntimeError("not today")
+            return super().step(closure)
 
-    with pytest.raises(UnsplittableOptimizer, match=r"Picky.*RuntimeError: not today.*Declare"):
-        update_rule(Picky(parameters(), plain))
+    Unknown.__name__ = cls.__name__
+    assert update_rule(make(Unknown, **options)) == "parameters"
+
+
+def noisy(p, gradient, state, group):
+    p.sub_(group["lr"] * (gradient + torch.randn_like(gradient)))
+
+
+def boxed(p, gradient, state, group):
+    state["box"] = gradient.as_subclass(Boxed) if p.numel() >= 4096 else gradient
+    p.sub_(group["lr"] * gradient)
+
+
+def averaged(p, gradient, state, group):
+    dist.all_reduce(gradient)
+    pytest.fail("the gradient was sent")
+
+
+class Boxed(Tensor):
+    """A class of tensors of its own, for states of large parameters."""
 
 
 class Asking(Own):
@@ -266,12 +184,52 @@ class Asking(Own):
         return losses[0]
 
 
-def test_closures_are_asked_once_and_first():
-    assert update_rule(Asking(parameters(), 1)) == "elements"
-    with pytest.raises(UnsplittableOptimizer, match="several times per step"):
-        update_rule(Asking(parameters(), 2))
-    with pytest.raises(UnsplittableOptimizer, match="moves parameters, and asks its closure then"):
-        update_rule(Asking(parameters(), 1, moves=0.1))
+class Failing(Own):
+    def before(self, group):
+        raise RuntimeError("not today")
+
+
+class NoTrial(Own):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.lock = threading.Lock()
+
+
+# what is made of parameters, and a word of what update_rule, then check_runs_on_shards, says;
+# "": nothing
+OWN = {
+    "plain": (lambda p: Own(p, plain), "", ""),
+    "momentum": (lambda p: Own(p, momentum), "", ""),
+    "whole parameters": (lambda p: Own(p, normalised), "", ""),
+    "counts calls": (lambda p: Counting(p, plain), "", ""),
+    "a closure": (lambda p: Asking(p, 1), "", ""),
+    "clipped together": (lambda p: Clipped(p, plain), "depends on which others", ""),
+    "a common estimate": (lambda p: Estimated(p, plain), "depends on which others", ""),
+    "of all groups": (lambda p: EstimatedForAll(p, plain), "depends on which others", ""),
+    "in the state": (lambda p: EstimatedInState(p, plain), "depends on which others", ""),
+    "random": (lambda p: Own(p, noisy), "random numbers", "draws random numbers"),
+    "another class": (lambda p: Own(p, boxed), "Boxed", "Boxed"),
+    "two closures": (lambda p: Asking(p, 2), "several times per step", ""),
+    "moves first": (lambda p: Asking(p, 1, moves=0.1), "before its closure", ""),
+    "does nothing": (lambda p: Own(p, lambda *_: None), "changed none", ""),
+    "fails": (lambda p: Failing(p, plain), "not today", ""),
+    "cannot be copied": (lambda p: NoTrial(p, plain), "cannot be copied", ""),
+    "LBFGS": (optim.LBFGS, "needs a closure", "one whole vector"),
+    "SparseAdam": (optim.SparseAdam, "sparse", ""),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_own_optimizers(name):
+    make_own, *words = OWN[name]
+    for call, word in zip((update_rule, check_runs_on_shards), words, strict=True):
+        if word:
+            with pytest.raises(UnsplittableOptimizer, match=word):
+                call(make_own(parameters()))
+        else:
+            assert call(make_own(parameters())) in ("parameters", None)
+    if name not in ("LBFGS", "SparseAdam"):
+        assert update_rule(make_own(parameters()), declared="elements") == "elements"
 
 
 def test_parameters_by_themselves_whatever_is_asked():
@@ -279,65 +237,41 @@ def test_parameters_by_themselves_whatever_is_asked():
     check_by_parameter(optim.SparseAdam(parameters()))
     with pytest.raises(UnsplittableOptimizer, match="depends on which others"):
         check_by_parameter(Asking(parameters(), 2, common=True))
-    with pytest.raises(UnsplittableOptimizer, match="LBFGS cannot be split"):
+    with pytest.raises(UnsplittableOptimizer, match="LBFGS"):
         check_by_parameter(optim.LBFGS(parameters()))
 
 
 def test_collectives_are_refused_and_send_nothing(tmp_path):
-    def averaged(p, gradient, state, group):
-        dist.all_reduce(gradient)
-        sent.append(gradient)
-        p.sub_(group["lr"] * gradient)
-
-    sent = []
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        with pytest.raises(UnsplittableOptimizer, match=r"shared between ranks already.*allreduce"):
-            update_rule(Own(parameters(), averaged))
+        for call in (update_rule, check_runs_on_shards):
+            with pytest.raises(UnsplittableOptimizer, match=r"shared between ranks already"):
+                call(Own(parameters(), averaged))
         assert "allreduce" in collective_in_step(Own(parameters(), averaged))
     finally:
         dist.destroy_process_group()
-    assert not sent
     assert collective_in_step(Own(parameters(), plain)) is None
 
 
 def test_declarations():
-    class NoTrial(Own):
-        def __init__(self, params):
-            super().__init__(params, plain)
-            self.lock = threading.Lock()
-
-    with pytest.raises(UnsplittableOptimizer, match=r"NoTrial.*cannot be copied.*Declare"):
-        update_rule(NoTrial(parameters()))
-    assert not calls_may_repeat(NoTrial(parameters()))
-    assert update_rule(NoTrial(parameters()), declared="elements") == "elements"
     assert update_rule(make(optim.AdamW), declared="parameters") == "parameters"
     with pytest.raises(UnsplittableOptimizer, match="Adafactor was declared"):
         update_rule(make(optim.Adafactor), declared="elements")
-    with pytest.raises(ValueError, match=r"one of \('elements', 'parameters'\)"):
+    with pytest.raises(ValueError, match="one of"):
         update_rule(make(optim.AdamW), declared="rows")
 
 
-def test_a_step_that_does_nothing_shows_nothing():
-    with pytest.raises(UnsplittableOptimizer, match="changed none"):
-        update_rule(Own(parameters(), lambda *_: None))
-
-
-def test_a_rate_of_zero_is_no_obstacle():
+def test_rates_of_zero_and_in_tensors_are_no_obstacle():
     """Warm-up starts at 0, where every rule looks alike."""
-    optimizer = Own(parameters(), normalised)
+    optimizer = Clipped(parameters(), plain, lr=torch.tensor(0.1))
     optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
     assert optimizer.param_groups[0]["lr"] == 0
-    assert update_rule(optimizer) == "parameters"
-
-
-def test_groups_that_are_treated_differently():
-    def chosen(p, gradient, state, group):
-        (normalised if group["normalised"] else plain)(p, gradient, state, group)
-
-    first, *rest = parameters()
-    groups = [{"params": rest, "normalised": False}, {"params": [first], "normalised": True}]
-    assert update_rule(Own(groups, chosen)) == "parameters"
+    with pytest.raises(UnsplittableOptimizer, match="depends on which others"):
+        update_rule(optimizer)
+    optimizer.param_groups[0]["lr"] = torch.empty((), device="meta")
+    optimizer.param_groups[0].pop("initial_lr")
+    with pytest.raises(UnsplittableOptimizer, match="rate has no value"):
+        update_rule(optimizer)
 
 
 def test_nothing_of_the_user_is_touched():
@@ -350,7 +284,7 @@ def test_nothing_of_the_user_is_touched():
         [p.clone() for p in parameters()],
         torch.get_rng_state(),
     )
-    assert update_rule(optimizer) == "elements"
+    assert update_rule(optimizer) == "parameters"
     assert optimizer.state_dict() == before[0] and not optimizer.state
     assert all(
         torch.equal(p, q)
@@ -358,49 +292,6 @@ def test_nothing_of_the_user_is_touched():
     )
     assert all(bool((p.grad == 1).all()) for p in optimizer.param_groups[0]["params"])
     assert torch.equal(torch.get_rng_state(), before[2])
-
-
-class Boxed(Tensor):
-    """A class of tensors of its own, for states of parameters with as many elements as given."""
-
-
-def boxed(p, gradient, state, group):
-    state["box"] = gradient.as_subclass(Boxed) if p.numel() >= group["smallest"] else gradient
-    p.sub_(group["lr"] * gradient)
-
-
-def noisy(p, gradient, state, group):
-    p.sub_(group["lr"] * (gradient + torch.randn_like(gradient)))
-
-
-@pytest.mark.parametrize("shape", [(70, 80), (8, 5000), (40_000,), (3, 4, 9, 900)])
-def test_states_in_tensors_of_a_class_are_seen_though_trials_are_small(shape):
-    def optimizer(smallest):
-        given = [nn.Parameter(torch.randn(shape)), nn.Parameter(torch.randn(9))]
-        return Own(given, boxed, smallest=smallest)
-
-    for call, way_out in ((update_rule, "Leave"), (check_runs_on_shards, "Choose plan='ddp'")):
-        with pytest.raises(UnsplittableOptimizer, match=rf"Boxed.*cannot be gathered.*{way_out}"):
-            call(optimizer(4096))
-        call(optimizer(1 << 20))
-
-
-def test_random_numbers_are_others_for_shards():
-    check_runs_on_shards(Own(parameters(), plain))
-    with pytest.raises(UnsplittableOptimizer, match=r"draws random numbers.*Choose plan='ddp'"):
-        check_runs_on_shards(Own(parameters(), noisy))
-
-
-def test_a_rate_in_a_tensor_stays_one():
-    def change(p, gradient, state, group):
-        assert isinstance(group["lr"], Tensor)
-        p.sub_(group["lr"] * gradient)
-
-    optimizer = Own(parameters(), change, lr=torch.tensor(0.0))
-    assert update_rule(optimizer) == "elements"
-    optimizer.param_groups[0]["lr"] = torch.empty((), device="meta")
-    with pytest.raises(UnsplittableOptimizer, match=r"rate has no value.*Declare"):
-        update_rule(optimizer)
 
 
 def test_steps_that_are_shared_unasked():
@@ -416,22 +307,29 @@ def test_steps_that_are_shared_unasked():
     assert why_not_shared(make(Copy)) == (
         "the update rule of Copy is not known: ParallelOptimizerStep(rule=...) shares it"
     )
-    assert "one vector" in why_not_shared(optim.LBFGS(parameters()))
-    assert "sparse" in why_not_shared(optim.SparseAdam(parameters()))
+    hooked = make(optim.SGD)
+    hooked.register_step_post_hook(lambda *_: None)
     sharded = make(optim.SGD)
     sharded.consolidate_state_dict = lambda: None
-    assert "shards its state" in why_not_shared(sharded)
-    for register in ("register_step_pre_hook", "register_step_post_hook"):
-        optimizer = make(optim.SGD)
-        handle = getattr(optimizer, register)(lambda *_: None)
-        assert "has step hooks" in why_not_shared(optimizer)
-        handle.remove()
-        assert why_not_shared(optimizer) is None
-    table = torch.nn.Embedding(3, 2, sparse=True)
-    optimizer = optim.SGD(table.parameters())
-    table(torch.tensor([1])).sum().backward()
-    assert why_not_shared(optimizer) == "its gradients are sparse"
     with pytest.warns(UserWarning, match="duplicate parameters"):
-        twice = optim.SGD([table.weight, table.weight])
-    table.weight.grad = None
-    assert why_not_shared(twice) == "it has a parameter twice"
+        twice = optim.SGD([(p := parameters()[0]), p])
+    table = torch.nn.Embedding(3, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    for optimizer, word in (
+        (optim.LBFGS(parameters()), "one vector"),
+        (optim.SparseAdam(parameters()), "sparse"),
+        (optim.SGD(table.parameters()), "sparse"),
+        (sharded, "shards its state"),
+        (hooked, "has step hooks"),
+        (twice, "parameter twice"),
+    ):
+        assert word in why_not_shared(optimizer)
+
+
+def test_pieces_of_shared_parameters():
+    optimizer = make(optim.AdamW)
+    first, second, *others = optimizer.param_groups[0]["params"]
+    cut = pieces_of(optimizer, {first, second}, ranks=2)
+    assert {piece.index for piece in cut} == {0, 1} and len(cut) == 3
+    whole = pieces_of(optimizer, {first, *others}, ranks=2, rule="parameters")
+    assert len(whole) == 1 + len(others) and {piece.owner for piece in whole} == {0, 1}

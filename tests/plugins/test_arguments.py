@@ -62,8 +62,6 @@ LOCAL: dict[str, list[Any]] = {
 STEP: dict[str, list[Any]] = {
     "always": [*NO_FLAG, None],
     "rule": ["rows", 1, True],
-    "gather_dtype": ["float8", 16],
-    "reduce_scatter": [*NO_FLAG, None],
     "timeout_seconds": [0, -1, *NO_NUMBER],
 }
 

@@ -58,7 +58,6 @@ STRATEGIES: dict[str, Any] = {
 }
 CALLBACKS = {
     "step shared": lambda: ParallelOptimizerStep(always=True),
-    "gradients scattered": lambda: ParallelOptimizerStep(reduce_scatter=True),
 }
 
 

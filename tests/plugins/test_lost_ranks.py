@@ -178,8 +178,6 @@ CASES: dict[str, tuple[Any, str, int]] = {
     "local steps": (local, "training", KILL),
     "local steps, stopped": (local, "training", STOP),
     "shared step": (shared(), "training", KILL),
-    "reduce-scatter": (shared(reduce_scatter=True), "training", STOP),
-    "reduce-scatter, validation": (shared(reduce_scatter=True), "validation", STOP),
 }
 
 

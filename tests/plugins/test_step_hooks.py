@@ -20,12 +20,11 @@ from torch.optim.optimizer import (
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_topt import AutoParallelStrategy, ParallelOptimizerStep
-from lightning_topt.optim.adaptive_step import TRIAL_STEPS
-from lightning_topt.optim.step_costs import MEASURED_STEPS, WARMUP_STEPS
+from lightning_topt.optim.adaptive_step import PLAIN_STEPS, TRIAL_STEPS, WARMUP_STEPS
 from tests.plugins.test_parallel_optimizer import FREE, forced
 from tests.plugins.trainer_ranks import make_trainer, on_ranks
 
-SETTLED = WARMUP_STEPS + len(MEASURED_STEPS) + TRIAL_STEPS
+SETTLED = WARMUP_STEPS + PLAIN_STEPS + TRIAL_STEPS
 OPTIMIZERS: dict[str, Any] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
     "Adam": lambda p: torch.optim.Adam(p, lr=0.01),
@@ -169,7 +168,7 @@ def saved_and_resumed(rank: int, folder: Path, accumulated: int) -> None:
     assert results["measured"][0] == calls and results["measured"][2] == rate < 0.01
     torch.testing.assert_close(results["measured"][1], state, rtol=1e-5, atol=1e-6)
     # before sharing, on trial, and settled
-    for step in (2, WARMUP_STEPS + len(MEASURED_STEPS) + 1, SETTLED + 2):
+    for step in (2, WARMUP_STEPS + PLAIN_STEPS + 1, SETTLED + 2):
         theirs, ours = (torch.load(paths[how] / f"{step}.ckpt") for how in paths)
         (plain,), (shared,) = theirs["optimizer_states"], ours["optimizer_states"]
         assert plain["param_groups"] == shared["param_groups"]

@@ -75,7 +75,7 @@ def simulate_replicated(graph, profile, configs, world_size, rank, views):
         float(p.numel + (0 if len(p.shape) < 2 else long * short**2))
         for p, (short, long) in zip(trained, sides, strict=True)
     ]
-    shares = [Share(i, 1, p.numel, works[i], splittable=False) for i, p in enumerate(trained)]
+    shares = [Share(i, 1, works[i], splittable=False) for i, p in enumerate(trained)]
     owners = {
         trained[piece.index].name: piece.owner
         for piece in assign_pieces(shares, world_size=world_size)

@@ -176,34 +176,6 @@ def sum_ranks(
 
 
 @compiled
-def average_slice(
-    own: Array, processes: Array, sources: Array, rank: int, received: Array, vector: int
-) -> tuple[int, int]:
-    """Make ``own`` (n,) float32 the mean of it and of the other ranks' n elements, in blocks.
-
-    They are at ``sources[peer]``. Terms are scaled before they are added, in rank order from the
-    next rank on. `received` (block,) float32 is memory to work with. Returns (rank, error number)
-    of a failed read, or (0, 0).
-    """
-    ranks, block = processes.shape[0], received.shape[0]
-    scale = np.float32(1.0 / ranks)
-    target: Any = np.int64(received.ctypes.data)
-    for start in range(0, own.shape[0], block):
-        size = min(block, own.shape[0] - start)
-        part = own[start : start + size]
-        for i in range(size):
-            part[i] *= scale
-        for step in range(1, ranks):
-            peer = (rank + step) % ranks
-            error = fetch(processes[peer], target, sources[peer] + 4 * start, 4 * size, vector)
-            if error:
-                return peer, error
-            for i in range(size):
-                part[i] += scale * received[i]
-    return 0, 0
-
-
-@compiled
 def gather_tables(
     processes: Array,
     sources: Array,

@@ -1,9 +1,8 @@
-"""Gradients averaged and parameters gathered among the CPU ranks of one node.
+"""Parameters gathered among the CPU ranks of one node.
 
-`node_rows` makes a `NodeRows` where all ranks share one machine. Slices and rows stay where they
-are in every process: what a rank needs is read there (`process_vm_readv`) in one copy, and blocks
-of gradients are added up while they are in the cache. On two ranks of one machine this takes a
-fraction of the time of gloo's collectives, which go through sockets (figures:
+`node_rows` makes a `NodeRows` where all ranks share one machine. Rows stay where they are in every
+process: what a rank needs is read there (`process_vm_readv`) in one copy. On two ranks of one
+machine this takes a fraction of the time of gloo's collectives, which go through sockets (figures:
 benchmarks/results/optimizer_step.md). For optimizers whose step is divided among ranks.
 """
 
@@ -18,14 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topt.communication.node.node_channel import (
-    BLOCK_BYTES,
     CHANNEL_WORDS,
     NodeChannel,
     NodeMemoryUnavailable,
     NodePage,
     Operation,
 )
-from lightning_topt.communication.node.node_kernels import Array, average_slice, gather_tables
+from lightning_topt.communication.node.node_kernels import Array, gather_tables
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +45,7 @@ def node_rows(
 
 
 class NodeRows:
-    """Averages slices and gathers rows in place, through memory. Making one is a collective call.
+    """Gathers rows in place, through memory. Making one is a collective call.
 
     Methods are called alike on all ranks of `group`, which are those of one node.
 
@@ -62,39 +60,14 @@ class NodeRows:
     """
 
     def __init__(self, group: dist.ProcessGroup, *, timeout_seconds: float) -> None:
-        self.page = NodePage(group, words=2 * CHANNEL_WORDS, timeout_seconds=timeout_seconds)
+        self.page = NodePage(group, words=CHANNEL_WORDS, timeout_seconds=timeout_seconds)
         if self.page.unreadable:
             self.page.leave()
             raise NodeMemoryUnavailable(
                 f"ranks may not read each other's memory: {self.page.unreadable}"
             )
         self.rank, self.size = self.page.rank, self.page.size
-        # one channel per method: each keeps its own sequence
-        self.slices, self.tables = (
-            NodeChannel(self.page, base=index * CHANNEL_WORDS, direct=True) for index in range(2)
-        )
-        self.received = np.empty(BLOCK_BYTES // 4, dtype=np.float32)
-
-    def average_slices(self, flat: Tensor, bounds: Sequence[int]) -> Operation:
-        """Average over ranks every rank's own slice of `flat` (n,) float32; the other slices stay.
-
-        Slice r is ``flat[bounds[r]:bounds[r + 1]]``. `flat` must not be written before ``wait()``
-        has returned.
-        """
-        assert flat.dtype == torch.float32 and flat.is_contiguous() and flat.device.type == "cpu"
-        begin, end = bounds[self.rank], bounds[self.rank + 1]
-        own = flat.detach().numpy()[begin:end]  # averaged in place
-
-        def read(processes: Array, sources: Array) -> tuple[int, int]:
-            vector = self.page.vector_address
-            return average_slice(
-                own, processes, sources + 4 * begin, self.rank, self.received, vector
-            )
-
-        expected = [flat.nbytes] * self.size
-        return Operation(
-            self.slices, sent=flat, expected=expected, read=read, outcome=lambda: flat[begin:end]
-        )
+        self.tables = NodeChannel(self.page, base=0, direct=True)
 
     def gather_rows(self, parts: Mapping[int, Sequence[Tensor]]) -> Operation:
         """Give ``parts[r]``, contiguous CPU tensors, the values that they have on rank r.
@@ -132,5 +105,4 @@ class NodeRows:
     def close(self) -> None:
         """Leave: other ranks' waits for this one end with an error. May be called twice."""
         self.page.leave()
-        for channel in (self.slices, self.tables):
-            channel.close()
+        self.tables.close()

@@ -26,13 +26,13 @@ def test_train(tmp_path):
     output = finished(forked_topt("train", *arguments, folder=tmp_path, ranks=2))
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["world_size"] == 2 and record["global_step"] == 10
-    assert "group 0: shared from the first step on, as told" in output
+    assert "the update is shared from the first step on, as told" in output
 
 
 def test_a_wrong_value_is_refused_in_one_sentence(tmp_path):
-    wrong = ["strategy=ddp", "optimizer_step=parallel", "optimizer_step.rule=rows"]
+    wrong = ["strategy=ddp", "optimizer_step=parallel", "optimizer_step.timeout_seconds=-1"]
     status, output = forked_topt("train", *wrong, *SHORT, folder=tmp_path)
-    assert status == 2 and "topt: optimizer_step: rule is" in output
+    assert status == 2 and "topt: optimizer_step: timeout_seconds" in output
 
 
 def composed(*overrides):

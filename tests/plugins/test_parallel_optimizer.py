@@ -198,7 +198,7 @@ EQUAL: list[tuple[dict[str, Any], dict[str, Any], float]] = [
     ({"always": True, "rule": "parameters"}, {"gradient_clip_val": 0.05}, DEAR),
     ({"always": True}, {"kind": AdafactorGPT}, FREE),
     ({}, {"kind": OwnGPT}, FREE),
-    ({}, {"kind": TwoOptimizers, "max_steps": 20}, FREE),
+    ({}, {"kind": TwoOptimizers, "max_steps": 26}, FREE),
     ({"always": True}, {"precision": "bf16-mixed", "gradient_clip_val": 0.05}, FREE),
     ({"always": True}, {"precision": "bf16-true"}, FREE),
     ({}, {"overflow": True, "max_steps": 12}, FREE),

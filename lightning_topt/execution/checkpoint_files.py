@@ -2,20 +2,19 @@
 
     place = place_of("s3://bucket/run/last.ckpt")       # or a path of the disk
     folder = begin_folder(place)                        # rank 0: where the files of a save go
-    writer = ShardWriter(folder)                        # each rank, for torch's `save`
-    commit(folder, place, checksums)                    # rank 0: they are the checkpoint now
-    ShardReader(ShardFolder.at(place))
+    writer_of(folder)                                   # each rank, for torch's `save`
+    commit(folder, place)                               # rank 0: they are the checkpoint now
+    ShardReader(ShardFolder.at(place))                  # for torch's `load`
 
     in the folder                                    what
-    `MANIFEST`                                       names the folder of the files, and has their
-                                                     checksums
+    `MANIFEST`                                       names the folder of the files
     ``shards.<random>/``                             the files of one save
 
 A save writes a new folder of files, then replaces the manifest, then removes the files before: at
 every moment the manifest names a complete checkpoint. A folder without one is of a save that was
-cut off, and is none. Folders of releases before have the files themselves, without a manifest; they
-are read without checksums. On a disk, what is no such folder is renamed (`beside`) before a new one
-takes its name. Object stores rename nothing: there the manifest comes last, in one request.
+cut off, and is none. Folders of releases before have the files themselves, without a manifest, or
+checksums in it; they are read. On a disk, what is no such folder is renamed (`beside`) before a new
+one takes its name. Object stores rename nothing: there the manifest comes last, in one request.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ import os
 import pickle
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import IO, Any, ClassVar, NoReturn, cast
+from typing import IO, Any, ClassVar, NoReturn
 
 import fsspec
 import torch
 import xxhash
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as RemoteFiles
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.filesystem import (
     FileSystemReader,
     FileSystemWriter,
@@ -54,26 +53,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-)
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.checkpoint.utils import _create_file_view
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-# Of a file, by the first byte of an entry: how many bytes it has, and their XXH3.
-Checksums = Mapping[str, Sequence[Any]]
 MANIFEST = "checkpoint.json"
 FILES_IN = "shards."  # how the name of a folder of files begins
 REST = "trainer_state.pt"  # whatever is no tensor
 METADATA = ".metadata"  # torch.distributed.checkpoint's
-_VERSION = 1  # of the manifest
-_BLOCK = 1 << 20  # bytes that are read at a time for a checksum
+_VERSION = 2  # of the manifest; 1 had checksums of the files
 # The classes whose instances ``.metadata`` has, beside numbers, texts, containers and `_VALUES`.
 _FILLED = (
     ChunkStorageMetadata,
@@ -136,9 +123,9 @@ class RemotePath:
         opened: IO[bytes] = self.files.open(self.url, mode)
         return opened
 
-    def read_bytes(self, start: int | None = None, end: int | None = None) -> bytes:
-        """Return the file, or a part of it."""
-        content: bytes = self.files.cat_file(self.url, start=start, end=end)
+    def read_bytes(self) -> bytes:
+        """Return the file."""
+        content: bytes = self.files.cat_file(self.url)
         return content
 
     def size(self) -> int:
@@ -238,15 +225,16 @@ def beside(target: Path) -> tuple[Path, Path]:
     return target.with_name(f"{name}.unfinished"), target.with_name(f"{name}.old")
 
 
-def commit(folder: Place, target: Place, checksums: Mapping[str, Checksums]) -> None:
+def commit(folder: Place, target: Place) -> None:
     """Make the files in `folder` the checkpoint at `target`, and remove those that it had."""
-    for name in checksums:
+    metadata = ShardFolder(folder).metadata
+    for name in sorted({at.relative_path for at in metadata.storage_data.values()}):
         if not (folder / name).is_file():
             raise FileNotFoundError(
                 f"{name} was written to {str(folder)!r}, and rank 0 does not find it there: all "
                 "ranks must see one file system"
             )
-    content = {"version": _VERSION, "folder": folder.name, "checksums": checksums}
+    content = {"version": _VERSION, "folder": folder.name}
     manifest = json.dumps({"content": content, "checksum": _digest(content)}).encode()
     if isinstance(target, RemotePath):
         target.files.pipe_file(f"{target}/{MANIFEST}", manifest)  # one request: all of it or none
@@ -340,22 +328,21 @@ def sync(path: Path) -> None:
             raise
 
 
-# ---- files, and their checksums ------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ShardFolder:
-    """The files of a checkpoint; `checksums` by file, None where they were saved without."""
+    """The files of a checkpoint."""
 
     path: Place
-    checksums: Mapping[str, Checksums] | None
     of_others: bool = False  # written by other programs, which have pickles beside the tensors
 
     @staticmethod
     def at(path: Place) -> ShardFolder:
         """Return the files that the manifest in `path` names. Raises ValueError: it is damaged."""
         if not (path / MANIFEST).is_file():
-            return ShardFolder(path, None)
+            return ShardFolder(path)
         try:
             manifest = json.loads((path / MANIFEST).read_bytes())
             content = manifest["content"]
@@ -367,13 +354,12 @@ class ShardFolder:
             _refuse(path / MANIFEST, "is damaged: it is not what was saved")
         if version > _VERSION:
             _refuse(path / MANIFEST, "was written by a newer release of lightning_topt")
-        return ShardFolder(path / name, content["checksums"])
+        return ShardFolder(path / name)
 
     @functools.cached_property
     def metadata(self) -> Metadata:
         """What ``.metadata`` has, read once. Raises ValueError where that is anything else."""
-        self.verify(METADATA)
-        file = self.path / METADATA
+        file = self.file(METADATA)
         unpickler = _OthersUnpickler if self.of_others else _MetadataUnpickler
         try:
             metadata = unpickler(io.BytesIO(file.read_bytes())).load()
@@ -384,34 +370,8 @@ class ShardFolder:
             _refuse(file, f"cannot be read: it is a {type(metadata).__name__}")
         return metadata
 
-    def verify(self, name: str, offset: int = 0) -> None:
-        """Raise ValueError where an entry of a file is not what was saved."""
-        file = self._file(name)
-        if self.checksums is None:
-            return
-        size, digest = self.checksums.get(name, {}).get(str(offset), (0, None))
-        if _file_digest(file, offset, size) != digest:
-            _refuse(file, "is damaged: it is not what was saved")
-
-    @contextlib.contextmanager
-    def entry(self, name: str, offset: int, size: int) -> Iterator[IO[bytes]]:
-        """Open an entry of a file. Raises ValueError where it is not what was saved."""
-        file = self._file(name)
-        if isinstance(file, Path):
-            self.verify(name, offset)
-            with file.open("rb") as stream:
-                view: Any = _create_file_view(stream, offset, size)
-                yield view
-            return
-        # it is fetched once
-        content = file.read_bytes(offset, offset + size)
-        if self.checksums is not None:
-            saved = self.checksums.get(name, {}).get(str(offset), (0, None))
-            if [size, xxhash.xxh3_64_hexdigest(content)] != [*saved]:
-                _refuse(file, "is damaged: it is not what was saved")
-        yield io.BytesIO(content)
-
-    def _file(self, name: str) -> Place:
+    def file(self, name: str) -> Place:
+        """Return the place of a file. Raises ValueError where it is missing, or elsewhere."""
         file = self.path / name
         if PurePath(name).name != name or not file.is_file():
             _refuse(file, "is missing")
@@ -423,113 +383,44 @@ def _refuse(file: Place, reason: str) -> NoReturn:
 
 
 def _digest(content: object) -> str:
-    """Return the checksum of a manifest's content."""
+    # the checksum of a manifest's content
     return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
-def _file_digest(path: Place, offset: int, size: int) -> str:
-    """Return the checksum of `size` bytes of a file from `offset` on."""
-    digest = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        file.seek(offset)
-        while block := file.read(min(_BLOCK, size)):
-            digest.update(block)
-            size -= len(block)
-    return digest.hexdigest()
-
-
-def of_whole_file(path: Place) -> Checksums:
-    """Return the checksum of a file, as that of one entry."""
-    size = path.size() if isinstance(path, RemotePath) else path.stat().st_size
-    return {"0": (size, _file_digest(path, 0, size))}
-
-
-class ShardWriter(FileSystemWriter):
-    """Writes this rank's files, and then knows the `checksums` of what it wrote, by file."""
-
-    def __init__(self, folder: Place) -> None:
-        if isinstance(folder, RemotePath):
-            super().__init__("", sync_files=False)
-            self.fs: Any = RemoteFiles()
-            self.path: Any = self.fs.init_path(str(folder))
-        else:
-            super().__init__(folder)
-        self.checksums: dict[str, dict[str, tuple[int, str]]] = {}
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write one file, an entry for each chunk of a tensor."""
-        written: list[WriteResult] = []
-        if plan.items:
-            name = f"{plan.storage_data.prefix}0.distcp"
-            of_file = self.checksums[name] = {}
-            with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
-                offset = 0
-                for item in plan.items:
-                    tensor = planner.resolve_data(item)
-                    assert isinstance(tensor, torch.Tensor)
-                    tensor = tensor.detach().cpu()
-                    # of a view, torch would save all that it is a view of
-                    if tensor.untyped_storage().nbytes() != tensor.nbytes:
-                        tensor = tensor.clone()
-                    entry = _Entry(stream)
-                    torch.save(tensor, cast(IO[bytes], entry))
-                    at = _StorageInfo(name, offset, entry.size)
-                    written.append(WriteResult(item.index, entry.size, at))
-                    of_file[str(offset)] = entry.size, entry.digest.hexdigest()
-                    offset += entry.size
-                if self.sync_files:
-                    stream.flush()
-                    os.fsync(stream.fileno())
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(written)
-        return done
-
-
-class _Entry:
-    """An entry of a file that is being written: how many bytes it has, and their checksum."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream, self.size, self.digest = stream, 0, xxhash.xxh3_64()
-
-    def write(self, content: Any) -> int:
-        self.digest.update(content)
-        self.size += len(content)
-        return self._stream.write(content)
-
-    def flush(self) -> None:
-        """Do nothing: the file is flushed at its end."""
+def writer_of(folder: Place) -> FileSystemWriter:
+    """Return what writes this rank's files."""
+    if isinstance(folder, RemotePath):
+        return FsspecWriter(str(folder), sync_files=False)
+    return FileSystemWriter(folder)
 
 
 class ShardReader(FileSystemReader):
-    """Reads nothing that is not what was saved, and runs no code of the files."""
+    """Reads tensors, and runs no code of the files."""
 
     def __init__(self, folder: ShardFolder) -> None:
         super().__init__(str(folder.path))
         self._folder = folder
+        if isinstance(folder.path, RemotePath):
+            self.fs: Any = RemoteFiles()
+            self.path: Any = self.fs.init_path(str(folder.path))
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """Return what ``.metadata`` has."""
         return self._folder.metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read each entry once, whatever is wanted of it."""
-        wanted: dict[MetadataIndex, list[ReadItem]] = {}
+        """Read what is planned, file by file. Raises ValueError where one is damaged or missing."""
+        by_file = dict[str, LoadPlan]()
         for item in plan.items:
-            wanted.setdefault(item.storage_index, []).append(item)
-        for index, items in wanted.items():
-            at = self.storage_data[index]
-            with self._folder.entry(at.relative_path, at.offset, at.length) as stream:
-                if items[0].type == LoadItemType.BYTE_IO:
-                    content = io.BytesIO(stream.read())
-                    planner.load_bytes(items[0], content)
-                    continue
-                tensor = torch.load(stream, map_location="cpu", weights_only=True)
-            for item in items:
-                part = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
-                target = planner.resolve_tensor(item).detach()
-                assert target.shape == part.shape, f"{index}: {target.shape}, {part.shape}"
-                target.copy_(part)
-                planner.commit_tensor(item, target)
+            name = self.storage_data[item.storage_index].relative_path
+            by_file.setdefault(name, LoadPlan([])).items.append(item)
+        for name, items in by_file.items():
+            file = self._folder.file(name)
+            try:
+                super().read_data(items, planner)
+            # the bytes decide what is raised
+            except Exception as error:
+                _refuse(file, f"is damaged: {error}")
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -41,13 +41,12 @@ from lightning_topt.execution.checkpoint_files import (
     Place,
     RemotePath,
     ShardFolder,
-    ShardWriter,
     begin_folder,
     commit,
     holds_shards,
-    of_whole_file,
     place_of,
     sync,
+    writer_of,
 )
 from lightning_topt.execution.stored_states import (
     StoredExchange,
@@ -145,7 +144,7 @@ def write_state(
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write what `collect_state` returned. A collective call on `group`, None: of all ranks."""
-    rank, target = dist.get_rank(group), place_of(path)
+    target = place_of(path)
 
     def begin() -> tuple[str, str]:
         folder = begin_folder(target)
@@ -157,24 +156,17 @@ def write_state(
     if not isinstance(target, RemotePath):
         folder = target.with_name(home) / name
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    writer = ShardWriter(folder)
-    save(state["tensors"], storage_writer=writer, planner=planner, process_group=group)
-    written: list[Any] = [None] * dist.get_world_size(group)
-    dist.gather_object(writer.checksums, written if rank == 0 else None, group=group)
+    save(state["tensors"], storage_writer=writer_of(folder), planner=planner, process_group=group)
 
     def finish() -> None:
-        if isinstance(folder, RemotePath):
-            if save_rest is torch.save:
-                with (folder / REST).open("wb") as file:
-                    torch.save(state["rest"], file)
-            else:
-                save_rest(state["rest"], str(folder / REST))
+        if isinstance(folder, RemotePath) and save_rest is torch.save:
+            with (folder / REST).open("wb") as file:
+                torch.save(state["rest"], file)
         else:
             save_rest(state["rest"], str(folder / REST))
+        if not isinstance(folder, RemotePath):
             sync(folder / REST)
-        checksums = {name: of_file for of_rank in written for name, of_file in of_rank.items()}
-        checksums |= {name: of_whole_file(folder / name) for name in (METADATA, REST)}
-        commit(folder, target, checksums)
+        commit(folder, target)
 
     _on_first(finish, group)
 
@@ -255,15 +247,20 @@ def open_sharded(
     """Return a checkpoint in the plain form, whose states are read when they are asked for.
 
     ``["state_dict"]`` is a `StoredModule`, ``["optimizer_states"]`` a list of `StoredOptimizer`.
-    `load_rest` reads the file of what is no tensor. Raises ValueError where a file is damaged.
+    `load_rest` reads the file of what is no tensor. Raises ValueError where a file is missing.
     """
     place = place_of(path)
     if not holds_shards(place):
         return _open_lightning(place, load_rest or _load_plain)
     # What is no tensor is read now; tensors stay in the folder.
     folder = ShardFolder.at(place)
-    folder.verify(REST)
-    rest = (load_rest or _load_plain)(str(folder.path / REST))
+    file = folder.file(REST)
+    try:
+        rest = (load_rest or _load_plain)(str(file))
+    except (EOFError, RuntimeError) as error:  # of torch's zip files
+        raise ValueError(
+            f"{REST} of the checkpoint in {str(folder.path)!r} is damaged: {error}"
+        ) from error
     others = rest[_OTHERS]
     checkpoint = {name: value for name, value in rest.items() if name != _OTHERS}
     checkpoint["state_dict"] = StoredModule(folder, others["module"])
@@ -341,7 +338,7 @@ def _open_lightning(place: Place, load_rest: Callable[[str], State]) -> State:
     Keys are paths in nested mappings: ``model`` or ``state_dict``, then the name of a parameter;
     ``optimizer_0``, ``state``, the parameter's name, the name of a value.
     """
-    folder = ShardFolder(place, None, of_others=True)
+    folder = ShardFolder(place, of_others=True)
     paths: Mapping[str, Sequence[Any]] = folder.metadata.planner_data or {}
     pickled = [
         key

@@ -54,7 +54,6 @@ STRATEGIES: dict[str, Any] = {
         LocalSteps(every=1, outer_learning_rate=1.0, outer_momentum=0.0)
     ),
     "step shared": lambda: "ddp",
-    "gradients scattered": lambda: "ddp",
 }
 CALLBACKS = {
     "step shared": lambda: ParallelOptimizerStep(always=True),

@@ -388,7 +388,7 @@ def fits_twice(rank: int, ranks: int) -> tuple[float, list[Result]]:
             {"state": state_of(module), "optimizers": [o.state_dict() for o in trainer.optimizers]}
         )
         fractions.append(observer.nbytes / observer.whole)
-        assert callback.decisions[0][0].shared and not hasattr(
+        assert callback.decisions[0].shared and not hasattr(
             trainer.optimizers[0], "consolidate_state_dict"
         )
     return fractions, results

@@ -188,7 +188,7 @@ def test_what_is_damaged_or_missing_is_named(copied: Path) -> None:
     for file in [path for path in copied.rglob("*") if path.is_file()]:
         whole = file.read_bytes()
         file.write_bytes(whole[: len(whole) // 2])
-        with pytest.raises(ValueError, match="damaged|cannot be read") as error:
+        with pytest.raises(ValueError, match=r"damaged|cannot be read") as error:
             read_sharded_checkpoint(copied)
         assert str(error.value).startswith(f"{file.name} of the checkpoint")
         file.write_bytes(whole)

@@ -94,7 +94,7 @@ def damaged_and_removed(rank: int) -> list[str]:
     for path in files.find("/run/last.ckpt"):
         whole = files.cat_file(path)
         files.pipe_file(path, whole[: len(whole) // 2])
-        with pytest.raises(ValueError, match="damaged|cannot be read") as error:
+        with pytest.raises(ValueError, match=r"damaged|cannot be read") as error:
             read_sharded_checkpoint(TARGET)
         said.append(str(error.value))
         files.pipe_file(path, whole)

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from lightning_topt.communication.bounded_loss import BoundedLossExchange, ConnectionFailedError
+from lightning_topt.communication.bounded_loss import BoundedLossExchange
 from lightning_topt.communication.bounded_loss.over_store import connect_over_store
 from lightning_topt.communication.collectives import all_gather_into, reduce_scatter_into
 from lightning_topt.costs.cluster import CollectiveCurve, CurveKey, DatagramPath, Device, Link
@@ -604,7 +604,7 @@ def measure_datagrams(group: Group, *, budget_seconds: float) -> DatagramPath | 
     ranks = next(ranks for ranks in ranks_of_groups(group, world_size()) if own_rank() in ranks)
     exchange = None
     # a rank that cannot connect says so to the others below
-    with suppress(ConnectionFailedError, OSError, RuntimeError, ValueError):
+    with suppress(OSError, RuntimeError, ValueError):
         exchange = connect_over_store(
             PrefixStore(f"lightning_topt/datagrams/{number}/{ranks[0]}", store),
             rank=ranks.index(own_rank()),

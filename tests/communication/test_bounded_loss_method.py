@@ -85,8 +85,8 @@ def kept(
 
 @pytest.mark.parametrize(
     ("world_size", "nodes", "options"),
-    [(3, 1, {}), (4, 2, {}), (3, 1, {"protected": 0.05}), (4, 2, {"protected": 0.05})],
-    ids=["flat", "by nodes", "flat, protected", "by nodes, protected"],
+    [(3, 1, {}), (4, 2, {})],
+    ids=["flat", "by nodes"],
 )
 def test_what_came_and_what_is_held_back_is_all_there_was(world_size, nodes, options) -> None:
     results = run_on_pool(kept, world_size, world_size, nodes, options)
@@ -125,25 +125,6 @@ def test_without_feedback_a_lost_gradient_counts_as_zero_or_is_rescaled() -> Non
                 lost_one + int(torch.stack(close[1:]).any(0).sum()),
             )
         assert whole > 100 and lost_one > 100
-
-
-def protected(rank: int) -> float:
-    """The share of lost blocks among the largest entries, and among all."""
-    exchange = lossy(BoundedLoss(tolerance=LOSS, protected=0.1), rank, 2)
-    all_lost(exchange, range(2), rank)
-    held = exchange.state_dict()["residual"]
-    largest = 0.0
-    for names in TWO_BUCKETS:
-        gradient = torch.cat([gradients_of(rank, 1)[n].view(-1) for n in names if n not in EXEMPT])
-        pending = torch.cat([held[n].view(-1) for n in names if n not in EXEMPT])
-        count = round(0.1 * len(gradient)) - 20  # some exempt entries are among the largest
-        largest = max(largest, float(pending[gradient.abs().topk(count).indices].abs().max()))
-        assert pending.any()
-    return largest
-
-
-def test_protected_entries_are_never_lost() -> None:
-    assert run_on_pool(protected, 2) == [0, 0]
 
 
 def states(rank: int, world_size: int, nodes: int) -> tuple[bool, float]:
@@ -262,7 +243,7 @@ def test_with_loss_0_it_is_the_mean_to_the_order_of_additions(shape: tuple[int, 
             and details["rejected_datagrams"] == 0
             and details["bytes_per_second"] > 0
         )
-        assert 0.8 < share < 2  # small buckets: headers and messages of the side channel count
+        assert 0.8 < share < 2  # small buckets: headers and control messages count
 
 
 def test_16_bits_send_half_and_differ_by_rounding() -> None:
@@ -275,7 +256,7 @@ def test_16_bits_send_half_and_differ_by_rounding() -> None:
         assert share < 1
 
 
-@pytest.mark.parametrize("options", [{}, {"protected": 0.01}, {"bits": 16}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"bits": 16}], ids=str)
 def test_ranks_stay_equal_over_real_datagrams(options: dict[str, Any]) -> None:
     for gradients, details, _ in run_ranks(
         trained, 2, BoundedLoss(tolerance=0.05, **options), (2, 1)

@@ -6,10 +6,7 @@ from lightning_topt.basics.lazy_names import lazy_names
 
 if TYPE_CHECKING:  # the same names, for type checkers and editors
     from lightning_topt.communication.bounded_loss.delivery import Handle, Outcome, PeerSilentError
-    from lightning_topt.communication.bounded_loss.endpoint import (
-        ConnectionFailedError,
-        open_endpoint,
-    )
+    from lightning_topt.communication.bounded_loss.endpoint import open_endpoint
     from lightning_topt.communication.bounded_loss.exchange import (
         BoundedLossExchange,
         BoundedLossStatistics,
@@ -21,7 +18,6 @@ _HOMES = {
     "Handle": "delivery",
     "Outcome": "delivery",
     "PeerSilentError": "delivery",
-    "ConnectionFailedError": "endpoint",
     "open_endpoint": "endpoint",
     "BoundedLossExchange": "exchange",
     "BoundedLossStatistics": "exchange",
@@ -31,7 +27,6 @@ _HOMES = {
 __all__ = [
     "BoundedLossExchange",
     "BoundedLossStatistics",
-    "ConnectionFailedError",
     "Handle",
     "Outcome",
     "PeerSilentError",

@@ -1,8 +1,8 @@
-"""Control messages on their way out, compiled: by datagram, over the side channel, or both.
+"""Control messages on their way out, compiled.
 
-Datagrams are lost at times, the side channel (TCP) is late at times. Messages that something waits
-for go both ways; the first to arrive counts, and it does no harm if it comes twice. A caller writes
-the body to ``t.message + BODY`` and then calls `send_control`.
+They are datagrams, and lost at times: whoever waits for an answer asks again (`sending`). It does
+no harm if one comes twice. A caller writes the body to ``t.message + BODY`` and then calls
+`send_control`.
 
 Also here: the report of what came from a sender, since it is one, and the structures of sendmsg.
 """
@@ -17,17 +17,12 @@ from lightning_topt.communication.bounded_loss.rate_rule import answer_seconds
 from lightning_topt.communication.bounded_loss.raw_memory import (
     CLOCK_REALTIME,
     Array,
-    copy_memory,
-    error_number,
     inner,
-    move_memory,
     nanoseconds,
-    send_bytes,
     send_message,
     store64,
 )
 from lightning_topt.communication.bounded_loss.tables import (
-    STREAM_BYTES,
     Root,
     config_of,
     counters_of,
@@ -44,8 +39,7 @@ AGAIN, INTERRUPTED = 11, 4
 SOL_UDP, UDP_SEGMENT, UDP_GRO, IP_TOS = 17, 103, 104, 1
 
 CONTROL_TOS = 46 << 2  # expedited forwarding
-BODY = 8 + HEADER_BYTES  # in `Tables.message`, after the length and the header
-BY_DATAGRAM, BY_STREAM, BY_BOTH = 1, 2, 3
+BODY = HEADER_BYTES  # in `Tables.message`
 REPORT_BYTES = 64
 # A sender that said it has more, and of which nothing came for so long, is not counted.
 EXPIRE_NS = 10_000_000
@@ -61,7 +55,6 @@ def send_control(
     part: int,
     serial: int,
     body: int,
-    ways: int,
 ) -> None:
     """Send a control message whose `body` bytes are in ``t.message + BODY`` already.
 
@@ -74,26 +67,21 @@ def send_control(
         part: its number.
         serial: of a probe, and of the answer to it.
         body: bytes after the header.
-        ways: `BY_DATAGRAM`, `BY_STREAM` or `BY_BOTH`.
     """
     config, counters = config_of(t), counters_of(t)
     clock = nanoseconds(CLOCK_REALTIME, t.work)
     size = HEADER_BYTES + body
     write_header(
-        t.message + 8, kind, flags, config.rank, step, config.key, part, serial, body, 0, clock
+        t.message, kind, flags, config.rank, step, config.key, part, serial, body, 0, clock
     )
     counters.control_sent += 1
     counters.sent_bytes += size
-    if ways & BY_DATAGRAM:
-        piece = sent_piece(t, 0)
-        piece[0], piece[1] = t.message + 8, size
-        used = write_ancillary(t.send_ancillary, 0, CONTROL_TOS if config.marking else -1)
-        name = source_address(t, peer)
-        write_message(sent_message(t, 0), name, t.send_pieces, 1, t.send_ancillary, used)
-        send_message(np.int32(config.udp_socket), t.send, np.int32(DONT_WAIT | NO_SIGNAL))
-    if ways & BY_STREAM and peer_of(t, peer).stream >= 0 and not peer_of(t, peer).closed:
-        store64(t.message, size)
-        _send_stream(t, peer, t.message, size + 8)
+    piece = sent_piece(t, 0)
+    piece[0], piece[1] = t.message, size
+    used = write_ancillary(t.send_ancillary, 0, CONTROL_TOS if config.marking else -1)
+    name = source_address(t, peer)
+    write_message(sent_message(t, 0), name, t.send_pieces, 1, t.send_ancillary, used)
+    send_message(np.int32(config.udp_socket), t.send, np.int32(DONT_WAIT | NO_SIGNAL))
 
 
 @inner
@@ -101,37 +89,6 @@ def answer_nanoseconds(t: Root, peer: int, tries: int) -> int:
     """Return how long to wait for an answer of `peer` after that many without one."""
     once = answer_seconds(path_of(t, peer))
     return int(min(once * 2.0 ** min(tries, 8), max(0.2, 2 * once)) * 1e9)
-
-
-# ---- the side channel
-
-
-@inner
-def _send_stream(t: Root, peer: int, address: int, size: int) -> None:
-    """Send behind what waits already; what does not fit is dropped, since it is asked for again."""
-    row = peer_of(t, peer)
-    if row.pending_bytes + size > STREAM_BYTES:
-        return
-    copy_memory(t.pending + STREAM_BYTES * peer + row.pending_bytes, address, size)
-    row.pending_bytes += size
-    flush_stream(t, peer)
-
-
-@inner
-def flush_stream(t: Root, peer: int) -> None:
-    """Send what waits for the side channel, as far as it takes it; on an error it is closed."""
-    row, memory = peer_of(t, peer), t.pending + STREAM_BYTES * peer
-    waiting = row.pending_bytes
-    if waiting == 0 or row.closed:
-        return
-    sent = send_bytes(np.int32(row.stream), memory, waiting, np.int32(DONT_WAIT | NO_SIGNAL))
-    if sent < 0:
-        if error_number() != AGAIN and error_number() != INTERRUPTED:
-            row.closed = 1
-            config_of(t).events += 1
-        return
-    move_memory(memory, memory + sent, waiting - sent)
-    row.pending_bytes = waiting - sent
 
 
 # ---- reports
@@ -152,7 +109,7 @@ def send_report(t: Root, peer: int, now: int) -> None:
     store64(body + 40, config.arrived)
     store64(body + 48, config.arrived_ns)
     store64(body + 56, count_senders(t, clock))
-    send_control(t, peer, REPORT, 0, 0, 0, 0, REPORT_BYTES, BY_DATAGRAM)
+    send_control(t, peer, REPORT, 0, 0, 0, 0, REPORT_BYTES)
     row.unreported, row.reported_ns, row.stamp = 0, now, 0
 
 

@@ -8,8 +8,7 @@
 
 Everything is little-endian. Segments have the same bounds on all ranks: number i begins at element
 i times the elements of a segment. So datagrams are valid in any order. Nothing in a datagram is
-used before `is_valid` and the receiver's own tables have checked it. Over the side channel (TCP) a
-control message is the same bytes after a length of 8 bytes.
+used before `is_valid` and the receiver's own tables have checked it.
 
 Bodies of control messages, in words of 8 bytes:
 

@@ -244,7 +244,7 @@ def make_parts(
     return BucketParts(numel, exact, parts)
 
 
-def fill_slot(t: Tables, part: Part, handle: Handle, *, by_size: bool) -> None:
+def fill_slot(t: Tables, part: Part, handle: Handle) -> None:
     """Set the slot of a part for its next step."""
     slots, slot = t.slots, part.slot
     part.step += 1
@@ -252,7 +252,7 @@ def fill_slot(t: Tables, part: Part, handle: Handle, *, by_size: bool) -> None:
     slots["values"][slot] = handle.sent.ctypes.data + 4 * part.start
     slots["out"][slot] = handle.taken.ctypes.data + 4 * part.start
     slots["priority"][slot] = handle.priority
-    slots["rescale"][slot], slots["by_size"][slot] = handle.rescale, by_size
+    slots["rescale"][slot] = handle.rescale
     t.scales[slot] = handle.scale
 
 

@@ -3,10 +3,10 @@
 `run_loop` is where the thread spends its time, without the GIL. It returns to Python when a part is
 done or free, when a rank may be gone, when another thread wakes it, or at a time that Python set.
 
-What arrives passes three checks: `_take_datagram` and `_receive_stream` that it is whole, of this
-session and from whom it says; `_take_data` and `_take_control` that it fits the tables; then
-`part_progress` that it is of the present step. What fails one of the first two is counted and
-dropped, or closes the side channel.
+What arrives passes three checks: `_take_datagram` that it is whole, of this session and from whom
+it says; `_take_data` and `_take_control` that it fits the tables; then `part_progress` that it is
+of the present step. What fails one of the first two is counted and dropped. That a rank is gone,
+the network says (`_take_errors`).
 """
 
 from __future__ import annotations
@@ -15,16 +15,11 @@ import numpy as np
 
 from lightning_topt.basics.jit import compiled
 from lightning_topt.communication.bounded_loss.control_messages import (
-    AGAIN,
-    BY_BOTH,
-    BY_DATAGRAM,
     DONT_WAIT,
-    INTERRUPTED,
     IP_TOS,
     REPORT_BYTES,
     SOL_UDP,
     UDP_GRO,
-    flush_stream,
     send_control,
     send_report,
 )
@@ -47,6 +42,7 @@ from lightning_topt.communication.bounded_loss.datagram import (
     unwrapped,
 )
 from lightning_topt.communication.bounded_loss.part_progress import (
+    stop_results,
     sum_more,
     take_part_message,
     take_segment,
@@ -57,16 +53,13 @@ from lightning_topt.communication.bounded_loss.raw_memory import (
     CLOCK_REALTIME,
     NANOSECONDS,
     control_process,
-    error_number,
     inner,
     integers,
     load8,
     load16,
     load32,
     load64,
-    move_memory,
     nanoseconds,
-    receive_bytes,
     receive_messages,
     store64,
     wait_for_files,
@@ -82,7 +75,6 @@ from lightning_topt.communication.bounded_loss.tables import (
     PIECE_STRUCT,
     RECEIVE_AT_ONCE,
     RECEIVE_BYTES,
-    STREAM_BYTES,
     TRUNCATED,
     WRONG_KEY,
     WRONG_PLACE,
@@ -106,6 +98,7 @@ SET_TIMER_SLACK = 29
 READABLE, CAN_WRITE, BROKEN = 0x1, 0x4, 0x8 | 0x10 | 0x20
 SOL_SOCKET, TIMESTAMP, TRUNCATED_FLAG, ERROR_QUEUE = 1, 35, 0x20, 0x2000
 CONGESTION_MARK = 3  # ECN
+RECEIVED_ERROR, BY_ICMP, REFUSED = 11, 2, 111  # of the queue of errors: kind, origin, errno
 
 RECEIVE_CALLS, SEND_CALLS = 4, 8  # before the other direction is served
 RECEIVE_PAUSE_NS = 120_000  # after data: what comes meanwhile is taken together
@@ -147,8 +140,7 @@ def run_loop(t: Root, return_ns: int) -> int:
         if _ready(t, 0) & CAN_WRITE:
             config.writable = 1
         if _ready(t, 0) & BROKEN:
-            _forget_errors(t)
-        _serve_streams(t, now)
+            _take_errors(t, now)
         if _ready(t, 1):
             config.events = 0
             return 1
@@ -176,38 +168,19 @@ def _sleep(t: Root, now: int, busy: bool) -> None:
         until = min(until, now + RECEIVE_PAUSE_NS)
     wait = max(0, until - now)
     # struct pollfd: 4 bytes of file, 2 of events, 2 of what is ready
-    files = integers(t.files, config.world_size + 2)
+    files = integers(t.files, 2)
     events = (0 if busy else READABLE) | (0 if config.writable else CAN_WRITE)
     files[0] = config.udp_socket | events << 32
     files[1] = config.wake_file | READABLE << 32
-    for peer in range(config.world_size):
-        row = peer_of(t, peer)
-        if row.stream < 0 or row.closed:
-            files[2 + peer] = 0xFFFFFFFF  # a negative file is ignored
-        else:
-            events = READABLE | (CAN_WRITE if row.pending_bytes else 0)
-            files[2 + peer] = row.stream | events << 32
     timespec = t.work + 32
     store64(timespec, wait // NANOSECONDS)
     store64(timespec + 8, wait % NANOSECONDS)
-    wait_for_files(t.files, np.uint64(2 + config.world_size), timespec, 0)
+    wait_for_files(t.files, np.uint64(2), timespec, 0)
 
 
 @inner
 def _ready(t: Root, index: int) -> int:
     return (load64(t.files + 8 * index) >> 48) & 0xFFFF
-
-
-@inner
-def _serve_streams(t: Root, now: int) -> None:
-    for peer in range(config_of(t).world_size):
-        ready, row = _ready(t, 2 + peer), peer_of(t, peer)
-        if row.stream < 0 or row.closed or ready == 0:
-            continue
-        if ready & (READABLE | BROKEN):
-            _receive_stream(t, peer, now)
-        if row.pending_bytes:
-            flush_stream(t, peer)
 
 
 @inner
@@ -239,14 +212,7 @@ def _receive_datagrams(t: Root, now: int) -> int:
 
     The kernel may hand over several datagrams of one sender in a message (UDP_GRO).
     """
-    for index in range(RECEIVE_AT_ONCE):
-        row = received_message(t, index)
-        row[0], row[1] = t.receive_names + ADDRESS_STRUCT * index, ADDRESS_STRUCT
-        row[2], row[3] = t.receive_pieces + PIECE_STRUCT * index, 1
-        row[4], row[5] = t.receive_ancillary + ANCILLARY_BYTES * index, ANCILLARY_BYTES
-        row[6], row[7] = 0, 0
-    udp, most = np.int32(config_of(t).udp_socket), np.uint32(RECEIVE_AT_ONCE)
-    got = receive_messages(udp, t.receive, most, np.int32(DONT_WAIT), 0)
+    got = _receive(t, DONT_WAIT)
     if got <= 0:
         return 0
     counters_of(t).receive_calls += 1
@@ -266,6 +232,19 @@ def _receive_datagrams(t: Root, now: int) -> int:
             part = min(step, size - offset)
             _take_datagram(t, address + offset, part, source, arrived, marked, now)
     return got
+
+
+@inner
+def _receive(t: Root, flags: int) -> int:
+    """Receive messages as `flags` say; return how many, or a negative number."""
+    for index in range(RECEIVE_AT_ONCE):
+        row = received_message(t, index)
+        row[0], row[1] = t.receive_names + ADDRESS_STRUCT * index, ADDRESS_STRUCT
+        row[2], row[3] = t.receive_pieces + PIECE_STRUCT * index, 1
+        row[4], row[5] = t.receive_ancillary + ANCILLARY_BYTES * index, ANCILLARY_BYTES
+        row[6], row[7] = 0, 0
+    udp, most = np.int32(config_of(t).udp_socket), np.uint32(RECEIVE_AT_ONCE)
+    return receive_messages(udp, t.receive, most, np.int32(flags), 0)
 
 
 @inner
@@ -305,61 +284,48 @@ def _take_datagram(
     elif load64(source_address(t, load16(address + 2))) != source:
         reject(t, WRONG_SOURCE)
     else:
-        _take_message(t, address, size, arrived, marked, False, now)
+        _take_message(t, address, size, arrived, marked, now)
 
 
 @inner
-def _forget_errors(t: Root) -> None:
-    """Empty the socket's queue of errors; that a rank is gone is known from its side channel."""
-    udp, most = np.int32(config_of(t).udp_socket), np.uint32(RECEIVE_AT_ONCE)
-    receive_messages(udp, t.receive, most, np.int32(DONT_WAIT | ERROR_QUEUE), 0)
+def _take_errors(t: Root, now: int) -> None:
+    """Read the socket's queue of errors: where nothing takes a datagram, that rank has ended."""
+    for index in range(_receive(t, DONT_WAIT | ERROR_QUEUE)):
+        address, size = t.receive_ancillary + ANCILLARY_BYTES * index, received_message(t, index)[5]
+        target, offset, is_refused = load64(t.receive_names + ADDRESS_STRUCT * index), 0, False
+        while offset + 24 <= size:
+            length = load64(address + offset)
+            level, kind = load32(address + offset + 8), load32(address + offset + 12)
+            if length < 16 or offset + length > size:
+                break
+            # struct sock_extended_err: errno, and where the error comes from
+            error, origin = load32(address + offset + 16), load8(address + offset + 20)
+            if level == 0 and kind == RECEIVED_ERROR and origin == BY_ICMP:
+                is_refused = error == REFUSED
+            offset += (length + 7) // 8 * 8
+        for peer in range(config_of(t).world_size if is_refused else 0):
+            if peer != config_of(t).rank and load64(source_address(t, peer)) == target:
+                _close(t, peer, now)
 
 
 @inner
-def _receive_stream(t: Root, peer: int, now: int) -> None:
-    """Receive what waits on the side channel of `peer`; its end, or nonsense, closes it."""
+def _close(t: Root, peer: int, now: int) -> None:
+    """Note that a rank has gone. One that leaves has all the results that it needs."""
     row, config = peer_of(t, peer), config_of(t)
-    filled = row.stream_filled
-    memory = t.streams + STREAM_BYTES * peer
-    got = receive_bytes(
-        np.int32(row.stream), memory + filled, STREAM_BYTES - filled, np.int32(DONT_WAIT)
-    )
-    if got < 0 and (error_number() == AGAIN or error_number() == INTERRUPTED):
+    if row.closed:
         return
-    broken = got <= 0
-    filled += max(got, 0)
-    offset = 0
-    while not broken and filled - offset >= 8:
-        size = load64(memory + offset)
-        if size < HEADER_BYTES or size > STREAM_BYTES - 8:
-            broken = True
-            break
-        if filled - offset - 8 < size:  # the rest is still to come
-            break
-        message = memory + offset + 8
-        if (
-            not is_valid(message, size, config.key, config.rank, config.world_size)
-            or load16(message + 2) != peer
-        ):
-            broken = True
-            break
-        counters_of(t).stream_frames += 1
-        _take_message(t, message, size, nanoseconds(CLOCK_REALTIME, t.work), 0, True, now)
-        offset += 8 + size
-    move_memory(memory, memory + offset, filled - offset)
-    row.stream_filled = filled - offset
-    if broken:
-        row.closed = 1
-        config.events += 1
+    row.closed = 1
+    config.events += 1
+    for slot in range(config.used_slots):
+        if slot_of(t, slot).active:
+            stop_results(t, slot, peer, now)
 
 
 # ---- messages
 
 
 @inner
-def _take_message(
-    t: Root, address: int, size: int, arrived: int, marked: int, is_stream: bool, now: int
-) -> None:
+def _take_message(t: Root, address: int, size: int, arrived: int, marked: int, now: int) -> None:
     """Act on a message that `is_valid`, and that came from the address of its sender.
 
     Args:
@@ -368,15 +334,12 @@ def _take_message(
         size: its bytes with the header.
         arrived: when it came, CLOCK_REALTIME.
         marked: whether the path marked it (ECN).
-        is_stream: whether it came over the side channel.
         now: CLOCK_MONOTONIC.
     """
     peer = load16(address + 2)
     peer_of(t, peer).heard_ns = now
     if load8(address) > RESULT:
-        _take_control(t, peer, address, size - HEADER_BYTES, arrived, is_stream, now)
-    elif is_stream:
-        reject(t, WRONG_PLACE)
+        _take_control(t, peer, address, size - HEADER_BYTES, arrived, now)
     else:
         _take_data(t, peer, address, size, arrived, marked, now)
 
@@ -439,9 +402,7 @@ def _count_data(t: Root, peer: int, address: int, arrived: int, marked: int) -> 
 
 
 @inner
-def _take_control(
-    t: Root, peer: int, address: int, body: int, arrived: int, is_stream: bool, now: int
-) -> None:
+def _take_control(t: Root, peer: int, address: int, body: int, arrived: int, now: int) -> None:
     """Act on a control message; one about a part that this rank does not know is dropped."""
     kind, content, row = load8(address), address + HEADER_BYTES, peer_of(t, peer)
     if kind == REPORT and body == REPORT_BYTES:
@@ -450,20 +411,21 @@ def _take_control(
         _raise_highest(t, peer, load64(content))
         send_report(t, peer, now)
     elif kind == PING and body == 0:
-        send_control(t, peer, PONG, 0, 0, 0, 0, 0, BY_BOTH if is_stream else BY_DATAGRAM)
-    elif kind == FAILED and body == 8 and is_stream:
+        send_control(t, peer, PONG, 0, 0, 0, 0, 0)
+    elif kind == FAILED and body == 8:
         row.failed_rank = 1 + load64(content)
         config_of(t).events += 1
-    elif kind == LEAVE and is_stream:
+    elif kind == LEAVE and body == 0:
         row.left = 1
+        _close(t, peer, now)
     elif kind in (OPEN, PROBE, BITMAP, STOP):
-        if kind == PROBE and body == 8 and not is_stream:  # it came behind the data
+        if kind == PROBE and body == 8:  # it came behind the data
             _raise_highest(t, peer, load64(content))
             if row.unreported:
                 send_report(t, peer, now)
         slot = _find_slot(t, load32(address + 16))
         if slot >= 0:
-            take_part_message(t, slot, peer, address, body, is_stream, now)
+            take_part_message(t, slot, peer, address, body, now)
     elif kind != PONG:
         reject(t, WRONG_PLACE)
 

@@ -16,7 +16,7 @@ that are gone. From the loop down, the files are:
     engine_loop        receive, act, send, sleep
     part_progress      the life of a part, and the protocol: who sends what when
     sending            data: shares of the link, pace, batches, probes
-    control_messages   all other messages, and the side channels
+    control_messages   all other messages
     rate_rule          the window: how fast datagrams leave
     shard_sum          sums and bits
     datagram           the wire format
@@ -50,12 +50,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_topt.communication.bounded_loss.control_messages import (
-    BODY,
-    BY_BOTH,
-    BY_STREAM,
-    send_control,
-)
+from lightning_topt.communication.bounded_loss.control_messages import BODY, send_control
 from lightning_topt.communication.bounded_loss.datagram import (
     DEFAULT_DATAGRAM_BYTES,
     FAILED,
@@ -80,12 +75,7 @@ from lightning_topt.communication.bounded_loss.delivery import (
     make_parts,
     undelivered_ranges,
 )
-from lightning_topt.communication.bounded_loss.endpoint import (
-    Address,
-    Endpoint,
-    SideChannels,
-    connect_side_channels,
-)
+from lightning_topt.communication.bounded_loss.endpoint import Address, Endpoint
 from lightning_topt.communication.bounded_loss.engine_loop import run_loop, sleep_precisely
 from lightning_topt.communication.bounded_loss.part_progress import open_part
 from lightning_topt.communication.bounded_loss.rate_rule import (
@@ -112,6 +102,7 @@ from lightning_topt.communication.bounded_loss.tables import (
 FIRST_SLOTS = 32
 CHECKS = 16  # for ranks that are gone, in the time limit
 LEAVE_SECONDS = 5.0  # that others may still need results after `close`
+REPEATS = 3  # of a message that nobody asks for again
 
 
 @dataclass(frozen=True)
@@ -123,7 +114,6 @@ class WireOptions:
         part_bytes: buckets travel in parts of this size.
         rate: bytes per second that may leave this rank; None: found.
         mark: set DSCP and ECN.
-        by_size: blocks of large entries get the lower drop precedence.
         offload: let the kernel cut what is sent (UDP_SEGMENT).
         bits: of a value that travels: 32, or 16 (bfloat16). Sums are made in float32, and rounded
             to 16 bits again on their way back.
@@ -133,7 +123,6 @@ class WireOptions:
     part_bytes: int = 4 << 20
     rate: float | None = None
     mark: bool = True
-    by_size: bool = True
     offload: bool = True
     bits: int = 32
 
@@ -190,25 +179,23 @@ class BoundedLossStatistics:
     rejected: int
     late: int
     duplicates: int
-    refused_connections: int
 
 
 class BoundedLossExchange:
     """Sums buckets of float32 over `len(addresses)` ranks.
 
-    Making one is collective: all ranks connect to each other. It takes over `endpoint`.
+    It takes over `endpoint`. All ranks make theirs, in any order.
 
     Args:
         rank: this rank.
         addresses: those of the endpoints, by rank.
         key: the session's: 64 random bits, the same on all ranks, secret.
-        endpoint: this rank's sockets; None for a single rank.
+        endpoint: this rank's socket; None for a single rank.
         timeout_seconds: a rank that is not heard of for so long, while something waits for it, ends
             the exchange with `PeerSilentError`.
         options: how datagrams travel.
 
     Raises:
-        ConnectionFailedError: a rank could not be reached.
         ValueError: this machine cannot do it.
     """
 
@@ -224,7 +211,6 @@ class BoundedLossExchange:
     ) -> None:
         self.rank, self.world_size, self.options = rank, len(addresses), options or WireOptions()
         self._thread: ExchangeThread | None = None
-        self._refused = 0
         self._known: dict[int, tuple[int, Exact]] = {}  # elements and exact ranges of each bucket
         self._packed: dict[int, tuple[Array, Array]] = {}
         if self.world_size == 1:
@@ -235,23 +221,12 @@ class BoundedLossExchange:
                 "endpoint"
             )
         load_kernels()
-        channels = connect_side_channels(
-            rank,
-            endpoint=endpoint,
-            addresses=addresses,
-            key=key,
-            datagram_bytes=HEADER_BYTES + 4 * self.options.elements,
-            timeout_seconds=timeout_seconds,
-        )
-        endpoint.listener.close()
-        self._refused = channels.refused
         wake = os.eventfd(0, os.EFD_NONBLOCK)
         t = _filled_tables(
             rank,
             addresses,
             key,
             endpoint=endpoint,
-            channels=channels,
             wake=wake,
             options=self.options,
         )
@@ -259,10 +234,9 @@ class BoundedLossExchange:
             t,
             timeout_seconds=timeout_seconds,
             part_segments=self.options.part_segments(self.world_size),
-            by_size=self.options.by_size and self.options.mark,
         )
         self._since = _snapshot(t)
-        self._close = weakref.finalize(self, _close, self._thread, endpoint, channels, wake)
+        self._close = weakref.finalize(self, _close, self._thread, endpoint, wake)
 
     @property
     def bytes_sent(self) -> int:
@@ -363,7 +337,6 @@ class BoundedLossExchange:
             rejected=since["rejected"],
             late=since["late"],
             duplicates=since["duplicates"],
-            refused_connections=self._refused,
         )
 
     def close(self) -> None:
@@ -375,9 +348,8 @@ class BoundedLossExchange:
             self._close()
 
 
-def _close(thread: ExchangeThread, endpoint: Endpoint, channels: SideChannels, wake: int) -> None:
+def _close(thread: ExchangeThread, endpoint: Endpoint, wake: int) -> None:
     thread.close()
-    channels.close()
     endpoint.close()
     os.close(wake)
 
@@ -397,10 +369,9 @@ def load_kernels() -> None:
     t = make_tables(world_size=2, slots=1, segments=1)
     t.config.udp_socket = t.config.wake_file = -1
     t.config.segment_elements, t.config.datagram_bytes = 1, 44
-    t.peers["stream"] = -1
     run_loop(t.root, 0)  # the time to return is over
     open_part(t.root, 0, 0.0, 0)
-    send_control(t.root, 1, PING, 0, 0, 0, 0, 0, 0)
+    send_control(t.root, 1, PING, 0, 0, 0, 0, 0)
     undelivered_segments(t.root, 0, np.zeros(1, np.int64))
     pacing_rate(t.link, 44)
     pack_halves(np.zeros(2, np.float32), np.zeros(1, np.uint32))
@@ -413,7 +384,6 @@ def _filled_tables(
     key: int,
     *,
     endpoint: Endpoint,
-    channels: SideChannels,
     wake: int,
     options: WireOptions,
 ) -> Tables:
@@ -427,17 +397,15 @@ def _filled_tables(
     config.datagram_bytes = HEADER_BYTES + 4 * options.elements
     config.offload = options.offload and endpoint.segments
     config.marking, config.halves, config.writable = options.mark, options.bits == 16, 1
-    t.peers["stream"] = -1
     if options.rate is not None:
         t.link.most_rate = options.rate
-    for peer, (host, port, _) in enumerate(addresses):
+    for peer, (host, port, budget) in enumerate(addresses):
         # the first 8 bytes of a struct sockaddr_in
         family = struct.pack("=H", socket.AF_INET)
         address = family + struct.pack("!H", port) + socket.inet_aton(host)
         t.sources[peer, :8] = np.frombuffer(address, np.uint8)
         if peer != rank:
-            t.peers[peer].stream = channels.sockets[peer].fileno()
-            share = channels.budgets[peer] // (world_size - 1) // int(config.datagram_bytes)
+            share = budget // (world_size - 1) // int(config.datagram_bytes)
             t.peers[peer].most_in_flight = share
     return t
 
@@ -451,11 +419,8 @@ class ExchangeThread:
     `start` and `close` are for other threads; everything else runs in this one.
     """
 
-    def __init__(
-        self, t: Tables, *, timeout_seconds: float, part_segments: int, by_size: bool
-    ) -> None:
-        self.t, self.timeout_seconds = t, timeout_seconds
-        self.part_segments, self.by_size = part_segments, by_size
+    def __init__(self, t: Tables, *, timeout_seconds: float, part_segments: int) -> None:
+        self.t, self.timeout_seconds, self.part_segments = t, timeout_seconds, part_segments
         self._wake_file, rank = int(t.config.wake_file), int(t.config.rank)
         self._others = [peer for peer in range(len(t.peers)) if peer != rank]
         self.error: Exception | None = None
@@ -509,8 +474,13 @@ class ExchangeThread:
                 self._look_for_lost()
         except Exception as error:
             self._fail(error)
-        for peer in self._others:
-            send_control(self.t.root, peer, LEAVE, 0, 0, 0, 0, 0, BY_STREAM)
+        self._say(LEAVE, 0)
+
+    def _say(self, kind: int, body: int) -> None:
+        # Nobody asks for it again: several times, since some are lost.
+        for _ in range(REPEATS):
+            for peer in self._others:
+                send_control(self.t.root, peer, kind, 0, 0, 0, 0, body)
 
     def _may_leave(self) -> bool:
         if self._closing is None:
@@ -566,7 +536,7 @@ class ExchangeThread:
                 wanted[part.slot] = 1
                 self._waiting.append((part, handle))
                 continue
-            fill_slot(self.t, part, handle, by_size=self.by_size)
+            fill_slot(self.t, part, handle)
             self._active[part.slot] = part, handle
             open_part(self.t.root, part.slot, handle.tolerance, time.monotonic_ns())
             self._more_to_open = bool(self._waiting)
@@ -593,7 +563,7 @@ class ExchangeThread:
         heard, closed = t.peers["heard_ns"], t.peers["closed"]
         for peer in self._others:
             if heard[peer] < limit and not closed[peer]:
-                send_control(t.root, peer, PING, 0, 0, 0, 0, 0, BY_BOTH)
+                send_control(t.root, peer, PING, 0, 0, 0, 0, 0)
         if waits:
             find_lost(t, now, self.timeout_seconds)
 
@@ -607,9 +577,8 @@ class ExchangeThread:
             self._waiting.clear()
             self._commands.clear()
         for rank in error.ranks[:1] if isinstance(error, PeerSilentError) else ():
-            for peer in self._others:
-                self.t.message[BODY : BODY + 8].view(np.int64)[0] = rank
-                send_control(self.t.root, peer, FAILED, 0, 0, 0, 0, 8, BY_STREAM)
+            self.t.message[BODY : BODY + 8].view(np.int64)[0] = rank
+            self._say(FAILED, 8)
         for handle in handles.values():
             handle.error = error
             handle.done.set()
@@ -636,8 +605,7 @@ def find_lost(t: Tables, now: int, timeout_seconds: float) -> None:
     # ended
     for peer in np.flatnonzero(t.peers["closed"]).tolist():
         if any(_owes(t, slot, peer) for slot in active):
-            ended = "closed its side channel: its process has ended, or the link is cut"
-            fate = "left the exchange" if t.peers[peer].left else ended
+            fate = "left the exchange" if t.peers[peer].left else "is gone: its process has ended"
             raise PeerSilentError(f"rank {peer} {fate}", (peer,))
     # silent
     limit = now - int(timeout_seconds * 1e9)
@@ -650,7 +618,7 @@ def find_lost(t: Tables, now: int, timeout_seconds: float) -> None:
     if silent:
         raise PeerSilentError(
             f"{_named(silent)} did not answer for {timeout_seconds:g} s: stopped, or unreachable "
-            "from here",
+            "from here, as where a firewall blocks UDP",
             silent,
         )
     # all answer
@@ -683,10 +651,7 @@ def _reason(t: Tables, slot: int, late: tuple[int, ...]) -> tuple[tuple[int, ...
             f"{_named(unstarted)} has not started it; if it is slow, raise the time limit",
         )
     if all(flows[peer, IN_CONTRIBUTION].received == 0 for peer in late):
-        return (
-            late,
-            f"no data of {_named(late)} arrives; a firewall may block UDP between the ranks",
-        )
+        return late, f"no data of {_named(late)} arrives; the network may drop large datagrams"
     return late, f"it waits for {_named(late)}; if the network is slow, raise the time limit"
 
 

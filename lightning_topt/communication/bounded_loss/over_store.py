@@ -62,7 +62,7 @@ def connect_over_store(
         bits: of a value on its way, 32 or 16.
 
     Raises:
-        ConnectionFailedError: a rank could not be reached.
+        DistStoreError: a rank did not come in time.
     """
     if world_size == 1:
         return BoundedLossExchange(rank, [("127.0.0.1", 0, 0)], 0, endpoint=None)

@@ -34,8 +34,6 @@ import numpy as np
 from lightning_topt.basics.jit import compiled
 from lightning_topt.communication.bounded_loss.control_messages import (
     BODY,
-    BY_BOTH,
-    BY_DATAGRAM,
     answer_nanoseconds,
     send_control,
 )
@@ -61,7 +59,6 @@ from lightning_topt.communication.bounded_loss.raw_memory import (
 )
 from lightning_topt.communication.bounded_loss.shard_sum import (
     clear_missing,
-    find_large,
     has_bit,
     segment_elements,
     set_bit,
@@ -106,8 +103,6 @@ def open_part(t: Root, slot: int, tolerance: float, now: int) -> None:
     row.active, row.done, row.wanted, row.summing, row.progress_ns = 1, 0, 0, 0, now
     row.open_contributions = row.missing_results = 0
     row.unstopped_contributions = row.unstopped_results = 0
-    if row.by_size:
-        find_large(t, slot)
     for peer in range(config.world_size):
         if peer == rank:
             continue
@@ -138,7 +133,7 @@ def open_part(t: Root, slot: int, tolerance: float, now: int) -> None:
                 exact += has_bit(exact_bits(t, slot), given.first + index)
             given.may_miss, given.exact_missing = int(tolerance * given.count), exact
         store64(t.message + BODY, row.numel)
-        send_control(t, peer, OPEN, 0, row.step, row.part, 0, 8, BY_BOTH)
+        send_control(t, peer, OPEN, 0, row.step, row.part, 0, 8)
     _check_done(t, slot)
 
 
@@ -206,13 +201,10 @@ def take_segment(
 
 
 @inner
-def take_part_message(
-    t: Root, slot: int, peer: int, address: int, body: int, is_stream: bool, now: int
-) -> None:
+def take_part_message(t: Root, slot: int, peer: int, address: int, body: int, now: int) -> None:
     """Act on OPEN, PROBE, BITMAP or STOP about a part that this rank knows.
 
-    Its header is at `address`, followed by `body` bytes; `is_stream` says that it came over the
-    side channel.
+    Its header is at `address`, followed by `body` bytes.
     """
     kind, of, row = load8(address), load8(address + 1), slot_of(t, slot)
     if kind != OPEN and of != CONTRIBUTION and of != RESULT:
@@ -220,16 +212,16 @@ def take_part_message(
     step = unwrapped(load32(address + 4), row.step)
     serial, content = load32(address + 20), address + HEADER_BYTES
     if step > row.step:  # who has begun the next step has all of this one
-        _result_stopped(t, slot, peer, now)
+        stop_results(t, slot, peer, now)
     if kind == OPEN and body == 8:
         _take_open(t, slot, peer, step, load64(content))
     elif kind == PROBE and body == 8:
-        _take_probe(t, slot, peer, of, step, serial, is_stream, now)
+        _take_probe(t, slot, peer, of, step, serial, now)
     elif step == row.step and row.active:
         if kind == BITMAP:
             _take_bitmap(t, slot, peer, of, serial, content, body, now)
         elif kind == STOP and of == RESULT:
-            _result_stopped(t, slot, peer, now)
+            stop_results(t, slot, peer, now)
         elif kind == STOP:
             _take_stop(t, slot, peer, content, body, now)
 
@@ -248,16 +240,13 @@ def _take_open(t: Root, slot: int, peer: int, step: int, numel: int) -> None:
 
 
 @inner
-def _take_probe(
-    t: Root, slot: int, peer: int, of: int, step: int, serial: int, is_stream: bool, now: int
-) -> None:
+def _take_probe(t: Root, slot: int, peer: int, of: int, step: int, serial: int, now: int) -> None:
     """`peer` has sent all of a flow: say what arrived, or that it is enough."""
     way = IN_CONTRIBUTION if of == CONTRIBUTION else IN_RESULT
     row, flow = slot_of(t, slot), flow_of(t, slot, peer, way)
-    ways = BY_BOTH if is_stream else BY_DATAGRAM
     if step < row.step:  # all of that step was here before the next began
         if way == IN_RESULT:
-            send_control(t, peer, STOP, RESULT, step, row.part, 0, 0, ways)
+            send_control(t, peer, STOP, RESULT, step, row.part, 0, 0)
         return
     if step > row.step:
         return
@@ -266,12 +255,12 @@ def _take_probe(
         if way == IN_CONTRIBUTION and may_close:
             _close_contribution(t, slot, peer, now)
             return
-        _send_bitmap(t, slot, peer, way, BITMAP, serial, ways)
+        _send_bitmap(t, slot, peer, way, BITMAP, serial)
     elif flow.state == CLOSED and flow.count:
         if way == IN_CONTRIBUTION:
-            _send_bitmap(t, slot, peer, way, STOP, 0, ways)
+            _send_bitmap(t, slot, peer, way, STOP, 0)
         else:
-            send_control(t, peer, STOP, RESULT, step, row.part, 0, 0, ways)
+            send_control(t, peer, STOP, RESULT, step, row.part, 0, 0)
 
 
 @inner
@@ -340,7 +329,7 @@ def _close_contribution(t: Root, slot: int, peer: int, now: int) -> None:
     row.progress_ns = now
     if flow.received < flow.count:
         clear_missing(t, slot, peer)
-    _send_bitmap(t, slot, peer, IN_CONTRIBUTION, STOP, 0, BY_BOTH)
+    _send_bitmap(t, slot, peer, IN_CONTRIBUTION, STOP, 0)
     row.open_contributions -= 1
     if row.open_contributions == 0:
         row.summing, row.summed = 1, 0
@@ -348,15 +337,13 @@ def _close_contribution(t: Root, slot: int, peer: int, now: int) -> None:
 
 
 @inner
-def _send_bitmap(
-    t: Root, slot: int, peer: int, way: int, kind: int, serial: int, ways: int
-) -> None:
+def _send_bitmap(t: Root, slot: int, peer: int, way: int, kind: int, serial: int) -> None:
     """Send a BITMAP or STOP about what came of a flow."""
     row, count = slot_of(t, slot), flow_of(t, slot, peer, way).count
     size = 8 * ((count + 63) // 64)
     copy_memory(t.message + BODY, address_of(bits_of(t, slot, peer, way)), size)
     flags = CONTRIBUTION if way == IN_CONTRIBUTION else RESULT
-    send_control(t, peer, kind, flags, row.step, row.part, serial, size, ways)
+    send_control(t, peer, kind, flags, row.step, row.part, serial, size)
 
 
 @inner
@@ -409,11 +396,11 @@ def _close_result(t: Root, slot: int, peer: int) -> None:
     ):
         return
     flow.state = CLOSED
-    send_control(t, peer, STOP, RESULT, row.step, row.part, 0, 0, BY_BOTH)
+    send_control(t, peer, STOP, RESULT, row.step, row.part, 0, 0)
 
 
 @inner
-def _result_stopped(t: Root, slot: int, peer: int, now: int) -> None:
+def stop_results(t: Root, slot: int, peer: int, now: int) -> None:
     """Note that `peer` has all it needs of this part."""
     row, flow = slot_of(t, slot), flow_of(t, slot, peer, OUT_RESULT)
     if flow.state == STOPPED or flow.state == IDLE:

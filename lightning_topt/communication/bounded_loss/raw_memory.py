@@ -86,15 +86,12 @@ def record_at(layout: Layout) -> Callable[[int], Any]:
 
 _long, _int = types.int64, types.int32
 copy_memory = ExternalFunction("memcpy", _long(_long, _long, _long))
-move_memory = ExternalFunction("memmove", _long(_long, _long, _long))
 fill_memory = ExternalFunction("memset", _long(_long, _int, _long))
 _errno_location = ExternalFunction("__errno_location", _long())
 _clock_gettime = ExternalFunction("clock_gettime", _int(_int, _long))
 send_message = ExternalFunction("sendmsg", _long(_int, _long, _int))
 send_messages = ExternalFunction("sendmmsg", _int(_int, _long, types.uint32, _int))
 receive_messages = ExternalFunction("recvmmsg", _int(_int, _long, types.uint32, _int, _long))
-send_bytes = ExternalFunction("send", _long(_int, _long, _long, _int))
-receive_bytes = ExternalFunction("recv", _long(_int, _long, _long, _int))
 wait_for_files = ExternalFunction("ppoll", _int(_long, types.uint64, _long, _long))
 control_process = ExternalFunction("prctl", _int(_int, _long, _long, _long, _long))
 

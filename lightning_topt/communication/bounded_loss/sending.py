@@ -15,8 +15,8 @@ datagram says whether its sender has more for the receiver (`MORE`), and reports
 senders there are. Where all ranks have data for all others, all links are full without a word
 between them. Where a rank is late, or done, the others take its share with the next report.
 
-Marks. A batch has the service class of its priority (assured forwarding, RFC 2597). Blocks of small
-entries have a higher drop precedence than blocks of large ones and sums.
+Marks. A batch has the service class of its priority (assured forwarding, RFC 2597). Contributions
+have a higher drop precedence than sums.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from lightning_topt.basics.jit import compiled
 from lightning_topt.communication.bounded_loss.control_messages import (
     AGAIN,
     BODY,
-    BY_BOTH,
-    BY_DATAGRAM,
     DONT_WAIT,
     INTERRUPTED,
     NO_SIGNAL,
@@ -51,7 +49,6 @@ from lightning_topt.communication.bounded_loss.raw_memory import (
     CLOCK_REALTIME,
     error_number,
     inner,
-    load8,
     load32,
     nanoseconds,
     send_message,
@@ -61,7 +58,6 @@ from lightning_topt.communication.bounded_loss.raw_memory import (
 )
 from lightning_topt.communication.bounded_loss.shard_sum import has_bit, segment_elements
 from lightning_topt.communication.bounded_loss.tables import (
-    LARGE_BLOCK,
     NEVER,
     OUT_CONTRIBUTION,
     OUT_RESULT,
@@ -75,7 +71,6 @@ from lightning_topt.communication.bounded_loss.tables import (
     config_of,
     counters_of,
     flow_of,
-    large_address,
     link_of,
     path_of,
     peer_of,
@@ -241,7 +236,7 @@ def _ask_for_report(t: Root, peer: int, now: int) -> None:
         row.sync_ns = now + answer_nanoseconds(t, peer, 0)
     elif row.sync_ns <= now:
         store64(t.message + BODY, row.next_sequence)
-        send_control(t, peer, SYNC, 0, 0, 0, 0, 8, BY_DATAGRAM)
+        send_control(t, peer, SYNC, 0, 0, 0, 0, 8)
         row.sync_tries += 1
         row.sync_ns = now + answer_nanoseconds(t, peer, row.sync_tries)
     config.timer_ns = min(config.timer_ns, row.sync_ns)
@@ -292,8 +287,6 @@ def _send_batch(t: Root, slot: int, peer: int, way: int, most: int, now: int) ->
 def _fill_batch(t: Root, slot: int, peer: int, way: int, most: int, clock: int) -> tuple[int, int]:
     """Write headers and pieces of the next segments that are missing, at most `most`.
 
-    All have the same drop precedence.
-
     Returns:
         How many they are, and their byte of DSCP and ECN (-1 for none).
     """
@@ -301,14 +294,11 @@ def _fill_batch(t: Root, slot: int, peer: int, way: int, most: int, clock: int) 
     each = config.segment_elements
     kind = CONTRIBUTION if way == OUT_CONTRIBUTION else RESULT
     base = row.values if way == OUT_CONTRIBUTION else row.shard_sum - 4 * flow.first * each
-    count, index, large = 0, flow.next, False
+    count, index = 0, flow.next
     sequence = peer_of(t, peer).next_sequence
     while index < flow.count and count < most:
         if not has_bit(bits_of(t, slot, peer, way), index):
             segment = flow.first + index
-            if count and _is_large(t, slot, way, segment) != large:
-                break
-            large = _is_large(t, slot, way, segment)
             size = 4 * segment_elements(t, slot, segment)
             header = t.send_headers + HEADER_BYTES * count
             write_header(
@@ -326,17 +316,8 @@ def _fill_batch(t: Root, slot: int, peer: int, way: int, most: int, clock: int) 
         more = flow.to_send > count or _has_other_data(t, slot, peer, way)
         store8(t.send_headers + HEADER_BYTES * (count - 1) + 1, more)
     # assured forwarding: class 1 to 4 for priority 0 to 3, precedence 1 or 3
-    service = (8 * (row.priority + 1) + (2 if large else 6)) << 2 | CAPABLE
+    service = (8 * (row.priority + 1) + (2 if way == OUT_RESULT else 6)) << 2 | CAPABLE
     return count, service if config.marking else -1
-
-
-@inner
-def _is_large(t: Root, slot: int, way: int, segment: int) -> bool:
-    return (
-        way == OUT_RESULT
-        or not slot_of(t, slot).by_size
-        or load8(large_address(t, slot, segment // LARGE_BLOCK)) != 0
-    )
 
 
 @inner
@@ -381,12 +362,11 @@ def _transmit(t: Root, peer: int, count: int, tos: int) -> int:
 
 @inner
 def send_probe(t: Root, slot: int, peer: int, way: int, now: int) -> None:
-    """Ask what came, behind the data; over the side channel too if two answers did not come."""
+    """Ask what came, behind the data."""
     config, row, flow = config_of(t), slot_of(t, slot), flow_of(t, slot, peer, way)
     store64(t.message + BODY, peer_of(t, peer).next_sequence)
-    ways = BY_BOTH if flow.tries >= 2 else BY_DATAGRAM
     kind = CONTRIBUTION if way == OUT_CONTRIBUTION else RESULT
-    send_control(t, peer, PROBE, kind, row.step, row.part, flow.serial, 8, ways)
+    send_control(t, peer, PROBE, kind, row.step, row.part, flow.serial, 8)
     flow.probe_ns = now + answer_nanoseconds(t, peer, flow.tries)
     config.probe_ns = min(config.probe_ns, flow.probe_ns)
 

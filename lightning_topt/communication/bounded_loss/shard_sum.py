@@ -7,8 +7,6 @@ float32, also of halves.
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 
 from lightning_topt.basics.jit import compiled
@@ -18,18 +16,15 @@ from lightning_topt.communication.bounded_loss.raw_memory import (
     fill_memory,
     floats,
     inner,
-    store8,
 )
 from lightning_topt.communication.bounded_loss.tables import (
     IN_CONTRIBUTION,
-    LARGE_BLOCK,
     OUT_CONTRIBUTION,
     Root,
     bits_of,
     config_of,
     flow_of,
     inbox_address,
-    large_address,
     scale_of,
     slot_of,
 )
@@ -146,33 +141,3 @@ def set_first_bits(words: Array, count: int) -> None:
     words[:] = np.uint64(0)
     for index in range(count):
         set_bit(words, index)
-
-
-# ---- large entries, which the network should rather not drop
-
-_reordered = partial(compiled, fastmath={"reassoc"})  # sums that need not be the same everywhere
-
-
-@inner
-def find_large(t: Root, slot: int) -> None:
-    """Mark blocks of this rank's contribution whose mean square is above the part's.
-
-    Of halves every second value counts, as the upper part of its word.
-    """
-    row, block = slot_of(t, slot), config_of(t).segment_elements * LARGE_BLOCK
-    blocks = (row.segments + LARGE_BLOCK - 1) // LARGE_BLOCK
-    squares = np.zeros(blocks)
-    for index in range(blocks):
-        size = min(block, row.numel - index * block)
-        squares[index] = _mean_square(floats(row.values + 4 * index * block, size))
-    mean = squares.mean()
-    for index in range(blocks):
-        store8(large_address(t, slot, index), squares[index] >= mean)
-
-
-@_reordered
-def _mean_square(part: Array) -> float:
-    total = np.float32(0.0)
-    for value in part:
-        total += value * value
-    return float(total / max(len(part), 1))

@@ -64,8 +64,6 @@ RECEIVING, CLOSED = 1, 2
 NEVER = 1 << 62  # nanoseconds
 RECEIVE_AT_ONCE, RECEIVE_BYTES, ANCILLARY_BYTES = 16, 1 << 16, 128
 SEND_AT_ONCE = 44  # 1472-byte segments in one datagram of at most 65507 bytes
-STREAM_BYTES = 1 << 16
-LARGE_BLOCK = 16  # segments that share a drop precedence
 MESSAGE_STRUCT, PIECE_STRUCT, ADDRESS_STRUCT = 64, 16, 16  # bytes: mmsghdr, iovec, sockaddr_in
 
 
@@ -85,9 +83,8 @@ class Config:
     halves: int  # elements are words of two bfloat16
     marking: int  # DSCP and ECN are set
     offload: int  # the kernel cuts what is sent
-    shard_words: int  # dimensions of `bits`, `exact` and `large`
+    shard_words: int  # dimensions of `bits` and `exact`
     part_words: int
-    part_blocks: int
     used_slots: int
     # the loop
     events: int  # since the loop began: parts done or free, ranks gone
@@ -119,7 +116,6 @@ class Counters:
     received_datagrams: int
     marked_datagrams: int
     receive_calls: int
-    stream_frames: int
     late: int
     duplicates: int
     rejected: int  # in all, then by reason
@@ -133,13 +129,9 @@ class Counters:
 
 
 class PeerState:
-    """Another rank: its side channel, what came of it, what it reports."""
+    """Another rank: whether it is there, what came of it, what it reports."""
 
-    # the side channel
-    stream: int  # its file, -1 for none
-    closed: int
-    stream_filled: int  # bytes of a message that is not whole yet
-    pending_bytes: int  # that the socket did not take
+    closed: int  # it left, or nothing takes what is sent to its port
     failed_rank: int  # 1 + a rank that it says is gone; -1 - a slot that has another size there
     left: int  # it closed the exchange
     # data from it
@@ -172,7 +164,6 @@ class Slot:
     segments: int
     priority: int
     rescale: int
-    by_size: int  # blocks of large entries get the lower drop precedence
     values: int  # address of this rank's contribution
     out: int  # address of the part's sums
     shard_sum: int  # address of this rank's shard of the sums
@@ -222,7 +213,6 @@ class Root:
     flows: int
     bits: int
     exact: int
-    large: int
     inboxes: int
     receive: int
     receive_pieces: int
@@ -234,8 +224,6 @@ class Root:
     send_headers: int
     send_ancillary: int
     message: int
-    streams: int
-    pending: int
     files: int
     work: int
 
@@ -266,7 +254,6 @@ class Tables(NamedTuple):
     flows: Array  # (slots, ranks, 4) Flow
     bits: Array  # (slots, ranks, 4, words) uint64: segments delivered
     exact: Array  # (slots, words of a part) uint64: segments that may not be lost
-    large: Array  # (slots, blocks of a part) uint8: blocks with large entries
     inboxes: Array  # (slots, ranks): address of the memory for a rank's contribution
     receive: Array  # (RECEIVE_AT_ONCE, 8): struct mmsghdr
     receive_pieces: Array  # (RECEIVE_AT_ONCE, 2): struct iovec
@@ -277,10 +264,8 @@ class Tables(NamedTuple):
     send_pieces: Array  # (2 * SEND_AT_ONCE, 2): struct iovec
     send_headers: Array  # (SEND_AT_ONCE, 5)
     send_ancillary: Array  # (64,) uint8: two ancillary messages
-    message: Array  # (RECEIVE_BYTES,) uint8: a control message after its length
-    streams: Array  # (ranks, STREAM_BYTES) uint8: what came over the side channel
-    pending: Array  # (ranks, STREAM_BYTES) uint8: what could not be sent over it at once
-    files: Array  # (ranks + 2,): struct pollfd
+    message: Array  # (RECEIVE_BYTES,) uint8: a control message
+    files: Array  # (2,): struct pollfd
     work: Array  # (16,): for system calls
     root: Root  # for compiled code
 
@@ -307,7 +292,6 @@ def make_tables(*, world_size: int, slots: int, segments: int) -> Tables:
         flows=np.zeros((slots, world_size, 4), FLOW),
         bits=np.zeros((slots, world_size, 4, words), np.uint64),
         exact=np.zeros((slots, (segments + 63) // 64), np.uint64),
-        large=memory(slots, segments // LARGE_BLOCK + 1),
         inboxes=zeros(slots, world_size),
         receive=zeros(RECEIVE_AT_ONCE, 8),
         receive_pieces=zeros(RECEIVE_AT_ONCE, 2),
@@ -319,9 +303,7 @@ def make_tables(*, world_size: int, slots: int, segments: int) -> Tables:
         send_headers=zeros(SEND_AT_ONCE, 5),
         send_ancillary=memory(64),
         message=memory(RECEIVE_BYTES),
-        streams=memory(world_size, STREAM_BYTES),
-        pending=memory(world_size, STREAM_BYTES),
-        files=zeros(world_size + 2),
+        files=zeros(2),
         work=zeros(16),
         root=new_record(ROOT),
     )
@@ -333,7 +315,6 @@ def make_tables(*, world_size: int, slots: int, segments: int) -> Tables:
         tables.receive_pieces[index] = tables.receive_memory[index].ctypes.data, RECEIVE_BYTES
     tables.config.world_size = world_size
     tables.config.shard_words, tables.config.part_words = words, tables.exact.shape[1]
-    tables.config.part_blocks = tables.large.shape[1]
     _note_addresses(tables)
     return tables
 
@@ -346,7 +327,7 @@ def _note_addresses(tables: Tables) -> None:
 def with_more_slots(tables: Tables, slots: int) -> Tables:
     """Return tables with so many slots, of which the first are the old ones; same root."""
     more: dict[str, Any] = {}
-    for name in ("slots", "scales", "flows", "bits", "exact", "large", "inboxes"):
+    for name in ("slots", "scales", "flows", "bits", "exact", "inboxes"):
         old = getattr(tables, name)
         more[name] = np.zeros((slots, *old.shape[1:]), old.dtype)
         more[name][: len(old)] = old
@@ -439,12 +420,6 @@ def exact_bits(t: Root, slot: int) -> Array:
     """Return which segments of a part may not be lost: bits, uint64."""
     words = config_of(t).part_words
     return bit_words(t.exact + 8 * words * slot, words)
-
-
-@inner
-def large_address(t: Root, slot: int, block: int) -> int:
-    """Return where the byte is that says whether a block of segments has large entries."""
-    return t.large + slot * config_of(t).part_blocks + block
 
 
 @inner

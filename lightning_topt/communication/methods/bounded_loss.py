@@ -6,16 +6,13 @@ the same bits. What the owner did not get in time stays in the sender's residual
 
     pending = gradient + residual;  residual = pending where it was not delivered, else 0
 
-By nodes, ranks with equal positions in their nodes do the same with the sums of their nodes. With
-`protected`, the largest entries travel beside it by an all-gather, as top-k's do: only small ones
-can be lost.
+By nodes, ranks with equal positions in their nodes do the same with the sums of their nodes.
 
     bytes moved on the device               exchanged                                 function
     (3 s + 24) n                            bounded_loss(4 n)                         work
     2 s n + 24 n / l                        node reduce_scatter(s n),
                                             across bounded_loss(4 n / l),
                                             node all_gather(s n)
-    protected: + pack(k) + decode(W k)      all_gather(W b), by nodes all_gather(m b)
 
 The transport is `communication.bounded_loss`, which works on arrays in host memory. So residuals
 are there too.
@@ -48,20 +45,15 @@ from lightning_topt.communication.bucket import (
     is_finite,
     together,
 )
-from lightning_topt.communication.collectives import Waitable, ring_all_gather
+from lightning_topt.communication.collectives import Waitable
 from lightning_topt.communication.exchange_method import (
-    DECODE_BYTES_PER_ENTRY,
-    DECODE_CALLS,
     ENCODE_CALLS,
-    PACK_BYTES_PER_ENTRY,
     BucketGradients,
     Work,
 )
 from lightning_topt.communication.node.node_exchange import make_node_exchange, shard_bounds
 from lightning_topt.communication.residual import BucketResidual, FeedbackRule, ResidualStore, State
-from lightning_topt.communication.selection import Selection, top_k
 from lightning_topt.communication.topology import Topology
-from lightning_topt.communication.wire import MessageFormat
 
 MOST_LOSS = 0.5
 # of a bucket, that the transport keeps: what others contribute, and what is sent
@@ -81,8 +73,6 @@ class BoundedLoss(exchange_method.ByNodes, exchange_method.FeedbackMethod):
     - ``rescale``: the sum of each element is multiplied by (ranks / ranks whose contribution
       arrived), instead of error feedback;
     - ``exempt``: parameters of which nothing may be lost;
-    - ``protected``: the share of entries, the largest, that travel by an all-gather beside the
-      datagrams: only packets of small entries can then be lost;
     - ``bits`` of a value on its way: 32, or 16 (bfloat16). Sums are made in float32 and rounded
       again; what rounding takes away is not added to later gradients.
     """
@@ -92,7 +82,6 @@ class BoundedLoss(exchange_method.ByNodes, exchange_method.FeedbackMethod):
 
     tolerance: float = 0.01
     rescale: bool = False
-    protected: float = 0.0
     bits: int = 32
 
     @override
@@ -105,11 +94,6 @@ class BoundedLoss(exchange_method.ByNodes, exchange_method.FeedbackMethod):
                 f"{self.tolerance}"
             )
         check_flag(self.rescale, name="rescale")
-        if not 0 <= check_real(self.protected, name="protected") < 1:
-            raise ValueError(
-                "protected is the share of entries that cannot be lost, below 1; got "
-                f"{self.protected}"
-            )
         if self.bits not in (16, 32):
             raise ValueError(f"bits of a value on its way are 16 or 32; got {self.bits}")
         if self.rescale and self.error_feedback:
@@ -122,7 +106,6 @@ class BoundedLoss(exchange_method.ByNodes, exchange_method.FeedbackMethod):
     @override
     def words(self) -> str:
         nodes = " between nodes" if self.hierarchical else ""
-        nodes += f", top-k {100 * self.protected:g} % beside them" if self.protected else ""
         nodes += ", in 16 bits" if self.bits == 16 else ""
         rest = ", rescaled" if self.rescale else self.feedback_words
         return f"by datagrams{nodes}, {100 * self.tolerance:g} % may be lost{rest}"
@@ -134,28 +117,21 @@ class BoundedLoss(exchange_method.ByNodes, exchange_method.FeedbackMethod):
     @override
     def work(self, gradients: BucketGradients, topology: Topology) -> Work:
         by_nodes = self.sums_in_nodes(topology)
-        local, holders = (
-            (topology.ranks_per_node, topology.num_nodes) if by_nodes else (1, topology.world_size)
-        )
+        local = topology.ranks_per_node if by_nodes else 1
         size, numel = gradients.nbytes, gradients.numel / local
         sent = self.bits / 8 * numel  # bytes
-        k = round(self.protected * gradients.compressible_numel / local)
-        messages = holders * MessageFormat(max(1, round(numel)), k).nbytes if k else 0
-        where = "across" if by_nodes else "world"
-        exchanged = [(where, "bounded_loss", sent)]
-        if messages:
-            exchanged.append((where, "all_gather", messages))
+        exchanged = [("across" if by_nodes else "world", "bounded_loss", sent)]
         if by_nodes:
             exchanged = [("node", "reduce_scatter", size), *exchanged, ("node", "all_gather", size)]
         moved = (2 if by_nodes else 3) * size + 24 * numel
         if self.bits < 32:
             moved += 2 * (sent + 4 * numel)  # rounded, and read again
         return Work(
-            moved + k * (PACK_BYTES_PER_ENTRY + holders * DECODE_BYTES_PER_ENTRY),
-            ENCODE_CALLS + (DECODE_CALLS * holders if k else 0),
+            moved,
+            ENCODE_CALLS,
             tuple(exchanged),
             kept_bytes=(4 * numel if self.error_feedback else 0.0) + TRANSPORT_COPIES * sent,
-            buffer_bytes=messages + (4 * numel if by_nodes else 0.0),
+            buffer_bytes=4 * numel if by_nodes else 0.0,
             tolerance=self.tolerance,
         )
 
@@ -258,76 +234,38 @@ class LossyBuckets(BucketExchange):
         entry = self.store.open(bucket, start=start, stop=start + own.numel())
         in_place = own.dtype == torch.float32 and own.device.type == "cpu"
         out = own if in_place else torch.empty(own.numel())
-        share = self.method.protected * bucket.layout.compressible(start, start + own.numel())
-        form = MessageFormat(own.numel(), max(1, round(share)) if share else 0)
-        # what is pending, without the protected entries
-        chosen, values = None, out
+        # what is pending
+        values = out
         if not finite:
             self._subtract_delivered(bucket.index)
             out.fill_(torch.nan)  # whatever is lost of it, all ranks see it
         elif self.method.error_feedback:
-            chosen, values = self._accumulate(
-                bucket.index, entry, gradient.cpu(), form.k, weight=weight
-            )
+            values = self._accumulate(bucket.index, entry, gradient.cpu(), weight=weight)
         else:
             out.copy_(gradient).mul_(weight)
-            chosen = top_k(out, form.k) if form.k else None
-            if chosen is not None:
-                out[chosen.indices] = 0
-        # both ways at once
-        rows, gathered = self._start_gather(form, chosen)
         parts, handles = self._start_datagrams(bucket, values, out, start=start)
-        yield together(gathered, *handles)
+        yield together(*handles)
         outcome = _merge_outcomes([handle.wait() for handle in handles], parts)
         if finite and self.method.error_feedback:
             self._delivered[bucket.index] = entry, outcome
-        for row in rows.cpu():
-            _, sent, indices = form.unpack(row)
-            out.index_add_(0, indices, sent.mul_(bucket.loss_scale / self.holders))
         if not in_place:
             own.copy_(out)
         self._count_sent()
 
     def _accumulate(
-        self, index: int, entry: BucketResidual, gradient: Tensor, k: int, *, weight: float
-    ) -> tuple[Selection | None, Tensor]:
-        """Add the gradient to the residual, in host memory, and take the `k` largest out of it.
-
-        Returns:
-            These, and the residual (n,).
-        """
+        self, index: int, entry: BucketResidual, gradient: Tensor, *, weight: float
+    ) -> Tensor:
+        """Return the residual (n,) with the gradient added, in host memory."""
         entry.residual = (
             torch.zeros(gradient.numel()) if entry.residual is None else entry.residual.cpu()
         )
-        if k:
-            self._subtract_delivered(index)
-            return entry.select(gradient, k, scale=weight), entry.residual
         delivered = self._delivered.pop(index, None)
         if delivered is None:
             entry.residual.add_(gradient, alpha=weight)
         else:  # little was lost: write the gradient, and add only that
             torch.mul(gradient, weight, out=entry.residual)
             delivered[1].add_to(entry.residual.numpy())
-        return None, entry.residual
-
-    def _start_gather(
-        self, form: MessageFormat, chosen: Selection | None
-    ) -> tuple[Tensor, Waitable | None]:
-        """Start to gather the messages of all holders (holders, bytes); without entries, none."""
-        if not form.k:
-            return torch.empty(0, 0, dtype=torch.uint8), None
-        message = torch.empty(form.nbytes, dtype=torch.uint8)
-        if chosen is None:
-            form.pack_nonfinite(out=message)
-        else:
-            form.pack(chosen.values, chosen.indices, out=message)
-        group = self.groups.across if self.by_nodes else self.groups.world[0]
-        rows = torch.empty((self.holders, form.nbytes), dtype=torch.uint8, device=self.device)
-        if self.by_nodes:
-            self.count_across(self.topology.ranks_per_node * rows.nbytes, passes=1)
-        else:
-            self.count_ring(rows.nbytes, passes=1)
-        return rows, ring_all_gather(rows, message.to(self.device), group=group)
+        return entry.residual
 
     def _start_datagrams(
         self, bucket: Bucket, values: Tensor, out: Tensor, *, start: int

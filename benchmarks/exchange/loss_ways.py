@@ -157,9 +157,6 @@ WAYS = {
     "4 stages, two versions": Way(stages=4, schedule="continuous", rule=FEEDBACK, cut=4),
     "2 x (2 stages, 1F1B)": Way(stages=2, schedule="1f1b", cut=4),
     "2 x (2 stages, 1F1B), top-k": Way(SHORT_TOP_K, TOP_K, stages=2, schedule="1f1b", cut=4),
-    "2 x (2 stages, two versions), SparseLoCo": Way(
-        SHORT_LOCO, SPARSE_LOCO, stages=2, schedule="continuous", rule=FEEDBACK
-    ),
     "2 x (2 stages, two versions), top-k": Way(
         SHORT_TOP_K, TOP_K, stages=2, schedule="continuous", rule=FEEDBACK
     ),

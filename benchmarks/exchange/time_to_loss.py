@@ -57,7 +57,6 @@ STEPS, LONGEST, EVERY = 300, 750, 25
 FULL = {
     DENSE: LINKS[:1],
     "2 x (2 stages, two versions), top-k": LINKS[:1],
-    "2 x (2 stages, two versions), SparseLoCo": LINKS,
 }
 WINDOWS, LAST = 4, 5  # windows of a fit that is timed, and last steps, in which pipelines drain
 

@@ -75,7 +75,6 @@ class PipelineConfig:
     prediction: Any = None  # of weights, with schedule=continuous; null: that of the optimizer
     # of rows of stages, a name or a mapping such as {method: topk, density: 0.01}; null: averages
     gradient_exchange: Any = None
-    local_steps: Any = None  # in its place, such as {method: sparse_loco, every: 5}
     stages_per_rank: int | None = None  # null: the fewest that the schedule takes
     recompute: bool = False
     cluster: Any = _CLUSTER

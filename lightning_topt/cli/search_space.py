@@ -302,10 +302,10 @@ class SearchedMeshes:
             raise ValueError(
                 f"tensor={str(config.tensor).lower()}, but the mesh {known}; leave out one of them"
             )
-        if isinstance(given, PipelinePlan) and given.exchange is not None:
+        if isinstance(given, PipelinePlan) and given.gradient_exchange is not None:
             raise ValueError(
                 "topt plan searches what rows of stages exchange, and takes nothing given beside a "
-                "mesh: leave out gradient_exchange and local_steps; or leave out the mesh, and say "
+                "mesh: leave out gradient_exchange; or leave out the mesh, and say "
                 "strategy.allow_compression. topt train takes them as they are"
             )
         if request.allowed.candidates or request.allowed.local_steps:

@@ -116,7 +116,6 @@ class CompressedExchange:
 
     # as ranks do between the outer steps of a `LocalExchange`
     trains_alone = False
-    steps_to_meeting: int | None = None
 
     def __init__(
         self,

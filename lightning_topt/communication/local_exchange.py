@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -34,17 +34,12 @@ class LocalExchange:
     """Lets the replicas of `module` meet by `method`, as often as it says.
 
     Made alike on all ranks, a collective call: parameters and buffers of rank 0 go to all. Every
-    rank trains a replica, or a stage of one: then `group` has the ranks that train the same stage.
+    rank trains a replica, or the ranks of a node one together.
 
     Args:
         method: of local steps.
         module: without a DistributedDataParallel around it.
-        ignored: names of parameters and buffers that each rank has for itself, and of those of
-            other stages.
-        group: the ranks that meet, in the order of replicas; None: all. Collective calls are of
-            these.
-        merge: joins what rank 0 of each group has gathered, on rank 0 of all, and gives [] on
-            others; a collective call of all ranks. None: there is one group.
+        ignored: names of parameters and buffers that each rank has for itself.
         topology: of all ranks, where the method may let the ranks of a node train one replica.
         timeout_seconds: how long to wait for another rank; no longer than the run's own limit.
         watch: over all ranks, where there is one.
@@ -60,26 +55,22 @@ class LocalExchange:
         module: nn.Module,
         *,
         ignored: Collection[str] = (),
-        group: dist.ProcessGroup | None = None,
-        merge: Callable[[list[State]], list[State]] | None = None,
         topology: Topology | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
         watch: RankWatch | None = None,
     ) -> None:
         self.method = method
         self._module, self._ignored = module, ignored
-        self._group, self._merge = group, merge
         # frozen parameters are no part of outer steps: they are made equal here, once
         trained = equal_parameters(module, ignored)
         for name, parameter in module.named_parameters():
             if not parameter.requires_grad and name not in ignored:
-                dist.broadcast(parameter.detach(), group=group, group_src=0)
+                dist.broadcast(parameter.detach(), 0)
         self.outer = OuterSteps(
             trained.items(),
             method,
             buffers=[(n, b) for n, b in module.named_buffers() if n not in ignored],
             topology=topology,
-            process_group=group,
             timeout_seconds=within_limit(timeout_seconds),
             watch=watch,
         )
@@ -114,11 +105,6 @@ class LocalExchange:
                     "never exchange it: begin with it trainable, or start another fit"
                 )
         self.outer.after_step()
-
-    @property
-    def steps_to_meeting(self) -> int:
-        """The steps that are left until replicas meet."""
-        return self.method.every - self.outer.pending_steps
 
     def synchronize(self) -> None:
         """Collective call: let replicas meet now, if any step was made since they last did."""
@@ -166,16 +152,14 @@ class LocalExchange:
         `ranks` has one entry per replica: kind -> parameter name -> tensor. Each has the replica's
         "residual"; the first has what is equal on all ("momentum", "anchor"). Replicas meet before.
         """
-        group = self._group or dist.group.WORLD
+        group = dist.group.WORLD
         assert group is not None
         ranks = gather_state(self._own_state(), senders=self.outer.holders, group=group)
-        if self._merge is not None:
-            ranks = self._merge(ranks)
         return {"step": self.outer.local_steps, "method": self.method.name, "ranks": ranks}
 
     def own_state_dict(self) -> dict[str, Any]:
         """Return this rank's part of `state_dict`, as its `state`. A collective call."""
-        state, rank, holders = self._own_state(), dist.get_rank(self._group), self.outer.holders
+        state, rank, holders = self._own_state(), dist.get_rank(), self.outer.holders
         return {
             "step": self.outer.local_steps,
             "method": self.method.name,
@@ -188,7 +172,7 @@ class LocalExchange:
         self.synchronize()
         state = self.outer.state_dict()
         kinds = ["residual"]
-        if dist.get_rank(self._group) == 0:
+        if dist.get_rank() == 0:
             kinds.append("momentum")
             # of float32, the anchor is the parameters
             if any(p.dtype != torch.float32 for p in self.outer.parameters.tensors.values()):
@@ -209,26 +193,16 @@ class LocalExchange:
                 f"{self.method.name!r}"
             )
         parameters = self.outer.parameters.tensors
-
-        def kept(kinds: State) -> State:
-            # other groups have parameters that this one lacks
-            if self._merge is None:
-                return kinds
-            return {
-                kind: {name: tensor for name, tensor in of.items() if name in parameters}
-                for kind, of in kinds.items()
-            }
-
-        ranks = [kept(of) for of in state["ranks"]]
+        ranks = state["ranks"]
         # what is equal on all: beside the anchor, which is the parameters where it was not saved
         anchor = {name: parameter.detach() for name, parameter in parameters.items()}
         shared = {kind: of for kind, of in ranks[0].items() if kind != "residual"}
         # (`LocalStepsStrategy` of 0.1.0 kept that beside `ranks`)
         shared |= {kind: state[kind] for kind in ("anchor", "momentum") if kind in state}
-        holders, ranks_here = len(self.outer.holders), dist.get_world_size(self._group)
+        holders, ranks_here = len(self.outer.holders), dist.get_world_size()
         own = own_state(
             [{kind: of for kind, of in each.items() if kind == "residual"} for each in ranks],
-            position=dist.get_rank(self._group) * holders // ranks_here,
+            position=dist.get_rank() * holders // ranks_here,
             holders=holders,
             numels={name: parameter.numel() for name, parameter in parameters.items()},
         )

@@ -7,9 +7,8 @@ store, and those that do not are named in a `PeerLostError`. Two signers:
   Lightning's own ddp): one thread on each rank answers for it. The main thread may
   be anywhere when another rank's collective fails: in a collective itself, in a long step, in the
   user's code. The thread reads the store once a second, over a connection of its own, and answers
-  whatever the main thread does; a process that is killed or stopped does not. On gloo no rank is
-  asked before something fails. Calls of other backends may not raise: there each watch follows the
-  beat of the next rank, and logs its silence.
+  whatever the main thread does; a process that is killed or stopped does not. No rank is asked
+  before something fails. Calls of NCCL may not raise: its own watchdog ends the process.
 - `PeerMonitor`, for an exchange that polls anyway (`exchange_worker`): its own worker signs in, no
   thread.
 
@@ -20,7 +19,6 @@ store, and those that do not are named in a `PeerLostError`. Two signers:
     asks/RANK       each survivor with a `PeerMonitor`    it will learn it
     ended/RANK      a rank that ends with an error        which error
     process/RANK    each watch, when it starts            which process it is
-    beat/RANK       each watch, where calls never raise   how often it has run
 
 Rank 0 may host the store, and its error may end its process. So it first waits until the other
 survivors have learned who is lost.
@@ -63,8 +61,6 @@ GRACE_SECONDS = 5.0
 STORE_SECONDS = 5.0  # longer than any answer of a store that works
 _INTRODUCTION_SECONDS = 0.05
 _END_SECONDS = 3.0  # that a killed process may take to end, on a busy machine
-# of the time limit until a silent rank is reported, and how often a rank shows itself in it
-SHARE_OF_SILENCE, BEATS = 0.8, 8
 
 OF_COLLECTIVES = re.compile(
     r"gloo/|gloo connect|pair closure|closed by peer|reset by peer|broken pipe|remote process "
@@ -110,17 +106,7 @@ def watch_ranks() -> RankWatch | None:
         return None
     default: Any = _get_default_store()
     store = PrefixStore(f"lightning_topt/watch/{next(_made)}", default.clone())
-    limit = time_limit()
-    # Gloo's calls raise in time. What NCCL does is waited for on the device, and its own watchdog
-    # ends the process.
-    silence = (
-        None
-        if dist.get_backend() == "gloo" or limit is None
-        else SHARE_OF_SILENCE * limit.total_seconds()
-    )
-    return RankWatch(
-        store, rank=dist.get_rank(), world_size=dist.get_world_size(), silence_seconds=silence
-    )
+    return RankWatch(store, rank=dist.get_rank(), world_size=dist.get_world_size())
 
 
 class RankWatch:
@@ -132,16 +118,12 @@ class RankWatch:
         store: the job's, with keys of this watch alone.
         rank: this rank.
         world_size: number of ranks.
-        silence_seconds: a rank from which nothing was heard for so long is reported in the log, for
-            backends whose calls do not raise; None: nobody is asked.
     """
 
-    def __init__(
-        self, store: Store, *, rank: int, world_size: int, silence_seconds: float | None = None
-    ) -> None:
+    def __init__(self, store: Store, *, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-        self._answering = _Answering(store, rank, world_size, silence_seconds)
+        self._answering = _Answering(store, rank, world_size)
         self._thread = threading.Thread(
             target=_serve, args=(self._answering, self._requests), name="rank-watch", daemon=True
         )
@@ -232,16 +214,11 @@ class _Answering:
     store: Store
     rank: int
     world_size: int
-    silence_seconds: float | None
     reachable: bool = True
     answered: bool = False  # somebody failed, and knows that this rank lives; or this rank has
     found: Survivors | None = None  # once somebody failed
     introduced: bool = False
     host_identity: str = ""
-    beats: int = 0
-    waited: float = 0.0  # seconds since the last beat
-    # the neighbour's last beat, and for how many of one's own it has been the last
-    heard: tuple[bytes, int] = (b"", 0)
 
     @property
     def pause(self) -> float:
@@ -261,8 +238,6 @@ class _Answering:
             if not self.answered and self.store.check([FAILED]):
                 self.store.set(f"alive/{self.rank}", position_of_main_thread() or "-")
                 self.learn(GRACE_SECONDS)
-            if self.silence_seconds is not None:
-                self.listen(self.silence_seconds)
         except RuntimeError:
             self.reachable = False
 
@@ -306,8 +281,7 @@ class _Answering:
         """Take back what this rank left in the store, unless somebody failed."""
         if self.reachable and not self.answered:
             try:
-                for key in (f"process/{self.rank}", f"beat/{self.rank}"):
-                    self.store.delete_key(key)
+                self.store.delete_key(f"process/{self.rank}")
             except RuntimeError:
                 self.reachable = False
 
@@ -325,37 +299,6 @@ class _Answering:
         return (
             "rank 0 did not answer: the job's store, which it hosts, does "
             f"not{f' ({fate})' if fate else ''}"
-        )
-
-    def listen(self, silence_seconds: float) -> None:
-        """Show that this rank runs, and check that the next one does.
-
-        For backends whose calls do not raise.
-        """
-        self.waited += self.pause
-        if self.waited < silence_seconds / BEATS:
-            return
-        self.waited, self.beats = 0.0, self.beats + 1
-        self.store.set(f"beat/{self.rank}", str(self.beats))
-        other = (self.rank + 1) % self.world_size
-        key, (last, silent) = f"beat/{other}", self.heard
-        beat = self.store.get(key) if self.store.check([key]) else b""
-        # Without a beat it has not begun, or has left. Counted in one's own beats: where all were
-        # stopped, nobody was silent.
-        self.heard = beat, silent + 1 if beat == last and beat else 0
-        if self.heard[1] == BEATS:
-            self.report(other, silence_seconds)
-
-    def report(self, other: int, silence_seconds: float) -> None:
-        """Log that nothing was heard of rank `other`."""
-        key = f"process/{other}"
-        fate = fate_of(self.store.get(key).decode()) if self.store.check([key]) else ""
-        log.error(
-            "rank %d has not been heard of for %.0f s%s; what waits for it ends at the time limit "
-            "of its group",
-            other,
-            silence_seconds,
-            f" ({fate})" if fate else "",
         )
 
 

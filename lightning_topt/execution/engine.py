@@ -264,9 +264,6 @@ class Engine:
         """
         if self.exchange is not None:
             self.exchange.synchronize()
-        # Other stages have copies of what one of them has changed.
-        if self._continuous is not None and self.plan.local_steps is not None:
-            self._continuous.share_weights()
 
     def sync_buffers(self) -> None:
         """Give all ranks the buffers that stages have changed. A collective call.

@@ -111,7 +111,7 @@ class ParallelPlan:
             their own dtype.
         accumulate: micro-batches of a step whose gradients are added up, of which the prediction is
             (`accumulate_grad_batches` of the Trainer).
-        local_steps: data ranks, or rows of pipelines, train alone, and meet as it says once in many
+        local_steps: data ranks train alone, and meet as it says once in many
             steps; None: gradients are averaged in every step.
 
     Raises:
@@ -585,17 +585,11 @@ def _check_local_steps(plan: ParallelPlan) -> None:
     except ValueError as error:
         raise PlanError(f"local_steps: {error}") from error
     object.__setattr__(plan, "local_steps", given)
-    # pipelines that train alone are rows along that axis, whose stages meet
-    if {*plan.mesh.names} - {"pipeline"} != {"data"} or plan.mesh.data_parallel_size == 1:
+    if {*plan.mesh.names} != {"data"} or plan.mesh.data_parallel_size == 1:
         raise PlanError(
-            "local_steps are of ranks along one data axis, several of them, each of which may be a "
-            "pipeline, and this plan has "
+            "local_steps are of ranks along one data axis, several of them, and this plan has "
             f"{' x '.join(f'{axis.name} {axis.size}' for axis in plan.mesh.axes)}: leave out "
             "local_steps, or choose another mesh"
-        )
-    if plan.own_batches:
-        raise PlanError(
-            "pipelines that train alone bring a batch each: leave out own_batches, or local_steps"
         )
     for block, config in plan.configs.items():
         if config.storage.level:

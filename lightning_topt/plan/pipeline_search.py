@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 
-from lightning_topt.communication.exchange_method import GradientMethod, LocalMethod
+from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.costs.chain_table import Array
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.exchange_model import legal_exchanges, legal_local_steps
+from lightning_topt.costs.exchange_model import legal_exchanges
 from lightning_topt.costs.schedule_rates import fits
 from lightning_topt.frontier.stage_search import StagePoint, search_stages
 from lightning_topt.plan.known_plans import KnownPlans, filled
@@ -230,7 +230,7 @@ def pipeline_shapes(
     wanted: PipelineRequest,
     *,
     tensor: int = 1,
-    exchanges: Sequence[GradientMethod | LocalMethod] = (),
+    exchanges: Sequence[GradientMethod] = (),
 ) -> Iterator[PipelineShape]:
     """Yield the pipelines of `count` ranks for a batch; `tensor` ranks hold slices of the same.
 
@@ -269,22 +269,18 @@ def pipeline_shapes(
 
 
 def ways_to_send(
-    cluster: Cluster, ranks: int, data: int, exchanges: Sequence[GradientMethod | LocalMethod]
-) -> Iterator[tuple[bool, GradientMethod | LocalMethod]]:
+    cluster: Cluster, ranks: int, data: int, exchanges: Sequence[GradientMethod]
+) -> Iterator[tuple[bool, GradientMethod]]:
     """Yield whether the `ranks` of a row are neighbours, and how its `data` rows send gradients.
 
-    Or how rows meet that train alone. The ranks of a stage are neighbours, as where gradients are
-    sent as they are. What is smaller, or is sent once in many steps, may travel between nodes in
-    the place of activations.
+    The ranks of a stage are neighbours, as where gradients are sent as they are. What is smaller
+    may travel between nodes in the place of activations.
     """
     for apart in (False, True) if ranks * data > cluster.devices_per_node else (False,):
         where: dict[str, Any] = {"world_size": data, "stride": ranks if apart else 1}
-        legal = dict[GradientMethod | LocalMethod, None]()
+        legal = dict[GradientMethod, None]()
         for method in exchanges:
-            if isinstance(method, LocalMethod):
-                legal.update(dict.fromkeys(legal_local_steps(method, cluster=cluster, **where)))
-            else:
-                legal.update(dict.fromkeys(legal_exchanges(method, cluster=cluster, **where)))
+            legal.update(dict.fromkeys(legal_exchanges(method, cluster=cluster, **where)))
         for each in legal:
             yield apart, each
 
@@ -346,7 +342,7 @@ def continuous_shapes(
     wanted: PipelineRequest,
     stale: StaleWeights,
     *,
-    exchanges: Sequence[GradientMethod | LocalMethod] = (),
+    exchanges: Sequence[GradientMethod] = (),
 ) -> Iterator[ContinuousShape]:
     """Yield the asynchronous pipelines of `count` ranks.
 

@@ -74,7 +74,7 @@ class SearchRequest:
         shards: whether gradients and parameters may be sharded; else every rank has them unsharded.
         exchanges: ways to exchange unsharded gradients that may be chosen besides DDP's all-reduce.
             Those that a number of ranks cannot have are left out there.
-        local_steps: ways of data ranks, or of rows of pipelines, to train alone and meet once in
+        local_steps: ways of data ranks to train alone and meet once in
             many steps, which may be chosen as well: other trainings, to be compared by how many
             steps they need (`step_factors`).
         kernel_seconds: measured kernels (`measure_kernels`); only of use at the captured batch
@@ -173,7 +173,7 @@ def search_plans(
                 points,
                 stale=request.stale,
                 split=request.split,
-                exchanges=(*request.exchanges, *request.local_steps),
+                exchanges=request.exchanges,
                 global_batch_size=request.global_batch_size,
                 epsilon=request.epsilon,
                 max_seconds=request.max_seconds,

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_topt.basics.once import once_per_object
-from lightning_topt.communication.exchange_method import GradientMethod, LocalMethod
+from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.costs.chain_table import Array
 from lightning_topt.costs.communication import ring_seconds
 from lightning_topt.costs.segments import (
@@ -79,7 +79,7 @@ class StageBlocks:
     # what was worked out before, by the arguments of the methods below
     _passes: dict[float, Passes] = field(default_factory=dict, init=False)
     _crossing_bytes: dict[float, Array] = field(default_factory=dict, init=False)
-    _once: dict[tuple[Mesh, int, bool, GradientMethod | LocalMethod | None], Once] = field(
+    _once: dict[tuple[Mesh, int, bool, GradientMethod | None], Once] = field(
         default_factory=dict, init=False
     )
     _chains: dict[tuple[float, tuple[bool, ...], int, int], StageChain] = field(
@@ -158,23 +158,18 @@ class StageBlocks:
         level: int,
         *,
         crosses_nodes: bool = True,
-        exchange: GradientMethod | LocalMethod | None = None,
+        exchange: GradientMethod | None = None,
     ) -> Once:
         """Return what a step on the data ranks of `mesh` takes besides its passes.
 
-        The ZeRO `level` is 0 or 1. Gradients travel by `exchange`; None: an all-reduce. With local
-        steps no gradient travels, and the ranks of a stage meet in an outer step.
+        The ZeRO `level` is 0 or 1. Gradients travel by `exchange`; None: an all-reduce.
 
         With `crosses_nodes`, stages that share a parameter are on several nodes; else all are on
         one.
         """
         key = mesh, level, crosses_nodes, exchange
         if key not in self._once:
-            step = replace(self.step, mesh=mesh)
-            if isinstance(exchange, LocalMethod):
-                step = replace(step, local_steps=exchange)
-            else:
-                step = replace(step, exchange=exchange)
+            step = replace(self.step, mesh=mesh, exchange=exchange)
             self._once[key] = self._of_mesh(step, level, crosses_nodes)
         return self._once[key]
 
@@ -377,7 +372,6 @@ class StageBlocks:
             costs[1],
             costs[2],
             _shared_costs(step, self.uses, len(self.names), level, crosses_nodes=crosses_nodes),
-            None if step.local_steps is None else _outer_costs(step, self.owned),
         )
 
 
@@ -421,21 +415,17 @@ class EqualShares(StageBlocks):
         level: int,
         *,
         crosses_nodes: bool = True,
-        exchange: GradientMethod | LocalMethod | None = None,
+        exchange: GradientMethod | None = None,
     ) -> Once:
         """Return what a step on the data ranks of `mesh` takes besides its passes."""
         key = mesh, level, crosses_nodes, exchange
         if key not in self._once:
             known = self.base.once(mesh, level, crosses_nodes=crosses_nodes, exchange=exchange)
-            shared, outer = (
-                None if each is None else each / self.parts for each in (known.shared, known.outer)
-            )
             self._once[key] = Once(
                 known.seconds / self.parts,
                 known.static / self.parts,
                 known.update / self.parts,
-                shared,
-                outer,
+                None if known.shared is None else known.shared / self.parts,
             )
         return self._once[key]
 
@@ -529,15 +519,12 @@ class Once:
         static: bytes of parameters, gradients and optimizer states.
         update: bytes that the optimizer takes while it steps.
         shared: (2, first block, end), of seconds and static bytes as in `StageTable`.
-        outer: with local steps (2, first block, end), of a stage of these blocks: seconds of an
-            outer step, and the bytes it takes besides. None: none is taken.
     """
 
     seconds: Array
     static: Array
     update: Array
     shared: Array | None
-    outer: Array | None = None
 
 
 def _parameter_costs(parameter: Parameter, step: TrainingStep, level: int) -> Array:
@@ -562,12 +549,8 @@ def _exchange_costs(
 ) -> Array:
     """Return seconds to average gradients and, at level 1, to send updated parameters.
 
-    Then what the exchange keeps between steps and the buffers it takes, in bytes, and 0. With local
-    steps nothing is sent, and the bytes are those that are kept between outer steps.
+    Then what the exchange keeps between steps and the buffers it takes, in bytes, and 0.
     """
-    if step.local_steps is not None:
-        trained = sum(p.numel for p in parameters if p.trainable)
-        return np.array([0.0, step.outer_work_of(trained).kept_bytes if trained else 0.0, 0.0])
     if ranks == 1:
         return np.zeros(3)
     size, model = sum(map(gradient_bytes, parameters)), step.exchange_model
@@ -579,24 +562,6 @@ def _exchange_costs(
         step.collective_seconds(op, size, axes=step.mesh.data_axes) for op in collectives
     )
     return np.array([seconds, kept, 0.0])
-
-
-def _outer_costs(step: TrainingStep, owned: Sequence[Sequence[Parameter]]) -> Array:
-    """Return `Once.outer` of a chain whose blocks own these parameters.
-
-    Of a parameter that several stages keep, the first of them takes the outer step.
-    """
-    numels = [sum(p.numel for p in each if p.trainable) for each in owned]
-    sums = np.concatenate([[0], np.cumsum(numels, dtype=np.int64)])
-    first, end = np.meshgrid(np.arange(len(owned)), np.arange(len(sums)), indexing="ij")
-    trained = np.maximum(sums[end] - sums[first], 0)
-    # stages of as many parameters take the same, and those of none nothing
-    sizes, place = np.unique(trained, return_inverse=True)
-    costs = np.zeros((len(sizes), 2))
-    for row in np.flatnonzero(sizes):
-        work = step.outer_work_of(int(sizes[row]))
-        costs[row] = step.outer_step_seconds(work), work.buffer_bytes
-    return np.asarray(costs[place.reshape(trained.shape)].transpose(2, 0, 1))
 
 
 def _shared_costs(

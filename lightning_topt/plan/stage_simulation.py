@@ -38,7 +38,6 @@ from lightning_topt.plan.stage_tables import (
     shape_of_plan,
     trained_bytes,
     transfer_seconds,
-    without_outer_step,
 )
 from lightning_topt.schedules.schedules import Schedule, make_schedule
 from lightning_topt.schedules.simulate import Simulation, held_counts, simulate
@@ -62,7 +61,6 @@ class StageSeconds:
         weights: the part of backward for gradients of parameters.
         once: per step.
         transfers: (2, stage, n), to send a microbatch into each stage, and its gradient back.
-        outer: a step's share of an outer step, which nothing runs beside.
     """
 
     forward: Array
@@ -70,13 +68,6 @@ class StageSeconds:
     weights: Array
     once: Array
     transfers: Array
-    outer: Array
-
-    def outer_of_ranks(self, shape: PipelineShape) -> Array:
-        """Return the share of an outer step of each rank (rank, n): that of all its stages."""
-        found = np.zeros((shape.pipeline, self.outer.shape[1]))
-        np.add.at(found, list(shape.ranks), self.outer)
-        return found
 
 
 def stage_seconds(
@@ -93,9 +84,6 @@ def stage_seconds(
     parts = sums[:, rows, ends] - sums[:, rows, first]
     of_step = shape.once(blocks)
     once = parts[3] if of_step.shared is None else parts[3] + of_step.shared[0][first, ends]
-    outer = np.zeros(ends.shape)
-    if of_step.outer is not None:
-        outer = shape.outer_share * of_step.outer[0][first, ends]
     if isinstance(shape, ContinuousShape):
         # a rule puts weights in place for both passes
         sums = np.cumsum([0.0, *(trained_bytes(blocks, n) for n in range(len(blocks.names)))])
@@ -113,7 +101,7 @@ def stage_seconds(
         [known[link][:, own] for link, own in zip(links_of(shape, cluster), first, strict=True)],
         axis=1,
     )
-    return StageSeconds(parts[0], parts[1], parts[2], once, transfers, outer)
+    return StageSeconds(parts[0], parts[1], parts[2], once, transfers)
 
 
 def _block_seconds(blocks: StageBlocks, shape: PipelineShape, again: NDArray[np.bool_]) -> Array:
@@ -137,13 +125,11 @@ def _block_seconds(blocks: StageBlocks, shape: PipelineShape, again: NDArray[np.
 def step_seconds_of(seconds: StageSeconds, shape: PipelineShape) -> Array | None:
     """Return the seconds of a step (n,) by a simulation; None where that would take long.
 
-    A rank is done when its passes are over, its gradients exchanged and its parameters updated. An
-    outer step takes as long as that of the slowest rank.
+    A rank is done when its passes are over, its gradients exchanged and its parameters updated.
     """
-    met = seconds.outer_of_ranks(shape).max(axis=0)
     if isinstance(shape, ContinuousShape):
         passes = seconds.forward + seconds.backward
-        return np.asarray(shape.pace(passes, seconds.once, seconds.transfers) + met)
+        return shape.pace(passes, seconds.once, seconds.transfers)
     schedule = simulated_schedule(shape)
     if schedule is None:
         return None
@@ -154,7 +140,7 @@ def step_seconds_of(seconds: StageSeconds, shape: PipelineShape) -> Array | None
     # (rank, n): stages of one rank add up
     once = np.zeros_like(done)
     np.add.at(once, list(shape.ranks), seconds.once)
-    return np.asarray((done + once).max(axis=0) + met)
+    return np.asarray((done + once).max(axis=0))
 
 
 def pass_seconds(seconds: StageSeconds, shape: PipelineShape) -> tuple[Array, Array, Array, Array]:
@@ -195,8 +181,8 @@ def formula_step_seconds(seconds: StageSeconds, shape: PipelineShape) -> Array:
     )
     once = np.zeros((shape.pipeline, times.shape[1]))
     np.add.at(once, list(shape.ranks), seconds.once)
-    done = rates.lead * (times + round_trips).sum(axis=0) + load.max(axis=0) + once.max(axis=0)
-    return np.asarray(done + seconds.outer_of_ranks(shape).max(axis=0))
+    lead = rates.lead * (times + round_trips).sum(axis=0)
+    return np.asarray(lead + load.max(axis=0) + once.max(axis=0))
 
 
 # ---- bytes
@@ -239,8 +225,6 @@ def stage_bytes(
     static, update = by_stage(np.add, once.static), by_stage(np.add, once.update)
     if once.shared is not None:
         static = static + once.shared[1][first, ends].T
-    if once.outer is not None:
-        update = update + once.outer[1][first, ends].T
     if isinstance(shape, ContinuousShape):
         static = static + _copied_bytes(blocks, shape, points)
     arrives, leaves = blocks.crossing_bytes(shape.samples)
@@ -341,15 +325,12 @@ def with_moves(
     """
     if shape.stages_per_rank == 1 or shape.num_microbatches * shape.num_stages > _MOST_MOVED_PASSES:
         return [*points]
-    forbidden = None if shape.local_steps is None else without_outer_step(blocks, shape)
     best, fresh = _priced(blocks, shape, points), [*points]  # fresh: not moved yet
     known = {(point.ends, point.configs) for point in points}
     for _ in range(_ROUNDS):
         # only plans that are new on the frontier are moved further
         near = {(p.ends, p.configs): p for point in fresh for p in _neighbours(point)}
         new = [point for key, point in near.items() if key not in known][:_MOST_POINTS]
-        if forbidden is not None:
-            new = [p for p in new if not forbidden[[0, *p.ends[:-1]], [*p.ends]].any()]
         if not new:
             break
         known.update((point.ends, point.configs) for point in new)

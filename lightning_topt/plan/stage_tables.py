@@ -13,7 +13,6 @@ A stage costs the sum of its blocks, what it receives, and what its rank has onc
     passes of a microbatch      parts_of            `StageBlocks.passes`
     messages between stages     transfer_seconds    `StageBlocks.crossing_bytes`, the links
     exchange, update, states    PipelineShape.once  `StageBlocks.once`
-    outer steps                 PipelineShape.once  `LocalMethod.work`
     weights of a rule           rule_seconds        `Prediction.traffic`
     Python, buffers, batch      fixed_costs         measured
 """
@@ -26,11 +25,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_topt.basics.once import once_per_object
-from lightning_topt.communication.exchange_method import GradientMethod, LocalMethod
+from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.costs.chain_table import Array
 from lightning_topt.costs.cluster import Cluster, Link
 from lightning_topt.costs.communication import Group, estimate_collective_seconds
@@ -87,8 +85,7 @@ class PipelineShape:
         level: ZeRO level along the data axis, 0 or 1.
         tensor: ranks that hold slices of one copy of the parameters.
         rows_apart: the ranks of a row are neighbours; else those of a stage are.
-        exchange: of gradients between rows; None: an all-reduce. Local steps: rows train alone, and
-            meet once in many updates.
+        exchange: of gradients between rows; None: an all-reduce.
     """
 
     pipeline: int
@@ -100,17 +97,7 @@ class PipelineShape:
     level: int = 0
     tensor: int = 1
     rows_apart: bool = False
-    exchange: GradientMethod | LocalMethod | None = None
-
-    @property
-    def local_steps(self) -> LocalMethod | None:
-        """How rows that train alone meet; None: they average gradients in every step."""
-        return self.exchange if isinstance(self.exchange, LocalMethod) else None
-
-    @property
-    def outer_share(self) -> float:
-        """The part of an outer step that a step has; 0 where rows take none."""
-        return 0.0 if self.local_steps is None else 1 / self.local_steps.every
+    exchange: GradientMethod | None = None
 
     @property
     def cast_copies(self) -> int:
@@ -212,8 +199,7 @@ class ContinuousShape(PipelineShape):
     """A pipeline that never flushes: one stage on each rank, minibatches one after the other.
 
     Each minibatch has `samples` samples, and an update takes `accumulate` of them. Backward passes
-    lag behind forward passes as the schedule says. Passes compute with the weights of `rule`. Where
-    rows take outer steps, the pipeline is drained for each of these.
+    lag behind forward passes as the schedule says. Passes compute with the weights of `rule`.
     """
 
     rule: Prediction = field(default_factory=NoPrediction)
@@ -235,7 +221,7 @@ class ContinuousShape(PipelineShape):
         prediction: Prediction,
         accumulate: int = 1,
         rows_apart: bool = False,
-        exchange: GradientMethod | LocalMethod | None = None,
+        exchange: GradientMethod | None = None,
     ) -> ContinuousShape:
         """Return the shape of `data` rows of `ranks` ranks; `prediction` is the rule of weights."""
         return cls(
@@ -263,14 +249,8 @@ class ContinuousShape(PipelineShape):
             prediction=plan.weight_prediction,
             accumulate=plan.accumulate,
             rows_apart=_rows_apart(plan.mesh),
-            exchange=plan.local_steps or plan.gradient_exchange,
+            exchange=plan.gradient_exchange,
         )
-
-    @property
-    @override
-    def outer_share(self) -> float:
-        # outer steps are counted in updates, and a step is a minibatch
-        return super().outer_share / self.accumulate
 
     @property
     def lag_per_hop(self) -> int:
@@ -300,11 +280,7 @@ class ContinuousShape(PipelineShape):
         # With the fewest minibatches in flight stages wait for gradients: those of a round share
         # the transfers.
         waits = (self.pipeline - 1) / self.pipeline if self.lag_per_hop == 1 else 0.0
-        # of the minibatches between two drained states, one fills the pipeline and the others
-        # follow at its pace
-        filling, follow = self.outer_share, 1 - self.outer_share
-        rates = filling, follow, 0.0, waits * follow, 0.5 * follow
-        return ScheduleRates(*rates, held, ((),) * self.pipeline, 1)
+        return ScheduleRates(0.0, 1.0, 0.0, waits, 0.5, held, ((),) * self.pipeline, 1)
 
     @property
     def missing_updates(self) -> tuple[int, ...]:
@@ -323,15 +299,9 @@ class ContinuousShape(PipelineShape):
         )
 
     def pace(self, passes: Array, updates: Array, transfers: Array) -> Array:
-        """Return the seconds of a minibatch (n,) of n plans, as `seconds_per_minibatch`.
-
-        With a share of what a drained pipeline takes to fill.
-        """
+        """Return the seconds of a minibatch (n,) of n plans, as `seconds_per_minibatch`."""
         work = passes + 2 * self.pass_seconds
-        pace = seconds_per_minibatch(work, updates, transfers, lag_per_hop=self.lag_per_hop)
-        # the first minibatch goes through all stages, and others follow at the pace
-        first = work.sum(axis=0) + transfers[:, 1:].sum(axis=(0, 1)) + updates[0]
-        return np.asarray(pace + self.outer_share * np.maximum(first - pace, 0.0))
+        return seconds_per_minibatch(work, updates, transfers, lag_per_hop=self.lag_per_hop)
 
     @property
     def copies(self) -> tuple[int, ...]:
@@ -406,7 +376,7 @@ def shape_of_plan(plan: ParallelPlan) -> PipelineShape:
         level,
         tensor,
         _rows_apart(mesh),
-        plan.local_steps or plan.gradient_exchange,
+        plan.gradient_exchange,
     )
 
 
@@ -457,36 +427,11 @@ def stage_table(
 def _shared_costs(blocks: StageBlocks, shape: PipelineShape) -> Array | None:
     """Return `StageTable.shared`: what blocks of a stage pay together."""
     once, count = shape.once(blocks), len(blocks.names)
-    if once.shared is None and once.outer is None:
+    if once.shared is None:
         return None
     found = np.zeros((3, count, count + 1))
-    if once.shared is not None:
-        found[:2] = once.shared
-    if once.outer is not None:
-        found[[0, 2]] += once.outer * [[[shape.outer_share]], [[1.0]]]
-        found[0, without_outer_step(blocks, shape)] = np.inf
+    found[:2] = once.shared
     return found * shape.stages_per_rank
-
-
-def without_outer_step(blocks: StageBlocks, shape: PipelineShape) -> NDArray[np.bool_]:
-    """Return which stages (first block, end) of a pipeline cannot take outer steps.
-
-    They train nothing, or share what they train with other stages: outer steps of these may
-    differ. Asynchronous stages do not share, as the first of them takes all updates.
-    """
-    count = len(blocks.names)
-    first, end = np.meshgrid(np.arange(count), np.arange(count + 1), indexing="ij")
-    trained = [sum(p.numel for p in owned if p.trainable) for owned in blocks.owned]
-    sums = np.cumsum([0, *trained])
-    found = sums[end] <= sums[first]
-    shared = [
-        p for p in blocks.step.graph.parameters if p.trainable and len(blocks.uses[p.name]) > 1
-    ]
-    for parameter in shared if not isinstance(shape, ContinuousShape) else ():
-        places = np.array(blocks.uses[parameter.name])[:, None, None]
-        inside = ((places >= first) & (places < end)).sum(axis=0)
-        found |= (inside > 0) & (inside < len(places))
-    return found
 
 
 def continuous_table(blocks: StageBlocks, shape: ContinuousShape) -> StageTable:

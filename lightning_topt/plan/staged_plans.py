@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_topt.communication.exchange_method import GradientMethod, LocalMethod
+from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.costs.chain_table import Array
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.segments import chain_of
@@ -95,7 +95,7 @@ def search_pipelines_for(
     stale: StaleWeights | None,
     global_batch_size: int,
     split: SplitModel | None = None,
-    exchanges: Sequence[GradientMethod | LocalMethod] = (),
+    exchanges: Sequence[GradientMethod] = (),
     epsilon: float = 0.0,
     max_seconds: float = 10.0,
 ) -> tuple[list[PlanPoint], list[PlanPoint], float]:
@@ -136,7 +136,7 @@ def search_stages_for(
     *,
     global_batch_size: int,
     split: SplitModel | None = None,
-    exchanges: Sequence[GradientMethod | LocalMethod] = (),
+    exchanges: Sequence[GradientMethod] = (),
     epsilon: float = 0.0,
     max_seconds: float = 10.0,
 ) -> tuple[list[PlanPoint], list[PlanPoint], float]:
@@ -290,7 +290,7 @@ def search_continuous(
     known: Sequence[PlanPoint],
     *,
     global_batch_size: int,
-    exchanges: Sequence[GradientMethod | LocalMethod] = (),
+    exchanges: Sequence[GradientMethod] = (),
     epsilon: float = 0.0,
     max_seconds: float = 10.0,
 ) -> tuple[list[PlanPoint], float]:
@@ -425,8 +425,7 @@ class _Plans:
         # the batch of a rank: that of its row, or its own part of it
         self._batch_size = batch_size // shape.pipeline if own_batches else batch_size
         self._own_batches = own_batches
-        entry = "gradient_exchange" if shape.local_steps is None else "local_steps"
-        self._common[entry] = shape.exchange
+        self._common["gradient_exchange"] = shape.exchange
 
     def plan(self, point: StagePoint, predicted: StepEstimate) -> ParallelPlan:
         """Return the plan of a point."""

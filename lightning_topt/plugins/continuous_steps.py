@@ -64,7 +64,6 @@ class ContinuousRunner(StepRunner):
         self._traced_calls: list[LoggedCall] = []  # of a step that was traced
         self._returned: BackwardResult | None = None  # of the minibatch whose update is to come
         self._updated = True
-        self._until_meeting: int | None = None  # updates that rows make alone from here on
         self._modules = list(steps.module.modules())
         self._modes: list[tuple[nn.Module, bool]] = []
         self._undo = ExitStack()
@@ -158,15 +157,7 @@ class ContinuousRunner(StepRunner):
         self._modes = [(part, part.training) for part in self._modules]
         self._drop_used_gradients()
         # The run has to know how many batches are left before it is drained.
-        exchange = self.engine.exchange
-        if self._run.is_drained:
-            self._until_meeting = None if exchange is None else exchange.steps_to_meeting
-        index, end = (
-            self._run.minibatches,
-            next_end(trainer, start=self._start, alone=self._until_meeting),
-        )
-        if self._until_meeting is not None:
-            self._until_meeting -= exchanges
+        index, end = self._run.minibatches, next_end(trainer, start=self._start)
         self._batches_in_flight[index] = batch
         own = _MinibatchPasses(self._steps, (batch,), args[1] if len(args) > 1 else None)
 
@@ -243,7 +234,7 @@ class ContinuousRunner(StepRunner):
 
     @override
     def drain(self) -> None:
-        """Bring all back that is in flight, and let rows that train alone meet."""
+        """Bring all back that is in flight."""
         self.bring_back()
         self.engine.synchronize()
 
@@ -371,7 +362,7 @@ class _DrainFirst(pl.Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if self._runner._until_meeting == 0 or is_end(trainer, start=self._runner._start):
+        if is_end(trainer, start=self._runner._start):
             self._runner.bring_back()
 
     @override
@@ -480,17 +471,11 @@ class NextEnd(NamedTuple):
     updates: bool
 
 
-def next_end(trainer: pl.Trainer, *, start: int, alone: int | None = None) -> NextEnd:
-    """Return where the loop next needs a drained pipeline. Asked during `training_step`.
-
-    `alone`: updates that rows make alone from this batch on; None: rows meet in each.
-    """
+def next_end(trainer: pl.Trainer, *, start: int) -> NextEnd:
+    """Return where the loop next needs a drained pipeline. Asked during `training_step`."""
     # The nearest of all reasons to drain.
     progress = trainer.fit_loop.epoch_loop.batch_progress
-    found = [*_batches_left(trainer, start)]
-    if alone is not None:
-        found.append(_batches_to_updates(trainer, alone))
-    batches = max(min(found, default=math.inf), 0)
+    batches = max(min(_batches_left(trainer, start), default=math.inf), 0)
     if not math.isfinite(batches):
         return NextEnd(None, updates=True)
     last = progress.current.ready + int(batches)

@@ -8,7 +8,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_topt.communication.exchange_method import GradientMethod, LocalMethod
+from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.plan.parallel_plan import rule_from_value
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
@@ -49,8 +49,6 @@ class PipelineStrategy(AutoParallelStrategy):
         gradient_exchange: where ranks are left for a data axis, how rows of stages exchange their
             gradients: a method as of `CompressedDDPStrategy`, or its name or mapping. None: they
             average them as they are.
-        local_steps: how rows train alone in place of that, and meet once in many steps: a method as
-            of `LocalStepsStrategy`, such as `SparseLoCo`, or its name or mapping.
         stages_per_rank: None: the fewest that the schedule takes, 1 or 2.
         recompute: whether blocks run forward again in the backward pass, instead of keeping
             activations.
@@ -75,7 +73,6 @@ class PipelineStrategy(AutoParallelStrategy):
         microbatch_loss: MicrobatchLoss = "mean",
         prediction: Prediction | Mapping[str, Any] | str | None = None,
         gradient_exchange: GradientMethod | Mapping[str, Any] | str | None = None,
-        local_steps: LocalMethod | Mapping[str, Any] | str | None = None,
         stages_per_rank: int | None = None,
         recompute: bool = False,
         cluster: Cluster | Mapping[str, Any] | str | Path | None = None,
@@ -98,10 +95,7 @@ class PipelineStrategy(AutoParallelStrategy):
                     f"PipelineStrategy searches no plan, so it does not take {name!r}; "
                     "AutoParallelStrategy does"
                 )
-        exchanges: dict[str, Any] = {  # in any form, which the plan reads
-            "gradient_exchange": gradient_exchange,
-            "local_steps": local_steps,
-        }
+        exchange: Any = gradient_exchange  # in any form, which the plan reads
         given = PipelinePlan(
             stages,
             schedule,
@@ -109,9 +103,9 @@ class PipelineStrategy(AutoParallelStrategy):
             stages_per_rank,
             recompute,
             prediction=rule_from_value(prediction),
-            **exchanges,
+            gradient_exchange=exchange,
         )
-        stale, exchange = schedule in CONTINUOUS_SCHEDULES, given.exchange
+        stale, exchange = schedule in CONTINUOUS_SCHEDULES, given.gradient_exchange
         super().__init__(
             plan=given,
             # what is asked for is allowed

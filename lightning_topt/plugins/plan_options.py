@@ -20,9 +20,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_topt.basics.argument_checks import check_choice, check_real, check_whole
 from lightning_topt.basics.units import parse_bytes
 from lightning_topt.communication.exchange_method import (
-    ExchangeMethod,
     GradientMethod,
-    LocalMethod,
 )
 from lightning_topt.costs.cluster import Cluster, ClusterError
 from lightning_topt.costs.intervals import LEVEL, check_level
@@ -43,7 +41,7 @@ from lightning_topt.plan.parallel_plan import (
     PlanError,
     preset_plan,
 )
-from lightning_topt.plan.plan_values import PRESETS, Preset, read_exchange, read_local_steps
+from lightning_topt.plan.plan_values import PRESETS, Preset, read_exchange
 from lightning_topt.prediction import Prediction
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
 
@@ -54,7 +52,7 @@ _IN_BFLOAT16 = "bf16_gathers"
 _OF_PIPELINE = ("pipeline", "data", "tensor")
 # of a pipeline
 _BESIDE_MESH = {"stages": "stages", "schedule": "schedule", "num_microbatches": "microbatches"}
-_BESIDE_MESH |= {name: name for name in ("gradient_exchange", "local_steps")}
+_BESIDE_MESH["gradient_exchange"] = "gradient_exchange"
 
 
 @dataclass(frozen=True)
@@ -149,9 +147,8 @@ class PipelinePlan:
     `stages_per_rank` of them (None: the fewest that the schedule takes). Ranks that are left form a
     data axis. With `sizes`, the axes of the mesh as in `MeshPlan`, whatever is None is searched,
     the schedule as well. `prediction` belongs to asynchronous schedules; None: the optimizer's
-    default. Data ranks exchange gradients by `gradient_exchange`, or train alone by `local_steps`;
-    None: they average gradients as they are. Both may be given in any form of `read_method`. Raises
-    ValueError for wrong numbers and names.
+    default. Data ranks exchange gradients by `gradient_exchange`, in any form of `read_method`;
+    None: they average gradients as they are. Raises ValueError for wrong numbers and names.
     """
 
     stages: int | None = None
@@ -162,7 +159,6 @@ class PipelinePlan:
     sizes: tuple[tuple[str, int], ...] | None = None
     prediction: Prediction | None = None
     gradient_exchange: GradientMethod | None = None
-    local_steps: LocalMethod | None = None
 
     def __post_init__(self) -> None:
         for name in ("stages", "microbatches", "stages_per_rank"):
@@ -171,13 +167,6 @@ class PipelinePlan:
         # What data ranks exchange, in any form.
         if self.gradient_exchange is not None:
             object.__setattr__(self, "gradient_exchange", read_exchange(self.gradient_exchange))
-        if self.local_steps is not None:
-            object.__setattr__(self, "local_steps", read_local_steps(self.local_steps))
-        if self.gradient_exchange is not None and self.local_steps is not None:
-            raise ValueError(
-                "ranks that train alone average no gradients: leave out gradient_exchange or "
-                "local_steps"
-            )
         # A schedule is searched on a given mesh only.
         if self.schedule is not None or self.sizes is None:
             allowed = (*SCHEDULES, *CONTINUOUS_SCHEDULES)
@@ -239,20 +228,16 @@ class PipelinePlan:
         rule = SCHEDULES.get(self.schedule or "")
         return self.stages_per_rank or (1 if rule is None else rule.least_stages)
 
-    @property
-    def exchange(self) -> ExchangeMethod | None:
-        """The method of data ranks, of either kind; None: gradients as they are."""
-        return self.gradient_exchange or self.local_steps
-
     def mesh(self, world_size: int, *, num_nodes: int) -> Mesh:
         """Return the mesh: stages, parts of the batch, then slices, where asked for.
 
         Raises PlanError.
         """
         mesh = self._mesh(world_size, num_nodes=num_nodes)
-        if self.exchange is not None and mesh.data_parallel_size == 1:
+        exchange = self.gradient_exchange
+        if exchange is not None and mesh.data_parallel_size == 1:
             raise PlanError(
-                f"one pipeline has all {world_size} ranks, and {self.exchange.name!r} is between "
+                f"one pipeline has all {world_size} ranks, and {exchange.name!r} is between "
                 "several: leave it out, or choose fewer stages or more devices"
             )
         return mesh

@@ -128,11 +128,11 @@ class PlanRequest:
             exchange = self.plan.gradient_exchange
             self.allowed.check(self.plan)
         named = (*self.allowed.candidates, *self.allowed.local_steps)
-        has_own = isinstance(self.plan, PipelinePlan) and self.plan.exchange is not None
+        has_own = isinstance(self.plan, PipelinePlan) and self.plan.gradient_exchange is not None
         if isinstance(self.plan, MeshPlan | PipelinePlan) and named and not has_own:
             raise ValueError(
                 "on a given mesh and in a pipeline no exchange is searched: leave out "
-                "allow_compression or plan, or give a pipeline its gradient_exchange or local_steps"
+                "allow_compression or plan, or give a pipeline its gradient_exchange"
             )
         if self.own_hook and (exchange is not None or named):
             raise ValueError(

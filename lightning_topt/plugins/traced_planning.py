@@ -597,7 +597,6 @@ def pipeline_request(
         * mesh.data_parallel_size,
         pipelines=pipelines_on(mesh, given, microbatches=None if is_free else count),
         exchanges=() if given.gradient_exchange is None else (given.gradient_exchange,),
-        local_steps=() if given.local_steps is None else (given.local_steps,),
     )
 
 
@@ -610,7 +609,7 @@ def pipelines_on(mesh: Mesh, given: PipelinePlan, *, microbatches: int | None) -
         microbatches,
         ranks=mesh.pipeline_size,
         tensor=mesh.ranks_along(mesh.tensor_axes),
-        by_exchange=given.exchange is not None,
+        by_exchange=given.gradient_exchange is not None,
     )
 
 

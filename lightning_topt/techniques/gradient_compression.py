@@ -233,8 +233,7 @@ class LocalTraining(Technique):
 
     @override
     def apply(self, model: ParallelModel) -> Applied | None:
-        # stages of several rows meet one by one (`execution.pipeline.row_exchange`)
-        if model.local_steps is None or model.mesh.pipeline_axes:
+        if model.local_steps is None:
             return None
         # importing it takes what only such plans need
         from lightning_topt.communication.local_exchange import LocalExchange  # noqa: PLC0415

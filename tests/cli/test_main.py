@@ -149,10 +149,10 @@ def test_wrong_use_is_one_sentence_and_exit_code_2(arguments, words, tmp_path):
         (
             [
                 "plan",
-                "strategy.plan={mesh:{pipeline:2,data:2},local_steps:{method:sparse_loco}}",
+                "strategy.plan={mesh:{pipeline:2,data:2},gradient_exchange:{method:topk}}",
                 "strategy.allow_compression=true",
             ],
-            "takes nothing given beside a mesh: leave out gradient_exchange and local_steps",
+            "takes nothing given beside a mesh: leave out gradient_exchange",
         ),
         (
             ["plan", *TINY, "model.num_heads=1", "cluster=a100_8x8", "mesh={tensor:7}"],

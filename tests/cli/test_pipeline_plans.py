@@ -92,7 +92,7 @@ def test_a_mesh_with_a_pipeline_axis_may_keep_parts_of_the_plan() -> None:
         ),
         (
             {"mesh": {"pipeline": 2}, "microbatches": 4},
-            "schedule, num_microbatches, gradient_exchange, local_steps; got microbatches",
+            "schedule, num_microbatches, gradient_exchange; got microbatches",
         ),
         ({"mesh": {"pipeline": 2}, "stages": 3}, "so stages is a multiple of 2; got 3"),
         (

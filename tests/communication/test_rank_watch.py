@@ -199,31 +199,6 @@ def test_nothing_is_left_behind() -> None:
     assert on_tcp(left_behind, 2, reporters=[0, 1]) == {0: "True True", 1: "True True"}
 
 
-def silent(rank: int) -> str:
-    rank_watch.POLL_SECONDS = 0.05
-    said: list[str] = []
-    rank_watch.log.error = lambda text, *args: said.append(text % args)  # type: ignore[method-assign]
-    store = dist.PrefixStore("silent", _get_default_store().clone())
-    watch = rank_watch.RankWatch(store, rank=rank, world_size=3, silence_seconds=0.8)
-    dist.barrier()
-    time.sleep(1)  # longer than a silence
-    assert not said
-    dist.barrier()
-    if rank == 2:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    deadline = time.monotonic() + (20 if rank == 1 else 2)
-    while not said and time.monotonic() < deadline:
-        time.sleep(0.05)
-    watch.stop()
-    return " ".join(said)
-
-
-def test_where_calls_do_not_raise_the_neighbour_reports_a_silent_rank() -> None:
-    found = on_tcp(silent, 3, reporters=[0, 1])
-    assert found[0] == "" and found[1].startswith("rank 2 has not been heard of for 1 s (process ")
-    assert "is stopped" in found[1]
-
-
 @pytest.mark.parametrize(
     ("error", "expected"),
     [

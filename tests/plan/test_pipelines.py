@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_topt.communication import LocalSteps, TopK
+from lightning_topt.communication import TopK
 from lightning_topt.costs import exchange_model
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.communication import Group, estimate_collective_seconds
@@ -337,7 +337,7 @@ def test_pipelines_that_are_bounded_together_are_bounded_as_alone(
 ) -> None:
     """Whatever their rows send, or where these are."""
     blocks, prices = stage_blocks(request_of_gpt), np.array([0.0, 1e-10])
-    methods = TopK(density=0.01), LocalSteps(every=5)
+    methods = TopK(density=0.01), TopK(density=0.1)
     wanted = PipelineRequest(schedule="1f1b", microbatches=4)
     shapes = [*pipeline_shapes(blocks, 8, 32, wanted, exchanges=methods)]
     together = bounds_of(blocks, shapes, prices)

@@ -17,7 +17,7 @@ import pytest
 from benchmarks.exchange import step_factors as harness
 from benchmarks.exchange.adam_simulator import Model
 from benchmarks.exchange.paired_runs import keep_row
-from lightning_topt.communication import BF16, SparseLoCo, TopK
+from lightning_topt.communication import BF16, TopK
 from lightning_topt.costs.cluster import Link
 from lightning_topt.costs.intervals import Interval
 from lightning_topt.graph.mesh_axes import Axis, Mesh
@@ -198,37 +198,6 @@ def test_stale_weights_and_an_exchange_multiply_unless_they_were_measured_togeth
     found = StepTable((*table.rows, both)).factor_of(plan, ADAMW)
     assert isinstance(found, StepFactor)
     assert (found.median, found.low, found.high) == (1.4, 1.3, 1.4)
-
-
-def test_pipelines_that_train_alone_have_the_factor_of_both():
-    """Local steps multiply with stale weights as a compressed exchange does."""
-    plan = dataclasses.replace(stale_plan(), local_steps=SparseLoCo(every=5))
-    flushes = dataclasses.replace(plan, schedule="1f1b", prediction=None, num_microbatches=4)
-    local = row("sparse_loco", 1.1, 1.3, 1.4, options={"every": 5})
-    stale = row("dense", 1.2, 1.5, 1.8, staleness=plan.in_flight, prediction="spectrain")
-    found = StepTable((local,)).factor_of(flushes, ADAMW)
-    assert isinstance(found, StepFactor)
-    assert (found.median, found.low, found.high) == (1.3, 1.1, 1.4)
-    found = StepTable((local, stale)).factor_of(plan, ADAMW)
-    assert isinstance(found, StepFactor)
-    product = 1.3 * 1.5, 1.1 * 1.2, 1.4 * 1.8
-    assert (found.median, found.low, found.high) == pytest.approx(product)
-    together = dataclasses.replace(
-        stale, method="sparse_loco", options={"every": 5}, factors=(1.7,)
-    )
-    found = StepTable((local, stale, together)).factor_of(plan, ADAMW)
-    assert isinstance(found, StepFactor)
-    assert (found.median, found.low, found.high) == (1.7, 1.7, 1.7)
-    # a part that was not measured is named
-    for rows, part in (((local,), "missing updates by"), ((stale,), "SparseLoCo every 5 steps")):
-        why = StepTable(rows).factor_of(plan, ADAMW)
-        assert isinstance(why, str)
-        assert re.search(f"of its parts no run of .*{part}", why), why
-    # the choice says what it rests on
-    points = [PlanPoint(1.0, MIB, 4, plan), PlanPoint(2.5, MIB, 4, stale_plan())]
-    chosen = choose_by_loss(of(points), ADAMW, table=StepTable((local, stale)))
-    assert chosen.plan.local_steps == plan.local_steps
-    assert "the product of 2 measurements" in chosen.plan.reason
 
 
 def test_the_choice_is_that_of_a_look_at_every_plan():

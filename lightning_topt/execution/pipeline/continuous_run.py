@@ -266,17 +266,6 @@ class ContinuousRun:
             with self._weights.of_update(result.minibatch):
                 yield
             self._send_values(result)
-            self._staged.after_update()
-
-    def share_weights(self) -> None:
-        """Make copies of shared parameters equal in a drained run.
-
-        A collective call of the ranks of a pipeline.
-        """
-        assert self.is_drained, "drain the run first"
-        with self._fails_for_good():
-            self._shared.agree(self.minibatches)
-            self._links.finish()
 
     def clip_norm(
         self,

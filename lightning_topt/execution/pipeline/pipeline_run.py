@@ -128,7 +128,6 @@ class PipelineRun:
         self.exchanges: StageExchanges
         self.norms: StageNorms
         # After each update of an asynchronous run, for rows that train alone.
-        self.after_update: Callable[[], None] = lambda: None
 
     @classmethod
     def start(
@@ -228,11 +227,7 @@ class PipelineRun:
             )
         flows = self.flows.of(step, microbatches, kind=kind)
         # The step of this rank: buffers as on the first data rank, actions, losses to all ranks.
-        # Rows that train alone have running statistics of their own.
-        if self.plan.local_steps is None:
-            self.buffers.begin_step(flows)
-        else:
-            self.buffers.changed_by(flows)
+        self.buffers.begin_step(flows)
         results = self._run(microbatches, step, flows, factors=factors)
         losses = torch.ones(count, device=self.device)  # (n,)
         for index, loss in results.items():

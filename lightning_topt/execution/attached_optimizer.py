@@ -27,12 +27,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_topt.communication.collectives import travel_device
+from lightning_topt.communication.value_exchange import value_of_rank
 from lightning_topt.execution.gathered_state import (
     follow_parameters,
     gather_parameter_states,
     place_optimizer_state,
 )
-from lightning_topt.execution.pipeline.pipeline_run import PipelineRun, share_value
+from lightning_topt.execution.pipeline.pipeline_run import PipelineRun
 from lightning_topt.execution.stored_states import StoredOptimizer, chunks_of, rows_of_tensor
 from lightning_topt.optim.full_state import laid_out, parameters_of
 from lightning_topt.optim.local_step import install_local_step
@@ -485,7 +486,7 @@ class StageOptimizer:
         everyone = dist.group.WORLD
         assert everyone is not None
         lift_refusal(self.optimizer)
-        full = share_value(self.full_state(), group=everyone, source=0, device=self._device)
+        full = value_of_rank(self.full_state(), everyone, place=0, device=self._device)
         self.optimizer.load_state_dict(place_optimizer_state(self.optimizer, full, {}))
         self._others = set()
 

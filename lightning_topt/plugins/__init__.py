@@ -27,7 +27,7 @@ What these use:
 
     why a plan cannot run  requirements
     a step's result        step_records, microbatches, stashed_gradients
-    between ranks          value_exchange, clipping
+    between ranks          agreed_batches, clipping
     Lightning              data_parallel_hooks, register, lent_methods
 
 Other plugins:

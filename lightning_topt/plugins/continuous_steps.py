@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_topt.communication.value_exchange import pack_value, unpack_value
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.continuous_run import BackwardResult, ContinuousRun
 from lightning_topt.execution.pipeline.pipeline_run import Example
@@ -46,7 +47,6 @@ from lightning_topt.plugins.step_records import (
     replay,
 )
 from lightning_topt.plugins.step_runner import Step, StepRunner
-from lightning_topt.plugins.value_exchange import pack_value, unpack_value
 from lightning_topt.prediction import TwoVersions
 
 PIPELINE_KEY = "pipeline"  # in checkpoints, of what is ours: the state of the pipeline

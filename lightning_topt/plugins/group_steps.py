@@ -27,6 +27,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from typing_extensions import override
 
+from lightning_topt.communication.value_exchange import (
+    value_for_rank,
+    value_of_rank,
+    values_of_ranks,
+)
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.structures import map_tensors
@@ -52,7 +57,6 @@ from lightning_topt.plugins.step_records import (
     uncounted,
 )
 from lightning_topt.plugins.step_runner import Step, StepRunner
-from lightning_topt.plugins.value_exchange import value_for_rank, value_of_rank, values_of_ranks
 from lightning_topt.techniques.tensor_parallel.random_states import (
     RandomStates,
     random_states,

@@ -27,10 +27,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_choice
+from lightning_topt.communication.value_exchange import value_of_rank, values_of_ranks
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.structures import map_tensors
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
+from lightning_topt.plugins.agreed_batches import AgreedBatches
 from lightning_topt.plugins.microbatches import (
     MicrobatchLoss,
     Parts,
@@ -60,11 +62,6 @@ from lightning_topt.plugins.step_records import (
     uncounted,
 )
 from lightning_topt.plugins.step_runner import Step, StepRunner, evaluating
-from lightning_topt.plugins.value_exchange import (
-    AgreedBatches,
-    value_of_rank,
-    values_of_ranks,
-)
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
 from lightning_topt.techniques.tensor_parallel.random_states import (
     random_states,

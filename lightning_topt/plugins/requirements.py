@@ -43,10 +43,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric, MetricCollection
 
+from lightning_topt.communication.value_exchange import check_packs
 from lightning_topt.graph.kernels import NAMESPACES
 from lightning_topt.graph.module_copy import silence
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.plugins.value_exchange import check_packs
 from lightning_topt.techniques.ddp_wrapper import names_to_ignore
 
 SHARDED, STAGES, OWN_BATCHES = "sharded", "stages", "own batches"

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
+from lightning_topt.plugins.agreed_batches import checksum
 from lightning_topt.plugins.microbatches import first_samples, split_batch
-from lightning_topt.plugins.value_exchange import checksum
 
 
 class Encoding(UserDict[str, Any]):

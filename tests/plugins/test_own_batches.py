@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_topt import AutoParallelStrategy
+from lightning_topt.communication.value_exchange import values_of_ranks
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.graph.capture import capture
 from lightning_topt.plan.choose import NoPlanFitsError
 from lightning_topt.plugins.requirements import OWN_BATCHES, SEQUENTIAL, Fit, why_not
 from lightning_topt.plugins.searched_plan import TracedStep
-from lightning_topt.plugins.value_exchange import values_of_ranks
 from tests.launch import run_ranks
 from tests.models import MLP
 from tests.plugins.trainer_ranks import make_trainer, on_ranks, topt_trainer

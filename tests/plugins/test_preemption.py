@@ -250,8 +250,10 @@ def test_ranks_that_find_different_checkpoints_say_so(tmp_path):
 # ---- Ctrl-C --------------------------------------------------------------------------------------
 
 PROGRAM = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint

@@ -11,7 +11,6 @@ import pytest
 
 from lightning_topt.schedules.schedules import (
     SCHEDULES,
-    Action,
     Schedule,
     continuous_schedule,
     forward_schedule,
@@ -20,7 +19,6 @@ from lightning_topt.schedules.schedules import (
 from lightning_topt.schedules.simulate import held_counts, simulate
 from lightning_topt.schedules.timing import StageCosts, many_rank_seconds, step_seconds
 from tests.schedules.slow_simulator import SlowSimulator
-from tests.schedules.step_formulas import equal_stages_seconds, gpipe_seconds, one_f_one_b_bounds
 
 
 def equal_costs(
@@ -110,56 +108,6 @@ def test_many_sets_of_costs_at_once_are_those_of_one_after_the_other() -> None:
             )
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "1f1b_overlapped"])
-def test_formulas_of_bapipe(name: str) -> None:
-    """1F1B-AS (no transfers), 1F1B-SNO and 1F1B-SO, on more than 1,000 sizes each; beyond their
-    limits steps are longer.
-    """
-    count = 0
-    for stages, parts in itertools.product(range(1, 9), range(1, 17)):
-        schedule = make_schedule(name, num_ranks=stages, num_microbatches=parts)
-        for forward, backward, hop in itertools.product(
-            (1.0, 2.0), (1.0, 3.0), (0.0, 0.25, 1.0, 1.75)
-        ):
-            found = step_seconds(schedule, equal_costs(stages, forward, backward, hop))
-            formula = equal_stages_seconds(
-                name,
-                num_stages=stages,
-                num_microbatches=parts,
-                forward=forward,
-                backward=backward,
-                transfer=hop,
-            )
-            limit = {
-                "1f1b": np.inf,
-                "gpipe": min(forward, backward),
-                "1f1b_overlapped": (forward + backward) / 2,
-            }[name]
-            if hop <= limit:
-                assert found == pytest.approx(formula)
-                count += 1
-            else:
-                assert found >= formula - 1e-9
-    assert count > 1000
-
-
-def test_microbatches_in_flight_of_bapipe() -> None:
-    """Stage i of N (from 1) holds N - i + 1 microbatches under 1F1B, 2 (N - i) + 1 with transfers
-    overlapped.
-    """
-    for stages in range(1, 9):
-        costs = equal_costs(stages, 1.0, 2.0, 0.5, activation_bytes=[1.0] * stages)
-        numbers = range(1, stages + 1)
-        in_flight = {
-            "1f1b": [stages - i + 1 for i in numbers],
-            "1f1b_overlapped": [2 * (stages - i) + 1 for i in numbers],
-        }
-        for name, counts in in_flight.items():
-            schedule = make_schedule(name, num_ranks=stages, num_microbatches=32)
-            assert [*simulate(schedule, costs).peak_bytes] == counts
-            assert [int(rows.max()) for rows in held_counts(schedule)] == counts
-
-
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_bubbles_of_the_papers(ranks: int) -> None:
     """Bubbles of the busiest rank, in units of passes F = 1 and B = W = 1."""
@@ -206,36 +154,6 @@ def test_bubbles_of_zero_bubble_schedules_whose_passes_differ() -> None:
             assert lost == pytest.approx(formula) if weight <= half else lost > formula + 0.1
 
 
-def test_closed_forms_of_unequal_stages() -> None:
-    draw = random.Random(11)
-    for _ in range(300):
-        stages, parts = draw.randint(1, 6), draw.randint(1, 10)
-        costs = random_costs(stages, draw, skips=False)
-        hops, back = (
-            [*(costs.transfer_seconds or {}).values()],
-            [*(costs.gradient_seconds or {}).values()],
-        )
-        schedule = make_schedule("gpipe", num_ranks=stages, num_microbatches=parts)
-        exact = gpipe_seconds(
-            costs.forward,
-            backward=costs.backward,
-            num_microbatches=parts,
-            transfer=hops,
-            gradient_transfer=back,
-        )
-        assert step_seconds(schedule, costs) == pytest.approx(exact)
-        same = replace(costs, gradient_seconds=None)
-        for name in ("1f1b", "1f1b_overlapped"):
-            schedule = make_schedule(name, num_ranks=stages, num_microbatches=parts)
-            found = step_seconds(schedule, same)
-            low, high = one_f_one_b_bounds(
-                costs.forward, backward=costs.backward, num_microbatches=parts, transfer=hops
-            )
-            assert low - 1e-9 <= found <= high + 1e-9
-    low, high = one_f_one_b_bounds([1.0] * 4, backward=[2.0] * 4, num_microbatches=8)
-    assert low == pytest.approx(high)
-
-
 def test_held_counts_give_the_peak_of_activations() -> None:
     draw = random.Random(5)
     for _ in range(60):
@@ -258,29 +176,6 @@ def test_held_counts_give_the_peak_of_activations() -> None:
             ]
             peaks.append((counts @ np.array(sizes)).max())
         assert simulate(schedule, costs).peak_bytes == pytest.approx(peaks)
-
-
-def test_transfers_that_occupy_both_ends_take_longer_and_edges_on_one_rank_cost_nothing() -> None:
-    schedule = make_schedule("1f1b", num_ranks=2, num_microbatches=1)
-    assert step_seconds(schedule, equal_costs(2, 1.0, 2.0, 0.5, overlapped=False)) == 7.0
-    schedule = make_schedule("1f1b", num_ranks=4, num_microbatches=8)
-    beside = step_seconds(schedule, equal_costs(4, 1.0, 2.0, 0.5))
-    assert step_seconds(schedule, equal_costs(4, 1.0, 2.0, 0.5, overlapped=False)) > beside
-    alone = make_schedule("zbv", num_ranks=1, num_microbatches=2)
-    found = simulate(alone, equal_costs(2, 1.0, 2.0, 5.0))
-    assert (found.step_seconds, found.transfers, found.idle_seconds) == (12.0, (), (0.0,))
-
-
-def test_a_link_carries_one_tensor_at_a_time() -> None:
-    """Stage 0 sends to stages 1 and 2, both on rank 1: the second waits for the first."""
-    actions = ((Action("forward", 0, 0),), (Action("forward", 1, 0), Action("forward", 2, 0)))
-    schedule = Schedule("mine", 1, (0, 1, 1), actions)
-    costs = StageCosts(
-        [1.0] * 3, [1.0] * 3, transfer_seconds={(0, 1): 2.0, (0, 2): 2.0, (1, 2): 9.0}
-    )
-    found = simulate(schedule, costs)
-    assert [(span.start, span.end) for span in found.transfers] == [(1.0, 3.0), (3.0, 5.0)]
-    assert found.step_seconds == 6.0
 
 
 def test_forward_schedules_hold_no_activations_and_keep_ranks_busy() -> None:
@@ -309,5 +204,3 @@ def test_forward_schedules_hold_no_activations_and_keep_ranks_busy() -> None:
 def test_costs_that_do_not_fit_are_refused(costs: StageCosts, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         simulate(make_schedule("zero_bubble", num_ranks=2, num_microbatches=2), costs)
-    with pytest.raises(ValueError, match="there is a formula for"):
-        equal_stages_seconds("zbv", num_stages=2, num_microbatches=2, forward=1.0, backward=1.0)

@@ -16,8 +16,6 @@ losses, values of any kind, and gradients by the plan's method.
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -29,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from lightning_topt.communication.collectives import travel_device
 from lightning_topt.communication.rank_watch import PeerLostError
+from lightning_topt.communication.value_exchange import value_of_rank
 from lightning_topt.execution.applied_techniques import AppliedTechniques
 from lightning_topt.execution.gathered_state import load_module_state, module_state
 from lightning_topt.execution.pipeline.messages import (
@@ -253,8 +251,8 @@ class PipelineRun:
             results = self._run(microbatches, step, flows, factors=None)
             last = self.layout.rank_of_stage[-1]
             own = [results.get(index) for index in range(len(microbatches))]
-            shared: list[Any] = share_value(
-                own, group=self.groups.pipeline_group, source=last, device=self.device
+            shared: list[Any] = value_of_rank(
+                own, self.groups.pipeline_group, place=last, device=self.device
             )
             return shared
 
@@ -558,58 +556,3 @@ def share_losses(values: Tensor, groups: PipelineGroups, *, source: int) -> None
             f"{groups.pipeline[source]}, which runs the last stage: a rank is gone, stopped or "
             f"late ({error})"
         ) from error
-
-
-def share_value(
-    value: object, *, group: dist.ProcessGroup, source: int, device: torch.device
-) -> Any:
-    """Return the `value` of rank `source` of `group` on all of its ranks. A collective call.
-
-    What is not a tensor is pickled; tensors travel as they are, and have no graph then. Raises
-    whatever pickle raises for a value that it does not take.
-    """
-    is_source = dist.get_rank(group) == source
-    tensors: list[Tensor] = []
-    head: list[Any] = [None]  # the pickled rest, and the shape, dtype and place of each tensor
-    if is_source:
-        text = _without_tensors(value, tensors)
-        head = [(text, [(t.shape, t.dtype, t.device.type != "cpu") for t in tensors])]
-    dist.broadcast_object_list(head, group=group, group_src=source, device=device)
-    text, specs = head[0]
-    shared = []
-    for index, (shape, dtype, on_device) in enumerate(specs):
-        where = device if on_device else travel_device(group)
-        if is_source:
-            sent = tensors[index].detach().to(where).contiguous()
-        else:
-            sent = torch.empty(shape, dtype=dtype, device=where)
-        dist.broadcast(sent, group=group, group_src=source)
-        shared.append(sent if on_device else sent.cpu())
-    return value if is_source else _with_tensors(text, shared)
-
-
-def _without_tensors(value: object, tensors: list[Tensor]) -> bytes:
-    """Return the pickled value with a number in the place of each tensor, which `tensors` gets."""
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, obj: object) -> int | None:
-            if not isinstance(obj, Tensor):
-                return None
-            tensors.append(obj)
-            return len(tensors) - 1
-
-    buffer = io.BytesIO()
-    Pickler(buffer).dump(value)
-    return buffer.getvalue()
-
-
-def _with_tensors(text: bytes, tensors: list[Tensor]) -> Any:
-    """Undo `_without_tensors`."""
-
-    class Unpickler(pickle.Unpickler):
-        def persistent_load(self, pid: Any) -> Tensor:
-            tensor: Tensor = tensors[pid]
-            return tensor
-
-    value: Any = Unpickler(io.BytesIO(text)).load()
-    return value

@@ -15,7 +15,8 @@ from torch import nn
 from lightning_topt.communication.checkpoint import State
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.topology import Topology
-from lightning_topt.execution.pipeline.pipeline_run import PipelineRun, share_value
+from lightning_topt.communication.value_exchange import value_of_rank
+from lightning_topt.execution.pipeline.pipeline_run import PipelineRun
 from lightning_topt.techniques.run_options import RunOptions
 from lightning_topt.techniques.technique import Applied
 
@@ -65,7 +66,7 @@ def _merged(run: PipelineRun, ranks: list[State]) -> list[State]:
         for place in range(len(groups.pipeline)) if groups.saves else ():
             # Place after place of the pipeline gives the states of its data ranks.
             own = ranks if place == groups.rank else None
-            states = share_value(own, group=group, source=place, device=run.device)
+            states = value_of_rank(own, group, place=place, device=run.device)
             for into, state in zip(found, states, strict=True):
                 for kind, tensors in state.items():
                     into.setdefault(kind, {}).update(tensors)

@@ -1,10 +1,9 @@
-"""Batches and other values of any structure, exchanged between the ranks of a group.
+"""Values of any structure, such as batches, exchanged between the ranks of a group.
 
     value_of_rank    one rank's value, on all ranks
     values_of_ranks  every rank's value, on all ranks, one after the other
     value_for_rank   one rank has a value for each rank
     pack_value       a value as bytes, for a channel of one's own; `unpack_value`
-    AgreedBatches    batches that should be equal on all ranks: checked, and sent if they are not
 
 Values are pickled but for their plain tensors, which travel by themselves as bytes (backends do not
 know all dtypes), straight from where they are. A rank's own value is never copied.
@@ -14,18 +13,14 @@ from __future__ import annotations
 
 import io
 import pickle
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
-
-_COMPARED_ELEMENTS = 512  # of each tensor, by `checksum`
 
 
 def value_of_rank(value: Any, group: dist.ProcessGroup, *, place: int, device: torch.device) -> Any:
@@ -181,14 +176,14 @@ class _Unpacker(pickle.Unpickler):
 def _unpickled(
     pickled: bytes, tensors: Sequence[Tensor], forms: Sequence[_Form], device: torch.device
 ) -> Any:
-    # What was on an accelerator comes to this rank's; all else stays on the host.
-    placed = [
-        tensor.to(device if form.device == device.type else form.device).requires_grad_(
-            form.requires_grad
-        )
-        for tensor, form in zip(tensors, forms, strict=True)
-    ]
+    placed = [_placed(tensor, form, device) for tensor, form in zip(tensors, forms, strict=True)]
     return _Unpacker(io.BytesIO(pickled), placed).load()
+
+
+def _placed(tensor: Tensor, form: _Form, device: torch.device) -> Tensor:
+    # What was on an accelerator comes to this rank's; all else stays on the host.
+    where = device if form.device == device.type else form.device
+    return tensor.to(where).requires_grad_(form.requires_grad)
 
 
 # ---- sending -------------------------------------------------------------------------------------
@@ -212,9 +207,12 @@ def _received(
     place: int,
     device: torch.device,
 ) -> Any:
-    tensors = [torch.empty(form.shape, dtype=form.dtype, device=device) for form in forms]
-    _broadcast(tensors, group, place, device)
-    return _unpickled(pickled, tensors, forms, device)
+    placed = []
+    for form in forms:  # one at a time: a device may have no room for all
+        tensor = torch.empty(form.shape, dtype=form.dtype, device=device)
+        _broadcast([tensor], group, place, device)
+        placed.append(_placed(tensor, form, device))
+    return _Unpacker(io.BytesIO(pickled), placed).load()
 
 
 @torch.no_grad()
@@ -222,83 +220,7 @@ def _broadcast(
     tensors: Sequence[Tensor], group: dist.ProcessGroup, place: int, device: torch.device
 ) -> None:
     """Send the elements as bytes: backends do not know all dtypes."""
-    sent = (
-        tensor.to(device).contiguous().view(-1).view(torch.uint8)
-        for tensor in tensors
-        if tensor.numel()
-    )
-    for work in [dist.broadcast(one, group=group, group_src=place, async_op=True) for one in sent]:
-        work.wait()
-
-
-# ---- batches that should be equal ----------------------------------------------------------------
-
-
-class AgreedBatches:
-    """Batches of the ranks in `group`, which must be equal: those of a pipeline's stages."""
-
-    def __init__(self, group: dist.ProcessGroup, *, device: torch.device) -> None:
-        self._group, self._device = group, device
-        self._differ = False
-
-    @property
-    def differ(self) -> bool:
-        """Whether batches were found to differ."""
-        return self._differ
-
-    def agreed(self, batch: Any) -> Any:
-        """Return `batch`, or that of the first rank if batches differ now or did before.
-
-        Some elements of each tensor are compared, and texts and numbers. A collective call.
-        """
-        if not self._differ:
-            # One number per rank.
-            own = torch.tensor([checksum(batch)], device=self._device)
-            everyone = own.new_empty(dist.get_world_size(self._group))
-            of_ranks = list(everyone.split(1))  # views
-            dist.all_gather(of_ranks, own, group=self._group)
-            self._differ = bool((everyone != own).any())
-            if self._differ:
-                rank_zero_warn(
-                    "topt: the ranks of a pipeline got different batches, so each of these is sent "
-                    "from the first rank to the others. That takes time: leave "
-                    "use_distributed_sampler=True, or let loaders shuffle, and transforms draw, "
-                    "from a generator with the same seed on all ranks"
-                )
-        if not self._differ:
-            return batch
-        return value_of_rank(batch, self._group, place=0, device=self._device)
-
-
-def checksum(batch: Any) -> int:
-    """Return a number that very likely differs for batches that differ, if only in a shape."""
-    found = 0
-    for piece in _pieces(batch):
-        found = zlib.crc32(piece, found)
-    return found
-
-
-def _pieces(value: Any) -> Iterator[bytes]:
-    """Yield the parts of a batch that its checksum is made of."""
-    if isinstance(value, Tensor):
-        yield f"{tuple(value.shape)} {value.dtype}".encode()
-        if value.layout == torch.strided and value.numel():
-            flat = (
-                value.detach().reshape(-1)
-                if value.is_contiguous()
-                else value.detach().contiguous().view(-1)
-            )
-            # about 512 elements, evenly spread
-            sample = flat[:: max(1, len(flat) // _COMPARED_ELEMENTS)].contiguous().cpu()
-            yield sample.view(torch.uint8).numpy().tobytes()
-    elif isinstance(value, Mapping):
-        for name, entry in value.items():
-            yield repr(name).encode()
-            yield from _pieces(entry)
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            yield from _pieces(entry)
-    elif isinstance(value, str | bytes | int | float | complex | bool | None):
-        yield repr(value).encode()
-    elif hasattr(value, "__dict__"):
-        yield from _pieces(vars(value))
+    for tensor in tensors:
+        if tensor.numel():
+            sent = tensor.to(device).contiguous().view(-1).view(torch.uint8)
+            dist.broadcast(sent, group=group, group_src=place)

@@ -376,7 +376,8 @@ class AllowedExchanges:
 
     def check(self, plan: ParallelPlan | PipelinePlan) -> None:
         """Raise PlanError where `plan` compresses gradients in a way that is not allowed."""
-        exchange, local = plan.gradient_exchange, plan.local_steps
+        exchange = plan.gradient_exchange
+        local = plan.local_steps if isinstance(plan, ParallelPlan) else None
         if local is not None and local.name not in self.methods:
             raise PlanError(
                 f"the ranks of this plan train alone ({local.words}), which changes the training. "

@@ -50,7 +50,6 @@ def resume(rank: int, schedule: str, form: str, path: str) -> Any:
     plan = trainer.strategy.parallel_plan
     assert isinstance(plan.gradient_exchange, TopK) and plan.gradient_exchange.density == 0.5
     assert (plan.mesh.pipeline_size, plan.mesh.data_parallel_size) == (2, 2)
-    assert trainer.strategy.exchange_statistics().steps == trainer.global_step
     trainer, _ = fit(schedule, form, 1)
     trainer.save_checkpoint(path)
     _, resumed = fit(schedule, form, 2, path)

@@ -287,7 +287,7 @@ class StageExplanation:
         blocks: its blocks in the order of forward.
         seconds: of a step, all micro-batches: "forward", "backward" (with recomputation), "receive"
             (activations from the stage before, and their gradients back), "once" (exchange of
-            gradients, or a share of an outer step, and update).
+            gradients and update).
         bubble: the share of the step in which its rank runs no pass and no exchange or update of
             any of its stages.
         peak_parts: bytes: "static" (parameters, gradients, states, copies of weights);
@@ -326,7 +326,7 @@ def explain_stages(request: SearchRequest, plan: ParallelPlan) -> tuple[StageExp
     busy = np.zeros(shape.pipeline)
     # a fixed time per pass, forward and backward, beside the blocks' own
     passes_seconds = count * (seconds.forward + seconds.backward + 2 * shape.pass_seconds)
-    passes_seconds += seconds.once + seconds.outer
+    passes_seconds += seconds.once
     np.add.at(busy, list(shape.ranks), passes_seconds[:, 0])
     missing = (
         shape.missing_updates if isinstance(shape, ContinuousShape) else (0,) * shape.num_stages
@@ -337,7 +337,7 @@ def explain_stages(request: SearchRequest, plan: ParallelPlan) -> tuple[StageExp
             "forward": passes * float(seconds.forward[s, 0]),
             "backward": passes * float(seconds.backward[s, 0]),
             "receive": passes * float(seconds.transfers[:, s, 0].sum()) if s else 0.0,
-            "once": float(seconds.once[s, 0]) + plan.accumulate * float(seconds.outer[s, 0]),
+            "once": float(seconds.once[s, 0]),
         }
         held = {
             "static": float(sizes.static[s, 0]),

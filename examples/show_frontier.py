@@ -43,7 +43,8 @@ table = ChainTable(blocks, (0, 1, 2), fixed_seconds=1e-3, fixed_bytes=500.0 * MI
 frontier = search_chain(table)
 
 shown = Table(
-    title=f"{len(frontier)} of {2 ** len(blocks)} plans are worth knowing", title_justify="left"
+    title=f"{len(frontier.points)} of {2 ** len(blocks)} plans are worth knowing",
+    title_justify="left",
 )
 for column in ("step time", "peak memory", *names):
     shown.add_column(column, justify="right")

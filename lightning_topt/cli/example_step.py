@@ -1,35 +1,49 @@
 """The step that commands reason about without training: a batch of the user's data, and its graph.
 
-    trainer = one_device_trainer(config)
-    example = capture_example(model, datamodule, trainer)     # NeedsValues: the model must be real
+    setup = ModelSetup.of(config)           # model, data and trainer; the model has no memory
+    example = setup.capture()
     example.graph, example.samples, example.batch
 
-A model on the meta device is captured without memory. One whose step reads values of tensors
-(`NeedsValues`) is built for real and captured again; the command decides about that.
+A model on the meta device is captured without memory. One whose step reads values of tensors is
+built for real and captured again.
 """
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+import psutil
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_topt.basics.argument_checks import check_whole
+from lightning_topt.basics.units import format_bytes
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.graph.accelerator_kernels import OnAccelerator
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.errors import CaptureError, may_need_values
 from lightning_topt.graph.fused_chains import fused
-from lightning_topt.graph.module_copy import is_on_meta
+from lightning_topt.graph.module_copy import build_on_meta, is_on_meta
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.step_observer import observe_step
 from lightning_topt.graph.structures import batch_sizes
+from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plugins.plan_artifacts import sized_name
+from lightning_topt.plugins.plan_options import (
+    MeshPlan,
+    PipelinePlan,
+    UniformPlan,
+    read_plan_option,
+)
 from lightning_topt.plugins.planning import batches_of
 from lightning_topt.plugins.requirements import noted_reads
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
@@ -68,64 +82,88 @@ class ExampleStep:
     reads_values: bool = False
     batch: object = None
     reads: frozenset[str] = frozenset()  # of the rank and the fit, see `requirements.noted_reads`
+    capture_seconds: float = 0.0
 
 
-def capture_example(
-    model: pl.LightningModule,
-    datamodule: pl.LightningDataModule,
-    trainer: pl.Trainer,
-    *,
-    splits: bool = False,
-    accelerator: bool = False,
-    compiled: bool = False,
-) -> ExampleStep:
-    """Return the step of `model` on a batch of its data; see `capture_batches`.
+@dataclass
+class ModelSetup:
+    """What a configuration builds; `model` has no memory until its values are needed."""
 
-    Raises:
-        NeedsValues: for a model on the meta device.
-    """
-    batches = example_batches(model, datamodule, trainer)
-    kind = {"accelerator": accelerator, "compiled": compiled}
-    return capture_batches(model, batches, trainer, splits=splits, **kind)
+    model: pl.LightningModule
+    make_model: Callable[[], pl.LightningModule]
+    datamodule: pl.LightningDataModule
+    trainer: pl.Trainer
+
+    @classmethod
+    def of(cls, config: DictConfig, **options: Any) -> ModelSetup:
+        """Build what `config` describes, with these options of the trainer or on one device."""
+        datamodule: pl.LightningDataModule = instantiate(config.data)
+        make_model: Callable[[], pl.LightningModule] = functools.partial(instantiate, config.model)
+        model: pl.LightningModule = build_on_meta(make_model)
+        one = {"strategy": "auto", "devices": 1, "num_nodes": 1, "enable_checkpointing": False}
+        trainer: pl.Trainer = instantiate(
+            config.trainer,
+            logger=False,
+            **(options or one),
+            **plugins_of_planning(config.trainer),
+            _convert_="all",
+        )
+        return cls(model, make_model, datamodule, trainer)
+
+    def capture(
+        self, *, splits: bool = False, accelerator: bool = False, compiled: bool = False
+    ) -> ExampleStep:
+        """Return the step of the model on a batch of its data.
+
+        The trainer is the model's from then on.
+
+        Args:
+            splits: return it as a step that can be split as well.
+            accelerator: it will run on accelerators, whatever this machine has.
+            compiled: it will run as `torch.compile` runs it (`graph.fused_chains`).
+
+        Raises:
+            ValueError: the model must be real, and is larger than the memory of this machine.
+        """
+        # the hooks of a batch's transfer ask for the trainer
+        trainer = self.trainer
+        trainer._data_connector.attach_data(self.model, datamodule=self.datamodule)
+        trainer.strategy.connect(self.model)
+        self.datamodule.prepare_data()
+        self.datamodule.setup("fit")
+        batches = batches_of(CombinedLoader(self.datamodule.train_dataloader()), trainer)
+        kind = {"accelerator": accelerator, "compiled": compiled}
+        try:
+            return _capture(self.model, batches, trainer, splits=splits, **kind)
+        except NeedsValues as reason:
+            # parameters and their gradients
+            size = 2 * sum(p.nbytes for p in self.model.parameters())
+            free = psutil.virtual_memory().available
+            if size > free:
+                raise ValueError(
+                    f"the step reads values of tensors ({reason.__cause__}), so it runs on real "
+                    f"weights to be planned; these take {format_bytes(size)} with their "
+                    f"gradients, of which this machine has {format_bytes(free)} free: plan a "
+                    "smaller model of the same kind"
+                ) from reason
+        # a real model, whose step cannot be split, on the same batches
+        self.model = self.make_model()
+        trainer._data_connector.attach_data(self.model, datamodule=self.datamodule)
+        trainer.strategy.connect(self.model)
+        return _capture(self.model, batches, trainer, splits=False, **kind)
 
 
-def example_batches(
-    model: pl.LightningModule, datamodule: pl.LightningDataModule, trainer: pl.Trainer
-) -> tuple[object, object | None]:
-    """Return a training batch, and one of twice as many samples or None.
-
-    `trainer` is the model's from then on.
-    """
-    # the hooks of a batch's transfer ask for it
-    trainer._data_connector.attach_data(model, datamodule=datamodule)
-    trainer.strategy.connect(model)
-    datamodule.prepare_data()
-    datamodule.setup("fit")
-    return batches_of(CombinedLoader(datamodule.train_dataloader()), trainer)
-
-
-def capture_batches(
+# `batches` are a batch, and one of twice as many samples or None
+def _capture(
     model: pl.LightningModule,
     batches: tuple[object, object | None],
     trainer: pl.Trainer,
     *,
-    splits: bool = False,
-    accelerator: bool = False,
-    compiled: bool = False,
+    splits: bool,
+    accelerator: bool,
+    compiled: bool,
 ) -> ExampleStep:
-    """Return the step of `model` on what `example_batches` returned.
-
-    Args:
-        model: the LightningModule.
-        batches: a batch, and one of twice as many samples or None.
-        trainer: that of the model.
-        splits: return it as a step that can be split as well.
-        accelerator: it will run on accelerators, whatever this machine has.
-        compiled: it will run as `torch.compile` runs it (`graph.fused_chains`).
-
-    Raises:
-        NeedsValues: for a model on the meta device.
-    """
+    start = time.perf_counter()
     # the second batch may be None: then it is taken to be twice the first
     batch, second_batch = batches
     # the model computes in the trainer's precision, on its kind of device
@@ -164,7 +202,13 @@ def capture_batches(
     split = None if trace is None else SplitModel(model, batch, graph, trace, second_batch, **given)
     graph = fused(graph) if compiled else graph
     return ExampleStep(
-        graph, sizes[0], split, reads_values=reads_values, batch=batch, reads=frozenset(reads)
+        graph,
+        sizes[0],
+        split,
+        reads_values=reads_values,
+        batch=batch,
+        reads=frozenset(reads),
+        capture_seconds=time.perf_counter() - start,
     )
 
 
@@ -174,20 +218,6 @@ def has_accelerators(*clusters: Cluster | None) -> bool:
 
 
 # ---- what commands read of a configuration
-
-
-def one_device_trainer(config: DictConfig) -> pl.Trainer:
-    """Return the trainer of `config` on one device, without logs and checkpoints."""
-    given = {
-        "strategy": "auto",
-        "devices": 1,
-        "num_nodes": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        **plugins_of_planning(config.trainer),
-    }
-    trainer: pl.Trainer = instantiate(config.trainer, **given, _convert_="all")
-    return trainer
 
 
 def plugins_of_planning(trainer: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,3 +234,67 @@ def plugins_of_planning(trainer: Mapping[str, Any]) -> dict[str, Any]:
 def plain_value(value: object) -> Any:
     """Return an entry of a configuration as plain dictionaries, lists and scalars."""
     return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+
+
+def model_name(graph: OpGraph) -> str:
+    """Return the model as it was named on the command line, else its class; and its size."""
+    # "own" stands for classes of the user's, and says nothing of them
+    name = HydraConfig.get().runtime.choices.get("model")
+    return sized_name(graph, None if name in ("null", "own") else name)
+
+
+# ---- the plan that a command is about
+
+
+def read_given_plan(config: DictConfig) -> UniformPlan | ParallelPlan:
+    """Return the plan of the entry `plan`: that of a file, or one by name.
+
+    Raises:
+        ValueError: there is none, or one that a search completes.
+    """
+    plan = read_plan_option(plain_value(config.plan))
+    if plan is None:
+        raise ValueError("say which plan: plan=<file>, or a name such as plan=zero3")
+    if isinstance(plan, MeshPlan | PipelinePlan):
+        raise ValueError(
+            "the splits of a mesh and the stages of a pipeline are found by a search: give a plan "
+            "file, such as topt plan writes, or a name such as plan=zero3"
+        )
+    return plan
+
+
+def on_ranks(
+    plan: UniformPlan | ParallelPlan,
+    graph: OpGraph,
+    cluster: Cluster | None,
+    *,
+    ranks: int | None,
+    nodes: int | None = None,
+) -> ParallelPlan:
+    """Return `plan` with ranks and nodes: those asked for, else all of the cluster.
+
+    Raises:
+        ValueError: the numbers are not known, or contradict one another.
+    """
+    # a file says everything
+    if isinstance(plan, ParallelPlan):
+        if ranks not in (None, plan.mesh.size):
+            raise ValueError(
+                f"ranks={ranks}, but the plan is for {plan.mesh.size}; leave out ranks"
+            )
+        return plan
+    if ranks is None and cluster is None:
+        raise ValueError(
+            "a plan by name is for any number of ranks: say ranks=<number>, or cluster=<name> for "
+            "all its devices"
+        )
+    count = check_whole(cluster.num_devices if ranks is None and cluster else ranks, name="ranks")
+    # nodes are as full as can be
+    if nodes is None:
+        nodes = 1 if cluster is None else max(count // cluster.devices_per_node, 1)
+    check_whole(nodes, name="nodes")
+    if count % nodes:
+        raise ValueError(
+            f"{count} ranks cannot be divided over {nodes} nodes: choose numbers that divide"
+        )
+    return plan.of(graph, plan.mesh(count, num_nodes=nodes))

@@ -8,7 +8,6 @@ one sentence and exit code 2; other errors show their traceback and end with 1.
 from __future__ import annotations
 
 import importlib
-import itertools
 import os
 import re
 import sys
@@ -42,10 +41,6 @@ _WHOLE = {
     "trainer.accumulate_grad_batches": (1, None),
     "trainer.log_every_n_steps": (0, None),
 }
-# two words that a shell has made of one, such as mesh={data:2,tensor:4}
-_ENTRY = r"[\w.]+:[^\s\[\]{},:]+"
-_TAIL = r"(?P<tail>(?:[\]},]\S*)?)"
-_EXPANDED = re.compile(rf"(?P<head>\S*?[=\[{{,:]){_ENTRY}{_TAIL} (?P=head){_ENTRY}(?P=tail)")
 
 
 def main() -> None:
@@ -84,7 +79,6 @@ def hydra_main(command: str, run: Callable[[DictConfig], object]) -> None:
         words = as_hydra_reads(words)
     elif command == "checkpoint":
         words = [_as_action_or_path(word) for word in words]
-    _check_words(words)
     OmegaConf.register_new_resolver(
         "topt.run", partial(run_name, command=words), use_cache=True, replace=True
     )
@@ -167,24 +161,6 @@ def _why_not_composed(error: OSError | yaml.YAMLError | UnicodeDecodeError) -> s
         f"the run folder cannot be made or written ({error.strerror}: {error.filename!r}): name "
         "another with hydra.run.dir=FOLDER"
     )
-
-
-def _check_words(words: Sequence[str]) -> None:
-    """Raise ValueError for words that a shell has made of braces without quotes.
-
-    ``mesh={data:2,tensor:4}`` arrives as ``mesh=data:2`` and ``mesh=tensor:4``, of which Hydra
-    would take the last.
-    """
-    for key, group in itertools.groupby(words, key=lambda word: word.partition("=")[0]):
-        made = list(group)
-        # entries of a mapping; what stood outside of the braces is equal in all words
-        if found := _EXPANDED.fullmatch(" ".join(made[:2])):
-            head, tail = found["head"], found["tail"]
-            entries = [word[len(head) : len(word) - len(tail)] for word in made]
-            raise ValueError(
-                f"{key} came in {len(made)} words ({' '.join(made)}), as a shell makes of braces: "
-                f"put it in quotes: '{head}{{{','.join(entries)}}}{tail}'"
-            )
 
 
 @contextmanager

@@ -79,7 +79,7 @@ def _plan_once(config: DictConfig) -> None:
 
     # the step, its costs, and the search
     STATUS.show(f"capturing the step of {type(setup.model).__name__}")
-    example, capture_seconds = setup.capture(
+    example = setup.capture(
         splits=meshes.tensor,
         accelerator=has_accelerators(request.cluster),
         compiled=bool(check_flag(config.compiled, name="compiled")),
@@ -93,7 +93,7 @@ def _plan_once(config: DictConfig) -> None:
         example,
         request,
         global_batch_size=samples,
-        capture_seconds=capture_seconds,
+        capture_seconds=example.capture_seconds,
         epsilon=what_if.EPSILON if max(meshes.device_counts) > _EXACT_DEVICES else 0.0,
     )
     STATUS.clear()  # ranks that measure say so by themselves

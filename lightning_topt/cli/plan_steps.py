@@ -2,7 +2,7 @@
 
     setup = PlanSetup.of(config)                            # build: the model has no memory
     meshes = SearchedMeshes.read(config, setup.request, setup.trainer)
-    example, seconds = setup.capture(splits=meshes.tensor)  # capture: the step of one rank
+    example = setup.capture(splits=meshes.tensor)           # capture: the step of one rank
     unpriced = UnpricedSearch.of(setup, meshes, example, request)     # ask: but for the costs
     search = setup.with_costs(unpriced.request, request)    # price: costs given, or measured here
     report_plan(planning, search, ...)                      # report: what a search has found
@@ -14,34 +14,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import psutil
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from rich.console import Console
 
-from lightning_topt.basics.units import format_bytes
 from lightning_topt.cli.example_step import (
     PREDICTED_AS,
     ExampleStep,
-    NeedsValues,
-    capture_example,
-    plugins_of_planning,
+    ModelSetup,
+    model_name,
 )
 from lightning_topt.cli.local_processes import run_on_ranks
-from lightning_topt.cli.report import model_name
 from lightning_topt.cli.search_space import SearchedMeshes
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer, time_updates
-from lightning_topt.graph.module_copy import build_on_meta
 from lightning_topt.plan.explanation import explain_plan, explain_stages, unsplit_operators
 from lightning_topt.plan.frontier_report import print_table
 from lightning_topt.plan.plan_report import (
@@ -63,74 +57,31 @@ RequestWithoutCosts = Callable[..., SearchRequest]  # called with the costs
 
 
 @dataclass
-class PlanSetup:
-    """What a configuration builds; `model` has no memory until its values are needed."""
-
-    model: pl.LightningModule
-    make_model: Callable[[], pl.LightningModule]
-    datamodule: pl.LightningDataModule
-    strategy: AutoParallelStrategy
-    trainer: pl.Trainer
+class PlanSetup(ModelSetup):
+    """What a configuration of `topt plan` builds."""
 
     @classmethod
-    def of(cls, config: DictConfig) -> PlanSetup:
+    def of(cls, config: DictConfig, **options: Any) -> PlanSetup:
         """Build what `config` describes.
 
         Raises:
             ValueError: the strategy is not one that plans.
         """
-        datamodule: pl.LightningDataModule = instantiate(config.data)
-        make_model: Callable[[], pl.LightningModule] = functools.partial(instantiate, config.model)
-        model: pl.LightningModule = build_on_meta(make_model)
         strategy = instantiate(config.strategy, _convert_="all")
         if not isinstance(strategy, AutoParallelStrategy):
             raise ValueError(
                 "topt plan needs strategy=topt: the other strategies have nothing to plan"
             )
-        trainer: pl.Trainer = instantiate(
-            config.trainer,
-            strategy=strategy,
-            logger=False,
-            **plugins_of_planning(config.trainer),
-            _convert_="all",
-        )
-        return cls(model, make_model, datamodule, strategy, trainer)
+        setup = super().of(config, strategy=strategy, **options)
+        assert isinstance(setup, PlanSetup)
+        return setup
 
     @property
     def request(self) -> PlanRequest:
         """The user's request to the planner."""
-        return self.strategy.request
-
-    def capture(
-        self, *, splits: bool, accelerator: bool = False, compiled: bool = False
-    ) -> tuple[ExampleStep, float]:
-        """Return the captured step, and the seconds that it took.
-
-        The arguments are those of `capture_batches`.
-
-        Raises:
-            ValueError: the model must be real, and is larger than the memory of this machine.
-        """
-        start, kind = time.perf_counter(), {"accelerator": accelerator, "compiled": compiled}
-        try:
-            example = capture_example(
-                self.model, self.datamodule, self.trainer, splits=splits, **kind
-            )
-        except NeedsValues as reason:
-            # parameters and their gradients
-            size = 2 * sum(p.nbytes for p in self.model.parameters())
-            free = psutil.virtual_memory().available
-            if size > free:
-                raise ValueError(
-                    f"the step reads values of tensors ({reason.__cause__}), so it runs on real "
-                    f"weights to be planned; these take {format_bytes(size)} with their "
-                    f"gradients, of which this machine has {format_bytes(free)} free: plan a "
-                    "smaller model of the same kind"
-                ) from reason
-            # a real model, whose step cannot be split
-            self.model = self.make_model()
-            example = capture_example(self.model, self.datamodule, self.trainer, **kind)
-        return example, time.perf_counter() - start
+        strategy = self.trainer.strategy
+        assert isinstance(strategy, AutoParallelStrategy)
+        return strategy.request
 
     def with_costs(
         self, make_search: RequestWithoutCosts, request: PlanRequest
@@ -146,7 +97,7 @@ class PlanSetup:
         if request.cluster is not None:
             search = make_search(cluster=request.cluster, optimizer=self._optimizer)
         else:
-            accelerator = "cpu" if self.strategy.root_device.type == "cpu" else "cuda"
+            accelerator = "cpu" if self.trainer.strategy.root_device.type == "cpu" else "cuda"
             measured = run_on_ranks(
                 _measure,
                 make_search,

@@ -6,7 +6,6 @@ runs=FOLDER             `predict_runs`: recorded runs (`run.json`), predicted an
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,34 +18,26 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from rich.console import Console
 
-from lightning_topt.basics.argument_checks import check_flag, check_whole
+from lightning_topt.basics.argument_checks import check_flag
 from lightning_topt.basics.units import format_bytes, format_seconds
 from lightning_topt.cli.example_step import (
     PREDICTED_AS,
     ExampleStep,
-    NeedsValues,
-    capture_example,
+    ModelSetup,
     has_accelerators,
-    one_device_trainer,
-    plain_value,
+    on_ranks,
+    read_given_plan,
 )
 from lightning_topt.costs.cluster import Accuracy, Cluster, ErrorFigure, sentence_of
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.costs.plain_values import number, parse_json, read_text
-from lightning_topt.graph.module_copy import build_on_meta
 from lightning_topt.plan.explanation import PricedPlan, price_plan
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_intervals import Intervals, KnownErrors, interval_sentences
 from lightning_topt.plan.plan_report import print_explanation, print_stages
 from lightning_topt.plan.plan_search import SearchRequest
 from lightning_topt.plan.report_table import table
-from lightning_topt.plugins.plan_options import (
-    MeshPlan,
-    PipelinePlan,
-    UniformPlan,
-    read_cluster,
-    read_plan_option,
-)
+from lightning_topt.plugins.plan_options import read_cluster
 from lightning_topt.plugins.planning import make_fake_optimizers
 
 MOST_RUNS, SHOWN = 10_000, 20  # files that are read, rows of the table
@@ -69,11 +60,10 @@ def run(config: DictConfig) -> None:
             "run.json files"
         )
     # options that belong to the other kind of prediction are refused, not ignored
-    kind, others = ("runs", ("save_cluster",))
-    if config.plan is None:
-        kind, others = ("a plan", ("out", "ranks", "compiled"))
-    for name in others:
+    of_plan, of_runs = ("out", "ranks", "compiled"), ("save_cluster",)
+    for name in of_plan if config.plan is None else of_runs:
         if config[name] not in (None, False):
+            kind = "a plan" if name in of_plan else "runs"
             raise ValueError(f"{name} belongs to the prediction of {kind}: leave it out")
     cluster, console = _read_cluster(config), Console()
     if config.plan is None:
@@ -113,17 +103,22 @@ def predict_plan(config: DictConfig, cluster: Cluster, *, console: Console) -> N
         PlanError: the plan is not one of the model.
     """
     pl.seed_everything(config.seed, workers=True)
-    given = read_plan_option(plain_value(config.plan))
-    if given is None or isinstance(given, MeshPlan | PipelinePlan):
-        raise ValueError(
-            "the splits of a mesh and the stages of a pipeline are found by a search: give a plan "
-            "file, such as topt plan writes, or a name such as plan=zero3"
-        )
-    # the step is captured as one that can be split where the plan splits it
-    splits = isinstance(given, ParallelPlan) and bool(given.mesh.tensor_axes)
-    example, profile = _captured(config, splits=splits, accelerator=has_accelerators(cluster))
-    parts = config.trainer.get("accumulate_grad_batches") or 1
-    plan = _complete_plan(given, config.ranks, example, cluster, accumulate=parts)
+    given = read_given_plan(config)
+    setup = ModelSetup.of(config)
+    example = setup.capture(
+        # a step that can be split, where the plan splits it
+        splits=isinstance(given, ParallelPlan) and bool(given.mesh.tensor_axes),
+        accelerator=has_accelerators(cluster),
+        compiled=bool(check_flag(config.compiled, name="compiled")),
+    )
+    optimizers, named = make_fake_optimizers(setup.model, device=torch.device("cpu"))
+    profile = read_optimizer(optimizers, named_parameters=named)
+    plan = on_ranks(given, example.graph, cluster, ranks=config.ranks)
+    # a file says how many micro-batches a step has, and perhaps their size
+    if not isinstance(given, ParallelPlan):
+        plan = replace(plan, accumulate=config.trainer.get("accumulate_grad_batches") or 1)
+    if plan.batch_size is None:
+        plan = replace(plan, batch_size=example.samples)
     request = _request_of(plan, example, cluster, profile)
     priced = price_plan(request, plan)
     costs = priced.predicted.step_seconds, priced.predicted.peak_bytes
@@ -135,59 +130,6 @@ def predict_plan(config: DictConfig, cluster: Cluster, *, console: Console) -> N
         out.parent.mkdir(parents=True, exist_ok=True)
         priced.plan.save(out)
         console.print(f"plan with its prediction: {out}", highlight=False, soft_wrap=True)
-
-
-def _captured(
-    config: DictConfig, *, splits: bool, accelerator: bool
-) -> tuple[ExampleStep, OptimizerProfile]:
-    """Return the step of the configuration's model on one device, and its optimizer."""
-    make_model = functools.partial(instantiate, config.model)
-    datamodule: pl.LightningDataModule = instantiate(config.data)
-    model: pl.LightningModule = build_on_meta(make_model)
-    trainer = one_device_trainer(config)
-    kind = {
-        "accelerator": accelerator,
-        "compiled": bool(check_flag(config.compiled, name="compiled")),
-    }
-    try:
-        example = capture_example(model, datamodule, trainer, splits=splits, **kind)
-    # a step that reads values is captured once more, with real weights
-    except NeedsValues:
-        model = make_model()
-        example = capture_example(model, datamodule, trainer, **kind)
-    optimizers, named = make_fake_optimizers(model, device=torch.device("cpu"))
-    return example, read_optimizer(optimizers, named_parameters=named)
-
-
-def _complete_plan(
-    given: UniformPlan | ParallelPlan,
-    ranks: int | None,
-    example: ExampleStep,
-    cluster: Cluster,
-    *,
-    accumulate: int,
-) -> ParallelPlan:
-    """Return the plan with all that its file or name leaves open: ranks, nodes and the batch.
-
-    `accumulate` batches of a step are for a plan by name; a file says how many it has.
-    """
-    # a file says everything but perhaps the batch
-    if isinstance(given, ParallelPlan):
-        if ranks not in (None, given.mesh.size):
-            raise ValueError(
-                f"ranks={ranks}, but the plan is for {given.mesh.size}; leave out ranks"
-            )
-        return given if given.batch_size is not None else replace(given, batch_size=example.samples)
-    # a plan by name is for all devices of the cluster, or for `ranks`, on as few nodes as can be
-    count = cluster.num_devices if ranks is None else ranks
-    check_whole(count, name="ranks")
-    nodes = max(count // cluster.devices_per_node, 1)
-    if count % nodes:
-        raise ValueError(
-            f"{count} ranks cannot be divided over {nodes} nodes: choose numbers that divide"
-        )
-    plan = given.of(example.graph, given.mesh(count, num_nodes=nodes))
-    return replace(plan, batch_size=example.samples, accumulate=accumulate)
 
 
 def _request_of(

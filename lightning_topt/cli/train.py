@@ -30,7 +30,7 @@ from rich.table import Table
 
 from lightning_topt import __version__
 from lightning_topt.basics.units import format_bytes, format_seconds
-from lightning_topt.cli.report import model_name
+from lightning_topt.cli.example_step import model_name
 from lightning_topt.costs.cluster import Cluster, sentence_of
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.monitors import StepMeasurement, StepMonitor

@@ -209,7 +209,7 @@ def _searches(
     # meshes first: whether any of them has a tensor axis decides how the step is captured
     meshes = [SearchedMeshes.read(config, request, setup.trainer) for request in requests]
     STATUS.show(f"capturing the step of {type(setup.model).__name__}")
-    example, capture_seconds = setup.capture(
+    example = setup.capture(
         splits=any(each.tensor for each in meshes),
         accelerator=has_accelerators(*(request.cluster for request in requests)),
         compiled=bool(check_flag(config.compiled, name="compiled")),
@@ -220,7 +220,12 @@ def _searches(
 
     for request, searched in zip(requests, meshes, strict=True):
         unpriced = UnpricedSearch.of(
-            setup, searched, example, request, epsilon=EPSILON, capture_seconds=capture_seconds
+            setup,
+            searched,
+            example,
+            request,
+            epsilon=EPSILON,
+            capture_seconds=example.capture_seconds,
         )
         search = setup.with_costs(
             functools.partial(unpriced.request, global_batch_size=example.samples), request

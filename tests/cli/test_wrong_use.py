@@ -49,28 +49,6 @@ def test_one_sentence_and_status_2(words: str, sentence: str, tmp_path: Path) ->
     assert status == 2 and "Traceback" not in output
 
 
-@pytest.mark.parametrize(
-    ("words", "quoted"),
-    [
-        (["mesh=data:16", "mesh=tensor:4"], "'mesh={data:16,tensor:4}'"),
-        (
-            ["pipeline=stages:4", "pipeline=schedule:1f1b", "pipeline=microbatches:8"],
-            "'pipeline={stages:4,schedule:1f1b,microbatches:8}'",
-        ),
-        (
-            ["strategy.plan={mesh:data:2}", "strategy.plan={mesh:tensor:2}"],
-            "'strategy.plan={mesh:{data:2,tensor:2}}'",
-        ),
-    ],
-)
-def test_words_that_a_shell_made_of_braces_are_said(
-    words: list[str], quoted: str, tmp_path: Path
-) -> None:
-    status, output = forked_topt("plan", "model=gpt", *words, folder=tmp_path)
-    assert status == 2 and output.startswith("topt: ")
-    assert f"came in {len(words)} words" in output and f"put it in quotes: {quoted}" in output
-
-
 def test_an_override_that_is_given_twice_is_hydras(tmp_path: Path) -> None:
     status, output = forked_topt("plan", "seed=1", "seed=2", "--cfg", "job", folder=tmp_path)
     assert status == 0 and "seed: 2" in output

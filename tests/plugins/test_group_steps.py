@@ -29,7 +29,7 @@ from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 from tests.foreign import transformers_models
 from tests.models import GPT
 from tests.plugins.split_plans import split_plan
-from tests.plugins.trainer_ranks import DDPWithExactMeans, make_trainer, on_ranks, topt_trainer
+from tests.plugins.trainer_ranks import make_trainer, on_ranks, topt_trainer
 from tests.techniques.tensor_parallel.traced import prices
 
 
@@ -226,7 +226,7 @@ def both(rank: int, case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
         strategy = topt_trainer(case.given, options=case.options, **rest) if topt else None
         found.append(
             results_of(
-                strategy or make_trainer(DDPWithExactMeans(), devices=case.ranks, **rest),
+                strategy or make_trainer("ddp", devices=case.ranks, **rest),
                 module,
                 10 + rank,
                 case.batches,

@@ -13,7 +13,6 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -131,17 +130,6 @@ def make_trainer(strategy: Any = "auto", *, devices: int = 1, **kwargs: Any) -> 
         "max_epochs": 1,
     }
     return L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **{**quiet, **kwargs})
-
-
-class DDPWithExactMeans(DDPStrategy):
-    """Lightning's ``ddp``, but for means of whole numbers, which that cuts off: of batch sizes,
-    where ranks differ in them. Means of epochs are then those over all samples.
-    """
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if isinstance(tensor, Tensor) and not tensor.is_floating_point() and reduce_op == "mean":
-            tensor = tensor.to(torch.get_default_dtype())
-        return super().reduce(tensor, group, reduce_op)
 
 
 def topt_trainer(plan: Any = None, **kwargs: Any) -> L.Trainer:

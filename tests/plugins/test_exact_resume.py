@@ -143,7 +143,7 @@ SAME = {
 def _strategy(options):
     kind = options.pop("kind", AutoParallelStrategy)
     if kind is CompressedDDPStrategy:
-        return kind({"method": "topk", "density": 0.5, "momentum": 0.0})
+        return kind({"method": "topk", "density": 0.5})
     if kind is LocalStepsStrategy:
         return kind({"method": "local_steps", "every": 2})
     return kind(

@@ -148,7 +148,7 @@ class _LayerKeys:
     def of(self, module: nn.Module | None) -> Hashable:
         if module is None or self._places[id(module)] > 1:
             return object()  # equal to nothing
-        tensors = []
+        tensors: list[tuple[str, Hashable]] = []
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is None:
                 tensors.append((name, None))
@@ -191,9 +191,9 @@ def short_copy(
     whole = [container._modules for container in containers]
     try:
         for stack, container in zip(stacks, containers, strict=True):
-            modules = container._modules.items()
+            layers = container._modules.items()
             vars(container)["_modules"] = {
-                name: child for name, child in modules if int(name) not in stack.left_out
+                name: child for name, child in layers if int(name) not in stack.left_out
             }
         copied, mode = fake_copy(root, device=device)
     finally:

@@ -230,8 +230,9 @@ class SplitModel:
 
     @cached_property
     def _stacks(self) -> tuple[Stack, ...]:
-        kwargs = {"forward_context": self.forward_context, "device": self.device}
-        return repeated_layers(self.module, self.batch, **kwargs)
+        return repeated_layers(
+            self.module, self.batch, forward_context=self.forward_context, device=self.device
+        )
 
     def refusals(self, ranks: int) -> list[str]:
         """Return why steps of one of `ranks` ranks were not captured, a clause for each."""

@@ -162,7 +162,7 @@ class ByteGPT(pl.LightningModule):
         }
 
     def _rate(self, step: int) -> float:
-        """Return the share of the learning rate: linear warm-up, then cosine decay, if any."""
+        # The share of the learning rate: linear warm-up, then cosine decay, if any
         warmup: int = self.hparams["warmup_steps"]
         decay: int | None = self.hparams["decay_steps"]
         rise = min(1.0, (step + 1) / max(1, warmup))

@@ -158,7 +158,7 @@ def _run_as_child(
     *,
     isolated: bool,
 ) -> None:
-    """Run the generator, send what it says, and end without cleaning up the parent's things."""
+    # Run the generator, send what it says, and end without cleaning up the parent's things
     try:
         # signals as in a new process; the end of the parent is the end of this one
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
@@ -193,7 +193,7 @@ def _result(value: object) -> bytes:
 
 
 def _sendable(error: Exception) -> Exception:
-    """Return the error, or one with its words where it cannot be made again from its pickle."""
+    # The error, or one with its words where it cannot be made again from its pickle
     try:
         pickle.loads(pickle.dumps(error))
         return error

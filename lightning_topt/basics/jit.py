@@ -41,12 +41,12 @@ def compiled(function: Function, **options: Any) -> Function:
 
 
 def _call_template(of_types: Callable[..., Any], args: Any, kws: dict[str, Any]) -> Any:
-    """Choose the code for a call in compiled code by types alone, not by values of constants."""
+    # Choose the code for a call in compiled code by types alone, not by values of constants
     type_of: Any = numba.types.unliteral
     return of_types(tuple(map(type_of, args)), {name: type_of(kind) for name, kind in kws.items()})
 
 
 def _save(save: Callable[..., None], *compiled_code: object) -> None:
-    """Keep what was compiled; on a full disk, the next process compiles it again."""
+    # Keep what was compiled; on a full disk, the next process compiles it again
     with suppress(OSError), writable_files():
         save(*compiled_code)

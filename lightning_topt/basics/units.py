@@ -108,7 +108,7 @@ def format_money(amount: float, currency: str = "") -> str:
 def _parse(
     value: int | float | str, units: Mapping[str, float], *, name: str, example: str
 ) -> float:
-    """Return a number, or a text with one of `units`, in the base unit."""
+    # A number, or a text with one of `units`, in the base unit
     if isinstance(value, str):
         # the length first: see _LONGEST
         match = _QUANTITY.fullmatch(value) if len(value) <= _LONGEST else None

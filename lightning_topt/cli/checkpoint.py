@@ -90,7 +90,7 @@ def run(config: DictConfig) -> None:
 
 @contextlib.contextmanager
 def _opened(path: str, *, trusted: bool) -> Any:
-    """Open a checkpoint: of a folder states are read when asked for, of a file mapped."""
+    # Open a checkpoint: of a folder states are read when asked for, of a file mapped
     if is_folder(path):
         load = _load_trusted if trusted else None
         yield open_sharded(path, load)
@@ -106,7 +106,7 @@ def _load_trusted(path: str) -> dict[str, Any]:
 
 
 def _load_file(place: Place, *, trusted: bool) -> dict[str, Any]:
-    """Return what a plain file has, with tensors of the host."""
+    # What a plain file has, with tensors of the host
     options: dict[str, Any] = {"map_location": "cpu", "weights_only": not trusted}
     try:
         if isinstance(place, RemotePath):
@@ -127,7 +127,6 @@ def _load_file(place: Place, *, trusted: bool) -> dict[str, Any]:
 
 
 def _inspect(path: str, checkpoint: Mapping[str, Any], console: Console) -> None:
-    """Print what is in a checkpoint."""
     place = place_of(path)
     form = "a plain file"
     if holds_shards(place):
@@ -163,7 +162,7 @@ def _inspect(path: str, checkpoint: Mapping[str, Any], console: Console) -> None
 
 
 def _sizes(checkpoint: Mapping[str, Any]) -> dict[str, list[tuple[int, int]]]:
-    """Return the elements and bytes of each tensor, by state."""
+    # The elements and bytes of each tensor, by state
     states = {"module": checkpoint.get("state_dict", {})}
     for number, state in enumerate(checkpoint.get("optimizer_states", [])):
         states[f"optimizer {number}"] = state
@@ -185,7 +184,7 @@ def _sizes_of(state: Any) -> Iterable[tuple[int, int]]:
 
 
 def _problems(path: str, checkpoint: Mapping[str, Any]) -> list[str]:
-    """Return what is missing or not what was saved."""
+    # What is missing or not what was saved
     place = place_of(path)
     if not is_folder(path):
         lacks = [] if "state_dict" in checkpoint else [f"{str(place)!r} has no state_dict"]
@@ -227,7 +226,7 @@ def _damage_of_file(place: Place) -> list[str]:
 
 
 def _convert(path: str, to: str, *, trusted: bool, console: Console) -> None:
-    """Write a checkpoint as one file."""
+    # Write a checkpoint as one file
     target = place_of(to)
     if target.is_file() or (target / MANIFEST).is_file() or (target / METADATA).is_file():
         raise ValueError(f"{to!r} is there already: name another file, or remove it")
@@ -248,7 +247,7 @@ def _convert(path: str, to: str, *, trusted: bool, console: Console) -> None:
 
 
 def _as_safetensors(checkpoint: Mapping[str, Any]) -> tuple[bytes, list[str]]:
-    """Return the module's tensors in that form, and the names of what it has no place for."""
+    # The module's tensors in that form, and the names of what it has no place for
     try:
         from safetensors.torch import save  # noqa: PLC0415  (not every environment has it)
     except ImportError as error:
@@ -274,7 +273,7 @@ def _as_safetensors(checkpoint: Mapping[str, Any]) -> tuple[bytes, list[str]]:
 
 
 def _write(target: Place, write: Any) -> None:
-    """Let ``write(file)`` write `target`, which is there once it is whole."""
+    # Let ``write(file)`` write `target`, which is there once it is whole
     if isinstance(target, RemotePath):
         with target.open("wb") as remote:
             write(remote)

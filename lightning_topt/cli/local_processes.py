@@ -117,7 +117,6 @@ def _run_rank(
     folder: str,
     arguments: tuple[object, ...],
 ) -> None:
-    """Be one of the new ranks."""
     _set_num_threads_if_needed(num_processes=world_size)  # as a rank of Lightning has
     options = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": world_size}
     result = _call_in_group(function, kind, rank, 1, arguments, **options)
@@ -133,7 +132,7 @@ def _call_in_group(
     arguments: tuple[object, ...],
     **options: Any,
 ) -> Result | None:
-    """Call `function` between the start and the end of a process group."""
+    # Call `function` between the start and the end of a process group
     device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)

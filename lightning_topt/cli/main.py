@@ -127,7 +127,7 @@ def _words_of_rank(command: str, words: Sequence[str]) -> list[str]:
 
 
 def _with_overrides(words: Sequence[str], further: Sequence[str]) -> list[str]:
-    """Add overrides behind the last one: Hydra reads none on both sides of an option such as -m."""
+    # Add overrides behind the last one: Hydra reads none on both sides of an option such as -m
     places = (
         place
         for place, word in enumerate(words, 1)
@@ -138,7 +138,7 @@ def _with_overrides(words: Sequence[str], further: Sequence[str]) -> list[str]:
 
 
 def _as_action_or_path(word: str) -> str:
-    """Return ``verify`` as ``action=verify``, and a path with ``=`` in it in quotes."""
+    # ``verify`` as ``action=verify``, and a path with ``=`` in it in quotes
     name, _, value = word.partition("=")
     if word in topt_console.CHECKPOINT_ACTIONS:
         return f"action={word}"
@@ -148,7 +148,7 @@ def _as_action_or_path(word: str) -> str:
 
 
 def _why_not_composed(error: OSError | yaml.YAMLError | UnicodeDecodeError) -> str:
-    """Return why Hydra did not come to run the command, as a sentence."""
+    # Why Hydra did not come to run the command, as a sentence
     if isinstance(error, yaml.YAMLError):
         return f"a configuration is not YAML: {error}"
     # Hydra's source of configurations has the path of the file that it reads
@@ -165,7 +165,7 @@ def _why_not_composed(error: OSError | yaml.YAMLError | UnicodeDecodeError) -> s
 
 @contextmanager
 def _process_state(arguments: list[str], full_error: str | None) -> Generator[None, None, None]:
-    """Set the command line and Hydra's environment variable, and put them back at the end."""
+    # Set the command line and Hydra's environment variable, and put them back at the end
     before = sys.argv, os.environ.get(FULL_ERROR)
     try:
         _set_process_state(arguments, full_error)
@@ -249,7 +249,7 @@ def _wrong_target(error: BaseException, group: str) -> str | None:
 
 
 def _innermost(trace: TracebackType | None) -> str:
-    """Return the name of the module where an error was raised."""
+    # The name of the module where an error was raised
     module = ""
     # from the outermost to the innermost, whose name remains
     for frame, _ in traceback.walk_tb(trace):
@@ -258,7 +258,7 @@ def _innermost(trace: TracebackType | None) -> str:
 
 
 def _one_line(message: str) -> str:
-    """Return a message in one line; of Hydra's, without its search path and types."""
+    # A message in one line; of Hydra's, without its search path and types
     # Hydra's messages are paragraphs, of which the first ones are kept
     message = re.split(r"Config search path:|\n\s*object_type=|\n\s*full_key:", message)[0]
     return re.sub(r"\s*\n\s*", " ", message.strip())

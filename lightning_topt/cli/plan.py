@@ -66,7 +66,7 @@ def run(config: DictConfig) -> None:
 
 
 def _plan_once(config: DictConfig) -> None:
-    """Plan for one scenario, whose batch the data have."""
+    # Plan for one scenario, whose batch the data have
     # what is asked
     setup = PlanSetup.of(config)
     request, trainer = setup.request, setup.trainer

@@ -135,7 +135,7 @@ def predict_plan(config: DictConfig, cluster: Cluster, *, console: Console) -> N
 def _request_of(
     plan: ParallelPlan, example: ExampleStep, cluster: Cluster, profile: OptimizerProfile
 ) -> SearchRequest:
-    """Return what a search that finds `plan`, which has a batch, would be asked."""
+    # What a search that finds `plan`, which has a batch, would be asked
     assert plan.batch_size is not None
     # where ranks of a group bring their own batches, every rank has one
     batches = plan.mesh.size if plan.brings_batches else plan.data_parallel_size
@@ -153,7 +153,7 @@ def _request_of(
 def _print_priced(
     priced: PricedPlan, cluster: Cluster, sure: Intervals, *, console: Console
 ) -> None:
-    """Print what a plan is predicted to cost, the kinds of work, and its blocks or stages."""
+    # Print what a plan is predicted to cost, the kinds of work, and its blocks or stages
     predicted, plan = priced.predicted, priced.plan
     several = f"{plan.accumulate} micro-" if plan.accumulate > 1 else ""
     console.print(

@@ -208,13 +208,13 @@ class SearchedPipelines:
 
 
 def _unbuilt(request: PlanRequest, trainer: pl.Trainer) -> Fit:
-    """Return what requirements look at, whose parameters have no values yet."""
+    # What requirements look at, whose parameters have no values yet
     only_replicated = request.only_replicated
     return Fit(trainer, only_replicated=only_replicated, would_shard=lambda _: False)
 
 
 def _read_pipeline_entries(given: object) -> dict[str, Any]:
-    """Return the entries of ``pipeline={stages:4,schedule:1f1b}`` that are given, checked."""
+    # The entries of ``pipeline={stages:4,schedule:1f1b}`` that are given, checked
     known = _PIPELINE_ENTRIES
     if not isinstance(given, Mapping) or not given or set(given) - set(known):
         raise ValueError(f"pipeline is true, false, or some of {', '.join(known)}; got {given!r}")
@@ -290,7 +290,7 @@ class SearchedMeshes:
         *,
         per_node: int,
     ) -> SearchedMeshes:
-        """Read the options beside a `given` mesh."""
+        # Read the options beside a `given` mesh
         # a mesh without sizes takes all ranks; it must be possible for each number of them
         ranks = math.prod(size for _, size in given.sizes or ())
         counts = read_device_counts(config.device_counts, default=ranks)
@@ -411,7 +411,7 @@ def _ranks(config: DictConfig, cluster: Cluster | None, trainer: pl.Trainer) -> 
 
 
 def _given_mesh(config: DictConfig, request: PlanRequest) -> MeshPlan | PipelinePlan | None:
-    """Return the mesh of ``mesh`` or of ``strategy.plan``; None where neither gives one."""
+    # The mesh of ``mesh`` or of ``strategy.plan``; None where neither gives one
     # one of the two may give it; both together are an error below
     plan, sizes = request.plan, plain_value(config.mesh)
     if plan is None:

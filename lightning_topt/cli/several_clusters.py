@@ -59,7 +59,7 @@ def read_clusters(names: Sequence[str] | None, *, default: Cluster | None) -> li
 
 
 def _composed(name: str) -> Cluster | None:
-    """Compose the configuration of this command once more, with one choice of `cluster`."""
+    # Compose the configuration of this command once more, with one choice of `cluster`
     hydra = HydraConfig.get()
     given = [word for word in hydra.overrides.task if not _OVERRIDE.match(word)]
     config = compose(hydra.job.config_name or "plan", overrides=[*given, f"cluster={name}"])

@@ -141,13 +141,13 @@ def save_plan(trainer: pl.Trainer, folder: Path) -> Path | None:
 
 
 def _cluster_of(trainer: pl.Trainer) -> Cluster | None:
-    """Return the cluster that the strategy was given; None: it has none, or has measured."""
+    # The cluster that the strategy was given; None: it has none, or has measured
     request = getattr(trainer.strategy, "request", None)
     return None if request is None else request.cluster
 
 
 def _fits_terminal(record: logging.LogRecord) -> bool:
-    """Wrap a line of ours or Lightning's in a terminal; leave out rules and advertisements."""
+    # Wrap a line of ours or Lightning's in a terminal; leave out rules and advertisements
     text = record.getMessage()
     # the width of the terminal, or COLUMNS; 0: this is no terminal, and lines stay as they are
     if width := shutil.get_terminal_size((0, 0)).columns:
@@ -278,7 +278,7 @@ def print_record(
 
 
 def _busy_sentence(record: Mapping[str, Any]) -> str:
-    """Return what other programs did to the two times, as a line for people."""
+    # What other programs did to the two times, as a line for people
     share = record["planned_core_wait_share"]
     if share:
         return (

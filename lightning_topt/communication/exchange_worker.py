@@ -102,7 +102,7 @@ class ExchangeWorker:
                 pause = SHORTEST_PAUSE if moved else min(2 * pause, LONGEST_PAUSE)
 
     def _receive(self, tasks: list[_Task], seconds: float) -> bool:
-        """Take what was submitted, waiting up to `seconds` for the first; False: end the thread."""
+        # Take what was submitted, waiting up to `seconds` for the first; False: end the thread
         try:
             task = self._queue.get(timeout=seconds)
             while task is not None:
@@ -113,7 +113,7 @@ class ExchangeWorker:
         return False
 
     def _advance_all(self, tasks: list[_Task]) -> bool:
-        """Advance buckets that are ready by a stage, oldest first; return whether any was."""
+        # Advance buckets that are ready by a stage, oldest first; return whether any was
         moved, reached = False, inf  # reached: the stage of the bucket before
         for task in tasks[:]:
             if task.stage + 1 <= reached and self._is_ready(task):
@@ -126,7 +126,7 @@ class ExchangeWorker:
         return moved
 
     def _is_ready(self, task: _Task) -> bool:
-        """Return whether the bucket waits for nothing. Raises TimeoutError after its deadline."""
+        # Whether the bucket waits for nothing. Raises TimeoutError after its deadline.
         if task.waits_for is None or task.waits_for.is_completed():
             return True
         if monotonic() > task.deadline:
@@ -134,7 +134,7 @@ class ExchangeWorker:
         return False
 
     def _advance(self, task: _Task) -> None:
-        """Run one stage; afterwards `task.waits_for` is None where it was the last."""
+        # Run one stage; afterwards `task.waits_for` is None where it was the last
         try:
             if task.waits_for is None:
                 self.streams.after(task.mark)
@@ -152,7 +152,7 @@ class ExchangeWorker:
             task.future.set_exception(error)  # type: ignore[arg-type]
 
     def _finished(self) -> None:
-        """Count a bucket that is back; wake `drain` after the last."""
+        # Count a bucket that is back; wake `drain` after the last
         with self._lock:
             self._in_flight -= 1
             if not self._in_flight:
@@ -160,7 +160,7 @@ class ExchangeWorker:
                 self._idle.set()
 
     def _fail(self, tasks: list[_Task], error: Exception) -> None:
-        """Give `error` to every bucket in flight or queued, and to all later calls."""
+        # Give `error` to every bucket in flight or queued, and to all later calls
         with self._lock:
             self.error = error
             self._receive(tasks, SHORTEST_PAUSE)

@@ -346,7 +346,7 @@ class CompressedExchange:
             self._module.end()
 
     def _holders(self) -> list[int]:
-        """Return one rank for each separate state."""
+        # One rank for each separate state
         by_nodes = self.method.sums_in_nodes(self.topology)
         step = self.topology.ranks_per_node if by_nodes else 1
         return list(range(0, self.topology.world_size, step))
@@ -358,7 +358,7 @@ class CompressedExchange:
 
 
 def _hook(exchange: CompressedExchange, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Start the exchange of a bucket; what DDP calls."""
+    # Start the exchange of a bucket; what DDP calls
     return exchange._needed().submit(bucket, loss_scale=exchange.loss_scale)
 
 
@@ -527,7 +527,7 @@ class ModuleExchange:
             return self._nonfinite(bucket, step, own=error.own)
 
     def _nonfinite(self, bucket: Bucket, step: _Step, *, own: bool) -> Tensor:
-        """Do what `settings.nonfinite` asks for; on all ranks. `own`: this rank's is not finite."""
+        # Do what `settings.nonfinite` asks for; on all ranks. `own`: this rank's is not finite.
         step.finite = False
         if self.settings.nonfinite == "skip":
             return bucket.buffer.fill_(torch.nan)
@@ -549,7 +549,7 @@ class ModuleExchange:
         ) from None
 
     def _layout(self, given: GradBucket | OwnBucket) -> BucketLayout:
-        """Return the layout; the same object as long as the bucket holds the same parameters."""
+        # The layout; the same object as long as the bucket holds the same parameters
         parameters = given.parameters()
         known, layout = self.layouts.get(given.index(), ([], None))
         identities = [id(parameter) for parameter in parameters]
@@ -603,7 +603,7 @@ class ModuleExchange:
 
 
 def _close(worker: ExchangeWorker, exchange: BucketExchange) -> None:
-    """End the thread, then release what the exchange holds."""
+    # End the thread, then release what the exchange holds
     worker.close()
     exchange.close()
 
@@ -679,7 +679,7 @@ def check_equal_parameters(
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """Return two int64 sums (2,) over the bits of `tensor`: of all, and of every second element."""
+    # Two int64 sums (2,) over the bits of `tensor`: of all, and of every second element
     flat = tensor.detach().contiguous().view(-1)
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat

@@ -221,7 +221,7 @@ class OuterSteps:
         yield whole
 
     def _check_finite(self) -> None:
-        """Raise FloatingPointError, on all ranks, where some rank's parameters are not finite."""
+        # Raise FloatingPointError, on all ranks, where some rank's parameters are not finite
         rank, world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         # (ranks,): 1 where the parameters are not finite
         flags = torch.zeros(world_size, dtype=torch.int32, device=self.anchor.device)
@@ -254,7 +254,7 @@ class OuterSteps:
             self._own_watch.stop()
 
     def _wait(self, work: Waitable | None) -> None:
-        """Let what follows come after `work`: on CUDA, where the host goes on, on the stream."""
+        # Let what follows come after `work`: on CUDA, where the host goes on, on the stream
         assert work is not None
         if self.parameters.device.type == "cuda":
             work.wait()
@@ -262,7 +262,7 @@ class OuterSteps:
             self._wait_here(work)
 
     def _wait_here(self, work: Waitable | None) -> None:
-        """Wait until `work` is done, another rank reports a failure, or `timeout_seconds` pass."""
+        # Wait until `work` is done, another rank reports a failure, or `timeout_seconds` pass
         assert work is not None
         deadline = time.monotonic() + self.timeout_seconds
         while not work.is_completed():

@@ -193,7 +193,7 @@ class RankWatch:
 
 
 def _serve(answering: _Answering, requests: queue.SimpleQueue[Request | None]) -> None:
-    """Answer other ranks and do what this one requests; the watch's thread."""
+    # Answer other ranks and do what this one requests; the watch's thread
     answering.check()
     while True:
         try:
@@ -466,7 +466,7 @@ class PeerMonitor:
         )
 
     def _missing(self, grace_seconds: float) -> list[int]:
-        """Return the ranks that do not sign in within `grace_seconds`."""
+        # The ranks that do not sign in within `grace_seconds`
         deadline = time.monotonic() + grace_seconds
         missing = list(self.ranks)
         while missing and time.monotonic() < deadline:

@@ -56,7 +56,7 @@ class ResidualStore:
         return entry
 
     def _place(self, bucket: Bucket, start: int, stop: int) -> BucketResidual:
-        """Return a new bucket's residual, with what waits for its parameters by name."""
+        # A new bucket's residual, with what waits for its parameters by name
         zeros = torch.zeros(stop - start, device=bucket.buffer.device)
         waiting, is_found = self.unplaced.get(RESIDUAL, {}), False
         for name, (first, part) in named_parts(bucket.layout, zeros, start=start).items():

@@ -101,7 +101,7 @@ def run_name(
 
 
 def _first_name(name: str, of_command: str, environment: Mapping[str, str]) -> str:
-    """Return the first name that a rank has left for a command in the store of torchrun's agent."""
+    # The first name that a rank has left for a command in the store of torchrun's agent
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return name  # rank 0 makes a store later
     store = TCPStore(

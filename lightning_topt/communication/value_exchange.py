@@ -219,7 +219,7 @@ def _received(
 def _broadcast(
     tensors: Sequence[Tensor], group: dist.ProcessGroup, place: int, device: torch.device
 ) -> None:
-    """Send the elements as bytes: backends do not know all dtypes."""
+    # Send the elements as bytes: backends do not know all dtypes
     for tensor in tensors:
         if tensor.numel():
             sent = tensor.to(device).contiguous().view(-1).view(torch.uint8)

@@ -91,7 +91,7 @@ class MessageFormat:
     value_dtype: torch.dtype | None = torch.float32
 
     def _index_bytes(self, low_bits: int) -> tuple[int, int]:
-        """Return the bytes of the two index sections."""
+        # The bytes of the two index sections
         if low_bits == BITMAP:
             return 0, _padded(-(-self.numel // 8))
         if low_bits == INT32:
@@ -148,7 +148,7 @@ class MessageFormat:
             self._pack_indices(indices.long(), out)
 
     def _pack_indices(self, indices: Tensor, out: Tensor) -> None:
-        """Do what `pack_indices` does, in torch; into an `out` that is zeros there."""
+        # Do what `pack_indices` does, in torch; into an `out` that is zeros there
         low, upper, end = self.cuts
         # one byte for each bit of the upper section
         bits = torch.zeros(8 * (end - upper), dtype=torch.uint8, device=out.device)
@@ -206,7 +206,7 @@ class MessageFormat:
         return Unpacked(True, values, indices)
 
     def _unpack_indices(self, message: Tensor) -> Tensor:
-        """Do what `unpack_indices` does, in torch."""
+        # Do what `unpack_indices` does, in torch
         low, upper, end = self.cuts
         bits = unpack_codes(message[upper:end], 1, 8 * (end - upper))
         # the i-th set bit is at upper part + i
@@ -278,7 +278,7 @@ class LevelFormat:
             self._encode_torch(values, out)
 
     def _encode_torch(self, values: Tensor, out: Tensor) -> None:
-        """Do what `encode_groups` does, in torch."""
+        # Do what `encode_groups` does, in torch
         padded = torch.nn.functional.pad(values, (0, self.groups * self.group - self.numel))
         levels, codes = self._levels_and_codes(padded.view(-1, self.group))
         out[: self.level_bytes].view(torch.bfloat16)[: levels.numel()].copy_(levels.view(-1))
@@ -297,7 +297,7 @@ class LevelFormat:
         return self._decode_torch(levels.view(self.groups, -1), message)
 
     def _decode_torch(self, levels: Tensor, message: Tensor) -> Tensor:
-        """Do what `decode_groups` does, in torch."""
+        # Do what `decode_groups` does, in torch
         codes = unpack_codes(message[self.level_bytes : self.nbytes], self.bits, self.numel)
         # (numel, levels each)
         of_group = levels.repeat_interleave(self.group, dim=0)[: self.numel]
@@ -345,12 +345,12 @@ class LevelFormat:
 
 
 def _half_range(bits: int) -> int:
-    """Return the largest code of a magnitude: codes are -half .. half."""
+    # The largest code of a magnitude: codes are -half .. half.
     return int(2 ** (bits - 1)) - 1
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes (m,) below 2 ** bits, several to a byte."""
+    # Pack codes (m,) below 2 ** bits, several to a byte
     each = 8 // bits
     codes = torch.nn.functional.pad(codes, (0, -codes.numel() % each)).view(-1, each)
     packed = codes[:, 0].clone()

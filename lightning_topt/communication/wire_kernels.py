@@ -72,14 +72,14 @@ def unpack_indices(lows: Any, words: Any, low_bits: int, indices: Any) -> int:
 
 @_level_kernel
 def _round_level(level_bits: Any, place: int) -> None:
-    """Round a level to bfloat16: to nearest, ties to even."""
+    # Round a level to bfloat16: to nearest, ties to even
     bits = level_bits[place]
     level_bits[place] = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
 
 
 @_level_kernel
 def _pack_group(unpacked: Any, count: int, bits: int, codes: Any, first: int) -> None:
-    """Pack the codes of one group into bytes from `first`; those beyond `count` are zeros."""
+    # Pack the codes of one group into bytes from `first`; those beyond `count` are zeros
     each = 8 // bits
     for place in range((count + each - 1) // each):
         byte = np.uint8(0)
@@ -100,7 +100,7 @@ def _encode_steps(
     group: int,
     out: Any,
 ) -> None:
-    """Write the values of one group as signed steps of the largest magnitude / half."""
+    # Write the values of one group as signed steps of the largest magnitude / half
     largest = np.float32(0)
     for i in range(start, stop):
         largest = max(largest, abs(values[i]))
@@ -116,7 +116,7 @@ def _encode_steps(
 def _encode_signs(
     values: Any, start: int, stop: int, levels: Any, level_bits: Any, group: int, out: Any
 ) -> None:
-    """Write the signs of one group; its level is the mean magnitude."""
+    # Write the signs of one group; its level is the mean magnitude
     total = np.float32(0)
     for i in range(start, stop):
         total += abs(values[i])

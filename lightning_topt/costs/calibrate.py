@@ -193,7 +193,7 @@ def _wait(rounds: Mapping[Any, Sequence[Mapping[Any, float]]], key: CurveKey) ->
 def _overlap(
     device: torch.device, all_reduce: CollectiveCurve | None, *, budget_seconds: float
 ) -> float:
-    """Return the mean of two halves; where they disagree, the median of three."""
+    # The mean of two halves; where they disagree, the median of three
     half = 0.5 * budget_seconds
     shares = [measure_overlap(device, all_reduce=all_reduce, budget_seconds=half) for _ in range(2)]
     if abs(shares[0] - shares[1]) > _OVERLAPS_AGREE:
@@ -355,7 +355,7 @@ def _by_cost(graph: OpGraph) -> dict[KernelKey, tuple[Kernel, float]]:
 
 
 def _try_call(kernel: Kernel, device: torch.device) -> Callable[[], None] | None:
-    """Return a call of the kernel that has worked once; None where it cannot be made."""
+    # A call of the kernel that has worked once; None where it cannot be made
     try:
         call = make_call(kernel, device)
         call()

@@ -158,7 +158,7 @@ class ChainTable:
 
     @staticmethod
     def _network_seconds(seconds: Array, backward: Array, exchange: Array) -> Array:
-        """Return the seconds (n,) when the last exchange is over."""
+        # The seconds (n,) when the last exchange is over
         finished = np.full_like(seconds, -np.inf)
         for n in range(len(backward) - 1, -1, -1):  # in the order of backward
             # backward passes of blocks before n are still to come then
@@ -168,7 +168,7 @@ class ChainTable:
 
     @staticmethod
     def _moving_bytes(kept: Array, late: Array, hump: Array) -> Array:
-        """Return the most bytes (n,) while a block runs, above what is static."""
+        # The most bytes (n,) while a block runs, above what is static
         # while block n runs: blocks before it keep, blocks behind it are late
         peaks = [
             kept[:n].sum(axis=0) + hump[n] + late[n + 1 :].sum(axis=0) for n in range(len(hump))

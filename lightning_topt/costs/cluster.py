@@ -491,7 +491,7 @@ def _percent(share: float) -> str:
 
 
 def _cluster(data: Any) -> Cluster:
-    """Read the mapping of a cluster."""
+    # Read the mapping of a cluster
     needed = ["name", "intra", "device", "devices_per_node"]
     entries = read_entries(data, _READERS, needed=needed, name="cluster")
     curves = dict(entries.pop("collectives", ()))
@@ -514,7 +514,6 @@ def _path(round_trip_seconds: float, bandwidth: float, loss: float = 0.0) -> Dat
 
 
 def _curve(data: Any, *, name: str) -> tuple[CurveKey, CollectiveCurve]:
-    """Return a measured curve."""
     entries = read_entries(data, _CURVE, needed=("op", "group_size", "bytes", "seconds"), name=name)
     curve = CollectiveCurve(
         tuple(map(float, entries["bytes"])), entries["seconds"], entries.get("wait_seconds", 0.0)
@@ -558,7 +557,7 @@ _failures = record(
 
 
 def _ranges(data: Any, *, name: str) -> dict[str, tuple[float, float]]:
-    """Return the least and the most of each size."""
+    # The least and the most of each size
     if not isinstance(data, Mapping):
         raise ValueError(f"{name} maps sizes to the least and the most, got {shown(data)}")
     found = {}

@@ -177,7 +177,7 @@ class ExchangeModel:
 
     @cached_property
     def _latency_share(self) -> float:
-        """The part of its latencies that a block pays: DDP may have fewer buckets than blocks."""
+        # The part of its latencies that a block pays: DDP may have fewer buckets than blocks
         of_blocks = (self.graph.block_parameters(block.name) for block in self.graph.blocks)
         sizes = [sum(gradient_bytes(p) for p in each if p.trainable) for each in of_blocks]
         count, later = sum(size > 0 for size in sizes), max(sum(sizes) - FIRST_BUCKET_BYTES, 0)

@@ -111,7 +111,7 @@ def check_level(level: float) -> None:
 
 
 def _widths_of(level: float) -> float:
-    """Return the width of normal intervals at this level, in widths at `LEVEL`."""
+    # The width of normal intervals at this level, in widths at `LEVEL`
     if level == LEVEL:
         return 1.0
     at, usual = (NormalDist().inv_cdf((1 + each) / 2) for each in (level, LEVEL))

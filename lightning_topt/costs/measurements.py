@@ -294,7 +294,7 @@ class Measurements:
         return found, busy_share(share, ranks=ranks) if self.device.type == "cpu" else 0.0
 
     def _use(self, busy: float) -> None:
-        """Note that what is used was measured so, and tell once where the machine was busy."""
+        # Note that what is used was measured so, and tell once where the machine was busy
         self.busy_share = max(self.busy_share, busy)
         if self.busy_share and self._says_busy:
             self._says_busy = False
@@ -445,7 +445,7 @@ def _fp32_precisions() -> list[str]:
 
 
 def _cuda_libraries() -> list[Any]:
-    """Return the versions of the driver, CUDA, cuDNN and NCCL, as far as they are known."""
+    # The versions of the driver, CUDA, cuDNN and NCCL, as far as they are known
     try:
         driver = _DRIVER.read_text().strip()
     except OSError:
@@ -485,7 +485,7 @@ def _network() -> str:
 
 
 def _environment() -> str:
-    """Return a hash of the environment variables that matter."""
+    # A hash of the environment variables that matter
     chosen = {
         name: value
         for name, value in os.environ.items()
@@ -559,7 +559,7 @@ def save_entries(
 
 
 def _is_better(entry: Entry, stored: Entry | None) -> bool:
-    """Return whether `entry` takes the place of the one that is `stored`, if any."""
+    # Whether `entry` takes the place of the one that is `stored`, if any
     if stored is None or bool(stored.busy) != bool(entry.busy):
         return stored is None or not entry.busy
     return stored.time < entry.time
@@ -567,7 +567,7 @@ def _is_better(entry: Entry, stored: Entry | None) -> bool:
 
 @contextlib.contextmanager
 def _opened(directory: Path) -> Iterator[int]:
-    """Yield a descriptor of the folder, which is this user's and nobody else's to write."""
+    # Yield a descriptor of the folder, which is this user's and nobody else's to write
     folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         _check_own(folder, str(directory))
@@ -577,7 +577,7 @@ def _opened(directory: Path) -> Iterator[int]:
 
 
 def _check_own(descriptor: int, name: str) -> os.stat_result:
-    """Return the status of a file or folder; raise PermissionError where it is not our own."""
+    # The status of a file or folder; raise PermissionError where it is not our own
     status = os.fstat(descriptor)
     if reason := not_own_reason(status, also_root=False):
         raise PermissionError(f"{name}: {reason}")

@@ -323,7 +323,7 @@ def update_kinds(
 
 
 def _updates_all_at_once(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-    """Return whether kernels take lists of parameters, whose shapes make no difference."""
+    # Whether kernels take lists of parameters, whose shapes make no difference
     if isinstance(optimizer, optim.Adafactor):  # rows and columns of matrices
         return False
     return bool(group.get("fused")) or group.get("foreach", False) is not False

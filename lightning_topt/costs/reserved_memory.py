@@ -132,7 +132,7 @@ class CachingAllocator:
         return _Block(pool, self._next_address - nbytes, nbytes)
 
     def _release_segments(self) -> None:
-        """Give segments of which nothing is in use back to the device."""
+        # Give segments of which nothing is in use back to the device
         for free in self._free.values():
             whole = [each for each in free if each[2].before is None and each[2].after is None]
             for each in whole:
@@ -266,7 +266,7 @@ class StepSpans:
     # ---- activations
 
     def _activations(self) -> Iterator[tuple[float, float, float]]:
-        """Yield (begin, end, bytes) of the tensors of forward and backward in one step."""
+        # Yield (begin, end, bytes) of the tensors of forward and backward in one step
         again, until = self._recomputations()
         for index, (tensor, size) in enumerate(
             zip(self.recorded.tensors, self.memory.bytes.tolist(), strict=True)
@@ -292,7 +292,7 @@ class StepSpans:
             yield position + 0.2, position + 0.4, amount.at(self.step.batch_size)
 
     def _recomputations(self) -> tuple[dict[int, int], dict[int, float]]:
-        """Return the segment of each kernel that runs again, and until when inputs are kept."""
+        # The segment of each kernel that runs again, and until when inputs are kept
         again: dict[int, int] = {}
         until: dict[int, float] = {}
         for k in self.recomputed:
@@ -304,7 +304,7 @@ class StepSpans:
         return again, until
 
     def _again(self, k: int, position: int) -> float:
-        """Return when the kernel at `position` of segment `k` runs again: just before backward."""
+        # When the kernel at `position` of segment `k` runs again: just before backward
         _, first, end, _ = self.stretches[k]
         return self.backwards[k] - 0.25 + 0.2 * (position - first) / (end - first)
 
@@ -313,7 +313,7 @@ class StepSpans:
     def _kept(
         self, block: str, lifetime: Lifetime
     ) -> Iterator[tuple[float, float, float, int, int, int]]:
-        """Yield (begin, end, bytes, stream, first step, last step) of the tensors of a lifetime."""
+        # Yield (begin, end, bytes, stream, first step, last step) of the tensors of a lifetime
         kind, first, last = lifetime.kind, lifetime.first, lifetime.last
         begin, end = self._begin(first), self._end(last)
         if kind == "gradient buckets" or (kind, first, last) == _OLD_GRADIENTS:
@@ -332,7 +332,7 @@ class StepSpans:
             yield max(begin, made), end, size, stream, *steps
 
     def _pieces(self, block: str, lifetime: Lifetime) -> Iterator[tuple[str, float]]:
-        """Yield names and bytes of tensors that make up `lifetime`: one, or those of parameters."""
+        # Yield names and bytes of tensors that make up `lifetime`: one, or those of parameters
         kind, total = lifetime.kind, lifetime.bytes
         by_parameter = kind in _BY_PARAMETER or (kind == "gradients" and lifetime.last == UPDATE)
         some: Sequence[Parameter] = self.step.parameters(block)
@@ -371,7 +371,7 @@ class StepSpans:
 
     @cached_property
     def _gradients(self) -> dict[str, float]:
-        """When the last part of each parameter's gradient is made."""
+        # When the last part of each parameter's gradient is made
         return {
             tensor.gradient_of: float(tensor.first)
             for tensor in self.recorded.tensors
@@ -387,7 +387,7 @@ class StepSpans:
         return self.begins[self.step.phases.position[phase] + 1]
 
     def _backwards(self) -> list[float]:
-        """Return the first kernel of each segment's backward."""
+        # The first kernel of each segment's backward
         start = self.recorded.backward_start
         owners = backward_owners(self.recorded, self.stretches)
         found = [float(self.kernels)] * len(self.stretches)
@@ -400,7 +400,7 @@ class StepSpans:
         return found
 
     def _phase_begins(self) -> Iterator[float]:
-        """Yield when each phase begins, in their order."""
+        # Yield when each phase begins, in their order
         latest = -1.0
         for kind, k in self.step.phases.order:
             if (kind, k) == REBUILD:

@@ -88,12 +88,12 @@ def _any_count(ranks: int) -> int:
 
 
 def _first_round(ranks: int, count: int) -> int:
-    """Return the microbatches of the first round of an interleaved schedule."""
+    # The microbatches of the first round of an interleaved schedule
     return math.ceil(count / max(1, count // ranks))
 
 
 def _late_weights(rank: int, ranks: int, held: int) -> Pairs:
-    """Return what waits where a rank puts off the gradients of parameters by its own number."""
+    # What waits where a rank puts off the gradients of parameters by its own number
     return ((held, min(rank + 1, held)),)
 
 

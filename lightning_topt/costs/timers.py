@@ -229,7 +229,7 @@ def measure_launch(device: torch.device, *, budget_seconds: float = 0.05) -> flo
 
 
 def _small_layers(device: torch.device) -> tuple[nn.Linear, Callable[[], None]]:
-    """Return one of the layers, and a forward and backward pass through all of them."""
+    # One of the layers, and a forward and backward pass through all of them
     linears = [nn.Linear(_WIDTH, _WIDTH, device=device) for _ in range(_LAYERS)]
     norms = [nn.LayerNorm(_WIDTH, device=device) for _ in range(_LAYERS)]
     pairs = zip(linears, norms, strict=True)

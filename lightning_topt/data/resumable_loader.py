@@ -162,7 +162,7 @@ class TrackedLoader(DataLoader[Any]):
 
     @property
     def _epochs(self) -> list[_Epoch]:
-        """The last two epochs of what is trained on; without `tracking`, of the last reader."""
+        # The last two epochs of what is trained on; without `tracking`, of the last reader
         if self.tracking is None:
             return self._position.epochs
         for each in self.tracking.iterators:
@@ -210,7 +210,7 @@ def make_tracked(loader: object, tracking: Tracking, *, ranks: int, parts: int) 
 
 
 def _is_order_known(loader: Any, *, ranks: int, parts: int) -> bool:
-    """Return whether the order of all ranks follows from what one of them knows."""
+    # Whether the order of all ranks follows from what one of them knows
     deal = Deal.of(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
     if deal is None:
         return False

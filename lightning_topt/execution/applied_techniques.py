@@ -22,7 +22,7 @@ from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTens
 def _entered(
     contexts: Iterable[Callable[[], AbstractContextManager[Any]]],
 ) -> Generator[None, None, None]:
-    """Enter what `contexts` make, in their order."""
+    # Enter what `contexts` make, in their order
     with ExitStack() as stack:
         for make in contexts:
             stack.enter_context(make())

@@ -284,7 +284,7 @@ class AttachedOptimizer:
         return self._state_dict() if dist.get_rank() == 0 else {}
 
     def _shards(self) -> Iterator[tuple[int, State]]:
-        """Yield the states of sharded parameters by index, as DTensors on the device."""
+        # Yield the states of sharded parameters by index, as DTensors on the device
         parameters, state = parameters_of(self.optimizer), self.optimizer.state
         for index in self._sharded:
             if self._kept is None and parameters[index] in state:
@@ -299,18 +299,18 @@ class AttachedOptimizer:
                 )
 
     def _chunks(self, index: int, values: State) -> State:
-        """Return a parameter's state as the chunks of full tensors that it is."""
+        # A parameter's state as the chunks of full tensors that it is
         return {name: chunks_of(value, self._split.get(index)) for name, value in values.items()}
 
     def _drop_shards(self) -> None:
-        """Take states of sharded parameters from the optimizer."""
+        # Take states of sharded parameters from the optimizer
         parameters = parameters_of(self.optimizer)
         for index in self._sharded:
             self.optimizer.state.pop(parameters[index], None)
 
     @contextmanager
     def _without_shards(self) -> Generator[None, None, None]:
-        """Take states of sharded parameters from the optimizer within."""
+        # Take states of sharded parameters from the optimizer within
         parameters, state = parameters_of(self.optimizer), self.optimizer.state
         # shards are gathered by themselves: they must not be in the state that is collected here
         taken = {p: state.pop(p) for p in (parameters[i] for i in self._sharded) if p in state}
@@ -352,7 +352,7 @@ def _as_dtensor(local: Tensor, like: DTensor) -> DTensor:
 
 
 def _as_rows(value: object, piece: Piece, shape: torch.Size, split: SplitTensor | None) -> Any:
-    """Return a value with the shape of the piece's rows as these rows of the full tensor."""
+    # A value with the shape of the piece's rows as these rows of the full tensor
     local = shape if split is None else torch.Size(split.local_shape)
     rows = torch.Size((piece.stop - piece.start, *local[1:]))
     # Numbers such as step counts, and states of all rows, stay as they are.
@@ -367,7 +367,7 @@ def _to_host(value: object) -> Any:
 
 
 def _groups(optimizer: Optimizer) -> list[State]:
-    """Return groups as ``Optimizer.state_dict`` writes them, with indices of parameters."""
+    # Groups as ``Optimizer.state_dict`` writes them, with indices of parameters
     groups, start = [], 0
     for group in optimizer.param_groups:
         # parameters are numbered through all groups
@@ -442,7 +442,7 @@ class StageOptimizer:
         return {"state": dict(sorted(states.items())), "param_groups": own["param_groups"]}
 
     def _collected(self, own: Mapping[int, State], group: dist.ProcessGroup) -> dict[int, State]:
-        """Send the states that ranks of the pipeline own to its first, one rank after the other."""
+        # Send the states that ranks of the pipeline own to its first, one rank after the other
         states: dict[int, State] = {}
         for place in range(len(self._groups.pipeline)):
             mine = place == self._groups.rank

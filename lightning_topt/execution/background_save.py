@@ -101,7 +101,7 @@ class BackgroundSaves:
                 self._changed.wait(left)
 
     def _run(self) -> None:
-        """Write what is unfinished, in the thread, which ends where nothing is."""
+        # Write what is unfinished, in the thread, which ends where nothing is
         while True:
             save = self._unfinished[0]
             succeeded = self._try(partial(_write, save))
@@ -121,7 +121,7 @@ class BackgroundSaves:
                     return
 
     def _try(self, action: Callable[[], object]) -> bool:
-        """Return whether `action` raised nothing; keep the first error."""
+        # Whether `action` raised nothing; keep the first error
         try:
             action()
         except BaseException as error:
@@ -237,7 +237,7 @@ class _Copy:
 
 
 def _is_plain(value: Tensor) -> bool:
-    """Return whether a tensor is memory alone, which can be copied as such."""
+    # Whether a tensor is memory alone, which can be copied as such
     if isinstance(value, DTensor):
         return True
     return (

@@ -211,7 +211,7 @@ def begin_folder(target: Place) -> Place:
 
 
 def _tidy_leftovers(home: Place) -> None:
-    """Remove what a save left that was cut off."""
+    # Remove what a save left that was cut off
     with contextlib.suppress(ValueError):  # of a damaged manifest it is not known
         _tidy(home.glob(f"{FILES_IN}*"), but=ShardFolder.at(home).path)
 
@@ -299,7 +299,7 @@ def remove_folder(path: str | os.PathLike[str] | RemotePath) -> None:
 
 
 def _tidy(paths: Iterable[Place], *, but: Place) -> None:
-    """Remove `paths`, but one. What cannot be removed stays until the next save."""
+    # Remove `paths`, but one. What cannot be removed stays until the next save.
     for path in [*paths]:
         if path != but:
             with contextlib.suppress(OSError):

@@ -158,7 +158,7 @@ def follow_parameters(
 
 
 def _full(value: object, split: SplitTensor | None) -> Any:
-    """Return a value without shards and slices. A collective call where there are some."""
+    # A value without shards and slices. A collective call where there are some.
     # Shards first, since slices are cut into shards; then slices.
     full = value.full_tensor() if isinstance(value, DTensor) else value
     if split is None or not isinstance(full, Tensor) or tuple(full.shape) != split.local_shape:
@@ -167,7 +167,7 @@ def _full(value: object, split: SplitTensor | None) -> Any:
 
 
 def _own(value: Any, split: SplitTensor | None) -> Any:
-    """Return this rank's slice of a full tensor that is `split`; else `value`."""
+    # This rank's slice of a full tensor that is `split`; else `value`
     whole = (
         isinstance(value, Tensor) and split is not None and tuple(value.shape) == split.layout.shape
     )

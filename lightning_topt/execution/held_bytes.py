@@ -145,7 +145,7 @@ def chunk_rows(parameter: Tensor, index: Integers, *, count: int) -> Integers:
 
 
 def _add_tensors(held: Integers, parameter: nn.Parameter, config: OpConfig, mesh: Mesh) -> None:
-    """Add a parameter, its gradient and their padding to `held`, (rank, kind)."""
+    # Add a parameter, its gradient and their padding to `held`, (rank, kind)
     row_bytes = (
         parameter.nbytes // max(parameter.shape[0], 1) if parameter.dim() else parameter.nbytes
     )

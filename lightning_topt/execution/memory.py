@@ -178,7 +178,7 @@ class _ProcessProbe:
 
 
 def _status() -> dict[str, int]:
-    """Return the sizes in `/proc/self/status`, in bytes; empty where there is no such file."""
+    # The sizes in `/proc/self/status`, in bytes; empty where there is no such file
     try:
         text = _STATUS.read_text()
     except OSError:

@@ -305,7 +305,7 @@ def find_notes(plan: ParallelPlan, blocks: Blocks, cluster: Cluster | None) -> I
 
 
 def _raised(check: Callable[[], None]) -> Iterator[str]:
-    """Yield the message of what `check` raises."""
+    # Yield the message of what `check` raises
     try:
         check()
     except ValueError as error:

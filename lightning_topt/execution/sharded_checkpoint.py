@@ -193,7 +193,7 @@ def _on_first(action: Callable[[], Any], group: dist.ProcessGroup | None) -> Any
 
 
 def _joined(gathered: Sequence[object]) -> State:
-    """Return what is no tensor, joined over ranks: some states are with one rank only."""
+    # What is no tensor, joined over ranks: some states are with one rank only
     modules, *optimizers = zip(*gathered, strict=True)
     return {
         "module": modules[0],
@@ -287,7 +287,7 @@ def _load_plain(path: str, weights_only: bool = True) -> State:
 
 
 def _entries(folder: ShardFolder, number: int) -> dict[str, tuple[int, str]]:
-    """Return the index and the name of each tensor of an optimizer, by its key."""
+    # The index and the name of each tensor of an optimizer, by its key
     entries, prefix = {}, f"optimizers.{number}."
     for key in stored_tensors(folder):
         if key.startswith(prefix):

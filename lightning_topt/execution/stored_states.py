@@ -248,7 +248,7 @@ def _target(
     rows: range | None = None,
     split: SplitTensor | None = None,
 ) -> Tensor:
-    """Return memory for what this rank keeps of a stored tensor."""
+    # Memory for what this rank keeps of a stored tensor
     dtype, shape = metadata.properties.dtype, metadata.size
     # A slice, a shard, rows of a tensor, or all of it.
     if split is not None and tuple(shape) == split.layout.shape:
@@ -268,7 +268,7 @@ def _target(
 def _chunks(
     target: Tensor, whole: torch.Size, split: SplitTensor | None, *, rows: range | None
 ) -> Tensor:
-    """Return `target` as the part that it is of a stored tensor of shape `whole`."""
+    # `target` as the part that it is of a stored tensor of shape `whole`
     part = split if split is not None and tuple(whole) == split.layout.shape else None
     everything = whole if part is None else torch.Size(part.local_shape)
     if rows is None or isinstance(target, DTensor) or target.shape == everything:
@@ -282,7 +282,7 @@ def _read(
     targets: dict[str, Any],
     planner_class: type[DefaultLoadPlanner] = DefaultLoadPlanner,
 ) -> None:
-    """Fill `targets`, on this rank alone."""
+    # Fill `targets`, on this rank alone
     if not targets:
         return
     from lightning_topt.execution.checkpoint_files import ShardReader  # noqa: PLC0415  (resumed)
@@ -357,7 +357,7 @@ class TensorChunks(Tensor):
         return self.whole if dim is None else self.whole[dim]
 
     def _parts(self) -> dict[torch.Size, tuple[Span, ...]]:
-        """Return the parts by their offsets in the full tensor."""
+        # The parts by their offsets in the full tensor
         return {
             torch.Size(span.start for span in spans): spans
             for spans in itertools.product(*self.spans)

@@ -215,14 +215,14 @@ def cluster_for(mesh: Mesh) -> Cluster:
 
 
 def _machines(mesh: Mesh, cluster: Cluster | None) -> Cluster:
-    """Return `cluster`, or one that is large enough: bytes are the same on any."""
+    # `cluster`, or one that is large enough: bytes are the same on any
     return cluster_for(mesh) if cluster is None or mesh.size > cluster.num_devices else cluster
 
 
 def _peak(
     plan: ParallelPlan, graph: OpGraph, profile: OptimizerProfile, machines: Cluster
 ) -> tuple[float | None, list[str]]:
-    """Return the bytes of a step's peak on the fullest rank, or why they are not known."""
+    # The bytes of a step's peak on the fullest rank, or why they are not known
     unknown = "the peak of a step is not predicted: "
     if plan.mesh.tensor_axes:
         return None, [f"{unknown}the step was captured with whole operators, not with their pieces"]
@@ -249,7 +249,7 @@ def _peak(
 
 
 def _on_cluster(verification: Verification, cluster: Cluster) -> Verification:
-    """Return the verification with the problems that the machines have."""
+    # The verification with the problems that the machines have
     # of the fullest rank: what is held all the time, or the peak where it is known
     needed = float(verification.held_by_rank.sum(axis=1).max())
     what = "parameters, gradients and optimizer state"
@@ -395,7 +395,7 @@ def print_verification(verification: Verification, *, console: Console) -> None:
 
 
 def _table(*columns: str, caption: str) -> Table:
-    """Return a table of numbers with names in its first column."""
+    # A table of numbers with names in its first column
     table = Table(*columns, caption=caption or None, caption_justify="left")
     table.columns[0].overflow = "fold"
     for column in table.columns[1:]:
@@ -417,7 +417,7 @@ def _ranks_table(verification: Verification) -> Table:
 
 
 def _blocks_table(verification: Verification) -> Table:
-    """Return the bytes by block, with blocks of equal size in one row."""
+    # The bytes by block, with blocks of equal size in one row
     # Sizes of the fullest rank, (kind,), and the blocks that have them.
     alike: dict[tuple[int, ...], list[str]] = {}
     for block, held in verification.held.items():

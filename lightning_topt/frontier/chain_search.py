@@ -158,7 +158,7 @@ def search_meshes(
 def _mesh_points(
     made: Sequence[tuple[Any, ChainTable]], decided: Rows
 ) -> tuple[tuple[Any, FrontierPoint], ...]:
-    """Return the plans that no other of `decided` (n, N) beats, with the costs of their tables."""
+    # The plans that no other of `decided` (n, N) beats, with the costs of their tables
     # chains of fewer blocks leave the columns behind theirs at 0
     costs = np.empty((len(decided), 2))
     configs = np.zeros((len(decided), decided.shape[1]), np.intp)
@@ -180,12 +180,12 @@ def _mesh_points(
 
 
 def _names_of(table: ChainTable) -> tuple[str, ...]:
-    """Return the names of the blocks of a chain, numbers where it has none."""
+    # The names of the blocks of a chain, numbers where it has none
     return table.names or tuple(str(n) for n in range(len(table.order)))
 
 
 def _blocks_of(table: ChainTable, decided: Rows) -> Rows:
-    """Return the configurations (n, block) of plans from what all layers decide (n, N)."""
+    # The configurations (n, block) of plans from what all layers decide (n, N)
     # layers go from the last block to the first, and end with one that decides nothing
     return decided[:, -2 : -2 - len(table.order) : -1]
 
@@ -223,7 +223,7 @@ def column_count(table: ChainTable) -> int:
 
 
 def _block_layer(block: BlockCosts, grids: tuple[float, float], columns: int) -> Layer:
-    """Return a transition for each allowed configuration of a block."""
+    # A transition for each allowed configuration of a block
     values = _entries(block, grids)
     # forbidden configurations are infinite
     choice = np.flatnonzero(np.isfinite(values).all(axis=1))
@@ -234,7 +234,7 @@ def _block_layer(block: BlockCosts, grids: tuple[float, float], columns: int) ->
 
 
 def _entries(block: BlockCosts, grids: tuple[float, float]) -> Array:
-    """Return the entries (config, entry) of a block, in the order of `START` and `END`."""
+    # The entries (config, entry) of a block, in the order of `START` and `END`
     # on grids, so that sums are exact in whatever order
     seconds, backward, exchange = (
         np.round(part / grids[0]) * grids[0]
@@ -250,7 +250,7 @@ def _entries(block: BlockCosts, grids: tuple[float, float]) -> Array:
 
 
 def _exact_grids(table: ChainTable) -> tuple[float, float]:
-    """Return grids of seconds and bytes on which all sums of the chain are exact."""
+    # Grids of seconds and bytes on which all sums of the chain are exact
     seconds, size = (
         [np.array([table.fixed_seconds])],
         [np.array([table.fixed_bytes, table.update_bytes])],
@@ -296,7 +296,7 @@ def _mesh_layers(tables: Sequence[ChainTable]) -> list[Layer]:
 
 
 def _side_by_side(beside: Sequence[Layer], *, is_first: bool, is_last: bool) -> Layer:
-    """Return the layers of all tables at one place as one; each table is a group."""
+    # The layers of all tables at one place as one; each table is a group
     table = np.repeat(np.arange(len(beside)), [len(layer.source) for layer in beside])
     return Layer(
         # one group before the first layer and after the last

@@ -120,7 +120,7 @@ def _spread(
 
 @kernel
 def _cheapest(net: Net, flow: Array, potential: Array, choice: Rows) -> None:
-    """Write the least price from every group to the end, and the transition it begins with."""
+    # Write the least price from every group to the end, and the transition it begins with
     transitions, source, target, begin, values, entries, _, _, _, _, groups = net
     layers = len(entries) - 1
     # backwards over groups
@@ -257,7 +257,7 @@ def crossings(
 
 @kernel
 def _suffixes(net: Net, plan: Rows, ahead: Array) -> None:
-    """Write into `ahead` (columns,) what every column still gains under `plan` (N,) to the end."""
+    # Write into `ahead` (columns,) what every column still gains under `plan` (N,) to the end
     _, _, _, begin, values, entries, start, end, columns, _, _ = net
     layers = len(entries) - 1
     for c in range(columns[layers + 1]):
@@ -271,7 +271,7 @@ def _suffixes(net: Net, plan: Rows, ahead: Array) -> None:
 
 @kernel
 def _step(net: Net, n: int, transition: int, states: Array, before: int, after: int) -> None:
-    """Take one transition of layer `n`, from row `before` of `states` to row `after`."""
+    # Take one transition of layer `n`, from row `before` of `states` to row `after`
     _, _, _, begin, values, entries, start, end, columns, _, _ = net
     for c in range(columns[n + 2] - columns[n + 1]):
         states[after, c] = -np.inf

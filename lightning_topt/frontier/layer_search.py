@@ -137,7 +137,7 @@ def sweep(
 
 
 def _lifted(states: Array, lift: Array) -> Array:
-    """Return the columns (n, c), each at least the others plus what `lift` (c, c) says."""
+    # The columns (n, c), each at least the others plus what `lift` (c, c) says
     raised = states
     for a, b in np.argwhere(np.isfinite(lift)):
         raised = states.copy() if raised is states else raised
@@ -159,7 +159,7 @@ def _minimal_by_group(states: Array, group: Rows) -> Rows:
 
 
 def _follow(back: Sequence[tuple[Rows, Rows]], rows: Rows) -> Rows:
-    """Return the transitions (n, N) that led to the states `rows` (n,), by back-pointers."""
+    # The transitions (n, N) that led to the states `rows` (n,), by back-pointers
     plans = np.empty((len(rows), len(back)), np.intp)
     # from the last layer back to the first
     for n in range(len(back) - 1, -1, -1):
@@ -463,7 +463,7 @@ _NONE = np.zeros((0, 1)), np.zeros((0, 1)), np.zeros((0, 1))  # bounds that keep
 
 
 def _minimal(states: States) -> States:
-    """Return the states that no other of their group beats, by bytes if these are two columns."""
+    # The states that no other of their group beats, by bytes if these are two columns
     costs, first = states.costs, states.first
     if costs.shape[1] == 2:
         rows = [
@@ -497,7 +497,7 @@ def _who_beats_first(states: States) -> Rows:
 
 
 def _hopeful(states: States, bounds: tuple[Array, Array, Array]) -> States:
-    """Return the states that `bounds` do not show to become no better than known plans."""
+    # The states that `bounds` do not show to become no better than known plans
     if not len(bounds[2]):
         return states
     kept, counts = np.empty(len(states.costs), np.int64), np.zeros(len(states.first), np.int64)
@@ -506,7 +506,7 @@ def _hopeful(states: States, bounds: tuple[Array, Array, Array]) -> States:
 
 
 def _prepare(layer: Layer, lift: Array) -> tuple[Rows, tuple[Array, ...]]:
-    """Return transitions by target, and the arrays that the kernels take."""
+    # Transitions by target, and the arrays that the kernels take
     order = np.argsort(layer.target, kind="stable")
     begin = np.searchsorted(layer.target[order], np.arange(layer.groups + 1))
     pairs = np.argwhere(np.isfinite(lift))

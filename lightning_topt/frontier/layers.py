@@ -217,7 +217,7 @@ def column_lifts(layers: Sequence[Layer]) -> list[Array]:
 
 
 def _futures(layers: Sequence[Layer]) -> list[Array]:
-    """Return `future` (c, c) of every boundary, before the first layer to after the last."""
+    # `future` (c, c) of every boundary, before the first layer to after the last
     found, counts = [_APART], [2, *(layer.columns for layer in layers)]
     for layer, count in zip(reversed(layers), counts[-2::-1], strict=True):
         found.append(_least_differences(layer.values, layer.start, layer.end, found[-1], count))
@@ -250,7 +250,7 @@ def _least_differences(values: Array, own: Rows, other: Rows, known: Array, coun
 
 
 def _deciding(past: Array, future: Array, after: Layer) -> Rows:
-    """Return the columns that may decide, in ascending order."""
+    # The columns that may decide, in ascending order
     gone = ~_mask(after.start, len(past))
     with np.errstate(invalid="ignore"):
         never = past + future >= 0
@@ -331,7 +331,7 @@ def _flip(layer: Layer, columns: int) -> Layer:
 
 
 def _mask(indices: Rows, count: int) -> NDArray[np.bool_]:
-    """Return (count,) whether a number is among `indices`."""
+    # (count,) whether a number is among `indices`
     found = np.zeros(count, bool)
     found[indices] = True
     return found

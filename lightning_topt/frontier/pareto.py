@@ -99,7 +99,7 @@ def _not_behind(first: Array, second: Array) -> NDArray[np.bool_]:
 
 
 def _ranks(costs: Array) -> NDArray[np.unsignedinteger]:
-    """Return dense ranks of every column: small integers are compared faster than floats."""
+    # Dense ranks of every column: small integers are compared faster than floats
     kind = np.uint16 if len(costs) < 2**16 else np.uint32
     ranks = np.empty(costs.shape, kind)
     for column in range(costs.shape[1]):
@@ -138,7 +138,7 @@ def _dominated(
     *,
     itself: bool = False,
 ) -> NDArray[np.bool_]:
-    """Return which `candidates` (c, n) some of `others` (c, m) are at or below in every column."""
+    # Which `candidates` (c, n) some of `others` (c, m) are at or below in every column
     if not candidates.size:
         return np.zeros(candidates.shape[1], bool)
     below = candidates[0][:, None] >= others[0]

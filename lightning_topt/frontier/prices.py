@@ -180,7 +180,7 @@ def make_prices(layers: Sequence[Layer], *, steps: int | None = None) -> tuple[P
 
 
 def _reached(layers: Sequence[Layer], flows: Array) -> list[Array]:
-    """Return by boundary (G, L) the least price from the start to each group."""
+    # By boundary (G, L) the least price from the start to each group
     found, done = [np.zeros((1, len(flows)))], 0
     for layer in layers:
         priced = layer.values @ flows[:, done : done + len(layer.start)].T + found[-1][layer.source]

@@ -138,7 +138,7 @@ def fastest_below(
 
 
 def _first_plan(cuts: StageCuts, first: Cut, *, size: float, hint: float) -> tuple[Cut, float]:
-    """Return a plan with stages of about equal load, and a load at or below which there is none."""
+    # A plan with stages of about equal load, and a load at or below which there is none
     best, low, high = first, cuts.least_load() * (1 - 1e-12), first.load
     # Halve the range of loads, from the least that any plan may have to that of the first plan.
     for _ in range(_HALVINGS):
@@ -312,14 +312,13 @@ class StageCuts:
 
 
 def _sizes(costs: Array, held: Array) -> Array:
-    """Bytes (n,) of stages; `held` ([held, waiting, in update], time, n)."""
+    # Bytes (n,) of stages; `held` ([held, waiting, in update], time, n)
     _, _, static, kept, hump, update, waiting = costs
     activations = (held[0] * kept + held[1] * waiting).max(axis=0)
     return np.asarray(static + np.maximum(activations + hump, held[2, 0] * kept + update))
 
 
 def _least_block_load(block: StageBlock, table: StageTable) -> float:
-    """Return the least seconds of load of a block."""
     allowed = np.isfinite(block.seconds)
     loads = table.load_rate * block.seconds[allowed] + table.once_rate * block.once[allowed]
     return float(loads.min(initial=np.inf))
@@ -336,7 +335,7 @@ def _cheapest_cuts(
     came: Rows,
     chosen: Rows,
 ) -> None:
-    """Do `stage_kernels.cheapest_cuts` in arrays, which takes no time to load."""
+    # Do `stage_kernels.cheapest_cuts` in arrays, which takes no time to load
     count, states = of.shape[1], costs.shape[1]
     some = np.flatnonzero(np.diff(first))
     best[0, 0] = 0.0
@@ -432,7 +431,7 @@ def _classes(table: StageTable, runs: Runs, link: int) -> tuple[Rows, Rows, Arra
 def _of_variant(
     table: StageTable, index: int, run_of: Rows, epsilon: float
 ) -> tuple[tuple[Rows, Array, Rows], float]:
-    """Return class, costs and number of the states of all classes; and their error."""
+    # Class, costs and number of the states of all classes; and their error
     variant, runs = table.variants[index], runs_of(table.order)
     states = run_states(variant.chain, epsilon)
     # one row for each class and state of its run
@@ -530,7 +529,7 @@ def run_states(chain: StageChain, epsilon: float) -> RunStates:
 
 
 def _run_states_in_arrays(runs: Runs, blocks: Sequence[Array], step: float, most: int) -> RunStates:
-    """Do `stage_kernels.states_of_runs` in arrays, which takes no time to load."""
+    # Do `stage_kernels.states_of_runs` in arrays, which takes no time to load
     error = 1.0
     costs: list[Array] = []
     parents: list[Rows] = []
@@ -554,7 +553,7 @@ def _run_states_in_arrays(runs: Runs, blocks: Sequence[Array], step: float, most
 
 
 def _on_grids(chain: StageChain) -> list[Array]:
-    """Return the costs (config, 5) of each distinct block."""
+    # The costs (config, 5) of each distinct block
     blocks = [
         np.stack([getattr(block, name) for name in COLUMNS], axis=1) for block in chain.blocks
     ]

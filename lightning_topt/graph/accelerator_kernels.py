@@ -99,7 +99,7 @@ def _attention(
 
 
 def _lowered(tensor: Tensor) -> Tensor:
-    """Return `tensor` in the dtype of autocast where that is on; float64 stays."""
+    # `tensor` in the dtype of autocast where that is on; float64 stays
     kind = tensor.device.type
     if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
         return tensor

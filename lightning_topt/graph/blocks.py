@@ -107,7 +107,7 @@ class _Chooser:
         return len(calls) == 1 and may_repeat(calls[0]) and self.modules[path].repeatable
 
     def _visit(self, path: str) -> None:
-        """Choose the module at `path` as one block, or blocks inside of it."""
+        # Choose the module at `path` as one block, or blocks inside of it
         # rule 2, for a module that is no repetition
         fits = self._is_candidate(path)
         # what holds more than half would leave a plan little to decide
@@ -131,7 +131,7 @@ class _Chooser:
         return parameters >= self.large[0] or kept >= self.large[1]
 
     def _repeated(self, children: Iterable[str]) -> dict[str, Hashable]:
-        """Return those of `children` that repeat one structure, with the key of their group."""
+        # Those of `children` that repeat one structure, with the key of their group
         # children of one structure that have parameters and are called
         groups: dict[int, list[str]] = defaultdict(list)
         for child in children:
@@ -155,7 +155,7 @@ class _Chooser:
         )
 
     def _shares(self, path: str) -> tuple[float, float]:
-        """Return its share of the parameter bytes and of the kept activation bytes."""
+        # Its share of the parameter bytes and of the kept activation bytes
         parameters = sum(self.graph.parameters[index].nbytes for index in self._inside[path])
         kept = sum(self.memory.kept(call.first, call.end) for call in self.calls[path])
         return parameters / self.total_parameters, kept / self.total_kept
@@ -173,7 +173,7 @@ class _Chooser:
 
     @cached_property
     def _inside(self) -> dict[str, dict[int, None]]:
-        """Indices of the parameters in each module, by its path."""
+        # Indices of the parameters in each module, by its path
         found: dict[str, dict[int, None]] = defaultdict(dict)
         # under all names, also those of tied weights, in all modules around
         for index, parameter in enumerate(self.graph.parameters):
@@ -184,7 +184,7 @@ class _Chooser:
 
     @cached_property
     def _readers(self) -> dict[str, set[tuple[str, ...]]]:
-        """Modules around the operators that read a parameter, by its name."""
+        # Modules around the operators that read a parameter, by its name
         readers: dict[str, set[tuple[str, ...]]] = defaultdict(set)
         for op in self.graph.ops:
             for name in op.parameters:

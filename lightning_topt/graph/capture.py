@@ -292,7 +292,7 @@ def _capture_two_sizes(
 
 
 def _from_one_recording(step: StepRun, batch: object, like: OpGraph) -> OpGraph | None:
-    """Return the graph at the sizes of `like`; None where one recording does not say."""
+    # The graph at the sizes of `like`; None where one recording does not say
     sizes = like.step.batch_sizes
     try:
         many = batch_sizes(batch, None)[0], PRIME * sizes[0]
@@ -338,7 +338,7 @@ def _finish(
 
 
 def _blocks_in(module: nn.Module, like: OpGraph) -> tuple[Block, ...]:
-    """Return the blocks of `like` that `module` has."""
+    # The blocks of `like` that `module` has
     paths = {path for path, _ in module.named_modules()}
     return tuple(block for block in like.blocks if block.name in paths)
 
@@ -764,7 +764,7 @@ class CallTracer(TorchDispatchMode):
         )
 
     def _serial(self, tensor: Tensor, kind: str) -> int:
-        """Return the number of the memory of `tensor`; new memory is noted as `kind`."""
+        # The number of the memory of `tensor`; new memory is noted as `kind`
         memory = tensor.untyped_storage()
         address = memory._cdata
         if address in self._serials:  # known: made or met before

@@ -151,7 +151,7 @@ def _attempt(
 
 @contextmanager
 def _as_it_was(device: torch.device) -> Iterator[None]:
-    """Put back random states and the cache of autocast; `print` shows no tensors of a copy."""
+    # Put back random states and the cache of autocast; `print` shows no tensors of a copy
     python, numpy, caches = (
         random.getstate(),
         np.random.get_state(),
@@ -196,7 +196,7 @@ def _explained(error: Exception, recorder: FlowRecorder) -> CaptureError | None:
 
 
 def _record_logs(module: nn.Module, recorder: FlowRecorder) -> None:
-    """Let values that are logged, and what metrics are given, be needed at the end."""
+    # Let values that are logged, and what metrics are given, be needed at the end
 
     def log(*args: object, **kwargs: object) -> None:
         recorder.need_at_end((args, kwargs))
@@ -389,7 +389,7 @@ class FlowRecorder(TorchDispatchMode):
             self._consume(self._end, [tensor])
 
     def _value(self, tensor: Tensor) -> object:
-        """Return what a value reads as here; None to let it be read."""
+        # What a value reads as here; None to let it be read
         # of the batch alone: read as it is, on a real batch
         origin = self._origins.origin(tensor)
         if origin.is_batch and not (origin.refs or origin.reads):
@@ -422,7 +422,7 @@ class FlowRecorder(TorchDispatchMode):
     # ---- calls of units --------------------------------------------------------------------------
 
     def _call(self, path: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run a call of a unit; calls inside of another one are part of that."""
+        # Run a call of a unit; calls inside of another one are part of that
         # inside of another call, or while nothing is recorded
         if self._at >= 0 or self not in list(
             torch.utils._python_dispatch._get_current_dispatch_mode_stack()
@@ -490,7 +490,7 @@ class FlowRecorder(TorchDispatchMode):
         self._consume(self._end, _leaves(value))
 
     def _consume(self, reader: FlowReader, tensors: Iterable[Tensor]) -> None:
-        """Note that `reader` needs what `tensors` are made of."""
+        # Note that `reader` needs what `tensors` are made of
         combined, at = Origin(), reader.index
         for tensor in tensors:
             # made inside of this very call

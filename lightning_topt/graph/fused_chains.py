@@ -113,7 +113,7 @@ def _chains(graph: OpGraph, edges: _Edges) -> Iterator[tuple[int, ...]]:
 
 
 def _connected(graph: OpGraph, edges: _Edges, run: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the parts of `run` that feed one another and have several kernels."""
+    # Yield the parts of `run` that feed one another and have several kernels
     part = {index: index for index in run}
     for index in run:
         for source, _ in edges.into.get(index, ()):
@@ -136,7 +136,7 @@ def _is_elementwise(kernel: Kernel) -> bool:
 
 @functools.cache
 def _is_pointwise(name: str) -> bool:
-    """Return whether torch says that an operator works element by element."""
+    # Whether torch says that an operator works element by element
     found: Any = torch.ops
     try:
         for part in name.split("."):
@@ -152,7 +152,7 @@ def _is_pointwise(name: str) -> bool:
 def _kernels_of(
     graph: OpGraph, edges: _Edges, chain: Sequence[int]
 ) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...]]:
-    """Return the kernels that take the place of a chain's elementwise ones."""
+    # The kernels that take the place of a chain's elementwise ones
     sizes = graph.step.batch_sizes
     small, large = (_Traffic.of(graph, edges, chain, size) for size in sizes)
 
@@ -215,7 +215,7 @@ class _Traffic:
 
 
 def _own_bytes(graph: OpGraph, index: int, into: float, edges: _Edges, size: int) -> float:
-    """Return what one operator moves as a kernel: a leaf module reads its inputs once."""
+    # What one operator moves as a kernel: a leaf module reads its inputs once
     op = graph.ops[index]
     eager = _moved(op.forward, size)
     if sum(kernel.count for kernel in op.forward) == 1:
@@ -230,7 +230,7 @@ def _own_bytes(graph: OpGraph, index: int, into: float, edges: _Edges, size: int
 
 
 def _result(op: Op, out_of: Sequence[tuple[int, TensorEdge]]) -> TensorSpec:
-    """Return what an operator hands on."""
+    # What an operator hands on
     if out_of:
         return out_of[0][1].tensor
     return op.outputs[0] if op.outputs else TensorSpec((), "float32")
@@ -241,12 +241,12 @@ def _moved(kernels: Iterable[Kernel], size: int) -> float:
 
 
 def _bytes_at(spec: TensorSpec, size: int, *, captured: int) -> float:
-    """Return the bytes of a tensor at a batch of `size`."""
+    # The bytes of a tensor at a batch of `size`
     whole = math.prod(spec.shape) * int(getattr(torch, spec.dtype).itemsize)
     return whole * size / captured if spec.batch_dim is not None else float(whole)
 
 
 def _described(spec: TensorSpec) -> list[object]:
-    """Return shape, contiguous strides and dtype, as arguments of kernels are written."""
+    # Shape, contiguous strides and dtype, as arguments of kernels are written
     strides = [math.prod(spec.shape[place + 1 :]) for place in range(len(spec.shape))]
     return [[*spec.shape], strides, spec.dtype]

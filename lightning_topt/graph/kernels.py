@@ -134,7 +134,7 @@ def _is_causal(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, obj
 
 @functools.cache
 def _argument_place(func: OpOverload, name: str) -> int | None:
-    """Return the place of an argument of `func`, None where it has none of this name."""
+    # The place of an argument of `func`, None where it has none of this name
     names = [argument.name for argument in func._schema.arguments]
     return names.index(name) if name in names else None
 
@@ -158,7 +158,7 @@ def hidden_bytes(func: OpOverload, args: tuple[Any, ...]) -> tuple[int, float]:
 
 
 def _bytes(func: OpOverload, read: list[Tensor], out: object) -> int:
-    """Return the bytes read and written; `read` are the tensors among the arguments."""
+    # The bytes read and written; `read` are the tensors among the arguments
     written = list(_tensors(out))
     if func._schema.name in LOOKUPS:
         read[:1] = written
@@ -170,7 +170,7 @@ def _bytes(func: OpOverload, read: list[Tensor], out: object) -> int:
 
 
 def _workspace(func: OpOverload, args: tuple[Any, ...], given: list[Tensor], out: object) -> float:
-    """Return the bytes that a CPU kernel takes for copies while it runs."""
+    # The bytes that a CPU kernel takes for copies while it runs
     name = func._schema.name
     if name in REORDERED:
         is_backward = name.endswith("backward")
@@ -209,13 +209,13 @@ def _copied_again(
 
 
 def _blocked(tensor: Tensor) -> int:
-    """Return the bytes of (sample, channel, ...) with channels padded to full blocks."""
+    # The bytes of (sample, channel, ...) with channels padded to full blocks
     channels = max(tensor.shape[1], 1)
     return _touched(tensor) // channels * -(-channels // _CHANNEL_BLOCK) * _CHANNEL_BLOCK
 
 
 def _touched(tensor: Tensor) -> int:
-    """Return the bytes of `tensor` in memory; an expanded dim is there once."""
+    # The bytes of `tensor` in memory; an expanded dim is there once
     sizes = [
         size
         for size, step in zip(tensor.shape, tensor.stride(), strict=True)
@@ -449,7 +449,7 @@ def written_tensors(
 
 @functools.cache
 def _written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
-    """Return (position, name) of the arguments that the schema of `func` marks as written."""
+    # (position, name) of the arguments that the schema of `func` marks as written
     return tuple(
         (index, argument.name)
         for index, argument in enumerate(func._schema.arguments)

@@ -120,7 +120,7 @@ class Mesh:
         return next(ranks for ranks in self.groups_along(self.pipeline_axes) if rank in ranks)
 
     def _position(self, rank: int, axes: Sequence[int]) -> int:
-        """Return the position of `rank` along `axes`, the last one fastest."""
+        # The position of `rank` along `axes`, the last one fastest
         position = 0
         # as digits of a number: the last axis counts single ranks
         for axis in axes:

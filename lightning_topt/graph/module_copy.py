@@ -194,7 +194,7 @@ class _Fakes(TensorCopies):
         return fake
 
     def _strided(self, tensor: Tensor) -> Tensor:
-        """Return a fake tensor of the same shape and strides, on a shared storage if shared."""
+        # A fake tensor of the same shape and strides, on a shared storage if shared
         storage = tensor.untyped_storage()
         if isinstance(tensor, nn.Parameter) and tensor.numel() > 1 and not any(tensor.stride()):
             # One element in the place of a parameter that another rank keeps.
@@ -305,7 +305,7 @@ def _deepcopy(module: T, memo: dict[int, object]) -> T:
 
 
 def _copyable(value: object, memo: dict[int, object]) -> bool:
-    """Return whether `value` itself can be copied, whatever it leads to in `memo`."""
+    # Whether `value` itself can be copied, whatever it leads to in `memo`
     try:
         copy.deepcopy(value, memo)
     except Exception:
@@ -315,7 +315,7 @@ def _copyable(value: object, memo: dict[int, object]) -> bool:
 
 @contextmanager
 def _reducers() -> Iterator[None]:
-    """Teach `copy.deepcopy` to share what it cannot copy, and to copy generators of torch."""
+    # Teach `copy.deepcopy` to share what it cannot copy, and to copy generators of torch
 
     def share(value: object) -> str:
         return "shared"  # a string means that the object is its own copy
@@ -346,7 +346,7 @@ def _generator_like(generator: torch.Generator) -> torch.Generator:
 
 
 def _adapt(original: nn.Module, new: nn.Module, device: torch.device | None) -> None:
-    """Give the copy its trainer back, its device, and eager execution."""
+    # Give the copy its trainer back, its device, and eager execution
     attributes = vars(new)
     for name in OWNERS:
         if name in vars(original):
@@ -397,7 +397,7 @@ def silence(module: nn.Module) -> None:
 
 
 def _in_place_of(own: Any, value: Any) -> Any:
-    """Return a property that is `value`, after what `own` reads, which somebody may note."""
+    # A property that is `value`, after what `own` reads, which somebody may note
     if not isinstance(own, property) or own.fget is None:
         return value
     read = own.fget

@@ -65,7 +65,7 @@ def host_random_state() -> tuple[object, ...]:
 
 
 def _describe(value: Any, seen: Seen) -> object:
-    """Return the state of a value; objects in `seen` are referred to by number."""
+    # The state of a value; objects in `seen` are referred to by number
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype, value.requires_grad
     if isinstance(value, LEAVES):
@@ -96,7 +96,7 @@ def _describe(value: Any, seen: Seen) -> object:
 
 
 def _surroundings(classes: Iterable[type]) -> list[object]:
-    """Return what the code of users' classes can change: globals, attributes, closures."""
+    # What the code of users' classes can change: globals, attributes, closures
     return [pair for cls in sorted(set(classes), key=str) for pair in _names_around(cls)]
 
 

@@ -264,7 +264,7 @@ class Recorder(TorchDispatchMode):
             self._record_kernel(index, func, args, kwargs, out, frozen)
 
     def _forward_op(self, func: OpOverload) -> int:
-        """Return the operator that a call belongs to: its leaf module, or one of its own."""
+        # The operator that a call belongs to: its leaf module, or one of its own
         # inside of a leaf module its operator, else a new one, named after the innermost module
         frame = self._frames[-1] if self._frames else None
         if frame is not None and frame.op is not None:
@@ -283,7 +283,7 @@ class Recorder(TorchDispatchMode):
         return index
 
     def _backward_op(self) -> int:
-        """Return the operator whose autograd node runs."""
+        # The operator whose autograd node runs
         self.current = self.nodes.op_of(torch._C._current_autograd_node(), self.current)
         self.nodes.claim(self.current)
         return self.current
@@ -379,7 +379,7 @@ class Recorder(TorchDispatchMode):
                 storage.op, storage.shape = index, shape_of(tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        """Note that autograd saves `tensor`."""
+        # Note that autograd saves `tensor`
         for storage in self.memory.within(tensor):
             if not self.is_backward and not storage.saved:
                 storage.saved = True
@@ -558,7 +558,7 @@ RESULTS = FakeResults()
 
 
 def _device_of(tensors: list[Tensor]) -> torch.device | None:
-    """Return the device of all `tensors`; None where there is none, or some are not plain."""
+    # The device of all `tensors`; None where there is none, or some are not plain
     found: torch.device | None = None
     for tensor in tensors:
         if type(tensor) is not FakeTensor or tensor.constant is not None:
@@ -592,7 +592,7 @@ def _likes(out: object, call: FrozenCall) -> tuple[Like, ...] | None:
 
 
 def _is_opaque(value: Frozen) -> bool:
-    """Return whether a part of frozen arguments stands for something that it does not tell."""
+    # Whether a part of frozen arguments stands for something that it does not tell
     return isinstance(value, tuple) and (
         value[:1] == ("opaque",) or any(_is_opaque(part) for part in value)
     )

@@ -231,7 +231,7 @@ def assemble(
 
 
 def _check_equal(recordings: tuple[Recording, Recording], sizes: Sizes) -> None:
-    """Raise CaptureError unless both recordings ran the same operators in the same order."""
+    # Raise CaptureError unless both recordings ran the same operators in the same order
     # one recording: a graph for one size alone
     if recordings[0] is recordings[1]:
         return
@@ -419,7 +419,7 @@ def _tensor(
     names: Sequence[OpRecord],
     ticks: int,
 ) -> StepTensor:
-    """Return a tensor of the graph; one that the step leaves behind ends after its last tick."""
+    # A tensor of the graph; one that the step leaves behind ends after its last tick
     return made(
         StepTensor,
         {
@@ -435,7 +435,7 @@ def _tensor(
 
 
 def _calls(recording: Recording, indices: Mapping[int, int]) -> Iterable[ModuleCall]:
-    """Yield the calls of modules, with the storages that they read and made by index."""
+    # Yield the calls of modules, with the storages that they read and made by index
     # writes are in the order of time: those during a call are found by bisection
     ticks = [tick for tick, _ in recording.writes]
     for call in recording.calls:
@@ -452,7 +452,7 @@ def _calls(recording: Recording, indices: Mapping[int, int]) -> Iterable[ModuleC
 
 
 def _modules(root: nn.Module, repeatable: Collection[str]) -> Iterable[Module]:
-    """Return the submodules, parents first; see `Module` for what makes them equal."""
+    # The submodules, parents first; see `Module` for what makes them equal
     numbers: dict[Hashable, int] = {}
     found: list[Module] = []
 

@@ -171,7 +171,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _token(value: Any) -> Hashable:
-    """Return what is equal for equal plain values; other objects are equal to themselves alone."""
+    # What is equal for equal plain values; other objects are equal to themselves alone
     if isinstance(value, PLAIN):
         return type(value), value
     if isinstance(value, float | complex):
@@ -429,7 +429,7 @@ class _Repetition:
         return found
 
     def _shifted(self, position: int) -> int:
-        """Return where a position outside of layers comes to lie."""
+        # Where a position outside of layers comes to lie
         forward, backward = (self.stretches[k, self.model] for k in (FORWARD, BACKWARD))
         count = len(self.stack.left_out)
         position_after = position
@@ -508,7 +508,7 @@ class _Repetition:
     def _spread(
         self, items: Sequence[Item], places: Sequence[Place | None], make: Any
     ) -> _Spread[Item]:
-        """Return `items`, with copies of the third layer's in the place of those left out."""
+        # `items`, with copies of the third layer's in the place of those left out
         spread = _Spread[Item](items, places)
         for kind, layers in (
             (FORWARD, self.stack.left_out),

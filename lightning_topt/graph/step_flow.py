@@ -338,7 +338,7 @@ def _positions(func: OpOverload) -> dict[str, int]:
 
 
 def _is_off(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-    """Return whether the operator is dropout that does nothing."""
+    # Whether the operator is dropout that does nothing
     # by the names in its schema: "dropout_p" of attention, "dropout" of RNNs, "train(ing)"
     where = _positions(func)
 

@@ -257,7 +257,7 @@ def stretches_of(step: Step, blocks: Iterable[str]) -> list[Stretch]:
 def _sizes(
     memory: StepMemory, stretches: list[Stretch], casts: Sequence[int]
 ) -> list[tuple[int, int, int, int, int]]:
-    """Return the bytes (kept, output, forward peak, backward peak, casts) of each stretch."""
+    # The bytes (kept, output, forward peak, backward peak, casts) of each stretch
     made = [(memory.step.tensors[i].first, int(memory.bytes[i])) for i in casts]
     # peaks are above what earlier segments keep (in backward: and this one)
     peaks = _backward_peaks(memory, stretches)
@@ -274,7 +274,7 @@ def _sizes(
 
 
 def _backward_peaks(memory: StepMemory, stretches: list[Stretch]) -> dict[int, int]:
-    """Return the highest live bytes in the backward of each stretch that has one."""
+    # The highest live bytes in the backward of each stretch that has one
     if not stretches:
         return {}
     current = backward_owners(memory.step, stretches)
@@ -332,7 +332,7 @@ class StepMemory:
 
     @cached_property
     def _kept_until(self) -> Indices:
-        """Bytes kept for backward of what is made before each position (backward_start + 1,)."""
+        # Bytes kept for backward of what is made before each position (backward_start + 1,)
         tensors, start = self._tensors, self.step.backward_start
         sizes = np.zeros(start + 1, np.int64)
         kept = (tensors.first < start) & (start < tensors.end) & tensors.counted  # `Step.is_kept`

@@ -258,7 +258,7 @@ class AdaptiveStep:
         return pieces_of(self.optimizer, shared, ranks=ranks, rule=self.rule)
 
     def _share(self) -> None:
-        """Share the parameters of now from this step on. Collective call."""
+        # Share the parameters of now from this step on. Collective call.
         pieces = self._pieces()
         if self.parallel is not None:
             self.parallel.update_pieces(pieces)
@@ -270,7 +270,7 @@ class AdaptiveStep:
             self.optimizer.step = self  # type: ignore[method-assign]
 
     def _unshare(self) -> None:
-        """Give every rank the full state again. Collective call where the update is shared."""
+        # Give every rank the full state again. Collective call where the update is shared.
         if self.parallel is not None:
             # `remove` finds itself as the step, as it was installed
             self._leave()

@@ -178,7 +178,7 @@ def _joined(
     pieces: Sequence[Piece],
     like: Tensor,
 ) -> State:
-    """Join the leaves of a parameter's pieces to its full state."""
+    # Join the leaves of a parameter's pieces to its full state
     outlines = [tree_leaves(everyone[piece]) for piece in pieces]
     leaves, spec = tree_flatten(everyone[pieces[0]])
     for position in range(len(leaves)):
@@ -237,7 +237,7 @@ def check_cut_state(optimizer: Optimizer, *, keys: Keys) -> None:
 
 
 def _part(state: Mapping[Any, object], parameter: Tensor, *, piece: Piece, key: Tensor) -> State:
-    """Return the state of `piece`, in memory apart from the full `state` where rows are cut."""
+    # The state of `piece`, in memory apart from the full `state` where rows are cut
 
     def cut(leaf: object) -> Any:
         if not isinstance(leaf, Tensor):

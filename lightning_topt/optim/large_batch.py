@@ -206,7 +206,7 @@ class LAMB(Optimizer):
         return loss
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor], *, adapted: bool) -> None:
-        """Update `parameters` of one device and dtype."""
+        # Update `parameters` of one device and dtype
         options = {
             name: group[name] for name in ("betas", "eps", "weight_decay", "bias_correction")
         }
@@ -239,7 +239,7 @@ def _update_ratios(norms: Tensor, *, trust_clip: float | None) -> Tensor:
 
 
 def _add_scaled(parameters: list[Tensor], updates: list[Tensor], *, rates: Tensor) -> None:
-    """Compute w ← w + rate * update, `rates` (parameters,); `updates` are overwritten."""
+    # Compute w ← w + rate * update, `rates` (parameters,); `updates` are overwritten
     torch._foreach_mul_(updates, list(rates.unbind()))
     torch._foreach_add_(parameters, updates)
 
@@ -351,7 +351,7 @@ def _check_options(
 
 
 def _refuse_complex(optimizer: Optimizer) -> None:
-    """Raise ValueError, and take the newest group off, where it has complex parameters."""
+    # Raise ValueError, and take the newest group off, where it has complex parameters
     if any(parameter.is_complex() for parameter in optimizer.param_groups[-1]["params"]):
         optimizer.param_groups.pop()
         raise ValueError(
@@ -361,7 +361,7 @@ def _refuse_complex(optimizer: Optimizer) -> None:
 
 
 def _with_gradients(optimizer: Optimizer, group: Mapping[str, Any]) -> list[Tensor]:
-    """Return the parameters of `group` that have a gradient. ValueError for a sparse one."""
+    # The parameters of `group` that have a gradient. ValueError for a sparse one.
     parameters: list[Tensor] = [
         parameter for parameter in group["params"] if parameter.grad is not None
     ]

@@ -85,7 +85,7 @@ class LocalStep:
             self._leave()
 
     def _enter(self) -> None:
-        """Put the local tensors and their state in place of the DTensors."""
+        # Put the local tensors and their state in place of the DTensors
         state = self.optimizer.state
         for group in self.optimizer.param_groups:
             self._groups.append((group, group["params"]))
@@ -101,7 +101,7 @@ class LocalStep:
                 }
 
     def _stand_in(self, parameter: DTensor) -> nn.Parameter:
-        """Return the parameter over the local tensor, with the local gradient."""
+        # The parameter over the local tensor, with the local gradient
         local = _local(parameter)
         key = self._stand_ins.get(parameter)
         if key is None:
@@ -115,7 +115,7 @@ class LocalStep:
         return key
 
     def _leave(self) -> None:
-        """Put the DTensors back, with what the update has made of their state."""
+        # Put the DTensors back, with what the update has made of their state
         if not self._groups:  # the hooks have done it already
             return
         for group, parameters in self._groups:
@@ -150,7 +150,7 @@ class LocalStep:
 
 
 def _local(value: object) -> Any:
-    """Return this rank's shard of a DTensor, the same object each time; anything else as it is."""
+    # This rank's shard of a DTensor, the same object each time; anything else as it is
     return value._local_tensor if isinstance(value, DTensor) else value
 
 
@@ -249,7 +249,7 @@ class OwnedShards:
             key.grad, key.data = None, key.new_empty(0)
 
     def _to_owners(self, part: Callable[[DTensor], Tensor | None]) -> dict[Piece, Tensor]:
-        """Return ``part(parameter)`` of own pieces in full; every rank sends its rows."""
+        # ``part(parameter)`` of own pieces in full; every rank sends its rows
         sent: list[list[Tensor]] = [[] for _ in range(self.world_size)]
         targets: list[list[Tensor]] = [[] for _ in range(self.world_size)]
         full: dict[Piece, Tensor] = {}
@@ -266,7 +266,7 @@ class OwnedShards:
         return full
 
     def _to_shards(self) -> dict[Piece, Tensor]:
-        """Return this rank's rows of every piece that was updated, from the owners."""
+        # This rank's rows of every piece that was updated, from the owners
         sent: list[list[Tensor]] = [[] for _ in range(self.world_size)]
         targets: list[list[Tensor]] = [[] for _ in range(self.world_size)]
         shards = {}
@@ -282,7 +282,7 @@ class OwnedShards:
     def _exchange(
         self, sent: Sequence[Sequence[Tensor]], targets: Sequence[Sequence[Tensor]]
     ) -> None:
-        """Send tensors by destination, and fill `targets` by source, in one collective call."""
+        # Send tensors by destination, and fill `targets` by source, in one collective call
         if not self._active:
             return
         device = _local(self.parameters[self._active[0]]).device

@@ -111,7 +111,7 @@ class ParallelStep:
         self._use(pieces)
 
     def _use(self, pieces: Sequence[Piece]) -> None:
-        """Make the keys of own pieces and drop the state that other ranks keep."""
+        # Make the keys of own pieces and drop the state that other ranks keep
         parameters = parameters_of(self.optimizer)
         check_agreement(parameters, pieces, group=self.group)
         check_pieces(pieces, parameters, world_size=dist.get_world_size(self.group))
@@ -153,7 +153,7 @@ class ParallelStep:
         self.gather()
 
     def _narrow(self) -> None:
-        """Leave only the own pieces in the groups, with their rows of the gradients."""
+        # Leave only the own pieces in the groups, with their rows of the gradients
         self._consolidated = None
         self.active = [
             index for index, parameter in enumerate(self.parameters) if parameter.grad is not None
@@ -175,7 +175,7 @@ class ParallelStep:
                 ]
 
     def _widen(self) -> None:
-        """Give the groups all their parameters again; does nothing the second time."""
+        # Give the groups all their parameters again; does nothing the second time
         for group, entries in self._narrowed:
             group.update(entries)
         if self._narrowed:
@@ -206,7 +206,7 @@ class ParallelStep:
         return {now[piece]: key for piece, key in self.own.keys.items() if piece in now}
 
     def _counted_now(self) -> dict[Piece, Piece]:
-        """Map each piece to itself with the index that its parameter has now."""
+        # Map each piece to itself with the index that its parameter has now
         now = {parameter: index for index, parameter in enumerate(parameters_of(self.optimizer))}
         kept = [piece for piece in self.pieces if self.parameters[piece.index] in now]
         return {piece: replace(piece, index=now[self.parameters[piece.index]]) for piece in kept}

@@ -69,7 +69,7 @@ def inside_hooks(
 
 
 def _closure_for_one_call(loss: object, *, name: str) -> Callable[[], Any]:
-    """Return a closure that gives `loss`; it raises ValueError when it is called again."""
+    # A closure that gives `loss`; it raises ValueError when it is called again
     was_called = False
 
     def closure() -> Any:

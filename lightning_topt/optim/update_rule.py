@@ -340,7 +340,7 @@ def same(value: object, twin: object, *, change: float | None = None) -> bool:
 
 
 def _same_structure(value: Any, twin: Any) -> bool:
-    """Return whether two containers hold the same, and other values are equal."""
+    # Whether two containers hold the same, and other values are equal
     if type(value) is not type(twin):
         return False
     if isinstance(value, Mapping):

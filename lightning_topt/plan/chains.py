@@ -138,7 +138,7 @@ class Chain:
 
     @property
     def _fixed_bytes(self) -> Array:
-        """Bytes (phase,) of the root and of what all blocks keep together."""
+        # Bytes (phase,) of the root and of what all blocks keep together
         step, usual = self.costs.step, {**self.choices.most, ROOT: self.root}
         own = {RESULTS} if self.choices.mixes else set()
         # (phase,)
@@ -368,7 +368,7 @@ class Choices:
 
     @property
     def _ends(self) -> list[tuple[int, str]]:
-        """The first and the last position of blocks that are alike."""
+        # The first and the last position of blocks that are alike
         ends: dict[Hashable, list[tuple[int, str]]] = {}
         for home, block in enumerate(self.positions):
             if block:
@@ -390,7 +390,7 @@ class Choices:
 
     @cached_property
     def _whole(self) -> bool:
-        """True if no configuration shards gradients."""
+        # True if no configuration shards gradients
         distinct = {id(several): several for several in self.configs.values()}
         return all(_is_whole(config) for configs in distinct.values() for config in configs)
 

@@ -201,7 +201,7 @@ def fitting_points(
 
 
 def _mechanism(plan: ParallelPlan) -> tuple[int, ...]:
-    """Rank what a plan runs by, besides storage and recomputation of blocks; smaller is simpler."""
+    # Rank what a plan runs by, besides storage and recomputation of blocks; smaller is simpler
     exchange = plan.gradient_exchange
     # 0: all-reduce of whole gradients, 1: sent otherwise but exactly, 2: compressed, 3: not at all
     exchanged = 0 if exchange is None else 2 - exchange.is_exact
@@ -216,7 +216,7 @@ def _mechanism(plan: ParallelPlan) -> tuple[int, ...]:
 
 
 def _by_mesh(points: Iterable[PlanPoint]) -> list[list[PlanPoint]]:
-    """Return the points by their meshes and schedules; only blocks differ within one of these."""
+    # The points by their meshes and schedules; only blocks differ within one of these
     found: dict[Hashable, list[PlanPoint]] = {}
     for point in points:
         plan = point.plan
@@ -226,7 +226,7 @@ def _by_mesh(points: Iterable[PlanPoint]) -> list[list[PlanPoint]]:
 
 
 def _waits(point: PlanPoint) -> int:
-    """Return the percent of a step that nothing but communication runs in."""
+    # The percent of a step that nothing but communication runs in
     predicted = point.plan.predicted
     if predicted is None or not predicted.step_seconds:
         return 0
@@ -266,7 +266,7 @@ def _complexity(plan: ParallelPlan) -> tuple[int, ...]:
 
 
 def _schedule_complexity(plan: ParallelPlan) -> tuple[int, ...]:
-    """Rank schedules: none, one stage per rank, several, own passes for parameter gradients."""
+    # Rank schedules: none, one stage per rank, several, own passes for parameter gradients
     if plan.schedule is None:
         return 0, 0, 0
     rule = SCHEDULES.get(plan.schedule)
@@ -304,7 +304,7 @@ def _why(
     error_seconds: float,
     by_difference: bool,
 ) -> str:
-    """Return the first sentence: what the plan is the best of, and what it costs."""
+    # The first sentence: what the plan is the best of, and what it costs
     limit = (
         ""
         if memory_limit is None
@@ -360,7 +360,7 @@ def _neighbours(
     memory_limit: float | None,
     memory_margin: float,
 ) -> list[str]:
-    """Return sentences on the plans beside it on the frontier, and on its mechanism."""
+    # Sentences on the plans beside it on the frontier, and on its mechanism
     sentences = []
     # by memory, the smallest first
     peers = sorted((p for p in points if p.devices == chosen.devices), key=lambda p: p.peak_bytes)

@@ -107,7 +107,7 @@ def price_plan(request: SearchRequest, plan: ParallelPlan) -> PricedPlan:
 
 
 def _with_micro_batches(request: SearchRequest, plan: ParallelPlan) -> ParallelPlan:
-    """Return `plan`, priced for one micro-batch, with the prediction of a step of all of them."""
+    # `plan`, priced for one micro-batch, with the prediction of a step of all of them
     if plan.accumulate == 1:
         return plan
     assert plan.predicted is not None
@@ -148,7 +148,7 @@ def _price_stages(request: SearchRequest, plan: ParallelPlan) -> PricedPlan:
 
 
 def _cut_as(request: SearchRequest, plan: ParallelPlan) -> SearchRequest:
-    """Return the request with a graph that has the blocks of the plan."""
+    # The request with a graph that has the blocks of the plan
     graph = request.graph
     # another model: its blocks would be found by name and priced all the same
     if plan.fingerprint is not None and plan.fingerprint != graph.fingerprint:
@@ -354,7 +354,7 @@ def explain_stages(request: SearchRequest, plan: ParallelPlan) -> tuple[StageExp
 
 
 def _cut_in_order(blocks: StageBlocks, plan: ParallelPlan) -> StagePoint:
-    """Return where the stages of `plan` end. Raises PlanError for other blocks or another order."""
+    # Where the stages of `plan` end. Raises PlanError for other blocks or another order.
     names = [b.block for stage in plan.stages for b in stage.blocks if b.block in blocks.names]
     if names != [*blocks.names]:
         raise PlanError(

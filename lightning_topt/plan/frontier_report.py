@@ -133,7 +133,7 @@ def print_table(
 
 
 def _loss_cells(point: PlanPoint) -> list[str]:
-    """Return the cells of the time to a loss, and of the steps that it takes; none without one."""
+    # The cells of the time to a loss, and of the steps that it takes; none without one
     found = point.to_loss
     if found is None:
         return []
@@ -161,7 +161,7 @@ def _with_ends(value: float, interval: Interval | None, written: Callable[[float
 
 
 def _selection(points: Points, chosen: int, *, limit: int) -> list[int]:
-    """Return the positions to show of `points`, which are ordered by devices and memory."""
+    # The positions to show of `points`, which are ordered by devices and memory
     if len(points) <= limit:
         return list(range(len(points)))
     kept = {chosen}
@@ -237,7 +237,7 @@ def save_html(
 
 
 def _ordered(points: Points, chosen: PlanPoint) -> tuple[list[PlanPoint], int]:
-    """Return the points by devices and memory, and where the chosen one is (with its reason)."""
+    # The points by devices and memory, and where the chosen one is (with its reason)
     ordered = sorted(
         points, key=lambda point: (point.devices, point.peak_bytes, point.compared_seconds)
     )
@@ -277,7 +277,7 @@ def drawn_axes(
 
 
 def _time_title(point: PlanPoint) -> str:
-    """Return what the seconds are by which plans are compared."""
+    # What the seconds are by which plans are compared
     if point.to_loss is None:
         return "Time per step"
     return "Time to the loss" + (" per dense step" if point.to_loss.steps is None else "")

@@ -54,7 +54,7 @@ def search_own_batches(request: SearchRequest, known: Sequence[PlanPoint]) -> Pl
 
 
 def _with_batches_sent(blocks: StageBlocks, point: PlanPoint, *, evaluates: bool) -> PlanPoint:
-    """Add the costs of sent batches, and of evaluations, to a plan."""
+    # Add the costs of sent batches, and of evaluations, to a plan
     plan = point.plan
     assert plan.predicted is not None
     more = sent_seconds(blocks.step, shape_of_plan(plan))
@@ -120,7 +120,7 @@ def least_own_batch_seconds(request: SearchRequest) -> float:
 
 
 def _pipelines_of(blocks: StageBlocks, count: int) -> Iterator[PipelineShape]:
-    """Yield 1F1B pipelines of `count` ranks with one microbatch per rank of a row."""
+    # Yield 1F1B pipelines of `count` ranks with one microbatch per rank of a row
     samples = blocks.step.batch_size
     for ranks in range(2, min(count, len(blocks.names)) + 1):
         if count % ranks == 0:

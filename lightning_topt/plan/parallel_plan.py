@@ -456,7 +456,7 @@ def rule_from_value(value: object) -> WeightPrediction | None:
 
 
 def _check_stages(plan: ParallelPlan) -> None:
-    """Raise PlanError where stages, schedule, microbatches and mesh do not belong together."""
+    # Raise PlanError where stages, schedule, microbatches and mesh do not belong together
     stages, mesh, configs, schedule = plan.stages, plan.mesh, plan.configs, plan.schedule
     num_microbatches, own_batches = plan.num_microbatches, plan.own_batches
     count, ranks = len(stages), mesh.pipeline_size
@@ -513,7 +513,7 @@ def _check_stages(plan: ParallelPlan) -> None:
 
 
 def _check_continuous(plan: ParallelPlan) -> None:
-    """Raise PlanError for what a schedule without flushes cannot have, or for what needs one."""
+    # Raise PlanError for what a schedule without flushes cannot have, or for what needs one
     # under other schedules all passes of a minibatch see one version of the weights
     if plan.schedule not in CONTINUOUS_SCHEDULES:
         if plan.prediction is not None:
@@ -543,7 +543,7 @@ def _check_continuous(plan: ParallelPlan) -> None:
 
 
 def _check_own_batches(plan: ParallelPlan) -> None:
-    """Raise PlanError where ranks of a tensor group that bring a batch each shard gradients."""
+    # Raise PlanError where ranks of a tensor group that bring a batch each shard gradients
     for block, config in plan.configs.items():
         if config.storage.sharded_axes("gradients"):
             raise PlanError(
@@ -554,7 +554,7 @@ def _check_own_batches(plan: ParallelPlan) -> None:
 
 
 def _check_views(plan: ParallelPlan) -> None:
-    """Raise PlanError where no gradient of the plan is in a bucket of DDP."""
+    # Raise PlanError where no gradient of the plan is in a bucket of DDP
     several = plan.schedule is not None or plan.num_microbatches > 1
     if several or all(config.storage.sharded_axes("gradients") for config in plan.configs.values()):
         raise PlanError(
@@ -564,7 +564,7 @@ def _check_views(plan: ParallelPlan) -> None:
 
 
 def _check_gathers(plan: ParallelPlan) -> None:
-    """Raise PlanError where nothing of the plan is gathered, or not in this dtype."""
+    # Raise PlanError where nothing of the plan is gathered, or not in this dtype
     if plan.gather_dtype != GATHER_DTYPE:
         raise PlanError(
             f"gather_dtype is {GATHER_DTYPE}, or left out; got {shown(plan.gather_dtype)}"
@@ -577,7 +577,7 @@ def _check_gathers(plan: ParallelPlan) -> None:
 
 
 def _check_local_steps(plan: ParallelPlan) -> None:
-    """Raise PlanError for what ranks that train alone cannot have."""
+    # Raise PlanError for what ranks that train alone cannot have
     assert plan.local_steps is not None
     # also of local steps that were given as they are
     try:

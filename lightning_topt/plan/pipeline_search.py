@@ -203,7 +203,7 @@ def least_seconds_of(blocks: StageBlocks, shapes: Sequence[PipelineShape]) -> fl
 def _bounded(
     blocks: StageBlocks, shapes: Sequence[PipelineShape], known: KnownPlans, beaten_by: KnownPlans
 ) -> tuple[StageBounds, list[PipelineShape]]:
-    """Return those of `shapes` with a plan that may not be `beaten_by` others, and their bounds."""
+    # Those of `shapes` with a plan that may not be `beaten_by` others, and their bounds
     left = list(shapes)
     for prices in (known.few_prices, known.prices):  # few prices rule out nearly all
         bounds = bounds_of(blocks, left, prices)
@@ -215,7 +215,7 @@ def _bounded(
 def _on(
     plans: Sequence[tuple[PipelineShape, StagePoint]], best: KnownPlans
 ) -> list[tuple[PipelineShape, StagePoint]]:
-    """Return those that are among the best."""
+    # Those that are among the best
     kept = {tuple(row) for row in best.costs.tolist()}
     return [(shape, p) for shape, p in plans if (p.step_seconds, p.peak_bytes) in kept]
 
@@ -303,7 +303,7 @@ def _microbatches(batch: int, ranks: int, wanted: PipelineRequest) -> Iterator[i
 def _schedules(
     ranks: int, micro: int, most: int, wanted: PipelineRequest
 ) -> Iterator[tuple[str, int]]:
-    """Yield schedules with their stages per rank."""
+    # Yield schedules with their stages per rank
     for name, rule in SCHEDULES.items():
         if name != wanted.schedule and (
             wanted.schedule is not None
@@ -428,7 +428,6 @@ def _bounds_together(
     prices: Array,
     recomputes: tuple[bool, ...],
 ) -> tuple[Array, Array]:
-    """Return bounds (shape, price) and (shape,)."""
     counts = np.bincount(blocks.kinds)
     # weights of bytes that sum to those of no more than the largest stage
     held = np.array([_weights_of(shape.rates.held) for shape in shapes])  # (shape, 2, way)
@@ -504,7 +503,7 @@ def _parts(
 
 @lru_cache(maxsize=2**14)
 def _weights_of(held: tuple[int, ...]) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return those ([static, kept], way) of a pipeline whose stages hold so many microbatches."""
+    # Those ([static, kept], way) of a pipeline whose stages hold so many microbatches
     # (stage,): microbatches in flight
     counts = np.array(held, float)
     inverse = float((1 / counts).sum())

@@ -236,7 +236,7 @@ def _searched(
 
 
 def _by_views(spaces: Iterable[PlanSpace]) -> Iterator[list[PlanSpace]]:
-    """Yield the spaces with gradients of their own, then those with views of DDP's buckets."""
+    # Yield the spaces with gradients of their own, then those with views of DDP's buckets
     found = [*spaces]
     for are_views in (False, True):
         if some := [space for space in found if space.costs.step.gradient_views == are_views]:
@@ -318,7 +318,7 @@ def meshes(cluster: Cluster, count: int) -> Iterator[Mesh]:
 
 
 def _spaces(request: SearchRequest, count: int) -> Iterator[PlanSpace]:
-    """Yield the plans for `count` ranks without a tensor axis, or those on the given mesh."""
+    # Yield the plans for `count` ranks without a tensor axis, or those on the given mesh
     cluster, samples = request.cluster, request.global_batch_size
     if request.mesh is not None:
         yield from _spaces_on(request, request.mesh)
@@ -352,7 +352,7 @@ def _spaces(request: SearchRequest, count: int) -> Iterator[PlanSpace]:
 
 
 def _spaces_on(request: SearchRequest, mesh: Mesh) -> Iterator[PlanSpace]:
-    """Yield the plans on one given mesh."""
+    # Yield the plans on one given mesh
     parts = mesh.data_parallel_size
     if request.global_batch_size % parts:
         raise ValueError(
@@ -370,7 +370,7 @@ def _spaces_on(request: SearchRequest, mesh: Mesh) -> Iterator[PlanSpace]:
 
 
 def _tensor_spaces(request: SearchRequest, count: int, known: KnownPlans) -> Iterator[PlanSpace]:
-    """Yield the plans for `count` ranks with a tensor axis, of splits that may beat all `known`."""
+    # Yield the plans for `count` ranks with a tensor axis, of splits that may beat all `known`
 
     def is_needed(others: Sequence[Mesh], step: TrainingStep) -> bool:
         spaces = spaces_of(step, others, shards=request.shards, views=request.gradient_views)
@@ -410,7 +410,7 @@ def _tensor_steps(
 
 
 def _tensor_sizes(request: SearchRequest, count: int) -> list[int]:
-    """Return sizes of tensor axes that leave every data rank as many samples."""
+    # Sizes of tensor axes that leave every data rank as many samples
     sizes = tensor_sizes(request.cluster, count) if request.split is not None else []
     return [
         size
@@ -497,7 +497,7 @@ class PlanSpace:
             row = rows[least]
 
     def _configs(self, group: Collection[Storage]) -> dict[str, list[OpConfig]]:
-        """Return each block's configurations with storage in `group`; equal blocks share a list."""
+        # Each block's configurations with storage in `group`; equal blocks share a list
         found: dict[int, list[OpConfig]] = {}
         legal = {block.name: self.costs.configs(block) for block in self.costs.step.graph.blocks}
         for several in legal.values():
@@ -507,7 +507,7 @@ class PlanSpace:
 
 
 def _nearest(configs: Sequence[OpConfig], kind: OpConfig) -> int:
-    """Return the index of the configuration that is most like `kind`."""
+    # The index of the configuration that is most like `kind`
 
     def distance(index: int) -> tuple[int, int, bool]:
         # as many sharded axes first, then the level, then recomputation
@@ -549,7 +549,7 @@ def spaces_of(
 
 
 def _whole_gradients(costs: PlanCosts) -> PlanSpace:
-    """Return the plans with unsharded gradients: plain data parallelism by itself, then all."""
+    # The plans with unsharded gradients: plain data parallelism by itself, then all
     whole = [storage for storage in _storages(costs) if not storage.sharded_axes("gradients")]
     plain = [storage for storage in whole if storage.level == 0]
     return PlanSpace(costs, [plain, whole] if whole != plain else [plain], own=whole)
@@ -647,7 +647,7 @@ def points_of(batch: PlanBatch, rows: Rows) -> list[PlanPoint]:
 
 
 def _why_none(request: SearchRequest) -> str:
-    """Explain a search of meshes with a tensor axis where no step on slices is known."""
+    # Explain a search of meshes with a tensor axis where no step on slices is known
     if request.mesh is None and not _tensor_sizes(request, *request.device_counts):
         (count,) = request.device_counts
         if request.global_batch_size % count:

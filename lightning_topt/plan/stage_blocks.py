@@ -111,7 +111,7 @@ class StageBlocks:
         return found
 
     def _take(self, other: StageBlocks, *names: str) -> None:
-        """Take results of `other` by name, which are the same for this chain."""
+        # Take results of `other` by name, which are the same for this chain
         for name in names:
             setattr(self, name, getattr(other, name))
 
@@ -306,7 +306,7 @@ class StageBlocks:
         )
 
     def _split_seconds(self, kernels: Array) -> Array:
-        """Return the seconds (block,) that backward in two parts takes besides its kernels."""
+        # The seconds (block,) that backward in two parts takes besides its kernels
         host = SPLIT_BACKWARD_SECONDS * np.array([count for _, count in self._waiting], float)
         return (
             host + SPLIT_BACKWARD_SHARE * kernels
@@ -528,7 +528,7 @@ class Once:
 
 
 def _parameter_costs(parameter: Parameter, step: TrainingStep, level: int) -> Array:
-    """Return seconds of the update, static bytes and those of temporaries of one parameter."""
+    # Seconds of the update, static bytes and those of temporaries of one parameter
     # at level 1 data ranks share state and update evenly
     ranks = step.mesh.data_parallel_size if level else 1
     seconds = step.update_seconds(parameter) / ranks + temporaries_seconds(

@@ -249,7 +249,7 @@ def stage_bytes(
 def _copied_bytes(
     blocks: StageBlocks, shape: ContinuousShape, points: Sequence[StagePoint]
 ) -> Array:
-    """Return the bytes of weight copies of each stage (stage, n)."""
+    # The bytes of weight copies of each stage (stage, n)
     found = []
     for point in points:
         cuts = zip((0, *point.ends[:-1]), point.ends, strict=True)
@@ -358,7 +358,7 @@ def _priced(
 
 
 def _neighbours(point: StagePoint) -> Iterator[StagePoint]:
-    """Yield the cuts with one boundary moved by one block."""
+    # Yield the cuts with one boundary moved by one block
     bounds = (0, *point.ends)
     for n in range(1, len(bounds) - 1):
         for end in (bounds[n] - 1, bounds[n] + 1):

@@ -330,7 +330,7 @@ class ContinuousShape(PipelineShape):
 
 @lru_cache(maxsize=256)
 def _rule_traffic(shape: ContinuousShape, optimizer: str, *, compiled: bool) -> list[Traffic]:
-    """Return the traffic of the rule by stage, of a minibatch once the pipeline is filled."""
+    # The traffic of the rule by stage, of a minibatch once the pipeline is filled
     count = shape.accumulate
     first = -(-_DRAWN * max(shape._lag(0), 1) // count) * count  # of an update
     schedule = continuous_schedule(
@@ -381,7 +381,7 @@ def shape_of_plan(plan: ParallelPlan) -> PipelineShape:
 
 
 def _rows_apart(mesh: Mesh) -> bool:
-    """Return whether the axis of rows is outside of that of stages."""
+    # Whether the axis of rows is outside of that of stages
     return mesh.data_parallel_size > 1 and min(mesh.data_axes) < min(mesh.pipeline_axes)
 
 
@@ -425,7 +425,7 @@ def stage_table(
 
 
 def _shared_costs(blocks: StageBlocks, shape: PipelineShape) -> Array | None:
-    """Return `StageTable.shared`: what blocks of a stage pay together."""
+    # `StageTable.shared`: what blocks of a stage pay together
     once, count = shape.once(blocks), len(blocks.names)
     if once.shared is None:
         return None
@@ -459,7 +459,7 @@ def continuous_table(blocks: StageBlocks, shape: ContinuousShape) -> StageTable:
 def _variant(
     blocks: StageBlocks, shape: PipelineShape, recomputes: tuple[bool, ...]
 ) -> StageVariant:
-    """Return the costs of all stages."""
+    # The costs of all stages
     # gradients of parameters fill idle times, but no more of the lead than a block takes
     chain, weights, own = parts_of(blocks, shape, recomputes, parts=1 + shape.splits_backward)
     # the lead that a block has at least, whatever its configuration
@@ -621,5 +621,5 @@ _Links = tuple[list[str], Mapping[str, int]]
 
 @once_per_object
 def _links_by_ranks(cluster: Cluster) -> dict[tuple[tuple[int, ...], int, int], _Links]:
-    """Return the links of this cluster that are known, an empty dictionary at first."""
+    # The links of this cluster that are known, an empty dictionary at first
     return {}

@@ -256,7 +256,7 @@ def _costs(plans: Sequence[tuple[PipelineShape, StagePoint]]) -> Array:
 
 
 def _costs_for(points: Sequence[PlanPoint], count: int) -> Array:
-    """Return the costs (n, [seconds, bytes]) of the points for `count` ranks."""
+    # The costs (n, [seconds, bytes]) of the points for `count` ranks
     rows = [(p.step_seconds, p.peak_bytes) for p in points if p.devices == count]
     return np.array(rows).reshape(-1, 2)
 

@@ -323,13 +323,13 @@ def model_words(name: str, parameters: int) -> str:
 
 
 def _way(row: FactorRow) -> tuple[Any, ...]:
-    """Return what a row is about, but for the model and the length."""
+    # What a row is about, but for the model and the length
     method = read_method({"method": row.method, **({} if row.staleness else row.options)})
     return method, row.optimizer, row.ranks, row.staleness, row.prediction
 
 
 def _product(factors: Sequence[StepFactor]) -> StepFactor:
-    """Return the factor of ways that are combined, as if each cost its steps by itself."""
+    # The factor of ways that are combined, as if each cost its steps by itself
     return StepFactor(
         math.prod(each.median for each in factors),
         math.prod(each.low for each in factors),
@@ -382,7 +382,7 @@ def search_each_way(
 def _mixed_with_stale(
     request: SearchRequest, progress: Callable[[str], None] | None
 ) -> Iterator[PlanFrontier]:
-    """Yield the asynchronous pipelines whose rows compress gradients or train alone, by way."""
+    # Yield the asynchronous pipelines whose rows compress gradients or train alone, by way
     wanted = request.pipelines
     if request.stale is None or wanted is None:
         return

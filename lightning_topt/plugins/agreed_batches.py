@@ -61,7 +61,7 @@ def checksum(batch: Any) -> int:
 
 
 def _pieces(value: Any) -> Iterator[bytes]:
-    """Yield the parts of a batch that its checksum is made of."""
+    # Yield the parts of a batch that its checksum is made of
     if isinstance(value, Tensor):
         yield f"{tuple(value.shape)} {value.dtype}".encode()
         if value.layout == torch.strided and value.numel():

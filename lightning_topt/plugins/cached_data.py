@@ -186,7 +186,7 @@ class CachedDataModule(WrappedDataModule):
         return self._caches[name]
 
     def _name_of(self, dataset: Any) -> str:
-        """Return the fingerprint of a data set as it is now; a change is said once."""
+        # The fingerprint of a data set as it is now; a change is said once
         known = self._names.get(id(dataset))
         before = None if known is None or known[0]() is not dataset else known[1]
         now = named(dataset, data_version=self.data_version, before=before)
@@ -242,7 +242,7 @@ class CachedDataModule(WrappedDataModule):
         return joined.cache
 
     def _room(self) -> tuple[int, int]:
-        """Return the bytes of memory and of disk for the next cache."""
+        # The bytes of memory and of disk for the next cache
         if not self.has_default_room:
             return self.memory_bytes, self.disk_bytes
         # What other caches may still take is not free.
@@ -519,7 +519,7 @@ def _reachable(partition: CachePartition, offers: list[dict[str, Any]], *, node:
 def _all_addresses(
     said: list[dict[str, Any]], num_nodes: int, server: PeerServer | None
 ) -> list[tuple[str, int]]:
-    """Return the addresses by node. Raises ValueError on all ranks if one cannot serve."""
+    # The addresses by node. Raises ValueError on all ranks if one cannot serve.
     # One that cannot serve is an error of all.
     errors = [f"node {words['node']} {words['error']}" for words in said if "error" in words]
     if errors:

@@ -74,7 +74,7 @@ class ContinuousRunner(StepRunner):
 
     @property
     def _start(self) -> int:
-        """The first updates of the fit that wait for their gradients."""
+        # The first updates of the fit that wait for their gradients
         rule = self.engine.plan.weight_prediction
         return rule.synchronous_updates if isinstance(rule, TwoVersions) else 0
 
@@ -211,7 +211,7 @@ class ContinuousRunner(StepRunner):
         return output
 
     def _update(self, optimizer: Optimizer) -> None:
-        """Step with the gradients that came back last, if they complete an update."""
+        # Step with the gradients that came back last, if they complete an update
         result, self._returned = self._returned, None
         if result is None or not result.completes:
             optimizer.__dict__["_opt_called"] = True  # schedulers step all the same, and would warn
@@ -263,7 +263,7 @@ class ContinuousRunner(StepRunner):
                 self._drop_used_gradients()
 
     def _log_returned(self, result: BackwardResult) -> StepRecord | None:
-        """Log on this rank what the step of the batch that came back has logged; return it."""
+        # Log on this rank what the step of the batch that came back has logged; return it
         if result.minibatch is None:
             return None
         batch, own = (
@@ -281,7 +281,7 @@ class ContinuousRunner(StepRunner):
         return record
 
     def _log_nothing_yet(self) -> None:
-        """Let callbacks find NaN under the names that steps log, until a batch has come back."""
+        # Let callbacks find NaN under the names that steps log, until a batch has come back
         known = self._module.trainer._logger_connector._callback_metrics
         for call in self._traced_calls:
             options = call.keywords
@@ -404,7 +404,7 @@ class _MinibatchPasses:
 
 @contextmanager
 def _as_training_step(module: pl.LightningModule, batch: Any) -> Generator[None, None, None]:
-    """Let what is logged count as logged in `training_step` with this `batch`."""
+    # Let what is logged count as logged in `training_step` with this `batch`
     trainer, fx = module.trainer, module._current_fx_name
     connector, stage = trainer._logger_connector, trainer.state.stage
     results = trainer.fit_loop.epoch_loop._results
@@ -448,7 +448,7 @@ def _is_in_start(trainer: pl.Trainer, start: int) -> bool:
 
 
 def _batches_to_updates(trainer: pl.Trainer, count: int) -> int:
-    """Return how many batches come after this one until so many updates have all of theirs."""
+    # How many batches come after this one until so many updates have all of theirs
     each = trainer.accumulate_grad_batches
     ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready  # with this one
     return count * each - 1 - (ready - 1) % each

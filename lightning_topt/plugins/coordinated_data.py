@@ -178,7 +178,7 @@ class CoordinatedDataModule(WrappedDataModule):
 
 
 def _content(dataset: Any) -> Any:
-    """Return what a fingerprint is taken of: a cache stands for what it caches."""
+    # What a fingerprint is taken of: a cache stands for what it caches
     if isinstance(dataset, BatchDataset):
         return _content(dataset.dataset)
     if isinstance(dataset, CachedDataset):

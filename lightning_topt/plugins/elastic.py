@@ -165,7 +165,7 @@ class ElasticRun:
             )
 
     def _find(self) -> Place | None:
-        """Find the newest state that survived. A collective call."""
+        # Find the newest state that survived. A collective call.
         own = _machine(), _keeper[0].memory
         owners: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(owners, own)
@@ -217,7 +217,7 @@ class ElasticRun:
             _end_epoch(trainer)
 
     def _check_training(self) -> None:
-        """Raise ValueError for data and schedulers whose state a loss takes. A collective call."""
+        # Raise ValueError for data and schedulers whose state a loss takes. A collective call.
         if any(each.reduce_on_plateau for each in self._strategy.lr_scheduler_configs):
             raise ValueError(
                 "elastic=True cannot have ReduceLROnPlateau, which reads means of the epoch: use a "
@@ -286,7 +286,7 @@ class ElasticRun:
         return Place(self._trainer.global_step, self._data.batches)
 
     def _is_replicated(self) -> bool:
-        """Return whether this rank has all of the state."""
+        # Whether this rank has all of the state
         engine = self._plan.engine
         if engine is not None and not engine.is_replicated:
             return False
@@ -295,7 +295,7 @@ class ElasticRun:
         )
 
     def _leave(self, trainer: pl.Trainer) -> None:
-        """Leave the state after the last step, for ranks that begin again."""
+        # Leave the state after the last step, for ranks that begin again
         why_not = None
         if not self._is_training:
             why_not = "training had not begun"
@@ -315,7 +315,7 @@ class ElasticRun:
             logger.save()
 
     def _own_state(self, trainer: pl.Trainer) -> dict[str, Any]:
-        """Return the checkpoint of this rank as it was between two steps."""
+        # The checkpoint of this rank as it was between two steps
         is_trained = _between_batches(trainer)
         # What forward passes have changed since the last step.
         if not (is_trained and self._data.begins_window):
@@ -424,7 +424,7 @@ class _Keeper:
                 _end(status)
 
     def _fork(self) -> bool:
-        """Fork the process that trains; return whether this is that one."""
+        # Fork the process that trains; return whether this is that one
         # Signals wait meanwhile: each process then handles them as it is to.
         before, own = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED), os.getpid()
         try:

@@ -70,7 +70,7 @@ class EqualBatches:
         self._lent.give_back()
 
     def _reset(self, own: Callable[[], None], loop: Any) -> None:
-        """Begin an evaluation, whose steps are collective calls if parameters are in shards."""
+        # Begin an evaluation, whose steps are collective calls if parameters are in shards
         own()
         fetcher = loop._data_fetcher
         assert self._gathers is not None
@@ -84,7 +84,7 @@ class EqualBatches:
 
 
 def _set_up_training(own: Callable[[], None], trainer: pl.Trainer) -> None:
-    """Set the training data up, and let all ranks have as many batches as the one with fewest."""
+    # Set the training data up, and let all ranks have as many batches as the one with fewest
     loop: Any = trainer.fit_loop
     before = loop._data_fetcher
     own()
@@ -111,7 +111,7 @@ def _set_up_training(own: Callable[[], None], trainer: pl.Trainer) -> None:
 
 
 def _counts_of_ranks(fetcher: Any, combined: Any, trainer: pl.Trainer) -> list[float]:
-    """Return the number of batches of each rank; infinite for streams. A collective call."""
+    # The number of batches of each rank; infinite for streams. A collective call.
     # A limit, or the length of a stream, is none: its data may end before.
     is_known = all(
         sized_len(loader) is not None and not has_iterable_dataset(loader)
@@ -131,7 +131,7 @@ def _counts_of_ranks(fetcher: Any, combined: Any, trainer: pl.Trainer) -> list[f
 
 
 def _become(fetcher: Any, kind: type[Any]) -> Any:
-    """Let Lightning's `fetcher` be of our `kind`: loops hold the object itself."""
+    # Let Lightning's `fetcher` be of our `kind`: loops hold the object itself
     fetcher.__class__ = kind
     return fetcher
 
@@ -173,7 +173,7 @@ class VotingFetcher(_PrefetchDataFetcher):
 
 
 def _let_agree(fetcher: Any, trainer: pl.Trainer, *, may_stop: bool) -> None:
-    """Let ranks vote at each batch, on the host. A collective call."""
+    # Let ranks vote at each batch, on the host. A collective call.
     strategy: Any = trainer.strategy
     group = None
     if strategy.root_device.type != "cpu":

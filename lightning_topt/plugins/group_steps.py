@@ -161,7 +161,7 @@ class GroupRunner(StepRunner):
     def _one_by_one(
         self, step: Step, inputs: Sequence[RankInput]
     ) -> tuple[StepRecord, RandomStates]:
-        """Run the batches one after the other; return the record of the own one, and its end."""
+        # Run the batches one after the other; return the record of the own one, and its end
         self._send_buffers()
         places = {id(each): place for place, each in enumerate(inputs)}
         ends, records, calls = list[RandomStates](), list[StepRecord](), list[LoggedCall]()
@@ -191,7 +191,7 @@ class GroupRunner(StepRunner):
     def _through_stages(
         self, steps: StageSteps, inputs: Sequence[RankInput], scale: float
     ) -> tuple[StepRecord, RandomStates]:
-        """Run the batches in stages; return the record of the own one, and its end."""
+        # Run the batches in stages; return the record of the own one, and its end
         is_last = self._place == steps.last_place
         passes = _StagePasses(
             steps, inputs, is_last=is_last, scale=scale, batch_idx=index_in(inputs[0].args)
@@ -211,7 +211,7 @@ class GroupRunner(StepRunner):
         return record, ends[self._place]
 
     def _send_buffers(self) -> None:
-        """Give all ranks rank 0's buffers, as DDP does. A collective call."""
+        # Give all ranks rank 0's buffers, as DDP does. A collective call.
         if buffers := list(dict.fromkeys(self._module.buffers())):
             world: Any = dist.group.WORLD
             dist._broadcast_coalesced(  # type: ignore[attr-defined]
@@ -286,7 +286,7 @@ class _StagePasses:
         return loss if self._scale == 1 else loss * self._scale
 
     def _record_of(self, rank: RankInput, batch: Any) -> StepRecord:
-        """Return the record of a rank's step, if it gets to the end here; it leaves nothing."""
+        # The record of a rank's step, if it gets to the end here; it leaves nothing
         module = self._steps.module
         with uncounted(module, unless=[]):
             # Metrics count there alone, from where the rank was.

@@ -202,7 +202,7 @@ class NamingLauncher(_MultiProcessingLauncher):
             raise
 
     def _end_ranks(self) -> None:
-        """Let the ranks end by themselves, as Ctrl-C lets them, and kill those that do not."""
+        # Let the ranks end by themselves, as Ctrl-C lets them, and kill those that do not
         deadline = time.monotonic() + _END_SECONDS
         try:
             self.kill(signal.SIGINT)
@@ -277,7 +277,7 @@ class PatientLauncher(_SubprocessScriptLauncher):
 
 @contextmanager
 def _commands_of_jobs() -> Generator[None, None, None]:
-    """Let Lightning start the ranks of a job of a sweep, not of all of the sweep."""
+    # Let Lightning start the ranks of a job of a sweep, not of all of the sweep
     if job_folder() is None:
         yield
         return

@@ -136,7 +136,7 @@ class _Samples:
 
 
 def _is_leaf(value: Any) -> bool:
-    """Return whether it is an array, or a list of values that are no batches themselves."""
+    # Whether it is an array, or a list of values that are no batches themselves
     if isinstance(value, np.ndarray):
         return True
     return (
@@ -382,7 +382,7 @@ def _combined_call(
 
 
 def _weighted(values: Sequence[Any], sizes: Sequence[int], kind: str) -> Any:
-    """Return the sum, extreme or mean over samples of what microbatches logged or returned."""
+    # The sum, extreme or mean over samples of what microbatches logged or returned
     last = values[-1]
     if isinstance(last, LoggedMetric):
         return replace(last, value=_weighted([value.value for value in values], sizes, kind))

@@ -36,7 +36,7 @@ _HOOKS = (
 
 
 def _synchronize(device: torch.device) -> None:
-    """Wait for all work of an accelerator."""
+    # Wait for all work of an accelerator
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -395,7 +395,7 @@ class StallMonitor(pl.Callback):
         self._add(wait_seconds=wait)
 
     def _add(self, *, batches: int = 0, wait_seconds: float = 0.0) -> None:
-        """Count, up to now."""
+        # Count, up to now
         # Time since the clock went on, or since the last count.
         now, seconds = time.perf_counter(), 0.0
         if self._resumed is not None:
@@ -411,7 +411,7 @@ class StallMonitor(pl.Callback):
         self._stop_clock()
 
     def _stop_clock(self) -> None:
-        """Until the next fetch."""
+        # Until the next fetch
         self._add()
         self._resumed = None
 
@@ -440,7 +440,7 @@ class StallMonitor(pl.Callback):
         pl_module.log("stall", since.fraction, prog_bar=True, logger=False)
 
     def _take(self) -> DataWait:
-        """Return what was counted since the last report, which moves to the total."""
+        # What was counted since the last report, which moves to the total
         since, self._since_report = self._since_report, DataWait(0, 0.0, 0.0)
         self.total = self.total.plus(since)
         return since

@@ -301,7 +301,7 @@ def index_in(args: Sequence[Any]) -> int | None:
 
 
 def _place_of_last_stage(plan: ParallelPlan) -> int:
-    """Return the place along the pipeline of the rank that runs the last stage."""
+    # The place along the pipeline of the rank that runs the last stage
     assert plan.schedule is not None
     if plan.schedule in CONTINUOUS_SCHEDULES:
         return plan.mesh.pipeline_size - 1
@@ -346,7 +346,7 @@ class _Passes:
 
 
 def _combined(passes: _Passes, parts: Parts, weights: Sequence[float]) -> Found:
-    """Return the output and the calls of the whole step, on the last stage's rank."""
+    # The output and the calls of the whole step, on the last stage's rank
     # In the order of microbatches, whatever the schedule.
     done = [passes.finished[index] for index in range(len(parts.batches))]
     outputs, calls = [output for output, _ in done], [calls for _, calls in done]

@@ -56,7 +56,7 @@ def log_plan(trainer: pl.Trainer) -> None:
 
 
 def _write(strategy: Any, plan: ParallelPlan, folder: Path) -> list[Path]:
-    """Write what is known of the plan to `folder`; return the files."""
+    # Write what is known of the plan to `folder`; return the files
     files, planning = [folder / "plan.json"], strategy.planning
     files[0].write_text(json.dumps(plan.to_dict(), indent=2) + "\n")
     if planning is not None:
@@ -73,7 +73,7 @@ def _write(strategy: Any, plan: ParallelPlan, folder: Path) -> list[Path]:
 
 
 def _log_files(logger: Logger, files: Sequence[Path]) -> None:
-    """Hand `files` to a logger that has artifacts; they may go afterwards."""
+    # Hand `files` to a logger that has artifacts; they may go afterwards
     if isinstance(logger, MLFlowLogger):
         for path in files:
             logger.experiment.log_artifact(logger.run_id, str(path), "topt")

@@ -232,7 +232,7 @@ class PlanCheckpoints:
     def _collected(
         self, checkpoint: dict[str, Any], storage_options: Any, strategy: Strategy
     ) -> tuple[dict[str, Any], Callable[..., None]]:
-        """Return what ranks write of a sharded checkpoint, and what writes the rest of it."""
+        # What ranks write of a sharded checkpoint, and what writes the rest of it
         from lightning_topt.execution.sharded_checkpoint import collect_state  # noqa: PLC0415
 
         plain_io = _plain_io(strategy)
@@ -279,7 +279,7 @@ class PlanCheckpoints:
     def _save_later(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any, strategy: Strategy
     ) -> None:
-        """Copy what this rank keeps of `checkpoint`, which a thread writes. A collective call."""
+        # Copy what this rank keeps of `checkpoint`, which a thread writes. A collective call.
         from lightning_topt.execution.background_save import BackgroundSaves  # noqa: PLC0415
 
         if self._background is None:
@@ -342,7 +342,7 @@ def _writes_later(strategy: Strategy) -> bool:
 
 
 def _plain_io(strategy: Strategy) -> CheckpointIO:
-    """Return what writes files, without the plugin that lets it write later."""
+    # What writes files, without the plugin that lets it write later
     plugin = strategy.checkpoint_io
     if isinstance(plugin, AsyncCheckpointIO):
         assert plugin.checkpoint_io is not None
@@ -462,7 +462,7 @@ class _ModuleArguments:
 
 
 def _modules_of(value: object) -> Iterator[nn.Module]:
-    """Yield the modules that `value` is, or has in it as a container, and theirs."""
+    # Yield the modules that `value` is, or has in it as a container, and theirs
     if isinstance(value, nn.Module):
         yield from value.modules()
     elif isinstance(value, (Mapping, list, tuple, set)):
@@ -471,7 +471,7 @@ def _modules_of(value: object) -> Iterator[nn.Module]:
 
 
 def _copied(value: object, memo: dict[int, Any]) -> Any:
-    """Return a deep copy of `value`, in which `memo` replaces objects; None where it has none."""
+    # A deep copy of `value`, in which `memo` replaces objects; None where it has none
     try:
         return copy.deepcopy(value, memo)
     except Exception:  # whatever code of a user's class raises

@@ -309,7 +309,7 @@ def read_mesh(sizes: Any) -> MeshPlan | PipelinePlan:
 
 
 def _read_searched(plan: Mapping[str, Any]) -> MeshPlan | PipelinePlan:
-    """Read a mesh to search on, and with a pipeline axis what is given of its plan."""
+    # Read a mesh to search on, and with a pipeline axis what is given of its plan
     found, given = (
         read_mesh(plan["mesh"]),
         {key: value for key, value in plan.items() if key != "mesh"},

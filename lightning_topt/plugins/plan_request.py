@@ -288,7 +288,7 @@ def read_request(
 
 
 def _is_fixed(plan: GivenPlan | None) -> bool:
-    """Return whether nothing is searched for `plan`: no prediction of it meets a memory limit."""
+    # Whether nothing is searched for `plan`: no prediction of it meets a memory limit
     return isinstance(plan, ParallelPlan | UniformPlan) or (
         isinstance(plan, MeshPlan) and bool(plan.preset)
     )
@@ -522,7 +522,7 @@ def _left_out(method: GradientMethod, optimizer: str) -> str:
 
 
 def _shortest_mapping(method: GradientMethod) -> dict[str, Any]:
-    """Return the shortest mapping that is read as `method`."""
+    # The shortest mapping that is read as `method`
     changed = {
         f.name: getattr(method, f.name)
         for f in fields(method)

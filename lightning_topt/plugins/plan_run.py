@@ -245,7 +245,7 @@ class PlanRun:
         self._measure_memory(fit.trainer)
 
     def _measure_memory(self, trainer: pl.Trainer) -> None:
-        """Let a `StepMonitor` measure from here on: what the plan and optimizers take is there."""
+        # Let a `StepMonitor` measure from here on: what the plan and optimizers take is there
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, StepMonitor) for callback in callbacks):
             return
@@ -406,7 +406,7 @@ class ShardedAverages(pl.Callback):
 
 @torch.no_grad()
 def _replace_parameters(module: nn.Module, by: Callable[[str, nn.Parameter], Tensor]) -> None:
-    """Put what ``by(name, parameter)`` returns in the place of each parameter; ties stay."""
+    # Put what ``by(name, parameter)`` returns in the place of each parameter; ties stay
     known: dict[nn.Parameter, nn.Parameter] = {}
     for name, own in [*module.named_parameters(remove_duplicate=False)]:
         if own not in known:
@@ -428,14 +428,14 @@ def _full(value: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _gather(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Put full tensors in the place of shards in the state dict of `module`. A collective call."""
+    # Put full tensors in the place of shards in the state dict of `module`. A collective call.
     for name, value in state.items():
         if name.startswith(prefix) and isinstance(value, DTensor):
             state[name] = value.full_tensor()
 
 
 def _place_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Cut full tensors in `state`, which `module` is about to load, into its shards."""
+    # Cut full tensors in `state`, which `module` is about to load, into its shards
     for name, own in module.named_parameters(remove_duplicate=False):
         if isinstance(value := state.get(prefix + name), Tensor):
             state[prefix + name] = _placed(value, own)

@@ -250,7 +250,7 @@ def _read_in_copy(loaders: CombinedLoader, trainer: pl.Trainer) -> Any:
 
 @contextmanager
 def _as_worker(loader: Any) -> Iterator[None]:
-    """Let the data set of `loader` be read as by its first worker, where it has workers."""
+    # Let the data set of `loader` be read as by its first worker, where it has workers
     count = getattr(loader, "num_workers", 0)
     before = worker._worker_info
     if count:
@@ -327,7 +327,7 @@ def _first(loader: Iterable[Any]) -> Any:
 
 
 def _first_without_workers(loader: DataLoader[Any]) -> Any:
-    """Return the first batch; workers would outlive this."""
+    # The first batch; workers would outlive this
     dataset: Any = loader.dataset
     with _as_worker(loader):
         if isinstance(dataset, IterableDataset):

@@ -109,7 +109,7 @@ class Preemption:
     # ---- a signal --------------------------------------------------------------------------------
 
     def _handle(self, number: int, kind: int) -> None:
-        """Let signal `number` leave a note, beside what handlers of the user do."""
+        # Let signal `number` leave a note, beside what handlers of the user do
         trainer, before = self._trainer, signal.getsignal(number)
         assert trainer is not None
         connector = trainer._signal_connector
@@ -167,7 +167,7 @@ class Preemption:
             self._stop(self._trainer)
 
     def _receive(self) -> None:
-        """Wait for the notes that were sent last."""
+        # Wait for the notes that were sent last
         if self._sent is not None:
             (work, notes), self._sent = self._sent, None
             work.wait()

@@ -93,7 +93,7 @@ def register_names(
 
 
 def _make_topt(**options: Any) -> Any:
-    """Factory of a strategy that is imported only when it is used."""
+    # Factory of a strategy that is imported only when it is used
     return importlib.import_module("lightning_topt.plugins.auto_parallel").AutoParallelStrategy(
         **options
     )

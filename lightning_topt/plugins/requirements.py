@@ -230,7 +230,7 @@ def _several_dtypes(fit: Fit) -> str | None:
 
 
 def _averages_apart(fit: Fit) -> str | None:
-    """Return why averaged weights cannot be in shards like those of the module, as a clause."""
+    # Why averaged weights cannot be in shards like those of the module, as a clause
     strategy = fit.trainer.strategy
     for callback in fit.trainer.callbacks:  # type: ignore[attr-defined]
         if not isinstance(callback, StochasticWeightAveraging | WeightAveraging):

@@ -344,7 +344,7 @@ def _preset_of(given: MeshPlan, frontier: PlanFrontier) -> PlanPoint:
 
 
 def _with_what_is_left(point: PlanPoint, graph: OpGraph) -> PlanPoint:
-    """Name the matrices that are cut along fewer tensor axes than there are."""
+    # Name the matrices that are cut along fewer tensor axes than there are
     plan, axes = point.plan, point.plan.mesh.tensor_axes
     if len(axes) < 2:
         return point
@@ -428,7 +428,7 @@ def search_all(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Questio
 
 
 def _why_data_axes_alone(request: PlanRequest, step: TracedStep) -> str | None:
-    """Return why neither tensor axes nor stages are searched, as a clause, or None."""
+    # Why neither tensor axes nor stages are searched, as a clause, or None
     if request.keeps_parameters_whole:
         return 'only the exchange of gradients is searched (plan="search" searches all)'
     if step.trace is None:
@@ -442,7 +442,7 @@ def _why_data_axes_alone(request: PlanRequest, step: TracedStep) -> str | None:
 def _tensor_request(
     request: PlanRequest, step: TracedStep, search: SearchRequest, best: PlanFrontier
 ) -> tuple[str | None, SearchRequest | None]:
-    """Return why no plan with a tensor axis can be chosen, as a clause; or what to search."""
+    # Why no plan with a tensor axis can be chosen, as a clause; or what to search
     trainer = step.trainer
     (ranks,) = search.device_counts
     # A tensor group stays inside of a node.

@@ -120,7 +120,7 @@ class SharedUpdates:
         return self._node
 
     def _why_not(self, trainer: pl.Trainer) -> str | None:
-        """Return why no update is shared, as a clause. A collective call of several ranks."""
+        # Why no update is shared, as a clause. A collective call of several ranks.
         strategy: Any = self._strategy
         if trainer.world_size == 1:
             return "there is one rank, which does the whole update"
@@ -152,7 +152,7 @@ class SharedUpdates:
                     rank_zero_info(f"topt: {self.hint.text}")
 
     def _hint_of(self, clock: PhaseClock) -> Hint | None:
-        """Return what takes the largest share of a step, and the word that treats it."""
+        # What takes the largest share of a step, and the word that treats it
         device, shares = self._strategy.root_device, clock.shares()
         memory = used_memory_share(device)
         if memory > FULL_SHARE:
@@ -264,7 +264,7 @@ def difference_of_optimizers(
 def _describe(
     optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]
 ) -> list[tuple[str, str]]:
-    """Return (place, what is there) of everything that must be equal, in order."""
+    # (place, what is there) of everything that must be equal, in order
     entries: list[tuple[str, str]] = []
     for number, optimizer in enumerate(optimizers):
         entries.append((f"optimizer {number}", type(optimizer).__qualname__))

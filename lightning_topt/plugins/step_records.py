@@ -158,7 +158,7 @@ def restore_methods(module: nn.Module, own: Mapping[str, Any]) -> None:
 def _recorder(
     path: str, method: str, calls: list[LoggedCall] | None, paths: Mapping[int, str]
 ) -> Callable[..., None]:
-    """Return what takes the place of ``log`` or ``print``; `paths`: of metrics, by their ids."""
+    # What takes the place of ``log`` or ``print``; `paths`: of metrics, by their ids
 
     def snapshot(value: Any) -> Any:
         if isinstance(value, Metric) and id(value) in paths:
@@ -314,7 +314,7 @@ def _states(metric: Metric) -> dict[str, Any]:
 
 
 def _difference(before: Any, now: Any) -> Any:
-    """Return `now` as it is sent: of a list that has only grown, the new entries alone."""
+    # `now` as it is sent: of a list that has only grown, the new entries alone
     if not isinstance(now, list):
         return now.detach() if isinstance(now, Tensor) else now
     before = before if isinstance(before, list) else []

@@ -91,7 +91,7 @@ def rank_command(local_rank: int) -> tuple[list[str], str]:
 
 
 def _program(folder: str) -> list[str]:
-    """Return how Python runs the user's program from a folder, in workers of a launcher too."""
+    # How Python runs the user's program from a folder, in workers of a launcher too
     # In a worker of a launcher `__main__` is another program, and the arguments are the user's.
     path = os.path.join(folder, sys.argv[0])
     for name in ("__mp_main__", "__main__"):
@@ -102,7 +102,7 @@ def _program(folder: str) -> list[str]:
 
 
 def _without_overrides(words: Sequence[str]) -> list[str]:
-    """Return what is left of a Hydra command line: commands, and options but that of the sweep."""
+    # What is left of a Hydra command line: commands, and options but that of the sweep
     return [
         word
         for word in words
@@ -112,7 +112,7 @@ def _without_overrides(words: Sequence[str]) -> list[str]:
 
 
 def _quoted(value: object) -> str:
-    """Return a text as Hydra reads it in an override."""
+    # A text as Hydra reads it in an override
     text = str(value).replace("\\", "\\\\").replace('"', '\\"')
     return f'"{text}"'
 

@@ -169,7 +169,7 @@ class _Found:
 
 
 def _traced(request: PlanRequest, trainer: pl.Trainer) -> PlanDecision:
-    """Return the plan that is made of a traced step. A collective call."""
+    # The plan that is made of a traced step. A collective call.
     talk: ForkedTalk | _TalkHere | None = None
     planning: Planning | None = None
     measurements: Measurements | None = None
@@ -206,7 +206,7 @@ def _traced(request: PlanRequest, trainer: pl.Trainer) -> PlanDecision:
 
 
 def _plan_of(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Questions[_Found]:
-    """Make the plan of rank 0's step on `batch`; runs in a copy of its process."""
+    # Make the plan of rank 0's step on `batch`; runs in a copy of its process
     given = request.plan
     with with_user_lines(), _messages() as messages:
         if isinstance(given, UniformPlan):
@@ -228,7 +228,7 @@ def _plan_of(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Questions
 def _of_blocks(
     given: UniformPlan, mesh: Mesh, request: PlanRequest, trainer: pl.Trainer, batch: Any
 ) -> ParallelPlan:
-    """Return a plan by name for the blocks of the step, or for one block where none are seen."""
+    # A plan by name for the blocks of the step, or for one block where none are seen
     try:
         step = TracedStep.of(trainer, batch, splits=False)
     except CaptureError as error:
@@ -249,7 +249,7 @@ def _of_blocks(
 
 
 def _as_eager(found: _Found, module: pl.LightningModule) -> _Found:
-    """Say in the reason of a plan for a compiled module that its prediction is of eager code."""
+    # Say in the reason of a plan for a compiled module that its prediction is of eager code
     plan, planning = found.plan, found.planning
     if plan.predicted is None or not any(map(is_compiled, module.modules())):
         return found
@@ -290,7 +290,7 @@ class _TalkHere:
 
 @contextmanager
 def _messages() -> Iterator[list[tuple[int, str]]]:
-    """Keep what is said to users within: a copy has no screen."""
+    # Keep what is said to users within: a copy has no screen
     kept: list[tuple[int, str]] = []
 
     class Keeper(logging.Handler):
@@ -315,7 +315,7 @@ def _messages() -> Iterator[list[tuple[int, str]]]:
 
 
 def _open_measurements(request: PlanRequest, trainer: pl.Trainer) -> Measurements | None:
-    """Return what measures this run, and says what it does; None for a given cluster."""
+    # What measures this run, and says what it does; None for a given cluster
     if request.cluster is not None:
         return None
     return Measurements.open(
@@ -331,7 +331,7 @@ def _answer(
     trainer: pl.Trainer,
     measurements: Measurements | None,
 ) -> Any:
-    """Return what `question` asks for. A collective call."""
+    # What `question` asks for. A collective call.
     if measurements is None:
         assert request.cluster is not None
         return RankCosts(request.cluster) if isinstance(question, NeedsCosts) else {}
@@ -350,7 +350,7 @@ def _answer(
 
 
 def _time_updates(trainer: pl.Trainer, known: Callable[[str], float | None]) -> list[UpdateTime]:
-    """Return what the updates of the optimizers take that the module would make."""
+    # What the updates of the optimizers take that the module would make
     device = trainer.strategy.root_device
     optimizers, named = make_fake_optimizers(trainer.lightning_module, device=device)
     return time_updates(optimizers, named_parameters=named, device=device, known=known)
@@ -360,7 +360,7 @@ def _time_updates(trainer: pl.Trainer, known: Callable[[str], float | None]) -> 
 
 
 def _given(plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer) -> ParallelPlan:
-    """Return a complete plan, checked, with its rule of weights where it needs one."""
+    # A complete plan, checked, with its rule of weights where it needs one
     if plan.schedule is not None or plan.brings_batches:
 
         def check_step() -> None:
@@ -374,7 +374,7 @@ def _given(plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer) -> Par
 def _with_rule_checked(
     plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer
 ) -> ParallelPlan:
-    """Return the plan, checked, with its rule of weights where it needs one."""
+    # The plan, checked, with its rule of weights where it needs one
     on_every_rank(lambda: _check_features(plan, request, trainer))
     if plan.schedule not in CONTINUOUS_SCHEDULES:
         return plan
@@ -460,7 +460,7 @@ def _check_features(
 
 
 def _check_given(given: Any, request: PlanRequest, trainer: pl.Trainer) -> None:
-    """Raise PlanError where it is known without a step that nothing runs what is asked for."""
+    # Raise PlanError where it is known without a step that nothing runs what is asked for
     if given is None:
         return
     mesh = given.mesh(dist.get_world_size(), num_nodes=trainer.num_nodes)
@@ -492,7 +492,7 @@ def _check_model(plan: ParallelPlan, module: pl.LightningModule) -> None:
 
 
 def _check_manual(request: PlanRequest, given: Any) -> None:
-    """Raise an error for what was asked of a step that decides itself when it updates."""
+    # Raise an error for what was asked of a step that decides itself when it updates
     keeps = isinstance(given, ParallelPlan) and given.keeps_gradients_whole
     if given is not None and not (keeps and given.schedule is None):
         raise PlanError(
@@ -513,7 +513,7 @@ def _check_manual(request: PlanRequest, given: Any) -> None:
 def _pipeline(
     request: PlanRequest, trainer: pl.Trainer, batch: Any, given: PipelinePlan
 ) -> Questions[ParallelPlan]:
-    """Return a plan with stages for the traced microbatch."""
+    # A plan with stages for the traced microbatch
     # The mesh, and the batch that one pass of a stage has.
     mesh = given.mesh(dist.get_world_size(), num_nodes=trainer.num_nodes)
     part, count = microbatch_of(batch, given, mesh)
@@ -553,7 +553,7 @@ def _pipeline(
 def _stale_weights(
     request: PlanRequest, trainer: pl.Trainer, given: PipelinePlan
 ) -> StaleWeights | None:
-    """Return what a search for `given` may choose of continuous pipelines."""
+    # What a search for `given` may choose of continuous pipelines
     if not request.stale.allowed:
         return None
     if given.schedule is None and why_not(Fit(trainer), CONTINUOUS):
@@ -643,7 +643,7 @@ def choose_pipeline(
 
 
 def _recomputed(point: PlanPoint, search: SearchRequest) -> PlanPoint:
-    """Return the plan of `point` with all blocks recomputed that can be, and what it takes."""
+    # The plan of `point` with all blocks recomputed that can be, and what it takes
     again = {block.name for block in search.graph.blocks if block.recomputable}
 
     def with_it(block: BlockPlan) -> BlockPlan:

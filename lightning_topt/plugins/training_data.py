@@ -74,7 +74,7 @@ class TrainingData:
 
     @property
     def _progress(self) -> Any:
-        """Lightning's count of the batches of training."""
+        # Lightning's count of the batches of training
         return self._trainer.fit_loop.epoch_loop.batch_progress
 
     # ---- what loaders hand out -------------------------------------------------------------------
@@ -154,7 +154,7 @@ class TrainingData:
             self._window = place, self._random_states()
 
     def _batches_of_window(self) -> int:
-        """Return how many batches have gone into a window whose step is still to come."""
+        # How many batches have gone into a window whose step is still to come
         trainer, progress = self._trainer, self._progress
         if progress.is_last_batch or not trainer.lightning_module.automatic_optimization:
             return 0
@@ -331,7 +331,7 @@ class TrainingData:
         loop.restarting = False
 
     def _follow_fetches(self) -> None:
-        """Know before each fetch in which epoch that is, and end there if a signal asks for it."""
+        # Know before each fetch in which epoch that is, and end there if a signal asks for it
         loop = self._trainer.fit_loop
         before_fetch = loop.epoch_loop._on_before_fetch
 
@@ -382,7 +382,7 @@ class TrainingData:
             torch.cuda.set_rng_state(states["cuda"], device)
 
     def _of_all_ranks(self, states: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the states of all ranks, on rank 0. A collective call."""
+        # The states of all ranks, on rank 0. A collective call.
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         if ranks == 1:
             return [states]
@@ -413,7 +413,7 @@ def _are_tracked(combined: CombinedLoader) -> bool:
 
 
 def _unknown(combined: CombinedLoader) -> list[Any]:
-    """Return the loaders that neither we nor they themselves know the position of."""
+    # The loaders that neither we nor they themselves know the position of
     return [
         loader
         for loader, tracked in _with_tracked(combined)
@@ -422,7 +422,7 @@ def _unknown(combined: CombinedLoader) -> list[Any]:
 
 
 def _with_progress(checkpoint: dict[str, Any], *, undone: int) -> dict[str, Any]:
-    """Return `checkpoint` with `undone` batches less in Lightning's part of it."""
+    # `checkpoint` with `undone` batches less in Lightning's part of it
     loops = dict(checkpoint["loops"])
     fit = loops["fit_loop"] = dict(loops["fit_loop"])
     progress = fit[_PROGRESS] = dict(fit[_PROGRESS])
@@ -462,7 +462,7 @@ def _count_as_batches_of_now(loop: Any, combined: CombinedLoader) -> None:
 
 
 def _set_batches(current: Any, processed: float) -> None:
-    """Let Lightning's counts of an epoch's batches say that `processed` ones were, if known."""
+    # Let Lightning's counts of an epoch's batches say that `processed` ones were, if known
     if processed != float("inf"):
         shift = int(processed) - current.processed
         for name in _COUNTS:

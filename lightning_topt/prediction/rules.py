@@ -178,7 +178,7 @@ def _is_cut(flight: int, accumulate: int) -> bool:
 
 
 def _row(name: str, flight: int, accumulate: int) -> Default | None:
-    """Return the optimizer's row for such a run, else the nearest; None: it has none."""
+    # The optimizer's row for such a run, else the nearest; None: it has none
     rows = [row for row in DEFAULTS if row.optimizer == _LIKE.get(name, name)]
     is_cut, missing = _is_cut(flight, accumulate), -(-flight // accumulate)
     alike = [row for row in rows if row.is_cut == is_cut] or rows
@@ -460,7 +460,7 @@ class _StashedWeights(StagePrediction):
         self._updates = after
 
     def _kept(self, parameters: list[Tensor]) -> list[Tensor]:
-        """Return tensors with the weights of now, which the coming step does not change."""
+        # Tensors with the weights of now, which the coming step does not change
         make = empty_copies if self._swaps else empty_places
         copies = self._spare.pop() if self._spare else make(parameters)
         copy_into(copies, parameters)
@@ -473,7 +473,7 @@ class _StashedWeights(StagePrediction):
         return old
 
     def _feed_back(self, parameters: list[Tensor], before: list[Tensor]) -> None:
-        """Make the update's move twice, and take back the one of the update before."""
+        # Make the update's move twice, and take back the one of the update before
         is_first = not self._moves
         if is_first:
             self._moves = empty_copies(parameters)
@@ -508,7 +508,7 @@ class _StashedWeights(StagePrediction):
 
     @contextmanager
     def _in_place(self, version: int) -> Iterator[None]:
-        """Put `version` into the parameters for a pass."""
+        # Put `version` into the parameters for a pass
         # the newest version is in the parameters already
         if version == self._updates:
             yield

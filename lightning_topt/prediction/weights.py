@@ -121,7 +121,7 @@ class Swap:
                 torch._foreach_copy_(outside, kept)
 
     def _like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return tensors of the same shapes and dtypes, one after the other in the memory."""
+        # Tensors of the same shapes and dtypes, one after the other in the memory
         ends = [*accumulate(-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors)]
         if len(self._memory) < ends[-1] or self._memory.device != tensors[0].device:
             self._memory = torch.empty(ends[-1], dtype=torch.uint8, device=tensors[0].device)
@@ -285,7 +285,7 @@ def read_moments(
 def _read_steps(
     optimizer: Optimizer, parameters: Sequence[Tensor], steps_made: MutableMapping[Tensor, int]
 ) -> None:
-    """Add the steps of `parameters` that are not in `steps_made`; all are read at once."""
+    # Add the steps of `parameters` that are not in `steps_made`; all are read at once
     counts = {p: optimizer.state[p]["step"] for p in parameters if p not in steps_made}
     tensors = {p: count for p, count in counts.items() if isinstance(count, Tensor)}
     if tensors:
@@ -371,7 +371,7 @@ def _sgd_move(steps: Sequence[Hyperparameters]) -> SGDMove:
 
 
 def _adam_step(step: Hyperparameters, count: int) -> AdamStep:
-    """Return step number `count` without a gradient."""
+    # Step number `count` without a gradient
     rate, decay, keep = float(step["lr"]), float(step["weight_decay"]), float(step["betas"][0])
     is_decoupled = bool(step.get("decoupled_weight_decay"))
     first, second = _bias_corrections(step, count)
@@ -423,7 +423,7 @@ def move_traffic(optimizer: str, *, compiled: bool, steps: int = 1) -> float:
 
 
 def _suits_kernels(moments: Moments) -> bool:
-    """Return whether tensors are contiguous, of 32 or 64 bit on a CPU, and enough to pay."""
+    # Whether tensors are contiguous, of 32 or 64 bit on a CPU, and enough to pay
     tensors = [*moments.parameters, *moments.first, *moments.second]
     return (
         {(t.dtype, t.device.type) for t in tensors}
@@ -463,5 +463,5 @@ def move_by_torch(moments: Moments, move: Move) -> None:
 
 
 def _as_real(tensors: list[Tensor]) -> list[Any]:
-    """Return complex tensors as pairs of real ones, which Adam treats as numbers of their own."""
+    # Complex tensors as pairs of real ones, which Adam treats as numbers of their own
     return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]

@@ -214,7 +214,7 @@ def _check_places(schedule: Schedule) -> dict[Action, int]:
 
 
 def _check_complete(schedule: Schedule, found: Mapping[Action, int]) -> None:
-    """Check that every stage runs forward, and in training backward, of every microbatch."""
+    # Check that every stage runs forward, and in training backward, of every microbatch
     # forward passes alone are an evaluation
     is_training = any(action.kind != "forward" for action in found)
     for stage, index in itertools.product(
@@ -239,7 +239,7 @@ def _check_complete(schedule: Schedule, found: Mapping[Action, int]) -> None:
 
 
 def _check_own_order(schedule: Schedule) -> None:
-    """Check that each rank runs forward before backward, and backward_input before its weights."""
+    # Check that each rank runs forward before backward, and backward_input before its weights
     for rank, actions in enumerate(schedule.actions):
         before: set[Action] = set()
         for action in actions:
@@ -294,7 +294,7 @@ def _check_updates(schedule: Schedule) -> None:
 
 
 def _raise_deadlock(schedule: Schedule, waiting: Mapping[int, Waiting]) -> None:
-    """Name the circle of ranks that wait for one another."""
+    # Name the circle of ranks that wait for one another
     # a rank that waits, the one that it waits for, and so on until one comes again
     path: list[int] = []
     rank = min(waiting)
@@ -316,7 +316,7 @@ def _raise_deadlock(schedule: Schedule, waiting: Mapping[int, Waiting]) -> None:
 
 
 def _describe(action: Action | Done) -> str:
-    """Return an action in words, such as "forward of microbatch 3 in stage 1"."""
+    # An action in words, such as "forward of microbatch 3 in stage 1"
     return f"{action.kind} of microbatch {action.microbatch_index} in stage {action.stage_index}"
 
 

@@ -142,7 +142,7 @@ def make_schedule(
 
 @lru_cache(maxsize=256)
 def _built(name: str, **sizes: int) -> Schedule:
-    """Build a schedule once; equal schedules are one object, so comparing them takes no time."""
+    # Build a schedule once; equal schedules are one object, so comparing them takes no time
     return SCHEDULES[name].build(**sizes)
 
 
@@ -193,12 +193,12 @@ class ScheduleRule:
 
 
 def _looped_ranks(num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-    """Return the rank of each stage where stage s is on rank s mod P, (stages,)."""
+    # The rank of each stage where stage s is on rank s mod P, (stages,)
     return tuple(range(num_ranks)) * stages_per_rank
 
 
 def _v_shaped_ranks(num_ranks: int) -> tuple[int, ...]:
-    """Return the rank of each of 2P stages along a V: rank r has stages r and 2P - 1 - r."""
+    # The rank of each of 2P stages along a V: rank r has stages r and 2P - 1 - r
     return (*range(num_ranks), *reversed(range(num_ranks)))
 
 

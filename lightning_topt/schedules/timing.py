@@ -288,7 +288,7 @@ _Ends = tuple[tuple[int, int], ...]
 def _crossing(
     between: Edges, ranks: Sequence[int], edges: tuple[Edge, ...]
 ) -> dict[tuple[Kind, int], tuple[_Ends, _Ends]]:
-    """Return for each pass (kind, stage) its receives from other ranks and its sends to them."""
+    # For each pass (kind, stage) its receives from other ranks and its sends to them
     places = {edge: place for place, edge in enumerate(edges)}
     found: dict[tuple[Kind, int], tuple[_Ends, _Ends]] = {}
     for stage, rank in enumerate(ranks):
@@ -350,7 +350,7 @@ def _run(
     larger: Callable[[Seconds, Seconds], Seconds],
     overlapped: bool,
 ) -> Times:
-    """Return the times of a walk, of one set of costs (floats) or of many (arrays)."""
+    # The times of a walk, of one set of costs (floats) or of many (arrays)
     free: dict[int, Seconds] = {}  # when each rank has done what it ran so far
     links = [zero] * walk.num_links  # when each link is free
     sent, arrived = [zero] * len(walk.transfers), [zero] * len(walk.transfers)
@@ -442,7 +442,7 @@ def chained_rank_seconds(
 
 @lru_cache(maxsize=256)
 def _arrays_of(schedule: Schedule) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return (kind, stage, microbatch) of all actions, (A, 3), and where each rank's begin."""
+    # (kind, stage, microbatch) of all actions, (A, 3), and where each rank's begin
     # rank by rank, as they follow one another
     rows = [
         (_KINDS.index(a.kind), a.stage_index, a.microbatch_index)

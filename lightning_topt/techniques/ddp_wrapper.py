@@ -50,7 +50,7 @@ def bucket_limits(gradients: int, topology: Topology | None = None) -> list[int]
 
 
 def _are_on_nodes(topology: Topology | None) -> bool:
-    """Return whether the ranks of this run are on several nodes; False if no run has begun."""
+    # Whether the ranks of this run are on several nodes; False if no run has begun
     if topology is not None:
         return topology.num_nodes > 1
     if not dist.is_initialized():
@@ -167,7 +167,7 @@ def register_hook(
 
 @contextmanager
 def _ignoring(module: nn.Module, names: Collection[str]) -> Generator[None, None, None]:
-    """Tell DDP what to ignore, through an attribute of the module; the user's value comes back."""
+    # Tell DDP what to ignore, through an attribute of the module; the user's value comes back
     before = dict(vars(module))
     if names:
         setattr(module, _IGNORED, [*names_to_ignore(module), *names])

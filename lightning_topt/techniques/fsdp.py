@@ -353,7 +353,7 @@ class _Sharding:
             self._hooks.append(hook)
 
     def _shard_root(self, model: ParallelModel, mesh: DeviceMesh, *, in_shards: bool) -> None:
-        """Put FSDP2 around the root; it shards the loose parameters if they are `in_shards`."""
+        # Put FSDP2 around the root; it shards the loose parameters if they are `in_shards`
         if not isinstance(model.root, DistributedDataParallel):
             whole = model.parameters_where(has_unsharded_gradients).values()
             model.broadcast([*whole, *model.module.buffers()])
@@ -400,7 +400,7 @@ class _Sharding:
         after_forward: bool,
         ignored: set[nn.Parameter] | None = None,
     ) -> None:
-        """Shard the parameters `named`, which FSDP2 gathers when `block` is called."""
+        # Shard the parameters `named`, which FSDP2 gathers when `block` is called
         ways = model.gathers.add(model.module, named, dtype=model.gather_dtype)
         narrow = set[nn.Parameter]()
         if model.gather_dtype is not None:
@@ -472,7 +472,7 @@ class _Sharding:
 
 
 def _to_shard(model: ParallelModel, block: str) -> dict[str, nn.Parameter]:
-    """Return the parameters of `block` that get sharded: at level 2 those that are trained."""
+    # The parameters of `block` that get sharded: at level 2 those that are trained
     config = model.configs[block]
     return {
         name: parameter

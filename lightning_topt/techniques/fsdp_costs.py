@@ -78,7 +78,7 @@ class _Sizes(NamedTuple):
 
 @once_per_object
 def _known_sizes(graph: OpGraph) -> dict[tuple[str, int, frozenset[str], int], _Sizes]:
-    """Return the sizes of blocks so far, by name, ranks, what is narrow, and level."""
+    # The sizes of blocks so far, by name, ranks, what is narrow, and level
     return {}
 
 
@@ -268,7 +268,7 @@ def gradient_lifetimes(block: ShardedBlock) -> Iterator[Lifetime]:
 
 
 def _next_reduce(block: ShardedBlock) -> Phase:
-    """Return the phase in which the next block in backward reduces; the root is the last."""
+    # The phase in which the next block in backward reduces; the root is the last
     if block.name == ROOT:
         return UPDATE
     previous = block.beside.previous
@@ -320,7 +320,7 @@ def gathered_lifetimes(block: ShardedBlock) -> Iterator[Lifetime]:
 
 
 def _arriving_lifetimes(block: ShardedBlock, first: int, last: int) -> Iterator[Lifetime]:
-    """Yield the bfloat16 copies of a block whose segments are `first` to `last`."""
+    # Yield the bfloat16 copies of a block whose segments are `first` to `last`
     arriving, following = block.arriving, block.beside.following
     if block.name == ROOT and following and not block.step.segments.of_block[following][0]:
         # the root's are gone when the first block is gathered, in the same phase; its level is not
@@ -356,7 +356,7 @@ def plan_lifetimes(
 
 
 def _last_workspace(block: ShardedBlock) -> float:
-    """Return the bytes that reducing takes, less the parameters and gradients freed before."""
+    # The bytes that reducing takes, less the parameters and gradients freed before
     # what this reduction lets go of while its buffers come
     released = block.whole + sum(map(gradient_bytes, block.trainable))
     flat = block.flat_gradients

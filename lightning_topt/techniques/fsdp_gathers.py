@@ -96,7 +96,7 @@ class Gathers:
 def _owners(
     module: nn.Module, named: Mapping[str, nn.Parameter]
 ) -> Iterator[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
-    """Yield each parameter once, with the modules that have it and its names there."""
+    # Yield each parameter once, with the modules that have it and its names there
     found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for name, parameter in named.items():
         path, _, own = name.rpartition(".")

@@ -150,7 +150,7 @@ class OptimizerSharding(Technique):
 
 
 def _broadcasts(step: TrainingStep, block: str) -> Iterator[Collective]:
-    """Yield updated parameters from their owners to all ranks: large ones alone, small together."""
+    # Yield updated parameters from their owners to all ranks: large ones alone, small together
     # as `optim.gather` sends them
     sizes = [parameter_bytes(p) for p in step.parameters(block) if p.trainable]
     parts = [size for size in sizes if size >= _SMALL_BYTES] + [

@@ -62,7 +62,7 @@ class _PlanCache:
 
 @once_per_object
 def _known_unused(graph: OpGraph) -> dict[Any, float]:
-    """Return what `PlanCosts.fragmentation` has worked out so far of steps of this graph."""
+    # What `PlanCosts.fragmentation` has worked out so far of steps of this graph
     return {}
 
 
@@ -137,7 +137,7 @@ class PlanCosts:
     def _known_lifetimes(
         self, block: str, config: OpConfig, beside: Neighbours
     ) -> tuple[_BlockLifetimes, int]:
-        """Return lifetimes of the block or one alike, and how many segments later it stands."""
+        # Lifetimes of the block or one alike, and how many segments later it stands
         spans = self.step.segments.of_block
         home = spans.get(block, (0, 0))[0]
         # where neighbours stand, counted from the block itself
@@ -380,7 +380,7 @@ class PlanCosts:
 
     @cached_property
     def _gathered(self) -> dict[int, frozenset[str]]:
-        """Blocks, beside the root, of which something is gathered in the forward pass, by level."""
+        # Blocks, beside the root, of which something is gathered in the forward pass, by level
         placed = set(self.step.segments.of_block) - {ROOT}
         named, trained = (
             frozenset(p.block for p in self.step.graph.parameters if p.trainable or everything)
@@ -494,7 +494,7 @@ class PlanBatch:
 
     @cached_property
     def _fragmentation(self) -> Array:
-        """See `PlanCosts.fragmentation` (n,)."""
+        # See `PlanCosts.fragmentation` (n,)
         unused = np.zeros(len(self.plans))
         for block, (name, legal) in enumerate(self.configs.items()):
             if not name and len(self.configs) > 1:
@@ -506,7 +506,7 @@ class PlanBatch:
         return unused
 
     def _by_neighbours(self) -> Iterator[tuple[Rows, dict[str, Neighbours]]]:
-        """Plans that gather the same blocks, and the neighbours of these."""
+        # Plans that gather the same blocks, and the neighbours of these
         is_gathered = self.costs.is_gathered
         gathered = np.stack(
             [
@@ -520,7 +520,7 @@ class PlanBatch:
 
     @cached_property
     def _by_technique(self) -> list[tuple[Technique, Rows, frozenset[str]]]:
-        """Techniques, the plans (rows) in which they place the same blocks, and these blocks."""
+        # Techniques, the plans (rows) in which they place the same blocks, and these blocks
         several = {config for legal in self.configs.values() for config in legal}
         takes_part = {
             config: [t in self.costs.techniques(config) for t in TECHNIQUES] for config in several
@@ -548,7 +548,7 @@ class PlanBatch:
 
 
 def _equal_rows(table: NDArray[np.bool_]) -> Iterator[tuple[Rows, NDArray[np.bool_]]]:
-    """Yield the indices of equal rows of `table` (n, block), and what they are."""
+    # Yield the indices of equal rows of `table` (n, block), and what they are
     groups: dict[bytes, list[int]] = {}
     for index, row in enumerate(table):
         groups.setdefault(row.tobytes(), []).append(index)

@@ -347,7 +347,7 @@ def whole_of(value: DTensor) -> Tensor:
 
 
 def _meet(mesh: DeviceMesh) -> None:
-    """Wait for the other ranks of `mesh`: in a collective call they could be in another one."""
+    # Wait for the other ranks of `mesh`: in a collective call they could be in another one
     ranks = mesh.mesh.flatten().tolist()
     store, key = _get_default_store(), f"topt/read/{'-'.join(map(str, ranks))}"
     # the reads of all ranks so far: a round is over when it is a multiple of the ranks

@@ -177,7 +177,7 @@ def split_placements(configs: Mapping[str, OpConfig], mesh: Mesh) -> dict[str, P
 def _local_shapes(
     module: nn.Module, placements: Mapping[str, Placements], axes: TensorAxes
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of slices by name, also of parameters that this rank does not keep."""
+    # The shapes of slices by name, also of parameters that this rank does not keep
     whole = dict(module.named_parameters(remove_duplicate=False))
     found = {}
     for name, along in placements.items():
@@ -189,7 +189,7 @@ def _local_shapes(
 
 @torch.no_grad()
 def _take_over(module: nn.Module, device: torch.device) -> None:
-    """Move parameters and buffers to the device, with rank 0's values."""
+    # Move parameters and buffers to the device, with rank 0's values
     for tensor in dict.fromkeys([*module.parameters(), *module.buffers()]):
         tensor.data = tensor.data.to(device).contiguous()
         dist.broadcast(tensor.data, 0)
@@ -342,7 +342,7 @@ def whole_arguments(module: nn.Module, mode: SplitMode) -> RemovableHandle:
 def _structure(
     name: str, block: nn.Module, local_shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[Any, ...]:
-    """Return what is equal for blocks of equal structure: class, names and local shapes."""
+    # What is equal for blocks of equal structure: class, names and local shapes
     named = ((own, f"{name}.{own}", parameter) for own, parameter in block.named_parameters())
     return type(block), *(
         (own, local_shapes.get(full, tuple(parameter.shape))) for own, full, parameter in named

@@ -115,7 +115,7 @@ def pack_halves(values: Array, words: Array) -> None:
 
 @inner
 def _rounded(bits: np.int64) -> np.int64:
-    """Round the float32 with these `bits` to its upper 16 bits, which stay in their place."""
+    # Round the float32 with these `bits` to its upper 16 bits, which stay in their place
     if bits & 0x7FFFFFFF > 0x7F800000:  # NaN
         return (bits & 0xFFFF0000) | 0x00400000
     return (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000

@@ -136,7 +136,7 @@ class Handle:
 
 
 def _merged(ranges: list[tuple[int, int]]) -> Array:
-    """Return the ranges (k, 2) ascending, those that touch as one."""
+    # The ranges (k, 2) ascending, those that touch as one
     merged: list[list[int]] = []
     for start, stop in sorted(ranges):
         if merged and merged[-1][1] == start:

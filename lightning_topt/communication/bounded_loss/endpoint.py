@@ -111,7 +111,7 @@ def own_host(environment: Mapping[str, str]) -> str:
 
 
 def _interface_address(name: str) -> str:
-    """Return the IPv4 address of a network interface. Raises ValueError where it has none."""
+    # The IPv4 address of a network interface. Raises ValueError where it has none.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             found = fcntl.ioctl(

@@ -236,7 +236,7 @@ def _receive_datagrams(t: Root, now: int) -> int:
 
 @inner
 def _receive(t: Root, flags: int) -> int:
-    """Receive messages as `flags` say; return how many, or a negative number."""
+    # Receive messages as `flags` say; return how many, or a negative number
     for index in range(RECEIVE_AT_ONCE):
         row = received_message(t, index)
         row[0], row[1] = t.receive_names + ADDRESS_STRUCT * index, ADDRESS_STRUCT
@@ -289,7 +289,7 @@ def _take_datagram(
 
 @inner
 def _take_errors(t: Root, now: int) -> None:
-    """Read the socket's queue of errors: where nothing takes a datagram, that rank has ended."""
+    # Read the socket's queue of errors: where nothing takes a datagram, that rank has ended
     for index in range(_receive(t, DONT_WAIT | ERROR_QUEUE)):
         address, size = t.receive_ancillary + ANCILLARY_BYTES * index, received_message(t, index)[5]
         target, offset, is_refused = load64(t.receive_names + ADDRESS_STRUCT * index), 0, False
@@ -310,7 +310,7 @@ def _take_errors(t: Root, now: int) -> None:
 
 @inner
 def _close(t: Root, peer: int, now: int) -> None:
-    """Note that a rank has gone. One that leaves has all the results that it needs."""
+    # Note that a rank has gone. One that leaves has all the results that it needs.
     row, config = peer_of(t, peer), config_of(t)
     if row.closed:
         return
@@ -348,7 +348,7 @@ def _take_message(t: Root, address: int, size: int, arrived: int, marked: int, n
 def _take_data(
     t: Root, peer: int, address: int, size: int, arrived: int, marked: int, now: int
 ) -> None:
-    """Check a segment against the tables, count it for the next report, and put it in its place."""
+    # Check a segment against the tables, count it for the next report, and put it in its place
     step, segment = load32(address + 4), load32(address + 20)
     slot = _find_slot(t, load32(address + 16))
     if slot < 0 or step > slot_of(t, slot).step & MASK32:
@@ -371,7 +371,7 @@ def _take_data(
 
 @inner
 def _find_slot(t: Root, part: int) -> int:
-    """Return the slot of a part, -1 if this rank does not know it."""
+    # The slot of a part, -1 if this rank does not know it
     config = config_of(t)
     if config.recent_slot < config.used_slots and slot_of(t, config.recent_slot).part == part:
         return config.recent_slot
@@ -384,7 +384,7 @@ def _find_slot(t: Root, part: int) -> int:
 
 @inner
 def _count_data(t: Root, peer: int, address: int, arrived: int, marked: int) -> bool:
-    """Count a datagram of data for reports; return whether its number is a likely one."""
+    # Count a datagram of data for reports; return whether its number is a likely one
     config, counters, row = config_of(t), counters_of(t), peer_of(t, peer)
     sequence = unwrapped(load32(address + 28), row.highest_seen)
     if abs(sequence - row.highest_seen) > FURTHEST_JUMP or sequence < 0:
@@ -403,7 +403,7 @@ def _count_data(t: Root, peer: int, address: int, arrived: int, marked: int) -> 
 
 @inner
 def _take_control(t: Root, peer: int, address: int, body: int, arrived: int, now: int) -> None:
-    """Act on a control message; one about a part that this rank does not know is dropped."""
+    # Act on a control message; one about a part that this rank does not know is dropped
     kind, content, row = load8(address), address + HEADER_BYTES, peer_of(t, peer)
     if kind == REPORT and body == REPORT_BYTES:
         _take_report(t, peer, content, arrived, now)
@@ -432,7 +432,7 @@ def _take_control(t: Root, peer: int, address: int, body: int, arrived: int, now
 
 @inner
 def _raise_highest(t: Root, peer: int, sequence: int) -> None:
-    """Count what was sent before number `sequence` and is not here as lost."""
+    # Count what was sent before number `sequence` and is not here as lost
     row = peer_of(t, peer)
     if row.highest_seen < sequence - 1 <= row.highest_seen + FURTHEST_JUMP:
         row.highest_seen = sequence - 1
@@ -441,7 +441,7 @@ def _raise_highest(t: Root, peer: int, sequence: int) -> None:
 
 @inner
 def _take_report(t: Root, peer: int, body: int, arrived: int, now: int) -> None:
-    """Take in what `send_report` wrote, after a check that the counts are possible."""
+    # Take in what `send_report` wrote, after a check that the counts are possible
     row, link, path = peer_of(t, peer), link_of(t), path_of(t, peer)
     highest, lost, marked = load64(body), load64(body + 8), load64(body + 16)
     stamp, held = load64(body + 24), load64(body + 32)

@@ -306,7 +306,7 @@ class BoundedLossExchange:
         return handle
 
     def _pack(self, bucket: int, values: Array) -> tuple[Array, Array]:
-        """Return the words that are sent, and room for the sums'; kept for the next step."""
+        # The words that are sent, and room for the sums'; kept for the next step
         if bucket not in self._packed:
             words = -(-len(values) // 2)
             self._packed[bucket] = np.empty(words, np.float32), np.empty(words, np.float32)
@@ -355,7 +355,7 @@ def _close(thread: ExchangeThread, endpoint: Endpoint, wake: int) -> None:
 
 
 def _snapshot(t: Tables) -> dict[str, int]:
-    """Return all counters, and as "missing" the datagrams that receivers reported missing."""
+    # All counters, and as "missing" the datagrams that receivers reported missing
     counts = {name: int(getattr(t.counters, name)) for name in Counters.__annotations__}
     return {**counts, "missing": int(t.paths["lost"].sum())}
 
@@ -507,7 +507,7 @@ class ExchangeThread:
                 self.t.link.target = max(float(self.t.link.target), DEFAULT_TARGET)
 
     def _make(self, handle: Handle, exact: Exact) -> BucketParts:
-        """Cut a bucket into parts at its first step, in more slots if there are too few."""
+        # Cut a bucket into parts at its first step, in more slots if there are too few
         first, numel = int(self.t.config.used_slots), len(handle.sent)
         needed = first + -(-numel // (int(self.t.config.segment_elements) * self.part_segments))
         if needed > len(self.t.slots):
@@ -543,7 +543,7 @@ class ExchangeThread:
             return
 
     def _hand_out(self) -> None:
-        """Let go of who waits for buckets that are done."""
+        # Let go of who waits for buckets that are done
         done = self.t.slots["done"]
         for slot in [slot for slot in self._active if done[slot]]:
             part, handle = self._active.pop(slot)
@@ -554,7 +554,7 @@ class ExchangeThread:
                 handle.done.set()
 
     def _look_for_lost(self) -> None:
-        """Ping ranks that are silent; raise PeerSilentError once that takes too long."""
+        # Ping ranks that are silent; raise PeerSilentError once that takes too long
         t, waits = self.t, bool(self._active or self._waiting)
         if not waits and not t.slots["active"].any():
             return
@@ -568,7 +568,7 @@ class ExchangeThread:
             find_lost(t, now, self.timeout_seconds)
 
     def _fail(self, error: Exception) -> None:
-        """End all that waits with `error`, and say to the others which rank it was."""
+        # End all that waits with `error`, and say to the others which rank it was
         with self._lock:
             self.error = error
             handles = {id(handle): handle for _, handle in (*self._active.values(), *self._waiting)}
@@ -632,7 +632,7 @@ def find_lost(t: Tables, now: int, timeout_seconds: float) -> None:
 
 
 def _owes(t: Tables, slot: int, peer: int) -> bool:
-    """Return whether the part waits for something from `peer`."""
+    # Whether the part waits for something from `peer`
     if peer == t.config.rank:
         return False
     states = t.flows["state"][slot, peer]
@@ -642,7 +642,7 @@ def _owes(t: Tables, slot: int, peer: int) -> bool:
 
 
 def _reason(t: Tables, slot: int, late: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
-    """Find which ranks that answer a part waits for, and for what."""
+    # Find which ranks that answer a part waits for, and for what
     flows = t.flows[slot]
     unstarted = tuple(peer for peer in late if flows[peer, OUT_CONTRIBUTION].state == WAIT_OPEN)
     if unstarted:

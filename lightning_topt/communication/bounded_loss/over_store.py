@@ -125,7 +125,7 @@ def _agreed_key(store: Store, *, rank: int, world_size: int, limit: timedelta) -
 def _gathered(
     store: Store, name: str, own: object, *, rank: int, world_size: int, limit: timedelta
 ) -> list[Any]:
-    """Return every rank's `own`, in rank order."""
+    # Every rank's `own`, in rank order
     store.set(f"{name}/{rank}", json.dumps(own))
     keys = [f"{name}/{peer}" for peer in range(world_size)]
     store.wait(keys, limit)

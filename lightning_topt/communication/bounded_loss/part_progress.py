@@ -228,7 +228,7 @@ def take_part_message(t: Root, slot: int, peer: int, address: int, body: int, no
 
 @inner
 def _take_open(t: Root, slot: int, peer: int, step: int, numel: int) -> None:
-    """`peer` takes data of this step from now on."""
+    # `peer` takes data of this step from now on
     row, flow = slot_of(t, slot), flow_of(t, slot, peer, OUT_CONTRIBUTION)
     if numel != row.numel:  # another model, or other buckets
         peer_of(t, peer).failed_rank = -1 - slot
@@ -241,7 +241,7 @@ def _take_open(t: Root, slot: int, peer: int, step: int, numel: int) -> None:
 
 @inner
 def _take_probe(t: Root, slot: int, peer: int, of: int, step: int, serial: int, now: int) -> None:
-    """`peer` has sent all of a flow: say what arrived, or that it is enough."""
+    # `peer` has sent all of a flow: say what arrived, or that it is enough
     way = IN_CONTRIBUTION if of == CONTRIBUTION else IN_RESULT
     row, flow = slot_of(t, slot), flow_of(t, slot, peer, way)
     if step < row.step:  # all of that step was here before the next began
@@ -267,7 +267,7 @@ def _take_probe(t: Root, slot: int, peer: int, of: int, step: int, serial: int, 
 def _take_bitmap(
     t: Root, slot: int, peer: int, of: int, serial: int, address: int, body: int, now: int
 ) -> None:
-    """Send again what is missing; the answer to an earlier probe is dropped."""
+    # Send again what is missing; the answer to an earlier probe is dropped
     way = OUT_CONTRIBUTION if of == CONTRIBUTION else OUT_RESULT
     flow = flow_of(t, slot, peer, way)
     words = (flow.count + 63) // 64
@@ -292,7 +292,7 @@ def _take_bitmap(
 
 @inner
 def _take_stop(t: Root, slot: int, peer: int, address: int, body: int, now: int) -> None:
-    """The bitmap is what the sum has of this rank's contribution to `peer`'s shard."""
+    # The bitmap is what the sum has of this rank's contribution to `peer`'s shard
     row, flow, counters = (
         slot_of(t, slot),
         flow_of(t, slot, peer, OUT_CONTRIBUTION),
@@ -323,7 +323,7 @@ def _take_stop(t: Root, slot: int, peer: int, address: int, body: int, now: int)
 
 @inner
 def _close_contribution(t: Root, slot: int, peer: int, now: int) -> None:
-    """Take what came of `peer`'s contribution as all of it; with the last one, begin to sum."""
+    # Take what came of `peer`'s contribution as all of it; with the last one, begin to sum
     row, flow = slot_of(t, slot), flow_of(t, slot, peer, IN_CONTRIBUTION)
     flow.state = CLOSED
     row.progress_ns = now
@@ -338,7 +338,7 @@ def _close_contribution(t: Root, slot: int, peer: int, now: int) -> None:
 
 @inner
 def _send_bitmap(t: Root, slot: int, peer: int, way: int, kind: int, serial: int) -> None:
-    """Send a BITMAP or STOP about what came of a flow."""
+    # Send a BITMAP or STOP about what came of a flow
     row, count = slot_of(t, slot), flow_of(t, slot, peer, way).count
     size = 8 * ((count + 63) // 64)
     copy_memory(t.message + BODY, address_of(bits_of(t, slot, peer, way)), size)
@@ -387,7 +387,7 @@ def _sum_some(t: Root, slot: int) -> None:
 
 @inner
 def _close_result(t: Root, slot: int, peer: int) -> None:
-    """Stop the results of `peer`'s shard if all are here and the contribution's fate is known."""
+    # Stop the results of `peer`'s shard if all are here and the contribution's fate is known
     row, flow = slot_of(t, slot), flow_of(t, slot, peer, IN_RESULT)
     if (
         flow.state != RECEIVING
@@ -414,7 +414,7 @@ def stop_results(t: Root, slot: int, peer: int, now: int) -> None:
 
 @inner
 def _check_done(t: Root, slot: int) -> None:
-    """Report a part whose sums are here, and free one that no rank needs any more."""
+    # Report a part whose sums are here, and free one that no rank needs any more
     row = slot_of(t, slot)
     if not row.active:
         return

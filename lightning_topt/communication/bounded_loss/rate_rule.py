@@ -229,7 +229,7 @@ def take_report(
 
 @inner
 def _count_report(link: LinkState, acked: float, lost: float, marked: float, now: float) -> None:
-    """Count datagrams that were not reported before; end the round when its time is over."""
+    # Count datagrams that were not reported before; end the round when its time is over
     link.acked += acked
     link.lost += lost
     link.marked += marked
@@ -257,7 +257,7 @@ def _count_report(link: LinkState, acked: float, lost: float, marked: float, now
 
 @inner
 def _end_round(link: LinkState, now: float) -> None:
-    """Adapt the window, the burst and the batch to what the round showed."""
+    # Adapt the window, the burst and the batch to what the round showed
     count, lost, marked, refused = link.acked, link.lost, link.marked, link.refused
     link.rounds += 1
     link.epoch_acked += count
@@ -300,7 +300,7 @@ def _end_round(link: LinkState, now: float) -> None:
 
 @inner
 def _factor(link: LinkState, excess: float) -> float:
-    """Return the factor of the window after a round that lost the share `excess` to congestion."""
+    # The factor of the window after a round that lost the share `excess` to congestion
     if link.starting:
         return max(LEAST_FIRST, 1 - excess - MARGIN)
     return BETA if _has_queue(link) else max(BETA, 1 - excess - MARGIN)
@@ -308,13 +308,13 @@ def _factor(link: LinkState, excess: float) -> float:
 
 @inner
 def _has_queue(link: LinkState) -> bool:
-    """Return whether even the least round trip of this round says that a queue stood."""
+    # Whether even the least round trip of this round says that a queue stood
     return QUEUE_LIMIT < link.round_queue < NO_QUEUE
 
 
 @inner
 def _search(link: LinkState, count: float) -> None:
-    """Double the window, until a queue shows or it is far above what gets through."""
+    # Double the window, until a queue shows or it is far above what gets through
     most = SEARCH_ABOVE * link.best_rate * round_seconds(link)
     too_fast = 0 < most < link.window
     if too_fast:
@@ -347,7 +347,7 @@ def _follow(link: LinkState, count: float, seconds: float, now: float) -> None:
 
 @inner
 def _grow(link: LinkState, count: float, seconds: float, now: float) -> None:
-    """Grow as CUBIC does, only while the window is what limits."""
+    # Grow as CUBIC does, only while the window is what limits
     if not _has_queue(link):
         link.drain_began = link.competing_until = 0.0
     elif now >= link.competing_until and link.rate > FAIR_SHARE * link.best_rate:
@@ -383,7 +383,7 @@ def _drain(link: LinkState, now: float) -> None:
 
 @inner
 def _reduce(link: LinkState, factor: float) -> None:
-    """Shrink after congestion."""
+    # Shrink after congestion
     # The search loses more, once; in a queue that is never empty others decide what is lost.
     if not link.starting and not _has_queue(link):
         caused = max(link.epoch_lost, 0.0) / max(link.epoch_acked, 1.0)

@@ -179,7 +179,7 @@ def store8(typing: Any, address: Any, value: Any) -> Any:
 
 @_typed_intrinsic
 def _pointer(typing: Any, address: Any, kind: Any) -> Any:
-    """Return `address` as a pointer to elements of the type `kind`."""
+    # `address` as a pointer to elements of the type `kind`
     element = kind.dtype
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

@@ -133,7 +133,7 @@ def divide_link(t: Root) -> int:
 
 @inner
 def _has_other_data(t: Root, slot: int, peer: int, way: int) -> bool:
-    """Return whether there are data for `peer` beside those of this slot and way (slot -1: any)."""
+    # Whether there are data for `peer` beside those of this slot and way (slot -1: any)
     for other in range(config_of(t).used_slots):
         if not slot_of(t, other).active:
             continue
@@ -145,7 +145,7 @@ def _has_other_data(t: Root, slot: int, peer: int, way: int) -> bool:
 
 @inner
 def _most_urgent(t: Root, peer: int) -> tuple[int, int]:
-    """Return the slot and way whose data for `peer` go first; (-1, 0) if there are none."""
+    # The slot and way whose data for `peer` go first; (-1, 0) if there are none
     best, best_way, best_key = -1, 0, -1
     for slot in range(config_of(t).used_slots):
         if not slot_of(t, slot).active:
@@ -210,7 +210,7 @@ def _send_to(t: Root, peer: int, now: int) -> bool:
 
 @inner
 def _most_in_flight(t: Root, peer: int) -> int:
-    """Return how many datagrams may be under way to `peer` that it has not reported."""
+    # How many datagrams may be under way to `peer` that it has not reported
     link, datagram = link_of(t), config_of(t).datagram_bytes
     window = path_of(t, peer).share * (
         2 * link.window + pacing_rate(link, datagram) * SLACK_SECONDS / datagram
@@ -230,7 +230,7 @@ def _next_time(due: int, now: int, nbytes: int, speed: float, burst: float) -> i
 
 @inner
 def _ask_for_report(t: Root, peer: int, now: int) -> None:
-    """Ask for a report if too much is under way for too long: the last datagrams may be lost."""
+    # Ask for a report if too much is under way for too long: the last datagrams may be lost
     config, row = config_of(t), peer_of(t, peer)
     if row.sync_ns == 0:
         row.sync_ns = now + answer_nanoseconds(t, peer, 0)

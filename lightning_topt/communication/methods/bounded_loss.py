@@ -204,7 +204,7 @@ class LossyBuckets(BucketExchange):
         return bucket.buffer
 
     def _start_mean(self, own: Tensor, shard: Tensor) -> dist.Work:
-        """Begin the mean over nodes of a step that loses nothing."""
+        # Begin the mean over nodes of a step that loses nothing
         own.copy_(torch.div(shard, self.topology.world_size))
         self.count_across(self.topology.ranks_per_node * own.nbytes, passes=2)
         work: dist.Work | None = dist.all_reduce(own, group=self.groups.across, async_op=True)
@@ -255,7 +255,7 @@ class LossyBuckets(BucketExchange):
     def _accumulate(
         self, index: int, entry: BucketResidual, gradient: Tensor, *, weight: float
     ) -> Tensor:
-        """Return the residual (n,) with the gradient added, in host memory."""
+        # The residual (n,) with the gradient added, in host memory
         entry.residual = (
             torch.zeros(gradient.numel()) if entry.residual is None else entry.residual.cpu()
         )
@@ -270,7 +270,7 @@ class LossyBuckets(BucketExchange):
     def _start_datagrams(
         self, bucket: Bucket, values: Tensor, out: Tensor, *, start: int
     ) -> tuple[list[LossyPart], list[Handle]]:
-        """Start to sum `values` (n,) into `out` (n,), one handle for each part."""
+        # Start to sum `values` (n,) into `out` (n,), one handle for each part
         # Buckets come in the order of the backward pass; the next forward pass needs the last one
         # first.
         self._last_index = bucket.index if bucket.is_last else max(self._last_index, bucket.index)
@@ -317,7 +317,7 @@ class LossyBuckets(BucketExchange):
     # ---- residuals
 
     def _subtract_delivered(self, index: int) -> None:
-        """Subtract what the last step delivered of a bucket from its residual."""
+        # Subtract what the last step delivered of a bucket from its residual
         delivered = self._delivered.pop(index, None)
         if delivered is not None:
             entry, outcome = delivered
@@ -443,7 +443,6 @@ def split_into_parts(
 
 
 def _merge_outcomes(outcomes: Sequence[Outcome], parts: Sequence[LossyPart]) -> Outcome:
-    """Return the outcomes of consecutive parts as one."""
     ranges = [outcome.ranges + part.start for outcome, part in zip(outcomes, parts, strict=True)]
     values = [outcome.values for outcome in outcomes]
     return Outcome(

@@ -309,7 +309,7 @@ class SparseExchange(FeedbackExchange):
         return bucket.buffer
 
     def _send_all(self, bucket: Bucket, entry: BucketResidual, exempt: ExemptMean | None) -> Stages:
-        """Send everything pending by one all-reduce."""
+        # Send everything pending by one all-reduce
         own_finite = is_finite(bucket.buffer)
         if own_finite:  # otherwise the sum is not finite, which all ranks see
             bucket.buffer.copy_(entry.everything(bucket.buffer, scale=1 / bucket.loss_scale))
@@ -407,7 +407,7 @@ class HierarchicalExchange(FeedbackExchange):
         shard: Tensor,
         scale: float,
     ) -> Stages:
-        """Send everything pending of the shard by one all-reduce between nodes."""
+        # Send everything pending of the shard by one all-reduce between nodes
         own_finite = finite_flag(bucket.buffer)
         own = bucket.buffer[entry.start : entry.stop]
         own.copy_(shard)
@@ -524,7 +524,7 @@ def _by_nodes(gradients: BucketGradients, options: TopK, topology: Topology) -> 
 
 
 def _message(numel: float, compressible: float, options: TopK) -> Form:
-    """Return the message about the share `density` of `compressible` elements."""
+    # The message about the share `density` of `compressible` elements
     assert options.density is not None
     return message_of_share(
         max(1, round(numel)),
@@ -536,7 +536,7 @@ def _message(numel: float, compressible: float, options: TopK) -> Form:
 
 
 def _select_bytes(size: float, numel: float, options: TopK) -> float:
-    """Return the bytes of one pass: the gradient is read, the residual read and written."""
+    # The bytes of one pass: the gradient is read, the residual read and written
     return size + 8 * numel if options.error_feedback else size
 
 

@@ -165,7 +165,7 @@ class NodeChannel:
         self.mapped.clear()
 
     def _guard(self, act: Callable[[], bool]) -> bool:
-        """Do `act`; keep its error, and let no other rank wait for this one."""
+        # Do `act`; keep its error, and let no other rank wait for this one
         if self.error is not None:
             return False
         try:
@@ -181,7 +181,7 @@ class NodeChannel:
         return self.base + RECORDS + RECORD_WORDS * (number % self.in_flight)
 
     def _publish(self) -> bool:
-        """Publish what was submitted, as far as there are free records."""
+        # Publish what was submitted, as far as there are free records
         while self.published < self.submitted and self.published - self.completed < self.in_flight:
             sent = self.pending[self.published - self.completed].sent
             size, number = sent.numel() * sent.element_size(), self.published + 1
@@ -197,7 +197,7 @@ class NodeChannel:
         return True
 
     def _advance(self, block: bool) -> bool:
-        """Bring the first pending operation one step on; False where it would wait."""
+        # Bring the first pending operation one step on; False where it would wait
         # once all have published: read; once all have read: done
         operation = self.pending[0]
         number = self.completed + 1
@@ -215,7 +215,7 @@ class NodeChannel:
         return self._publish()
 
     def _reached(self, counter: int, number: int, block: bool) -> bool:
-        """Return whether all ranks have set `counter` to `number`; wait for it with `block`."""
+        # Whether all ranks have set `counter` to `number`; wait for it with `block`
         # Without `block`, lost ranks are looked for now and then only: it takes system calls.
         for rank in range(self.page.size):
             if block:
@@ -229,7 +229,7 @@ class NodeChannel:
         return True
 
     def _read(self, operation: Operation, number: int) -> None:
-        """Read what the others published for operation `number`."""
+        # Read what the others published for operation `number`
         # (ranks,): addresses, and whose; process 0 is this one, which has the others' segments
         # mapped
         sources = np.zeros(self.page.size, dtype=np.int64)
@@ -256,7 +256,7 @@ class NodeChannel:
             raise OSError(error, f"reading the memory of local rank {failed}: {os.strerror(error)}")
 
     def _map(self, rank: int, slot: int, descriptor: int, capacity: int) -> int:
-        """Return the address of another rank's segment; map it where it is a new one."""
+        # The address of another rank's segment; map it where it is a new one
         known, memory = self.mapped.get((rank, slot), (-1, np.empty(0, dtype=np.uint8)))
         if known != descriptor or memory.size != capacity:
             try:
@@ -326,7 +326,7 @@ class NodePage:
         )
 
     def _introduce(self) -> Introduction:
-        """Return what the others must know of this rank; rank 0 reserves the page."""
+        # What the others must know of this rank; rank 0 reserves the page
         descriptor, token, problem, boot = -1, secrets.token_bytes(TOKEN_BYTES), "", ""
         try:
             boot = BOOT.read_text().strip()
@@ -351,7 +351,7 @@ class NodePage:
         return TOKEN_BYTES + self.size * self.row_bytes
 
     def _open(self) -> str:
-        """Map the page; return what hinders it."""
+        # Map the page; return what hinders it
         first, own = self.ranks[0], self.ranks[self.rank]
         if own.problem or first.problem:
             return own.problem or f"local rank 0: {first.problem}"
@@ -368,7 +368,7 @@ class NodePage:
         return ""
 
     def _read_probes(self) -> str:
-        """Read a word of every rank's memory; return what hinders it."""
+        # Read a word of every rank's memory; return what hinders it
         found = np.zeros(1, dtype=np.int64)
         for rank, other in enumerate(self.ranks):
             error = fetch(
@@ -424,7 +424,7 @@ class NodePage:
             raise lost
 
     def _lost(self) -> LocalPeerLost | None:
-        """Return the rank that is gone, as an error; None while all are there."""
+        # The rank that is gone, as an error; None while all are there
         for rank, other in enumerate(self.ranks):
             if process_start(other.process) != other.started and not self.get(rank, self.left_word):
                 return LocalPeerLost(rank, f"(process {other.process}) has ended")
@@ -446,7 +446,7 @@ class NodePage:
 
 
 def _everyone(value: T, group: dist.ProcessGroup) -> list[T]:
-    """Return every rank's `value`, in rank order."""
+    # Every rank's `value`, in rank order
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values

@@ -305,7 +305,7 @@ class SharedMemoryNodeExchange(NodeExchange):
     def _gather(
         self, channel: NodeChannel, parts: list[Tensor], outcome: Callable[[], Tensor]
     ) -> Operation:
-        """Copy every other rank's part into its place among `parts`, one per local rank."""
+        # Copy every other rank's part into its place among `parts`, one per local rank
         sizes = np.array([part.numel() * part.element_size() for part in parts], dtype=np.int64)
         targets = np.array([part.data_ptr() for part in parts], dtype=np.int64)
 

@@ -37,7 +37,7 @@ _syscall = ExternalFunction("syscall", _long(_long, _long, _long, _long, _long, 
 
 
 def _typed_intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `function` an intrinsic, typed as a function."""
+    # Make `function` an intrinsic, typed as a function
     return cast(Callable[..., Any], intrinsic(function))
 
 

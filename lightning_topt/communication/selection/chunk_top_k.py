@@ -58,7 +58,7 @@ def take_chunk_top_k(
 def _take_on_device(
     added: Tensor, residual: Tensor, chunks: Chunks, *, decay: float, scale: float
 ) -> Selection:
-    """Do what `take_chunks` does, in torch."""
+    # Do what `take_chunks` does, in torch
     residual.mul_(decay).add_(added, alpha=scale)
     whole = chunks.numel - chunks.rest
     # full chunks (chunks, chunk), then the rest
@@ -73,7 +73,7 @@ def _take_on_device(
 
 
 def _largest(rows: Tensor, k: int) -> Tensor:
-    """Return flat indices (rows * k,), ascending, of the k largest magnitudes of each row."""
+    # Flat indices (rows * k,), ascending, of the k largest magnitudes of each row
     found = rows.abs().topk(k, dim=1, sorted=False).indices.sort(dim=1).values
     starts = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1) * rows.shape[1]
     return (found + starts).view(-1)

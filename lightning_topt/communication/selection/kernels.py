@@ -69,7 +69,7 @@ def sums_of(residual: Any, gradient: Any, scale: Any, every: int, sums: Any) -> 
 
 @_kernel
 def _rank_from_top(histogram: Any, rank: int) -> tuple[int, int]:
-    """Return the bin of the element of `rank` (from 1) from the top, and how many lie above."""
+    # The bin of the element of `rank` (from 1) from the top, and how many lie above
     above = 0
     for bin_index in range(histogram.shape[0] - 1, -1, -1):
         if above + histogram[bin_index] >= rank:
@@ -146,7 +146,7 @@ def collect(data: Any, threshold: int, indices: Any, survivors: Any) -> tuple[in
 
 @_kernel
 def _add_tail(residual: Any, gradient: Any, scale: Any, threshold: int) -> tuple[int, int]:
-    """Do `add_group` on the last, incomplete group."""
+    # Do `add_group` on the last, incomplete group
     rest = residual.shape[0] % GROUP
     start = residual.shape[0] - rest
     kept, added = np.zeros(GROUP, residual.dtype), np.zeros(GROUP, gradient.dtype)
@@ -265,7 +265,7 @@ def find_threshold(
 def _list_reaching(
     values: Any, bits: Any, start: int, stop: int, threshold: int, indices: Any, written: int
 ) -> int:
-    """Write the indices in a chunk of all that reach `threshold`; return `written`."""
+    # Write the indices in a chunk of all that reach `threshold`; return `written`
     mask: int
     whole = stop - (stop - start) % GROUP
     for i in range(start, whole, GROUP):
@@ -286,7 +286,7 @@ def _list_reaching(
 def _list_above(
     bits: Any, start: int, stop: int, threshold: int, equal: int, indices: Any, written: int
 ) -> int:
-    """Write the indices of all above `threshold` and of some ties; return `written`."""
+    # Write the indices of all above `threshold` and of some ties; return `written`
     for i in range(start, stop):
         magnitude = bits[i] & MAGNITUDE_MASK
         tie = magnitude == threshold and equal > 0

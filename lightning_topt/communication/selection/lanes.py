@@ -35,7 +35,7 @@ _READ, _KEEP, _DATA = (ir.Constant(_INT, value) for value in (0, 3, 1))
 
 
 def _broadcast(builder: ir.IRBuilder, value: Any, kind: Any) -> Any:
-    """Return a vector of 64 times `value`."""
+    # A vector of 64 times `value`
     undefined = ir.Constant(kind, ir.Undefined)
     first = builder.insert_element(undefined, value, ir.Constant(_INT, 0))
     return builder.shuffle_vector(first, undefined, _all(0))
@@ -46,7 +46,7 @@ def _pointer(builder: ir.IRBuilder, data: Any, start: Any, kind: Any) -> Any:
 
 
 def _load(builder: ir.IRBuilder, data: Any, start: Any, kind: Any) -> Any:
-    """Return the 64 elements from `start`, and prefetch what comes later."""
+    # The 64 elements from `start`, and prefetch what comes later
     size = 4 if kind is _FLOATS else 2
     byte = _pointer(builder, data, start, ir.IntType(8))
     prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte.type], _PREFETCH)
@@ -63,7 +63,7 @@ def _all(value: int) -> Any:
 
 
 def _load_floats(builder: ir.IRBuilder, data: Any, start: Any, dtype: Any) -> Any:
-    """Return 64 elements as float32."""
+    # 64 elements as float32
     if dtype == types.float32:
         return _load(builder, data, start, _FLOATS)
     words = builder.zext(_load(builder, data, start, _SHORTS), _INTS)
@@ -96,13 +96,13 @@ def _widened(builder: ir.IRBuilder, words: Any) -> Any:
 
 
 def _reaching(builder: ir.IRBuilder, magnitudes: Any, threshold: Any) -> Any:
-    """Return the lanes that reach `threshold` as bits of one integer."""
+    # The lanes that reach `threshold` as bits of one integer
     # Signed, as no magnitude has the sign bit: AVX2 has no unsigned comparison.
     return builder.bitcast(builder.icmp_signed(">=", magnitudes, threshold), _LONG)
 
 
 def _masks(builder: ir.IRBuilder, floats: Any, threshold: Any) -> tuple[Any, Any]:
-    """Return bits of the lanes that reach `threshold`, and of those that are not finite."""
+    # Bits of the lanes that reach `threshold`, and of those that are not finite
     magnitudes = builder.and_(builder.bitcast(floats, _INTS), _all(MAGNITUDE_MASK))
     infinite = _reaching(builder, magnitudes, _all(INFINITY_BITS))
     return _reaching(builder, magnitudes, _broadcast(builder, threshold, _INTS)), infinite

@@ -184,7 +184,7 @@ def _check_residual(gradient: Tensor, residual: Tensor) -> None:
 
 
 def _feedback_torch(added: Tensor, residual: Tensor, k: int, *, scale: float) -> Selection | None:
-    """Do `feedback_top_k` in plain torch; None: not finite, unchanged."""
+    # Do `feedback_top_k` in plain torch; None: not finite, unchanged
     total = torch.add(residual, added, alpha=scale)
     try:
         indices = sampled_indices(total, k)
@@ -248,7 +248,7 @@ def sample_share(numel: int) -> float:
 
 
 def _reaching(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
-    """Return indices and magnitudes of what reaches `threshold`, or is not finite."""
+    # Indices and magnitudes of what reaches `threshold`, or is not finite
     if x.device.type != "cpu":
         magnitudes = x.abs()
         indices = (~(magnitudes < threshold)).nonzero().view(-1)
@@ -320,7 +320,7 @@ def mstopk_indices(x: Tensor, k: int, *, rounds: int = ROUNDS, start: int | None
 
 
 def _select(x: Tensor, k: int) -> Chosen | None:
-    """Return the k largest magnitudes of the contiguous `x` (n,); None: not finite."""
+    # The k largest magnitudes of the contiguous `x` (n,); None: not finite
     sample = _sample(x, every=round(1 / sample_share(x.numel())))
     found = _Pass.prepare(x, k, _bound(sample, x.numel(), k))
     return _finish(x, k, sample, found) if found.run(x) else None
@@ -351,7 +351,7 @@ def _feedback_select(gradient: Tensor, residual: Tensor, k: int, *, scale: float
 
 
 def _finish(x: Tensor, k: int, sample: Array, found: _Pass) -> Chosen:
-    """Return the k largest of `x` (n,), all finite, of which one pass `found` some."""
+    # The k largest of `x` (n,), all finite, of which one pass `found` some
     # too few: the bound was too high
     if found.count < k:
         found.threshold = _corrected_bound(sample, k, found)
@@ -371,7 +371,7 @@ def _finish(x: Tensor, k: int, sample: Array, found: _Pass) -> Chosen:
 
 
 def _chosen(bits: Array, positions: Array, k: int) -> Chosen:
-    """Return the k largest of `bits` (m,) at `positions` (m,); empty: their own."""
+    # The k largest of `bits` (m,) at `positions` (m,); empty: their own
     indices, values = np.empty(k + 1, np.int32), np.empty(k + 1, np.int32)
     if k:
         threshold, equal = exact_threshold(bits, k)
@@ -380,7 +380,7 @@ def _chosen(bits: Array, positions: Array, k: int) -> Chosen:
 
 
 def _with_ties(found: _Pass, above: _Pass, k: int) -> Chosen:
-    """Return all `above` the threshold and the first ones equal to it, which were `found` first."""
+    # All `above` the threshold and the first ones equal to it, which were `found` first
     bits = found.bits()
     equal = np.flatnonzero(bits & MAGNITUDE_MASK == found.threshold)[: k - above.count]
     indices = np.concatenate([above.indices[: above.count], found.indices[equal]])
@@ -390,7 +390,7 @@ def _with_ties(found: _Pass, above: _Pass, k: int) -> Chosen:
 
 
 def _bound(sample: Array, numel: int, k: int) -> int:
-    """Return a magnitude that almost surely lies a little below the k-th largest, as bits."""
+    # A magnitude that almost surely lies a little below the k-th largest, as bits
     if k == 0:
         return INFINITY_BITS
     rank = k if sample.size == numel else expected_rank(numel, k)
@@ -398,7 +398,7 @@ def _bound(sample: Array, numel: int, k: int) -> int:
 
 
 def _corrected_bound(sample: Array, k: int, found: _Pass) -> int:
-    """Return a lower bound at which k survive, judged by how many survived the last one."""
+    # A lower bound at which k survive, judged by how many survived the last one
     passed = int((sample & MAGNITUDE_MASK >= found.threshold).sum())
     mean = passed * k / max(found.count, 1)
     rank = min(sample.size, math.ceil(mean + SIGMAS * math.sqrt(mean)) + 1)
@@ -453,12 +453,12 @@ def _sample(
 
 
 def _bits(x: Tensor) -> Array:
-    """Return float32's bits of all of `x` (n,)."""
+    # Float32's bits of all of `x` (n,)
     return x.numpy().view(np.int32) if x.dtype == torch.float32 else _sample(x, every=1)
 
 
 def _elements(x: Tensor) -> Array:
-    """Return `x` as an array, 16-bit floats as integers."""
+    # `x` as an array, 16-bit floats as integers
     return (x.view(_VIEWED[x.dtype]) if x.dtype in _VIEWED else x).numpy()
 
 
@@ -477,7 +477,7 @@ def _triton_indices(x: Tensor, k: int) -> Tensor:
 
 
 def _triton_feedback(added: Tensor, residual: Tensor, k: int, *, scale: float) -> Selection | None:
-    """Do ``residual += scale * added``, then take out the k largest. None: not finite, undone."""
+    # Do ``residual += scale * added``, then take out the k largest. None: not finite, undone.
     indices = _triton_select(residual, added, k, scale=scale)
     if indices is None:
         change = scale * added.float()
@@ -493,7 +493,7 @@ def _triton_feedback(added: Tensor, residual: Tensor, k: int, *, scale: float) -
 def _triton_select(
     values: Tensor, added: Tensor | None, k: int, *, scale: float = 0.0
 ) -> Tensor | None:
-    """Return the indices of the k largest of `values` (after adding); None: not finite."""
+    # The indices of the k largest of `values` (after adding); None: not finite
     numel = values.numel()
     threshold = _triton_bound(values, values if added is None else added, k, scale)
     excess = expected_rank(numel, k) / sample_share(numel) - k
@@ -513,7 +513,7 @@ def _triton_select(
 
 
 def _triton_bound(values: Tensor, added: Tensor, k: int, scale: float) -> Tensor:
-    """Return a lower bound of the k-th largest magnitude, () float32, on the device."""
+    # A lower bound of the k-th largest magnitude, () float32, on the device
     numel = values.numel()
     if k == 0:
         return torch.full((), torch.inf, device=values.device)

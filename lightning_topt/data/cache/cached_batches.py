@@ -190,7 +190,7 @@ def _layout_in_memory(cache: SampleCache, item: int) -> EntryLayout | None:
 def _read_at_once(
     cache: SampleCache, layout: EntryLayout, items: npt.NDArray[np.int64]
 ) -> ReadyBatch | None:
-    """Return the batch if all its entries are in mapped memory and verified."""
+    # The batch if all its entries are in mapped memory and verified
     mapped = cache.mapped
     offsets = (
         None
@@ -318,7 +318,6 @@ class BatchRows:
 
 
 def _entry_start(layout: EntryLayout) -> bytes:
-    """Return the bytes that entries of this layout start with."""
     return len(layout.header).to_bytes(4, "little") + layout.header
 
 
@@ -337,7 +336,7 @@ def _empty(size: int, nbytes: int) -> Tensor:
 
 
 def _typed(rows: Tensor, spec: Spec) -> Tensor:
-    """View rows of bytes as the leaf's dtype and shape."""
+    # View rows of bytes as the leaf's dtype and shape
     dtype = _dtype(spec)
     shape: list[int] = []  # of one sample
     if spec[0] == "numbers":

@@ -123,7 +123,7 @@ class CachedDataset(Dataset[object]):
     def _samples(
         self, items: Sequence[int], entries: Sequence[object], original: Callable[[int], object]
     ) -> list[object]:
-        """Return the samples of entries, and from `original` where there is none."""
+        # The samples of entries, and from `original` where there is none
         samples = [_MISSING if entry is None else _decoded(entry) for entry in entries]
         missing = [i for i, sample in enumerate(samples) if sample is _MISSING]
         if missing:
@@ -155,7 +155,7 @@ class CachedDataset(Dataset[object]):
         return samples, entries
 
     def _to_check(self, items: list[int]) -> list[int]:
-        """Return which of these misses, counted already, are drawn twice."""
+        # Which of these misses, counted already, are drawn twice
         # One of `CHECK_EVERY`, counted in this process.
         before, self._misses = self._misses, self._misses + len(items)
         checked = [
@@ -169,7 +169,7 @@ class CachedDataset(Dataset[object]):
         return list(dict.fromkeys(checked))
 
     def _check(self, item: int, parts: Parts, original: Callable[[int], object]) -> None:
-        """Draw a second time under other random states, and compare byte by byte."""
+        # Draw a second time under other random states, and compare byte by byte
         with other_randomness(7919 * self._misses + item):
             sample = original(item)
         if b"".join(map(bytes, parts)) == b"".join(map(bytes, encode(sample))):

@@ -138,7 +138,7 @@ def copy_claimed(memory: SegmentStore, disk: SegmentStore) -> int:
 
 
 def _is_held(lock: int | None) -> bool:
-    """Return whether this process is the one that copies; it remains so until it ends."""
+    # Whether this process is the one that copies; it remains so until it ends
     if lock is None:
         return True
     try:

@@ -216,7 +216,7 @@ class _Hasher:
                     self._see_file(text)
 
     def _instance(self, value: Any) -> Iterator[bytes | str]:
-        """Hash an object: its class, and what pickle would keep of it, in our own form."""
+        # Hash an object: its class, and what pickle would keep of it, in our own form
         yield self.hash_of(type(value))
         if isinstance(value, set | frozenset):
             yield from sorted(map(self.hash_of, value))
@@ -267,7 +267,7 @@ class _Hasher:
     # ---- code ------------------------------------------------------------------------------------
 
     def _name_of_code(self, code: Any) -> bytes:
-        """Return what stands for code where it is met; what is in it is hashed later, once."""
+        # What stands for code where it is met; what is in it is hashed later, once
         if id(code) not in self.code:
             self.kept_alive.append(code)
             self.code[id(code)] = code
@@ -304,7 +304,7 @@ class _Hasher:
     def _instructions(
         self, code: types.CodeType, names: Mapping[str, Any]
     ) -> Iterator[bytes | str]:
-        """Hash instructions, and what they refer to by name in `names` and what they import."""
+        # Hash instructions, and what they refer to by name in `names` and what they import
         variables = [*code.co_varnames, *code.co_cellvars, *code.co_freevars]
         yield from (code.co_code, getattr(code, "co_exceptiontable", b""), repr(variables))
         for constant in code.co_consts:
@@ -323,7 +323,7 @@ class _Hasher:
     def _referred(
         self, used: list[str], names: Mapping[str, Any], seen: set[int]
     ) -> Iterator[bytes | str]:
-        """Hash what names mean, also as attributes of the user's modules among them."""
+        # Hash what names mean, also as attributes of the user's modules among them
         for name in used:
             value = names.get(name, _referred_missing)
             if value is _referred_missing:
@@ -338,7 +338,7 @@ class _Hasher:
                 yield from self._referred(used, vars(value), seen)
 
     def _later_module(self, name: str) -> Iterator[bytes | str]:
-        """Hash a module by what is imported when a function runs."""
+        # Hash a module by what is imported when a function runs
         spec = _spec(name)
         try:
             code = spec.loader.get_code(name)  # type: ignore[union-attr]
@@ -403,7 +403,7 @@ def hash_of_file(path: str | bytes | PurePath) -> bytes | None:
 
 
 def _module(value: object) -> str:
-    """Return the name of the module that something is from, '' where it does not say so."""
+    # The name of the module that something is from, '' where it does not say so
     if isinstance(value, types.ModuleType):
         return value.__name__
     name = getattr(value, "__module__", None)
@@ -412,7 +412,7 @@ def _module(value: object) -> str:
 
 
 def _spec(name: str) -> ModuleSpec | None:
-    """Return where a module is, without importing it or the packages above it."""
+    # Where a module is, without importing it or the packages above it
     above = name.rpartition(".")[0]
     try:
         if not above:
@@ -428,7 +428,7 @@ def _spec(name: str) -> ModuleSpec | None:
 
 @functools.lru_cache(maxsize=4096)
 def _file(module: str) -> str:
-    """Return the file of a module, imported or not; '' where it has none."""
+    # The file of a module, imported or not; '' where it has none
     loaded = sys.modules.get(module)
     spec = _spec(module) if loaded is None and module else None
     file = getattr(loaded, "__file__", None) or getattr(spec, "origin", None) or ""
@@ -479,7 +479,7 @@ def _names_in(code: types.CodeType) -> list[str]:
 
 
 def _package_of(names: Mapping[str, Any]) -> str:
-    """Return where the relative imports of a module start, given its globals."""
+    # Where the relative imports of a module start, given its globals
     name = names.get("__name__") or ""
     above = name if "__path__" in names else name.rpartition(".")[0]
     package = names.get("__package__")
@@ -487,7 +487,7 @@ def _package_of(names: Mapping[str, Any]) -> str:
 
 
 def _imports_in(code: types.CodeType, *, package: str) -> list[str]:
-    """Return the modules that instructions import when they run."""
+    # The modules that instructions import when they run
     constants: list[Any] = []
     found: list[str] = []
     for instruction in dis.get_instructions(code):

@@ -170,7 +170,7 @@ class MappedEntries:
             self._verify_ahead(item, trusted=self._store.is_verified(item))
 
     def _verify_ahead(self, item: int, *, trusted: bool) -> None:
-        """Note the header of an entry that was stored lately."""
+        # Note the header of an entry that was stored lately
         entry = self._entry(item, trusted=trusted)
         if entry is None:
             return  # damaged, which is found when it is read
@@ -182,7 +182,7 @@ class MappedEntries:
         self._headers[item] = max(number, UNNUMBERED)
 
     def _number(self, header: bytes) -> int:
-        """Return the number of a header, given when it is first seen."""
+        # The number of a header, given when it is first seen
         number = self._numbers.get(header, 0)
         if not number:
             if len(self._numbers) >= _MOST_HEADERS:

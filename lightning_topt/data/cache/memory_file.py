@@ -182,7 +182,7 @@ def _open_held(line: str) -> int | None:
 
 
 def _name(link: str) -> str:
-    """Return the memory file's name behind a descriptor: "/memfd:NAME (deleted)"."""
+    # The memory file's name behind a descriptor: "/memfd:NAME (deleted)"
     return os.readlink(link).removeprefix("/memfd:").removesuffix(" (deleted)")
 
 

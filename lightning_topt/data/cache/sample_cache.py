@@ -302,7 +302,7 @@ class SampleCache:
         self._counters.add("stored", len(stored))
 
     def _without_pushed(self, entries: Mapping[int, Parts]) -> Mapping[int, Parts]:
-        """Push other nodes' entries to their owners; returns this node's own."""
+        # Push other nodes' entries to their owners; returns this node's own
         peers = self.peers
         if peers is None:
             return entries

@@ -220,7 +220,7 @@ _layouts = _Layouts()
 
 
 def _place(spec: Spec, leaves: list[Leaf], start: int) -> int:
-    """Append the leaves of `spec`, the first at `start`; returns where the next one begins."""
+    # Append the leaves of `spec`, the first at `start`; returns where the next one begins
     kind, nbytes = spec[0], None
     inner: Sequence[Spec] = ()
     if kind in FIXED:

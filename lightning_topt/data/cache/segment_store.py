@@ -334,7 +334,7 @@ class SegmentStore:
             self._stop(str(error))
 
     def _stop(self, reason: str) -> None:
-        """Write nothing more; what is stored can still be read."""
+        # Write nothing more; what is stored can still be read
         self._refused_bytes = 0
         self._warn(f"no more samples are stored in the {self.name}: {reason}")
 

@@ -238,7 +238,7 @@ class StoreLock:
         weakref.finalize(self, os.close, self.descriptor).atexit = False
 
     def _open_again(self) -> None:
-        """Open the file anew in a forked process, which would share its parent's lock."""
+        # Open the file anew in a forked process, which would share its parent's lock
         descriptor = os.open(f"/dev/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         os.dup2(descriptor, self.descriptor, inheritable=False)
         os.close(descriptor)

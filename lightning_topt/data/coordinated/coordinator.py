@@ -144,7 +144,7 @@ class Coordinator:
             self.selector.register(peer.connection, selectors.EVENT_READ, peer)
 
     def _read(self, peer: Peer) -> None:
-        """Handle one message; a peer that breaks the rules or is gone is removed."""
+        # Handle one message; a peer that breaks the rules or is gone is removed
         descriptor = None
         try:
             received = peer.connection.receive(timeout_seconds=0)
@@ -286,14 +286,14 @@ class Coordinator:
             self._remove(peer)
 
     def _remove(self, peer: Peer) -> None:
-        """Forget a peer and close its connection."""
+        # Forget a peer and close its connection
         if self.peers.pop(peer.number, None) is not None:
             self._leave(peer)
             self.selector.unregister(peer.connection)
             peer.connection.close()
 
     def _leave(self, peer: Peer) -> None:
-        """Release a peer's claims and needs; a job takes its workers with it."""
+        # Release a peer's claims and needs; a job takes its workers with it
         if self.ledger is None:
             return
         if peer.role == "worker":

@@ -204,7 +204,7 @@ class Ledger:
         return nearest < self._ahead(), len(needed), -nearest
 
     def _patience(self) -> float:
-        """Return the age in seconds at which a claim is old."""
+        # The age in seconds at which a claim is old
         typical = statistics.median(self._durations) if self._durations else self.timeout_seconds
         return min(self.timeout_seconds, max(LEAST_PATIENCE_SECONDS, PATIENCE * typical))
 
@@ -223,7 +223,7 @@ class Ledger:
         return AHEAD_PER_WORKER * max(1, len(self.workers))
 
     def _window(self, job: Job) -> Iterator[Position]:
-        """Yield what the job needs soon."""
+        # Yield what the job needs soon
         epoch, batch = job.cursor
         yield from ((epoch, number) for number in range(batch, min(batch + self._ahead(), job.end)))
 

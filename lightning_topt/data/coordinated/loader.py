@@ -411,7 +411,7 @@ class Membership:
 
 
 def _raise_refusal(message: Message) -> None:
-    """Raise what a refusal, or the end of the coordinator, means."""
+    # Raise what a refusal, or the end of the coordinator, means
     if message["type"] == "refused":
         raise CoordinationRefused(message["reason"])
     if message["type"] == "ended":

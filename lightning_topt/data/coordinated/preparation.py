@@ -280,7 +280,7 @@ def _work(
 
 
 def _collate(collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
-    """Collate as in the main process: torch's own function takes shared memory in a worker."""
+    # Collate as in the main process: torch's own function takes shared memory in a worker
     info, _utils.worker._worker_info = _utils.worker._worker_info, None
     try:
         return collate_fn(samples)
@@ -303,7 +303,7 @@ def _lives(parent: int | None) -> bool:
 def _serve(
     preparation: Preparation, connection: Connection, errors: Pipe, parent: int | None
 ) -> None:
-    """Prepare what the coordinator assigns, until it or the job is gone."""
+    # Prepare what the coordinator assigns, until it or the job is gone
     connection.send({"type": "ready"})
     while _lives(parent):
         received = connection.receive(timeout_seconds=LOOK_SECONDS)

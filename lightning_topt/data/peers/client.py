@@ -122,7 +122,7 @@ class Peers:
         self._begin()
 
     def _begin(self) -> None:
-        """Start without connections or threads, in a new process."""
+        # Start without connections or threads, in a new process
         self.counts = PeerCounts()
         self._links: dict[int, OwnerLink] = {}
         self._lock = threading.Lock()
@@ -192,7 +192,7 @@ class Peers:
         positions: list[int],
         entries: list[Entry | None],
     ) -> list[int]:
-        """Put an owner's answer into `entries`; returns the positions to request again."""
+        # Put an owner's answer into `entries`; returns the positions to request again
         # Only so many items were in the request; the rest comes later.
         link = self._link(owner)
         now, later = positions[: self.limits.items], positions[self.limits.items :]
@@ -316,7 +316,7 @@ def owners(num_items: int, *, num_nodes: int, seed: int) -> npt.NDArray[np.int32
 
 
 def _mixed(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """SplitMix64's output function, modulo 2^64; (n,) -> (n,)."""
+    # SplitMix64's output function, modulo 2^64; (n,) -> (n,)
     with np.errstate(over="ignore"):
         keys = keys * np.uint64(0x9E3779B97F4A7C15)
         keys = (keys ^ keys >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)

@@ -163,7 +163,7 @@ def receive_proof(channel: Channel, key: bytes, *, deadline: float) -> None:
 
 
 def _proof(key: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
-    """Prove that one knows the key; each role has its own proof, so none can be replayed."""
+    # Prove that one knows the key; each role has its own proof, so none can be replayed
     return hmac.digest(key, MAGIC + role + server_nonce + client_nonce, "sha256")
 
 

@@ -112,7 +112,7 @@ def _check_host(host: str) -> None:
 
 
 def _started(process: subprocess.Popen[bytes], settings: dict[str, Any]) -> int:
-    """Wait until the process listens; returns the port."""
+    # Wait until the process listens; returns the port
     assert process.stdout is not None
     # It prints one line of JSON: the port, or an error.
     poll, deadline, line = select.poll(), time.monotonic() + STARTUP_SECONDS, b""

@@ -107,7 +107,7 @@ class PeerService:
                 self._admit(connection)
 
     def _admit(self, connection: socket.socket) -> None:
-        """Give a connection a thread of its own, or hang up where there are too many."""
+        # Give a connection a thread of its own, or hang up where there are too many
         with self._lock:
             is_full = self._connections >= self.limits.connections
             self._connections += not is_full
@@ -123,7 +123,7 @@ class PeerService:
             connection.close()
 
     def _converse(self, connection: socket.socket) -> None:
-        """Answer the requests of one connection, once it has proved that it knows the secret."""
+        # Answer the requests of one connection, once it has proved that it knows the secret
         try:
             channel = Channel(connection)
             receive_proof(channel, self.key, deadline=time.monotonic() + self.limits.proof_seconds)
@@ -149,7 +149,7 @@ class PeerService:
             raise ProtocolError("no such request")
 
     def _give(self, channel: Channel, count: int, deadline: float) -> None:
-        """Answer GET: the states of all items, then the entries from the stores' files."""
+        # Answer GET: the states of all items, then the entries from the stores' files
         # States first: an answer has a limited size, and the rest is deferred.
         items = np.frombuffer(channel.receive(8 * count, deadline=deadline), "<u8").tolist()
         states: list[bytes] = []
@@ -181,7 +181,7 @@ class PeerService:
         channel.cork(False)
 
     def _locate(self, item: int) -> EntryPlace | None:
-        """Find an entry that is complete in its file and not too large."""
+        # Find an entry that is complete in its file and not too large
         for store in self.stores:
             if item >= store.num_items:
                 raise ProtocolError("no such item")
@@ -193,7 +193,7 @@ class PeerService:
         return None
 
     def _take(self, channel: Channel, count: int, deadline: float) -> None:
-        """Answer OFFER: which entries are wanted, then receive and store them."""
+        # Answer OFFER: which entries are wanted, then receive and store them
         offers = list(ENTRY.iter_unpack(channel.receive(ENTRY.size * count, deadline=deadline)))
         wanted = [self._wants(item, nbytes) for item, nbytes, _ in offers]
         channel.send([bytes(wanted)], deadline=deadline)

@@ -331,7 +331,7 @@ class ContinuousRun:
     # ---- steps of an iteration -------------------------------------------------------------------
 
     def _backward(self, minibatch: int) -> BackwardResult:
-        """Run backward of a minibatch, unless it is one before the first in flight."""
+        # Run backward of a minibatch, unless it is one before the first in flight
         # Begin to receive what this iteration and the next need of the stages behind, in the order
         # in which they send it.
         self._begin_gradients(minibatch)
@@ -384,18 +384,18 @@ class ContinuousRun:
                         self._shared.begin_gradients(each, behind)
 
     def _begin_values(self, minibatch: int) -> None:
-        """Begin to receive the values of a minibatch, if it is in flight."""
+        # Begin to receive the values of a minibatch, if it is in flight
         if minibatch in self._passes:
             self._values.begin(minibatch)
 
     def _send_values(self, result: BackwardResult) -> None:
-        """Send the values of a result to the stage before, once."""
+        # Send the values of a result to the stage before, once
         if result.is_open and result.minibatch is not None and result.values is not None:
             result.is_open = False
             self._values.send(result.minibatch, result.values)
 
     def _close_latest(self) -> None:
-        """Forget the latest result; its values are sent if no update has sent them."""
+        # Forget the latest result; its values are sent if no update has sent them
         result, self._latest = self._latest, None
         if result is not None and result.minibatch is not None:
             self._send_values(result)
@@ -409,7 +409,7 @@ class ContinuousRun:
 
     @contextmanager
     def _fails_for_good(self) -> Generator[None, None, None]:
-        """Drop all that is under way after an error, and refuse to go on."""
+        # Drop all that is under way after an error, and refuse to go on
         if self._failed:
             raise RuntimeError(
                 "a step of this pipeline has failed, and its ranks are out of step: start the run "

@@ -224,7 +224,7 @@ def _places(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
 
 
 def _begins(incoming: Sequence[Message], count: int, *, sends_wait: bool) -> list[list[Message]]:
-    """Return the receives to begin before each of `count` actions, in the order of each sender."""
+    # The receives to begin before each of `count` actions, in the order of each sender
     by_sender: dict[int, list[Message]] = {}
     for message in incoming:
         by_sender.setdefault(message.sender, []).append(message)

@@ -142,11 +142,11 @@ class RankLinks:
         return PendingTransfer(work, sent, target, False, what)
 
     def _end(self, pair: Pair, other: int, *, apart: bool) -> tuple[dist.ProcessGroup, int]:
-        """Return a group with the `other` place of the pipeline, and its rank in the group."""
+        # A group with the `other` place of the pipeline, and its rank in the group
         return (self._rest, other) if apart or pair not in self._ends else self._ends[pair]
 
     def _device_of(self, pair: Pair, *, apart: bool) -> torch.device:
-        """Return where the tensors are that travel between the two."""
+        # Where the tensors are that travel between the two
         return self._rest_device if apart or pair not in self._ends else self._device
 
     def wait(self, transfer: PendingTransfer) -> Tensor:
@@ -176,7 +176,7 @@ class RankLinks:
 
 
 def _group_on_gloo(groups: PipelineGroups, pipelines: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """Return a group of the pipeline for messages through memory of the host. Collective."""
+    # A group of the pipeline for messages through memory of the host. Collective.
     try:
         group = groups.make(pipelines, backend="gloo")
     except RuntimeError as error:
@@ -580,12 +580,12 @@ class ValueParcels:
 
     @property
     def _head(self) -> int:
-        """Bytes in front of the payload."""
+        # Bytes in front of the payload
         return 8 * (self.num_stages + 2)
 
 
 def _grow(rooms: deque[int], length: int) -> None:
-    """Take off the room of a parcel with a payload of `length`, and add that of a later one."""
+    # Take off the room of a parcel with a payload of `length`, and add that of a later one
     room = rooms.popleft()
     rooms.append(max(rooms[-1], 1 << length.bit_length() if length > room else 0))
 
@@ -594,12 +594,12 @@ def _grow(rooms: deque[int], length: int) -> None:
 
 
 def _memory(tensor: Tensor) -> Tensor:
-    """Return the memory of a dense tensor as (n,), in the order in which it lies there."""
+    # The memory of a dense tensor as (n,), in the order in which it lies there
     return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _laid_out(tensor: Tensor, spec: LeafSpec) -> Tensor:
-    """Return `tensor`, or a copy, with the dtype and strides that the receiver expects."""
+    # `tensor`, or a copy, with the dtype and strides that the receiver expects
     if tensor.dtype == spec.dtype and tensor.stride() == spec.stride:
         return tensor
     assert tensor.shape == spec.shape, (tensor.shape, spec)
@@ -609,7 +609,7 @@ def _laid_out(tensor: Tensor, spec: LeafSpec) -> Tensor:
 
 
 def _unused(specs: Iterable[LeafSpec], device: torch.device) -> list[Tensor]:
-    """Return tensors that nobody reads."""
+    # Tensors that nobody reads
     return [
         torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
         for spec in specs

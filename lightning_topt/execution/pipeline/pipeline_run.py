@@ -514,7 +514,7 @@ def run_actions(
 
 
 def _summed(needs: Sequence[Message], peers: MessageExchange) -> dict[TensorRef, Tensor]:
-    """Return the gradients of what a stage has sent, summed over its receivers."""
+    # The gradients of what a stage has sent, summed over its receivers
     found: dict[TensorRef, Tensor] = {}
     for message in needs:  # one activation may have gone to several stages
         gradient = peers.receive(message)

@@ -60,7 +60,7 @@ def _names_of_others(run: PipelineRun, kept: frozenset[nn.Parameter]) -> list[st
 
 
 def _merged(run: PipelineRun, ranks: list[State]) -> list[State]:
-    """Join the states of a pipeline's stages, for each data rank, on rank 0."""
+    # Join the states of a pipeline's stages, for each data rank, on rank 0
     groups, found = run.groups, [State() for _ in ranks]
     with groups.at_any_time() as group:
         for place in range(len(groups.pipeline)) if groups.saves else ():

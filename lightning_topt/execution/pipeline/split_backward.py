@@ -81,7 +81,7 @@ class SplitBackward:
         return sum(storages.values())
 
     def _keep(self, node: Node) -> Callable[[Any], None]:
-        """Return a hook that keeps what arrives at `node`."""
+        # A hook that keeps what arrives at `node`
 
         def keep(gradients: Gradients) -> None:
             self._arrived[node] = gradients
@@ -102,7 +102,7 @@ class SplitBackward:
 def _run_to_parameters(
     nodes: Iterable[Node], arrived: dict[Node, Gradients], parameters: list[Tensor]
 ) -> None:
-    """Run `nodes` from what has arrived at each, to `parameters` alone."""
+    # Run `nodes` from what has arrived at each, to `parameters` alone
     edges = [
         (GradientEdge(node, n), g)
         for node in nodes
@@ -158,7 +158,7 @@ def _walk(
 
 
 def _groups(leads_to: dict[Node, tuple[Tensor, ...]]) -> list[list[Node]]:
-    """Return the nodes in groups that have no parameter in common."""
+    # The nodes in groups that have no parameter in common
     group_of: dict[int, list[Node]] = {}
     for node, parameters in leads_to.items():
         joined = [node]

@@ -185,7 +185,7 @@ class GradientExchange:
                 )
 
     def _gradients(self) -> list[Tensor]:
-        """Return the gradients to exchange, the same on all ranks; missing ones become zeros."""
+        # The gradients to exchange, the same on all ranks; missing ones become zeros
         # what was agreed on holds as long as the same parameters are trained
         trained = tuple(parameter.requires_grad for parameter in self._parameters.values())
         is_known = trained in self._agreed
@@ -208,7 +208,7 @@ class GradientExchange:
         return found
 
     def _having(self, names: Sequence[str]) -> frozenset[str]:
-        """Return those that have a gradient on some rank. A collective call of equal `names`."""
+        # Those that have a gradient on some rank. A collective call of equal `names`.
         if not names:
             return frozenset()
         own = [self._parameters[name] for name in names]
@@ -249,7 +249,7 @@ class StageNorms:
         return total if is_largest else total ** (1 / power)
 
     def _of_rank(self, parameters: Iterable[Tensor], power: float) -> Tensor:
-        """Return the norm of what this rank counts, to the `power` unless that is infinite."""
+        # The norm of what this rank counts, to the `power` unless that is infinite
         counted = [p for p in parameters if p.grad is not None and p not in self.counted_elsewhere]
         is_largest = power == inf
         operation = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
@@ -308,7 +308,7 @@ class StageNorms:
         return total
 
     def _of_slices(self, parameters: Sequence[Tensor], power: float, *, ranks: int) -> Tensor:
-        """Return this rank's part of the norm of parameters in slices, which `ranks` ranks hold."""
+        # This rank's part of the norm of parameters in slices, which `ranks` ranks hold
         found = [torch.zeros((), device=self.device)]
         for count in sorted({count for p in parameters if (count := self.slices_of(p)) > 1}):
             part = self._partial([p for p in parameters if self.slices_of(p) == count], power)
@@ -318,7 +318,7 @@ class StageNorms:
         return stacked.amax() if power == inf else stacked.sum()
 
     def _partial(self, parameters: Iterable[Tensor], power: float) -> Tensor:
-        """Return the norm of the gradients, to the `power` unless that is infinite, in float32."""
+        # The norm of the gradients, to the `power` unless that is infinite, in float32
         gradients = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
         if not gradients:
             return torch.zeros((), device=self.device)

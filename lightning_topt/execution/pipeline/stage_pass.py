@@ -184,7 +184,7 @@ class StagePass:
         return StageOutput(state.sent, result)
 
     def _begin(self, stage_index: int, received: Mapping[TensorRef, Tensor]) -> StageForward:
-        """Return the state of a new pass, with what was received as leaves of its graph."""
+        # The state of a new pass, with what was received as leaves of its graph
         state = StageForward(stage_index)
         for ref, stages in self._crossings.items():
             if stage_index in stages:
@@ -200,7 +200,7 @@ class StagePass:
     def _call(
         self, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Do what this stage does where the step calls the unit `path`."""
+        # Do what this stage does where the step calls the unit `path`
         state = self._current
         if state is None or state.is_inside:  # outside of a pass; a unit within a unit
             return call(*args, **kwargs)
@@ -248,7 +248,7 @@ class StagePass:
         return self._casts.shared()
 
     def _keep(self, state: StageForward, index: int, result: object) -> None:
-        """Keep what a call of this stage returned and later stages need."""
+        # Keep what a call of this stage returned and later stages need
         unit = self.flow.calls[index]
         leaves = tree_leaves(result)
         _check_real(leaves, f"block {unit.module!r} returns")
@@ -273,7 +273,7 @@ class StagePass:
             state.sent[ref] = sent
 
     def _unlike_trace(self, state: StageForward, path: str) -> CaptureError:
-        """Return the error for a step that calls `path` (empty: nothing more) unlike its trace."""
+        # The error for a step that calls `path` (empty: nothing more) unlike its trace
         done, calls = state.next_call, self.flow.calls
         expected = f"block {calls[done].module!r}" if done < len(calls) else "no further block"
         found = f"calls {path!r}, or it returned something else," if path else "ends"
@@ -351,7 +351,7 @@ class StagePass:
 
     @contextmanager
     def _recomputing(self, state: StageForward) -> Iterator[None]:
-        """Watch the calls of units that activation recomputation makes."""
+        # Watch the calls of units that activation recomputation makes
         state.is_backward, self._current = True, state
         try:
             with _replaced(self._units):
@@ -459,7 +459,7 @@ def _unpack(packed: tuple[Any, Any]) -> Tensor:
 
 
 def _cast_parameter(tensor: Tensor) -> Tensor | None:
-    """Return the parameter of which `tensor` is a cast, or a view of one; None for all else."""
+    # The parameter of which `tensor` is a cast, or a view of one; None for all else
     node = tensor.grad_fn
     if tensor.dtype not in HALVES or node is None or tensor._version:
         return None
@@ -507,7 +507,7 @@ class StandIns(ShapeMode):
     def _known_shape(
         self, key: tuple[OpOverload, Hashable], types: Any, args: Any, kwargs: Any
     ) -> Any:
-        """Do what `dispatch` does, from memory where the operator has had such arguments."""
+        # Do what `dispatch` does, from memory where the operator has had such arguments
         # Known: no need to run the operator on fake tensors, which takes much longer.
         if (spec := self._shapes.get(key)) is not None:
             return self.absent(spec)
@@ -545,7 +545,7 @@ class StandIns(ShapeMode):
 
 @functools.cache
 def _is_pure(func: OpOverload) -> bool:
-    """Return whether `func` makes one new tensor of its arguments and does nothing else."""
+    # Whether `func` makes one new tensor of its arguments and does nothing else
     schema = func._schema
     aliases = [*schema.arguments, *schema.returns]
     return (
@@ -556,7 +556,7 @@ def _is_pure(func: OpOverload) -> bool:
 
 
 def _key(value: object) -> Hashable | None:
-    """Return all about arguments that decides a result's shape; None where it is not known."""
+    # All about arguments that decides a result's shape; None where it is not known
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or value.is_conj() or value.is_neg():
             return None
@@ -588,7 +588,7 @@ class Received(torch.autograd.Function):
 
 @contextmanager
 def _replaced(attributes: Iterable[Attribute]) -> Iterator[None]:
-    """Set attributes of instances for the time of the context, and put back what was there."""
+    # Set attributes of instances for the time of the context, and put back what was there
     # In the reverse order at the end, so that a name that is set twice is put back.
     before: list[Attribute] = []
     try:
@@ -623,7 +623,7 @@ def _intercepted(units: Iterable[tuple[str, nn.Module]], handler: Handler) -> li
 
 
 def _silenced(module: nn.Module, make: Callable[..., Any]) -> list[Attribute]:
-    """Return the attributes that drop logs of `module`, and let its metrics return `make()`."""
+    # The attributes that drop logs of `module`, and let its metrics return `make()`
     found: list[Attribute] = [
         (vars(module), name, lambda *_, **__: None) for name in LOGS if hasattr(module, name)
     ]

@@ -141,7 +141,7 @@ def _row(
     in_place: bool,
     splits: Placement | None,
 ) -> Row:
-    """Return the row of `kind` that costs least along one axis."""
+    # The row of `kind` that costs least along one axis
     whole = _whole(call)
     now = [each.layout.placements[axis] for each in known]
     if kind is None or all(placement == REPLICATE for placement in now):
@@ -155,7 +155,7 @@ def _row(
 
 
 def _taken_whole(known: Argument, axis: int) -> Argument:
-    """Return a parameter as if it were replicated along `axis`."""
+    # A parameter as if it were replicated along `axis`
     if not known.is_parameter:
         return known
     placements = known.layout.placements
@@ -205,7 +205,7 @@ def _cost(
 
 
 def _fits(rows: Sequence[Row], call: OpCall, sizes: Sequence[int]) -> bool:
-    """Return whether all axes together cut arguments and results into slices that divide."""
+    # Whether all axes together cut arguments and results into slices that divide
     if len(sizes) == 1:
         return True
     # arguments, then results

@@ -312,7 +312,7 @@ def _address(tensor: Tensor) -> int:
 
 @contextmanager
 def _packed() -> Iterator[list[tuple[int, int]]]:
-    """Give what autograd saves meanwhile, (address, bytes); hooks that are there still see it."""
+    # Give what autograd saves meanwhile, (address, bytes); hooks that are there still see it
     found: list[tuple[int, int]] = []
     if not torch.is_grad_enabled():
         yield found

@@ -72,7 +72,7 @@ class SplitRegion:
 
     @cached_property
     def _cut(self) -> set[int]:
-        """The memory of replicated tensors of which a call takes a slice."""
+        # The memory of replicated tensors of which a call takes a slice
         return {
             ref.memory
             for placed in self.calls
@@ -197,7 +197,7 @@ class _BoundGraph:
         return Op(*names, op.parameters, op.outputs, *kernels, op.saved_bytes, op.stack)
 
     def _kernels(self, kernels: tuple[Kernel, ...], share: float) -> tuple[Kernel, ...]:
-        """Return the kernels of a rank; the same ones for equal blocks, as in the full graph."""
+        # The kernels of a rank; the same ones for equal blocks, as in the full graph
         if share == 1:
             return kernels
         # kernels of equal blocks are the same objects
@@ -229,7 +229,7 @@ class _BoundGraph:
 
 
 def _places(placed: PlacedCall) -> list[Placement]:
-    """Return where the arguments are when the call runs."""
+    # Where the arguments are when the call runs
     assert placed.outcome is not None
     found = [*placed.placements]
     for move in placed.outcome.moves:
@@ -267,7 +267,7 @@ def _kernels(
 
 
 def _scaled(kernel: Kernel, share: float) -> Kernel:
-    """Return the kernel on a share of its elements; its arguments are unknown but for the dtype."""
+    # The kernel on a share of its elements; its arguments are unknown but for the dtype
     amounts = {
         name: _part(getattr(kernel, name), share) for name in ("flops", "bytes", "allocated")
     }

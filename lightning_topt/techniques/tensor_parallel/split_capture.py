@@ -178,7 +178,7 @@ def _run_block(
 
 
 def _split(name: str, parameter: nn.Parameter, placements: Placements, axes: TensorAxes) -> None:
-    """Give a fake parameter the shape of a slice, in a tenth of `split_parameters`' time."""
+    # Give a fake parameter the shape of a slice, in a tenth of `split_parameters`' time
     if not any(isinstance(placement, Shard) for placement in placements):
         return
     check_split(name, tuple(parameter.shape), placements, axes)

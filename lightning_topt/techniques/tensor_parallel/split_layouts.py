@@ -108,7 +108,7 @@ def layout_axes(layout: str, ranks: int) -> tuple[Axis, ...]:
 
 
 def _factors(number: int, count: int) -> tuple[int, ...] | None:
-    """Return the most equal factors above 1, largest first."""
+    # The most equal factors above 1, largest first
     if count == 1:
         return (number,) if number > 1 else None
     # all ways to write the number as a product, of which the most equal counts
@@ -208,7 +208,7 @@ def make_layout(
 def _in_two(
     role: Role | None, single: Mapping[str, Placement], name: str
 ) -> tuple[Placement, Placement]:
-    """Return the placements of a parameter along the axis of the search and the second one."""
+    # The placements of a parameter along the axis of the search and the second one
     # no product: as along one axis
     own = single.get(name, REPLICATE)
     if role is None:
@@ -224,7 +224,7 @@ def _in_two(
 
 
 def _that_fit(placed: Placements, shape: tuple[int, ...], sizes: Sequence[int]) -> Placements:
-    """Return the placements, replicated along the last axes that do not divide."""
+    # The placements, replicated along the last axes that do not divide
     # one axis after another; what does not divide stays replicated
     kept: list[Placement] = [REPLICATE] * len(sizes)
     for axis, placement in enumerate(placed):
@@ -236,7 +236,7 @@ def _that_fit(placed: Placements, shape: tuple[int, ...], sizes: Sequence[int]) 
 
 
 def _gathered(placed: Placements, shape: tuple[int, ...], sizes: Sequence[int]) -> Placement:
-    """Return the slices along the first axis of what the others leave of a matrix."""
+    # The slices along the first axis of what the others leave of a matrix
     if len(shape) < 2:
         return REPLICATE
     # parts of the dim that the inner axes cut, each of which this axis cuts
@@ -255,7 +255,7 @@ def _gathered(placed: Placements, shape: tuple[int, ...], sizes: Sequence[int]) 
 
 
 def _rows(layout: str, shape: tuple[int, ...], sizes: Sequence[int]) -> Placements:
-    """Return where rows are along all axes: samples if these divide, else steps."""
+    # Where rows are along all axes: samples if these divide, else steps
     # dims of the rows that axes cut, best first: samples (0), else steps (1)
     lead, count = shape[:-1], len(sizes)
     last = min(1, len(lead) - 1)

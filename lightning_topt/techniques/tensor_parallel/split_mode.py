@@ -96,7 +96,7 @@ class SplitMode(PythonFunctionMode):
         self._follow(rule, None)
 
     def _follow(self, rule: BlockRule, rows: tuple[int, ...] | None) -> None:
-        """Run by `rule` from now on; decisions depend on it, so each rule has its own table."""
+        # Run by `rule` from now on; decisions depend on it, so each rule has its own table
         self.rule, self._rows = rule, rows
         self._known = self._tables.setdefault((rule.splits, rule.gathered), {})
         self.mover.gathers_again = not rule.is_plain
@@ -204,7 +204,7 @@ class SplitMode(PythonFunctionMode):
     def _on_split(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a call that has split tensors among its arguments."""
+        # Run a call that has split tensors among its arguments
         # what user code asks for beside computations
         if (attribute := ATTRIBUTES.get(func)) is not None:
             return attribute(*args, **kwargs)
@@ -276,7 +276,7 @@ class SplitMode(PythonFunctionMode):
     # ---- arguments -------------------------------------------------------------------------------
 
     def _moved_arguments(self, prepared: PreparedCall, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the local tensors; the list itself if none moves."""
+        # The local tensors; the list itself if none moves
         # what was remembered of it is out of date, and a view of a copy must not change
         if prepared.in_place:
             tensors[0].__dict__.pop(MOVED, None)
@@ -301,7 +301,7 @@ class SplitMode(PythonFunctionMode):
     # ---- results ---------------------------------------------------------------------------------
 
     def _placed(self, prepared: PreparedCall, result: object, local: Sequence[Tensor]) -> Any:
-        """Return the result of a call with its tensors finished."""
+        # The result of a call with its tensors finished
         if not prepared.decision.outputs:
             return result
         if isinstance(result, Tensor):
@@ -319,7 +319,7 @@ class SplitMode(PythonFunctionMode):
     def _finished(
         self, prepared: PreparedCall, tensor: Tensor, index: int, local: Sequence[Tensor]
     ) -> Tensor:
-        """Sum what is partial, add what waits for that, and attach the layout of the result."""
+        # Sum what is partial, add what waits for that, and attach the layout of the result
         outputs, added = prepared.decision.outputs, prepared.decision.added
         index = min(index, len(outputs) - 1)
         placements = outputs[index]
@@ -356,7 +356,7 @@ class SplitMode(PythonFunctionMode):
     def _rest(
         self, kind: Kind | None, tensor: Tensor, now: list[Placement], axis: int
     ) -> Placement:
-        """Return where a sum along `axis` is left."""
+        # Where a sum along `axis` is left
         if not self.rule.sums or kind is None or not kind.sums_rest:
             return REPLICATE
         key = self.rule.sums, self._rows, tensor.shape, *now, axis
@@ -496,7 +496,7 @@ def signature(
 
 
 def _collect(values: Iterable[object], key: list[Any], tensors: list[Tensor]) -> bool:
-    """Append to `key` and `tensors` what `values` have; return whether they can be compared."""
+    # Append to `key` and `tensors` what `values` have; return whether they can be compared
     # types are part of the key: 1 is not True, and a list no tuple
     known = True
     for value in values:

@@ -102,7 +102,7 @@ class SplitModel:
         return [model_split(self._regions, total) for total in self._totals(prices)]
 
     def _totals(self, prices: SplitPrices) -> list[Point]:
-        """Return the costs of the Pareto set, whose choices are the splits of each region."""
+        # The costs of the Pareto set, whose choices are the splits of each region
         if id(prices) not in self._known.totals:
             self._known.totals[id(prices)] = prices, search_totals(self._regions, prices)
         return self._known.totals[id(prices)][1]
@@ -214,7 +214,7 @@ class SplitModel:
 
     @cached_property
     def _priced(self) -> OpGraph:
-        """The unsharded step as it is priced."""
+        # The unsharded step as it is priced
         return fused(self.graph) if self.compiled else self.graph
 
     @cached_property

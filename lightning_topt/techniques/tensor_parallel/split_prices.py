@@ -425,7 +425,7 @@ def _nothing(call: TracedCall, inputs: Sequence[Placement]) -> Inside:
 
 
 def _loss(call: TracedCall, inputs: Sequence[Placement]) -> Inside:
-    """Split by classes: three sums of a number per sample."""
+    # Split by classes: three sums of a number per sample
     if inputs[0] != Shard(1):
         return [], 0.0
     logits = call.inputs[0]
@@ -433,7 +433,7 @@ def _loss(call: TracedCall, inputs: Sequence[Placement]) -> Inside:
 
 
 def _norm(call: TracedCall, inputs: Sequence[Placement]) -> Inside:
-    """Split by features: sums of one or two numbers per row."""
+    # Split by features: sums of one or two numbers per row
     x, is_centered = call.inputs[0], call.func.__name__ == "layer_norm"
     if not isinstance(inputs[0], Shard) or inputs[0].dim != len(x.shape) - 1:
         return [], 0.0
@@ -444,14 +444,14 @@ def _norm(call: TracedCall, inputs: Sequence[Placement]) -> Inside:
 
 
 def _dropout(call: TracedCall, inputs: Sequence[Placement]) -> Inside:
-    """Ranks draw the numbers of the full tensor: they are made, dropped, and a slice is copied."""
+    # Ranks draw the numbers of the full tensor: they are made, dropped, and a slice is copied
     p, training = given(call, 1, "p", 0.5), given(call, 2, "training", True)
     is_split = isinstance(inputs[0], Shard) and training and p
     return [], 3.0 * call.outputs[0].nbytes if is_split else 0.0
 
 
 def _attention(call: TracedCall, inputs: Sequence[Placement]) -> Inside:
-    """With dropout the scores are made step by step, and the numbers of all of them are drawn."""
+    # With dropout the scores are made step by step, and the numbers of all of them are drawn
     if not isinstance(inputs[0], Shard) or not given(call, 4, "dropout_p", 0.0):
         return [], 0.0
     query, key = call.inputs[:2]

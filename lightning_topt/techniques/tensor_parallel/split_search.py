@@ -128,7 +128,7 @@ def _is_close(split: Point, other: Point) -> bool:
 
 
 def _with_region(total: Point, split: BlockSplit, times: int) -> Point:
-    """Return `total` with one more region, of `times` blocks."""
+    # `total` with one more region, of `times` blocks
     return Point(
         total.seconds + times * split.seconds,
         total.state_bytes + times * split.state_bytes,
@@ -261,7 +261,7 @@ class _SplitSearch:
     def _steps(
         self, index: int, call: TracedCall, state: _State
     ) -> Iterator[tuple[_State, tuple[float, float, float], tuple[tuple[str, Placement], ...]]]:
-        """Yield each next state, what the step to it takes, and the placements it chooses."""
+        # Yield each next state, what the step to it takes, and the placements it chooses
         # tensors met for the first time are replicated; parameters are what is chosen
         entries = dict(state.entries)
         new = {ref.number: ref for ref in call.inputs if ref.number not in entries}
@@ -295,7 +295,7 @@ class _SplitSearch:
         saved: frozenset[Any],
         outcome: CallOutcome,
     ) -> tuple[_State, float, float]:
-        """Return the next state, the seconds until then, and the bytes that are kept more."""
+        # The next state, the seconds until then, and the bytes that are kept more
         # a move is paid once, but for parameters, which move at every use
         seconds = outcome.seconds
         for move in outcome.moves:
@@ -356,7 +356,7 @@ class _SplitSearch:
     def _candidates(
         self, index: int, parameters: Mapping[int, Ref]
     ) -> Sequence[tuple[Placement, ...]]:
-        """Return placements that the kind of the call allows its new parameters, together."""
+        # Placements that the kind of the call allows its new parameters, together
         if not parameters:
             return [()]
         # which parameters are new depends on the state, what may be done with them does not
@@ -401,7 +401,7 @@ class _SplitSearch:
 
 
 def _parts_of(call: TracedCall) -> Iterator[tuple[int, Iterable[int]]]:
-    """Yield numbers of parts, and sizes of dims that the call may take apart or put together so."""
+    # Yield numbers of parts, and sizes of dims that the call may take apart or put together so
     kind = KINDS.get(call.func)
     if kind is None or not call.inputs:
         return

@@ -229,7 +229,7 @@ def _parameter_bytes(graph: OpGraph) -> float:
 
 
 def _along(mesh: Mesh) -> tuple[Axis, ...]:
-    """Return the tensor axes of a mesh."""
+    # The tensor axes of a mesh
     return tuple(mesh.axes[axis] for axis in mesh.tensor_axes)
 
 

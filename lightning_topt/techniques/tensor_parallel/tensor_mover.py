@@ -116,7 +116,7 @@ class TensorMover:
     def _made(
         self, tensor: Tensor, source: Placements, target: Placements, enters: tuple[bool, ...]
     ) -> tuple[Tensor, bool]:
-        """Return the tensor at `target`, and whether backward gathers it again."""
+        # The tensor at `target`, and whether backward gathers it again
         moved = moves.move(tensor, source, target, enters, self.axes)
         if not self.gathers_again or moved.numel() <= tensor.numel() or not torch.is_grad_enabled():
             return moved, False

@@ -63,7 +63,6 @@ def _size(tensor: Tensor, dim: int | None = None) -> Any:
 
 
 def _gradient(tensor: Tensor) -> Tensor | None:
-    """Return the gradient with the layout of its tensor."""
     gradient, layout = tensor.grad, layout_of(tensor)
     return gradient if gradient is None or layout is None else with_layout(gradient, layout)
 
@@ -94,7 +93,7 @@ _METHODS = (
 
 
 def _functions() -> set[Callable[..., Any]]:
-    """Return the functions that run on the local tensor as they are."""
+    # The functions that run on the local tensor as they are
     found: set[Callable[..., Any]] = set()
     for name in _GETTERS.split():
         if hasattr(getattr(_TENSOR, name, None), "__get__"):
@@ -127,7 +126,7 @@ _VIEWS = (
 
 
 def _aliases() -> set[Callable[..., Any]]:
-    """Return the functions whose results are views of their first argument."""
+    # The functions whose results are views of their first argument
     names = [*_VIEWS.split(), "real", "imag", "data", "T", "mT", "H", "mH"]
     found = {
         function
@@ -373,7 +372,7 @@ class PythonFunctionMode(TorchFunctionMode):
 
 
 def _watched_subclass(cls: Any, data: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Give a parameter that is made of a split tensor its layout."""
+    # Give a parameter that is made of a split tensor its layout
     made = _make_subclass(cls, data, *args, **kwargs)
     layout = layout_of(data)
     return made if layout is None else with_layout(made, layout)
@@ -404,7 +403,7 @@ def _watched_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _watched_group(group: dist.ProcessGroup | None) -> Any:
-    """Refuse what exchanges tensors among all ranks."""
+    # Refuse what exchanges tensors among all ranks
     # the function of torch.distributed that asks
     name = sys._getframe(1).f_code.co_name
     exchanges = not name.startswith("get_") and "barrier" not in name
@@ -432,7 +431,7 @@ def among_all_ranks() -> Generator[None, None, None]:
 def _again_under(
     mode: PythonFunctionMode, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> Callable[..., Any]:
-    """Return `function` for a reentrant checkpoint, which runs it in the mode in backward too."""
+    # `function` for a reentrant checkpoint, which runs it in the mode in backward too
     # the checkpoint keeps tensors without their layouts
     layouts, as_now = [layout_of(arg) for arg in args], mode.as_now()
 
@@ -449,7 +448,7 @@ def _again_under(
 
 
 def _watched_generator(function: object, *args: Any, **options: Any) -> Any:
-    """Let a checkpoint recompute in the mode."""
+    # Let a checkpoint recompute in the mode
     if (mode := _current()) is None:
         return _generator(function, *args, **options)
     as_now = mode.as_now()
@@ -536,7 +535,7 @@ def keep_whole(places: Sequence[dict[str, Any]], whole: Whole) -> None:
 
 
 def _end_of(values: Any, whole: Whole) -> None:
-    """Replace the split tensors at the end of a list."""
+    # Replace the split tensors at the end of a list
     for index in range(len(values) - 1, -1, -1):
         item = values[index]
         if not isinstance(item, Tensor | tuple | list | dict) or (new := whole(item)) is item:

@@ -117,7 +117,7 @@ def _runs(placed: Placed, steps: int) -> list[tuple[int, int, int]]:
 
 
 def _with_dropout(placed: Placed) -> Tensor:
-    """Attend from the equations, with dropout of the full weights (..., head, query, key)."""
+    # Attend from the equations, with dropout of the full weights (..., head, query, key)
     query, key, value = placed.first("query", "key", "value")
     mask, scale = placed.get(3, "attn_mask"), placed.kwargs.get("scale")
     dropout = placed.get(4, "dropout_p", 0.0)

@@ -53,7 +53,7 @@ def broadcast(operands: Sequence[Operand]) -> torch.Size:
 
 
 def _like_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    """Yield rows of a conversion; another tensor gives the type only, wherever it is."""
+    # Yield rows of a conversion; another tensor gives the type only, wherever it is
     x, *others = call.operands
     for row in elementwise_rows(replace(call, operands=(x,)), ranks):
         kept = row.inputs[0]
@@ -127,7 +127,7 @@ def empty_as(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _dropout(placed: Placed) -> Tensor:
-    """Return what dropout makes of the local tensor."""
+    # What dropout makes of the local tensor
     x: Tensor = placed.get(0, "input")
     p = placed.get(1, "p", 0.5)
     if not placed.get(2, "training", placed.get(2, "train", True)) or p == 0:
@@ -139,13 +139,13 @@ def _dropout(placed: Placed) -> Tensor:
 
 
 def _channel_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    """Yield splits of samples, channels and space: (sample, channel, ...)."""
+    # Yield splits of samples, channels and space: (sample, channel, ...)
     if len(call.operands[0].shape) > 2:
         yield from elementwise_rows(call, ranks)
 
 
 def _channel_dropout(placed: Placed) -> Tensor:
-    """Return what dropout of channels makes: one number for every channel of every sample."""
+    # What dropout of channels makes: one number for every channel of every sample
     x: Tensor = placed.args[0]
     p, training = placed.args[1:3]
     if not training or p == 0:
@@ -160,7 +160,7 @@ def _channel_dropout(placed: Placed) -> Tensor:
 
 
 def _drawn(placed: Placed) -> Tensor:
-    """Return this rank's slice of as many numbers as the full tensor has."""
+    # This rank's slice of as many numbers as the full tensor has
     x: Tensor = placed.args[0] if placed.args else placed.kwargs["input"]
     kwargs = {name: value for name, value in placed.kwargs.items() if name != "input"}
     whole = placed.call.func(empty_as(x, placed.inputs[0].shape), *placed.args[1:], **kwargs)

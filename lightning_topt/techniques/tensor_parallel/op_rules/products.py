@@ -55,7 +55,7 @@ def _addmm(call: OpCall, ranks: int) -> Iterator[Row]:
 def _affine(
     call: OpCall, ranks: int, x: Operand, weight: Operand, bias: Operand | None, *, outputs_dim: int
 ) -> Iterator[Row]:
-    """Yield rows of ``x @ weight + bias``; `outputs_dim` is the weight's."""
+    # Yield rows of ``x @ weight + bias``; `outputs_dim` is the weight's
     last, inputs_dim = len(x.shape) - 1, 1 - outputs_dim
     # column, row and tokens, with every number of parts
     for parts in call.parts:
@@ -79,7 +79,7 @@ def _run_addmm(placed: Placed) -> Tensor:
 
 
 def _matmul(call: OpCall, ranks: int) -> Iterator[Row]:
-    """Yield rows of (batch..., row, inner) times (batch..., inner, column)."""
+    # Yield rows of (batch..., row, inner) times (batch..., inner, column)
     left, right = call.operands
     if len(left.shape) < 2 or len(right.shape) < 2:
         return
@@ -108,7 +108,7 @@ def _matmul(call: OpCall, ranks: int) -> Iterator[Row]:
 
 
 def _baddbmm(call: OpCall, ranks: int) -> Iterator[Row]:
-    """Yield rows of (batch, row, inner) times (batch, inner, column), plus a broadcast tensor."""
+    # Yield rows of (batch, row, inner) times (batch, inner, column), plus a broadcast tensor
     added, left, right = call.first("input", "batch1", "batch2")
     # dims of the result: (batch, row, column); the inner one stays replicated
     sizes = (left.shape[0], left.shape[1], right.shape[2])
@@ -128,7 +128,7 @@ def _baddbmm(call: OpCall, ranks: int) -> Iterator[Row]:
 
 
 def _grouped(call: OpCall, ranks: int) -> Iterator[Row]:
-    """Yield rows of tokens sorted by expert (token, inner) times (expert, inner, column)."""
+    # Yield rows of tokens sorted by expert (token, inner) times (expert, inner, column)
     tokens, weight = call.operands[:2]
     if (len(tokens.shape), len(weight.shape)) != (2, 3) or len(call.operands) != 3:
         return
@@ -143,7 +143,7 @@ def _grouped(call: OpCall, ranks: int) -> Iterator[Row]:
 
 
 def _run_grouped(placed: Placed) -> Tensor:
-    """Treat the tokens of this rank's experts; `offs` say where those of an expert end."""
+    # Treat the tokens of this rank's experts; `offs` say where those of an expert end
     tokens, weight, *rest = placed.args
     ends: Tensor = rest[0] if rest else placed.kwargs["offs"]
     first, count = placed.place_along(1, 0)
@@ -209,7 +209,7 @@ def _embedding(call: OpCall, ranks: int) -> Iterator[Row]:
 
 
 def _run_embedding(placed: Placed) -> Tensor:
-    """Look ids up in this rank's rows; those of other ranks give zeros."""
+    # Look ids up in this rank's rows; those of other ranks give zeros
     ids = placed.get(0, "input")
     weight = placed.get(1, "weight")
     padding = placed.get(2, "padding_idx")
@@ -255,7 +255,7 @@ _GATES = {"lstm_cell": 4, "gru_cell": 3, "rnn_tanh_cell": 1, "rnn_relu_cell": 1}
 
 
 def _cell_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    """Yield splits of hidden units and of samples."""
+    # Yield splits of hidden units and of samples
     name = call.func.__name__
     # x, states (an LSTM has two), weights with their biases
     states = 2 if name == "lstm_cell" else 1
@@ -273,7 +273,7 @@ def _cell_rows(call: OpCall, ranks: int) -> Iterator[Row]:
 
 
 def _run_cell(placed: Placed) -> Any:
-    """Run a cell from its equations: the fused ones take no slices of gates."""
+    # Run a cell from its equations: the fused ones take no slices of gates
     name = placed.call.func.__name__
     x, state, w_input, w_hidden, *biases = placed.args
     b_input, b_hidden = biases or (None, None)
@@ -307,7 +307,7 @@ register(CELL, (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_
 
 
 def _convolution_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    """Yield splits of groups, output channels, input channels and samples."""
+    # Yield splits of groups, output channels, input channels and samples
     x, weight, bias = call.first("input", "weight", "bias")
     space = len(weight.shape) - 2
     channels, groups = len(x.shape) - space - 1, call.get(6, "groups", 1)
@@ -345,18 +345,18 @@ def _run_convolution(placed: Placed) -> Tensor:
 
 
 def _pooling_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    """Yield splits of all but the last dims; as many as the name says are read along."""
+    # Yield splits of all but the last dims; as many as the name says are read along
     space = next(int(letter) for letter in call.func.__name__ if letter.isdigit())
     yield from dim_rows(call, ranks, range(len(call.operands[0].shape) - space))
 
 
 def _resize_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    """Yield splits of samples and channels; all other dims are space."""
+    # Yield splits of samples and channels; all other dims are space
     yield from dim_rows(call, ranks, range(min(2, len(call.operands[0].shape))), parts=(1,))
 
 
 def _padding_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    """Yield splits of dims without padding."""
+    # Yield splits of dims without padding
     ndim, pad = len(call.operands[0].shape), (*call.get(1, "pad"),)
     is_constant = call.get(2, "mode", "constant") == "constant"
     free = []
@@ -387,7 +387,7 @@ def _batch_norm_rows(call: OpCall, ranks: int) -> Iterator[Row]:
 
 
 def _counts(call: OpCall) -> bool:
-    """Return whether statistics are those of this batch."""
+    # Whether statistics are those of this batch
     counts: bool = (
         call.get(5, "use_input_stats", True)
         if call.func is F.instance_norm

@@ -60,7 +60,6 @@ _PLACES = {
 
 
 def _dims(call: OpCall) -> set[int]:
-    """Return the dims that are reduced."""
     ndim = len(call.operands[0].shape)
     given = call.get(_PLACES.get(call.func.__name__, (1, 2))[0], "dim", call.kwargs.get("axis"))
     if given is None or isinstance(given, torch.dtype | bool):
@@ -70,7 +69,7 @@ def _dims(call: OpCall) -> set[int]:
 
 
 def _kept_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    """Yield splits of the dims that are not reduced."""
+    # Yield splits of the dims that are not reduced
     reduced, ndim = _dims(call), len(call.operands[0].shape)
     stay = [dim for dim in range(ndim) if dim not in reduced]
     keepdim = bool(call.get(_PLACES.get(call.func.__name__, (1, 2))[1], "keepdim", False))
@@ -80,7 +79,7 @@ def _kept_rows(call: OpCall, ranks: int) -> Iterator[Row]:
 
 
 def _sum_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    """Yield splits of all dims; one that is reduced leaves a Partial result."""
+    # Yield splits of all dims; one that is reduced leaves a Partial result
     yield from _kept_rows(call, ranks)
     x = call.operands[0]
     for dim in _dims(call):
@@ -90,7 +89,7 @@ def _sum_rows(call: OpCall, ranks: int) -> Iterator[Row]:
 
 
 def _run_mean(placed: Placed) -> Tensor:
-    """Return the mean of the local elements, as a summand of the mean of all."""
+    # The mean of the local elements, as a summand of the mean of all
     ranks = math.prod(placed.ranks_along(0, dim) for dim in _dims(placed.call))
     mean: Tensor = placed.call.func(*placed.args, **placed.kwargs)
     return mean / ranks if ranks > 1 else mean
@@ -100,7 +99,7 @@ _SECOND = {"topk", "kthvalue"}  # their dim is the third argument
 
 
 def _along_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    """Yield rows of functions that read one dim and keep all."""
+    # Yield rows of functions that read one dim and keep all
     ndim, name = len(call.operands[0].shape), call.func.__name__
     along = call.get(2 if name in _SECOND else 1, "dim", call.kwargs.get("axis"))
     if along is None:  # the defaults of softmax (torch.nn.functional) and of sort
@@ -110,7 +109,7 @@ def _along_rows(call: OpCall, ranks: int) -> Iterator[Row]:
 
 
 def _extremum_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    """Yield rows of an extremum along one dim, of all elements, or of two tensors."""
+    # Yield rows of an extremum along one dim, of all elements, or of two tensors
     if len(call.operands) == 2:
         yield from elementwise_rows(call, ranks)
     elif isinstance(call.get(1, "dim", call.kwargs.get("axis")), int):
@@ -118,7 +117,7 @@ def _extremum_rows(call: OpCall, ranks: int) -> Iterator[Row]:
 
 
 def _similarity_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    """Yield splits of the dims that stay; the one of the vectors is gone in the result."""
+    # Yield splits of the dims that stay; the one of the vectors is gone in the result
     ndim = max(len(operand.shape) for operand in call.operands)
     along = positive(call.get(2, "dim", 1), ndim)
     for row in elementwise_rows(call, ranks):
@@ -128,7 +127,7 @@ def _similarity_rows(call: OpCall, ranks: int) -> Iterator[Row]:
 
 
 def _gated_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    """Yield rows of a gate: two halves along one dim, each of which must be cut."""
+    # Yield rows of a gate: two halves along one dim, each of which must be cut
     x = call.operands[0]
     along = positive(call.get(1, "dim", -1), len(x.shape))
     for dim, size in enumerate(x.shape):
@@ -188,7 +187,7 @@ register(GROUP_NORM, (F.group_norm,))
 
 
 def _norm_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    """Yield splits of rows; and of features, with the weights."""
+    # Yield splits of rows; and of features, with the weights
     x, shape = call.operands[0], call.get(1, "normalized_shape")
     yield from dim_rows(call, ranks, range(len(x.shape) - len(shape)))
     last = len(x.shape) - 1
@@ -199,7 +198,7 @@ def _norm_rows(call: OpCall, ranks: int) -> Iterator[Row]:
 
 
 def _run_norm(placed: Placed) -> Tensor:
-    """Normalize; features that are split need sums over ranks."""
+    # Normalize; features that are split need sums over ranks
     last = len(placed.inputs[0].shape) - 1
     if placed.ranks_along(0, last) == 1:
         result: Tensor = placed.call.func(*placed.args, **placed.kwargs)
@@ -281,14 +280,14 @@ _AT = {  # where the reduction stands among the arguments
 
 
 def _loss_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    """Yield the split of each dim; a sum or a mean over it is Partial."""
+    # Yield the split of each dim; a sum or a mean over it is Partial
     reduction = call.get(_AT[call.func], "reduction")
     for row in elementwise_rows(call, ranks) if reduction is not None else ():
         yield row if reduction == _NONE else row._replace(outputs=(PARTIAL,))
 
 
 def _run_loss(placed: Placed) -> Tensor:
-    """Return the mean of the local elements, as a summand of the mean of all."""
+    # The mean of the local elements, as a summand of the mean of all
     loss: Tensor = placed.call.func(*placed.args, **placed.kwargs)
     if placed.call.get(_AT[placed.call.func], "reduction") != _MEAN:
         return loss
@@ -302,7 +301,7 @@ register(ELEMENT_LOSS, _AT)
 
 
 def _cross_entropy_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    """Yield splits of logits (sample, class) by class or by sample; plain class indices only."""
+    # Yield splits of logits (sample, class) by class or by sample; plain class indices only
     logits, target = call.get(0, "input"), call.get(1, "target")
     plain = call.get(2, "weight") is None and not call.get(7, "label_smoothing", 0.0)
     if not plain or call.get(3, "size_average") is not None or call.get(5, "reduce") is not None:
@@ -347,7 +346,7 @@ def _run_cross_entropy(placed: Placed) -> Tensor:
 
 
 def _losses_by_class(placed: Placed, target: Tensor) -> Tensor:
-    """Return the loss of each sample (sample,) of logits whose classes are split."""
+    # The loss of each sample (sample,) of logits whose classes are split
     logits: Tensor = placed.get(0, "input")
     # 1: the largest logit, so that exp does not overflow
     logits = logits.float() if logits.dtype.itemsize < 4 else logits

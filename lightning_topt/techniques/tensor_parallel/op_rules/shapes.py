@@ -65,7 +65,7 @@ def groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list
 
 
 def _new_shape(call: OpCall) -> tuple[int, ...]:
-    """Return the full shape that a reshape makes."""
+    # The full shape that a reshape makes
     shape = call.operands[0].shape
     name = call.func.__name__
     if name in ("view", "reshape"):
@@ -92,7 +92,7 @@ def _new_shape(call: OpCall) -> tuple[int, ...]:
 
 
 def _reshape_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    """Yield splits that go on in the dim of the new shape in which pieces are as coarse."""
+    # Yield splits that go on in the dim of the new shape in which pieces are as coarse
     x = call.operands[0]
     if len(call.args) > 1 and isinstance(call.args[1], torch.dtype):
         return
@@ -129,7 +129,7 @@ def _goes_on(
     new_dims: Sequence[int],
     ranks: int,
 ) -> Shard | None:
-    """Return the shard of a new dim that holds the same elements as one of `dim`; None without."""
+    # The shard of a new dim that holds the same elements as one of `dim`; None without
     # into how many parts the run is divided, each of which is cut for the ranks
     coarse = parts * math.prod(old[d] for d in old_dims if d < dim)
     # the dim after `before` elements of the run: the last that can be cut there
@@ -153,7 +153,7 @@ def _run_reshape(placed: Placed) -> Tensor:
 
 
 def _order(call: OpCall) -> tuple[int, ...]:
-    """Return which dim of the argument each dim of the result is."""
+    # Which dim of the argument each dim of the result is
     ndim = len(call.operands[0].shape)
     # a tensor of size 1 whose strides number the dims: the result shows where they went
     labels = torch.empty_strided((1,) * ndim, tuple(range(ndim)), device="meta")
@@ -168,7 +168,7 @@ def _permute_rows(call: OpCall, ranks: int) -> Iterator[Row]:
 
 
 def _gone(call: OpCall) -> set[int]:
-    """Return the dims that a squeeze removes."""
+    # The dims that a squeeze removes
     shape = call.operands[0].shape
     dims = call.get(1, "dim", [*range(len(shape))])
     given = {positive(d, len(shape)) for d in ([dims] if isinstance(dims, int) else dims)}
@@ -188,7 +188,7 @@ def _squeeze_rows(call: OpCall, ranks: int) -> Iterator[Row]:
 
 
 def _run_squeeze(placed: Placed) -> Tensor:
-    """Squeeze the dims of the full tensor: others may have size 1 on this rank only."""
+    # Squeeze the dims of the full tensor: others may have size 1 on this rank only
     if not placed.call.func.__name__.startswith("squeeze"):
         result: Tensor = placed.call.func(*placed.args, **placed.kwargs)
         return result
@@ -224,7 +224,7 @@ def _repeat_interleave_rows(call: OpCall, ranks: int) -> Iterator[Row]:
 
 
 def _repeat_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    """Yield splits; each copy of a split dim is a part of the result."""
+    # Yield splits; each copy of a split dim is a part of the result
     x = call.operands[0]
     sizes = sizes_of(call)
     new = len(sizes) - len(x.shape)
@@ -238,7 +238,7 @@ def _repeat_rows(call: OpCall, ranks: int) -> Iterator[Row]:
 
 
 def _moved_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    """Yield splits of dims that are not rolled or flipped."""
+    # Yield splits of dims that are not rolled or flipped
     ndim, dims = len(call.operands[0].shape), call.get(2, "dims")
     if call.func.__name__ == "flip":  # dims as a sequence or as several numbers
         dims = call.kwargs["dims"] if "dims" in call.kwargs else call.args[1:]
@@ -313,7 +313,7 @@ def _stack_rows(call: OpCall, ranks: int) -> Iterator[Row]:
 
 
 def _lengths(call: OpCall) -> tuple[int, list[int]]:
-    """Return the dim, and the sizes of the pieces."""
+    # The dim, and the sizes of the pieces
     shape, name = call.operands[0].shape, call.func.__name__
     dim = positive(call.get(2, "dim", 0), len(shape))
     # one size for all pieces, or a list of sizes
@@ -332,7 +332,7 @@ def _lengths(call: OpCall) -> tuple[int, list[int]]:
 
 
 def _split_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    """Yield splits; pieces of full parts of the dim stay split."""
+    # Yield splits; pieces of full parts of the dim stay split
     x = call.operands[0]
     along, lengths = _lengths(call)
     for dim, size in enumerate(x.shape):
@@ -417,7 +417,7 @@ def _kept_dims(items: Sequence[object], shape: Sequence[int]) -> dict[int, int]:
 
 
 def _getitem_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    """Yield splits of dims that are taken in full; indices are replicated."""
+    # Yield splits of dims that are taken in full; indices are replicated
     x, items = call.operands[0], _items(call.args[1], len(call.operands[0].shape))
     if items is None or any(operand.place in call.masks for operand in call.operands[1:]):
         return  # the shape of what a mask picks is not known
@@ -425,7 +425,7 @@ def _getitem_rows(call: OpCall, ranks: int) -> Iterator[Row]:
 
 
 def _setitem_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    """Yield splits of dims that are written in full, with the new value cut alike."""
+    # Yield splits of dims that are written in full, with the new value cut alike
     x, index, value = call.operands[0], call.args[1], call.args[2]
     items = _items(index, len(x.shape))
     indices = [operand for operand in call.operands[1:] if operand is not value]
@@ -445,7 +445,7 @@ def _setitem_rows(call: OpCall, ranks: int) -> Iterator[Row]:
 
 
 def _run_item(placed: Placed) -> Any:
-    """Index the local tensor; a slice of all of a dim is all of its local dim too."""
+    # Index the local tensor; a slice of all of a dim is all of its local dim too
     x, index, *value = placed.args
     shape = placed.inputs[0].shape
     # 0:size of a split dim would go beyond the local tensor
@@ -465,7 +465,7 @@ def _run_item(placed: Placed) -> Any:
 
 
 def _select_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    """Yield splits of the dims that are not indexed."""
+    # Yield splits of the dims that are not indexed
     ndim = len(call.operands[0].shape)
     along = positive(call.get(1, "dim"), ndim)
     is_removed = call.func.__name__ == "select"
@@ -474,7 +474,7 @@ def _select_rows(call: OpCall, ranks: int) -> Iterator[Row]:
 
 
 def _gather_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    """Yield splits where indices, and what is written, are as large as the tensor in the dim."""
+    # Yield splits where indices, and what is written, are as large as the tensor in the dim
     x = call.operands[0]
     name = call.func.__name__
     given = call.get(2, "dim") if name == "take_along_dim" else call.get(1, "dim")
@@ -491,7 +491,7 @@ def _gather_rows(call: OpCall, ranks: int) -> Iterator[Row]:
 
 
 def _index_add_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    """Yield splits; indices are a vector, and what is written has the dims of the tensor."""
+    # Yield splits; indices are a vector, and what is written has the dims of the tensor
     x, added = call.operands[0], call.get(3, "source")
     source = [added] if isinstance(added, Operand) else []
     along = positive(call.get(1, "dim"), len(x.shape))

@@ -37,16 +37,6 @@ def test_an_exception_is_a_line_with_what_was_known(report: Report) -> None:
     assert "- part: fails: RuntimeError: out of memory | here" in summary.splitlines()
 
 
-def test_the_summary_has_medians_and_leaves_out_lines_cut_short(report: Report) -> None:
-    for measured in (1.0, 2.0, 4.0):
-        report.row("x", predicted_step_seconds=2.0, measured_step_seconds=measured)
-    with report.path.open("a") as file:
-        file.write('{"part": "part", "ki')
-    summary = summarize(read_lines(report.path))
-    assert "| part | step_seconds | 3 | 1.000 | 0.500 | 2.000 |" in summary
-    assert summary.endswith("## Failures: 0\n\n") or "Failures: 0" in summary
-
-
 def test_a_part_that_does_not_end_is_ended_and_the_next_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,9 +15,7 @@ from benchmarks.prediction.repeated_blocks import repeat_blocks
 from benchmarks.prediction.run_prices import (
     RunPrices,
     captured_step,
-    cluster_for,
     cluster_named,
-    completed,
     difference_of,
     fit_runs,
     sizes_of,
@@ -32,7 +30,6 @@ from benchmarks.prediction.training_runs import (
     model_named,
     read_run_file,
 )
-from benchmarks.prediction.transformer import takes_fused_softmax
 from hydra_plugins.lightning_topt_searchpath import conf_dir
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import roofline_seconds
@@ -231,19 +228,6 @@ def test_repeated_blocks_are_the_model_of_that_depth(tensor):
         )
 
 
-def test_a_row_costs_what_its_stages_cost():
-    costs = RunPrices(cluster("a100_8x8"))
-    priced = costs.price(SMALL)
-    assert priced.step_seconds == costs.step_seconds(SMALL)
-    assert sum(priced.seconds.values()) == pytest.approx(priced.step_seconds)
-    deeper = costs.price(changed(SMALL, layers=8))
-    assert deeper.step_seconds > 1.3 * priced.step_seconds and deeper.peak_bytes > priced.peak_bytes
-    more = costs.price(changed(SMALL, batch=80))
-    assert more.step_seconds > 5 * priced.step_seconds and more.peak_bytes == pytest.approx(
-        priced.peak_bytes, rel=0.01
-    )
-
-
 def test_recomputation_takes_time_and_saves_memory():
     """What is between nothing and everything lies there."""
     costs = RunPrices(cluster("a100_8x8"))
@@ -263,53 +247,6 @@ def test_recomputation_takes_time_and_saves_memory():
         RunsAgain.named("some")
 
 
-def test_tensor_groups_pay_for_their_sums():
-    whole = changed(SMALL, pipeline=1, data=1, tensor=1, gpus=1)
-    slow = cluster("a100_8x8")
-    slow = replace(slow, intra=replace(slow.intra, latency_seconds=1.0))
-    split = RunPrices(slow).step_seconds(changed(whole, tensor=2, gpus=2))
-    # a microbatch: 4 sums of a layer and 1 of either end, 3 of the loss, each 2 x 1 s of latency
-    assert split == pytest.approx(
-        4 * 2 * (4 * 4 + 2 + 3) + RunPrices(slow).step_seconds(whole), rel=0.05
-    )
-
-
-def test_fused_softmax_where_megatron_has_it():
-    assert takes_fused_softmax(samples=2, heads=2, sequence=1024)
-    assert not takes_fused_softmax(samples=1, heads=2, sequence=1024)
-    assert not takes_fused_softmax(samples=1, heads=4, sequence=16)
-    fused, plain = (
-        captured_step(replace(sizes_of(SMALL, layers=3), fused=fused)).graph
-        for fused in (True, False)
-    )
-    assert sum(len(op.forward) for op in plain.ops) > sum(len(op.forward) for op in fused.ops)
-
-
-def test_more_nodes_where_rows_need_them():
-    row = changed(SMALL, data=64, batch=256, gpus=128)
-    assert cluster_for([row], cluster("a100_8x8")).num_nodes == 16
-    assert cluster_for([row], cluster()) == cluster()
-    with pytest.raises(ValueError, match="network between nodes"):
-        cluster_for([row], cluster("local_cpu"))
-    with pytest.raises(ValueError, match="num_nodes: 16"):
-        RunPrices(cluster("a100_8x8")).price(row)
-
-
-def test_columns_in_any_order_and_more_of_them(tmp_path):
-    lines = [["x", *reversed(line)] for line in LINES]
-    path = write(tmp_path / "runs.csv", lines, ["comment", *reversed(HEADER)])
-    file = read_run_file(path)
-    assert [row.gpus for row in file.runs] == [4, 4, 4, 8] and file.runs[
-        0
-    ].seconds == pytest.approx(0.760096736)
-    file.save(tmp_path / "out.csv", {"predicted_seconds": [1.0, 2.0, 3.0, 4.0]})
-    assert (tmp_path / "out.csv").read_text().splitlines()[1].endswith("4,1")
-    untimed = read_run_file(
-        write(tmp_path / "untimed.csv", [line[:-1] for line in LINES], HEADER[:-1])
-    )
-    assert [row.seconds for row in untimed.runs] == [None] * 4
-
-
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -323,25 +260,6 @@ def test_rows_that_no_run_can_have(tmp_path, predict, changes, sentence):
     path = write(tmp_path / "runs.csv", [LINES[1], line])
     code, output = predict(path, "--cluster", "a100_64x8")
     assert code == 2 and sentence in output and "line 3" in output and "Traceback" not in output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["runs"], "say for which machines"),
-        (["runs", "--cluster", "nowhere"], "'nowhere' is not known"),
-        (["foreign", "--cluster", "a100_64x8"], "lacks the columns"),
-        (["runs", "--cluster-file", "runs"], "cannot read the cluster"),
-    ],
-)
-def test_one_sentence_for_what_cannot_be(tmp_path, predict, arguments, sentence):
-    paths = {
-        "runs": write(tmp_path / "runs.csv"),
-        "missing": tmp_path / "missing.csv",
-        "foreign": write(tmp_path / "foreign.csv", [[1, 2]], ["epoch", "loss"]),
-    }
-    code, output = predict(*(paths.get(argument, argument) for argument in arguments))
-    assert code == 2 and sentence in output and "Traceback" not in output
 
 
 # ---- published tables
@@ -381,62 +299,6 @@ def test_sequence_parallelism_saves_memory_between_products():
         replace(run, sequence=1022, sequence_parallel=True)
 
 
-def test_interleaving_shrinks_the_bubble():
-    row = changed(SMALL, layers=8, data=1, batch=8, gpus=2)
-    costs = RunPrices(cluster("a100_8x8"))
-    plain, interleaved = costs.price(row), costs.price(replace(row, stages_per_rank=4))
-    assert interleaved.seconds["pipeline"] < plain.seconds["pipeline"]
-
-
-def test_shards_over_more_ranks_take_less_memory():
-    model = ModelSizes("llama", 512, 4, 8, 2, 1536, 32_000)
-    run = TrainingRun(8, 32, 4, 512, model, data=8)
-    costs = RunPrices(cluster("h100_2x8"))
-    levels = [costs.price(replace(run, level=level)) for level in (0, 1, 2, 3)]
-    peaks = [each.peak_bytes for each in levels]
-    assert peaks[0] > peaks[1] > peaks[3]
-    wide = costs.price(replace(run, level=3, data=16, gpus=16, batch=64))
-    assert wide.peak_bytes < peaks[3]
-    hybrid = costs.price(replace(run, level=3, data=16, gpus=16, batch=64, hybrid=True))
-    assert hybrid.peak_bytes == pytest.approx(peaks[3], rel=0.02)
-
-
-def test_ranks_that_share_a_sample():
-    model = ModelSizes("llama", 512, 4, 8, 2, 1536, 32_000)
-    run = TrainingRun(8, 8, 1, 4096, model, data=8, level=3)
-    costs = RunPrices(cluster("h100_2x8"))
-    whole = costs.price(run)
-    shared = costs.price(replace(run, data=2, context=4, batch=2))
-    assert shared.peak_bytes < 0.6 * whole.peak_bytes and shared.step_seconds < whole.step_seconds
-
-
-def test_errors_of_times_and_of_memory(tmp_path, predict):
-    path = tmp_path / "runs.csv"
-    path.write_text(
-        "model,gpus,tp,pp,dp,seq,mbs,gbs,sharding,step_seconds,memory_gib\n"
-        "mpt-1b,8,1,1,8,2048,4,32,FULL_SHARD,0.2,20\n"
-    )
-    code, output = predict(path, "--cluster", "h100_2x8")
-    assert code == 0 and "Against the times in the file: mean error" in output
-    assert "Against the peaks of memory in the file: half of 1 runs within" in output
-    assert "1 of 1 measured times are in their intervals" in output
-
-
-def test_other_ways_to_say_it(tmp_path):
-    """Microbatches instead of a batch, remarks in brackets, guesses."""
-    path = tmp_path / "runs.csv"
-    path.write_text(
-        "model,gpus,tp,pp,dp,seq,mbs,ga,sharding,gbs,extras\n"
-        "mpt-1b,16,1,1,16,2048,2?,4,Hybrid_Shard,,float8\n"
-        "llama3_405b,128,8,16,1,8192,1,32,ZeRO-2(not resharded),32,interleaved\n"
-    )
-    hybrid, staged = read_run_file(path).runs
-    assert hybrid.batch == 128 and hybrid.hybrid and hybrid.level == 3 and hybrid.dtype == "float8"
-    assert hybrid.num_microbatches == 4 and staged.num_microbatches == 32
-    # 126 layers: 64 stages of two, and not 96 of one or two
-    assert staged.level == 2 and staged.stages_per_rank == 4 and staged.sequence_parallel
-
-
 def test_models_that_are_known_and_not():
     assert model_named("gpt-8192-48-64").parameters == pytest.approx(39.1e9, rel=0.02)
     assert model_named("llama3_70b").parameters == pytest.approx(70.6e9, rel=0.02)
@@ -446,21 +308,6 @@ def test_models_that_are_known_and_not():
     with pytest.raises(ValueError, match="is not known: write one of"):
         cluster_named("../x")
     assert {*SIZES} == {"hidden", "heads", "layers"} and "gpus" in COLUMNS
-
-
-def test_rows_that_do_not_say_what_they_recompute(tmp_path, predict):
-    """All of a file recompute where one of them would not fit otherwise."""
-    wide = [64, 256, 16, 8192, 64, 24, 2048, 8, 4, 2, 1.0]
-    runs = read_run_file(write(tmp_path / "runs.csv", [LINES[0], wide])).runs
-    machines = {"": cluster()}
-    assert [run.recompute for run in runs] == [None, None]
-    assert all(run.recompute == RunsAgain(1.0) for run in completed(runs, machines))
-    assert completed(runs[:1], machines)[0].recompute == RunsAgain()
-    # those that say it keep it
-    said = [replace(runs[0], recompute=RunsAgain()), runs[1]]
-    assert [run.recompute.layers for run in completed(said, machines)] == [0.0, 1.0]
-    code, output = predict(tmp_path / "runs.csv", "--cluster", "a100_64x8")
-    assert code == 0 and "2 rows of runs.csv do not say what they recompute: everything" in output
 
 
 LLAMA = TrainingRun(
@@ -533,17 +380,6 @@ def test_activations_wait_in_the_host(changes):
     passes = run.num_microbatches + run.pipeline - 1
     assert slow[1] - slow[0] == pytest.approx(passes * 2 * layers * layer / 1e3)
     assert slow[1] == pytest.approx(2 * slow[0], rel=1e-3)
-
-
-def test_rows_that_are_predicted_only(tmp_path, predict):
-    header = [*HEADER[:-1], "arch", "sequence parallel", "tensor overlap", "offload"]
-    line = [8, 8, 1, 64, 4, 6, 64, 4, 2, 1, "llama", "yes", "yes", "yes"]
-    path, out = write(tmp_path / "runs.csv", [line], header), tmp_path / "out.csv"
-    code, output = predict(path, "--cluster", "h100_2x8", "--out", out)
-    assert code == 0 and "Predicted only, nothing here runs it: exchanges" in output
-    assert "activations in the memory of the host" in output
-    (row,) = csv.DictReader(out.open())
-    assert "offloading" in row["outside"] and "tensor overlap" in row["outside"]
 
 
 def test_errors_of_the_shipped_constants_are_those_of_the_results():

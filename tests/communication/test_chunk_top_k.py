@@ -12,8 +12,6 @@ from lightning_topt.communication.selection.chunk_top_k import (
     _take_on_device,
     take_chunk_top_k,
 )
-from lightning_topt.communication.selection.kernels import count_reaching, find_threshold
-from lightning_topt.communication.selection.lanes import INFINITY_BITS
 
 
 def _twin(added, residual, chunks, decay, scale):
@@ -99,21 +97,3 @@ def test_a_sum_that_overflows_is_an_error():
     chunks = Chunks.of_density(64, chunk=64, density=0.1)
     with pytest.raises(NonFiniteError):
         take_chunk_top_k(torch.full((64,), 3e38), torch.full((64,), 3e38), chunks)
-
-
-@pytest.mark.parametrize("guess", [0, 1, 0x3F800000, INFINITY_BITS - 1])
-@pytest.mark.parametrize("kind", ["normal", "ties", "heavy"])
-def test_every_rank_is_found(kind, guess):
-    values = _numbers(150, kind, 4)
-    bits = values.view(np.int32)
-    order = np.sort(np.abs(values))[::-1]
-    for k in range(1, 151):
-        threshold, reaching = find_threshold(values, bits, 0, 150, k, guess)
-        assert (
-            reaching
-            == count_reaching(values, bits, 0, 150, threshold)
-            == (bits & 0x7FFFFFFF >= threshold).sum()
-        )
-        assert reaching >= k and (
-            reaching == k or order[k - 1] == np.int32(threshold).view(np.float32)
-        )

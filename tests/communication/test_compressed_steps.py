@@ -260,13 +260,6 @@ def test_shards_of_a_residual_are_found_again():
     assert run_on_pool(_shards_resumed, 4) == [True] * 4
 
 
-def test_ranks_of_a_node_join_where_there_are_several_nodes():
-    several, one, single = Topology(2, 2, 0), Topology(1, 4, 0), Topology(4, 1, 0)
-    for method in (SparseLoCo(), QuantizedSteps()):
-        assert [method.joins_nodes(t) for t in (several, one, single)] == [True, False, False]
-    assert not LocalSteps().joins_nodes(several)
-
-
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [

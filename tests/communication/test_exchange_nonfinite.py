@@ -91,31 +91,6 @@ def test_nonfinite_skips(shape, exempt_is_bad):
     run_on_pool(skips, shape[0] * shape[1], shape, exempt_is_bad)
 
 
-def put_back(rank: int, values: dict[str, Any]) -> None:
-    ddp, exchange = wrap(TopK(density=0.05, **values))
-    list(train(ddp, rank=rank, steps=range(3)))
-    before = residuals(exchange)
-    ddp.zero_grad()
-    loss_of(ddp, rank, 3).backward()
-    exchange.step_skipped()
-    exchange.step_skipped()
-    plain = make_model()
-    plain.load_state_dict(ddp.module.state_dict())
-    loss_of(plain, rank, 3).backward()
-    for name, value in residuals(exchange).items():
-        parameter = plain.get_parameter(name)
-        if parameter.dim() > 1:
-            torch.testing.assert_close(
-                value, before[name] + parameter.grad.view(-1), rtol=1e-5, atol=1e-7
-            )
-    exchange.close()
-
-
-@pytest.mark.parametrize("values", [{}, {"value_dtype": "float16"}, {"bits": 2}])
-def test_step_skipped_puts_back(values):
-    run_on_pool(put_back, 2, values)
-
-
 def nothing_lost(rank: int, values: dict[str, Any]) -> None:
     """What is applied and what is held back add up to all gradients, also where values are
     rounded.

@@ -35,13 +35,6 @@ from tests.launch import run_on_pool, run_ranks
 FREE = [BF16(), FP16(), Dense(hierarchical=False)]
 
 
-@pytest.mark.parametrize(
-    "call", [lambda t: t.tolist(), lambda t: t[0].item(), lambda t: bool(t[0]), torch.nonzero]
-)
-def test_waits_are_seen(call: Any) -> None:
-    assert waits_of(lambda: call(torch.ones(3)))
-
-
 def waits_in_stages(rank: int, method: GradientMethod) -> tuple[dict[str, int], dict[str, int]]:
     """In steady steps of two buckets: waits of their stages, and of the end of a step."""
     bucket.HOST_DEVICES = ()

@@ -8,7 +8,6 @@ import time
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lightning_topt.communication import LocalSteps, OuterSteps
@@ -95,24 +94,6 @@ def test_equals_the_slow_twin(options):
         for name in SHAPES:
             assert torch.equal(parameters[name], results[0][0][name])
             np.testing.assert_allclose(parameters[name], theta[name].detach(), atol=2e-6)
-
-
-def test_one_local_step_without_outer_optimizer_is_parameter_averaging():
-    results = run_on_pool(
-        _train, WORLD_SIZE, {"every": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
-    )
-    parameters = _initial(seed=0)
-    for step in range(STEPS):
-        replicas = [
-            {name: value.clone() for name, value in parameters.items()} for _ in range(WORLD_SIZE)
-        ]
-        for rank, replica in enumerate(replicas):
-            _local_step(replica, rank, step)
-        parameters = {
-            name: torch.stack([replica[name] for replica in replicas]).mean(0) for name in SHAPES
-        }
-    for name in SHAPES:
-        torch.testing.assert_close(results[1][0][name], parameters[name], rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("value_dtype", ["bfloat16", "float16"])
@@ -263,28 +244,3 @@ def _different(rank):
 
 def test_options_that_differ_between_ranks():
     run_on_pool(_different, 2)
-
-
-def _learn(rank):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    local = OuterSteps(net.named_parameters(), LocalSteps(every=5, outer_momentum=0.5))
-    generator = torch.Generator().manual_seed(rank)
-    losses = []
-    for _ in range(150):
-        x = torch.randn(32, 8, generator=generator)
-        loss = (net(x).squeeze(1) - torch.sin(x[:, 0]) - x[:, 1]).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        local.after_step()
-        losses.append(loss.detach())
-    mean = torch.stack(losses)
-    dist.all_reduce(mean)
-    return mean[:10].mean().item(), mean[-10:].mean().item()
-
-
-def test_it_learns():
-    first, last = run_on_pool(_learn, 2)[0]
-    assert last < 0.5 * first

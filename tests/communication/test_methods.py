@@ -4,7 +4,6 @@ method is added to METHODS.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 
 import pytest
@@ -277,27 +276,3 @@ def test_trains_under_ddp_with_several_buckets(name, world_size):
     assert after < 0.6 * before
     least, most = WHOLE.get(name, (0, 0.8))
     assert least <= share <= most
-
-
-def _continued(rank, method):
-    """In one bucket, so that a new DDP cuts its first as an old one does."""
-    ddp, exchange = wrap(made(method), bucket_cap_mb=25)
-    for _ in train(ddp, rank=rank, steps=range(5)):
-        pass
-    state = [exchange.state_dict()]
-    dist.broadcast_object_list(state)
-    resumed, second = wrap(made(method), model=copy.deepcopy(ddp.module), bucket_cap_mb=25)
-    second.load_state_dict(state[0])
-    for ours, theirs in zip(
-        train(ddp, rank=rank, steps=range(5, 9)),
-        train(resumed, rank=rank, steps=range(5, 9)),
-        strict=True,
-    ):
-        _same([ours], [theirs], tolerance=1e-6)
-    exchange.close()
-    second.close()
-
-
-@pytest.mark.parametrize("name", sorted(set(ALL) - {"demo"}))  # which rounds per bucket
-def test_checkpoint_under_ddp_continues_alike(name):
-    run_on_pool(_continued, 2, name)

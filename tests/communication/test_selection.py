@@ -11,13 +11,10 @@ from lightning_topt.basics.jit import compiled
 from lightning_topt.communication.selection import (
     NonFiniteError,
     feedback_top_k,
-    kernels,
     top_k,
-    warm_up,
 )
 from lightning_topt.communication.selection.vector_top_k import (
     _feedback_torch,
-    first_largest,
     mstopk_indices,
 )
 
@@ -170,21 +167,6 @@ def test_bisection_gives_exactly_k_and_nearly_the_largest(rounds, recall):
     assert found.unique().numel() == 1000
     shared = np.intersect1d(found.numpy(), slow_indices(x, 1000).numpy())
     assert len(shared) >= recall * 1000
-
-
-def test_first_largest_prefers_the_first():
-    assert first_largest(torch.tensor([1.0, 3.0, 2.0, 2.0, 2.0]), 3).tolist() == [1, 2, 3]
-
-
-def test_warm_up_compiles_everything_without_the_interpreters_lock():
-    warm_up()
-    for kernel in (
-        kernels.collect,
-        kernels.collect_sum,
-        kernels.take,
-        kernels.zero_at,
-    ):
-        assert kernel.signatures and kernel.targetoptions["nogil"]
 
 
 def test_kernels_compile_where_no_cache_can_be_written(monkeypatch):

@@ -13,7 +13,6 @@ from lightning_topt.costs import calibrate as calibrations
 from lightning_topt.costs import timers
 from lightning_topt.costs.calibrate import (
     USUAL_COLLECTIVES,
-    WatchedPart,
     calibrate,
     fastest,
     measure_kernels,
@@ -29,11 +28,8 @@ from lightning_topt.costs.communication import (
 )
 from lightning_topt.costs.measuring import usable_memory_bytes
 from lightning_topt.costs.timers import (
-    SIZES,
-    CollectiveTimer,
     WaitTimer,
     collective_timers,
-    curve,
     fit_link,
     process_groups,
 )
@@ -144,15 +140,6 @@ def usable_on_rank(rank):
 def test_ranks_may_use_what_is_free_where_least_is():
     """What torch keeps is free for it, what others hold is not; all ranks have one figure."""
     assert run_ranks(usable_on_rank, 2) == [72, 72]
-
-
-def test_a_curve_never_falls():
-    assert curve({1e3: 1.0, 1e6: 4.0, 1e4: 2.0}).seconds == (1.0, 2.0, 4.0)
-    falling = curve({1e3: 1.0, 1e4: 4.0, 1e5: 1.0, 1e6: 9.0})
-    assert falling.sizes == (1e3, 1e4, 1e5, 1e6) and falling.seconds == pytest.approx(
-        (1.0, 2.0, 2.0, 9.0)
-    )
-    assert curve({1.0: 8.0, 2.0: 2.0, 3.0: 0.5}).seconds == pytest.approx((2.0, 2.0, 2.0))
 
 
 def late_on_rank(rank):
@@ -284,44 +271,6 @@ def test_repeating_is_bounded_by_rounds_and_by_time():
     assert fastest(repeat_parts({"a": part(*never)}, seconds_left=lambda: -1.0)["a"]) == {"t": 0.5}
 
 
-class Shares:
-    """In place of `CoreWait`: the share of each round, one after the other."""
-
-    def __init__(self, *shares):
-        self.left = list(shares)
-
-    def __call__(self, *, threads):
-        return self
-
-    def share(self):
-        return self.left.pop(0)
-
-
-def watched(monkeypatch, *shares):
-    """A part whose times are always the same, and how long ranks had no core in its rounds."""
-    monkeypatch.setattr(calibrations, "CoreWait", Shares(*shares))
-    monkeypatch.setattr(calibrations, "is_busy", core_wait.is_busy)
-    monkeypatch.setattr(core_wait, "usable_cores", lambda: 64)
-    return WatchedPart(lambda: {"t": 1.0}, ranks=2)
-
-
-@pytest.mark.parametrize(
-    ("shares", "rounds", "busy"),
-    [
-        ((0.05, 0.5), 2, 0.0),  # a quiet round is enough: the fastest counts
-        ((0.5, 0.4, 0.1), 3, 0.0),
-        ((0.9, 0.8, 0.5, 0.7, 0.6), 5, 0.5),
-        ((float("nan"), float("nan")), 2, 0.0),
-    ],
-)
-def test_a_part_is_repeated_until_a_round_is_quiet(monkeypatch, shares, rounds, busy):
-    part = watched(monkeypatch, *shares)
-    found = repeat_parts(
-        {"a": part}, seconds_left=lambda: 1.0, busy=lambda _: bool(part.busy_share)
-    )
-    assert len(found["a"]) == rounds and part.busy_share == busy
-
-
 @linux
 def test_a_calibration_among_other_programs_is_marked(monkeypatch):
     """On every core three of them: at best it has a quarter of the time."""
@@ -330,30 +279,3 @@ def test_a_calibration_among_other_programs_is_marked(monkeypatch):
         cluster = calibrate(budget_seconds=0.3)
     assert cluster.busy_share > core_wait.BUSY_SHARE
     assert Cluster.from_dict(cluster.to_dict()) == cluster
-
-
-def test_opening_connections_takes_no_time_from_a_collective():
-    """Its first call may take longer than all others together; larger messages are timed too."""
-    calls = []
-
-    def make(whole):
-        def call():
-            time.sleep(0.0 if calls else 0.4)
-            calls.append(whole.nbytes)
-
-        return call
-
-    timer = CollectiveTimer(make, elements=3, device=torch.device("cpu"), budget_seconds=0.2)
-    assert [*timer()] == [size // 12 * 12 for size in SIZES]
-
-
-def test_a_device_gets_messages_to_256_mib(monkeypatch):
-    monkeypatch.setattr(timers, "_time_together", lambda call, **_: 1e-6)
-    monkeypatch.setattr(timers, "time_once", lambda call, **_: 1e-6)
-    timer = CollectiveTimer(
-        lambda whole: lambda: None,
-        elements=1,
-        device=torch.device("meta"),
-        budget_seconds=10.0,
-    )
-    assert max(timer()) == 256 << 20

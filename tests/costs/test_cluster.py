@@ -5,8 +5,6 @@ import yaml
 from omegaconf import OmegaConf
 
 from lightning_topt.basics.units import (
-    format_bytes,
-    format_seconds,
     parse_bandwidth,
     parse_bytes,
     parse_flops,
@@ -53,21 +51,6 @@ def test_wrong_sizes(text):
         parse_bytes(text, name="memory_limit")
 
 
-def test_formatting():
-    assert [format_bytes(size) for size in (12, 1536, 1.5 * 2**30, 3 << 30)] == [
-        "12 B",
-        "1.50 KiB",
-        "1.50 GiB",
-        "3.00 GiB",
-    ]
-    assert [format_seconds(value) for value in (2, 1.5, 0.0123, 4e-5)] == [
-        "2 s",
-        "1.5 s",
-        "12.3 ms",
-        "40 us",
-    ]
-
-
 @pytest.mark.parametrize("name", ["local_cpu", "a100_8x8", "h100_2x8", "cloud_25gbe_16x8"])
 def test_shipped_clusters_load_and_round_trip(name, tmp_path):
     path = CONF / f"{name}.yaml"
@@ -77,12 +60,6 @@ def test_shipped_clusters_load_and_round_trip(name, tmp_path):
     assert Cluster.from_dict(OmegaConf.load(path)) == cluster  # as Hydra hands it over
     cluster.save(tmp_path / "copy.yaml")
     assert Cluster.load(tmp_path / "copy.yaml") == cluster
-
-
-def test_data_sheet_numbers():
-    cluster = Cluster.load(CONF / "cloud_25gbe_16x8.yaml")
-    assert cluster.num_devices == 128
-    assert cluster.inter.bandwidth * cluster.devices_per_node == pytest.approx(0.8 * 25e9 / 8)
 
 
 def test_measured_curves_round_trip(tmp_path):

@@ -65,18 +65,6 @@ def test_a_phase_is_that_of_rounds_of_asking(loss: float, tolerance: float) -> N
     assert seconds >= (1 - tolerance) * on_network / path.bandwidth
 
 
-def test_losing_more_is_never_slower() -> None:
-    seconds = [
-        bounded_loss_seconds(PATH, size=1e6, ranks=4, tolerance=t)
-        for t in (0.0, 0.01, 0.03, 0.05, 0.2)
-    ]
-    assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
-    clean = replace(PATH, loss=0.0)
-    assert bounded_loss_seconds(clean, size=1e6, ranks=4, tolerance=0.01) == pytest.approx(
-        1.5 + 2e-3
-    )
-
-
 def test_paths_of_groups() -> None:
     intra, inter = Link(1e-4, 1e7, DatagramPath(1e-4, 0.0, 8e6)), Link(1e-3, 1e6)
     cluster = Cluster("toy", DEVICE, 2, 3, intra, inter)

@@ -248,26 +248,6 @@ def test_memory_of_an_exchange() -> None:
     assert no_memory["forward 0"] == 0 and no_memory["backward 0"] == 2 * 800
 
 
-def test_compiled_kernels_count_where_bytes_beside_tensors_do() -> None:
-    on_cpu = replace(CLUSTER, device=replace(DEVICE, process_bytes=10))
-    graph, configs = one_block(), {"": OpConfig.zero(0)}
-
-    def process(cluster: Cluster, options: GradientMethod | None) -> float:
-        step = TrainingStep(graph, cluster, profile_of(graph), data_mesh(6), 1, exchange=options)
-        return explain(PlanCosts(step), configs).peak_parts["process"]
-
-    assert [process(CLUSTER, options) for options in (None, OPTIONS[0], OPTIONS[5])] == [0, 0, 0]
-    assert [process(on_cpu, options) for options in (None, OPTIONS[5])] == [10, 10]
-    assert process(on_cpu, OPTIONS[0]) == 10 + 2**24
-
-
-def test_by_nodes_a_rank_holds_back_its_shard_only() -> None:
-    flat, by_nodes = (
-        model_of(replace(BASE, hierarchical=h)).work[""].kept_bytes for h in (False, True)
-    )
-    assert flat == 4 * (WEIGHT + BIAS) + 8 * 120 and by_nodes == 2 * (WEIGHT + BIAS) + 8 * 60
-
-
 class Small(L.LightningModule):
     """One block and one bucket: two matrices, a scale and a bias."""
 
@@ -367,16 +347,6 @@ def test_what_ranks_leave_open(
     )
 
 
-@pytest.mark.parametrize("open_method", [BASE, Dense()])
-def test_what_a_plan_leaves_open_costs_what_it_runs_as(open_method: GradientMethod) -> None:
-    graph, decided = one_block(), replace(open_method, hierarchical=True)
-    seconds = [
-        make_exchange_model(method, graph=graph, cluster=CLUSTER, world_size=6).worker_seconds("")
-        for method in (open_method, decided)
-    ]
-    assert seconds[0] == seconds[1] > 0
-
-
 def test_wrong_models_are_refused() -> None:
     graph, given = one_block(), replace(BASE, hierarchical=False)
     profile = profile_of(graph)
@@ -392,16 +362,3 @@ def test_wrong_models_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match="cannot exchange gradients"):
             TrainingStep(graph, CLUSTER, profile, data_mesh(ranks), 1, exchange=options)
-
-
-def test_ranks_beside_tensor_axes() -> None:
-    """Every second rank of nodes of two: none of them share one."""
-    assert [
-        choice.hierarchical
-        for choice in legal_exchanges(BASE, cluster=CLUSTER, world_size=3, stride=2)
-    ] == [False]
-    given = BF16()
-    model = make_exchange_model(given, graph=one_block(), cluster=CLUSTER, world_size=3, stride=2)
-    (block,) = model.graph.blocks
-    beside = make_exchange_model(given, graph=one_block(), cluster=CLUSTER, world_size=3)
-    assert model.worker_seconds(block.name) > beside.worker_seconds(block.name)

@@ -72,16 +72,6 @@ def test_dalys_interval_is_best(between: float, writing: float) -> None:
     assert total(daly_interval(writing, seconds_between=between)) <= 1.001 * best
 
 
-def test_a_run_takes_longer_the_more_devices_may_fail() -> None:
-    failures = Failures(2e-5, restart_seconds=600, checkpoint_bandwidth=1e10)
-    given = {"failures": failures, "checkpoint_bytes": 1e12}
-    times = [run_time(1e6, devices=count, **given) for count in (8, 64, 512)]
-    assert [t.seconds for t in times] == sorted(t.seconds for t in times)
-    assert times[0].step_seconds == 1e6 and 0 < times[0].overhead < times[-1].overhead < 0.2
-    assert times[1].failures == pytest.approx(times[1].seconds * 64 * 2e-5 / 3600)
-    assert times[0].checkpoint_seconds == 100
-
-
 def test_nothing_is_added_without_failures() -> None:
     for failures in (None, Failures(), Failures(restart_seconds=600, checkpoint_bandwidth=1e9)):
         run = run_time(1000, failures=failures, devices=1000, checkpoint_bytes=1e12)

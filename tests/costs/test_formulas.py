@@ -7,15 +7,10 @@ from lightning_topt.costs.communication import Group, estimate_collective_second
 from lightning_topt.costs.compute import (
     CAST_LAUNCHES,
     estimate_kernel_seconds,
-    estimate_kernels_seconds,
     estimate_pass_seconds,
-    host_bound_seconds,
     kernel_dtype,
     kernel_key,
-    overlapped_seconds,
-    product_seconds,
 )
-from lightning_topt.costs.sizes import kernels_bytes
 from lightning_topt.graph.op_graph import Kernel
 from lightning_topt.graph.step_memory import Amount
 
@@ -66,13 +61,6 @@ def test_formulas_by_group(op, group, seconds):
     )
 
 
-def test_a_fast_network_is_bound_inside_the_node():
-    fast = cluster(inter=Link(2.0, 1000.0))
-    assert estimate_collective_seconds(
-        fast, op="all_gather", size=800, group=Group(8)
-    ) == pytest.approx(5 * 1 + 2 * 2 + 7 * 1)
-
-
 @pytest.mark.parametrize("group", [Group(8), Group(16), Group(4, 2), Group(4, 4), Group(8, 2)])
 def test_latency_of_a_ring_is_that_of_messages_passed_on(group):
     """Parts that all ranks pass on at once, a clock each; gloo has no trees."""
@@ -115,15 +103,6 @@ def test_groups_share_a_node_as_rings_followed_hop_by_hop_do(group):
     assert sorted(rank for ring in rings for rank in ring) == list(range(16))
     seconds = estimate_collective_seconds(slow, op="reduce_scatter", size=1000, group=group)
     assert seconds == pytest.approx(network_bytes(rings, 4, size=1000) / (4 * 10.0))
-
-
-@pytest.mark.parametrize("group", [Group(3), Group(2, 4)])
-def test_all_reduce_is_reduce_scatter_and_all_gather(group):
-    whole, *parts = (
-        estimate_collective_seconds(cluster(), op=op, size=77, group=group)
-        for op in ("all_reduce", "reduce_scatter", "all_gather")
-    )
-    assert whole == pytest.approx(sum(parts))
 
 
 def test_a_measurement_beats_the_formula_for_its_group_only():
@@ -174,21 +153,6 @@ def test_a_measurement_scales_with_the_roofline():
     assert double == pytest.approx(9.0 * 4.5 / 2.5)
 
 
-def test_kernels_add_up_with_their_counts():
-    kernels = [kernel(flops=Amount(100, 0), count=3), kernel(traffic=Amount(10, 0))]
-    assert estimate_kernels_seconds(kernels, batch_size=1, device=DEVICE) == 3 * 1.5 + 1.5
-
-
-def test_the_host_issues_kernels_while_the_device_runs():
-    assert host_bound_seconds(3.0, host_seconds=4.0, sharpness=2.0) == pytest.approx(5.0)
-    assert host_bound_seconds(3.0, host_seconds=4.0, sharpness=1.0) == 7.0
-    assert host_bound_seconds(1e-200, host_seconds=2e-200) == pytest.approx(2e-200, rel=0.02)
-    assert host_bound_seconds(0.0, host_seconds=0.0) == 0.0
-    times = [host_bound_seconds(device, host_seconds=1.0) for device in (0.0, 0.5, 1.0, 2.0, 100.0)]
-    assert times == sorted(times) and times[0] == 1.0
-    assert times[-1] == pytest.approx(100.0, rel=1e-6)
-
-
 def test_a_pass_takes_the_slower_of_device_and_host():
     # 6 s in 4 kernels
     kernels = [kernel(flops=Amount(100, 0), count=3), kernel(traffic=Amount(10, 0))]
@@ -219,16 +183,6 @@ def test_a_pass_takes_the_slower_of_device_and_host():
     assert more == pytest.approx(9 * 3000, rel=1e-3)
 
 
-def test_exchanges_beside_products_in_parts():
-    # 8 s of products and 6 s of gathers in 4 parts: 8 s, and the first gather of 1.5 s
-    assert overlapped_seconds(8.0, 6.0, parts=4) == 9.5
-    assert overlapped_seconds(6.0, 8.0, parts=4) == 9.5
-    assert overlapped_seconds(8.0, 6.0, parts=1) == 14.0
-    products = [kernel(flops=Amount(100, 0), count=2), kernel(traffic=Amount(10, 0))]
-    # the 10 bytes of the last one are no product
-    assert product_seconds(products, batch_size=1, device=DEVICE) == 3.0
-
-
 def test_collectives_of_a_pass_are_the_devices_work():
     """The host is ahead of them as of kernels, and issues them."""
     # 6 s in 4 kernels
@@ -242,22 +196,6 @@ def test_collectives_of_a_pass_are_the_devices_work():
     assert seconds() == 12.0
     assert seconds(launch_seconds=30.0) == pytest.approx(180.0, rel=1e-3)
     assert seconds(launch_seconds=0.1) == pytest.approx(12.0, rel=1e-3)
-
-
-def test_products_that_do_not_fill_the_device_are_slower():
-    small = replace(DEVICE, half_rate_flops=100.0)
-    product, sum_ = kernel(flops=Amount(100, 0)), kernel(traffic=Amount(10, 0))
-    assert estimate_kernel_seconds(product, batch_size=1, device=small) == 2.0 + 0.5
-    assert estimate_kernel_seconds(sum_, batch_size=1, device=small) == 1.0 + 0.5
-
-
-def test_kernels_take_their_large_results_anew():
-    small, large = Amount(1000), Amount(0, 1 << 16)
-    kernels = [
-        Kernel("a", {}, Amount(), Amount(), 5, small),
-        Kernel("b", {}, Amount(), Amount(), 3, large),
-    ]
-    assert kernels_bytes(kernels, batch_size=2) == 3 * 2 * (1 << 16)
 
 
 def attention_kernel(positions: int, *, width: int = 128, backward: bool = False) -> Kernel:

@@ -12,7 +12,6 @@ from lightning_topt.costs.cluster import (
     UNKNOWN,
     Accuracy,
     Cluster,
-    ClusterError,
     ErrorFigure,
     sentence_of,
 )
@@ -118,21 +117,6 @@ def test_error_figures():
     )
     with pytest.raises(ValueError, match="at least 1 run"):
         ErrorFigure(0.1, 0.2, 0)
-
-
-def test_a_cluster_file_keeps_its_accuracy(tmp_path):
-    errors = ErrorFigure(0.05, 0.1, 40), ErrorFigure(0.01, 0.02, 8)
-    known = cluster(accuracy=Accuracy(*errors, "rows"))
-    known.save(tmp_path / "c.yaml")
-    assert Cluster.load(tmp_path / "c.yaml") == known
-    assert Cluster.from_dict(cluster().to_dict()) == cluster()
-    data = known.to_dict()
-    data["accuracy"]["seconds"]["median"] = 0.5
-    with pytest.raises(ClusterError, match="median <= p90"):
-        Cluster.from_dict(data)
-    data["accuracy"]["seconds"] = {"median": 0.1}
-    with pytest.raises(ClusterError, match="p90"):
-        Cluster.from_dict(data)
 
 
 def test_a_file_keeps_the_domain(tmp_path):

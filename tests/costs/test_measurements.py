@@ -121,18 +121,6 @@ def test_the_precision_of_float32_is_part_of_the_set_up(part):
     assert after["settings"] != before["settings"]
 
 
-@pytest.mark.parametrize(("refresh", "count"), [(False, 4), (True, 6)])
-def test_a_start_measures_what_data_parallelism_uses_and_topt_calibrate_everything(
-    tmp_path, monkeypatch, refresh, count
-):
-    asked = []
-    monkeypatch.setattr(
-        measurements, "calibrate", lambda **o: asked.append(o["collectives"]) or cluster_of(1)
-    )
-    Measurements.open(directory=tmp_path, refresh=refresh).cluster()
-    assert len(asked[0]) == count
-
-
 def _tell_network_of_a_new_namespace(end):
     new_network = 0x40000000  # CLONE_NEWNET
     end.send(measurements._network() if ctypes.CDLL(None).unshare(new_network) == 0 else None)
@@ -319,20 +307,6 @@ def test_a_busy_machine_changes_nothing_that_was_measured_on_a_quiet_one(tmp_pat
     machine.share = 0.0
     start(tmp_path, refresh=True)
     assert load_entries(tmp_path, again.setup) != quiet
-
-
-def test_kernels_and_updates_are_marked_too(tmp_path, machine, counted):
-    machine.share = 0.4
-    first = everything(tmp_path)
-    (file,) = tmp_path.glob("*.json")
-    entries = json.loads(file.read_text())["entries"]
-    kinds = {name.split()[0] for name, entry in entries.items() if entry["busy"] == 0.4}
-    assert kinds == {"update", "kernel", "graph"}  # `counted` has a calibration of its own
-    measured = len(counted)
-    assert everything(tmp_path) == first and len(counted) == measured
-    machine.share = 0.0
-    everything(tmp_path)
-    assert sorted(counted[measured:]) == ["measure_kernels", "measure_kind", "measure_kind"]
 
 
 def look_on_rank(rank):

@@ -13,7 +13,6 @@ from lightning_topt.costs.cluster import Device
 from lightning_topt.costs.optimizer import (
     measure_update_seconds,
     read_optimizer,
-    update_kinds,
 )
 
 CASES = [
@@ -109,14 +108,6 @@ def test_fake_tensors_tensor_rates_and_schedulers():
         optim.lr_scheduler.StepLR(optimizer, 1)
     profile = read_optimizer([optimizer], named_parameters=model.named_parameters())
     assert profile.state_bytes("weight") == 2 * 4 * 20_000**2 + 4
-
-
-def test_bfloat16_state():
-    model = nn.Linear(8, 8).to(torch.bfloat16)
-    profile = read_optimizer(
-        [optim.AdamW(model.parameters())], named_parameters=model.named_parameters()
-    )
-    assert profile.state_bytes("weight") == 2 * 2 * 64 + 4
 
 
 def test_temporaries_and_traffic():
@@ -229,27 +220,3 @@ def test_a_step_that_communicates_is_not_timed():
     finally:
         dist.destroy_process_group()
     assert seconds == {} and Shared.steps == 0
-
-
-def test_updates_on_cuda_are_timed_on_as_much_as_is_updated_at_once() -> None:
-    """All parameters where kernels take lists of them, else vectors; matrices, whose updates may
-    cost more in larger ones, one by one.
-    """
-    module = nn.Sequential(*(nn.Linear(48, 64) for _ in range(5)))
-    given = {"named_parameters": [*module.named_parameters()]}
-
-    def sizes(optimizer: optim.Optimizer, device_type: str) -> list[tuple[int, int]]:
-        kinds = update_kinds([optimizer], device_type=device_type, **given)
-        return sorted((kind.ndim, kind.numel) for kind in kinds)
-
-    matrix, weights = 48 * 64, module.parameters
-    for optimizer in (optim.AdamW(weights()), optim.AdamW(weights(), fused=True)):
-        assert sizes(optimizer, "cpu") == [(1, 64), (2, matrix)]
-        assert sizes(optimizer, "cuda") == [(1, 5 * (matrix + 64))]
-    for optimizer in (optim.AdamW(weights(), foreach=False), optim.Adafactor(weights())):
-        assert sizes(optimizer, "cuda") == [(1, 5 * 64), (2, matrix)]
-    large = nn.Linear(1 << 12, 1 << 11, device="meta")
-    optimizer, given = optim.AdamW([large.weight]), {"named_parameters": [("w", large.weight)]}
-    for device_type, numel in (("cpu", 1 << 22), ("cuda", 1 << 23)):
-        (kind,) = update_kinds([optimizer], device_type=device_type, **given)
-        assert kind.numel == numel

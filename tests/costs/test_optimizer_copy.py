@@ -264,15 +264,3 @@ def test_parameters_of_unusual_kinds():
     stranger = optim.AdamW([nn.Parameter(torch.ones(2))])
     with pytest.raises(OptimizerError, match="not a parameter of the module"):
         measure_update_seconds([stranger], named_parameters=module.named_parameters(), device=CPU)
-
-
-def test_a_group_per_parameter_costs_one_trial(monkeypatch):
-    import lightning_topt.costs.optimizer as costs
-
-    trials = []
-    probe = costs.probe_group
-    monkeypatch.setattr(costs, "probe_group", lambda *a, **k: (trials.append(1), probe(*a, **k))[1])
-    module = nn.Sequential(*[nn.Linear(3, 3) for _ in range(20)])
-    groups = [{"params": [p], "lr": 0.1 / (i + 1)} for i, p in enumerate(module.parameters())]
-    profile = read_optimizer([optim.AdamW(groups)], named_parameters=module.named_parameters())
-    assert len(profile.updates) == 40 and len(trials) == 2  # of one and of two dims

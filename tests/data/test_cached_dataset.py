@@ -23,7 +23,6 @@ from lightning_topt.data.cache.determinism import (
 from lightning_topt.data.cache.sample_cache import RefusedCacheError, SampleCache
 
 ITEMS = 40
-MEMORY = {"memory_bytes": 1 << 22, "disk_bytes": 0}
 
 
 class Point(NamedTuple):
@@ -104,15 +103,6 @@ def test_samples_are_the_data_sets_own(tmp_path, kind):
         dataset[ITEMS]
 
 
-def test_the_first_samples_of_a_large_batch_are_drawn_twice(tmp_path):
-    data = Data(KINDS["named"], length=600)
-    dataset = cached(data, tmp_path)
-    dataset.__getitems__(range(100))
-    assert data.calls == 100 + 16
-    dataset.__getitems__(range(100, 600))
-    assert data.calls == 600 + 16 + 1  # and the 512th
-
-
 def test_samples_before_one_that_fails_are_kept(tmp_path):
     def make(index):
         if index == 5 and not healed:
@@ -182,18 +172,6 @@ def test_in_a_loader_with_workers(tmp_path, num_workers):
     assert (statistics.misses, statistics.memory_hits) == (ITEMS, 2 * ITEMS)
 
 
-def test_samples_of_different_sizes_are_read_and_counted_once(tmp_path):
-    make = lambda i: torch.full((2 + i % 2,), i)  # noqa: E731
-    dataset = BatchDataset(
-        cached(Data(make), tmp_path, memory_bytes=ITEMS // 2 * 96, disk_bytes=1 << 20)
-    )
-    for done in range(3):
-        same(dataset.__getitems__(range(ITEMS)), [make(i) for i in range(ITEMS)])
-        statistics = dataset.cache.statistics(reset=True)
-        hits = statistics.memory_hits + statistics.disk_hits
-        assert (statistics.misses, hits) == ((0, ITEMS) if done else (ITEMS, 0))
-
-
 @pytest.mark.parametrize("at", [0, 5, 12, 20, 60])
 def test_a_damaged_header_is_found_out_and_the_sample_read_again(tmp_path, at):
     data = Data(KINDS["pair"])
@@ -208,20 +186,6 @@ def test_a_damaged_header_is_found_out_and_the_sample_read_again(tmp_path, at):
     same(collate(other.__getitems__([3, 4, 5])), wanted)
     statistics = other.cache.statistics()
     assert statistics.damaged == 1 and statistics.misses == 1 and data.calls == 2  # drawn twice
-
-
-def test_in_spawned_workers(tmp_path):
-    data = BatchDataset(
-        CachedDataset(
-            Augmented(), SampleCache(tmp_path, fingerprint="f", num_items=ITEMS, **MEMORY)
-        )
-    )
-    options = {"num_workers": 1, "multiprocessing_context": "spawn", "persistent_workers": True}
-    loader = DataLoader(data, 8, collate_fn=collate, **options)
-    for _ in range(2):
-        assert sum(len(batch) for batch in loader) == ITEMS
-    statistics = data.cache.statistics()
-    assert (statistics.misses, statistics.memory_hits) == (ITEMS, ITEMS)
 
 
 def test_changing_a_sample_does_not_change_the_cache(tmp_path):

@@ -31,50 +31,6 @@ def finish(ledger: Ledger, worker: int, *, nbytes: int = 100, now: float = 1e9) 
     ledger.add_idle(worker, ledger.workers[worker])
 
 
-def test_no_further_ahead_than_two_batches_per_worker():
-    ledger = ledger_of("a")
-    for _ in range(10):
-        list(ledger.assignments(0))
-        if 1 in ledger.claims:
-            finish(ledger, 1)
-    assert sorted(ledger.held) == [(0, 0), (0, 1)]
-
-
-def test_a_claim_is_given_to_another_when_it_is_old_and_somebody_waits():
-    ledger = ledger_of("a", "b", timeout_seconds=10)
-    claimed = dict(ledger.assignments(0))
-    slow = next(worker for worker, position in claimed.items() if position == (0, 0))
-    other = 3 - slow
-    for _ in range(3):
-        finish(ledger, other)
-        list(ledger.assignments(9))
-    assert other not in ledger.claims  # two batches per worker are prepared or claimed
-    assert claimed[slow] not in {
-        claim.position for worker, claim in ledger.claims.items() if worker != slow
-    }
-    assert ledger.next_deadline(9) is None and list(ledger.assignments(1000)) == []  # nobody waits
-    ledger.request("b")
-    assert ledger.next_deadline(9) == 10
-    assert list(ledger.assignments(9.9)) == []
-    assert ledger.next_deadline(10) is None  # not again and again while nobody is free to take it
-    assert list(ledger.assignments(10)) == [(other, (0, 0))]
-    assert ledger.next_deadline(11) == 20
-
-
-def test_a_claim_is_old_sooner_where_preparing_is_quick():
-    ledger = ledger_of("a", "b", timeout_seconds=60)
-    list(ledger.assignments(0))
-    ledger.request("a")
-    assert ledger.next_deadline(0) == 60
-    finish(ledger, 2, now=0.5)
-    assert ledger.next_deadline(0.5) == 8 * 0.5
-    for _ in range(2):
-        list(ledger.assignments(1))
-        finish(ledger, 2, now=1.01)
-    assert ledger.next_deadline(1.5) == 2
-    assert list(ledger.assignments(1.99)) == [] and list(ledger.assignments(2)) == [(2, (0, 0))]
-
-
 def test_batches_that_only_a_stopped_job_needs_give_way():
     ledger = ledger_of("a", "b", "stopped", memory_bytes=1000, end=100)
     for step in range(50):
@@ -89,32 +45,6 @@ def test_batches_that_only_a_stopped_job_needs_give_way():
         assert ledger.held_bytes <= 1000
         assert {job for job, _ in given} == {"a", "b"}  # one preparation serves both
     assert sum(job.prepared for job in ledger.jobs.values()) <= 50 + 6
-
-
-def test_what_is_needed_soon_and_by_many_is_worth_most():
-    ledger = ledger_of("a", "b", "behind", end=1000)  # windows of six batches
-    ledger.start("a", (0, 100), end=1000)
-    ledger.start("b", (0, 102), end=1000)
-    order = [(0, 99), (0, 7), (0, 6), (0, 101), (0, 100), (0, 5), (0, 4), (0, 104), (0, 102)]
-    expected = [(0, 99), (0, 7), (0, 6), (0, 5), (0, 4), (0, 101), (0, 100), (0, 104), (0, 102)]
-    assert sorted(order, key=ledger.rank) == expected
-
-
-def test_a_worker_helps_others_with_what_its_own_job_needs_later_but_not_with_what_it_has_had():
-    ledger = ledger_of("behind", "ahead")
-    ledger.start("behind", (0, 0), end=1)
-    ledger.start("ahead", (0, 10), end=20)
-    ledger.remove_worker(2)
-    assert list(ledger.assignments(0)) == [(1, (0, 0))]
-    finish(ledger, 1)
-    assert list(ledger.assignments(0)) == [(1, (0, 10))]
-    ledger = ledger_of("behind", "ahead")
-    ledger.start("ahead", (0, 10), end=20)
-    ledger.remove_worker(1)
-    for _ in range(10):
-        assert all(position >= (0, 10) for _, position in ledger.assignments(0))
-        if 2 in ledger.claims:
-            finish(ledger, 2)
 
 
 def test_a_job_whose_workers_failed_does_not_try_again():

@@ -161,15 +161,6 @@ def test_when_it_is_killed_samples_are_missing_on_disk_and_written_by_the_next_r
     assert on_disk(tmp_path) == list(range(ITEMS))
 
 
-def test_it_imports_no_torch(tmp_path):
-    cache = make(tmp_path)
-    fill(cache)
-    wait_until(lambda: cache.statistics().disk_items == ITEMS)
-    with open(f"/proc/{cache._writer.process.pid}/maps") as maps:
-        assert "libtorch" not in maps.read()
-    cache.close()
-
-
 def test_without_a_place_for_its_lock_it_copies_all_the_same(tmp_path):
     (tmp_path / "f" / "writer.lock").mkdir(parents=True)
     cache = make(tmp_path)

@@ -151,14 +151,6 @@ def test_the_file_cannot_become_shorter(cache):
         os.ftruncate(descriptor, 0)
 
 
-def test_room_that_is_not_used_takes_no_memory(tmp_path):
-    cache = SampleCache(
-        tmp_path, fingerprint="f", num_items=ITEMS, memory_bytes=1 << 34, disk_bytes=0
-    )
-    assert os.fstat(cache.memory.file.descriptor).st_blocks * 512 < 1 << 20
-    cache.close()
-
-
 @pytest.mark.parametrize("where", [1 << 40, (1 << 64) - 8])
 def test_a_record_that_points_outside_of_the_file(cache, where):
     """After its entry was verified: the batch is read one by one then, and the entry from the
@@ -172,23 +164,6 @@ def test_a_record_that_points_outside_of_the_file(cache, where):
     cache.statistics(reset=True)
     assert equal(batches.__getitems__(items).batch, expected(samples, items))
     assert cache.statistics().memory_hits == ITEMS - 1 and cache.statistics().misses == 1
-
-
-def test_new_entries_are_verified_ahead_and_damaged_ones_are_not(cache, monkeypatch):
-    samples = Samples()
-    batches = filled(cache, samples)
-    where = cache.memory.locate(3)
-    os.pwrite(where.descriptor, b"!", where.offset + where.nbytes - 40)
-    monkeypatch.setattr(mapped_entries, "_AHEAD", 3)
-    cache.mapped.verify_new([0])  # 1, 2 and 3 are another process's
-    assert [cache.memory.is_verified(item) for item in range(ITEMS)] == [True] * 3 + [False] * 9
-    cache.mapped.verify_new([4, 5, 6])
-    assert [cache.memory.is_verified(item) for item in range(ITEMS)] == [
-        item != 3 for item in range(ITEMS)
-    ]
-    batch = batches.__getitems__(list(range(ITEMS))).batch
-    assert equal(batch, expected(samples, range(ITEMS)))
-    assert cache.statistics().damaged == 1
 
 
 def test_batches_are_on_the_cpu_whatever_the_default_device(cache):

@@ -10,7 +10,7 @@ import torch
 
 from lightning_topt.data.cache.sample_cache import SampleCache
 from lightning_topt.data.cache.sample_codec import decode, encode, size_of
-from lightning_topt.data.peers.client import _mixed, owners
+from lightning_topt.data.peers.client import owners
 from lightning_topt.data.peers.server import PeerServer
 from tests.data.test_peers import HERE, ITEMS, SECRET, client, owned
 
@@ -33,14 +33,6 @@ def slow_owners(num_items, num_nodes, seed):
     return result
 
 
-@pytest.mark.parametrize(("num_items", "num_nodes"), SIZES)
-def test_no_node_has_more_than_one_item_more_than_another(num_items, num_nodes):
-    counts = np.bincount(owners(num_items, num_nodes=num_nodes, seed=5), minlength=num_nodes)
-    assert (
-        len(counts) == num_nodes and counts.sum() == num_items and counts.max() - counts.min() <= 1
-    )
-
-
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63, 2**64 + 3])
 @pytest.mark.parametrize(("num_items", "num_nodes"), SIZES)
 def test_the_slow_twin_says_the_same(num_items, num_nodes, seed):
@@ -49,75 +41,13 @@ def test_the_slow_twin_says_the_same(num_items, num_nodes, seed):
     )
 
 
-def test_the_hash_is_splitmix64():
-    """The generator's first numbers from state 0, with the published constants."""
-    first = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    assert (
-        _mixed(np.arange(1, 4, dtype=np.uint64)).tolist()
-        == first
-        == [slow_mixed(n) for n in (1, 2, 3)]
-    )
-
-
 def test_numbers_that_never_change():
     """Nodes with other versions of anything must agree: these were computed once."""
-    assert owners(20, num_nodes=3, seed=0).tolist() == [
-        1,
-        2,
-        0,
-        0,
-        0,
-        0,
-        1,
-        2,
-        0,
-        0,
-        1,
-        2,
-        2,
-        1,
-        1,
-        1,
-        2,
-        1,
-        0,
-        2,
-    ]
-    assert owners(20, num_nodes=4, seed=12345).tolist() == [
-        0,
-        1,
-        1,
-        0,
-        1,
-        2,
-        3,
-        0,
-        2,
-        2,
-        0,
-        0,
-        3,
-        2,
-        2,
-        1,
-        3,
-        1,
-        3,
-        3,
-    ]
-    assert owners(20, num_nodes=3, seed=0).dtype == np.int32
-
-
-def test_every_stretch_of_the_source_is_shared_by_all_nodes():
-    parts = owners(8000, num_nodes=4, seed=2).reshape(8, 1000)
-    counts = np.stack([np.bincount(part, minlength=4) for part in parts])
-    assert counts.min() > 190 and counts.max() < 310  # 250, standard deviation below 14
-
-
-@pytest.mark.parametrize("shift", range(3))
-def test_neighbouring_seeds_have_nothing_in_common(shift):
-    first, second = (owners(8000, num_nodes=4, seed=seed) for seed in (3, 4))
-    assert abs(np.mean(first[shift:] == second[: 8000 - shift]) - 0.25) < 0.03
+    three = owners(20, num_nodes=3, seed=0)
+    assert "".join(map(str, three)) == "12000012001221112102"
+    four = owners(20, num_nodes=4, seed=12345)
+    assert "".join(map(str, four)) == "01101230220032213133"
+    assert three.dtype == np.int32
 
 
 @pytest.mark.parametrize(("num_items", "num_nodes"), [(5, 0), (5, -1), (-1, 2)])

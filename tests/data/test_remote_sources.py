@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import http.server
 import threading
-import time
 
 import fsspec
 import lightning.pytorch as pl
@@ -29,7 +28,7 @@ class Server(http.server.ThreadingHTTPServer):
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.requests, self.fails, self.delay_seconds, self.version = [], set(), 0.0, 0
+        self.requests, self.fails, self.version = [], set(), 0
         self.lock = threading.Lock()
 
 
@@ -40,7 +39,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.server.requests.append(number)
             fails = number in self.server.fails
             self.server.fails.discard(number)
-        time.sleep(self.server.delay_seconds)
         if not fails:
             body = np.full(6, number + 100 * self.server.version, np.float32).tobytes()
         self.send_response(500 if fails else 200)
@@ -164,15 +162,6 @@ def test_an_error_of_the_source_is_the_users_to_see_and_is_not_kept(tmp_path, se
     assert right(data.train_dataloader()) and right(data.train_dataloader())
     [counts] = data.statistics().values()
     assert counts.memory_items == ITEMS
-    data.close()
-
-
-def test_a_source_that_is_slow_is_waited_for_once(tmp_path, server):
-    server.delay_seconds = 0.02
-    data = cached(tmp_path, http_urls(server))
-    assert right(data.train_dataloader())
-    server.delay_seconds = 30.0  # longer than this test may take
-    assert right(data.train_dataloader())
     data.close()
 
 

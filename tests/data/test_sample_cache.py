@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import multiprocessing
 import os
 import signal
 import subprocess
 import time
-from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -243,50 +240,6 @@ def test_without_memfd_the_error_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(MemoryUnavailable, match="memory_bytes=0"):
         make(tmp_path)
-
-
-def _lru_hits(orders, *, capacity):
-    kept, hits = OrderedDict(), 0
-    for item in orders:
-        hits += item in kept
-        kept.pop(item, None)
-        kept[item] = None
-        if len(kept) > capacity:
-            kept.popitem(last=False)
-    return hits
-
-
-def test_never_evicting_hits_what_theory_says_and_lru_far_less(tmp_path):
-    """MinIO hits x of the items in every epoch; LRU under fresh permutations x + (1 - x) ln(1 -
-    x).
-    """
-    number, epochs = 1000, 6
-    orders = [
-        torch.randperm(number, generator=torch.Generator().manual_seed(s)).tolist()
-        for s in range(epochs)
-    ]
-    for share in (0.25, 0.5, 0.75):
-        size = size_of(encode(0))
-        cache = SampleCache(
-            tmp_path,
-            fingerprint=str(share),
-            num_items=number,
-            memory_bytes=int(share * number) * size,
-            disk_bytes=0,
-        )
-        for index, order in enumerate(orders):
-            cache.statistics(reset=True)
-            for item in order:
-                if cache.get(item) is None:
-                    cache.put(item, encode(item))
-            if index:
-                assert cache.statistics().memory_hits == share * number
-        lru = (
-            _lru_hits(itertools.chain(*orders), capacity=int(share * number))
-            / (epochs - 1)
-            / number
-        )
-        assert lru == pytest.approx(share + (1 - share) * math.log(1 - share), abs=0.03)
 
 
 def _count_often(cache, barrier):

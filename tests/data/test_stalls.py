@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 from lightning_topt.data import deterministic, stalls
-from lightning_topt.data.stalls import LoopTimes, StallMeasurement, Watched, measure_stalls
+from lightning_topt.data.stalls import LoopTimes, Watched, measure_stalls
 from tests.clock import Clock
 
 
@@ -68,25 +68,6 @@ def test_the_clock_of_a_loop(monkeypatch):
     assert train(Watched(range(1000), 1.5, skip=2, least=4)).batches == 4
     with pytest.raises(ValueError, match="3 batches"):
         train(Watched(range(3), 1.0))
-
-
-def measured(workers: int, *, busy: float) -> StallMeasurement:
-    # a batch takes 0.4 s cold and 0.1 s cached, in which workers compute for `busy` seconds
-    cold = LoopTimes(9, 0.4, 0.3, 0.0 if workers else busy, busy if workers else 0.0)
-    return StallMeasurement(
-        LoopTimes(9, 0.08, 0, 0, 0), cold, LoopTimes(9, 0.1, 0, 0, 0), 8, workers, 4, 100, 1024.0
-    )
-
-
-@pytest.mark.parametrize(
-    ("workers", "busy", "preparing"),
-    [(0, 0.1, 0.1), (0, 0.9, 0.3), (2, 0.2, 0.1), (8, 0.4, 0.1), (1, 0.0, 0.0)],
-)
-def test_busy_cores_are_preparing_and_idle_ones_wait(workers, busy, preparing):
-    parts = measured(workers, busy=busy).parts
-    assert parts["preparing"] == pytest.approx(preparing)
-    assert parts["fetching"] == pytest.approx(0.3 - preparing)
-    assert sum(parts.values()) == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

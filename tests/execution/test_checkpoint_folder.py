@@ -340,10 +340,3 @@ def test_errors_of_rank_0_are_raised_on_all_ranks(tmp_path: Path) -> None:
         full, no_folder, apart, step = found
         assert "No space left on device" in full and "Not a directory" in no_folder
         assert "all ranks must see one file system" in apart and step == "8"
-
-
-def test_names_beside_a_checkpoint_are_none_of_checkpoints() -> None:
-    target = Path("somewhere") / "hpc_ckpt_3.ckpt"
-    for path in beside(target):
-        assert path.parent == target.parent and "ckpt" not in path.name
-    assert beside(target) != beside(target.with_name("hpc_ckpt_4.ckpt"))

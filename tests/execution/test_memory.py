@@ -16,7 +16,6 @@ from lightning_topt.costs.sizes import gloo_workspace
 from lightning_topt.execution import memory
 from lightning_topt.execution.memory import (
     MemoryMeter,
-    release_free_memory,
     return_freed_memory,
     warm_up,
 )
@@ -38,29 +37,6 @@ def test_peak_is_what_was_allocated_and_freed():
     assert 62 * MIB <= peak <= 72 * MIB  # the kernel batches its counters
 
 
-@linux
-def test_pages_of_files_do_not_count(tmp_path):
-    path = tmp_path / "weights"
-    path.write_bytes(b"1" * (32 * MIB))
-    meter = MemoryMeter(torch.device("cpu"))
-    meter.mark_base()
-    meter.reset_peak()
-    mapped = torch.from_file(str(path), size=32 * MIB, dtype=torch.uint8)
-    assert int(mapped.max()) > 0
-    peak = meter.peak_bytes()
-    assert peak is not None and peak < 8 * MIB
-
-
-@linux
-def test_the_module_is_not_part_of_the_base():
-    module = torch.nn.Linear(4096, 4096, bias=False)
-    with_module, without_module = (MemoryMeter(torch.device("cpu")) for _ in range(2))
-    with_module.mark_base(module)
-    without_module.mark_base()
-    difference = without_module.base_bytes - with_module.base_bytes
-    assert difference == pytest.approx(64 * MIB, abs=MIB)
-
-
 def bytes_of_a_sharded_module(rank):
     module = torch.nn.Linear(4096, 4096, bias=False)
     fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
@@ -77,18 +53,6 @@ def bytes_of_a_sharded_module(rank):
 def test_of_a_sharded_module_the_shards_of_the_rank_count():
     for difference in run_ranks(bytes_of_a_sharded_module, 2):
         assert difference == pytest.approx(3 * 32 * MIB, abs=MIB)  # parameter, gradient, momentum
-
-
-@linux
-def test_released_memory_is_no_longer_resident():
-    blocks = [bytearray(1000) for _ in range(64 * 1024)]
-    meter = MemoryMeter(torch.device("cpu"))
-    meter.mark_base()
-    before = meter.base_bytes
-    del blocks
-    release_free_memory()
-    meter.mark_base()
-    assert meter.base_bytes < before - 32 * MIB
 
 
 def test_a_platform_that_cannot_say_gives_none(monkeypatch, tmp_path):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.equality import MODELS, Refusal, cell, compare, count_cells, read_rows, table
-from benchmarks.tensor.equality import COMPARISON, PLANS, against_one_process, row, run_plan
+from benchmarks.equality import MODELS, Refusal, cell, compare
+from benchmarks.tensor.equality import COMPARISON, PLANS, against_one_process, run_plan
 from tests.launch import run_ranks
 
 BY_NAME = {plan.name: plan for plan in PLANS}
@@ -41,16 +41,3 @@ def test_plans_and_models_are_those_of_one_process() -> None:
         text = cell(value)
         assert text[0].isdigit() and "**" not in text, (name, model, value)
     assert "**" in cell(wrong), "clipped gradients count as equal"
-
-
-def test_rows_are_read_back_and_counted() -> None:
-    found = {
-        ("a", "x"): {"loss": (1e-9, 1e-6)},
-        ("a", "y"): Refusal("no"),
-        ("b", "x"): {"loss": (1e-3, 1e-6)},
-    }
-    plans = [replace(PLANS[0], name="a"), replace(PLANS[0], name="b")]
-    rows = {plan.name: row(plan, ["x", "y"], found) for plan in plans}
-    assert read_rows(f"text\n\n{table([*rows.values()], ['x', 'y'])}\n", ["x", "y"]) == rows
-    assert read_rows(table([*rows.values()], ["x", "y"]), ["x"]) == {}
-    assert count_cells([*rows.values()], 2) == (1, 1, 4)

@@ -22,12 +22,10 @@ from lightning_topt.execution.sharded_checkpoint import (
     open_sharded,
     save_sharded,
 )
-from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import Shard
 from lightning_topt.plan.parallel_plan import PlanError, uniform_plan
 from lightning_topt.techniques.run_options import RunOptions
 from tests.execution.test_tensor_plans import (
-    BESIDE_DATA,
     CPU,
     TENSOR,
     Net,
@@ -180,17 +178,3 @@ def refused(rank: int) -> str:
 def test_without_a_data_axis_there_is_nothing_to_exchange() -> None:
     assert TENSOR.data_parallel_size == 1
     assert "exchanges nothing" in run_on_pool(refused, 4)[0]
-
-
-def test_nodes_of_a_data_group() -> None:
-    parts = BESIDE_DATA.groups_along(BESIDE_DATA.data_axes)
-    assert parts == [[0, 2], [1, 3]]
-    assert Topology(1, 4, 3).of_part(parts) == Topology(1, 2, 1, ((0, 2), (1, 3)), 1)
-    assert Topology(2, 2, 2).of_part(parts) == Topology(2, 1, 1, ((0, 2), (1, 3)), 0)
-    wide = Mesh((Axis("data", 4), Axis("tensor", 2)))
-    of_wide = Topology(2, 4, 5).of_part(wide.groups_along(wide.data_axes))
-    assert (of_wide.num_nodes, of_wide.ranks_per_node, of_wide.rank) == (2, 2, 2)
-    assert of_wide.members == (1, 3, 5, 7)
-    of_wide.check(8)
-    with pytest.raises(ValueError, match="world size is 4"):
-        of_wide.check(4)

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.core.optimizer import _configure_optimizers
-from rich.console import Console
 from torch import nn
 
 from lightning_topt.communication import BF16, TopK
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.execution.held_bytes import KINDS
-from lightning_topt.execution.verify_plan import print_verification, verify_plan
+from lightning_topt.execution.verify_plan import verify_plan
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh, hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig, Replicate, Shard, Storage
@@ -467,12 +466,3 @@ def test_an_optimizer_that_cannot_be_tried_is_no_problem_of_a_plan_that_leaves_i
     found = verify_plan(plan_of("ddp", 4), on_meta(), **given)
     assert found.would_run and "the step of NeedsClosure needs a closure" in found.notes[0]
     assert not verify_plan(plan_of("zero3", 4), on_meta(), **given).would_run
-
-
-def test_many_problems_are_printed_in_part(capsys):
-    found = verify_plan(split("up.weight", Shard(0), ranks=5), on_meta())
-    many = replace(found, problems=found.problems * 12)
-    print_verification(many, console=Console(width=200))
-    output = capsys.readouterr().out
-    assert output.count("problem:") == 8 and f"and {len(many.problems) - 8} more problems" in output
-    assert output.strip().endswith("would not run")

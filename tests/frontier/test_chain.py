@@ -119,9 +119,3 @@ def test_bad_tables_and_limits_are_refused():
     for epsilon in (-0.1, 1.0):
         with pytest.raises(ValueError, match="epsilon"):
             search_chain(nothing, epsilon=epsilon)
-
-
-def test_no_blocks_is_the_fixed_cost():
-    table = ChainTable((), (), fixed_seconds=2.0, fixed_bytes=3.0, update_bytes=4.0)
-    (point,) = search_chain(table).points
-    assert (point.step_seconds, point.peak_bytes, point.choice) == (2.0, 7.0, {})

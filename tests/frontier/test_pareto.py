@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_topt.frontier import layer_kernels
-from lightning_topt.frontier.pareto import pareto_rows, pareto_rows_2, unique_rows
+from lightning_topt.frontier.pareto import pareto_rows, pareto_rows_2
 
 
 def slow_minimal(costs):
@@ -91,7 +91,3 @@ def slow_minimal_2(costs):
         if not kept or row[1] < kept[-1][1]:
             kept.append(row)
     return kept
-
-
-def test_unique_rows_treats_both_zeros_as_equal():
-    assert len(unique_rows(np.array([[0.0, 1.0], [-0.0, 1.0], [1.0, 0.0]]))) == 2

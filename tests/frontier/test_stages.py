@@ -15,7 +15,6 @@ from lightning_topt.frontier import stage_search
 from lightning_topt.frontier.stage_kernels import states_of_runs
 from lightning_topt.frontier.stage_search import (
     StageCuts,
-    fastest_below,
     runs_of,
     search_stages,
 )
@@ -239,14 +238,6 @@ def test_compiled_states_are_those_of_arrays(epsilon, most):
     assert (thinned > 0) == (epsilon > 0 or most < 10) and shorter > 100
     many = [np.random.default_rng(0).random((1100, 5))]
     assert states_of_runs(np.array([-1]), np.array([0]), many, 0.0, 2**12) is None
-
-
-def test_the_load_of_a_plan_is_bounded_from_below():
-    rng = np.random.default_rng(10)
-    for _ in range(30):
-        cuts = StageCuts(random_stages(rng, "gpipe", blocks=7, stages=3))
-        best = fastest_below(cuts, size=np.inf)
-        assert best is None or best.load >= cuts.least_load()
 
 
 def test_tables_that_cannot_be_are_refused():

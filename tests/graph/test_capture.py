@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import resource
-import time
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -96,18 +95,6 @@ def test_operators_and_edges_of_a_chain() -> None:
     ]
 
 
-def test_edges_pass_through_views() -> None:
-    graph = capture(GPT(layers=1), batch_for(GPT()))
-    edges = {(edge.source, edge.target) for edge in graph.edges}
-    attention = "blocks.0:_scaled_dot_product_flash_attention_for_cpu_1"
-    assert {("blocks.0.qkv", attention), (attention, "blocks.0.project")} <= edges
-    assert {
-        (":add_1", "blocks.0.norm1"),
-        (":add_1", "blocks.0:add_1"),
-        ("tokens", ":add_1"),
-    } <= edges
-
-
 def test_control_flow_is_followed() -> None:
     deep, shallow = (capture(Branching(deep=deep), torch.zeros(4, 8)) for deep in (True, False))
     kinds = [op.kind for op in deep.ops]
@@ -126,22 +113,6 @@ def test_control_flow_is_followed() -> None:
         "drop",
         "shared:2",
     ]
-
-
-def test_in_place_change_of_a_slice() -> None:
-    class Slice(Branching):
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            x = self.first(batch).tanh()
-            x[:, 0] = 0
-            return x.exp().mean()
-
-    backward = {
-        op.name: [kernel.name for kernel in op.backward]
-        for op in capture(Slice(), torch.zeros(4, 8)).ops
-    }
-    # Autograd makes the node for the slice after the operator has run.
-    assert backward[":exp_1"] == ["aten.mul.Tensor"]
-    assert "aten.copy_.default" in backward[":fill__1"]
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -285,15 +256,6 @@ def test_memory_of_seven_billion_parameters_is_not_allocated() -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
     assert sum(p.numel for p in graph.parameters) == sum(p.numel() for p in module.parameters())
     assert len([block for block in graph.blocks if block.name.startswith("blocks.")]) == 32
-
-
-def test_gpt2_is_captured_in_seconds() -> None:
-    with torch.device("meta"):
-        module = GPT(layers=12, width=768, heads=12, vocab=50257, context=1024)
-    tokens = torch.zeros(4, 1024, dtype=torch.long)
-    start = time.process_time()
-    capture(module, (tokens, tokens))
-    assert time.process_time() - start < 5  # 0.4 to 0.7 on an idle core
 
 
 @pytest.mark.gpu

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from torch import nn
 
@@ -113,33 +112,3 @@ def test_a_chain_never_goes_around_a_product():
     # 2 x and its sine; then y times a half plus x, which two products around it do not join
     total = moved(compiled, "forward", only_fused=True)
     assert total == 2 * BATCH * ROW + 3 * BATCH * ROW
-
-
-def test_single_operators_stay():
-    graph = captured(Between(nn.GELU()))
-    assert chains(fused(graph)) == 0 and fused(graph).ops == graph.ops
-
-
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Between(NewGELU()) for _ in range(6))
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        for block in self.blocks:
-            batch = block.last(block.inner(block.first(batch)))
-        return batch.sum()
-
-
-def test_equal_chains_share_their_kernels():
-    """As equal blocks of a captured graph do, so that each set is priced once."""
-    compiled = fused(captured(Blocks()))
-    of_chains = [op.forward for op in compiled.ops if any(k.name == FUSED for k in op.forward)]
-    assert len(of_chains) == 6 and len({id(each) for each in of_chains}) == 1
-
-
-@pytest.mark.parametrize("size", [1, 64])
-def test_what_a_chain_moves_follows_the_batch(size):
-    compiled = fused(captured(Between(NewGELU())))
-    (kernel,) = (k for op in compiled.ops for k in op.forward if k.name == FUSED)
-    assert kernel.bytes.at(size) == pytest.approx(2 * size * ROW)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import textwrap
 from typing import Any
@@ -41,26 +40,6 @@ def test_every_kernel_of_a_graph_runs_on_real_tensors(module: Any) -> None:
 
 def kernel(name: str, *args: Any, **kwargs: Any) -> Kernel:
     return Kernel(name, encode_arguments(args, kwargs), Amount(), Amount())
-
-
-def test_arguments_are_json_and_complete() -> None:
-    x = torch.zeros(6, 4).t()
-    arguments = encode_arguments(
-        (x, 2, 1.5, True, None, "mean", [1, 2], float("-inf")),
-        {
-            "dtype": torch.float64,
-            "device": torch.device("cpu"),
-            "memory_format": torch.channels_last,
-        },
-    )
-    assert json.loads(json.dumps(arguments)) == arguments
-    assert arguments["args"][0] == {"tensor": [[4, 6], [1, 4], "float32"]}
-    assert arguments["args"][1:] == [2, 1.5, True, None, "mean", [1, 2], {"float": "-inf"}]
-    assert arguments["kwargs"] == {
-        "dtype": {"dtype": "float64"},
-        "device": {"device": ""},
-        "memory_format": {"memory_format": "channels_last"},
-    }
 
 
 def test_flops_torch_does_not_know() -> None:

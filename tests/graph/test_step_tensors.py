@@ -4,20 +4,18 @@ them.
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from torch import Tensor
 
 from lightning_topt.graph.blocks import choose_blocks
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.op_graph import Block
 from lightning_topt.graph.step_memory import Amount, Step, StepPart, StepTensor, segments
 from tests.graph.test_capture import MODEL_IDS, MODELS
-from tests.models import GPT, MLP, Branching, batch_for
+from tests.models import GPT, batch_for
 
 every_model = pytest.mark.parametrize("module", MODELS, ids=MODEL_IDS)
 
@@ -145,39 +143,4 @@ def test_blocks_are_chosen_after_the_capture() -> None:
         graph.with_blocks([Block("", 0, False), Block("nothing", 1, True)])
 
 
-def test_modules_that_keep_state_are_not_repeatable_and_what_is_beside_them_is() -> None:
-    class Counts(Branching):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.first(x)
-
-    class Outer(MLP):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net[1].register_forward_hook(lambda *args: None)
-            self.net[3].counted = 0
-            self.net[3].forward = self.count
-
-        def count(self, x: Tensor) -> Tensor:
-            self.net[3].counted += 1
-            return x.relu()
-
-    graph = capture(Outer(), batch_for(Outer()))
-    found = {m.path: m.repeatable for m in graph.step.modules}
-    assert found == {
-        "net": False,
-        "net.0": True,
-        "net.1": True,
-        "net.2": True,
-        "net.3": False,
-        "net.4": True,
-    }
-
-
 # ---- files ---------------------------------------------------------------------------------------
-
-
-def test_the_graph_of_a_deep_model_is_small() -> None:
-    module = GPT(layers=48)
-    graph = capture(module, batch_for(module))
-    assert len(pickle.dumps(graph)) < 1.5e6
-    assert pickle.loads(pickle.dumps(graph)) == graph

@@ -17,13 +17,9 @@ from lightning_topt.optim.adaptive_step import (
     WARMUP_STEPS,
     AdaptiveStep,
     Sharing,
-    can_pay,
-    is_faster,
     measure_gather,
     slowest_of_ranks,
-    time_step,
 )
-from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.pieces import Piece
 from lightning_topt.optim.update_rule import update_rule
 from tests.launch import run_ranks
@@ -116,16 +112,6 @@ def test_groups_that_a_closure_changes_are_measured_anew(group):
     assert torch.equal(mine, other) and torch.equal(added, twin)
 
 
-def test_hooks_see_each_measured_step_once(group):
-    mine = parameter(0)
-    optimizer, seen = torch.optim.AdamW([mine], lr=0.01), []
-    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
-    adaptive(optimizer, group, [mine])
-    for _ in range(FIRST_STEPS + 2):
-        optimizer.step(lambda: seen.append("closure"))
-    assert seen == ["before", "closure"] * (FIRST_STEPS + 2)
-
-
 def shared_and_changed(rank, faster, always):
     """Steps through measurement, trial and a new group, against plain ones."""
     adaptive_step.can_pay = lambda *_: True
@@ -173,25 +159,3 @@ def measured(rank):
 def test_all_ranks_have_the_same_seconds():
     (seconds, slowest), other = run_ranks(measured, 2)
     assert (seconds, slowest) == other and 0 < seconds < 1 and slowest == [1.0, 1.0]
-
-
-def test_equal_is_not_enough():
-    assert can_pay(2.0, 1.0) and not can_pay(1.0, 1.0)
-    assert is_faster(2.0, 1.0) and not is_faster(1.0, 1.0)
-
-
-def test_seconds_are_without_those_of_the_closure(monkeypatch):
-    now = [0.0]
-
-    def pass_time(seconds):
-        now[0] += seconds
-        return seconds
-
-    monkeypatch.setattr(adaptive_step, "perf_counter", lambda: now[0])
-
-    def step(closure):
-        return pass_time(1.0) + closure()
-
-    optimizer = torch.optim.SGD([parameter(0)], lr=0.1)
-    assert time_step(optimizer, step, lambda: pass_time(5.0)) == (6.0, 1.0)
-    assert parameters_of(optimizer)

@@ -16,8 +16,6 @@ from lightning_topt.optim.parallel_step import install_parallel_step
 from tests.launch import run_ranks
 from tests.optim.parallel_cases import OPTIMIZERS, ROUNDING, Net, loss_of, make_net, pieces_for
 
-State = dict[str, Any]
-
 
 def differences(got: Any, wanted: Any, *, rtol: float = 0, path: str = "") -> list[str]:
     """Where two nested states differ: types, keys and their order, dtypes, values (all bits, or up

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from lightning_topt.optim.gather import PieceGather
 from lightning_topt.optim.pieces import Piece, rows_of
 from tests.launch import run_ranks
 from tests.optim.parallel_cases import row_pieces, whole_pieces
-from tests.processes import wait_until
 
 
 def make_parameters(owner: int) -> list[Tensor]:
@@ -130,29 +128,3 @@ def sources(rank: int) -> None:
 
 def test_sources_and_groups() -> None:
     run_ranks(sources, 2)
-
-
-def tensor_bytes() -> int:
-    """Bytes of all storages of tensors that Python knows."""
-    storages = [t.untyped_storage() for t in gc.get_objects() if isinstance(t, Tensor)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def left_behind(rank: int) -> list[int]:
-    parameters = [torch.full((64, 256), float(rank)) for _ in range(40)]
-    gather = PieceGather(parameters, whole_pieces(parameters, 2))
-    gc.collect()
-    before, found = tensor_bytes(), []
-    for _ in range(2):
-        pending = gather.start()
-        found.append(tensor_bytes() - before)
-        pending.wait()
-        # gloo's thread lets go of a message a moment after it has arrived
-        wait_until(lambda: tensor_bytes() == before)
-    return found
-
-
-def test_buffers_of_small_pieces_are_gone_once_they_have_arrived() -> None:
-    """They are as large as all small parameters, which a sharded optimizer state is to save."""
-    for found in run_ranks(left_behind, 2):
-        assert found == [40 * 64 * 256 * 4] * 2

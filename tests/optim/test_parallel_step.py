@@ -93,23 +93,6 @@ def test_equal_to_the_unsharded_optimizer(world_size: int) -> None:
         assert max(distances.values()) < TOLERANCE
 
 
-def long_run(rank: int) -> list[float]:
-    distances = []
-    for name in ("AdamW fused", "SignMomentum"):
-        plain_net, plain, net, optimizer, _ = two_runs(name, 2)
-        for step in range(100):
-            for model, its in ((plain_net, plain), (net, optimizer)):
-                backward(model, its, step)
-                its.step()
-        distances.append(distance(net, plain_net))
-    return distances
-
-
-def test_equal_after_100_steps() -> None:
-    for fused, signs in run_on_pool(long_run, 2):
-        assert signs == 0 and fused < TOLERANCE
-
-
 def hooked_run(net: Net, optimizer: Optimizer) -> list[Any]:
     """Losses, the order of calls, what hooks saw, and rates.
 

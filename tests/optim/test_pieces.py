@@ -72,11 +72,6 @@ def test_rows_are_even_and_cuts_few(world_size):
     assert order == sorted(order)  # runs of neighbours
 
 
-def test_rows_fill_up_what_whole_parameters_leave():
-    shares = [Share(0, 4, 5.0, False), Share(1, 1000, 5.0, True)]
-    assert {p.owner for p in assign_pieces(shares, world_size=2) if p.index == 1} == {1}
-
-
 def test_fewer_rows_than_ranks_and_gaps_in_indices():
     shares = [Share(7, 2, 1.0, True), Share(2, 1, 1.0, True)]
     pieces = assign_pieces(shares, world_size=8)

@@ -116,30 +116,6 @@ def test_a_stage_keeps_copies_and_its_minibatches_in_flight(small: SearchRequest
     assert table.evaluate(*cut)[1] - table.fixed_bytes == pytest.approx(max(first, last), rel=1e-6)
 
 
-def test_shapes_are_as_wanted(small: SearchRequest) -> None:
-    blocks = on(small, FAST)
-
-    def shapes(
-        count: int = 8, batch: int = 32, **wanted: object
-    ) -> set[tuple[int, int, int, float]]:
-        request = PipelineRequest(**wanted)  # type: ignore[arg-type]
-        found = continuous_shapes(blocks, count, batch, request, stale())
-        return {(each.pipeline, each.data, each.lag_per_hop, each.samples) for each in found}
-
-    assert shapes() == {(2, 4, 1, 8.0), (2, 4, 2, 8.0), (4, 2, 1, 16.0), (4, 2, 2, 16.0)}
-    assert shapes(stages=4) == {(4, 2, 1, 16.0), (4, 2, 2, 16.0)}
-    assert shapes(ranks=2, schedule="continuous_overlapped") == {(2, 4, 2, 8.0)}
-    for none in (
-        {"schedule": "1f1b"},
-        {"microbatches": 4},
-        {"own_batches": True},
-        {"stages": 3},
-        {"tensor": 2},
-    ):
-        assert not shapes(**none)
-    assert not shapes(batch=7)
-
-
 def test_rows_compress_their_gradients_where_that_is_allowed(small: SearchRequest) -> None:
     """Every shape, order of the axes and exchange is looked at, and the best of all is found."""
     blocks, method = on(small, SLOW), TopK(density=0.01)

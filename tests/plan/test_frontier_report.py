@@ -22,7 +22,6 @@ from lightning_topt.plan.choose import choose
 from lightning_topt.plan.frontier_report import MemoryLimit, print_table, save_html
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan, StepEstimate
 from lightning_topt.plan.plan_frontier import PlanPoint
-from lightning_topt.plan.report_table import block_ranges
 
 GIB = 2.0**30
 HOSTILE = "</script><b>&\u2028 'x' <!-- {{ data }}"
@@ -177,33 +176,6 @@ def test_page_holds_every_plan(tmp_path, count, devices):
         )
 
 
-def test_page_groups_neighbours_that_run_alike(tmp_path):
-    def blocks(levels):
-        named = [BlockPlan(f"layers.{k}", OpConfig.zero(z)) for k, z in enumerate(levels)]
-        return [BlockPlan("embedding", OpConfig.zero(0)), *named, BlockPlan("", OpConfig.zero(0))]
-
-    points = [
-        dataclasses.replace(point(s, GIB / s), plan=ParallelPlan.of_blocks(blocks(z), mesh=2))
-        for s, z in ((1.0, (0, 0, 0, 0)), (2.0, (3, 3, 0, 0)))
-    ]
-    _, parsed = page(tmp_path, points, points[0])
-    small, chosen = (
-        [[names, count, differs] for names, _, count, differs in entry["rows"]]
-        for entry in parsed.data["points"]
-    )
-    assert chosen == [["embedding, layers.0-3, (everything else)", 6, 0]]
-    same = ["embedding", 1, 0], ["layers.2-3, (everything else)", 3, 0]
-    assert small == [same[0], ["layers.0-1", 2, 1], same[1]]
-
-
-def test_names_of_blocks_become_ranges():
-    layers = [f"model.layers.{k}" for k in range(80)]
-    assert block_ranges(layers) == "model.layers.0-79"
-    assert block_ranges([*layers[:3], "head", *layers[7:9]]) == "model.layers.0-2,7-8, head"
-    assert block_ranges(["a.0.x", "a.1.x", "a.1.y"]) == "a.0-1.x, a.1.y"
-    assert block_ranges([*"abcdef", ""], most=2) == "a, b and 5 more"
-
-
 def test_page_escapes_text(tmp_path):
     points = frontier(3, name=HOSTILE, model=HOSTILE)
     chosen = dataclasses.replace(
@@ -214,52 +186,6 @@ def test_page_escapes_text(tmp_path):
         assert "b" not in {tag for tag, _ in parsed.tags} and len(parsed.text["script"]) == 2
         assert "".join(parsed.text["title"]) == "".join(parsed.text["h1"]) == shown
         assert parsed.data["reason"] == HOSTILE and parsed.data["blocks"][0]["block"] == HOSTILE
-
-
-def test_page_numbers(tmp_path):
-    points = [
-        point(0.5, GIB, devices=4),
-        dataclasses.replace(
-            point(0.25, 2 * GIB), plan=ParallelPlan.of_blocks(point(1, 1).plan.blocks, mesh=2)
-        ),
-    ]
-    _, parsed = page(tmp_path, points, points[0], memory_limit=MemoryLimit(80 * GIB))
-    bare, full = (entry["numbers"] for entry in parsed.data["points"])
-    unknown = "its errors are not known"
-    assert bare == {
-        "Time per step": "250 ms",
-        "Interval of the time": unknown,
-        "Peak memory per device": "2.00 GiB",
-        "Interval of the memory": unknown,
-        "Devices": "2",
-    }
-    assert full["Computing"] == "375 ms" and full["Waiting for communication"] == "125 ms"
-    assert full["Samples per second"] == "64.0"  # 8 samples on each of 4 ranks in half a second
-    limit = parsed.data["limit"]
-    assert limit["text"] == "memory limit 80.00 GiB" and limit["most"] * 1.05 == limit["bytes"]
-    # of 4 micro-batches: as many samples more in a step
-    points = [
-        dataclasses.replace(p, plan=dataclasses.replace(p.plan, accumulate=4)) for p in points
-    ]
-    _, parsed = page(tmp_path, points, points[0])
-    full = parsed.data["points"][1]["numbers"]
-    assert full["Samples per second"] == "256.0" and full["Micro-batches per step"] == "4"
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "first", "last", "log"),
-    [
-        (0.1, 0.1, "80 MiB", "120 MiB", False),
-        (0.01, 1.0, "8 MiB", "512 MiB", True),
-    ],
-)
-def test_axis_marks(tmp_path, low, high, first, last, log):
-    _, parsed = page(
-        tmp_path, [point(1.0, low * GIB), point(0.9, high * GIB)], point(1.0, low * GIB)
-    )
-    axis = parsed.data["axes"]["x"]
-    labels = [text for _, text in axis["ticks"]]
-    assert (labels[0], labels[-1], axis["log"]) == (first, last, log)
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node to check the script's syntax")

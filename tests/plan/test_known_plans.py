@@ -77,15 +77,3 @@ def test_a_few_prices_rule_out_no_chain_that_all_prices_would_not() -> None:
         assert mine.may_gain_above(points[:, 1].min(), mine.prices, least) == slow
         seen.add(bool(slow))
     assert seen == {True, False}
-
-
-def test_where_nothing_is_known_every_chain_may_gain() -> None:
-    assert KnownPlans.of(()).may_gain(table(np.random.default_rng(0)))
-
-
-def test_one_known_plan_is_enough_to_drop_a_chain() -> None:
-    mine = table(np.random.default_rng(1))
-    least = every_plan(mine).min(axis=0)
-    assert not KnownPlans(0.5 * least[None]).may_gain(mine)
-    assert KnownPlans(np.array([[0.5 * least[0], 1.01 * least[1]]])).may_gain(mine)
-    assert KnownPlans(np.array([[1.01 * least[0], 0.5 * least[1]]])).may_gain(mine)

@@ -22,7 +22,7 @@ from lightning_topt.frontier.stage_search import StagePoint, search_stages
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.op_graph import Block
 from lightning_topt.plan.choose import choose
-from lightning_topt.plan.explanation import explain_plan, explain_stages, price_plan
+from lightning_topt.plan.explanation import explain_stages, price_plan
 from lightning_topt.plan.known_plans import KnownPlans
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plan.pipeline_search import (
@@ -33,7 +33,6 @@ from lightning_topt.plan.pipeline_search import (
 )
 from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, search_plans, stage_blocks
-from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_simulation import (
     stage_bytes,
     stage_seconds,
@@ -130,17 +129,6 @@ def shapes_of(request: SearchRequest) -> list[PipelineShape]:
     ]
 
 
-def test_shapes_divide_ranks_and_batches(request_of_gpt: SearchRequest) -> None:
-    shapes = shapes_of(request_of_gpt)
-    # 8 ranks, but 6 blocks
-    assert {(shape.pipeline, shape.data) for shape in shapes} == {(2, 4), (4, 2)}
-    for shape in shapes:
-        assert shape.data * shape.num_microbatches * shape.samples == 32
-        assert shape.num_stages <= 6 and SCHEDULES[shape.schedule]
-    fixed = replace(request_of_gpt, graph=replace(request_of_gpt.graph, batch_scaling=False))
-    assert {shape.samples for shape in shapes_of(fixed)} == {4}
-
-
 def test_no_pipeline_is_dropped_that_would_have_a_plan(
     request_of_gpt: SearchRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,42 +152,6 @@ def test_fewer_pipelines_are_searched_with_epsilon_and_nothing_is_missed_by_more
         nearest = (every[None] / exact[:, None]).max(axis=2).min(axis=1)
         assert nearest.max() <= 1 + epsilon + 1e-9
     assert 0 < searched[1] < searched[0]
-
-
-def test_bounds_are_below_all_plans(request_of_gpt: SearchRequest) -> None:
-    # what is sent is in no bound
-    request = replace(request_of_gpt, cluster=replace(NODES, inter=Link(1e-6, 1e11)))
-    blocks, prices = stage_blocks(request), np.array([0.0, 1e-12, 1e-10, 1e-8])
-    shapes = shapes_of(request_of_gpt)
-    bounds = bounds_of(blocks, shapes, prices)
-    for index, shape in enumerate(shapes):
-        table = stage_table(blocks, shape)
-        costs = np.array([(p.step_seconds, p.peak_bytes) for p in search_stages(table).points])
-        least = (costs[:, :1] + prices * costs[:, 1:]).min(axis=0)
-        assert (bounds.least[index] <= least * (1 + 1e-6)).all() and (
-            bounds.least[index] > 0.5 * least
-        ).any()
-        assert (
-            0.3 * costs[:, 1].min() < bounds.fewest[index] <= costs[:, 1].min() + len(blocks.names)
-        )
-
-
-def test_formulas_are_near_the_simulation(request_of_gpt: SearchRequest) -> None:
-    """Of stages that differ by the ends of the model; ranks of several stages count as if all were
-    like the dearest.
-    """
-    blocks = stage_blocks(replace(request_of_gpt, cluster=replace(NODES, inter=Link(1e-6, 1e11))))
-    compared = 0
-    for shape in shapes_of(request_of_gpt):
-        points = search_stages(stage_table(blocks, shape)).points
-        simulated = step_seconds_of(stage_seconds(blocks, shape, points), shape)
-        assert simulated is not None
-        ratios = simulated / [point.step_seconds for point in points]
-        assert (
-            0.85 if shape.stages_per_rank == 1 else 0.6
-        ) < ratios.min() and ratios.max() < 1.1, shape
-        compared += len(points)
-    assert compared > 50
 
 
 def test_stages_keep_their_parameters_and_the_microbatches_in_flight(
@@ -233,16 +185,6 @@ def test_tied_weights_are_kept_by_both_stages_and_cost_an_exchange() -> None:
     held = 512 * 256 * 4
     # itself, its gradient, two states
     assert once.shared[1, 2, 4] == pytest.approx(4 * held, rel=0.01)
-
-
-def test_stages_of_one_node_exchange_what_they_share_inside_it() -> None:
-    request = make_request(layers=4, tied=True)
-    blocks = stage_blocks(request)
-    slow = replace(request.cluster, devices_per_node=2, num_nodes=4, inter=Link(1.0, 1e6))
-    on = StageBlocks(replace(blocks.step, cluster=slow))
-    inside, across = (PipelineShape(2, data, "1f1b", 1, 4, 2.0).once(on).shared for data in (1, 2))
-    assert inside is not None and across is not None
-    assert inside[0, 0, 2] < 1.0 < 2.0 < across[0, 0, 2]
 
 
 def test_rows_apart_exchange_over_the_links_between_them(request_of_gpt: SearchRequest) -> None:
@@ -378,15 +320,6 @@ def test_what_is_outside_of_blocks_is_not_recomputed() -> None:
     assert passes.recomputed_hump[-1] <= max(alone, head) < last.forward_peak_bytes.at(2.0)
 
 
-def test_sharded_state_saves_memory_along_the_data_axis(request_of_gpt: SearchRequest) -> None:
-    blocks, rows = stage_blocks(request_of_gpt), PipelineShape(2, 4, "1f1b", 1, 4, 2.0).rows
-    whole, shared = blocks.once(rows, 0), blocks.once(rows, 1)
-    state = sum(
-        request_of_gpt.optimizer.state_bytes(p.name) for p in request_of_gpt.graph.parameters
-    )
-    assert whole.static.sum() - shared.static.sum() == pytest.approx(0.75 * state)
-
-
 def test_links_of_stages_are_those_of_their_ranks() -> None:
     shape = PipelineShape(4, 2, "1f1b", 1, 4, 1.0)
     assert [shape.link_before(s, NODES) for s in (1, 2, 3)] == ["inter"] * 3
@@ -423,23 +356,6 @@ def test_plans_priced_together_are_those_priced_alone(request_of_gpt: SearchRequ
                 np.testing.assert_array_equal(
                     values, np.concatenate([each[column] for each in alone], axis=-1)
                 )
-
-
-def test_a_plan_with_stages_tells_its_shape_and_is_not_explained_by_blocks(
-    request_of_gpt: SearchRequest,
-) -> None:
-    point: PlanPoint = staged(search_plans(request_of_gpt).points)[0]
-    shape = shape_of_plan(point.plan)
-    blocks = stage_blocks(request_of_gpt)
-    ends = np.cumsum(
-        [sum(bool(block.block) for block in stage.blocks) for stage in point.plan.stages]
-    )
-    configs = [int(point.plan.configs[name].recompute) for name in blocks.names]
-    cut = StagePoint(0.0, 0.0, tuple(ends.tolist()), (0,) * len(ends), tuple(configs))
-    seconds = step_seconds_of(stage_seconds(blocks, shape, [cut]), shape)
-    assert seconds is not None and seconds[0] == pytest.approx(point.step_seconds)
-    with pytest.raises(PlanError, match="not explained"):
-        explain_plan(request_of_gpt, point.plan)
 
 
 def test_simpler_pipelines_are_preferred_where_others_gain_little(

@@ -157,43 +157,6 @@ def test_a_chain_never_promises_less_memory_than_its_plans_take(seed: int) -> No
                 assert seconds == pytest.approx(costs.seconds(plan), abs=1e-6)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_chains_of_several_storages_have_what_the_rarest_keeps(seed: int) -> None:
-    """The reserve of sharded blocks, 8 MiB on gloo; what neighbours of other storages take is
-    hundreds of bytes here.
-    """
-    rng = random.Random(seed)
-    graph = random_graph(seed, num_blocks=4)
-    request = SearchRequest(graph, cluster_of(4, backend="gloo"), profile_of(graph), (4,), 12)
-    for space in _spaces(request, 4):
-        for chain in space.chains():
-            legal = [
-                chain.choices.configs[name] if name else [chain.root]
-                for name in chain.choices.positions
-            ]
-            rows = np.array([[rng.randrange(len(configs)) for configs in legal] for _ in range(20)])
-            for row, size in enumerate(chain.table.evaluate(rows)[1]):
-                assert size >= space.costs.memory(chain.batch(rows).configs_of(row)).max() - 1000
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_a_chain_knows_how_long_buffers_live_beside_whole_blocks(seed: int) -> None:
-    """That of a sharded block lives until the next sharded one; sizes of parameters that do not
-    divide are all that is left.
-    """
-    rng = random.Random(seed)
-    graph = random_graph(seed, num_blocks=rng.choice([2, 3]))
-    request = SearchRequest(graph, cluster_of(4), profile_of(graph), (4,), 12)
-    for space in _spaces(request, 4):
-        for chain in space.chains():
-            legal = [
-                chain.choices.configs[name] if name else [chain.root]
-                for name in chain.choices.positions
-            ]
-            rows = np.array([*itertools.product(*(range(len(configs)) for configs in legal))])
-            assert (chain.batch(rows).peak_bytes <= 1.05 * chain.table.evaluate(rows)[1]).all()
-
-
 def test_meshes_of_nodes() -> None:
     eight = replace(machines(random.Random(0)), devices_per_node=4, num_nodes=2)
     assert [*meshes(eight, 8)] == [

@@ -11,21 +11,19 @@ import torch
 
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.optimizer import read_optimizer
-from lightning_topt.costs.training_step import SPLIT_CALL_SECONDS
 from lightning_topt.frontier.stage_search import search_stages
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.kernels import shown_collective
 from lightning_topt.graph.op_config import Replicate, Shard
 from lightning_topt.plan.explanation import explain_stages, unsplit_operators
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
-from lightning_topt.plan.pipeline_search import PipelineRequest, bounds_of, pipeline_shapes
+from lightning_topt.plan.pipeline_search import PipelineRequest, bounds_of
 from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.plan_search import (
     SearchRequest,
     local_graphs,
     search_plans,
     stage_blocks,
-    why_unsplit,
 )
 from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_simulation import cut_of_plan, peak_bytes_of, stage_bytes
@@ -37,9 +35,7 @@ from lightning_topt.plan.stage_tables import (
 )
 from lightning_topt.plan.staged_plans import (
     SplitStages,
-    search_stages_for,
     splits_of_stages,
-    stage_tensor_sizes,
 )
 from lightning_topt.techniques.registry import check_runs
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
@@ -76,11 +72,6 @@ def request_of_gpt() -> SearchRequest:
     )
 
 
-def fresh(split: SplitModel) -> SplitModel:
-    """The same, with nothing known."""
-    return SplitModel(split.module, split.batch, split.graph, split.trace)
-
-
 def split_chains(request: SearchRequest) -> list[tuple[SplitStages, list[PipelineShape]]]:
     assert request.split is not None and request.pipelines is not None
     given = request.pipelines, request.global_batch_size
@@ -112,64 +103,6 @@ def test_stages_run_on_tensor_groups_where_that_is_better(request_of_gpt: Search
             shape.mesh(NODES) == plan.mesh
             and shape.samples * shape.num_microbatches == plan.batch_size
         )
-
-
-def test_shapes_leave_ranks_for_several_stages(request_of_gpt: SearchRequest) -> None:
-    assert stage_tensor_sizes(NODES, 8) == [2, 4] and stage_tensor_sizes(NODES, 4) == [2]
-    blocks = stage_blocks(request_of_gpt)
-    for tensor, rows in ((2, {(2, 2), (4, 1)}), (4, {(2, 1)})):
-        shapes = [*pipeline_shapes(blocks, 8, 16, PipelineRequest(), tensor=tensor)]
-        assert {(shape.pipeline, shape.data) for shape in shapes} == rows
-        for shape in shapes:
-            assert (
-                shape.mesh(NODES).size == 8
-                and shape.mesh(NODES).stride(shape.mesh(NODES).tensor_axes) == 1
-            )
-            assert shape.data * shape.num_microbatches * shape.samples == 16
-    assert [*pipeline_shapes(blocks, 8, 16, PipelineRequest(), tensor=8)] == []
-    assert not PipelineRequest(own_batches=True).takes(2) and PipelineRequest(tensor=2).takes(2)
-
-
-def test_links_of_stages_are_those_of_whole_tensor_groups() -> None:
-    two, four = (
-        PipelineShape(2, 1, "1f1b", 1, 4, 1.0, tensor=2),
-        PipelineShape(2, 1, "1f1b", 1, 4, 1.0, tensor=4),
-    )
-    assert [shape.link_before(1, NODES) for shape in (two, four)] == ["intra", "inter"]
-    assert four.width == 4 and four.rows.names == ("data", "tensor")
-
-
-def test_what_ranks_hold_is_split_and_what_crosses_is_whole(request_of_gpt: SearchRequest) -> None:
-    whole = stage_blocks(request_of_gpt)
-    (chain, shapes), *_ = split_chains(request_of_gpt)
-    assert chain.blocks is not None and chain.blocks.tensor == chain.size == 2
-    rows = shapes[0].rows
-    ratio = (
-        chain.blocks.once(rows, 0).static.sum()
-        / whole.once(PipelineShape(2, 2, "1f1b", 1, 4, 1.0).rows, 0).static.sum()
-    )
-    assert 0.5 <= ratio < 0.6
-    assert (chain.blocks.crossing_bytes(2.0) == whole.crossing_bytes(2.0)).all()
-    assert (chain.blocks.passes(2.0).kept < 0.8 * whole.passes(2.0).kept).all()
-    assert (chain.blocks.gathered_bytes(2.0) == 0).all()  # layers return whole tensors
-
-
-def test_calls_on_slices_take_time_beside_kernels_but_on_cpus(
-    request_of_gpt: SearchRequest,
-) -> None:
-    (chain, _), *_ = split_chains(request_of_gpt)
-    assert chain.blocks is not None
-    calls = sum(chain.blocks.calls[name] for name in chain.blocks.names)
-    more = []
-    for backend in ("nccl", "gloo"):
-        step = replace(chain.blocks.step, cluster=replace(NODES, backend=backend))
-        passes = [
-            StageBlocks(step, whole=chain.whole, calls=each).passes(2.0)
-            for each in ({}, chain.blocks.calls)
-        ]
-        without, with_calls = ((each.forward + each.backward).sum() for each in passes)
-        more.append(with_calls - without)
-    assert more[1] == pytest.approx(SPLIT_CALL_SECONDS * calls) and 0 < more[0] < more[1]
 
 
 def sequence_chains(request: SearchRequest) -> list[tuple[SplitStages, list[PipelineShape]]]:
@@ -243,25 +176,6 @@ def test_plans_under_sequence_parallelism_are_found_saved_and_explained(
         assert explain_stages(request_of_gpt, plan) and not unsplit_operators(request_of_gpt, plan)
 
 
-def test_slices_are_made_whole_before_they_cross(request_of_gpt: SearchRequest) -> None:
-    (chain, shapes), *_ = split_chains(request_of_gpt)
-    assert chain.blocks is not None
-    whole, sliced = chain.blocks, stage_blocks(request_of_gpt)
-    half = tuple(
-        type(amount)(amount.fixed / 2, amount.per_sample / 2) for amount in whole.crossings.forward
-    )
-    sliced = type(whole)(whole.step, whole=whole.whole, calls=whole.calls)
-    sliced.__dict__["_own_crossings"] = replace(whole.crossings, forward=half)
-    size = whole.crossing_bytes(shapes[0].samples)[0]
-    assert sliced.gathered_bytes(shapes[0].samples) == pytest.approx(size)
-    gather = whole.step.collective_seconds(
-        "all_gather", float(size[1]), axes=whole.step.mesh.tensor_axes
-    )
-    for link in ("intra", "inter", "none"):
-        more = transfer_seconds(sliced, shapes[0])[link] - transfer_seconds(whole, shapes[0])[link]
-        assert more[0, 1:] == pytest.approx(gather) and (more[1] == 0).all() and gather > 0
-
-
 def test_tables_of_split_stages_equal_brute_force(request_of_gpt: SearchRequest) -> None:
     for chain, shapes in split_chains(request_of_gpt):
         assert chain.blocks is not None
@@ -295,18 +209,6 @@ def test_no_split_is_dropped_that_would_have_a_plan(
     check_that_none_is_dropped(request_of_gpt, NODES, monkeypatch)
 
 
-def test_a_split_that_cannot_gain_is_not_captured(request_of_gpt: SearchRequest) -> None:
-    assert request_of_gpt.split is not None
-    split = fresh(request_of_gpt.split)
-    point = search_plans(replace(request_of_gpt, pipelines=None, split=None)).points[0]
-    for costs, captures in (((0.0, 0.0), 0), ((1e9, 1e12), 2)):
-        known = [replace(point, step_seconds=costs[0], peak_bytes=costs[1])]
-        blocks, given = stage_blocks(request_of_gpt), {"global_batch_size": 16, "split": split}
-        points, _, _ = search_stages_for(blocks, 8, PipelineRequest(), known, **given)  # type: ignore[arg-type]
-        assert bool(points) == bool(captures) and len(split.captured.graphs) >= captures
-        assert captures or not split.captured.graphs
-
-
 def test_a_given_tensor_axis_is_kept(request_of_gpt: SearchRequest) -> None:
     wanted = PipelineRequest(ranks=2, tensor=2, schedule="1f1b")
     found = search_plans(replace(request_of_gpt, pipelines=wanted)).points
@@ -331,10 +233,3 @@ def test_a_plan_is_explained_by_the_step_on_slices(request_of_gpt: SearchRequest
     assert most + fixed == pytest.approx(point.peak_bytes, rel=1e-4)
     with pytest.raises(PlanError, match="give it in the request"):
         explain_stages(replace(request_of_gpt, split=None), point.plan)
-
-
-def test_what_was_not_looked_at_is_not_said_to_be_whole(request_of_gpt: SearchRequest) -> None:
-    assert request_of_gpt.split is not None
-    split = fresh(request_of_gpt.split)
-    request = replace(request_of_gpt, split=split, pipelines=PipelineRequest(ranks=4, tensor=1))
-    assert search_plans(request).points and why_unsplit(request) == {} and split.sizes == []

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.communication import Group
-from lightning_topt.costs.compute import RECOMPUTED_LAUNCHES, kernel_key
+from lightning_topt.costs.compute import RECOMPUTED_LAUNCHES
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.costs.training_step import (
     SPLIT_CALL_LAUNCHES,
@@ -45,10 +45,7 @@ from lightning_topt.techniques.tensor_parallel.split_prices import (
 from lightning_topt.techniques.tensor_parallel.split_search import ModelSplit
 from lightning_topt.techniques.tensor_parallel.split_steps import (
     least_seconds,
-    placed_tensors,
-    saving_no_computation,
     tensor_meshes,
-    tensor_sizes,
     tensor_steps,
 )
 from tests.models import GPT
@@ -82,19 +79,6 @@ def request_of_gpt() -> SearchRequest:
     return new_request_of_gpt()
 
 
-def test_tensor_axes_are_innermost_and_inside_nodes() -> None:
-    assert tensor_sizes(NODES, 8) == [2, 4]
-    assert tensor_sizes(NODES, 6) == [2]
-    assert tensor_sizes(NODES, 1) == []
-    found = [*tensor_meshes(NODES, 8, 2)]
-    shapes = [[(axis.name, axis.size, axis.scope) for axis in mesh.axes] for mesh in found]
-    assert shapes == [
-        [("data", 4, "inter"), ("tensor", 2, "intra")],
-        [("data_replicate", 2, "inter"), ("data_shard", 2, "intra"), ("tensor", 2, "intra")],
-    ]
-    assert all(mesh.size == 8 and mesh.stride(mesh.tensor_axes) == 1 for mesh in found)
-
-
 def test_a_step_has_slices_of_parameters_their_state_and_the_samples_of_a_data_rank(
     request_of_gpt: SearchRequest,
 ) -> None:
@@ -120,21 +104,6 @@ def test_a_step_has_slices_of_parameters_their_state_and_the_samples_of_a_data_r
             )
             assert own.moved_bytes * cut == pytest.approx(of_all.moved_bytes)
             assert own.state_bytes == pytest.approx(of_all.state_bytes / cut, abs=1)
-
-
-def test_a_plan_places_parameters_along_all_axes(request_of_gpt: SearchRequest) -> None:
-    request = request_of_gpt
-    assert request.split is not None
-    whole = TrainingStep(request.graph, NODES, request.optimizer, data_mesh(8, scope="inter"), 2)
-    step = next(tensor_steps(whole, request.split, mesh=next(tensor_meshes(NODES, 8, 2))))
-    *_, hybrid = tensor_meshes(NODES, 8, 2)
-    placed = placed_tensors(replace(step, mesh=hybrid))
-    assert dict(placed["blocks.1"]["parameters"])["project.weight"] == (
-        Replicate(),
-        Replicate(),
-        Shard(1),
-    )
-    assert placed_tensors(whole) == {}
 
 
 def test_a_batch_that_no_data_axis_divides_needs_a_tensor_axis(
@@ -331,21 +300,6 @@ def test_a_block_says_what_it_exchanges_along_a_tensor_axis(request_of_gpt: Sear
         assert all(0 < each.seconds < forward for each in block)
 
 
-def test_plans_whose_borders_are_split_are_explained(request_of_gpt: SearchRequest) -> None:
-    request = replace(request_of_gpt, mesh=Mesh((Axis("data", 2), Axis("tensor", 4))))
-    (plan, *_) = (p.plan for p in search_plans(request).uniform if p.plan.blocks[1].config.sums)
-    explained = explain_plan(request, plan)
-    (found,) = (p for p in search_plans(request).uniform if p.plan == plan)
-    assert explained.total.step_seconds == pytest.approx(found.step_seconds)
-    assert explained.total.peak_bytes == pytest.approx(found.peak_bytes)
-    ops = {(each.op, each.during) for each in explained.blocks["blocks.1"].collectives}
-    assert {
-        ("all_gather", "forward"),
-        ("reduce_scatter", "forward"),
-        ("all_gather", "backward"),
-    } <= ops
-
-
 @pytest.mark.parametrize(
     ("axes", "border"),
     [
@@ -438,22 +392,6 @@ def test_functions_that_are_not_in_the_table_are_told_with_their_shares() -> Non
     assert sum(each.share_of_seconds for each in found) < 1
     lines = whole_sentences(found)
     assert lines[1].startswith("- renorm (1 call, first in inner; not in the table of kinds): ")
-
-
-def test_kernels_that_were_measured_later_save_no_computation(own_batches: SearchRequest) -> None:
-    assert own_batches.split is not None
-    whole = TrainingStep(
-        own_batches.graph, NODES, own_batches.optimizer, data_mesh(8, scope="inter"), 4
-    )
-    mesh = next(tensor_meshes(NODES, 8, 2))
-    step = next(tensor_steps(replace(whole, num_microbatches=2), own_batches.split, mesh=mesh))
-    assert saving_no_computation(step, whole) is step
-    kernels = (kernel for op in step.graph.ops for kernel in (*op.forward, *op.backward))
-    quick = replace(step, kernel_seconds={kernel_key(kernel): 1e-9 for kernel in kernels})
-    least = sum(times.sum() for times in whole.compute.values())
-    mended = saving_no_computation(quick, whole)
-    assert 2 * sum(times.sum() for times in quick.compute.values()) < least
-    assert 2 * sum(times.sum() for times in mended.compute.values()) == pytest.approx(least)
 
 
 def test_a_split_is_captured_only_where_its_plans_may_be_better(

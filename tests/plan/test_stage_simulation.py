@@ -87,19 +87,6 @@ def without_waiting(blocks: StageBlocks, point: PlanPoint) -> float:
     return max(simulate(schedule, replace(costs, weight_bytes=costs.activation_bytes)).peak_bytes)
 
 
-def test_a_rank_of_1f1b_holds_what_the_search_counts() -> None:
-    request = replace(
-        make_request(), pipelines=PipelineRequest(stages=4, schedule="1f1b", microbatches=8)
-    )
-    blocks = stage_blocks(request)
-    for point in search_plans(request).points:
-        step = step_of_plan(blocks, point.plan)
-        assert step is not None
-        assert max(step.peak_bytes) == pytest.approx(point.peak_bytes, rel=0.05)
-        costs = costs_of_stages(blocks, shape_of_plan(point.plan), cut_of_plan(blocks, point.plan))
-        assert costs.static_bytes is not None and sum(costs.static_bytes) > 0
-
-
 class OwnCasts(PipelineShape):
     """The twin: each microbatch in flight keeps its own casts."""
 
@@ -216,12 +203,3 @@ def test_moves_come_near_the_fastest_of_all_cuts(name: str) -> None:
         gaps.append([simulated[0].min() / simulated[1].min() - 1, fastest / simulated[1].min() - 1])
     before, after = np.array(gaps).T
     assert np.median(after) < 0.03 < before.max() and after.mean() < 0.5 * before.mean()
-
-
-def test_ranks_of_one_stage_stay_as_they_are() -> None:
-    blocks, shape = (
-        stage_blocks(make_request(layers=LAYERS)),
-        PipelineShape(2, 4, "1f1b", 1, 8, 2.0),
-    )
-    points = search_stages(stage_table(blocks, shape)).points
-    assert with_moves(blocks, shape, points) == [*points]

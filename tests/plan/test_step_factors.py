@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 import random
@@ -347,17 +346,6 @@ def test_another_version_of_the_table_is_refused(tmp_path):
     path.write_text('{"version": 0, "rows": []}')
     with pytest.raises(ValueError, match="of version 0, and this release reads 1"):
         StepTable.read(path)
-
-
-def test_steps_are_read_between_points():
-    assert harness.steps_to([(10, 3.0), (20, 2.0), (30, 2.5)], 2.5) == 15
-    assert harness.steps_to([(10, 3.0)], 3.0) == 10
-    assert harness.steps_to([(10, 3.0), (20, math.inf)], 2.0) is None
-    orders = [
-        harness.kendall_tau([*zip((1, 2, 3), p, strict=True)])
-        for p in itertools.permutations((1, 2, 3))
-    ]
-    assert (orders[0], orders[-1]) == (1, -1)
 
 
 # ---- the table of the user

@@ -17,7 +17,6 @@ from lightning_topt.prediction import (
     why_not_measured,
 )
 from lightning_topt.schedules.staleness import Staleness
-from tests.host_waits import waits_of
 from tests.prediction.stage_walk import (
     gradients,
     make_optimizer,
@@ -87,13 +86,6 @@ def test_multistep_is_sgd_with_gradients_of_zero(variant, count):
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
     close(found, parameters)
-
-
-def test_multistep_has_the_closed_form_of_the_paper():
-    parameters, optimizer = trained(optim.SGD, {}, **SGD)
-    found = predicted("multistep", parameters, optimizer, count=3)
-    factor = 0.1 * (0.9 - 0.9**4) / (1 - 0.9)
-    close(found, [p - factor * optimizer.state[p]["momentum_buffer"] for p in parameters])
 
 
 @pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
@@ -229,27 +221,6 @@ def test_large_parameters_are_predicted_in_chunks(monkeypatch):
     close(predicted("multistep", *trained(optim.Adam, {}, **ADAM), count=2), whole, rtol=0, atol=0)
 
 
-def test_contents_are_exchanged_by_memory_that_is_kept(monkeypatch):
-    from lightning_topt.prediction import weights
-
-    monkeypatch.setattr(weights, "CHUNK_BYTES", 200)
-    shapes = [(3, 5), (), (7,), (2, 3, 4, 4), (0,), (11,)]
-    dtypes = [torch.float32, torch.float64, torch.bfloat16]
-    inside = [torch.rand(s).to(dtypes[i % 3]) for i, s in enumerate(shapes)]
-    inside[3] = inside[3].contiguous(memory_format=torch.channels_last)
-    outside = [torch.rand_like(each) for each in inside]
-    before = [[each.clone() for each in tensors] for tensors in (inside, outside)]
-    swap, pointers = weights.Swap(), [each.data_ptr() for each in (*inside, *outside)]
-    for turn in range(1, 4):
-        swap(inside, outside)
-        for tensors, was in zip((inside, outside), before[:: (-1) ** turn], strict=True):
-            assert all(map(torch.equal, tensors, was))
-        assert [each.data_ptr() for each in (*inside, *outside)] == pointers
-    # one chunk, and at least one tensor: 2 x 3 x 4 x 4 of 4 bytes
-    assert weights.num_bytes([swap._memory]) == 384
-    swap([], [])
-
-
 def walked(rule, parameters):
     """What passes see of `parameters`, the last values, and whether contents were exchanged."""
     with torch.no_grad():
@@ -345,60 +316,6 @@ def test_feedback_by_pieces_is_that_of_whole_tensors(monkeypatch):
     for mine, theirs in zip([*found[0], found[1]], [*expected[0], expected[1]], strict=True):
         assert all(map(torch.equal, mine, theirs))
     assert parameters[0].stride() == (1, 3)
-
-
-def test_stashing_computes_backward_with_the_weights_of_forward():
-    parameters = make_parameters()
-    used = {}
-
-    def seen(kind, minibatch, at_work):
-        if kind == "forward":
-            used[minibatch] = values(parameters)
-        elif kind == "backward":
-            assert all(map(torch.equal, used[minibatch], values(parameters)))
-            others = [x for index, x in used.items() if index < minibatch - 3]
-            assert not any(torch.equal(x[0], parameters[0]) for x in others)
-
-    walk(
-        PREDICTIONS["stash"](), make_optimizer("SGD", parameters), stage=0, num_stages=4, seen=seen
-    )
-    assert len(used) == 24
-
-
-@pytest.mark.parametrize("stage", range(3))
-def test_two_versions_are_one_update_behind_on_every_stage(stage):
-    parameters = make_parameters()
-    versions, used = [values(parameters)], []
-
-    def seen(kind, minibatch, at_work):
-        if kind == "update":
-            versions.append(values(parameters))
-        else:
-            used.append((minibatch, values(parameters)))
-
-    optimizer = make_optimizer("SGD", parameters)
-    walk(
-        PREDICTIONS["two_versions"](), optimizer, stage=stage, num_stages=3, accumulate=2, seen=seen
-    )
-    assert len(used) == 48
-    for minibatch, weights in used:
-        assert all(map(torch.equal, weights, versions[max(minibatch // 2 - 1, 0)]))
-
-
-def test_error_feedback_makes_good_for_the_update_before():
-    """SGD's moves are -lr times the gradients of two minibatches, whatever the weights."""
-    parameters = make_parameters()
-    start, optimizer = values(parameters), optim.SGD(parameters, lr=0.1)
-    rule = make_prediction({"rule": "two_versions", "error_feedback": True})
-    walk(rule, optimizer, stage=0, num_stages=3, num_minibatches=10, accumulate=2)
-    sums = [list(map(torch.add, gradients(2 * n), gradients(2 * n + 1))) for n in range(5)]
-    # the first update is not late, the second has nothing to make good for, the others make their
-    # own move twice and take back the one before: what is left of all is the last one once more
-    for index, parameter in enumerate(parameters):
-        moved = sum(each[index] for each in sums) + sums[4][index] - sums[1][index]
-        torch.testing.assert_close(parameter.detach(), start[index] - 0.1 * moved)
-    with pytest.raises(ValueError, match="error_feedback is True or False; got 1"):
-        make_prediction({"rule": "two_versions", "error_feedback": 1})
 
 
 def test_two_versions_refuse_updates_of_too_few_minibatches():
@@ -562,26 +479,3 @@ def test_the_loop_in_the_documentation_runs():
     names = {}
     exec(compile(code, "plain_pytorch.md", "exec"), names)
     assert names["stage"].weight.grad is not None and names["rule"].held_bytes == 0
-
-
-@pytest.mark.parametrize("rule", ["spectrain", "pipeoptim", "multistep"])
-def test_steps_of_adam_are_read_from_the_device_once(rule):
-    parameters, optimizer = trained(optim.AdamW, {}, steps=2, **ADAM)
-    at_work = make_prediction(rule).on(optimizer, stage=0, num_stages=3)
-    found = []
-
-    def forward():
-        with at_work.forward(0, Staleness(0, 2, 2), rates_of(optimizer)):
-            found[:] = values(parameters)
-
-    for step in range(4):
-        waits = waits_of(forward)
-        assert waits == ({} if step else {"tolist": 1})
-        close(found, predicted(rule, parameters, optimizer, count=2), rtol=0, atol=0)
-        for parameter, gradient in zip(parameters, gradients(step, torch.float32), strict=True):
-            parameter.grad = gradient
-        parameters[step % 2].grad = None  # makes no step
-        with at_work.update(step):
-            optimizer.step()
-    at_work.drained()
-    assert waits_of(forward) == {"tolist": 1}

@@ -15,7 +15,6 @@ from lightning_topt.schedules.schedules import (
     drain_actions,
     every,
     iteration_actions,
-    make_schedule,
 )
 from lightning_topt.schedules.simulate import held_counts, simulate, stashed_versions
 from lightning_topt.schedules.staleness import running_staleness, staleness
@@ -74,14 +73,6 @@ def test_pieces_put_together_are_the_whole_list_and_legal(lag_per_hop: int) -> N
                         tuple(action for each in iterations for action in each)
                         == schedule.actions[rank]
                     )
-
-
-def test_they_are_made_by_name_like_others() -> None:
-    made = make_schedule("continuous_overlapped", num_ranks=3, num_microbatches=5)
-    assert made == continuous_schedule(num_ranks=3, num_minibatches=5, lag_per_hop=2)
-    assert made.name == "continuous_overlapped"
-    with pytest.raises(ValueError, match="runs 1 stage on each rank, got 2"):
-        make_schedule("continuous", num_ranks=3, num_microbatches=5, stages_per_rank=2)
 
 
 def test_staleness_is_that_of_spectrain() -> None:
@@ -155,19 +146,6 @@ def test_staleness_of_a_run_is_that_of_its_whole_schedule() -> None:
                             lag_per_hop=lag,
                         )
                         assert open_end == found
-
-
-def test_nothing_waits_in_the_steady_state() -> None:
-    for ranks in (2, 4, 8):
-        schedule = continuous_schedule(num_ranks=ranks, num_minibatches=200)
-        costs = StageCosts([1.0] * ranks, [2.0] * ranks, update=[0.5] * ranks)
-        assert simulate(schedule, costs).step_seconds <= 200 * 3.5 + 2 * ranks * 3
-        hops = {(stage, stage + 1): 1.0 for stage in range(ranks - 1)}
-        hidden = replace(costs, transfer_seconds=hops)
-        late = continuous_schedule(num_ranks=ranks, num_minibatches=200, lag_per_hop=2)
-        assert simulate(late, hidden).step_seconds <= 200 * 3.5 + 4 * ranks * 4
-        # one fewer in flight waits for its gradients
-        assert simulate(schedule, hidden).step_seconds > 200 * 4
 
 
 def test_memory_in_flight_and_versions() -> None:

@@ -137,51 +137,6 @@ def test_narrow_gathers_move_half_and_pay_for_the_rounding(level):
         assert after.reduce_foreground == before.reduce_foreground
 
 
-def test_overlap_helps_and_never_beats_computation():
-    graph = random_graph(3, num_blocks=5)
-    configs = {block.name: OpConfig.zero(0) for block in graph.blocks}
-    results = [explained(graph, configs, **arguments(graph, 4, overlap=e)) for e in (0.0, 0.5, 1.0)]
-    seconds = [result.step_seconds for result in results]
-    assert seconds == sorted(seconds, reverse=True)
-    assert seconds[0] > seconds[-1] >= results[-1].compute_seconds
-    for result in results:
-        assert result.step_seconds == pytest.approx(
-            result.compute_seconds + result.exposed_communication_seconds
-        )
-    blocking = explained(graph, configs, **arguments(graph, 4, overlap=0.0))
-    exchanged = blocking.seconds["reduce"] + blocking.seconds["buffers"]
-    assert blocking.exposed_communication_seconds == pytest.approx(exchanged)
-
-
-def test_what_configurations_change():
-    graph = random_graph(3)
-    given = arguments(graph, 2)
-    results = {
-        (stage, again): explained(
-            graph,
-            {
-                b.name: OpConfig.zero(stage, recompute=again and b.recomputable)
-                for b in graph.blocks
-            },
-            **given,
-        )
-        for stage in range(4)
-        for again in (False, True)
-    }
-    assert results[0, True].seconds["recompute"] > 0 == results[0, False].seconds["recompute"]
-    assert results[0, True].seconds["backward"] == pytest.approx(
-        results[0, False].seconds["backward"]
-    )
-    assert results[1, False].seconds["update"] < results[0, False].seconds["update"]
-    assert results[1, False].seconds["broadcast"] > 0 == results[0, False].seconds["broadcast"]
-    assert (
-        results[3, False].seconds["gather"]
-        > results[2, False].seconds["gather"]
-        > 0
-        == results[0, False].seconds["gather"]
-    )
-
-
 def test_kernel_measurements_count():
     graph = random_graph(1)
     given = arguments(graph, 1)

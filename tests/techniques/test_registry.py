@@ -25,23 +25,6 @@ from lightning_topt.techniques.registry import (
 
 FLAT, HYBRID = data_mesh(4), hybrid_mesh(2, 2)
 MESHES = {"flat": FLAT, "hybrid": HYBRID}
-OF_PRESETS = {
-    "ddp": "data parallelism",
-    "zero1": "sharded optimizer state",
-    "zero2": "full sharding",
-    "zero3": "full sharding",
-    "hybrid_zero2": "hybrid sharding",
-    "hybrid": "hybrid sharding",
-}
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_presets_have_a_technique(preset: str) -> None:
-    assert (
-        technique_of(OpConfig(PRESETS[preset].storage(HYBRID)), HYBRID).name == OF_PRESETS[preset]
-    )
-    on_one_axis = OF_PRESETS[preset].replace("hybrid", "full")  # the last axis is the only one
-    assert technique_of(OpConfig(PRESETS[preset].storage(FLAT)), FLAT).name == on_one_axis
 
 
 def test_no_placement_has_two_techniques_and_what_has_none_is_refused() -> None:

@@ -373,10 +373,6 @@ def flatten(net: nn.Module) -> None:
     net.last.weight.view(-1)
 
 
-def renorm(net: nn.Module) -> None:
-    torch.renorm(net.first.weight.detach(), 2, 0, 1.0)
-
-
 def differentiate(net: nn.Module) -> None:
     torch.autograd.grad(net.last.weight.sum(), net.first.weight)
 

@@ -6,11 +6,10 @@ import random
 import selectors
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 Address = tuple[str, int, int]
-Fate = Callable[[bytes], bool]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_topt.communication.bounded_loss import rate_rule
 from lightning_topt.communication.bounded_loss.rate_rule import (
     LINK,
     PATH,
@@ -53,25 +52,6 @@ def rounds(
         take_report(path, row, highest, lost, marked, highest + 1 - lost, 1 + now, now)
 
 
-def test_old_and_double_reports_are_dropped():
-    row, path = fresh(), fresh_path()
-    take_report(path, row, 200, 2, 0, 199, 1.0, 1.0)
-    known = row.item(), path.item()
-    take_report(path, row, 150, 90, 90, 500, 9.0, 9.0)
-    assert (row.item(), path.item()) == known
-
-
-def test_reports_of_all_receivers_make_one_round():
-    """Each says what it lost since its last report; a round of 1 ms ends once for all of them."""
-    row, paths = fresh(), [fresh_path() for _ in range(3)]
-    for number, path in enumerate(paths):
-        take_report(path, row, 9, 1, 0, 9, 1.0, 1e-5 * number)
-    take_report(paths[0], row, 19, 3, 0, 17, 1.0, 4e-4)
-    assert row.acked == 40 and row.lost == 5 and row.rounds == 0
-    take_report(paths[1], row, 19, 1, 0, 19, 1.0, 2e-3)
-    assert row.acked == 0 and row.rounds == 1
-
-
 def refused_round(row: LinkState, *, delivered: int, refused: int) -> None:
     """A round of 2 ms that delivered that many datagrams; a queue of this host refused others."""
     row.refused = refused
@@ -93,26 +73,6 @@ def test_what_an_own_queue_refuses_is_no_loss():
     assert row.window < 0.75 * before and row.reductions > 1
 
 
-def test_the_search_ends_far_above_what_gets_through():
-    """Where neither a loss nor a queue shows: a sender that is slower than the path."""
-    row = fresh()
-    rounds(row, 30, size=40)
-    assert not row.starting and row.window <= rate_rule.SEARCH_ABOVE * 20 * 2
-
-
-def test_bursts_are_blamed_first_then_batches_then_the_window():
-    row = fresh()
-    rounds(row, 1, lost_each=50)
-    rounds(row, 1)
-    window, row.burst_used = row.window, 5.0
-    rounds(row, 1, lost_each=20)
-    assert row.burst < rate_rule.FIRST_BURST and row.batch == rate_rule.MOST_BATCH
-    rounds(row, 1, lost_each=20)
-    assert row.batch == rate_rule.BETA * rate_rule.MOST_BATCH and row.window == window
-    rounds(row, 6, lost_each=20)
-    assert row.batch == rate_rule.LEAST_BATCH and row.window < window
-
-
 def test_a_queue_that_others_fill_is_not_left_to_them():
     row, near = fresh(), fresh_path()
     measure_trip(near, row, 1e-4)
@@ -126,17 +86,6 @@ def test_a_queue_that_others_fill_is_not_left_to_them():
         rounds(row, 3)
         windows.append(row.window)
     assert min(windows) < 250 and windows[-1] > min(windows) + 5
-
-
-def test_a_far_receiver_is_no_queue():
-    """Queues are what a round trip takes beyond the least of the same receiver."""
-    row, near, far = fresh(), fresh_path(), fresh_path()
-    measure_trip(near, row, 1e-4)
-    measure_trip(far, row, 0.05)
-    assert row.round_queue == 0
-    row.round_queue = rate_rule.NO_QUEUE
-    measure_trip(far, row, 0.052)
-    assert row.round_queue == pytest.approx(0.002)
 
 
 @pytest.mark.parametrize("queue", [11, 22, 87, 4000], ids=["16 kB", "32 kB", "128 kB", "deep"])
@@ -153,12 +102,6 @@ def test_alone_it_keeps_a_deep_queue_short():
     sender = Ours()
     run_link([sender], capacity=GIGABIT, base=LAN, queue=4000, seconds=3.0)
     assert sender.row.round_trip < LAN + 3e-3 and sender.lost == 0
-
-
-def test_loss_of_the_path_is_known():
-    sender = Ours()
-    run_link([sender], capacity=GIGABIT, base=LAN, queue=22, loss=0.01, seconds=3.0)
-    assert 0.004 < sender.row.path_loss < 0.02
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -225,16 +225,3 @@ def plan_of(
     named = [StagePlan(tuple(map(block, names))) for names in cut(stages or pipeline)]
     named[0] = StagePlan((*named[0].blocks, block("")))
     return ParallelPlan(mesh, tuple(named), schedule=schedule, num_microbatches=microbatches)
-
-
-@dataclass
-class Alone:
-    """What one process has after training: losses of microbatches, gradients of the last step,
-    states.
-    """
-
-    losses: list[Tensor]
-    gradients: dict[str, Tensor]
-    state: dict[str, Tensor]
-    optimizer_state: dict[str, Any]
-    norms: list[float]

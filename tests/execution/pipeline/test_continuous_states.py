@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
-from lightning_topt.execution.pipeline.stage_weights import MinibatchRates
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from tests.execution.pipeline.continuous_training import CPU, adam, continuous_plan, sgd
 from tests.execution.pipeline.stage_models import loss_of, make, tokens
@@ -276,41 +275,3 @@ def test_what_is_not_legal_is_said(ranks: list[Facts]) -> None:
         )  # on the last stage too, which holds none
         assert math.isfinite(float(loss)) and loss == ranks[0].refused[-2]
         assert "Rprop" in optimizer and "AdamW" in optimizer
-
-
-def test_updates_use_the_rates_of_their_minibatch_and_keep_what_optimizers_write() -> None:
-    class Counting(torch.optim.SGD):
-        """Keeps state in its groups, as schedule-free optimizers do."""
-
-        def step(self, closure: Any = None) -> None:
-            for group in self.param_groups:
-                seen.append(float(group["lr"]))
-                group["k"] = group.get("k", 0) + 1
-
-    seen: list[float] = []
-    parameters = [torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))]
-    optimizer = Counting(
-        [
-            {"params": [parameters[0]], "lr": 1.0},
-            {"params": [parameters[1]], "lr": torch.tensor(2.0)},
-        ]
-    )
-    for group in optimizer.param_groups:
-        group["k"] = 0
-    rates = MinibatchRates([optimizer])
-    for minibatch in range(4):
-        rates.record(minibatch)
-        optimizer.param_groups[0]["lr"] *= 0.5
-        optimizer.param_groups[1]["lr"].mul_(0.1)
-        if minibatch >= 2:
-            with rates.in_place(minibatch - 2):
-                optimizer.step()
-            rates.forget(minibatch - 2)
-    assert seen == pytest.approx([1.0, 2.0, 0.5, 0.2])
-    assert [group["k"] for group in optimizer.param_groups] == [2, 2]
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(1 / 16)
-    assert float(optimizer.param_groups[1]["lr"]) == pytest.approx(2e-4)
-    known = rates.of_updates([2, 3], optimizer=0, count=5)
-    assert [float(groups[0]["lr"]) for groups in known] == pytest.approx(
-        [0.25, 0.125, 0.125, 0.125, 0.125]
-    )

@@ -5,19 +5,16 @@ comes late.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 
 from lightning_topt.execution.pipeline.messages import (
-    LOOKAHEAD,
     Crossings,
     Message,
     ProgramStep,
     rank_program,
 )
-from lightning_topt.execution.pipeline.p2p import _group_on_gloo
 from lightning_topt.execution.pipeline.pipeline_run import linked_ranks
 from lightning_topt.execution.pipeline.stage_layout import StageLayout
 from lightning_topt.graph.step_flow import LeafSpec, TensorRef
@@ -108,28 +105,6 @@ def test_channels_are_in_one_order_at_both_ends(name: str) -> None:
         check(schedule, sends_wait=True)
 
 
-def test_receives_begin_shortly_before_they_are_needed() -> None:
-    schedule = make_schedule("1f1b", num_ranks=3, num_microbatches=8)
-    chain = Crossings(
-        {TensorRef(s, 0): (s + 1,) for s in range(2)},
-        {TensorRef(s, 0): TRAINED for s in range(2)},
-        (0, 1, 2),
-    )
-    for rank in range(3):
-        steps = rank_program(schedule, [chain] * 8, rank=rank)
-        for index, step in enumerate(steps):
-            assert all(message.used - index <= LOOKAHEAD for message in step.begins)
-    middle = rank_program(schedule, [chain] * 8, rank=1)
-    open_at_once, waiting = [], 0
-    for step in middle:
-        waiting += len(step.begins)
-        open_at_once.append(waiting)
-        waiting -= len(step.needs)
-    assert waiting == 0 and max(open_at_once) <= 3, (
-        "buffers for the next passes, not for all microbatches"
-    )
-
-
 def test_links_lead_back_where_something_has_a_gradient() -> None:
     """All stages need an index of the first, and the last one a parameter of it."""
     specs = {TensorRef(s, 0): TRAINED for s in range(3)} | {TensorRef(0, 1): INDEX}
@@ -148,13 +123,3 @@ def test_links_lead_back_where_something_has_a_gradient() -> None:
     looped = StageLayout((0, 1, 0, 1), parameters, {})
     found = linked_ranks(looped, crossings, is_asynchronous=False)
     assert found == {(0, 1), (1, 0)}
-
-
-def test_a_pipeline_over_nccl_says_what_helps_where_gloo_does_not_connect() -> None:
-    class Unconnected:
-        def make(self, parts: Any, *, backend: str) -> Any:
-            raise RuntimeError("makeDeviceForHostname(): unsupported gloo device")
-
-    groups: Any = Unconnected()
-    with pytest.raises(RuntimeError, match=r"GLOO_SOCKET_IFNAME .*unsupported gloo device"):
-        _group_on_gloo(groups, [[0, 1]])

@@ -5,13 +5,11 @@ checkpoints; and their errors.
 from __future__ import annotations
 
 import gc
-import operator
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -24,15 +22,6 @@ from lightning_topt.graph.flow_trace import trace_flow
 from lightning_topt.graph.step_flow import assign_calls
 from tests.execution.pipeline.stages_in_turn import assert_same, run_plain, run_stages
 from tests.execution.pipeline.test_stage_pass import microbatches
-from tests.foreign.transformers_models import (
-    HALVES,
-    PATCHES,
-    VOCAB,
-    Pretrained,
-    language,
-    picture_and_label,
-    translation,
-)
 from tests.models import GPT, batch_for
 
 GPT_STAGES = [["blocks.0"], ["blocks.1"], ["norm", "head"]]
@@ -55,15 +44,6 @@ def stage_pass(module: nn.Module, step: Any, batch: Any, stages: Any) -> StagePa
         assign_calls(flow, stages),
         units=[block for stage in stages for block in stage],
     )
-
-
-def forward_all(passes: StagePass, run: Any, microbatch: int = 0) -> Any:
-    """All stages of one microbatch; what the last one returned."""
-    held: dict[Any, Tensor] = {}
-    for stage in range(max(passes.stage_of_call) + 1):
-        output = passes.forward(stage, microbatch, run, dict(held))
-        held |= output.sent
-    return output.result
 
 
 @pytest.mark.parametrize("least", [0, 1 << 24])
@@ -167,22 +147,6 @@ def test_a_change_of_what_backward_needs_is_noticed(monkeypatch):
     for run in (run_plain, partial(run_stages, stages=[["0"], ["1"]])):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             run(module, [(torch.randn(3, 4),)], step=step, context=context)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_evaluation(mode):
-    module = GPT(dropout=0.1).eval()
-    batch = batch_for(module)
-
-    def step(module: Any, batch: Any) -> Any:
-        return {"logits": module(batch[0]), "count": 3}
-
-    with mode():
-        passes = stage_pass(module, step, batch, GPT_STAGES)
-        result = forward_all(passes, lambda: step(module, batch))
-        assert torch.equal(result["logits"], step(module, batch)["logits"])
-    assert result["count"] == 3
-    assert not passes._passes
 
 
 def test_uneven_microbatches_draw_in_one_order():
@@ -297,57 +261,3 @@ def test_steps_that_do_not_do_what_their_trace_did(step, message):
     with pytest.raises(CaptureError, match="(?s)" + message):
         passes.forward(2, 0, lambda: step(module, batch), second.sent)
     assert all("_compiled_call_impl" not in vars(each) for each in module.modules())
-
-
-def llama() -> Any:
-    return hf.LlamaForCausalLM(
-        hf.LlamaConfig(**{**HALVES, "num_hidden_layers": 3, "tie_word_embeddings": True})
-    )
-
-
-def t5() -> Any:
-    sizes = {
-        "vocab_size": VOCAB,
-        "d_model": 16,
-        "d_kv": 8,
-        "d_ff": 32,
-        "num_layers": 2,
-        "num_heads": 2,
-    }
-    return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, decoder_start_token_id=0))
-
-
-def vit() -> Any:
-    return hf.ViTForImageClassification(hf.ViTConfig(**PATCHES, num_labels=5))
-
-
-@pytest.mark.parametrize(
-    ("make", "sample", "stages"),
-    [
-        (llama, language, ["layers.0", "layers.1", "layers.2"]),
-        (
-            t5,
-            translation,
-            ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"],
-        ),
-        (vit, picture_and_label, ["layers.0", "layers.1"]),
-    ],
-)
-def test_models_of_transformers(make, sample, stages):
-    torch.manual_seed(0)
-    module = Pretrained(make()).train()
-    stages = [
-        [path] for name in stages for path, _ in module.named_modules() if path.endswith("." + name)
-    ]
-    source = torch.Generator().manual_seed(1)
-    samples = [[sample(source, index) for index in range(2)] for _ in range(2)]
-    batches = [
-        {key: torch.stack([row[key] for row in rows]) for key in rows[0]} for rows in samples
-    ]
-    plain = run_plain(module, batches)
-    assert_same(run_stages(module, batches, stages), plain)
-    got = run_stages(
-        module, batches, [reduce(operator.iadd, stages[:-1], []), stages[-1]], split=True
-    )
-    assert_same(got, plain)
-    assert not got.flow.reads_values

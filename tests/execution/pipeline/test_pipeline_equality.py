@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from benchmarks.equality import cell, compare
 from benchmarks.pipelines.equality import COMPARISON, MODELS, PLANS, against_one_process, run_plan
-from benchmarks.pipelines.shared import cut
 from tests.launch import run_ranks
 
 BY_NAME = {plan.name: plan for plan in PLANS}
@@ -34,10 +31,3 @@ def test_pipelines_are_one_process() -> None:
         text = cell(value)
         assert text[0].isdigit() and "**" not in text, (name, model, value)
     assert "**" in cell(wrong), "statistics of other microbatches count as equal"
-
-
-@pytest.mark.parametrize(("share", "expected"), [(1.0, [0, 1, 3]), (0.5, [0, 2, 3])])
-def test_cuts_keep_the_longest_stage_short_within_the_share_of_weights(
-    share: float, expected: list[int]
-) -> None:
-    assert cut([4.0, 1.0, 3.0, 4.0], [1.0, 4.0, 4.0, 1.0], 3, share=share) == expected

@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
-from lightning_topt.execution.pipeline.split_backward import SplitBackward
 from lightning_topt.schedules.schedules import SCHEDULES
 from tests.execution.pipeline.stage_models import loss_of, make, plan_of, tokens
 from tests.launch import run_ranks
@@ -77,15 +75,3 @@ def test_graphs_end_with_their_microbatches(name: str, held: list[list[list[int]
         counts = of_rank[[*SPLIT, "1f1b"].index(name)]
         assert len(counts) == COUNT * stages
         assert max(counts) <= 2 * stages  # of passes; eight where all results kept their graphs
-
-
-def test_gradients_that_wait_for_parameters_are_counted() -> None:
-    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Linear(4, 8))
-    x = torch.randn(2, 4, requires_grad=True)
-    result = layers(x)
-    split = SplitBackward([get_gradient_edge(result)], [torch.ones_like(result)], [x])
-    assert split.arrived_bytes == 0
-    split.inputs()
-    assert split.arrived_bytes == 4 * 2 * (4 + 8)  # of what each layer with parameters made
-    split.parameters()
-    assert split.arrived_bytes == 0

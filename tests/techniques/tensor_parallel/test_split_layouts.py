@@ -4,7 +4,6 @@ does.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -21,9 +20,7 @@ from lightning_topt.costs.communication import Group
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.demo import ByteGPT
 from lightning_topt.graph.capture import capture
-from lightning_topt.graph.kernels import shown_collective
 from lightning_topt.graph.mesh_axes import Axis, Mesh
-from lightning_topt.graph.op_config import Replicate, Shard
 from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout, layout_axes
@@ -151,33 +148,6 @@ def test_layouts_run_as_one_process() -> None:
         )
 
 
-def test_roles_of_a_cube() -> None:
-    layout, _ = layout_of_model(split_model("llama"), "tensor_3d")
-    row, column = Shard(0), Shard(1)
-    of_layer = {
-        name.rpartition("layers.1.")[2]: placed
-        for name, placed in layout.placements.items()
-        if "layers.1." in name
-    }
-    by_outputs, by_inputs = (Shard(0, 2), row, column), (Shard(0, 2), column, row)
-    assert of_layer == {
-        **dict.fromkeys(
-            ("input_layernorm.weight", "post_attention_layernorm.weight"),
-            (Replicate(), Replicate(), row),
-        ),
-        **dict.fromkeys((f"self_attn.{name}_proj.weight" for name in "qkv"), by_outputs),
-        "self_attn.o_proj.weight": by_inputs,
-        **dict.fromkeys(("mlp.gate_proj.weight", "mlp.up_proj.weight"), by_outputs),
-        "mlp.down_proj.weight": by_inputs,
-    }
-    assert layout.placements["model.model.embed_tokens.weight"] == by_outputs
-    assert layout.left == ()
-    border = (Shard(0), Shard(0), Shard(2))
-    assert layout.rules["model.model.layers.0"] == BlockRule(
-        "model.model.layers.0", (border,), (border,), (Shard(0),) * 3, (True, False, False)
-    )
-
-
 def test_numbers_of_ranks_that_are_no_product_are_refused() -> None:
     assert [axis.size for axis in layout_axes("tensor_3d", 16)] == [4, 2, 2]
     assert [axis.size for axis in layout_axes("tensor_2d", 12)] == [4, 3]
@@ -208,27 +178,6 @@ def test_a_border_that_does_not_divide_names_the_dims_that_would_have_to(
 
 def bfloat16() -> AbstractContextManager[Any]:
     return torch.autocast("cpu", dtype=torch.bfloat16)
-
-
-def test_inputs_of_products_are_gathered_in_the_dtype_of_autocast() -> None:
-    """As many gathers as without it, of half the bytes; of llama's norms, which are in float32."""
-    sent: dict[str, Counter[float]] = {}
-    for name, context in (("float32", nullcontext), ("bfloat16", bfloat16)):
-        model = split_model("llama", context)
-        graph = model.local_graph_of(*layout_of_model(model, "tensor_sequence"))
-        assert graph is not None
-        kernels = [
-            kernel
-            for op in graph.ops
-            for kernel in op.forward
-            if op.block == "model.model.layers.1" and shown_collective(kernel) is not None
-        ]
-        sent[name] = Counter()
-        for kernel in kernels:
-            if kernel.arguments["args"][1] == "all_gather":
-                sent[name][kernel.bytes.at(BATCH)] += kernel.count
-    assert sent["float32"] == {2 * size: count for size, count in sent["bfloat16"].items()}
-    assert sum(sent["bfloat16"].values()) == 2
 
 
 @pytest.mark.parametrize("layout", ["tensor_sequence", "tensor_2d"])

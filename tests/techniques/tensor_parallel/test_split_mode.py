@@ -282,30 +282,6 @@ def losses(rank: int, mesh: Mesh, placements: tuple[Placement, ...]) -> None:
         assert len(mode.whole_calls) == ("weight" in options or "label_smoothing" in options)
 
 
-def low_precision(rank: int) -> list[float]:
-    """Losses of many classes in bfloat16, whose sums over classes need more digits."""
-    logits = (torch.randn(8, 512, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()
-    target, split = (
-        torch.arange(8),
-        SplitTensor(Layout((8, 512), (Shard(1),)), TensorAxes.with_groups(MESH)),
-    )
-    found = []
-    for autocast in (True, False):
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            expected = F.cross_entropy(logits, target)
-            with SplitMode(split.axes):
-                loss = F.cross_entropy(with_layout(split.own(logits), split.layout), target)
-        assert loss.dtype == expected.dtype
-        found.append(float((loss - expected).abs() / expected))
-    return found
-
-
-def test_cross_entropy_of_split_logits_in_low_precision() -> None:
-    for with_autocast, without in run_on_pool(low_precision, 2):
-        assert with_autocast < 1e-5
-        assert without < 1e-2
-
-
 def test_cross_entropy_of_split_logits() -> None:
     for placement in (Shard(0), Shard(1)):
         run_on_pool(losses, 2, MESH, (placement,))

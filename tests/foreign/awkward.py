@@ -120,21 +120,6 @@ def logged_gradient_norms() -> Any:
     return LogsNorms(), loader(row_and_label)
 
 
-class HistogramsOfWeights(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("histogram", torch.zeros(10))
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        for parameter in self.net.parameters():
-            self.histogram += torch.histc(parameter.detach(), 10, -1, 1)
-
-
-@program()
-def histograms_of_weights() -> Any:
-    return HistogramsOfWeights(), loader(row_and_label)
-
-
 class ValuesInStep(Classifier):
     """Reads values: `.item()`, `isnan`, masks, `nonzero`, printing, asserts; keeps a list; draws
     random numbers.
@@ -202,61 +187,6 @@ def packed_lstm() -> Any:
     return RecurrentTagger(), loader(text_of_any_length, collate_fn=padded)
 
 
-class LastHidden(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Identity()  # type: ignore[assignment]
-        self.rnn, self.head = nn.LSTM(1, 16, batch_first=True), nn.Linear(16, 5)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        hidden, _ = self.rnn(batch[0].unsqueeze(-1))
-        return F.cross_entropy(self.head(hidden[:, -1]), batch[1])
-
-
-@program()
-def plain_lstm() -> Any:
-    return LastHidden(), loader(row_and_label)
-
-
-def speech(source: torch.Generator, index: int) -> tuple[Tensor, Tensor]:
-    frames = 8 + int(torch.randint(0, 6, (), generator=source))
-    return torch.randn(frames, 4, generator=source), torch.randint(1, 6, (3,), generator=source)
-
-
-def speech_batch(batch: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    sounds, texts = zip(*batch, strict=True)
-    return (
-        pad_sequence(list(sounds), batch_first=True),
-        torch.stack(texts),
-        torch.tensor([len(s) for s in sounds]),
-    )
-
-
-class Ctc(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.rnn, self.head = (
-            nn.Conv1d(4, 16, 3, padding=1),
-            nn.GRU(16, 16),
-            nn.Linear(16, 6),
-        )
-        self.ctc = nn.CTCLoss(zero_infinity=True)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        sounds, texts, lengths = batch
-        hidden, _ = self.rnn(self.conv(sounds.transpose(1, 2)).relu().permute(2, 0, 1))
-        text_lengths = torch.full((len(texts),), texts.shape[1])
-        return self.ctc(self.head(hidden).log_softmax(-1), texts, lengths, text_lengths)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
-@program()
-def speech_with_ctc() -> Any:
-    return Ctc(), loader(speech, collate_fn=speech_batch)
-
-
 class SparseEmbeddings(Classifier):
     def __init__(self) -> None:
         super().__init__()
@@ -300,21 +230,6 @@ def mixture_of_experts_under_bf16() -> Any:
     module = Classifier()
     module.net = nn.Sequential(nn.Linear(8, 16), Experts(16), nn.Linear(16, 5))
     return module, loader(row_and_label)
-
-
-class AllGathers(Classifier):
-    """A contrastive loss over the embeddings of all ranks."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        mine = F.normalize(self.net(batch[0]), dim=-1)
-        everyone = self.all_gather(mine, sync_grads=True).flatten(0, 1)
-        targets = torch.arange(len(mine)) + self.global_rank * len(mine)
-        return F.cross_entropy(mine @ everyone.T / 0.1, targets)
-
-
-@program()
-def contrastive_all_gather() -> Any:
-    return AllGathers(), loader(row_and_label)
 
 
 class Unused(Classifier):
@@ -486,35 +401,3 @@ class Outputs(Classifier):
 @program(log_every_n_steps=1, gradient_clip_val=0.5, gradient_clip_algorithm="value")
 def dictionary_of_outputs() -> Any:
     return Outputs(), loader(row_and_label)
-
-
-class LastGradient(torch.optim.Optimizer):
-    """Steps along the gradient and half of its change since the last step, whose gradient it keeps
-    as it was given.
-    """
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                p.add_(p.grad + 0.5 * (p.grad - state.get("last", p.grad)), alpha=-group["lr"])
-                state["last"] = p.grad
-        return loss
-
-
-class KeepsGradients(Classifier):
-    def configure_optimizers(self) -> Any:
-        return LastGradient(self.parameters(), lr=0.5)
-
-
-@program()
-def optimizer_that_keeps_gradients() -> Any:
-    return KeepsGradients(), loader(row_and_label)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -13,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from hydra.utils import instantiate
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, random_split
+from torch.utils.data import DataLoader, random_split
 from torchmetrics import MaxMetric, MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -101,112 +99,6 @@ def image_classifier() -> Any:
     return ImageClassifier(), Images()
 
 
-class Gan(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.generator = nn.Sequential(
-            nn.Linear(4, 16), nn.LeakyReLU(0.2), nn.Linear(16, 192), nn.Tanh()
-        )
-        self.discriminator = nn.Sequential(nn.Linear(192, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
-
-    def forward(self, z: Tensor) -> Tensor:
-        return self.generator(z)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        images, _ = batch
-        real = images.flatten(1)
-        z = torch.randn(real.shape[0], 4).type_as(real)
-        optimizer_g, optimizer_d = self.optimizers()
-        self.toggle_optimizer(optimizer_g)
-        ones, zeros = torch.ones(real.size(0), 1), torch.zeros(real.size(0), 1)
-        g_loss = F.binary_cross_entropy_with_logits(self.discriminator(self(z)), ones)
-        self.log("g_loss", g_loss, prog_bar=True)
-        self.manual_backward(g_loss)
-        optimizer_g.step()
-        optimizer_g.zero_grad()
-        self.untoggle_optimizer(optimizer_g)
-        self.toggle_optimizer(optimizer_d)
-        real_loss = F.binary_cross_entropy_with_logits(self.discriminator(real), ones)
-        fake_loss = F.binary_cross_entropy_with_logits(self.discriminator(self(z).detach()), zeros)
-        d_loss = (real_loss + fake_loss) / 2
-        self.log("d_loss", d_loss, prog_bar=True)
-        self.manual_backward(d_loss)
-        optimizer_d.step()
-        optimizer_d.zero_grad()
-        self.untoggle_optimizer(optimizer_d)
-
-    def configure_optimizers(self) -> Any:
-        return [
-            torch.optim.Adam(self.generator.parameters(), lr=2e-4, betas=(0.5, 0.999)),
-            torch.optim.Adam(self.discriminator.parameters(), lr=2e-4, betas=(0.5, 0.999)),
-        ], []
-
-    def on_validation_epoch_end(self) -> None:
-        self.images = self(torch.zeros(6, 4))
-
-
-@program(find_unused=True)
-def gan_with_manual_optimization() -> Any:
-    return Gan(), loader(image_and_label)
-
-
-class Replay(IterableDataset[Any]):
-    """A replay buffer that the agent fills while it is read."""
-
-    def __init__(self, buffer: deque[Any], size: int) -> None:
-        self.buffer, self.size = buffer, size
-
-    def __iter__(self) -> Iterator[Any]:
-        source = torch.Generator().manual_seed(len(self.buffer))
-        for index in torch.randint(0, len(self.buffer), (self.size,), generator=source).tolist():
-            yield self.buffer[index]
-
-
-class Dqn(L.LightningModule):
-    """Deep Q-learning on a walk along a line: an agent acts in every training step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2))
-        self.target_net = deepcopy(self.net).requires_grad_(False)
-        self.buffer: deque[Any] = deque(maxlen=100)
-        self.position, self.total_reward = 0.0, 0.0
-        for number in range(20):
-            self._act(number % 2)
-
-    def _act(self, action: int) -> float:
-        state = torch.tensor([self.position, 1.0])
-        self.position = max(-1.0, min(1.0, self.position + (0.1 if action else -0.1)))
-        reward = -abs(self.position)
-        self.buffer.append((state, action, reward, torch.tensor([self.position, 1.0])))
-        return reward
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        with torch.no_grad():
-            action = int(self.net(torch.tensor([[self.position, 1.0]])).argmax().item())
-        self.total_reward += self._act(action)
-        states, actions, rewards, following = batch
-        values = self.net(states).gather(1, actions.unsqueeze(-1)).squeeze(-1)
-        with torch.no_grad():
-            expected = rewards.float() + 0.9 * self.target_net(following).max(1)[0]
-        if self.global_step % 2 == 0:
-            self.target_net.load_state_dict(self.net.state_dict())
-        self.log("total_reward", self.total_reward)
-        return F.mse_loss(values, expected)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.net.parameters(), lr=1e-2)
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(Replay(self.buffer, 32), batch_size=4)
-
-
-@program()
-def reinforcement_learning_dqn() -> Any:
-    return Dqn(), None
-
-
 class LanguageModel(L.LightningModule):
     """nn.Transformer with positions in a buffer, trained with SGD and clipped, as in Lightning's
     demos.
@@ -282,41 +174,6 @@ class Byol(L.LightningModule):
 @program()
 def byol_with_momentum_encoder() -> Any:
     return Byol(), loader(image_and_label)
-
-
-class CountingLoader:
-    """A stateful loader: it knows how many batches it gave."""
-
-    def __init__(self, source: DataLoader[Any]) -> None:
-        self.source, self.given = source, 0
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self.source:
-            self.given += 1
-            yield batch
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"given": self.given}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.given = state["given"]
-
-
-class Stateful(Images):
-    def train_dataloader(self) -> Any:
-        self.loader = CountingLoader(DataLoader(self.train, batch_size=4))
-        return self.loader
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"loader": self.loader.state_dict()}
-
-
-@program()
-def stateful_loader() -> Any:
-    return ImageClassifier(), Stateful()
 
 
 # ---- lightning-hydra-template --------------------------------------------------------------------

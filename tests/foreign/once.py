@@ -1,14 +1,9 @@
-"""Programs that ask iterators, queues, threads, processes and data sets with state; batches that
-change.
-"""
+"""Programs that ask iterators and data sets with state; batches that change."""
 
 from __future__ import annotations
 
 import hashlib
-import itertools
-import queue
 import random
-import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -48,51 +43,6 @@ class SemiSupervised(Net):
 @counted("iterator of a second loader, asked with next() in the step (report)")
 def unlabeled_iterator() -> Built:
     return traced(SemiSupervised())
-
-
-# ---- threads, queues, processes
-
-
-class Producer(threading.Thread):
-    """Fills a queue of two with numbered noise until it is stopped."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.made: queue.Queue[tuple[int, Tensor]] = queue.Queue(maxsize=2)
-        self.stopped = threading.Event()
-
-    def run(self) -> None:
-        source = generator(9)
-        for number in itertools.count():
-            noise = torch.randn(4, 8, generator=source)
-            while not self.stopped.is_set():
-                try:
-                    self.made.put((number, noise), timeout=0.05)
-                    break
-                except queue.Full:
-                    pass
-            if self.stopped.is_set():
-                return
-
-
-class AsksProducer(Net):
-    def on_train_start(self) -> None:
-        self.producer = Producer()
-        self.producer.start()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        number, noise = self.producer.made.get(timeout=20)
-        self.trace.append(number)
-        return super().training_step((batch[0] + 0.1 * noise, batch[1]), batch_idx)
-
-    def on_train_end(self) -> None:
-        self.producer.stopped.set()
-        self.producer.join()
-
-
-@counted("queue that a thread fills")
-def queue_filled_by_a_thread() -> Built:
-    return traced(AsksProducer())
 
 
 # ---- data sets and loaders with state

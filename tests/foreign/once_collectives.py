@@ -136,68 +136,6 @@ def norms_gathered_before_the_step() -> Built:
     return traced(GathersNorms())
 
 
-def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
-    """The nearest orthogonal matrix, nearly: by iterations of Newton and Schulz."""
-    x = matrix / (matrix.norm() + 1e-7)
-    for _ in range(steps):
-        square = x @ x.T
-        x = 1.5 * x - 0.5 * square @ x
-    return x
-
-
-class GatheredMuon(torch.optim.Optimizer):
-    """Each rank makes the updates of its matrices orthogonal, and gathers those of the others;
-    vectors take plain steps.
-    """
-
-    def __init__(
-        self, params: Any, seen: list[Any], lr: float = 0.02, momentum: float = 0.9
-    ) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum})
-        self.seen = seen
-
-    def update(self, parameter: Tensor, momentum: float) -> Tensor:
-        kept = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
-        return kept.mul_(momentum).add_(parameter.grad)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        rank, world = dist.get_rank(), dist.get_world_size()
-        for group in self.param_groups:
-            matrices = [p for p in group["params"] if p.dim() == 2]
-            for parameter in (p for p in group["params"] if p.dim() != 2):
-                parameter.add_(self.update(parameter, group["momentum"]), alpha=-group["lr"])
-            for start in range(0, len(matrices), world):
-                together = matrices[start : start + world]
-                length = max(p.numel() for p in together)
-                mine = torch.zeros(length)
-                if rank < len(together):
-                    update = orthogonal(self.update(together[rank], group["momentum"]))
-                    mine[: update.numel()] = update.flatten()
-                everyone = [torch.empty(length) for _ in range(world)]
-                dist.all_gather(everyone, mine)
-                self.seen.append([p.numel() for p in together])
-                for parameter, update in zip(together, everyone, strict=False):
-                    parameter.add_(
-                        update[: parameter.numel()].view_as(parameter), alpha=-group["lr"]
-                    )
-        return loss
-
-
-class TrainsByMuon(Net):
-    def configure_optimizers(self) -> Any:
-        return GatheredMuon(self.parameters(), self.trace)
-
-
-@counted("optimizer that gathers updates in step (distributed Muon)")
-def muon_over_ranks() -> Built:
-    return traced(TrainsByMuon())
-
-
 class AgreesOnStep(torch.optim.SGD):
     """Takes its step only where all ranks say that their loss is finite; counts the votes."""
 

@@ -100,97 +100,11 @@ def gradients_kept_by_the_optimizer() -> Built:
     return traced(KeepsGradients())
 
 
-class ScheduleFree(torch.optim.Optimizer):
-    """SGD without a schedule: trains at an interpolation, evaluates at the average; `train` and
-    `eval` exchange them.
-    """
-
-    def __init__(self, params: Any, seen: list[str], lr: float = 0.1, beta: float = 0.9) -> None:
-        super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "train": False})
-        self.seen = seen
-
-    @torch.no_grad()
-    def exchange(self, *, train: bool) -> None:
-        self.seen.append("train" if train else "eval")
-        for group in self.param_groups:
-            if group["train"] == train:
-                continue
-            weight = 1 - group["beta"] if train else 1 - 1 / group["beta"]
-            for parameter in group["params"]:
-                if "z" in self.state[parameter]:
-                    parameter.lerp_(self.state[parameter]["z"], weight)
-            group["train"] = train
-
-    def train(self) -> None:
-        self.exchange(train=True)
-
-    def eval(self) -> None:
-        self.exchange(train=False)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        assert self.param_groups[0]["train"], "the optimizer is not in train mode"
-        for group in self.param_groups:
-            share, beta = 1 / (group["k"] + 1), group["beta"]
-            for parameter in group["params"]:
-                z = self.state[parameter].setdefault("z", parameter.clone())
-                parameter.lerp_(z, share).add_(
-                    parameter.grad, alpha=group["lr"] * (beta * (1 - share) - 1)
-                )
-                z.sub_(parameter.grad, alpha=group["lr"])
-            group["k"] += 1
-        self.seen.append("step")
-        return loss
-
-
-class TrainsScheduleFree(Net):
-    def configure_optimizers(self) -> Any:
-        self.free = ScheduleFree(self.parameters(), self.trace)
-        return self.free
-
-    def on_train_epoch_start(self) -> None:
-        self.optimizers(use_pl_optimizer=False).train()
-
-    def on_train_epoch_end(self) -> None:
-        self.optimizers(use_pl_optimizer=False).eval()
-
-
-@counted("schedule-free optimizer with train() and eval()", max_epochs=2, limit_train_batches=6)
-def schedule_free() -> Built:
-    return traced(TrainsScheduleFree())
-
-
-class Sharpness(torch.optim.SGD):
-    """Sharpness-aware: asks the closure twice."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        closure = torch.enable_grad()(closure)
-        loss = closure()
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
-        moves = [0.05 * p.grad / (norm + 1e-12) for p in parameters]
-        torch._foreach_add_(parameters, moves)
-        closure()
-        torch._foreach_sub_(parameters, moves)
-        super().step()
-        return loss
-
-
-class TrainsFlat(Net):
+class TrainsByCurvature(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.trace.append(batch_idx)
         return super().training_step(batch, batch_idx)
 
-    def configure_optimizers(self) -> Any:
-        return Sharpness(self.parameters(), lr=0.1, momentum=0.9)
-
-
-class TrainsByCurvature(TrainsFlat):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(
             self.parameters(), lr=0.1, max_iter=3, tolerance_grad=0, tolerance_change=0

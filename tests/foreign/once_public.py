@@ -9,12 +9,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
-    EMAWeightAveraging,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -32,7 +30,7 @@ def smooth() -> nn.Sequential:
     )
 
 
-# ---- teachers: three ways to write what follows another network, at two moments
+# ---- teachers: two ways to write what follows another network, at two moments
 
 
 def by_data(pairs: Pairs) -> None:
@@ -44,11 +42,6 @@ def by_data(pairs: Pairs) -> None:
 def in_place(pairs: Pairs) -> None:
     for slow, fast in pairs:
         slow.mul_(0.9).add_(fast, alpha=0.1)
-
-
-def by_copy(pairs: Pairs) -> None:
-    for slow, fast in pairs:
-        slow.data.copy_(0.9 * slow.data + 0.1 * fast.data)
 
 
 class Teacher(Net):
@@ -83,9 +76,8 @@ def put_teacher(follow: Callable[[Pairs], None], *, in_step: bool) -> None:
     counted("mean teacher, or momentum encoder")(make)
 
 
-for way in (by_data, in_place, by_copy):
-    put_teacher(way, in_step=False)
-    put_teacher(way, in_step=True)
+put_teacher(in_place, in_step=False)
+put_teacher(by_data, in_step=True)
 
 
 class MoCo(Net):
@@ -126,38 +118,6 @@ def moco() -> Built:
     return traced(MoCo())
 
 
-class Byol(Net):
-    """As in packages of self-supervised learners: a callback moves the target network."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.online, self.net = mlp(outputs=16), nn.Linear(16, 16)
-        self.target = copy.deepcopy(self.online).requires_grad_(False)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        first, second = batch[0], batch[0].flip(-1)
-        loss = torch.zeros(())
-        for one, two in ((first, second), (second, first)):
-            with torch.no_grad():
-                wanted = self.target(two)
-            loss = loss - F.cosine_similarity(self.net(self.online(one)), wanted, dim=-1).mean()
-        return loss
-
-
-class MovesTarget(L.Callback):
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        share = trainer.global_step / 100
-        pairs = zip(pl_module.online.parameters(), pl_module.target.parameters(), strict=True)
-        for online, target in pairs:
-            target.data = (0.9 + share) * target.data + (0.1 - share) * online.data
-        pl_module.trace.append(trainer.global_step)
-
-
-@counted("BYOL: a callback moves the target network by .data after each batch")
-def byol() -> Built:
-    return traced(Byol(), callbacks=[MovesTarget()])
-
-
 # ---- averages
 
 
@@ -196,11 +156,6 @@ def average_from_fit_start() -> Built:
 @counted("Lightning's WeightAveraging")
 def weight_averaging() -> Built:
     return traced(Net(), callbacks=[WeightAveraging()])
-
-
-@counted("Lightning's EMAWeightAveraging")
-def ema_weight_averaging() -> Built:
-    return traced(Net(), callbacks=[EMAWeightAveraging(decay=0.8)])
 
 
 @counted("Lightning's StochasticWeightAveraging", max_epochs=3, limit_train_batches=4)
@@ -262,27 +217,6 @@ class TrainsWithSAM(Net):
 @counted("SAM around SGD, automatic: the closure is asked twice")
 def sam() -> Built:
     return traced(TrainsWithSAM())
-
-
-class StepsTwice(TrainsWithSAM):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        optimizer = self.optimizers(use_pl_optimizer=False)
-        loss = super().training_step(batch, batch_idx)
-        self.manual_backward(loss)
-        optimizer.first_step(zero_grad=True)
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.second_step(zero_grad=True)
-        self.trace.append(batch_idx)
-        return loss
-
-
-@counted("SAM around SGD by manual optimization")
-def sam_by_hand() -> Built:
-    return traced(StepsTwice())
 
 
 class StepsInside(torch.optim.Optimizer):
@@ -405,27 +339,6 @@ def extragradient() -> Built:
     return traced(Extragradient())
 
 
-class NormsWeights(Extragradient):
-    """A hook after the step brings each parameter to a norm of at most one."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
-        optimizer.register_step_post_hook(self.bound)
-        return optimizer
-
-    @torch.no_grad()
-    def bound(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self.trace.append("hook")
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.mul_(1 / max(1.0, float(parameter.norm())))
-
-
-@counted("hook after the step that bounds norms of parameters")
-def norms_bounded_after_the_step() -> Built:
-    return traced(NormsWeights())
-
-
 class BoundsRows(Net):
     """Max-norm of rows after each batch, as in text classifiers."""
 
@@ -458,78 +371,6 @@ def weights_clamped() -> Built:
 # ---- adversaries and penalties
 
 
-class WassersteinGan(Net):
-    """Manual optimization: a critic with a gradient penalty, a generator every second batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.critic = mlp(inputs=4, outputs=8), mlp(outputs=1)
-        self.critic[1], self.critic[3] = nn.Tanh(), nn.Tanh()
-        self.automatic_optimization = False
-
-    def penalty(self, real: Tensor, fake: Tensor) -> Tensor:
-        share = torch.rand(len(real), 1)
-        between = (share * real + (1 - share) * fake).requires_grad_(True)
-        values = self.critic(between)
-        (slopes,) = torch.autograd.grad(
-            values, between, grad_outputs=torch.ones_like(values), create_graph=True
-        )
-        return ((slopes.norm(2, dim=1) - 1) ** 2).mean()
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        generator, critic = self.optimizers()
-        real, noise = batch[0], torch.randn(len(batch[0]), 4)
-        self.toggle_optimizer(critic)
-        fake = self.net(noise).detach()
-        loss = self.critic(fake).mean() - self.critic(real).mean() + self.penalty(real, fake)
-        self.log("critic", loss)
-        self.manual_backward(loss)
-        critic.step()
-        critic.zero_grad()
-        self.untoggle_optimizer(critic)
-        if batch_idx % 2:
-            self.toggle_optimizer(generator)
-            self.manual_backward(-self.critic(self.net(noise)).mean())
-            generator.step()
-            generator.zero_grad()
-            self.untoggle_optimizer(generator)
-        self.trace.append(batch_idx)
-
-    def configure_optimizers(self) -> Any:
-        return [
-            torch.optim.Adam(part.parameters(), lr=1e-3, betas=(0.5, 0.9))
-            for part in (self.net, self.critic)
-        ]
-
-
-@counted("GAN with a gradient penalty, by manual optimization", find_unused=True)
-def wasserstein_gan() -> Built:
-    return traced(WassersteinGan())
-
-
-class R1(Net):
-    """The penalty of a discriminator: slopes at real samples, every second batch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        real = batch[0].detach().requires_grad_(True)
-        logits = self.net(real)
-        loss = F.cross_entropy(logits, batch[1])
-        if batch_idx % 2 == 0:
-            (slopes,) = torch.autograd.grad(
-                outputs=logits.sum(), inputs=real, create_graph=True, retain_graph=True
-            )
-            loss = loss + 0.5 * slopes.pow(2).flatten(1).sum(1).mean()
-        self.trace.append(batch_idx)
-        return loss
-
-
-@counted("penalty R1 every second batch, automatic")
-def penalty_r1() -> Built:
-    module = R1()
-    module.net = smooth()
-    return traced(module)
-
-
 class PenaltyOnGradients(Net):
     """The norm of the gradients of parameters is part of the loss."""
 
@@ -546,20 +387,7 @@ def penalty_on_gradients() -> Built:
     return traced(module)
 
 
-# ---- parameters: tied, hooked, normed, unfrozen
-
-
-class Descends(Net):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-
-@counted("hook that scales the gradient of each weight")
-def scaled_gradients() -> Built:
-    module = Descends()
-    for number, parameter in enumerate(module.net.parameters()):
-        parameter.register_hook(lambda gradient, number=number: gradient * 0.5**number)
-    return traced(module)
+# ---- parameters: read, unfrozen
 
 
 class ReadsNorms(Net):
@@ -620,7 +448,7 @@ def unfrozen_by_a_callback() -> Built:
     return traced(TrainsHead(), callbacks=[Unfreezes()])
 
 
-# ---- buffers and validation
+# ---- buffers
 
 
 class FakeQuantized(Net):

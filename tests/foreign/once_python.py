@@ -116,45 +116,6 @@ def hooks_of_a_callback() -> Built:
     return Built(WithCallback(callback), rows(), lambda: callback.seen)
 
 
-class OwnHooks(Net):
-    """Counts in the hooks of the module, as those do who debug."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.trace.append("forward")
-        return self.net(x)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.trace.append("step")
-        return F.cross_entropy(self(batch[0]), batch[1])
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.trace.append("start")
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        self.trace.append("transferred")
-        return batch
-
-    def on_before_backward(self, loss: Tensor) -> None:
-        self.trace.append("before backward")
-
-    def on_after_backward(self) -> None:
-        self.trace.append("after backward")
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.trace.append("before step")
-
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        self.trace.append("before zero")
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.trace.append("end")
-
-
-@counted("hooks of the module, in their order", gradient_clip_val=0.5)
-def hooks_of_the_module() -> Built:
-    return traced(OwnHooks())
-
-
 class OverriddenSteps(Net):
     """What Lightning lets a module override around the optimizer."""
 
@@ -246,9 +207,6 @@ class SavesInTheMiddle(Net):
 @counted("checkpoints that the module saves after some batches")
 def checkpoints_in_the_middle() -> Built:
     return traced(SavesInTheMiddle())
-
-
-# ---- files and data bases
 
 
 # ---- reinforcement learning

@@ -1,6 +1,4 @@
-"""Programs whose models and losses count: teachers, queues of keys, banks, blocks, hooks, own
-autograd.
-"""
+"""Programs whose models and losses count: banks, blocks, hooks, own autograd."""
 
 from __future__ import annotations
 
@@ -14,41 +12,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from tests.foreign.once_shelf import COUNT, Built, Net, counted, mlp, numbered, rows, traced
+from tests.foreign.once_shelf import COUNT, Built, Net, counted, numbered, rows, traced
 
-# ---- teachers, banks and queues
-
-
-class MomentumContrast(Net):
-    """Keys of all ranks go to a queue, a buffer that is written in place at a pointer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp(outputs=16)
-        self.keys = copy.deepcopy(self.net).requires_grad_(False)
-        self.register_buffer("queue", F.normalize(torch.randn(40, 16), dim=-1))
-        self.register_buffer("pointer", torch.zeros((), dtype=torch.long))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        query = F.normalize(self.net(batch[0]), dim=-1)
-        with torch.no_grad():
-            for slow, fast in zip(self.keys.parameters(), self.net.parameters(), strict=True):
-                slow.lerp_(fast, 0.1)
-            key = F.normalize(self.keys(batch[0] + 0.05 * torch.randn_like(batch[0])), dim=-1)
-        logits = (
-            torch.cat([(query * key).sum(-1, keepdim=True), query @ self.queue.clone().T], -1) / 0.2
-        )
-        everyone = self.all_gather(key).flatten(0, 1)
-        place = int(self.pointer)
-        self.trace.append(place)
-        self.queue[place : place + len(everyone)] = everyone
-        self.pointer.copy_((self.pointer + len(everyone)) % len(self.queue))
-        return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
-
-
-@counted("momentum queue (MoCo): buffer written in place at a pointer")
-def queue_of_keys() -> Built:
-    return traced(MomentumContrast())
+# ---- banks and older selves
 
 
 class MemoryBank(Net):
@@ -181,22 +147,6 @@ def checkpointing_by_the_user() -> Built:
     return traced(Checkpoints(use_reentrant=False))
 
 
-class SlopePenalty(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x = batch[0].clone().requires_grad_()
-        x.register_hook(lambda gradient: self.trace.append(tuple(gradient.shape)))
-        out = self.net(x)
-        (slope,) = torch.autograd.grad(out.logsumexp(-1).sum(), x, create_graph=True)
-        return F.cross_entropy(out, batch[1]) + 0.1 * slope.square().sum(-1).mean()
-
-
-@counted("gradient penalty by torch.autograd.grad, with a hook on the inputs")
-def penalty_on_slopes() -> Built:
-    module = SlopePenalty()
-    module.net[1] = module.net[3] = nn.Tanh()
-    return traced(module)
-
-
 class ParameterHooks(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -242,25 +192,3 @@ class PerSample(Net):
 @counted("gradients per sample by torch.func")
 def gradients_per_sample() -> Built:
     return traced(PerSample())
-
-
-class SparseTable(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(64, 8, sparse=True)
-        self.table.weight.register_hook(
-            lambda gradient: self.trace.append((gradient.is_sparse, gradient._nnz()))
-        )
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(
-            (self.table((batch[0] * 10).long() % 64).mean(1), batch[1]), batch_idx
-        )
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-@counted("sparse embeddings, whose gradients a hook counts")
-def sparse_table() -> Built:
-    return traced(SparseTable())

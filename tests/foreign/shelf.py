@@ -1,5 +1,5 @@
 """Programs as strangers write them: each makes a module and its data, as under any strategy. See
-`test_shelf.py`.
+`test_once.py`.
 """
 
 from __future__ import annotations

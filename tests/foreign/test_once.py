@@ -57,26 +57,20 @@ ASKED = (zero3, zero3_again, limited, full)
 NOT_SHARED = frozenset(
     [
         # rules that are not known
-        *("gradients_kept_by_the_optimizer", "optimizer_that_keeps_gradients", "schedule_free"),
-        *("steps_skipped_by_the_optimizer", "muon_over_ranks", "step_that_ranks_agree_on"),
-        *("closure_asked_by_lbfgs", "lookahead"),
-        *("sam", "sam_by_hand", "optimizer_inside", "own_list_of_parameters"),
+        *("gradients_kept_by_the_optimizer", "steps_skipped_by_the_optimizer"),
+        *("step_that_ranks_agree_on", "closure_asked_by_lbfgs", "lookahead"),
+        *("sam", "optimizer_inside", "own_list_of_parameters"),
         # step hooks, sparse gradients, fewer steps than are measured
-        *("hooks_of_the_optimizer", "extragradient", "norms_bounded_after_the_step"),
-        *("sparse_embeddings", "sparse_table", "accumulation_cut_by_epochs"),
+        *("hooks_of_the_optimizer", "extragradient"),
+        *("sparse_embeddings", "accumulation_cut_by_epochs"),
     ]
 )
 MANUAL = "manual optimization runs under the plans 'ddp' and 'zero1' only"
 UNPLANNED = "manual optimization cannot be planned"
-BY_HAND = (
-    *("two_optimizers_by_hand", "sam_by_hand", "wasserstein_gan"),
-    "gan_with_manual_optimization",
-)
-# What a step needs is made by a hook of training, which comes after planning.
-MADE_LATER = ("unlabeled_iterator", "queue_filled_by_a_thread")
 # What cannot be tried before the fit, and a part of the sentence.
 UNTRACED = {
-    **dict.fromkeys(MADE_LATER, "tried before the fit"),
+    # made by a hook of training, which comes after planning
+    "unlabeled_iterator": "tried before the fit",
     "group_made_on_first_use": "File too large",
     "bound_loggers": "You are trying to `self.log()`",
     "gradients_per_sample": "uses a transform of torch.func",
@@ -84,15 +78,14 @@ UNTRACED = {
 # What a search cannot try before the fit, which asks for more than a plan by name.
 UNTRIED = {
     "own_list_of_parameters": "a trial step of OwnList failed",
-    "schedule_free": "a trial step of ScheduleFree failed",
     "scripted_block": "post accumulate grad hooks",
 }
 # Refused under every plan that shards parameters, and a part of the sentence.
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(BY_HAND, MANUAL),
-    **dict.fromkeys(("muon_over_ranks", "step_that_ranks_agree_on"), "shared between ranks"),
+    "two_optimizers_by_hand": MANUAL,
+    "step_that_ranks_agree_on": "shared between ranks",
     "closure_asked_by_lbfgs": "LBFGS takes them for one",
-    **dict.fromkeys(("sparse_table", "sparse_embeddings"), "'table' has sparse gradients"),
+    "sparse_embeddings": "'table' has sparse gradients",
     **dict.fromkeys(("scalar_parameter", "clip"), "has no dimension to shard"),
     **dict.fromkeys(
         ("average_from_fit_start", "older_selves", "weights_averaged_by_torch"), "deepcopy"
@@ -104,7 +97,6 @@ REFUSED: dict[str, str] = {
     "penalty_on_gradients": "the graph has the gathered one in its place",
     "statistics_of_weights": ".numpy() is not supported",
     "replay_of_an_environment": "aten.copy_.default meets a parameter in shards",
-    "histograms_of_weights": "aten.add_.Tensor meets a parameter in shards",
     "hooks_on_parameters": "register_post_accumulate_grad_hook",
     "stored_list_for_l2": "held since before it was sharded",
     "average_by_hand": "mixed kinds of tensors",
@@ -116,22 +108,18 @@ REFUSED_BY: dict[MakeStrategy, dict[str, str]] = {
     # nothing but DDP runs them, of which every plan needs more
     limited: {
         **UNTRACED,
-        **dict.fromkeys(BY_HAND, UNPLANNED),
+        "two_optimizers_by_hand": UNPLANNED,
         **dict.fromkeys(
-            ("gradients_kept_by_the_optimizer", "optimizer_that_keeps_gradients", "lookahead"),
+            (
+                *("gradients_kept_by_the_optimizer", "lookahead", "step_that_ranks_agree_on"),
+                *("sam", "steps_skipped_by_the_optimizer", "sparse_embeddings"),
+                *("closure_asked_by_lbfgs", "optimizer_inside"),
+            ),
             "no plan fits",
         ),
-        **dict.fromkeys(
-            ("muon_over_ranks", "step_that_ranks_agree_on", "sam"),
-            "no plan fits",
-        ),
-        **dict.fromkeys(
-            ("steps_skipped_by_the_optimizer", "sparse_table", "sparse_embeddings"), "no plan fits"
-        ),
-        **dict.fromkeys(("closure_asked_by_lbfgs", "optimizer_inside"), "no plan fits"),
         **UNTRIED,
     },
-    full: {**UNTRACED, **dict.fromkeys(BY_HAND, UNPLANNED), **UNTRIED},
+    full: {**UNTRACED, "two_optimizers_by_hand": UNPLANNED, **UNTRIED},
 }
 # They note what the machinery of shards does (docs/concepts/sharding_and_your_code.md): its
 # operators, hooks of graphs, addresses, or that rank 0 alone has the whole state in a checkpoint.

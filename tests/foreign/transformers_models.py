@@ -161,20 +161,6 @@ def vit() -> Any:
 
 
 @program()
-def swin() -> Any:
-    config = hf.SwinConfig(
-        image_size=16,
-        patch_size=2,
-        embed_dim=8,
-        depths=[1, 1],
-        num_heads=[2, 2],
-        window_size=4,
-        num_labels=5,
-    )
-    return Pretrained(hf.SwinForImageClassification(config)), loader(picture_and_label)
-
-
-@program()
 def convnext() -> Any:
     config = hf.ConvNextConfig(
         num_channels=3,
@@ -239,35 +225,3 @@ def whisper() -> Any:
         decoder_start_token_id=1,
     )
     return Pretrained(hf.WhisperForConditionalGeneration(config)), loader(sound_and_text)
-
-
-class Detector(Pretrained):
-    """Batches with a list of dictionaries, one for each image; a Hungarian matching on the CPU
-    inside the loss.
-    """
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        outputs = self.model(pixel_values=batch["pixel_values"], labels=batch["labels"])
-        self.log_dict({f"train_{name}": value for name, value in outputs.loss_dict.items()})
-        return outputs.loss
-
-
-def boxes(source: torch.Generator, index: int) -> dict[str, Any]:
-    count = 1 + index % 3
-    found = 0.3 + 0.4 * torch.rand(count, 4, generator=source)
-    labels = {"class_labels": torch.randint(0, 4, (count,), generator=source), "boxes": found}
-    return {"pixel_values": image(source, size=16), "labels": labels}
-
-
-def list_of_dicts(batch: list[dict[str, Any]]) -> dict[str, Any]:
-    images = torch.stack([entry["pixel_values"] for entry in batch])
-    return {"pixel_values": images, "labels": [entry["labels"] for entry in batch]}
-
-
-@program()
-def yolos_detection() -> Any:
-    settings = {**PATCHES, "image_size": [16, 16]}
-    config = hf.YolosConfig(
-        **settings, num_detection_tokens=5, num_labels=4, use_mid_position_embeddings=False
-    )
-    return Detector(hf.YolosForObjectDetection(config)), loader(boxes, collate_fn=list_of_dicts)

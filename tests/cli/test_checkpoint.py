@@ -11,7 +11,6 @@ import torch
 from omegaconf import OmegaConf
 
 from lightning_topt.cli import checkpoint
-from lightning_topt.cli.main import _as_action_or_path
 from tests.execution.test_checkpoint_folder import files_of, save
 from tests.launch import run_ranks
 
@@ -90,16 +89,6 @@ def test_convert_writes_one_file(
         topt("convert", saved, to=str(to))
 
 
-def test_tied_weights_become_two_entries(tmp_path: Path) -> None:
-    load_file = pytest.importorskip("safetensors.torch", reason="no safetensors").load_file
-    weight = torch.arange(6.0)
-    torch.save({"state_dict": {"a": weight, "b": weight, "c": weight[:2]}}, tmp_path / "a.ckpt")
-    topt("convert", tmp_path / "a.ckpt", to=str(tmp_path / "a.safetensors"))
-    found = load_file(tmp_path / "a.safetensors")
-    assert torch.equal(found["a"], weight) and torch.equal(found["b"], weight)
-    assert torch.equal(found["c"], weight[:2])
-
-
 def test_damage_of_a_plain_file_is_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,15 +111,3 @@ def test_wrong_use_ends_with_a_sentence(saved: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=says):
             topt(action, path, **options)
-
-
-def test_words_of_the_command_line() -> None:
-    words = ["verify", "path=a/step=6.ckpt", "to='b=c'", "trusted=true", "--cfg", "job"]
-    assert [_as_action_or_path(word) for word in words] == [
-        "action=verify",
-        "path='a/step=6.ckpt'",
-        "to='b=c'",
-        "trusted=true",
-        "--cfg",
-        "job",
-    ]

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -97,21 +96,3 @@ def test_completion_knows_commands_groups_and_values(line: str, expected: str) -
     output, errors, imported, code = topt("-sc", "query=bash", line=line)
     assert set(expected.split()) <= set(output.split()) and (expected or not output.strip())
     assert code == 0 and not errors and not imported & (SLOW - {"numpy"})
-
-
-def test_completion_is_installed_for_the_script() -> None:
-    output, _, imported, code = topt("-sc", "install=bash")
-    assert (
-        output.strip().endswith("-F hydra_bash_completion topt")
-        and code == 0
-        and not imported & SLOW
-    )
-
-
-def test_the_script_of_the_project_is_this_one() -> None:
-    text = (ROOT / "pyproject.toml").read_text()
-    value = next(line.split('"')[1] for line in text.splitlines() if line.startswith("topt ="))
-    assert EntryPoint("topt", value, "console_scripts").load() is topt_console.main
-    assert '"topt_console"' in next(
-        line for line in text.splitlines() if line.startswith('packages = ["lightning_topt", "t')
-    )

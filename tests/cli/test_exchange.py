@@ -9,9 +9,6 @@ import json
 
 import pytest
 
-from lightning_topt.communication import BF16, TopK
-from lightning_topt.communication.topology import Topology
-from lightning_topt.plugins.compressed_ddp import is_worse_under_adam
 from tests.cli.test_main import run_python
 from tests.forked_command import finished, forked_topt
 
@@ -52,19 +49,6 @@ def test_train(exchange, strategy, least, tmp_path):
         float(rows[-1][f"topt/exchange_{name}_per_step"]) for name in ("dense_bytes", "bytes")
     )
     assert dense > least * sent
-
-
-def test_what_is_too_little_under_adam_counts_all_senders():
-    """16 % of all who send are enough (docs/concepts/compression_quality.md): ranks, or nodes."""
-    few, many, nodes = Topology(1, 2, 0), Topology(16, 1, 0), Topology(2, 8, 0)
-    one_percent = TopK(density=0.01)
-    assert [is_worse_under_adam(one_percent, each) for each in (few, many, nodes)] == [
-        True,
-        False,
-        True,
-    ]
-    assert not is_worse_under_adam(TopK(density=None, bits=2), few)
-    assert not is_worse_under_adam(BF16(), few)
 
 
 def test_a_wrong_value_is_one_sentence(tmp_path):

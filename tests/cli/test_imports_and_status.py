@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
-
-from topt_console.status_line import StatusLine
 
 ROOT = Path(__file__).parents[2]
 # read by Lightning and transformers for a few names, and by no plan
@@ -85,35 +80,3 @@ def test_a_plan_imports_no_metrics_and_no_scipy(tmp_path: Path) -> None:
 
 def test_light_packages_are_read_in_full_where_more_is_asked_of_them(tmp_path: Path) -> None:
     assert in_python(LIGHT, folder=tmp_path)[0] == "done\n"
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_the_line_goes_when_something_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    status = StatusLine()
-    status.clear()  # nothing is shown, and nothing is written
-    status.show("reading")
-    status.show("searching")
-    status.clear()
-    status.clear()
-    gone = "\r\x1b[K"
-    assert sys.stderr.getvalue() == f"{gone}reading ...{gone}searching ...{gone}"
-
-
-@pytest.mark.parametrize(("rank", "stream"), [("1", Terminal()), (None, io.StringIO())])
-def test_other_ranks_and_files_get_no_line(
-    rank: str | None, stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    if rank is not None:
-        monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr(sys, "stderr", stream)
-    status = StatusLine()
-    status.show("reading")
-    status.clear()
-    assert stream.getvalue() == ""

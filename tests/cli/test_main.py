@@ -8,23 +8,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.loggers import CSVLogger
 
 from lightning_topt.cli import main
-from lightning_topt.cli.train import build_record, keep_metrics, print_record, report
 from lightning_topt.communication import TopK
-from lightning_topt.costs.cluster import Accuracy, Cluster, ErrorFigure
+from lightning_topt.costs.cluster import Cluster
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.plan.choose import TIME_ERROR, TIME_ERROR_SECONDS
-from lightning_topt.plan.parallel_plan import ParallelPlan, StepEstimate, uniform_plan
+from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_frontier import PlanFrontier
-from lightning_topt.plugins.monitors import StepMeasurement
 from tests.forked_command import Ended, finished
 from tests.forked_command import forked_topt as topt
 from tests.preloaded import preloaded_topt
@@ -81,13 +75,6 @@ def test_train_writes_its_record(trained):
     assert record["measured"]["median_step_seconds"] > 0
     assert len(record["measured"]["peak_bytes_per_rank"]) == 2
     assert 4 < record["metrics"]["val_bits_per_byte"] < 9
-
-
-def test_train_logs_and_saves_the_best_epoch(trained):
-    folder, output = trained
-    assert "val_bits_per_byte" in (folder / "csv" / "metrics.csv").read_text()
-    assert len(list((folder / "checkpoints").glob("*.ckpt"))) == 1
-    assert "step time (median)" in output and str(folder) in output.replace("\n", "")
 
 
 def test_both_ranks_worked_in_one_run_folder(trained):
@@ -203,13 +190,6 @@ def test_plan_writes_the_frontier_and_the_plan(tmp_path):
     )
     assert "<html" in (tmp_path / "run" / "frontier.html").read_text()
     assert plan.reason.split()[0] in output
-
-
-def test_plan_for_several_numbers_of_devices(tmp_path):
-    arguments = ["cluster=local_cpu", "device_counts=[1,2]", f"hydra.run.dir={tmp_path}/run"]
-    finished(topt("plan", *ALONE, *arguments, folder=tmp_path))
-    frontier = json.loads((tmp_path / "run" / "frontier.json").read_text())
-    assert {point["devices"] for point in frontier["points"]} == {1, 2}
 
 
 def test_a_plan_made_by_topt_plan_runs_in_topt_train(tmp_path):
@@ -377,123 +357,6 @@ def test_the_demo_ends_with_what_was_planned_predicted_and_measured(tmp_path):
     assert "<h1>gpt (1.9 M parameters) on " in page and "memory limit 96.00 MiB" in page
     # but for those that end with a path
     assert all(len(line) <= 80 for line in end.splitlines() if str(tmp_path) not in line)
-
-
-def test_metrics_of_earlier_fits_in_a_folder_are_kept(tmp_path):
-    """Lightning's CSVLogger would delete them."""
-    for fit in range(3):
-        keep_metrics(tmp_path / "csv")
-        logger = CSVLogger(tmp_path, name="csv", version="")
-        logger.log_metrics({"loss": fit})
-        logger.save()
-    names = ("metrics.1.csv", "metrics.2.csv", "metrics.csv")
-    files = [(tmp_path / "csv" / name).read_text().split() for name in names]
-    assert [file[1].split(",")[0] for file in files] == ["0", "1", "2"]
-    assert {path.name for path in (tmp_path / "csv").glob("metrics*")} == {*names}
-
-
-def test_the_record_for_people(capsys, monkeypatch):
-    """In 80 columns: what a plan's words mean, the interval of predictions, a busy machine."""
-    monkeypatch.setenv("COLUMNS", "80")
-    plan = dataclasses.replace(
-        uniform_plan(2, data_parallel_size=2, blocks=["a", "b"], recompute=["a"]),
-        reason="It is the fastest. " * 9,
-        predicted=StepEstimate(0.1, 2**26, 0.1, 0.0),
-    )
-    seconds, nbytes = ErrorFigure(0.04, 0.12, 20), ErrorFigure(0.01, 0.03, 20)
-    machines = dataclasses.replace(
-        Cluster.load(ROOT / "conf" / "cluster" / "local_cpu.yaml"),
-        accuracy=Accuracy(seconds, nbytes, "20 runs"),
-    )
-    record = {
-        "strategy": "AutoParallelStrategy",
-        "world_size": 2,
-        "device": "cpu",
-        "global_step": 60,
-        "plan": plan.to_dict(),
-        "accumulate": 1,
-        "predicted": {"step_seconds": 0.1, "peak_bytes": 2**26},
-        "measured": {
-            "median_step_seconds": 0.2,
-            "peak_bytes_per_rank": [2**26, 2**27],
-            "core_wait_share": 0.43,
-        },
-        "planned_core_wait_share": 0.0,
-        "machine_was_busy": True,
-        "metrics": {"val_loss": 1.5},
-    }
-    print_record(record, Path("run"), page=Path("run/frontier.html"), cluster=machines)
-    text = capsys.readouterr().out
-    assert all(len(line) <= 80 for line in text.splitlines())
-    said = " ".join(text.split())
-    assert "ZeRO-2: each rank keeps its part of the gradients and of the optimizer state" in said
-    assert "recompute: " in said and "ZeRO-3" not in said
-    assert "100 ms ± 12 %" in said and "64.00 MiB ± 3 %" in said
-    # of memory alone, which others do not change
-    assert said.count("machine was busy │") == said.count("-50.0 %") == 1
-    assert "The machine was busy: in 43 % of the measured time" in said
-    assert "Report, for a browser: run/frontier.html run folder: run" in said
-    # busy when it was measured for the plan
-    print_record({**record, "planned_core_wait_share": 0.37}, Path("run"))
-    said = " ".join(capsys.readouterr().out.split())
-    assert "while it was measured for the plan: in 37 % of the time" in said
-    assert "43 %" not in said
-    # the prediction of a step of another number of batches
-    print_record({**record, "predicted": None, "accumulate": 4}, Path("run"))
-    said = " ".join(capsys.readouterr().out.split())
-    assert "is not compared: a step had 4 (trainer.accumulate_grad_batches)" in said
-    # a quiet machine, no plan, no prediction
-    quiet = {**record["measured"], "core_wait_share": 0.01}
-    record |= {"machine_was_busy": False, "measured": quiet}
-    print_record({**record, "plan": None, "predicted": None}, Path("run"))
-    text = capsys.readouterr().out
-    assert "busy" not in text and "Plan" not in text and "±" not in text and "200 ms" in text
-
-
-def finished_fit(plan: ParallelPlan, *, batches: int) -> Any:
-    """What `topt train` reads of a trainer whose steps had so many batches."""
-    strategy = SimpleNamespace(parallel_plan=plan, root_device=torch.device("cpu"))
-    return SimpleNamespace(
-        strategy=strategy,
-        accumulate_grad_batches=batches,
-        world_size=2,
-        precision="32-true",
-        global_step=8,
-    )
-
-
-def test_only_the_prediction_of_as_many_batches_is_one_of_the_measured_step():
-    predicted = StepEstimate(0.4, 2**26, 0.3, 0.1)
-    plan = dataclasses.replace(
-        uniform_plan(0, data_parallel_size=2), predicted=predicted, accumulate=4
-    )
-    records = [
-        build_record(finished_fit(plan, batches=count), measurement=None, metrics={})
-        for count in (4, 1)
-    ]
-    assert [record["accumulate"] for record in records] == [4, 1]
-    assert records[0]["predicted"] == dataclasses.asdict(predicted)
-    assert records[1]["predicted"] is None and records[1]["plan"]["predicted"] is not None
-
-
-@pytest.mark.parametrize(
-    ("planned", "in_steps", "busy"),
-    [(0.0, False, False), (0.4, False, True), (0.0, True, True), (0.0, None, False)],
-)
-def test_the_record_says_whether_the_machine_was_busy(planned, in_steps, busy):
-    fit = finished_fit(uniform_plan(0, data_parallel_size=2), batches=1)
-    fit.strategy.planned_core_wait_share = planned
-    measured = None if in_steps is None else StepMeasurement(9, 1.0, (1, 1), 0.3, in_steps)
-    record = build_record(fit, measurement=measured, metrics={})
-    assert (record["planned_core_wait_share"], record["machine_was_busy"]) == (planned, busy)
-
-
-def test_the_result_is_printed_where_the_plan_cannot_be_written(tmp_path, capsys):
-    (tmp_path / "plan.yaml").mkdir()
-    fit = finished_fit(uniform_plan(0, data_parallel_size=2), batches=1)
-    with pytest.raises(IsADirectoryError):
-        report(fit, tmp_path, measurement=None, metrics={"val_loss": 1.25})
-    assert "1.2500" in capsys.readouterr().out and (tmp_path / "run.json").exists()
 
 
 def test_a_step_that_depends_on_values_is_planned_for_its_own_batch(tmp_path):

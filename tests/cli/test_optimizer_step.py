@@ -7,8 +7,6 @@ import json
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
-from hydra_plugins.lightning_topt_searchpath import conf_dir
-from lightning_topt import ParallelOptimizerStep
 from tests.forked_command import finished, forked_topt
 
 SHORT = [
@@ -33,26 +31,6 @@ def test_a_wrong_value_is_refused_in_one_sentence(tmp_path):
     wrong = ["strategy=ddp", "optimizer_step=parallel", "optimizer_step.always=2"]
     status, output = forked_topt("train", *wrong, *SHORT, folder=tmp_path)
     assert status == 2 and "topt: optimizer_step: always" in output
-
-
-def composed(*overrides):
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return compose("train", overrides=list(overrides))
-
-
-def test_the_step_is_plain_where_nothing_is_said():
-    assert composed().optimizer_step is None
-    assert composed("optimizer_step=plain").optimizer_step is None
-
-
-def test_values_that_yaml_repeats_are_the_constructors():
-    ours, default = (
-        instantiate(composed("optimizer_step=parallel").optimizer_step),
-        ParallelOptimizerStep(),
-    )
-    assert isinstance(ours, ParallelOptimizerStep)
-    for name in ("always", "rule", "timeout_seconds"):
-        assert getattr(ours, name) == getattr(default, name)
 
 
 def test_another_hydra_app_finds_the_group(tmp_path):

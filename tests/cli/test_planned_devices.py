@@ -48,10 +48,3 @@ def test_devices(words: list[str], said: str, ranks: int, tmp_path: Path) -> Non
     assert status == 0 and said in output.splitlines(), output
     plan = ParallelPlan.load(tmp_path / "run" / "plan.yaml")
     assert plan.mesh.size == ranks and plan.batch_size == 8
-
-
-def test_several_clusters_have_all_their_devices_each(tmp_path: Path) -> None:
-    words = ["cluster=[local_cpu,h100_2x8]", "accumulate=1"]
-    status, output = forked_topt("plan", *words, *TINY, folder=tmp_path)
-    assert status == 0, output
-    assert "16" in (tmp_path / "run" / "scenarios.json").read_text()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_topt.cli.stalls import QUIET, measure, serving
+from lightning_topt.cli.stalls import QUIET, measure
 from tests.forked_command import finished
 from tests.forked_command import forked_topt as topt
 
@@ -88,13 +88,3 @@ def test_the_data_module_is_set_up_once_and_its_hooks_work():
     assert net.seen == {1.0}, "also in the synthetic run, whose batches are used again and again"
     assert result.num_items == 200
     assert isinstance(module.train_dataloader(), DataLoader)
-
-
-def test_serving_restores_the_data_module_after_an_error():
-    module = Rows()
-    mine = module.__dict__["teardown"] = lambda stage: None
-    with pytest.raises(RuntimeError), serving(module, [1]):
-        assert module.train_dataloader() == [1]
-        raise RuntimeError
-    assert isinstance(module.train_dataloader(), DataLoader) and vars(module)["teardown"] is mine
-    assert "setup" not in vars(module)

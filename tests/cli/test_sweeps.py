@@ -7,13 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hydra.core.hydra_config import HydraConfig
 
-from lightning_topt.cli import main
 from lightning_topt.plugins import sweep_jobs
 from tests.preloaded import preloaded_topt
 
@@ -124,37 +122,6 @@ def test_each_job_has_its_own_ranks_values_and_folder(tmp_path: Path) -> None:
     assert first_job[1]["process"] != second_job[1]["process"]
 
 
-def test_a_rank_gets_the_overrides_of_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = SimpleNamespace(
-        mode=None,
-        launcher={"_target_": JOBLIB},
-        runtime=SimpleNamespace(output_dir='/runs/a="b"', cwd="/home"),
-        sweep=SimpleNamespace(dir="/runs", subdir='a="b"'),
-        job=SimpleNamespace(num=3, id="3", name="app"),
-        overrides=SimpleNamespace(
-            task=["a=1"],
-            hydra=["hydra.mode=MULTIRUN", "hydra/launcher=joblib", "hydra.sweep.dir=/runs"],
-        ),
-    )
-    monkeypatch.setattr(HydraConfig, "get", lambda: job)
-    monkeypatch.setattr(sys, "argv", ["app.py", "-m", "a=1,2"])
-    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=None))
-    monkeypatch.delitem(sys.modules, "__mp_main__", raising=False)
-    command, folder = sweep_jobs.rank_command(1)
-    assert folder == "/home"
-    assert command[:4] == [sys.executable, "/home/app.py", "a=1", "hydra/launcher=joblib"]
-    given = dict(word.split("=", 1) for word in command[4:])
-    assert given["hydra.mode"] == "RUN" and given["hydra.job.num"] == "3"
-    assert given["hydra.run.dir"] == '"/runs/a=\\"b\\""'
-    # A module of a package is one for a rank, too.
-    spec = SimpleNamespace(name="package.app", origin="/home/app.py")
-    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=spec))
-    assert sweep_jobs.rank_command(1)[0][:3] == [sys.executable, "-m", "package.app"]
-    job.launcher["_target_"] = SUBMITIT
-    with pytest.raises(ValueError, match="start_method"):
-        sweep_jobs.rank_command(1)
-
-
 BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 SUBMITIT = "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher"
 SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
@@ -190,19 +157,6 @@ def test_sweeps_of_started_ranks(
     else:
         with pytest.raises(ValueError, match=refused):
             sweep_jobs.check_job()
-
-
-def test_ranks_of_srun_submit_no_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["-m", "hydra/launcher=submitit_slurm"]
-    assert main._words_of_rank("train", words) == []
-    for name, value in STEP.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="2 ranks of srun or torchrun would each submit"):
-        main._words_of_rank("train", words)
-    of_rank = ["hydra.output_subdir=null", "hydra.job.name=train_rank_1"]
-    assert main._words_of_rank("train", ["-m"]) == of_rank
-    with pytest.raises(SystemExit):  # rank 0 does it
-        main._words_of_rank("predict", [])
 
 
 def test_a_rank_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:

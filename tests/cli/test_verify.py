@@ -13,7 +13,6 @@ from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan, uniform_plan
 from lightning_topt.plan.plan_values import PRESETS
-from lightning_topt.plan.report_table import ranges
 
 TINY = [
     "model.num_layers=2",
@@ -63,14 +62,6 @@ def test_a_plan_by_name(topt_verify):
     assert record["peak_bytes"] > sum(
         record["held"][0][kind] for kind in ("parameters", "gradients", "optimizer_state")
     )
-
-
-def test_a_plan_file_of_many_ranks(topt_verify, tmp_path):
-    plan = uniform_plan(1, data_parallel_size=512, blocks=["blocks.0", "blocks.1"])
-    plan.save(tmp_path / "plan.yaml")
-    code, output, record = topt_verify(f"plan={tmp_path}/plan.yaml")
-    assert code == 0 and "512 rank(s)" in output
-    assert set(record["held"][0]["blocks"]) == {"", "blocks.0", "blocks.1"}
 
 
 def staged_plan(data=1):
@@ -127,8 +118,3 @@ def test_a_plan_file_of_another_model(topt_verify, tmp_path):
     code, output, record = topt_verify(f"plan={tmp_path}/plan.yaml")
     assert code == 1 and record["held"] == []
     assert "made for another model" in output and "does not have: ['layers.0']" in output
-
-
-def test_ranges_of_ranks():
-    assert ranges([0, 1, 2, 5]) == "0-2,5" and ranges([7]) == "7"
-    assert ranges([0, 2, 4, 6, 8]) == "0,2,4,... (5)"

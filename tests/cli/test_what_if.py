@@ -11,7 +11,6 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 
 from hydra_plugins.lightning_topt_searchpath import conf_dir
-from lightning_topt.basics.units import format_seconds
 from lightning_topt.cli import plan, what_if
 from lightning_topt.cli.several_clusters import as_hydra_reads
 from lightning_topt.plan.choose import NoPlanFitsError
@@ -40,12 +39,6 @@ def record(folder: Path) -> dict[str, Any]:
 def best(folder: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = record(folder)["estimates"]
     return found
-
-
-def test_a_list_of_clusters_is_what_hydra_can_read() -> None:
-    assert as_hydra_reads(["cluster=[a,b]", "x=1"]) == ["clusters=[a,b]", "cluster=a", "x=1"]
-    assert as_hydra_reads(["cluster=[mine.yaml, b]"]) == ["clusters=[mine.yaml, b]"]
-    assert as_hydra_reads(["cluster=a"]) == ["cluster=a"]
 
 
 def test_several_clusters_counts_and_batches(
@@ -91,41 +84,6 @@ def test_searches_side_by_side_find_what_one_process_does(
         assert steps == pytest.approx(1e9 / 32 / 32)
 
 
-def test_all_files_speak_of_steps_not_of_micro_batches(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also in a terminal of 80 columns: model, cluster and devices, then one time of a step."""
-    monkeypatch.setenv("COLUMNS", "80")
-    command(tmp_path, "cluster=a100_8x8", "device_counts=[8]", "batch_size=64", "accumulate=4")
-    (only,) = best(tmp_path)
-    predicted = ParallelPlan.load(tmp_path / "plan.yaml").predicted
-    assert predicted is not None and predicted.step_seconds == only["step_seconds"]
-    page = (tmp_path / "frontier.html").read_text()
-    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
-    shown = data["points"][data["chosen"]]
-    assert shown["y"] == only["step_seconds"] and shown["numbers"]["Micro-batches per step"] == "4"
-    assert data["limit"]["text"] == "memory of a device 79.00 GiB"
-    printed = capsys.readouterr().out
-    assert "gpt (42.9 k parameters) on a100_8x8, 8 devices\n" in printed
-    assert "<h1>gpt (42.9 k parameters) on a100_8x8, 8 devices</h1>" in page
-    step = format_seconds(only["step_seconds"])
-    assert f": {step} and" in " ".join(printed.split()) and f" {step}" in printed
-    table = [line for line in printed.splitlines() if line[:1] in "┏┃┡│└"]
-    assert table and max(map(len, table)) <= 80
-
-
-def test_all_devices_of_a_cluster_where_only_a_batch_is_given(tmp_path: Path) -> None:
-    given = ["cluster=h100_2x8", "batch_size=32", "cluster.device.price_per_hour=5"]
-    command(tmp_path, *given, "accumulate=1")
-    (only,) = best(tmp_path)
-    assert (
-        only["devices"] == 16
-        and only["chosen"]
-        and only["price_per_hour"] == 5
-        and only["money"] is None
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [
@@ -168,28 +126,6 @@ def test_what_cannot_be_is_one_sentence(
     with pytest.raises(error, match=says) as raised:
         command(tmp_path, *base, *arguments)
     assert "\n" not in str(raised.value)
-
-
-def test_stages_and_tensor_axes_are_among_the_choices(tmp_path: Path) -> None:
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        words = [
-            *TINY,
-            "cluster=h100_2x8",
-            "batch_size=16",
-            "device_counts=[4]",
-            "mesh={pipeline:2,data:2}",
-        ]
-        config = compose(
-            "plan",
-            overrides=[*words, f"hydra.runtime.output_dir={tmp_path}"],
-            return_hydra_config=True,
-        )
-        HydraConfig.instance().set_config(config)
-        plan.run(config)
-    (only,) = best(tmp_path)
-    assert (
-        only["devices"] == 4 and "pipeline 2 x data 2" in only["plan"] and only["accumulate"] == 1
-    )
 
 
 def test_the_command_line(tmp_path: Path) -> None:

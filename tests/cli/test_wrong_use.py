@@ -47,8 +47,3 @@ def test_one_sentence_and_status_2(words: str, sentence: str, tmp_path: Path) ->
     said = [line for line in output.splitlines() if line.startswith("topt: ")]
     assert len(said) == 1 and sentence in said[0], output
     assert status == 2 and "Traceback" not in output
-
-
-def test_an_override_that_is_given_twice_is_hydras(tmp_path: Path) -> None:
-    status, output = forked_topt("plan", "seed=1", "seed=2", "--cfg", "job", folder=tmp_path)
-    assert status == 0 and "seed: 2" in output

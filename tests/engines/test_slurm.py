@@ -132,12 +132,6 @@ def test_jobs_go_on_after_a_killed_rank_and_after_scancel(slurm, tmp_path, undis
     assert last.losses() == pytest.approx(expected, rel=1e-4)
 
 
-def test_another_number_of_ranks_is_refused(slurm, tmp_path):
-    run = Run(tmp_path / "run", devices=1)
-    output = slurm.call("srun", "--nodes=2", "--ntasks-per-node=2", *run.command(), succeeds=False)
-    assert "HINT: Set `devices=2`" in output, output
-
-
 TOPT = f"{sys.executable} -m lightning_topt.cli.main"
 TINY = (
     "model.num_layers=2 model.hidden=32 model.num_heads=2 model.seq_len=32 data.max_bytes=40000 "
@@ -207,18 +201,6 @@ def check_folders(folders):
         assert {"train.log", "train_rank_1.log"} <= {path.name for path in folder.iterdir()}
 
 
-def test_commands_of_one_step_have_a_folder_each(slurm, tmp_path):
-    words = f"{TINY} trainer.devices=1 trainer.num_nodes=2 trainer.max_steps=6"
-    commands = [f"{TOPT} train {words} strategy=topt_compressed seed={seed}" for seed in (1, 2)]
-    options = "--nodes=2", "--ntasks-per-node=1", f"--chdir={tmp_path}"
-    slurm.call("srun", *options, "sh", "-c", " && ".join(commands))
-    folders = sorted((tmp_path / "outputs" / "train").iterdir())
-    assert len({folder.name.rpartition("_")[0] for folder in folders}) == 1
-    records = [json.loads((folder / "run.json").read_text())["command"] for folder in folders]
-    assert sorted(command[-1] for command in records) == ["seed=1", "seed=2"]
-    check_folders(folders)
-
-
 def test_one_rank_plans_where_the_cluster_is_given(slurm, tmp_path):
     words = f"plan {TINY} tensor=false pipeline=false cluster=local_cpu hydra.run.dir={tmp_path}"
     command = f"{SRUN} --label {TOPT} {words}".split()
@@ -238,16 +220,6 @@ def check_ranks(jobs):
     for ranks, rate in zip(jobs.values(), (0.1, 0.2), strict=True):
         assert [(rank["rate"], rank["ranks"]) for rank in ranks] == [(rate, 2)] * 2
         assert ranks[0]["loss"] == ranks[1]["loss"]
-
-
-def test_submitit_starts_the_ranks_of_each_job(slurm, tmp_path):
-    pytest.importorskip(
-        "hydra_plugins.hydra_submitit_launcher", reason="no hydra-submitit-launcher"
-    )
-    options = "hydra/launcher=submitit_slurm", "hydra.launcher.tasks_per_node=2"
-    command = sweep_of(tmp_path, "rate=0.1,0.2", *options, "hydra.launcher.timeout_min=5")
-    slurm.call(*command)
-    check_ranks(notes_of(tmp_path))
 
 
 def test_the_command_under_submitit(slurm, tmp_path):

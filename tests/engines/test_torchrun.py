@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.test_sweeps import ROOT, notes_of, sweep_of
+from tests.cli.test_sweeps import ROOT
 from tests.torchrun_job import Job, check_same, jobs, undisturbed
 
 __all__ = ["jobs", "undisturbed"]  # fixtures
@@ -55,15 +55,6 @@ def run_sweep(folder: Path, *words: str) -> None:
         timeout=240,
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-
-
-def test_ranks_of_torchrun_make_the_jobs_of_a_sweep_together(tmp_path: Path) -> None:
-    run_sweep(tmp_path, *sweep_of(tmp_path, "rate=0.1,0.2")[1:])
-    jobs = notes_of(tmp_path)
-    assert jobs.keys() == {"0", "1"}
-    for ranks, rate in zip(jobs.values(), (0.1, 0.2), strict=True):
-        assert [(rank["rate"], rank["ranks"]) for rank in ranks] == [(rate, 2)] * 2
-        assert ranks[0]["loss"] == ranks[1]["loss"]
 
 
 def test_a_sweep_of_the_command_under_torchrun(tmp_path: Path) -> None:

@@ -94,51 +94,6 @@ def test_recomputed_dropout_of_keyword_calls_gives_the_same_training(
     assert again == pytest.approx(plain, rel=1e-5)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_the_host_waits_for_nothing_in_steady_steps(
-    one_rank: None, device: torch.device, recompute: bool
-) -> None:
-    module = made(device)
-    engine = engine_of(module, device, recompute=recompute)
-    engine.apply()
-    optimizer = module.configure_optimizers()
-    engine.attach_optimizers([optimizer])
-    batches = [torch.ones(16, 32, device=device) for _ in range(4)]
-
-    def step() -> None:
-        engine.run_step(batches, lambda model, batch: model(batch))
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for _ in range(3):
-        step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(3):
-            step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def test_states_come_back_from_a_checkpoint(one_rank: None, device: torch.device) -> None:
-    _, engine = trained(device, recompute=False)
-    state = engine.state_dict()
-    other = made(device)
-    resumed = engine_of(other, device, recompute=False)
-    resumed.apply()
-    optimizer = other.configure_optimizers()
-    resumed.attach_optimizers([optimizer])
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.zero_()
-    resumed.load(state)
-    for name, value in engine.module.state_dict().items():
-        torch.testing.assert_close(other.state_dict()[name], value, rtol=0, atol=0)
-    moments = [state["exp_avg"] for state in optimizer.state.values()]
-    assert len(moments) == 12
-    assert all(m.device == device and m.abs().sum() > 0 for m in moments)
-
-
 # ---- fits ----------------------------------------------------------------------------------------
 
 

@@ -84,30 +84,6 @@ def test_an_optimizer_of_the_module_has_its_whole_state(plan: str) -> None:
     assert [told for _, told in on_ranks(fit, plan, MadeBefore)] == [expected] * 2
 
 
-def cut_into_rows(rank: int, plan: str) -> tuple[list[float], list[float]]:
-    """Two fits with one optimizer, of one parameter: each rank has half of its rows."""
-    torch.manual_seed(0)
-    module = MadeBefore()
-    module.optimizer = torch.optim.AdamW([module.tokens.weight], lr=1e-2)
-    for other in module.parameters():
-        other.requires_grad_(other is module.tokens.weight)
-    for _ in range(2):
-        trainer = (
-            make_trainer("ddp", devices=2, max_steps=3)
-            if plan == "ddp"
-            else topt_trainer(plan, max_steps=3)
-        )
-        trainer.fit(module, loader(4))
-    return module.losses, module.optimizer.state[module.tokens.weight]["exp_avg"].flatten().tolist()
-
-
-def test_rows_of_a_parameter_go_on_in_the_next_fit() -> None:
-    (losses, averages), _ = on_ranks(cut_into_rows, "ddp")
-    for found_losses, found_averages in on_ranks(cut_into_rows, "zero1"):
-        assert found_losses == pytest.approx(losses, rel=1e-5)
-        assert found_averages == pytest.approx(averages, rel=1e-4, abs=1e-6)
-
-
 def open_after_each_fit(rank: int, plan: str) -> list[Counter[str]]:
     """How many descriptors of each kind this process has after each of four fits."""
     found = []

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_topt.plugins.agreed_batches import checksum
 from lightning_topt.plugins.microbatches import first_samples, split_batch
 
 
@@ -62,12 +61,6 @@ def test_parts_have_all_samples_in_order() -> None:
     assert batch["graph"].nodes.shape == (7,)
 
 
-def test_few_samples_make_few_parts() -> None:
-    assert split_batch([ramp(3, 2), ramp(3)], 8).sizes == (1, 1, 1)
-    assert split_batch(ramp(1, 5), 4).sizes == (1,)
-    assert split_batch({"no": "tensor"}, 1).batches == ({"no": "tensor"},)
-
-
 def test_samples_may_be_entries_of_sequences() -> None:
     """As detection has them: images of their own sizes, a dictionary for each."""
     images = tuple(ramp(3, 4 + index, 5) for index in range(4))
@@ -76,14 +69,6 @@ def test_samples_may_be_entries_of_sequences() -> None:
     assert [[image.shape[1] for image in part[0]] for part in parts.batches] == [[4, 5], [6, 7]]
     assert [len(part[1][0]["boxes"]) for part in parts.batches] == [1, 3]
     assert len(first_samples((images, targets), 3)[1]) == 3
-
-
-def test_the_first_samples_are_a_batch() -> None:
-    batch = first_samples(
-        {"x": ramp(3, 3), "names": ["a", "b", "c"], "one": ramp(1, 3), "array": np.arange(3)}, 2
-    )
-    assert torch.equal(batch["x"], ramp(3, 3)[:2]) and batch["names"] == ["a", "b"]
-    assert batch["one"].shape == (1, 3) and batch["array"].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -101,17 +86,3 @@ def test_the_first_samples_are_a_batch() -> None:
 def test_what_cannot_be_split_is_named(batch: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         split_batch(batch, 2)
-
-
-def test_checksums_differ_where_batches_do() -> None:
-    batch = {"x": ramp(40, 50), "names": ["a", "b"], "graph": Graph(ramp(2), {"rate": 1})}
-    same = {"x": ramp(40, 50), "names": ["a", "b"], "graph": Graph(ramp(2), {"rate": 1})}
-    assert checksum(batch) == checksum(same)
-    others = [
-        {**batch, "x": ramp(40, 50).T},
-        {**batch, "x": ramp(40, 50) + 1},
-        {**batch, "names": ["a", "c"]},
-        {**batch, "graph": Graph(ramp(2), {"rate": 2})},
-        {**batch, "graph": Graph(ramp(2) * 2, {"rate": 1})},
-    ]
-    assert len({checksum(other) for other in [batch, *others]}) == 6

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 import random
 import socket
 
@@ -180,35 +179,6 @@ def test_every_sample_is_read_once(tmp_path):
     assert next(iter(again.statistics().values())).misses == 0
 
 
-def test_equal_data_sets_share_a_cache_and_its_counts(tmp_path):
-    module = cached(Module(lambda _: [DataLoader(Plain(), 4), DataLoader(Plain(), 4)]), tmp_path)
-    fit(module, epochs=1)
-    (statistics,) = module.statistics().values()
-    assert statistics.misses + statistics.memory_hits == 2 * ITEMS and statistics.misses == ITEMS
-
-
-class Noisy(Dataset):
-    def __init__(self, dataset):
-        self.dataset = dataset
-
-    def __len__(self):
-        return len(self.dataset)
-
-    def __getitem__(self, index):
-        return self.dataset[index] + torch.rand(32)
-
-
-def test_the_mark_of_a_wrapped_data_set_counts(tmp_path):
-    def make(_):
-        return DataLoader(Noisy(Subset(Numbers(augmented=True), range(20))), 4, shuffle=True)
-
-    module = cached(Module(make), tmp_path)
-    losses, _ = fit(module)
-    (statistics,) = module.statistics().values()
-    assert losses == fit(Module(make))[0]
-    assert (statistics.misses, statistics.memory_hits) == (20, 40)
-
-
 def test_splits_of_one_data_set_share_its_samples(tmp_path):
     data = Plain()
     parts = random_split(data, [12, 12], generator=torch.Generator().manual_seed(0))
@@ -313,25 +283,3 @@ def test_without_numbers_it_has_a_quarter_of_the_free_memory_and_a_folder_of_the
 class Validated(Module):
     def val_dataloader(self):
         return DataLoader(Numbers(start=1), batch_size=4)
-
-
-def test_the_users_cache_directory(tmp_path, monkeypatch):
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cached_data.default_directory().parents[2] == tmp_path / ".cache"
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which the standard says to ignore
-    assert cached_data.default_directory().parents[2] == tmp_path / ".cache"
-    monkeypatch.setattr(
-        pathlib.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home"))
-    )
-    assert cached_data.default_directory().is_absolute()
-
-
-def test_little_free_memory_is_no_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(cached_data, "available_bytes", lambda: 0)
-    assert fit(CachedDataModule(Module(), directory=tmp_path))[0] == fit(Module())[0]
-
-
-def test_sizes_are_numbers_or_text(tmp_path):
-    module = CachedDataModule(Module(), directory=tmp_path, memory_bytes="1.5KiB", disk_bytes=2e3)
-    assert (module.memory_bytes, module.disk_bytes) == (1536, 2000)

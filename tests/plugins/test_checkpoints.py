@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
-from lightning_topt import AutoParallelStrategy, read_sharded_checkpoint
+from lightning_topt import read_sharded_checkpoint
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from tests.plugins.trainer_ranks import (
     OwnShare,
@@ -222,34 +222,6 @@ def test_model_checkpoint_keeps_the_best_and_the_last(tmp_path: Path) -> None:
             assert files == ["epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"], plan
             assert best == "epoch=0.ckpt", plan
             assert tested == pytest.approx(new, rel=1e-6), plan
-
-
-class WithObject(RecordingGPT):
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # not among the types that torch.load(weights_only=True) accepts
-        checkpoint["object"] = Path("/")
-        self.given = checkpoint
-
-
-def full_pickle(rank: int, path: str) -> None:
-    trainer = topt_trainer("zero3")
-    module = WithObject()
-    trainer.fit(module, loader(8))
-    trainer.save_checkpoint(path)
-    assert "lightning_topt" not in module.given and "lightning_topt" in torch.load(
-        path, weights_only=False
-    )
-    again = make_trainer(AutoParallelStrategy(plan="zero3"), devices=2, max_epochs=2)
-    again.fit(WithObject(), loader(8), ckpt_path=path, weights_only=False)
-    assert again.current_epoch == 2
-    with pytest.raises(Exception, match="Weights only load failed"):
-        topt_trainer("zero3", max_epochs=3).fit(
-            WithObject(), loader(8), ckpt_path=path, weights_only=True
-        )
-
-
-def test_weights_only_reaches_the_load(tmp_path: Path) -> None:
-    on_ranks(full_pickle, str(tmp_path / "full.ckpt"))
 
 
 # ---- hyper parameters that hold modules ----------------------------------------------------------

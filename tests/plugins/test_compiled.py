@@ -55,27 +55,6 @@ def fit(plan: str | None, inside: bool) -> tuple[list[float], dict[str, Tensor]]
     return module.losses, module.state_dict()
 
 
-def reason(compiles: bool) -> str:
-    torch._dynamo.reset()
-    module = Compiled(inside=False, width=2**16)
-    model: Any = torch.compile(module, backend="eager") if compiles else module
-    # so little more than DDP takes that the plan is made before the first step
-    strategy = AutoParallelStrategy(cluster=CLUSTER, memory_limit="32MiB")
-    batches = torch.utils.data.DataLoader(torch.randn(8, 8), batch_size=2)
-    make_trainer(strategy, devices=2).fit(model, batches)
-    assert strategy.planned_by == "search" and strategy.parallel_plan is not None
-    return strategy.parallel_plan.reason
-
-
-def reasons(rank: int) -> tuple[str, str]:
-    return reason(compiles=True), reason(compiles=False)
-
-
-def test_a_plan_for_a_compiled_module_says_that_it_is_predicted_as_eager() -> None:
-    for compiled, plain in on_ranks(reasons):
-        assert "Predicted as eager" in compiled and "Predicted as eager" not in plain
-
-
 def beside_ddp(rank: int, plan: str, inside: bool) -> Any:
     return fit(None, inside), fit(plan, inside)
 

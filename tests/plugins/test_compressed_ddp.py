@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import warnings
 from typing import Any
 
 import lightning as L
@@ -21,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_topt.communication import BF16, LocalSteps, TopK
 from lightning_topt.communication.topology import Topology
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
-from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy, make_topology
+from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy
 from lightning_topt.plugins.plan_run import run_options
 from tests.models import GPT, Branching, batch_for
 from tests.plugins.trainer_ranks import (
@@ -354,38 +353,6 @@ def test_modules_equal_ddp(kind: type[L.LightningModule], ddp: dict[str, Any]) -
         assert largest_difference(first["state"], second["state"]) < 1e-5
 
 
-class TwoOptimizers(Manual):
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.blocks, self.head)]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = GPT.training_step(self, batch, batch_idx)
-        for optimizer in self.optimizers():
-            optimizer.zero_grad()
-        self.manual_backward(loss)
-        for optimizer in self.optimizers():
-            optimizer.step()
-        return loss.detach()
-
-
-def two_optimizers(rank: int) -> list[tuple[dict[str, Any], list[str]]]:
-    found = []
-    for options in (None, {"density": 1.0}, {"method": "bf16"}):
-        torch.manual_seed(0)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            result = fit(options, module=TwoOptimizers())
-        said = [str(warning.message) for warning in caught]
-        found.append((result, [text for text in said if "several optimizers" in text]))
-    return found
-
-
-def test_several_optimizers_are_warned_of_what_error_feedback_can_lose() -> None:
-    (dense, _), (ours, said), (_, nothing) = on_ranks(two_optimizers)[0]
-    assert ours["losses"] == pytest.approx(dense["losses"], rel=1e-5) and len(said) == 1
-    assert nothing == []
-
-
 def unused(rank: int) -> list[dict[str, Any]]:
     found = []
     for options in (None, {"density": 1.0}, {"density": 0.2}):
@@ -494,26 +461,6 @@ def test_options_from_yaml_and_command_lines() -> None:
     assert method == TopK(exempt=("embedding",), bits=2)
     assert CompressedDDPStrategy().method == CompressedDDPStrategy("topk").method == TopK()
     assert CompressedDDPStrategy({"method": "bf16", "dense_steps": 4}).method == BF16(dense_steps=4)
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ((None, None), (2, 4)),
-        ((4, None), (4, 2)),
-        ((None, 8), (1, 8)),
-        ((3, None), None),
-        ((2, 2), None),
-    ],
-)
-def test_topology_of_eight_ranks(given: tuple[Any, Any], expected: tuple[int, int] | None) -> None:
-    options: dict[str, Any] = {"nodes": given[0], "ranks_per_node": given[1], "rank": 5}
-    if expected is None:
-        with pytest.raises(ValueError, match="the world size is 8"):
-            make_topology(**options, trainer_nodes=2, world_size=8)
-    else:
-        topology = make_topology(**options, trainer_nodes=2, world_size=8)
-        assert (topology.num_nodes, topology.ranks_per_node, topology.rank) == (*expected, 5)
 
 
 def test_a_plan_knows_the_trainers_nodes(monkeypatch: pytest.MonkeyPatch) -> None:

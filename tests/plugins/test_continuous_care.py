@@ -11,7 +11,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
@@ -344,70 +343,6 @@ def test_half_precision_evaluation_and_a_loss_that_is_not_a_number() -> None:
         assert [index for index, loss in enumerate(losses) if loss == loss] == (
             [0, 1, 2] if rank else [1, 2, 3]
         )
-
-
-COLLECTIVES = (
-    "all_reduce",
-    "broadcast",
-    "barrier",
-    "all_gather",
-    "reduce",
-    "all_gather_object",
-    "broadcast_object_list",
-)
-
-
-class Counts(Net):
-    """Counts the collective calls of several ranks in each iteration."""
-
-    def __init__(self) -> None:
-        super().__init__(sgd)
-        self.calls: list[list[str]] = []
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.calls.append([])
-
-    def count(self, patch: pytest.MonkeyPatch) -> None:
-        def counted(name: str, call: Any) -> Any:
-            def wrapper(*args: Any, **kwargs: Any) -> Any:
-                group = next(
-                    (
-                        each
-                        for each in (*args, *kwargs.values())
-                        if isinstance(each, dist.ProcessGroup)
-                    ),
-                    None,
-                )
-                if self.calls and dist.get_world_size(group) > 1:
-                    self.calls[-1].append(name)
-                return call(*args, **kwargs)
-
-            return wrapper
-
-        for name in COLLECTIVES:
-            patch.setattr(dist, name, counted(name, getattr(dist, name)))
-
-
-def counts(rank: int) -> list[list[str]]:
-    module = Counts()
-    with pytest.MonkeyPatch.context() as patch:
-        module.count(patch)
-        trainer = make_trainer(
-            never(), devices=2, max_epochs=2, val_check_interval=5, gradient_clip_val=0.5
-        )
-        trainer.fit(module, points(), points(8))
-    return module.calls
-
-
-def test_ranks_wait_for_one_another_where_the_loop_looks_and_nowhere_else() -> None:
-    """Validation comes after the iterations 4, 9, 14 and 19; what is agreed on after it counts for
-    the next one.
-    """
-    for calls in on_ranks(counts):
-        assert len(calls) == 20
-        waiting = [index for index, names in enumerate(calls) if names]
-        assert set(waiting) <= {0, 4, 5, 9, 10, 14, 15, 19}, [calls[index] for index in waiting]
-        assert {4, 9, 14, 19} <= set(waiting)
 
 
 # ---- what goes wrong -----------------------------------------------------------------------------

@@ -13,8 +13,6 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.utils import instantiate
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -24,7 +22,6 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from hydra_plugins.lightning_topt_searchpath import conf_dir
 from lightning_topt.data.coordinated.coordinator_link import is_supported
 from lightning_topt.data.coordinated.preparation import SeededBatches
 from lightning_topt.plugins.cached_data import CachedDataModule
@@ -279,27 +276,3 @@ def test_a_cache_goes_inside(tmp_path):
     model, _ = fit(data)
     assert model.got == alone(2, dataset=Noisy(noise=0.0))
     cached.close()
-
-
-def test_it_can_be_configured_around_any_data(tmp_path):
-    where = f"data.directory={tmp_path}"
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        config = compose("train", overrides=["data=coordinated", where])
-    module = instantiate(config.data)
-    module.prepare_data()
-    module.setup("fit")
-    batch = next(iter(module.train_dataloader()))
-    assert len(batch) == 8
-    module.close()
-
-
-@pytest.mark.parametrize("generator", [None, torch.Generator()])
-def test_batches_depend_on_seed_and_epoch_only(generator):
-    sampler = BatchSampler(WeightedRandomSampler([1.0] * 50, 50, generator=generator), 10, False)
-    batches = SeededBatches(sampler, seed=1)
-    first = batches(0)
-    torch.rand(3)
-    state = torch.get_rng_state()
-    assert batches(1) != first and batches(0) == first
-    assert SeededBatches(sampler, seed=2)(0) != first
-    assert torch.equal(torch.get_rng_state(), state)

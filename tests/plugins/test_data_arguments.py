@@ -8,7 +8,6 @@ import math
 from functools import partial
 
 import lightning.pytorch as pl
-import numpy as np
 import pytest
 import torch
 
@@ -87,12 +86,3 @@ def test_every_argument_is_in_the_list():
     for make in (CACHED, COORDINATED, CachePartition, StallMonitor):
         names = set(inspect.signature(getattr(make, "func", make)).parameters) - {"datamodule"}
         assert names == {name for one, name in WRONG if one is make}
-
-
-def test_numbers_of_any_kind_and_text_are_taken():
-    assert CachePartition(port=np.int64(7), timeout_seconds=np.float32(1.5)).port == 7
-    assert (
-        COORDINATED(memory_bytes="1GiB", seed=np.int32(3), data_version=4).memory_bytes == 1 << 30
-    )
-    assert CACHED(partition=None, data_version=4).data_version == "4"
-    assert StallMonitor(every_n_steps=np.int64(5)).every_n_steps == 5

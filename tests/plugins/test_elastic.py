@@ -4,8 +4,6 @@ what they leave behind.
 
 from __future__ import annotations
 
-import fcntl
-import io
 import os
 import signal
 import subprocess
@@ -21,13 +19,10 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_topt import AutoParallelStrategy
-from lightning_topt.plugins import elastic
 from lightning_topt.plugins.elastic import (
     MOST_LOSSES_WITHOUT_STEP,
     RANK_LOST,
     ElasticRun,
-    Place,
-    _Keeper,
 )
 from tests.launch import run_ranks
 from tests.preloaded import preloaded_topt
@@ -193,30 +188,6 @@ def _check_training(rank: int, options: list[dict[str, Any]]) -> str:
 def test_states_that_a_loss_takes_are_refused(options: list[dict[str, Any]], word: str) -> None:
     for error in run_ranks(_check_training, 2, options):
         assert word in error if word else not error
-
-
-def test_the_newest_state_is_kept_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = _Keeper().memory
-    assert memory.place() is None
-    memory.write(Place(9, 9), lambda: {"step": 9})
-    memory.write(Place(9, 9), lambda: pytest.fail("it is there"))
-    memory.write(Place(10, 11), lambda: {"step": 10})
-    memory.write(Place(10, 10), lambda: pytest.fail("it is older"))
-    memory.remove_before(Place(10, 11))
-    assert memory.place() == Place(10, 11)
-    assert torch.load(memory.path) == torch.load(io.BytesIO(memory.read())) == {"step": 10}
-    # An error, such as of memory, leaves none; another process that writes is waited for.
-    with pytest.raises(TypeError):
-        memory.write(Place(11, 12), lambda: {"step": (each for each in ())})
-    assert memory.place() is None
-    monkeypatch.setattr(elastic, "LOCK_SECONDS", 0.1)
-    with open(f"/proc/{memory.holder}/fd/{memory.label}", "r+") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(TimeoutError, match="on_save_checkpoint"):
-            memory.write(Place(12, 12), dict)
-    memory.write(Place(12, 12), dict)
-    memory.remove_before(Place(13, 13))
-    assert memory.place() is None and memory.read() == b""
 
 
 # ---- the process that waits

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import multiprocessing
-import pickle
 import random
 import warnings
 
@@ -302,13 +300,6 @@ def test_a_resumed_epoch_may_be_interrupted_again(tmp_path):
     assert sorted(of_epoch(last, 1)) == list(range(ITEMS))
 
 
-def test_batches_count_as_batches_of_the_present_size(tmp_path):
-    steps(tmp_path, 1, data={"batch_size": 4, "shuffle": True}, save=[6])
-    rest = steps(tmp_path, 1, data={"batch_size": 2, "shuffle": True}, resume="6.ckpt", seed=9)[0]
-    assert [number for epoch, number, _ in rest if epoch == 0] == list(range(12, 24))
-    assert [number for epoch, number, _ in rest if epoch == 1] == list(range(24))
-
-
 class Validated(Model):
     def validation_step(self, batch, batch_idx):
         pass
@@ -556,85 +547,3 @@ def test_after_max_steps_inside_an_epoch_the_next_one_is_whole(tmp_path, name):
         last = [step for step in ours if step[0] == 1]
         assert len(last) == ITEMS // 4 // 2
         assert ours == plain  # the order follows from seed and epoch
-
-
-class Reads(Callback):
-    """Reads the loader of training too."""
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if len(module.seen) in (2, 3):
-            next(iter(trainer.train_dataloader))
-
-
-def _fits_with_another_reader(rank, folder, name):
-    class Validated(Model):
-        def validation_step(self, batch, batch_idx):
-            pass
-
-    def one(**more):
-        options = {"data": lambda: DataLoader(Numbers(draws=False), 4), **more}
-        if name == "hook":
-            return fit(folder, callbacks=[Reads()], **options)
-        loader = options["data"]()
-        return fit(
-            folder,
-            **{**options, "data": lambda: loader},
-            model=Validated(),
-            val=loader,
-            val_check_interval=3,
-            use_distributed_sampler=False,
-        )
-
-    whole = one(save=[3, 4])
-    return [whole[0], *(one(resume=f"{at}.ckpt", seed=9)[0] for at in (3, 4))]
-
-
-@pytest.mark.parametrize("name", ["hook", "validation"])
-def test_who_reads_a_loader_too_changes_no_position(tmp_path, name):
-    (fits,) = on_ranks(_fits_with_another_reader, tmp_path, name, world_size=1)
-    whole, *resumed = fits
-    for at, rest in zip((3, 4), resumed, strict=True):
-        assert rest == whole[at:]
-
-
-def _fits_with_reloaded_loaders(rank, folder):
-    class Reloads(Model):
-        def train_dataloader(self):
-            return OwnState()
-
-    def one(**more):
-        options = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
-        return fit(folder, model=Reloads(), data=lambda: None, **options, **more)[0]
-
-    return one(save=[3, 13]), one(resume="3.ckpt"), one(resume="13.ckpt")
-
-
-def test_states_are_those_of_the_loaders_that_were_reloaded(tmp_path):
-    ((whole, first, second),) = on_ranks(_fits_with_reloaded_loaders, tmp_path, world_size=1)
-    for at, rest in ((3, first), (13, second)):
-        assert [(epoch, parts) for epoch, _, parts in rest] == [
-            (epoch, parts) for epoch, _, parts in whole[at:]
-        ]
-
-
-def _copies(rank, folder):
-    found = []
-
-    class Copies(Callback):
-        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            if len(module.seen) == 2:
-                module.loader = trainer.train_dataloader  # with the sampler that Lightning gives it
-                found.append(copy.deepcopy(module.loader))
-                found.append(pickle.loads(pickle.dumps(module.loader)))
-                module.trainer, trainer_of_fit = None, module.trainer
-                found.append(copy.deepcopy(module).loader)
-                module.trainer = trainer_of_fit
-
-    plain = {"dataset": Numbers(draws=False), "batch_size": 4}
-    seen = fit(folder, data=lambda: DataLoader(**plain), callbacks=[Copies()], max_epochs=1)[0]
-    return seen, [(type(each), [batch[0].int().tolist() for batch in each]) for each in found]
-
-
-def test_a_loader_can_be_copied_inside_of_a_fit(tmp_path):
-    ((seen, copies),) = on_ranks(_copies, tmp_path, world_size=1)
-    assert copies == 3 * [(DataLoader, [parts[0] for _, _, parts in seen])]

@@ -133,23 +133,6 @@ def test_datagrams_say_what_was_lost(tmp_path: Path) -> None:
     assert sent > 0.9 * dense
 
 
-def test_means_between_reports_and_an_early_first_one(tmp_path: Path) -> None:
-    shown, logged, _ = on_ranks(run, tmp_path, {"density": 0.1}, {"log_every_n_steps": 3})[0]
-    assert "compression" not in shown[0] and "compression" in shown[1]
-    assert sorted(logged) == [2, 5]
-    # Step 3 alone, and 4 to 6: the dense step is in neither.
-    assert logged[2]["topt/exchange_bytes_per_step"] == logged[5]["topt/exchange_bytes_per_step"]
-
-
-def test_accumulated_batches_are_one_step(tmp_path: Path) -> None:
-    _, logged, _ = on_ranks(run, tmp_path, {"method": "dense"}, {"accumulate_grad_batches": 2})[0]
-    assert {
-        row["topt/exchange_bytes_per_step"]
-        for row in logged.values()
-        if "topt/exchange_bytes_per_step" in row
-    } == {WEIGHT_BYTES + BIAS_BYTES}
-
-
 def test_the_users_own_monitor_takes_its_place(tmp_path: Path) -> None:
     callbacks = [ExchangeMonitor(every_n_steps=4)]
     _, logged, (_, monitors) = on_ranks(run, tmp_path, {"density": 0.1}, {"callbacks": callbacks})[

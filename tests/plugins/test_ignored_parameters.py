@@ -68,10 +68,6 @@ def fit(rank: int, kind: str, ignored: tuple[str, ...]) -> dict[str, Tensor]:
     return module.state_dict()
 
 
-OF_ROOT = ("zero1", "all entries sent", "step shared")
-NAMES = (("scale",), (".scale",))  # of the parameter of the module itself
-
-
 @pytest.mark.parametrize("kind", [kind for kind in STRATEGIES if kind != "ddp"])
 def test_ranks_keep_their_own_as_under_ddp(kind: str) -> None:
     first, second = on_ranks(fit, kind, IGNORED)
@@ -82,19 +78,6 @@ def test_ranks_keep_their_own_as_under_ddp(kind: str) -> None:
             )
     for name, value in first.items():
         assert value.equal(second[name]) == (name not in OWN), name
-
-
-@pytest.mark.parametrize("names", NAMES)
-@pytest.mark.parametrize("kind", OF_ROOT)
-def test_one_name_of_a_root_parameter_means_what_it_means_to_ddp(
-    kind: str, names: tuple[str, ...]
-) -> None:
-    expectations = once_on_ranks(fit, "ddp", names)
-    for expected, found in zip(expectations, on_ranks(fit, kind, names), strict=True):
-        for name, value in expected.items():
-            torch.testing.assert_close(
-                found[name], value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
-            )
 
 
 def refused(rank: int, plan: Any) -> str:

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_topt import read_sharded_checkpoint
-from lightning_topt.execution.sharded_checkpoint import is_folder, open_sharded
+from lightning_topt.execution.sharded_checkpoint import is_folder
 from tests.models import GPTBlock
 from tests.plugins.trainer_ranks import (
     OwnShare,
@@ -206,20 +206,6 @@ def test_a_folder_of_fsdp_becomes_a_plain_file(results: Any, folder: Path, tmp_p
     torch.save(plain, tmp_path / "plain.ckpt")
     for losses in on_ranks(on_ddp, str(tmp_path / "plain.ckpt")):
         assert losses == pytest.approx(results[0][0][4:], rel=1e-5)
-
-
-def one_rank(rank: int, path: str) -> list[float]:
-    return fit("zero3", epochs=2, path=path)[1].losses
-
-
-def test_entries_of_fsdp_are_read_when_asked_for_by_their_names(results: Any, folder: Path) -> None:
-    full = torch.load(folder / "full.ckpt", weights_only=True)
-    stored = open_sharded(folder / "sharded.ckpt")
-    assert {*stored["state_dict"]} == {*full["state_dict"]}
-    for name, value in full["state_dict"].items():
-        torch.testing.assert_close(stored["state_dict"][name], value, rtol=0, atol=0)
-    (optimizer,) = stored["optimizer_states"]
-    assert len(optimizer.names) == len(full["optimizer_states"][0]["state"])
 
 
 def test_weights_of_deepspeed_are_loaded_from_one_file(tmp_path: Path) -> None:

@@ -166,17 +166,3 @@ def test_strategies_hide_no_name_of_lightning(strategy: Any) -> None:
         own |= defined_in(ast.parse(inspect.getsource(base).lstrip()))
     hidden = {name for name in own & of_bases if IS_PRIVATE.fullmatch(name)}
     assert hidden <= LISTED
-
-
-@pytest.mark.parametrize(
-    "kind", [AutoParallelStrategy, CompressedDDPStrategy, LocalStepsStrategy, PipelineStrategy]
-)
-def test_strategies_are_no_chain(kind: type) -> None:
-    """Each inherits from Lightning's DDPStrategy; the pipeline only asks the planner for one."""
-    (base,) = kind.__bases__
-    expected = (
-        AutoParallelStrategy
-        if kind is PipelineStrategy
-        else lightning.pytorch.strategies.DDPStrategy
-    )
-    assert base is expected

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from torch import Tensor
 from lightning_topt import LocalSteps, LocalStepsStrategy, QuantizedSteps, SparseLoCo
 from lightning_topt.communication import LocalMethod, OuterSteps
 from lightning_topt.communication.topology import Topology
-from lightning_topt.plugins import local_steps_strategy
 from tests.models import ConvNet, batch_for
 from tests.plugins.trainer_ranks import (
     OwnShare,
@@ -177,54 +174,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(
         assert saved and all(torch.equal(whole[name], value) for name, value in parts.items())
 
 
-class ManualGPT(SgdGPT):
-    """Without any optimizer."""
-
-    automatic_optimization = False
-
-    def configure_optimizers(self) -> Any:
-        return []
-
-
-class UntrainedGPT(SgdGPT):
-    """Lightning takes an optimizer without a state."""
-
-    def configure_optimizers(self) -> Any:
-        return None
-
-
-def of_first_only(rank: int, path: Path) -> list[tuple[int, list[str]]]:
-    """How many states a checkpoint has beside rank 0's, and the warnings of reading it."""
-    found = []
-    kinds = ((AdamGPT, 0), (AdamGPT, 1 << 30), (ManualGPT, 1 << 30), (UntrainedGPT, 1 << 30))
-    for kind, most in kinds:
-        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            patch.setattr(local_steps_strategy, "_MOST_STATE_BYTES", most)
-            for epochs in (1, 2):
-                strategy = LocalStepsStrategy(LocalSteps(every=2))
-                trainer = make_trainer(
-                    strategy, devices=2, max_epochs=epochs, limit_train_batches=1
-                )
-                # with an optimizer, though the checkpoint may have no state of one
-                module = kind() if epochs == 1 or kind is UntrainedGPT else AdamGPT()
-                trainer.fit(module, OwnShare(8), ckpt_path=path if epochs == 2 else None)
-                if epochs == 1:
-                    trainer.save_checkpoint(path)
-        saved = torch.load(path, weights_only=True)["lightning_topt"]["gradient_exchange"]
-        texts = [str(each.message) for each in said if "of another replica" in str(each.message)]
-        found.append((len(saved["optimizers"]), texts))
-        dist.barrier()
-    return found
-
-
-def test_states_that_are_too_large_together_are_those_of_rank_0(tmp_path: Path) -> None:
-    first, second = on_ranks(of_first_only, tmp_path / "one.ckpt")
-    (others, (warning,)), *rest = first
-    assert others == 0 and warning.startswith("the optimizers of 1 of 2 replicas go on with")
-    assert rest == [(1, []), (0, []), (1, [])] and second == [(0, []), *rest]
-
-
 def other_size(rank: int, path: Path, resume: bool, nodes: int = 1) -> Any:
     torch.manual_seed(0)
     module = SgdGPT()
@@ -311,15 +260,6 @@ def test_wrong_options_are_refused_at_once(
 ) -> None:
     with pytest.raises(error, match=says):
         LocalStepsStrategy(**options)
-
-
-def test_forms_of_the_method() -> None:
-    for given in ("local_steps", {"method": "local_steps"}, {"every": 50}, LocalSteps()):
-        assert (
-            LocalStepsStrategy(given).method == LocalStepsStrategy().method == LocalSteps(every=50)
-        )
-    theirs = inspect.signature(OuterSteps).parameters["timeout_seconds"].default
-    assert LocalStepsStrategy().timeout_seconds == theirs  # a default that two signatures show
 
 
 class Two(SgdGPT):

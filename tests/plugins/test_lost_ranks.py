@@ -35,7 +35,6 @@ from lightning_topt import (
 from lightning_topt.communication import LocalSteps, TopK
 from lightning_topt.communication.rank_watch import process_state
 from lightning_topt.costs.cluster import Cluster, Device, Link
-from lightning_topt.plugins.lost_ranks import NamingLauncher, PatientLauncher
 from tests.launch import free_port
 from tests.plugins.trainer_ranks import LoggingGPT, _as_torchrun, loader, make_trainer
 from tests.preloaded import preloaded_topt
@@ -351,20 +350,6 @@ def test_processes_that_lightning_started_name_the_killed_one(tmp_path: Path) ->
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(job.pid, signal.SIGKILL)
             out.close()
-
-
-@pytest.mark.parametrize(
-    ("start_method", "kind"), [("popen", PatientLauncher), ("fork", NamingLauncher)]
-)
-@pytest.mark.parametrize("strategy", [AutoParallelStrategy, CompressedDDPStrategy])
-def test_ranks_are_started_by_one_launcher_of_ours(
-    strategy: Any, start_method: str, kind: type
-) -> None:
-    made = strategy(start_method=start_method)
-    make_trainer(made, devices=2)
-    first = made.launcher
-    assert type(first) is kind
-    assert made.launcher is first  # it keeps the processes that it has started
 
 
 LEAVES = """

@@ -202,17 +202,6 @@ class Noting(MLP):
         return super().training_step(batch)
 
 
-class RankedByHelper(MLP):
-    def training_step(self, batch: Tensor) -> Tensor:
-        note(self)
-        return super().training_step(batch)
-
-
-def note(module: L.LightningModule) -> None:
-    if module.global_rank == 0:
-        module.net(torch.zeros(4, 16))
-
-
 class ReadsValues(Ranked):
     """Runs on real tensors, for it reads a value."""
 
@@ -226,7 +215,6 @@ class ReadsValues(Ranked):
     [
         (MLP(), None),
         (Ranked(), "reads global_rank"),
-        (RankedByHelper(), "reads global_rank"),
         (ReadsValues(), "reads global_rank"),
         (Writing(), "uses logger"),
         (Noting(), None),

@@ -217,13 +217,6 @@ def test_equals_ddp(options: dict[str, Any], fits: dict[str, Any], cost: float) 
         assert all(d.shared == shared and d.reason for d in ours["decisions"])
 
 
-@pytest.mark.parametrize("ranks", [3])
-def test_more_ranks(ranks: int) -> None:
-    assert_equal(
-        on_ranks(both, {"always": True}, {"max_steps": 5}, FREE, world_size=ranks), tolerance=2e-6
-    )
-
-
 # ---- other callbacks -----------------------------------------------------------------------------
 
 

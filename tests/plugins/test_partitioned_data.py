@@ -4,7 +4,6 @@ training is the same.
 
 from __future__ import annotations
 
-import errno
 import functools
 import multiprocessing as mp
 import os
@@ -18,11 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
-from lightning_topt.data.cache import sample_cache as cached_tiers
 from lightning_topt.data.peers.client import owners
-from lightning_topt.plugins import cached_data
 from lightning_topt.plugins.cached_data import CachedDataModule, CachePartition
-from tests.launch import run_on_pool, run_ranks, torchrun_environment
+from tests.launch import run_on_pool, torchrun_environment
 from tests.plugins.test_cached_data import ITEMS, Model, Module, Numbers, Plain
 from tests.processes import halt
 
@@ -240,65 +237,9 @@ def test_what_one_node_cannot_do_is_said_on_all(tmp_path, options, words):
         assert words in message
 
 
-def test_a_folder_that_was_given_up_is_said_on_all(tmp_path):
-    on_nodes(fit, tmp_path, in_batches, room())
-    [folder] = [path for path in (tmp_path / "1").iterdir() if path.is_dir()]
-    (folder / "refused").write_text("it was random")
-    for message in on_nodes(refused, tmp_path, in_batches, room()):
-        assert "node 1" in message and "it was random" in message
-
-
-def test_one_node_needs_no_partition(tmp_path):
-    [(losses, [counts], _)] = on_nodes(fit, tmp_path, in_batches, room(), nodes=1)
-    assert losses and counts.memory_items == ITEMS
-
-
-def finds_no_way(node, devices, nodes, folder):
-    def nowhere(*_, **__):
-        raise ValueError("no interface leads to node 1")
-
-    if node == 0:
-        cached_data._reachable = nowhere  # in this rank's process, which ends
-    return refused(node, devices, nodes, folder, in_batches, room())
-
-
-def test_a_node_that_finds_no_way_to_the_others_is_said_on_all(tmp_path):
-    for message in on_nodes(finds_no_way, tmp_path, run=run_ranks):
-        assert "node 0 no interface leads to node 1" in message
-
-
 def test_without_a_trainer_nobody_knows_the_nodes(tmp_path):
     module = CachedDataModule(
         Module(dataset=Plain()), directory=tmp_path, memory_bytes=1 << 20, partition=True
     )
     with pytest.raises(ValueError, match="Trainer"):
         module.train_dataloader()
-
-
-@pytest.mark.parametrize("wrong", [{"timeout_seconds": 0}, {"port": 70000}])
-def test_options_that_mean_nothing(wrong):
-    with pytest.raises(ValueError):
-        CachePartition(**wrong)
-
-
-def fit_where_one_node_can_open_nothing(node, devices, nodes, folder, options):
-    if node == 1:
-        cached_tiers._open_disk = full  # in this rank's process, which ends
-    return fit(node, devices, nodes, folder, in_batches, options)
-
-
-def full(*_):
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_a_node_that_can_keep_nothing_takes_part(tmp_path):
-    options = room(memory_bytes=0, disk_bytes=1 << 20)
-    results = on_nodes(fit_where_one_node_can_open_nothing, tmp_path, options, run=run_ranks)
-    assert [result[0] for result in results] == losses_without_a_cache(in_batches, 1)
-    owner = owners(ITEMS, num_nodes=2, seed=1)
-    for node, (_, [counts], _) in enumerate(results):
-        first, *later = orders(2, node)
-        assert counts.misses == len(first) + sum(
-            owner[item] == 1 for order in later for item in order
-        )
-        assert counts.disk_items == (ITEMS // 2 if node == 0 else 0)

@@ -14,7 +14,6 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
 from benchmarks.exchange.paired_runs import keep_row
@@ -22,7 +21,6 @@ from lightning_topt import AutoParallelStrategy
 from lightning_topt.communication import Dense, GradientMethod, TopK
 from lightning_topt.communication.method_registry import read_gradient_method
 from lightning_topt.costs.cluster import Cluster, Device, Link
-from lightning_topt.execution.engine import Engine
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError
@@ -180,21 +178,6 @@ class Manual(RecordingGPT):
         return loss.detach()
 
 
-def by_hand(rank: int) -> list[dict[str, Tensor]]:
-    everything = plan_with(TopK(density=1.0, hierarchical=False))
-    found = []
-    for plan in ("ddp", everything):
-        torch.manual_seed(0)
-        found.append(state(fit(plan, module=Manual())[1]))
-    return found
-
-
-def test_manual_optimization_under_a_given_plan_equals_ddp() -> None:
-    for expected, actual in on_ranks(by_hand):
-        for name, value in expected.items():
-            torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=2e-5)
-
-
 class Double(RecordingGPT):
     def __init__(self) -> None:
         super().__init__()
@@ -265,67 +248,7 @@ def test_what_is_held_back_is_saved_and_resumed_also_whole_and_on_more_ranks(
         assert len(losses) == 2 and statistics.residual_norm > 0
 
 
-class Overflow(RecordingGPT):
-    """The loss is infinite in step 3 on rank 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[float, float]] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return loss * (float("inf") if batch_idx == 3 and self.global_rank == 1 else 1.0)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen.append(
-            (self.head.weight[0, 0].item(), self.trainer.precision_plugin.scaler.get_scale())
-        )
-
-
-def overflows(rank: int) -> Any:
-    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
-    module = Overflow()
-    fit(TOPK, module=module, plugins=[plugin])
-    return module.seen
-
-
-def test_an_overflow_skips_the_step_on_all_ranks() -> None:
-    first, second = on_ranks(overflows)
-    assert first == second
-    weights, scales = zip(*first, strict=True)
-    assert weights[3] == weights[2] and len(set(weights)) == 5
-    assert scales == (1024.0,) * 3 + (512.0,) * 3
-
-
 # ---- without Lightning ---------------------------------------------------------------------------
-
-
-def plain(rank: int) -> Any:
-    torch.manual_seed(rank)
-    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-    plan = ParallelPlan.of_blocks(
-        (BlockPlan("", OpConfig.zero(1)),), mesh=2, gradient_exchange=TopK(density=0.2)
-    )
-    engine = Engine(plan, module, device=torch.device("cpu"))
-    model = engine.apply()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    engine.attach_optimizers([optimizer])
-    for _ in range(4):
-        optimizer.zero_grad()
-        model(torch.randn(4, 8)).square().mean().backward()
-        optimizer.step()
-    engine.release()
-    saved = engine.exchange_state()
-    engine.close()
-    assert engine.exchange is None and engine.exchange_state() is None
-    module(torch.randn(4, 8)).sum().backward()  # plain again
-    return state(module), saved  # type: ignore[arg-type]
-
-
-def test_an_engine_without_lightning() -> None:
-    (first, saved), (second, _) = on_ranks(plain)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert set(saved["ranks"][1]["residual"]) == set(first)
 
 
 class StopEarly(L.Callback):

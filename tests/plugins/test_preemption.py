@@ -18,7 +18,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from lightning_topt import AutoParallelStrategy, LocalStepsStrategy
-from lightning_topt.plugins.preemption import last_path
 from tests.launch import free_port
 from tests.plugins.test_exact_resume import Model, Numbers
 from tests.plugins.trainer_ranks import make_trainer, on_new_ranks
@@ -179,13 +178,6 @@ def test_a_signal_at_the_end_of_a_fit_ends_it_too(tmp_path, name, world_size):
             assert ended[1] + rest[1] == whole[1], where
 
 
-def test_the_file_is_named_like_the_users_last_one(tmp_path):
-    callback = ModelCheckpoint(tmp_path, save_last=True)
-    callback.CHECKPOINT_NAME_LAST = "{epoch}-{step}-last"
-    trainer = make_trainer("auto", devices=1, callbacks=[callback], enable_checkpointing=True)
-    assert last_path(trainer) == str(tmp_path / "epoch=0-step=0-last-signal.ckpt")
-
-
 # ---- under SLURM ---------------------------------------------------------------------------------
 
 
@@ -210,19 +202,6 @@ def test_the_signal_of_slurm_queues_the_job_again_once(tmp_path):
     assert first == second and first[1]
     assert (tmp_path / "hpc_ckpt_1.ckpt").is_dir()
     assert (tmp_path / "requeued").read_text() == "requeue 17\n"
-
-
-def _fit_of_one_rank(rank, folder):
-    strategy = AutoParallelStrategy(plan="ddp")
-    whole = fit(folder / "undisturbed", strategy)
-    ended = fit(folder, AutoParallelStrategy(plan="ddp"), batch=3)
-    rest = fit(folder, AutoParallelStrategy(plan="ddp"), resume="last")
-    assert ended[2] and len(ended[0]) == 4
-    assert rest[:2] == (whole[0][4:], whole[1][4:])
-
-
-def test_one_rank_ends_at_the_next_batch(tmp_path):
-    on_new_ranks(_fit_of_one_rank, tmp_path, world_size=1)
 
 
 # ---- different checkpoints -----------------------------------------------------------------------

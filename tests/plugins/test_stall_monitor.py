@@ -144,20 +144,6 @@ def test_values_of_every_report(clock, tmp_path):
     )
 
 
-def test_a_report_is_on_what_came_since_the_last(clock):
-    items, logged = Items(clock), []
-
-    class Slower(Step):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            items.wait = WAIT if batch_idx < 3 else 0.0
-
-        def log(self, name: str, value: Any, **_: Any) -> None:
-            logged.append((name, value))
-
-    fit(Slower(clock), DataLoader(items, batch_size=1), monitor=StallMonitor(every_n_steps=4))
-    assert [value for name, value in logged if name == "topt/data_wait_share"] == [0.75, 0.0]
-
-
 def test_validation_is_no_time_of_training(clock):
     validation = DataLoader(Items(clock, 3, wait=500.0))
     monitor = fit(
@@ -209,13 +195,6 @@ def test_any_loader(clock, kind):
         module = TakesTheIterator(clock)
     monitor = fit(module, loader)
     assert monitor.total == total(8, wait=waits - prefetched, seconds=waits - prefetched + 8 * STEP)
-
-
-def test_each_fit_begins_anew(clock):
-    monitor = StallMonitor()
-    for _ in range(2):
-        fit(Step(clock), DataLoader(Items(clock)), monitor=monitor)
-        assert monitor.total.batches == 8
 
 
 class Sleeps(Dataset[torch.Tensor]):

@@ -12,15 +12,12 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
-from lightning_topt import AutoParallelStrategy
-from lightning_topt.execution.memory import MemoryMeter
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.plan.parallel_plan import preset_plan
 from lightning_topt.plan.plan_values import PRESETS, StepEstimate
 from lightning_topt.plugins import monitors
 from lightning_topt.plugins.monitors import StepMonitor
 from tests.clock import Clock
-from tests.plugins.trainer_ranks import make_trainer, on_new_ranks
 
 MIB = 2**20
 linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
@@ -152,48 +149,3 @@ def test_peak_is_that_of_training_steps_not_of_validation():
     measurement = fit(module, val_check_interval=4)
     (peak,) = measurement.peak_bytes_per_rank
     assert 60 * MIB < peak < 80 * MIB
-
-
-@linux
-def test_too_short_a_run_has_a_peak_but_no_time():
-    measurement = fit(Known(), warmup_steps=20)
-    assert (measurement.steps, measurement.median_step_seconds) == (0, None)
-    (peak,) = measurement.peak_bytes_per_rank
-    assert peak is not None and peak >= 0
-
-
-class Wide(pl.LightningModule):
-    """128 MiB of parameters, and hardly any activations."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(2048, 2048, bias=False) for _ in range(8))
-
-    def training_step(self, batch, batch_idx):
-        return sum(layer(batch).mean() for layer in self.layers)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
-def base_beside_the_process(rank, views):
-    """How many bytes the base of a given plan is above the process before the module was there."""
-    before = MemoryMeter(torch.device("cpu"))
-    before.mark_base()
-    plan = preset_plan(PRESETS["ddp"], mesh=data_mesh(2))
-    strategy = AutoParallelStrategy(plan=dataclasses.replace(plan, gradient_views=views))
-    monitor = StepMonitor(warmup_steps=1)
-    trainer = make_trainer(strategy, devices=2, max_steps=3, callbacks=[monitor])
-    trainer.fit(Wide(), DataLoader(torch.ones(16, 2048), batch_size=1))
-    (peak, _) = monitor.measurement.peak_bytes_per_rank
-    return strategy.memory_meter.base_bytes - before.base_bytes, peak
-
-
-@linux
-@pytest.mark.parametrize("views", [False, True])
-def test_the_base_of_a_plan_that_is_given_is_the_process_without_the_training(views):
-    # Peaks vary by half of DDP's buckets, which the C library keeps longer or not; bases do not.
-    # Buckets that nothing has written to take no memory: none is subtracted.
-    for above, peak in on_new_ranks(base_beside_the_process, views):
-        assert abs(above) < 64 * MIB
-        assert peak > 2 * 128 * MIB  # parameters and gradients

@@ -7,7 +7,6 @@ can be worked out.
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import lightning as L
@@ -17,12 +16,12 @@ import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch.callbacks import BasePredictionWriter, GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.plugins.planning import RemotePlanningError
-from tests.models import GPT, ConvNet
+from tests.models import ConvNet
 from tests.plugins.trainer_ranks import (
     RecordingGPT,
     loader,
@@ -246,83 +245,6 @@ def test_logging_over_ranks(plan: str) -> None:
 # ---- 14, 15: optimizers and schedules ------------------------------------------------------------
 
 
-class Manual(GPT):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        for index, optimizer in enumerate(self.optimizers()):
-            self.toggle_optimizer(optimizer)
-            tokens, targets = batch
-            loss = nn.functional.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
-            optimizer.zero_grad()
-            self.manual_backward(loss * (index + 1))
-            optimizer.step()
-            self.untoggle_optimizer(optimizer)
-
-    def configure_optimizers(self) -> Any:
-        body, head = (
-            torch.optim.SGD(self.parameters(), 0.1),
-            torch.optim.Adam(self.head.parameters(), 1e-2),
-        )
-        return [body, head]
-
-
-def manual(rank: int) -> list[dict[str, Tensor]]:
-    found = []
-    for kind in (DDPStrategy, AutoParallelStrategy):
-        torch.manual_seed(rank)
-        module = Manual()
-        # Toggling leaves parameters without gradients: ddp needs to look for them, and so does
-        # topt.
-        make_trainer(kind(find_unused_parameters=True), devices=2).fit(module, loader(4))
-        found.append(module.state_dict())
-    return found
-
-
-def test_manual_optimization_as_under_ddp() -> None:
-    for expected, state in on_ranks(manual):
-        for name, value in expected.items():
-            assert torch.equal(state[name], value), name
-
-
-def refused_manual(rank: int) -> list[str]:
-    messages = []
-    for options in ({"memory_limit": "1GiB"}, {"plan": "zero3"}, {"objective": "memory"}):
-        with pytest.raises(ValueError, match="manual optimization") as error:
-            make_trainer(AutoParallelStrategy(**options), devices=2).fit(Manual(), loader(4))
-        messages.append(str(error.value))
-    return messages
-
-
-def test_manual_optimization_refuses_what_it_cannot_do() -> None:
-    for messages in on_ranks(refused_manual):
-        assert all("cannot be seen in advance" in message for message in messages)
-
-
-class WithLBFGS(RecordingGPT):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
-
-
-def lbfgs(rank: int) -> list[list[float]]:
-    found = []
-    for kind in (DDPStrategy, AutoParallelStrategy):
-        torch.manual_seed(0)
-        module = WithLBFGS()
-        make_trainer(kind(), devices=2, max_steps=3).fit(module, loader(4))
-        found.append(module.losses)
-    return found
-
-
-def test_lbfgs_closure_runs_as_under_ddp() -> None:
-    # The search may only offer what an optimizer that couples parameters can do: the step on every
-    # rank.
-    for expected, losses in on_ranks(lbfgs):
-        assert losses == pytest.approx(expected, rel=1e-6)
-
-
 class Scheduled(RecordingGPT):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
@@ -350,40 +272,6 @@ def test_schedules_per_step_and_their_length(plan: str) -> None:
 
 
 # ---- 16: hooks -----------------------------------------------------------------------------------
-
-HOOKS = [
-    name for name in dir(L.Callback) if name.startswith("on_") or name in ("setup", "teardown")
-]
-
-
-class Calls(L.Callback):
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        for name in HOOKS:
-            setattr(self, name, self._recorder(name))
-
-    def _recorder(self, name: str) -> Any:
-        def record(*args: Any, **kwargs: Any) -> None:
-            self.names.append(name)
-
-        return record
-
-
-def hooks(rank: int, plan: str | None) -> list[str]:
-    calls = Calls()
-    strategy = DDPStrategy() if plan is None else AutoParallelStrategy(plan=plan)
-    trainer = make_trainer(
-        strategy, devices=2, callbacks=[calls], accumulate_grad_batches=2, limit_train_batches=4
-    )
-    trainer.fit(RecordingGPT(), loader(4), loader(4))
-    return calls.names
-
-
-@pytest.mark.parametrize("plan", [*KINDS, "zero2+recompute"])
-def test_hooks_come_in_ddps_order(plan: str) -> None:
-    expected = once_on_ranks(hooks, None)
-    assert "on_before_optimizer_step" in expected[0]
-    assert on_ranks(hooks, plan) == expected
 
 
 # ---- 23: layer sync ------------------------------------------------------------------------------
@@ -453,10 +341,3 @@ def test_fit_again(plan: str) -> None:
     assert [result[:2] for result in ranks] == [(4, 12), (4, 12)]
     for name, value in ranks[0][2].items():
         assert torch.equal(value, ranks[1][2][name])
-
-
-def test_strategy_pickles_before_the_run() -> None:
-    options: dict[str, Any] = {"memory_limit": "1GiB", "plan": {"mesh": {"data": 2}}}
-    strategy = AutoParallelStrategy(**options)
-    assert pickle.loads(pickle.dumps(strategy)).request == strategy.request
-    assert strategy.request.memory_limit == 2**30

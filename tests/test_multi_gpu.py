@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from benchmarks.common import ROOT
 from benchmarks.gpu_report.reporting import Report, read_lines
-from benchmarks.multi_gpu.collectives import OPS, call_of, nccl_tests
+from benchmarks.multi_gpu.collectives import OPS, call_of
 from benchmarks.multi_gpu.job import Job
 from tests.launch import run_ranks
 
@@ -56,26 +53,3 @@ def sums(rank: int) -> list[float]:
 def test_collectives_are_timed_on_all_ranks_alike() -> None:
     one, other = run_ranks(sums, 2)
     assert one == other and all(0 < seconds < 1 for seconds in one)
-
-
-def test_output_of_nccl_tests_is_read(tmp_path: Path) -> None:
-    file = tmp_path / "nccl.txt"
-    file.write_text(
-        "# nThread 1 nGpus 2 minBytes 8 maxBytes 134217728 step: 2(factor)\n"
-        "#       size         count      type   redop    root     time   algbw   busbw #wrong\n"
-        "        4096          1024     float     sum      -1    12.50    0.33    0.33      0"
-        "    12.10    0.34    0.34      0\n"
-        "  1073741824     268435456     float     sum      -1   6000.0  178.95  178.95      0"
-        "   6001.0  178.92  178.92      0\n"
-        "# Avg bus bandwidth    : 89.5\n"
-    )
-    assert nccl_tests(file) == {4096: pytest.approx(12.5e-6), 2**30: pytest.approx(6e-3)}
-    assert nccl_tests(tmp_path / "missing") == {}
-
-
-def test_the_script_is_a_program_of_bash_that_asks_for_a_folder() -> None:
-    script = ROOT / "benchmarks" / "multi_gpu.sh"
-    subprocess.run(["bash", "-n", script], check=True)
-    asked = subprocess.run([script], capture_output=True, text=True, check=False)
-    assert asked.returncode and "usage" in asked.stderr
-    assert not dist.is_initialized()

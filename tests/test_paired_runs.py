@@ -142,28 +142,6 @@ def test_the_step_of_a_loss_is_that_of_a_look_at_a_fine_line():
     assert steps_to([(10, math.inf), (20, 1.0)], 2.0) == 20
 
 
-def test_each_way_has_its_better_learning_rate():
-    pairing = Pairing(steps=100, seeds=(0,), rates=(0.1, 0.2))
-    # what a run needs, by way and rate; the dense one of 0.2 gets further
-    needs = {("dense", 0.1): 1.25, ("dense", 0.2): 1.0, ("a", 0.1): 1.5, ("a", 0.2): 1.75}
-
-    def train(key: RunKey, target: Target | None):
-        assert key.rate is not None
-        return curve_of(needs[key.way.words, key.rate], target, pairing)
-
-    way = Way("a", method="bf16", ranks=2)
-    found = race([way], train, pairing=pairing, say=lambda line: None)
-    assert found.factors[way] == pytest.approx((1.5,))
-
-
-def test_a_dense_run_that_does_not_train_is_an_error():
-    def train(key: RunKey, target: Target | None):
-        return [(step, 1.0 + step) for step in range(5, 101, 5)]
-
-    with pytest.raises(ValueError, match="of seed 3 does not train"):
-        race([Way("a", ranks=2)], train, pairing=PAIRING, say=lambda line: None)
-
-
 # ---- the table
 
 ROW = {"optimizer": "AdamW", "steps": 1000, "source": "mine"}

@@ -15,14 +15,11 @@ from benchmarks.prediction.repeated_blocks import repeat_blocks
 from benchmarks.prediction.run_prices import (
     RunPrices,
     captured_step,
-    cluster_named,
     difference_of,
     fit_runs,
     sizes_of,
 )
 from benchmarks.prediction.training_runs import (
-    COLUMNS,
-    SIZES,
     TIME,
     ModelSizes,
     RunsAgain,
@@ -160,11 +157,7 @@ def test_a_fit_says_how_far_pairs_of_plans_and_peaks_are_off(predict, tmp_path):
     assert code == 0 and accuracy.difference.runs <= 3
     assert accuracy.bytes.runs == 2 and accuracy.bytes.above is not None
     assert accuracy.bytes_domain.sizes["devices"] == (8.0, 8.0)
-    assert accuracy.bytes_domain.techniques == (
-        "flash attention",
-        "model mpt",
-        "sharded",
-    )
+    assert accuracy.bytes_domain.techniques == ("flash attention", "model mpt", "sharded")
     rows = [*csv.DictReader(out.open())]
     for row in rows:
         low, high = (float(row[f"predicted_peak_bytes_{end}"]) for end in ("low", "high"))
@@ -247,21 +240,6 @@ def test_recomputation_takes_time_and_saves_memory():
         RunsAgain.named("some")
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({7: 3}, "tensor 3 x data 1 x pipeline 2 are 6 ranks, not the 4"),
-        ({4: 15}, "hidden size 2048 cannot be divided evenly over 15 attention heads"),
-        ({2: 3}, "global batch 16 cannot be divided evenly over 3"),
-    ],
-)
-def test_rows_that_no_run_can_have(tmp_path, predict, changes, sentence):
-    line = [changes.get(index, value) for index, value in enumerate(LINES[0])]
-    path = write(tmp_path / "runs.csv", [LINES[1], line])
-    code, output = predict(path, "--cluster", "a100_64x8")
-    assert code == 2 and sentence in output and "line 3" in output and "Traceback" not in output
-
-
 # ---- published tables
 
 PUBLISHED = """model,arch,gpu,gpus,tp,pp,dp,cp,seq,mbs,gbs,recompute,sharding,extras,step_seconds
@@ -285,29 +263,6 @@ def test_published_tables_are_read(tmp_path, predict):
     found = [*csv.DictReader(out.open())]
     assert all(0.05 < float(row["predicted_seconds"]) < 20 for row in found)
     assert all(1e8 < float(row["predicted_peak_bytes"]) < 90e9 for row in found)
-
-
-def test_sequence_parallelism_saves_memory_between_products():
-    model = ModelSizes("gpt", 1024, 16, 16, 16, 4096, 50_257)
-    run = TrainingRun(4, 8, 4, 1024, model, tensor=4, data=1, attention="flash")
-    costs = RunPrices(cluster("a100_8x8"))
-    plain, split = (costs.price(replace(run, sequence_parallel=each)) for each in (False, True))
-    assert split.peak_bytes < 0.85 * plain.peak_bytes
-    # the same bytes travel, and norms and dropout run on a part
-    assert 0.8 * plain.step_seconds < split.step_seconds < plain.step_seconds
-    with pytest.raises(ValueError, match="as sequence parallelism does"):
-        replace(run, sequence=1022, sequence_parallel=True)
-
-
-def test_models_that_are_known_and_not():
-    assert model_named("gpt-8192-48-64").parameters == pytest.approx(39.1e9, rel=0.02)
-    assert model_named("llama3_70b").parameters == pytest.approx(70.6e9, rel=0.02)
-    assert model_named("mpt-7b").parameters == pytest.approx(6.65e9, rel=0.02)
-    with pytest.raises(ValueError, match="give its sizes in the columns"):
-        model_named("gpt-5")
-    with pytest.raises(ValueError, match="is not known: write one of"):
-        cluster_named("../x")
-    assert {*SIZES} == {"hidden", "heads", "layers"} and "gpus" in COLUMNS
 
 
 LLAMA = TrainingRun(

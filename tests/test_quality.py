@@ -150,15 +150,3 @@ def test_a_dense_run_that_fails_says_why(tmp_path):
 def test_unknown_ways_are_refused(given):
     with pytest.raises(ValueError):
         read_ways(given, ranks=2)
-
-
-def test_names_are_those_of_the_group_and_of_methods():
-    few, same, local = read_ways(
-        ["topk_few_bits", {"method": "topk", "density": 0.07}, "diloco"], ranks=4
-    )
-    assert few.method == "topk"
-    assert few.options["density"] is None and few.options["bits"] == 2
-    assert (same.method, same.options, same.ranks) == ("topk", {"density": 0.07}, 4)
-    assert local.method == "local_steps"
-    (stale,) = read_ways([{"schedule": "continuous_overlapped", "prediction": "stash"}], ranks=4)
-    assert (stale.method, stale.ranks, stale.staleness) == ("dense", 1, 6)

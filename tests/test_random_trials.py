@@ -15,7 +15,7 @@ import torch
 from benchmarks.common import ROOT
 from benchmarks.robustness.history import History, check, one_process
 from benchmarks.robustness.training import features_of, losses_of, new_net
-from benchmarks.robustness.trial import Event, Run, Trial, draw_trial, trial_of
+from benchmarks.robustness.trial import Event, Run, Trial
 from tests.preloaded import preloaded_topt
 
 RUN = Run(2, "ddp", "full", 2, 0, Event("kill", "batch_start", ((0, 3),)))
@@ -100,28 +100,8 @@ def _lose(runs: Any) -> None:
     _samples(runs, 1, 0, 0).pop()
 
 
-def _repeat(runs: Any) -> None:
-    _samples(runs, 1, 0, 0)[0] = _samples(runs, 0, 0, 0)[0]
-
-
-def _swap(runs: Any) -> None:
-    _samples(runs, 0, 0, 0).reverse()
-
-
-def _train_again(runs: Any) -> None:
-    runs[1][0][0]["step"] = 3  # as if the third step had been in the checkpoint
-
-
-def _go_back(runs: Any) -> None:
-    runs[1][0][0]["step"] = 1
-
-
 def _differ(runs: Any) -> None:
     runs[1][0][-1]["parameters"][0] += 2e-6
-
-
-def _misjudge(runs: Any) -> None:
-    runs[1][0][-2]["metrics"]["loss"] *= 1 + 2e-6
 
 
 def _count_twice(runs: Any) -> None:
@@ -130,12 +110,7 @@ def _count_twice(runs: Any) -> None:
 
 PLANTED = {
     "lost sample": (_lose, "samples"),
-    "repeated sample": (_repeat, "samples"),
-    "other order": (_swap, "samples"),
-    "trained again": (_train_again, "samples"),
-    "older checkpoint": (_go_back, "progress"),
     "parameters": (_differ, "parameters"),
-    "loss of validation": (_misjudge, "metrics"),
     "count of validation": (_count_twice, "metrics"),
 }
 
@@ -146,15 +121,6 @@ def test_planted_faults_are_found(tmp_path: Path, name: str) -> None:
     runs = records_of_trial()
     plant(runs)
     assert kind in failures(tmp_path, runs)
-
-
-def test_trials_are_those_of_their_seeds() -> None:
-    trials = [draw_trial(seed) for seed in range(200)]
-    assert trials == [draw_trial(seed) for seed in range(200)]
-    for trial in trials:
-        assert trial_of(json.loads(json.dumps(trial.fields))) == trial
-        for run in trial.runs:
-            assert all(rank < run.ranks for rank, _ in run.event.at)
 
 
 # ---- whole trials --------------------------------------------------------------------------------

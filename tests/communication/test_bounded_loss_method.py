@@ -82,9 +82,7 @@ def kept(
 
 
 @pytest.mark.parametrize(
-    ("world_size", "nodes", "options"),
-    [(3, 1, {}), (4, 2, {})],
-    ids=["flat", "by nodes"],
+    ("world_size", "nodes", "options"), [(3, 1, {}), (4, 2, {})], ids=["flat", "by nodes"]
 )
 def test_what_came_and_what_is_held_back_is_all_there_was(world_size, nodes, options) -> None:
     results = run_on_pool(kept, world_size, world_size, nodes, options)

@@ -16,25 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_topt.communication import (
-    BF16,
-    BoundedLoss,
-    Dense,
-    GradientMethod,
-    TopK,
-    rank_watch,
-)
+from lightning_topt.communication import BF16, BoundedLoss, Dense, GradientMethod, TopK, rank_watch
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.rank_watch import PeerLostError
 from lightning_topt.communication.topology import Topology
 from lightning_topt.communication.wire import MessageFormat
-from tests.communication.exchange_ranks import (
-    batch,
-    loss_of,
-    make_model,
-    train,
-    wrap,
-)
+from tests.communication.exchange_ranks import batch, loss_of, make_model, train, wrap
 from tests.launch import _rank, load_kernels, run_on_pool
 
 SHAPES = [(2, 1), (2, 2)]

@@ -11,10 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_topt.communication import (
-    TopK,
-    read_method,
-)
+from lightning_topt.communication import TopK, read_method
 from lightning_topt.communication.bucket import is_finite
 from lightning_topt.communication.exchange_method import exempt_names
 from lightning_topt.communication.exchange_worker import ExchangeWorker, HostStreams

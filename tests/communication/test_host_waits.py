@@ -22,13 +22,7 @@ from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.methods.dense import Dense
 from lightning_topt.communication.selection.vector_top_k import first_largest, first_largest_counted
 from lightning_topt.communication.topology import Topology
-from tests.communication.buckets import (
-    SHAPES,
-    gradients_of,
-    make_exchange,
-    make_layout,
-    run_stages,
-)
+from tests.communication.buckets import SHAPES, gradients_of, make_exchange, make_layout, run_stages
 from tests.host_waits import waits_of
 from tests.launch import run_on_pool, run_ranks
 

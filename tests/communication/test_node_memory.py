@@ -16,10 +16,7 @@ from torch import Tensor
 
 from lightning_topt.communication.node import node_channel, node_kernels
 from lightning_topt.communication.node.node_channel import LocalPeerLost, NodeMemoryUnavailable
-from lightning_topt.communication.node.node_exchange import (
-    SharedMemoryNodeExchange,
-    shard_bounds,
-)
+from lightning_topt.communication.node.node_exchange import SharedMemoryNodeExchange, shard_bounds
 from tests.launch import run_on_pool, run_ranks
 
 

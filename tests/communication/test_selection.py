@@ -8,15 +8,8 @@ import pytest
 import torch
 
 from lightning_topt.basics.jit import compiled
-from lightning_topt.communication.selection import (
-    NonFiniteError,
-    feedback_top_k,
-    top_k,
-)
-from lightning_topt.communication.selection.vector_top_k import (
-    _feedback_torch,
-    mstopk_indices,
-)
+from lightning_topt.communication.selection import NonFiniteError, feedback_top_k, top_k
+from lightning_topt.communication.selection.vector_top_k import _feedback_torch, mstopk_indices
 
 EXACT = ["auto", "sampled", "torch"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

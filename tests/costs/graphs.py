@@ -8,14 +8,7 @@ import random
 
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.optimizer import OptimizerProfile, ParameterUpdate
-from lightning_topt.graph.op_graph import (
-    Block,
-    Kernel,
-    Op,
-    OpGraph,
-    Parameter,
-    TensorEdge,
-)
+from lightning_topt.graph.op_graph import Block, Kernel, Op, OpGraph, Parameter, TensorEdge
 from lightning_topt.graph.step_memory import (
     Amount,
     ModuleCall,

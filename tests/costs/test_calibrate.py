@@ -1,6 +1,5 @@
 import os
 import random
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +9,6 @@ import torch.distributed as dist
 
 from lightning_topt.basics import core_wait
 from lightning_topt.costs import calibrate as calibrations
-from lightning_topt.costs import timers
 from lightning_topt.costs.calibrate import (
     USUAL_COLLECTIVES,
     calibrate,
@@ -19,27 +17,16 @@ from lightning_topt.costs.calibrate import (
     repeat_parts,
     usual,
 )
-from lightning_topt.costs.cluster import COLLECTIVES, Cluster, CollectiveCurve, Device, Link
+from lightning_topt.costs.cluster import COLLECTIVES, Cluster
 from lightning_topt.costs.communication import (
     Group,
-    estimate_collective_seconds,
     mesh_groups,
     ranks_of_groups,
 )
 from lightning_topt.costs.measuring import usable_memory_bytes
-from lightning_topt.costs.timers import (
-    WaitTimer,
-    collective_timers,
-    fit_link,
-    process_groups,
-)
+from lightning_topt.costs.timers import collective_timers, fit_link, process_groups
 from lightning_topt.graph.kernels import encode_arguments
-from lightning_topt.graph.op_graph import (
-    Block,
-    Kernel,
-    Op,
-    OpGraph,
-)
+from lightning_topt.graph.op_graph import Block, Kernel, Op, OpGraph
 from lightning_topt.graph.step_memory import Amount, Step
 from tests.launch import run_ranks
 from tests.test_core_wait import linux, other_programs
@@ -140,36 +127,6 @@ def usable_on_rank(rank):
 def test_ranks_may_use_what_is_free_where_least_is():
     """What torch keeps is free for it, what others hold is not; all ranks have one figure."""
     assert run_ranks(usable_on_rank, 2) == [72, 72]
-
-
-def late_on_rank(rank):
-    """One rank comes 40 ms late to every exchange that has work before it: its products take 10 ms,
-    those of all 5 ms.
-    """
-    make, timers._products = (
-        timers._products,
-        lambda device, count: lambda: time.sleep(0.01 * count * rank),
-    )
-    try:
-        timer = WaitTimer(dist.group.WORLD, device=torch.device("cpu"), budget_seconds=0.2)
-    finally:
-        timers._products = make
-    return next(iter(timer().values()))
-
-
-def test_ranks_that_wait_for_one_another_are_part_of_a_collective():
-    one, other = run_ranks(late_on_rank, 2)
-    assert one == other >= 0.4 * 0.04  # the first waited for the other, which did not: half of it
-    waits = Cluster("c", Device("d", 1, {"float32": 1.0}, 1.0), 2, 1, Link(0.0, 1.0))
-    waits = replace(
-        waits, collectives={("all_reduce", 2, 1): CollectiveCurve((8.0, 16.0), (1.0, 2.0), 0.5)}
-    )
-    assert Cluster.from_dict(waits.to_dict()) == waits
-    seconds = [
-        estimate_collective_seconds(waits, op="all_reduce", size=size, group=Group(2))
-        for size in (8.0, 160.0)
-    ]
-    assert seconds == pytest.approx([1.5, 20.5])
 
 
 def timers_on_rank(rank):

@@ -4,19 +4,8 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from lightning_topt.basics.units import (
-    parse_bandwidth,
-    parse_bytes,
-    parse_flops,
-    parse_seconds,
-)
-from lightning_topt.costs.cluster import (
-    Cluster,
-    ClusterError,
-    CollectiveCurve,
-    Device,
-    Link,
-)
+from lightning_topt.basics.units import parse_bandwidth, parse_bytes, parse_flops, parse_seconds
+from lightning_topt.costs.cluster import Cluster, ClusterError, CollectiveCurve, Device, Link
 
 CONF = Path(__file__).parents[2] / "conf" / "cluster"
 CURVE = {"op": "all_reduce", "group_size": 2, "stride": 4, "bytes": [1], "seconds": [1]}

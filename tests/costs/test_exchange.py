@@ -18,7 +18,6 @@ from lightning_topt.communication.exchange_method import exempt_names
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.topology import Topology
 from lightning_topt.communication.wire import LevelMessage, MessageFormat
-from lightning_topt.costs import exchange_model
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.exchange_model import (
     ExchangeModel,
@@ -30,16 +29,11 @@ from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.graph.op_graph import (
-    Block,
-    Op,
-    OpGraph,
-    Parameter,
-)
+from lightning_topt.graph.op_graph import Block, Op, OpGraph, Parameter
 from lightning_topt.graph.step_memory import Amount, Segment
 from lightning_topt.techniques.explain import explain
 from lightning_topt.techniques.plan_costs import PlanCosts
-from tests.costs.graphs import graph_of, profile_of, random_graph
+from tests.costs.graphs import graph_of, profile_of
 from tests.launch import run_ranks
 from tests.models import GPT, batch_for
 
@@ -145,30 +139,6 @@ def test_network_seconds_are_those_of_messages_passed_on_hop_by_hop(
     assert model.worker_seconds("") - launches == pytest.approx(seconds_by_hand(options), rel=1e-3)
 
 
-@pytest.mark.parametrize("size", [2**30, 0])
-def test_small_blocks_share_the_latencies_of_a_bucket(
-    size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    graph = random_graph(3)
-    everything = [p for block in graph.blocks for p in graph.block_parameters(block.name)]
-    monkeypatch.setattr(exchange_model, "FIRST_BUCKET_BYTES", size)
-    monkeypatch.setattr(exchange_model, "BUCKET_BYTES", max(size, 1))
-    method = BF16()
-    model = make_exchange_model(method, graph=graph, cluster=CLUSTER, world_size=6)
-    alone = 0.0
-    for block in graph.blocks:
-        seconds, _ = model.costs_of(graph.block_parameters(block.name))
-        alone += seconds - model.device_seconds(block.name)
-    shared = sum(model.worker_seconds(block.name) for block in graph.blocks)
-    if not size:
-        assert shared == pytest.approx(alone)
-        return
-    together, _ = model.costs_of(everything)
-    together -= sum(model.device_seconds(block.name) for block in graph.blocks)
-    # the latency is what one byte takes, on a network where a byte takes 50 us
-    assert shared == pytest.approx(together, rel=1e-2) and shared < 0.6 * alone
-
-
 def test_device_seconds_by_hand() -> None:
     n, s, w = WEIGHT + BIAS, 4 * (WEIGHT + BIAS), WEIGHT
     k = round(0.1 * w)
@@ -188,23 +158,6 @@ def test_device_seconds_by_hand() -> None:
         assert model_of(options).device_seconds("") == pytest.approx(
             moved / DEVICE.memory_bandwidth
         ), names(options)
-
-
-def test_work_on_the_device_is_never_hidden() -> None:
-    graph = one_block()
-    model = model_of(OPTIONS[0])
-    for overlap in (0.0, 1.0):
-        cluster = replace(CLUSTER, overlap=overlap)
-        step = PlanCosts(
-            TrainingStep(graph, cluster, profile_of(graph), data_mesh(6), 1, exchange=OPTIONS[0])
-        )
-        # into DDP's bucket, and back
-        copies = 2 * 2 * 4 * (WEIGHT + BIAS) / DEVICE.memory_bandwidth
-        result = explain(step, {"": OpConfig.zero(0)})
-        whole = model.worker_seconds("") + model.device_seconds("") + copies
-        assert result.seconds["reduce"] == pytest.approx(whole)
-        # One block: nothing is left to compute when its gradients are complete.
-        assert result.exposed_communication_seconds == pytest.approx(whole)
 
 
 # ---- bytes
@@ -313,10 +266,7 @@ class Norms(GPT):
         return super().forward(tokens) + self.extra(torch.zeros(1, 16)).sum()
 
 
-@pytest.mark.parametrize(
-    "rules",
-    [("norm", "bias"), ("embedding",), ("blocks.0.*", "head*")],
-)
+@pytest.mark.parametrize("rules", [("norm", "bias"), ("embedding",), ("blocks.0.*", "head*")])
 def test_the_same_parameters_are_exempt_as_in_the_module(rules: tuple[str, ...]) -> None:
     module = Norms() if "head*" not in rules else GPT()
     graph = capture(module, batch_for(module), second_batch=batch_for(module, 8))

@@ -10,10 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_topt.costs.cluster import Device
-from lightning_topt.costs.optimizer import (
-    measure_update_seconds,
-    read_optimizer,
-)
+from lightning_topt.costs.optimizer import measure_update_seconds, read_optimizer
 
 CASES = [
     (optim.AdamW, {}),
@@ -130,31 +127,6 @@ def test_temporaries_and_traffic():
     assert read(device_type="cuda") == foreach  # torch's default there
 
 
-def test_lbfgs_is_not_shardable():
-    model = nn.Linear(4, 3)
-    profile = read_optimizer(
-        [optim.LBFGS(model.parameters())], named_parameters=model.named_parameters()
-    )
-    assert not profile.elementwise and not profile.by_parameter
-    optimizer = optim.LBFGS(
-        model.parameters(), max_iter=150, tolerance_grad=0, tolerance_change=0, lr=1e-4
-    )
-    x = torch.rand(64, 4)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = (model(x) ** 4).mean() + model(x).exp().mean()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    (state,) = optimizer.state.values()
-    vectors = [*state["old_dirs"], *state["old_stps"], state["d"], state["prev_flat_grad"]]
-    assert len(state["old_dirs"]) == 100
-    real = sum(v.nbytes for v in vectors)
-    assert sum(profile.state_bytes(name) for name in ("weight", "bias")) == real
-
-
 def test_a_step_that_is_unknown_keeps_everything_whole():
     class Norm(optim.Optimizer):
         def __init__(self, params):
@@ -180,10 +152,7 @@ def test_measured_seconds():
     ]
     named = dict(model.named_parameters())
     seconds = measure_update_seconds(
-        optimizers,
-        named_parameters=named.items(),
-        device=torch.device("cpu"),
-        budget_seconds=0.1,
+        optimizers, named_parameters=named.items(), device=torch.device("cpu"), budget_seconds=0.1
     )
     assert set(seconds) == {"embed.weight", "head.weight", "head.bias"}
     assert all(0 < value < 1e-3 for value in seconds.values())

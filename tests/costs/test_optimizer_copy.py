@@ -99,10 +99,7 @@ class Shown(Wrapper):
 def both(optimizer, module):
     profile = read_optimizer([optimizer], named_parameters=module.named_parameters())
     measure_update_seconds(
-        [optimizer],
-        named_parameters=module.named_parameters(),
-        device=CPU,
-        budget_seconds=0.01,
+        [optimizer], named_parameters=module.named_parameters(), device=CPU, budget_seconds=0.01
     )
     return profile
 

@@ -12,11 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_topt.data.cache.memory_file import (
-    REGISTRY,
-    MemoryUnavailable,
-    open_shared,
-)
+from lightning_topt.data.cache.memory_file import REGISTRY, MemoryUnavailable, open_shared
 from lightning_topt.data.cache.sample_cache import RefusedCacheError, SampleCache
 from lightning_topt.data.cache.sample_codec import decode, encode, size_of
 from tests.preloaded import preloaded_topt

@@ -14,11 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_topt.communication.collectives import reduce_scatter_into
 from lightning_topt.costs.sizes import gloo_workspace
 from lightning_topt.execution import memory
-from lightning_topt.execution.memory import (
-    MemoryMeter,
-    return_freed_memory,
-    warm_up,
-)
+from lightning_topt.execution.memory import MemoryMeter, return_freed_memory, warm_up
 from tests.launch import run_ranks
 
 MIB = 2**20

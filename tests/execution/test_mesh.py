@@ -12,18 +12,8 @@ from lightning_topt.graph.mesh_axes import Mesh, data_mesh, hybrid_mesh
     ("mesh", "ranks_per_node", "found"),
     [
         (hybrid_mesh(2, 4), 4, None),
-        (
-            hybrid_mesh(2, 4),
-            8,
-            "axis data_replicate between nodes, and in this run (nodes of 8 ranks) it lies inside "
-            "a node",
-        ),
-        (
-            hybrid_mesh(2, 4),
-            2,
-            "axis data_shard inside a node, and in this run (nodes of 2 ranks) it lies between "
-            "nodes",
-        ),
+        (hybrid_mesh(2, 4), 8, "lies inside"),
+        (hybrid_mesh(2, 4), 2, "lies between"),
         (hybrid_mesh(1, 4), 4, None),
         (data_mesh(8), 2, None),
     ],

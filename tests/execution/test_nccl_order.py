@@ -31,12 +31,7 @@ from tests.communication import exchange_ranks
 from tests.communication import test_local_steps as local
 from tests.execution import test_engine as engines
 from tests.execution.pipeline import test_continuous_run as continuous
-from tests.execution.pipeline.continuous_training import (
-    Case,
-    Outcome,
-    continuous_plan,
-    train_all,
-)
+from tests.execution.pipeline.continuous_training import Case, Outcome, continuous_plan, train_all
 from tests.execution.pipeline.one_process import Twin
 from tests.execution.pipeline.stage_models import Plain, loss_of, plan_of, tokens
 from tests.launch import run_ranks
@@ -133,10 +128,7 @@ def on_two_ranks(rank: int) -> tuple[Any, ...]:
             steps.append(1)
         exchange_ranks.assert_equal_on_all_ranks(ddp)
         exchange.close()
-    return (
-        [engines.train(rank, engines.PLANS[name], "adamw") for name in SHARDED],
-        len(steps),
-    )
+    return ([engines.train(rank, engines.PLANS[name], "adamw") for name in SHARDED], len(steps))
 
 
 def test_sharded_plans_and_compression_with_its_thread() -> None:
@@ -151,11 +143,7 @@ def test_sharded_plans_and_compression_with_its_thread() -> None:
 def test_local_steps_are_one_process() -> None:
     options = {"every": 2}
     ranks = run_ranks(
-        local._train,
-        local.WORLD_SIZE,
-        options,
-        timeout_seconds=SECONDS,
-        backend=TWIN,
+        local._train, local.WORLD_SIZE, options, timeout_seconds=SECONDS, backend=TWIN
     )
     theta = local._twin(**options)
     for parameters, _, _ in ranks:

@@ -130,10 +130,7 @@ def continued(before: Any, ranks: int = 4, optimizer: str = OPTIMIZER) -> Any:
     torch.stack([module(part) for part in data()[1].chunk(ranks)]).mean().backward()
     for one in optimizers:
         one.step()
-    return {
-        "module": module.state_dict(),
-        "optimizers": [one.state_dict() for one in optimizers],
-    }
+    return {"module": module.state_dict(), "optimizers": [one.state_dict() for one in optimizers]}
 
 
 EXACTLY, CLOSELY = {"rtol": 0.0, "atol": 0.0}, {"rtol": 1e-5, "atol": 1e-6}

@@ -17,11 +17,7 @@ from torch import Tensor
 from lightning_topt.communication import FP16, GradientMethod, TopK
 from lightning_topt.communication.topology import Topology
 from lightning_topt.execution.engine import Engine
-from lightning_topt.execution.sharded_checkpoint import (
-    EXCHANGE_AT,
-    open_sharded,
-    save_sharded,
-)
+from lightning_topt.execution.sharded_checkpoint import EXCHANGE_AT, open_sharded, save_sharded
 from lightning_topt.graph.op_config import Shard
 from lightning_topt.plan.parallel_plan import PlanError, uniform_plan
 from lightning_topt.techniques.run_options import RunOptions

@@ -34,15 +34,7 @@ def assert_costs_are_evaluated(table, frontier):
 
 
 def random_chain(
-    rng,
-    *,
-    blocks,
-    configs,
-    distinct=None,
-    ties=False,
-    forbidden=0.0,
-    late=True,
-    forward=False,
+    rng, *, blocks, configs, distinct=None, ties=False, forbidden=0.0, late=True, forward=False
 ):
     """Blocks with costs on a grid.
 

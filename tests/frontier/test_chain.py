@@ -71,8 +71,7 @@ def test_long_chains_equal_every_plan(way):
 
 
 @pytest.mark.parametrize(
-    "limit",
-    [{"max_points": 1}, {"max_points": 3}, {"max_bytes": 500.0}, {"epsilon": 0.05}],
+    "limit", [{"max_points": 1}, {"max_points": 3}, {"max_bytes": 500.0}, {"epsilon": 0.05}]
 )
 @pytest.mark.parametrize("ties", [False, True])
 def test_what_was_given_up_stays_within_the_bound(monkeypatch, ties, limit):

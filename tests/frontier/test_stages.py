@@ -13,11 +13,7 @@ from lightning_topt.costs.stage_table import (
 )
 from lightning_topt.frontier import stage_search
 from lightning_topt.frontier.stage_kernels import states_of_runs
-from lightning_topt.frontier.stage_search import (
-    StageCuts,
-    runs_of,
-    search_stages,
-)
+from lightning_topt.frontier.stage_search import StageCuts, runs_of, search_stages
 from tests.frontier.brute_force import brute_force_stages
 
 SCHEDULES = ("gpipe", "1f1b", "zero_bubble", "continuous")

@@ -319,12 +319,6 @@ def test_precision_context_is_applied() -> None:
     assert "net.2.weight" in linear.parameters
 
 
-def test_meta_module_is_captured_like_a_real_one() -> None:
-    with torch.device("meta"):
-        meta = GPT()
-    assert capture(meta, batch_for(meta)) == capture(GPT(), batch_for(GPT()))
-
-
 def test_one_sample_is_captured_as_two():
     # With one sample, `flatten` is a view where a larger batch needs a copy.
     module = GPT(tied=True)

@@ -13,7 +13,7 @@ import torchmetrics
 from torch import Tensor, nn
 
 from lightning_topt.graph.capture import capture
-from lightning_topt.graph.errors import CaptureError, PlanError, is_users, with_user_lines
+from lightning_topt.graph.errors import CaptureError, is_users
 from tests.graph.measure import flops_of
 from tests.graph.test_steps_with_values import Net
 from tests.models import MLP, batch_for
@@ -141,23 +141,6 @@ def test_users_own_error_has_its_line() -> None:
     refuse(Raises(), X, "raised MyError: mine", f"{__file__}:", "# by the user", WAY_OUT)
     refuse(WrongShape(), X, "raised RuntimeError", "# three of eight", WAY_OUT)
     refuse(Unfinished(), X, "raised NotImplementedError: later", WAY_OUT)
-
-
-def test_errors_of_user_code_have_a_line_and_others_stay() -> None:
-    def plans(rows: Any) -> None:
-        with with_user_lines():
-            rows[1]  # too few
-
-    with pytest.raises(CaptureError, match=r"IndexError: list index out of range\n.*# too few"):
-        plans([])
-    with pytest.raises(PlanError, match="as it is"), with_user_lines():
-        raise PlanError("as it is")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_device_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match="needs such a device"):
-        capture(Net(), X, device="cuda")
 
 
 # ---- what works although it is awkward -----------------------------------------------------------

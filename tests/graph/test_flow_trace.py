@@ -91,11 +91,7 @@ def test_parameters_that_operators_read_belong_to_the_stages_of_their_readers():
     assert [
         sorted(name for name in names if "." not in name or name.startswith("a"))
         for names in needed
-    ] == [
-        ["a.bias", "a.weight"],
-        ["scale"],
-        ["a.weight"],
-    ]
+    ] == [["a.bias", "a.weight"], ["scale"], ["a.weight"]]
 
 
 def test_attributes_of_operators_are_needed_where_units_read_them():

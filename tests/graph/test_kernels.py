@@ -12,13 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from lightning_topt.graph.capture import capture
-from lightning_topt.graph.kernels import (
-    FLOPS,
-    encode_arguments,
-    hidden_bytes,
-    make_call,
-    measure,
-)
+from lightning_topt.graph.kernels import FLOPS, encode_arguments, hidden_bytes, make_call, measure
 from lightning_topt.graph.op_graph import Kernel
 from lightning_topt.graph.step_memory import Amount
 from tests.models import GPT, Branching, ConvNet, DictBatch, batch_for

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_sequence
 
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import data_mesh
-from lightning_topt.graph.structures import map_tensors, tensors_in
 from tests.costs.graphs import cluster_of
 from tests.graph.measure import flops_of
 from tests.models import GPT, Branching, ConvNet, batch_for
@@ -120,58 +116,3 @@ def test_unused_parameters_are_named() -> None:
     frozen = Branching()
     frozen.unused.requires_grad_(False)
     assert capture(frozen, batch_for(frozen)).unused == ()
-
-
-class Boxes:
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    def to(self, device: Any) -> Boxes:
-        return Boxes(self.tensor.to(device))
-
-
-class Instances:
-    """Holds tensors, parts that hold tensors, and something that is no part of the batch."""
-
-    __slots__ = ("boxes", "fields", "loader", "mask")
-
-    def __init__(self, loader: Any) -> None:
-        self.boxes, self.fields, self.mask = (
-            Boxes(torch.ones(2, 4)),
-            {"scores": torch.ones(2)},
-            torch.ones(3),
-        )
-        self.loader = loader
-
-
-class Loader:
-    def __init__(self) -> None:
-        self.data = torch.ones(100)
-
-
-@dataclasses.dataclass
-class Sample:
-    image: Tensor
-    more: Any = None
-
-
-def test_tensors_are_found_in_every_structure() -> None:
-    loader = Loader()
-    packed = pack_sequence([torch.ones(2, 3), torch.ones(4, 3)], enforce_sorted=False)
-    named = collections.namedtuple("Named", "a b")(torch.ones(1), ["text", 3])
-    batch = {
-        "instances": Instances(loader),
-        "sample": Sample(torch.ones(2), collections.deque([torch.ones(5)], maxlen=3)),
-        "packed": packed,
-        "named": named,
-        "other": ("text", 1.0, None, {1, 2}),
-    }
-    assert len(list(tensors_in(batch))) == 3 + 2 + 4 + 1
-    twice = map_tensors(batch, lambda tensor: tensor * 2)
-    assert [t.tolist() for t in tensors_in(twice)] == [(t * 2).tolist() for t in tensors_in(batch)]
-    assert type(twice["packed"]) is type(packed) and torch.equal(
-        twice["packed"].data, packed.data * 2
-    )
-    assert type(twice["named"]) is type(named) and twice["named"].b == ["text", 3]
-    assert twice["sample"].more.maxlen == 3 and twice["instances"].loader is loader
-    assert batch["instances"].boxes.tensor.sum() == 8

@@ -12,13 +12,7 @@ from torch.optim import Optimizer
 from lightning_topt.optim.parallel_step import install_parallel_step
 from lightning_topt.optim.pieces import Piece
 from tests.launch import run_ranks
-from tests.optim.parallel_cases import (
-    OPTIMIZERS,
-    Net,
-    make_net,
-    parameters_of,
-    row_pieces,
-)
+from tests.optim.parallel_cases import OPTIMIZERS, Net, make_net, parameters_of, row_pieces
 
 
 class Unhooked(Optimizer):

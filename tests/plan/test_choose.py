@@ -11,10 +11,7 @@ import pytest
 from lightning_topt.communication import Dense, TopK
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.plan.choose import (
-    NoPlanFitsError,
-    choose,
-)
+from lightning_topt.plan.choose import NoPlanFitsError, choose
 from lightning_topt.plan.parallel_plan import (
     BlockPlan,
     ParallelPlan,

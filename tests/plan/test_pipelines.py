@@ -20,7 +20,6 @@ from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.costs.sizes import gradient_bytes, parameter_bytes
 from lightning_topt.frontier.stage_search import StagePoint, search_stages
 from lightning_topt.graph.capture import capture
-from lightning_topt.graph.op_graph import Block
 from lightning_topt.plan.choose import choose
 from lightning_topt.plan.explanation import explain_stages, price_plan
 from lightning_topt.plan.known_plans import KnownPlans
@@ -33,12 +32,8 @@ from lightning_topt.plan.pipeline_search import (
 )
 from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, search_plans, stage_blocks
-from lightning_topt.plan.stage_simulation import (
-    stage_bytes,
-    stage_seconds,
-    step_seconds_of,
-)
-from lightning_topt.plan.stage_tables import PipelineShape, shape_of_plan, stage_table
+from lightning_topt.plan.stage_simulation import stage_bytes, stage_seconds, step_seconds_of
+from lightning_topt.plan.stage_tables import PipelineShape, stage_table
 from lightning_topt.plan.staged_plans import search_stages_for, staged_points
 from lightning_topt.schedules.schedules import SCHEDULES
 from lightning_topt.techniques.registry import check_runs
@@ -187,34 +182,6 @@ def test_tied_weights_are_kept_by_both_stages_and_cost_an_exchange() -> None:
     assert once.shared[1, 2, 4] == pytest.approx(4 * held, rel=0.01)
 
 
-def test_rows_apart_exchange_over_the_links_between_them(request_of_gpt: SearchRequest) -> None:
-    """Stages inside nodes, replicas between these: the other order of the axes of a mesh."""
-    blocks = stage_blocks(request_of_gpt)
-    near = PipelineShape(2, 4, "1f1b", 1, 4, 2.0)
-    apart = replace(near, rows_apart=True)
-    assert [axis.name for axis in apart.mesh(NODES).axes] == ["data", "pipeline"]
-    assert [axis.scope for axis in apart.mesh(NODES).axes] == ["inter", "intra"]
-    assert (near.link_before(1, NODES), apart.link_before(1, NODES)) == ("inter", "intra")
-    long = PipelineShape(4, 2, "1f1b", 1, 4, 2.0, rows_apart=True)
-    assert [long.link_before(s, NODES) for s in (1, 2, 3)] == ["intra", "inter", "intra"]
-    # four ranks of a stage on four nodes, in the place of two nodes
-    costs = [shape.once(blocks).seconds for shape in (near, apart)]
-    sizes = [sum(map(gradient_bytes, owned)) for owned in blocks.owned]
-    for place, size in enumerate(sizes):
-        exchanges = [
-            estimate_collective_seconds(NODES, op="all_reduce", size=size, group=group)
-            for group in (Group(4), Group(4, 2))
-        ]
-        assert costs[1][place] - costs[0][place] == pytest.approx(exchanges[1] - exchanges[0])
-    cut = StagePoint(0.0, 0.0, (3, 6), (0, 0), (0,) * 6)
-    plan = staged_points(blocks, apart, [cut], batch_size=8)[0].plan
-    assert shape_of_plan(plan) == apart
-    assert (
-        stage_seconds(blocks, near, [cut]).transfers[:, 1] > 10 * NODES.inter.latency_seconds
-    ).all()
-    assert (stage_seconds(blocks, apart, [cut]).transfers[:, 1] < NODES.inter.latency_seconds).all()
-
-
 def test_stages_are_priced_with_the_exchange_of_their_plan(
     request_of_gpt: SearchRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,54 +256,6 @@ def test_pipelines_that_are_bounded_together_are_bounded_as_alone(
         np.testing.assert_allclose(together.fewest[row], alone.fewest[0])
     # and no bound is that of another exchange
     assert len({round(fewest) for fewest in together.fewest.tolist()}) > 3
-
-
-def test_what_is_outside_of_blocks_is_not_recomputed() -> None:
-    """Its forward peak has what it keeps already: the head of a model with many words."""
-    module, batch = (
-        GPT(3, 32, 2, vocab=8192, context=32, tied=True),
-        (torch.zeros(4, 32, dtype=torch.long),) * 2,
-    )
-    graph = capture(module, batch)
-    names = [
-        Block("", 0, recomputable=False),
-        *(Block(f"blocks.{n}", 1, recomputable=True) for n in range(3)),
-    ]
-    optimizer = read_optimizer(
-        [module.configure_optimizers()], named_parameters=module.named_parameters()
-    )
-    blocks = stage_blocks(SearchRequest(graph.with_blocks(names), NODES, optimizer, (8,), 32))
-    passes = blocks.passes(2.0)
-    last = blocks.step.graph.timeline[-1]
-    assert last.block == "" and last.forward_peak_bytes.at(2.0) > last.kept_bytes.at(2.0)
-    layer = blocks.step.graph.timeline[-2]
-    alone = max(
-        layer.forward_peak_bytes.at(2.0),
-        layer.backward_peak_bytes.at(2.0) + layer.kept_bytes.at(2.0),
-    )
-    head = max(
-        last.backward_peak_bytes.at(2.0), last.forward_peak_bytes.at(2.0) - last.kept_bytes.at(2.0)
-    )
-    assert passes.recomputed_hump[-1] <= max(alone, head) < last.forward_peak_bytes.at(2.0)
-
-
-def test_links_of_stages_are_those_of_their_ranks() -> None:
-    shape = PipelineShape(4, 2, "1f1b", 1, 4, 1.0)
-    assert [shape.link_before(s, NODES) for s in (1, 2, 3)] == ["inter"] * 3
-    wide = replace(NODES, devices_per_node=4, num_nodes=2)
-    assert [shape.link_before(s, wide) for s in (1, 2, 3)] == ["intra", "inter", "intra"]
-    turn = PipelineShape(2, 1, "zbv", 2, 4, 1.0)
-    assert [turn.link_before(s, NODES) for s in (1, 2, 3)] == ["intra", "none", "intra"]
-    for cluster, width, name in itertools.product((NODES, wide), (1, 2, 4), ("interleaved", "zbv")):
-        several = PipelineShape(8 // width, width, name, 2, 8, 1.0)
-        ranks = [range(rank * width, (rank + 1) * width) for rank in several.ranks]
-        for s in range(1, several.num_stages):
-            pairs = [
-                (cluster.node_of(a), cluster.node_of(b))
-                for a, b in zip(ranks[s - 1], ranks[s], strict=True)
-            ]
-            link = "inter" if any(a != b for a, b in pairs) else "intra"
-            assert several.link_before(s, cluster) == ("none" if ranks[s - 1] == ranks[s] else link)
 
 
 def test_plans_priced_together_are_those_priced_alone(request_of_gpt: SearchRequest) -> None:

@@ -9,19 +9,9 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
-from lightning.pytorch import LightningModule
 from rich.console import Console
-from torch import nn
 
-from lightning_topt.costs.cluster import (
-    CPU_BYTES,
-    Accuracy,
-    Cluster,
-    Device,
-    ErrorFigure,
-    Link,
-)
+from lightning_topt.costs.cluster import CPU_BYTES, Accuracy, Cluster, Device, ErrorFigure, Link
 from lightning_topt.costs.intervals import WIDER, Domain, Interval
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.op_config import OpConfig
@@ -74,11 +64,7 @@ def point(level: int = 0, *, devices: int = 4, recompute: bool = False) -> PlanP
 def test_a_plan_like_those_measured_and_others():
     graph = gpt()
     cluster = machines(Accuracy(SECONDS, BYTES, domain=domain(graph), bytes_domain=domain(graph)))
-    points = [
-        point(2),
-        point(2, devices=16),
-        point(2, recompute=True),
-    ]
+    points = [point(2), point(2, devices=16), point(2, recompute=True)]
     frontier = with_intervals(PlanFrontier.of(points), cluster, graph)
     like, large = (next(p for p in frontier.points if p.devices == count) for count in (4, 16))
     assert like.seconds_interval == Interval(1.6, 2.5)
@@ -108,28 +94,6 @@ def test_models_unlike_those_measured():
     graph = capture(module, batch_for(module))
     known = KnownErrors.of(machines(Accuracy(SECONDS, domain=domain(gpt()))), graph)
     assert NO_TOKENS in known.intervals(point().plan, 2.0, 1e6)[0].outside
-
-
-class WrittenScores(LightningModule):
-    """Attention whose scores are tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(32, 32)
-
-    def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
-        q = self.words(batch)
-        return ((q @ q.transpose(-1, -2)).softmax(-1) @ q).sum()
-
-
-def test_kinds_of_attention():
-    written = capture(WrittenScores(), torch.zeros(2, 16, dtype=torch.long))
-    cluster = machines(Accuracy(SECONDS, domain=domain(gpt())))
-    assert KnownErrors.of(cluster, gpt()).kinds == ("flash attention",)
-    assert KnownErrors.of(cluster, written).kinds == ("softmax attention",)
-    # where a file does not say it, no kind is unlike its runs
-    silent = machines(Accuracy(SECONDS, domain=Domain({"devices": (1.0, 8.0)}, ("tensor",))))
-    assert KnownErrors.of(silent, written).kinds == ()
 
 
 def test_what_is_not_known_has_no_interval():

@@ -39,10 +39,7 @@ FACTS = ModelFacts(checkpoint_bytes=1e10, update_seconds={"": 0.0, "a": 0.2})
 
 
 def cluster(
-    name: str = "c",
-    *,
-    price: float | None = 2.0,
-    failures: Failures | None = None,
+    name: str = "c", *, price: float | None = 2.0, failures: Failures | None = None
 ) -> Cluster:
     device = Device("d", 10**9, {"float32": 1e12}, 1e11, price_per_hour=price)
     return Cluster(name, device, 8, 16, Link(1e-5, 1e9), Link(1e-5, 1e9), failures=failures)

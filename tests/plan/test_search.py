@@ -20,11 +20,7 @@ from lightning_topt.plan.plan_search import SearchRequest, _spaces, meshes, sear
 from lightning_topt.techniques.plan_costs import PlanBatch
 from tests.costs.graphs import cluster_of, profile_of, random_graph
 
-EXCHANGES = (
-    TopK(density=0.1),
-    BF16(),
-    Dense(hierarchical=True),
-)
+EXCHANGES = (TopK(density=0.1), BF16(), Dense(hierarchical=True))
 
 
 def machines(rng: random.Random) -> Cluster:

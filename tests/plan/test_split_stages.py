@@ -19,12 +19,7 @@ from lightning_topt.plan.explanation import explain_stages, unsplit_operators
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plan.pipeline_search import PipelineRequest, bounds_of
 from lightning_topt.plan.plan_frontier import PlanPoint
-from lightning_topt.plan.plan_search import (
-    SearchRequest,
-    local_graphs,
-    search_plans,
-    stage_blocks,
-)
+from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans, stage_blocks
 from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_simulation import cut_of_plan, peak_bytes_of, stage_bytes
 from lightning_topt.plan.stage_tables import (
@@ -33,10 +28,7 @@ from lightning_topt.plan.stage_tables import (
     stage_table,
     transfer_seconds,
 )
-from lightning_topt.plan.staged_plans import (
-    SplitStages,
-    splits_of_stages,
-)
+from lightning_topt.plan.staged_plans import SplitStages, splits_of_stages
 from lightning_topt.techniques.registry import check_runs
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout

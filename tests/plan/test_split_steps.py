@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,13 +11,8 @@ from torch import Tensor, nn
 
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.communication import Group
-from lightning_topt.costs.compute import RECOMPUTED_LAUNCHES
 from lightning_topt.costs.optimizer import read_optimizer
-from lightning_topt.costs.training_step import (
-    SPLIT_CALL_LAUNCHES,
-    SPLIT_CALL_SECONDS,
-    TrainingStep,
-)
+from lightning_topt.costs.training_step import SPLIT_CALL_SECONDS, TrainingStep
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh
 from lightning_topt.graph.op_config import OpConfig, Replicate, Shard
@@ -28,11 +22,7 @@ from lightning_topt.plan.known_plans import KnownPlans
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plan.plan_frontier import PlanFrontier
 from lightning_topt.plan.plan_report import whole_sentences
-from lightning_topt.plan.plan_search import (
-    SearchRequest,
-    local_graphs,
-    search_plans,
-)
+from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
 from lightning_topt.techniques.explain import seconds_by_kind
 from lightning_topt.techniques.plan_costs import PlanCosts
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
@@ -77,33 +67,6 @@ def new_request_of_gpt() -> SearchRequest:
 @pytest.fixture(scope="module")
 def request_of_gpt() -> SearchRequest:
     return new_request_of_gpt()
-
-
-def test_a_step_has_slices_of_parameters_their_state_and_the_samples_of_a_data_rank(
-    request_of_gpt: SearchRequest,
-) -> None:
-    request = request_of_gpt
-    assert request.split is not None
-    whole = TrainingStep(request.graph, NODES, request.optimizer, data_mesh(8, scope="inter"), 8)
-    for step in tensor_steps(whole, request.split, mesh=next(tensor_meshes(NODES, 8, 4))):
-        assert step.mesh.shape == (2, 4)
-        assert step.batch_size == 8
-        counts = {
-            f"{block}.{name}" if block else name: 4
-            if placements == (Shard(1),) or placements[0] != Replicate()
-            else 1
-            for block, placed in step.split.items()
-            for name, placements in placed
-        }
-        assert counts
-        for parameter in step.graph.parameters:
-            cut = counts.get(parameter.name, 1)
-            own, of_all = (
-                step.optimizer.updates[parameter.name],
-                request.optimizer.updates[parameter.name],
-            )
-            assert own.moved_bytes * cut == pytest.approx(of_all.moved_bytes)
-            assert own.state_bytes == pytest.approx(of_all.state_bytes / cut, abs=1)
 
 
 def test_a_batch_that_no_data_axis_divides_needs_a_tensor_axis(
@@ -170,38 +133,6 @@ def test_ranks_of_a_tensor_group_run_their_batches_as_microbatches(
     for point in frontier.candidates:
         assert point.step_seconds > least_seconds(whole, point.plan.mesh.shape[-1])
         assert ParallelPlan.from_yaml(point.plan.to_yaml()) == point.plan
-
-
-def test_the_host_of_an_accelerator_splits_calls_and_issues_kernels_again(
-    own_batches: SearchRequest,
-) -> None:
-    assert own_batches.split is not None
-    whole = TrainingStep(
-        own_batches.graph, NODES, own_batches.optimizer, data_mesh(8, scope="inter"), 4
-    )
-    mesh = next(tensor_meshes(NODES, 8, 2))
-    step = next(tensor_steps(whole, own_batches.split, mesh=mesh))
-    assert step.recomputed == {
-        block: pytest.approx(passes[0].sum()) for block, passes in step.compute.items()
-    }
-    launch = 1e-3  # so long that the device waits for every launch
-    device = replace(NODES.device, launch_seconds=launch)
-    late = replace(step, cluster=replace(NODES, device=device))
-    forward, all_passes = Counter[str](), 0
-    for op in step.graph.ops:
-        forward[op.block] += sum(kernel.count for kernel in op.forward)
-        all_passes += sum(kernel.count for kernel in (*op.forward, *op.backward))
-    for block, count in forward.items():
-        assert late.recomputed[block] == pytest.approx(
-            RECOMPUTED_LAUNCHES * count * launch, rel=0.05
-        ), block
-    # one launch of each kernel is in the passes themselves
-    kernels = sum(float(times.sum()) for times in late.compute.values())
-    assert kernels == pytest.approx(all_passes * launch, rel=0.05)
-    assert late.host_seconds == pytest.approx(
-        SPLIT_CALL_LAUNCHES * step.split_calls * launch, rel=0.1
-    )
-    assert step.host_seconds == 0.0
 
 
 def test_microbatches_take_their_computation_and_share_the_rest(own_batches: SearchRequest) -> None:
@@ -277,27 +208,6 @@ def test_an_explanation_adds_up_to_what_the_search_said(request_of_gpt: SearchRe
             assert not explained.whole and not any(
                 block.collectives for block in explained.blocks.values()
             )
-
-
-def test_a_block_says_what_it_exchanges_along_a_tensor_axis(request_of_gpt: SearchRequest) -> None:
-    request = replace(
-        request_of_gpt, mesh=Mesh((Axis("data", 2), Axis("tensor", 4))), layout="tensor"
-    )
-    plans = {bool(p.plan.blocks[1].config.recompute): p.plan for p in search_plans(request).uniform}
-    samples, tensor = 8, 128 * 256 * 4
-    for recompute, plan in plans.items():
-        explained = explain_plan(request, plan)
-        (block,) = {explained.blocks[f"blocks.{index}"].collectives for index in range(3)}
-        # Two products of a block are sums over ranks, and so are the gradients of what two products
-        # read.
-        expected = {"forward": 2, "backward": 2, **({"recompute": 2} if recompute else {})}
-        assert {each.during: each.calls for each in block} == expected
-        assert {each.op for each in block} == {"all_reduce"} and {each.axis for each in block} == {
-            "tensor"
-        }
-        assert all(each.bytes == 2 * samples * tensor for each in block)
-        forward = explained.blocks["blocks.0"].seconds["forward"]
-        assert all(0 < each.seconds < forward for each in block)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from benchmarks.exchange import step_factors as harness
-from benchmarks.exchange.adam_simulator import Model
 from benchmarks.exchange.paired_runs import keep_row
 from lightning_topt.communication import BF16, TopK
 from lightning_topt.costs.cluster import Link
@@ -300,45 +299,6 @@ def test_two_versions_miss_one_update_on_any_number_of_stages(stages):
     assert median("spectrain") == median(None) == {2: 1.3, 4: 1.4, 8: None}[stages]
     found = table.factor_of(pipeline(stages, "two_versions"), ADAMW)
     assert isinstance(found, str) and "no run of 1 missing updates by two_versions under" in found
-
-
-def test_a_simulated_pipeline_of_one_stage_is_the_dense_run(monkeypatch):
-    model = Model(layers=1, hidden=16, heads=2, seq_len=16)
-    monkeypatch.setitem(harness.MODELS, "tiny", model)
-    key = harness.Key("tiny", harness.DENSE, 1)
-    points = harness.curve_of_ranks(key, harness.WAYS[harness.DENSE], [(0.004, 1)])
-    step, (dense,) = next(points)
-    way = harness.StaleWay(1, "none", (0.004,))
-    (same,) = harness.stale_curve(way, model, 0.004, 1, until=math.inf, steps=step)
-    assert same == pytest.approx(dense, rel=1e-4)
-    stale = harness.stale_curve(
-        harness.STALE_WAYS["spectrain, 4 stages"], model, 0.004, 1, until=0.0, steps=step, every=25
-    )
-    assert len(stale) == 2 and abs(stale[-1] - dense) > 1e-3
-
-
-def test_runs_end_when_they_have_reached_the_dense_loss(monkeypatch):
-    """The factors are those of runs that go on."""
-    curves = {0.1: [5.0, 4.0, 3.0, 2.0], 0.2: [4.0, 2.9, 2.8, 2.7]}
-    points = [[10 * (i + 1), [curves[0.1][i], curves[0.2][i]]] for i in range(4)]
-    monkeypatch.setattr(harness, "curve_of_ranks", lambda *_: iter(points))
-    monkeypatch.setattr(harness, "SEEDS", 1)
-    way = harness.WAYS["bf16"]._replace(rates=(0.1, 0.2))
-    monkeypatch.setitem(harness.WAYS, "bf16", way)
-    dense = {"rates": [0.1], "seeds": [0], "curve": [[10, [3.5]], [20, [3.0]]]}
-    found = harness.train(harness.Key("1 layer of 48", "bf16", 2), dense)
-    assert found["curve"] == points[:2]
-    assert harness.factors(found, dense) == harness.factors({**found, "curve": points}, dense)
-
-
-def test_the_first_part_of_runs_gives_the_factors_of_shorter_ones():
-    dense = {"rates": [0.1], "seeds": [0], "curve": [[10, [4.0]], [20, [3.0]], [30, [3.5]]]}
-    run = {"rates": [0.1], "seeds": [0], "curve": [[10, [5.0]], [30, [4.0]], [50, [3.0]]]}
-    assert harness.factors(run, dense, 10) == (0.1, [3.0])
-    assert harness.factors(run, dense, 20) == harness.factors(run, dense) == (0.1, [2.5])
-    # what is kept of a run that ended at the loss of the longest dense run is enough
-    lengths = {row.steps for row in StepTable.read().rows if row.source.endswith("factors.json")}
-    assert lengths == {*harness.LENGTHS}
 
 
 def test_another_version_of_the_table_is_refused(tmp_path):

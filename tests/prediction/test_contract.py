@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-import re
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_topt.prediction import PREDICTIONS, Prediction, TwoVersions
 from lightning_topt.prediction.weights import num_bytes
-from lightning_topt.schedules.schedules import continuous_schedule
-from lightning_topt.schedules.staleness import Staleness, staleness
+from lightning_topt.schedules.staleness import Staleness
 from tests.prediction.stage_walk import (
     gradients,
     make_optimizer,
@@ -123,84 +120,6 @@ def test_copies_are_those_of_the_formula(rule, optimizer, stage, accumulate, lag
     assert most == at_work.num_versions * size
     at_work.drained()
     assert at_work.held_bytes == 0
-
-
-class Moved(TorchDispatchMode):
-    """Counts the bytes that foreach kernels read and write, in those of the weights."""
-
-    reads_target = re.compile("_foreach_(add|sub|mul|addcdiv)_")
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.size, self.moved = size, 0.0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result, name = func(*args, **(kwargs or {})), func.__name__
-        if name.startswith("_foreach_"):
-            target, *others = [each for each in args if isinstance(each, (list, tuple))]
-            others = [each for each in others if isinstance(each[0], torch.Tensor)]
-            read = num_bytes(target) * (self.reads_target.match(name) is not None)
-            # written: new tensors, or the first ones
-            read += num_bytes(target) + (0 if result is None else num_bytes(result))
-            self.moved += (read + sum(map(num_bytes, others))) / self.size
-        return result
-
-
-@pytest.mark.parametrize(
-    ("rule", "optimizer"), [*CASES, pytest.param(FEEDBACK, "AdamW", id="feedback-AdamW")]
-)
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize(("accumulate", "lag_per_hop"), [(1, 1), (2, 2), (6, 1), (6, 2)])
-def test_memory_is_moved_as_the_formula_says(rule, optimizer, stage, accumulate, lag_per_hop):
-    """Counted as torch moves it, in minibatches of a pipeline that is filled.
-
-    Groups have decay and the rest of the optimizer's own step in the update, so these are left out:
-    what an update moves is counted outside of the step.
-    """
-    sizes = {"accumulate": accumulate, "lag_per_hop": lag_per_hop}
-    if rule().name == "two_versions" and accumulate < 3 * lag_per_hop:
-        return
-    parameters = make_parameters()
-    stepped = make_optimizer(optimizer, parameters)
-    for group in stepped.param_groups:
-        group["weight_decay"] = 0.0
-    size, first = num_bytes(parameters), 48
-    counted, mode = {"forward": 0.0, "backward": 0.0, "update": 0.0}, Moved(size)
-    inner = stepped.step
-
-    def step(*args, **kwargs):
-        before = mode.moved
-        inner(*args, **kwargs)
-        mode.moved = before
-
-    stepped.step = step
-    at_work = rule().on(stepped, stage=stage, num_stages=4, **sizes)
-    schedule = continuous_schedule(num_ranks=4, num_minibatches=3 * first, **sizes)
-    of_stage = staleness(schedule)[stage]
-    for action in schedule.actions[stage]:
-        kind, index = action.kind, action.microbatch_index
-        mode.moved = 0.0
-        if kind == "update":
-            around = at_work.update(index)
-        else:
-            around = getattr(at_work, kind)(
-                index, getattr(of_stage, kind)[index], rates_of(stepped, 9)
-            )
-        with mode, around:
-            if kind == "update":
-                for parameter, gradient in zip(parameters, gradients(index), strict=True):
-                    parameter.grad = gradient
-                stepped.step()
-        if first <= index < 2 * first:
-            counted[kind] += mode.moved
-    traffic = [
-        rule().traffic(*passes, optimizer=optimizer, compiled=False)
-        for passes in list(zip(*of_stage, strict=True))[first : 2 * first]
-    ]
-    passes = sum(each.passes for each in traffic)
-    updates = max(each.update for each in traffic) * first / accumulate
-    assert counted["forward"] + counted["backward"] == pytest.approx(passes)
-    assert counted["update"] == pytest.approx(updates)
 
 
 @every_rule

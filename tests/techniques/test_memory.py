@@ -20,12 +20,7 @@ from lightning_topt.costs.sizes import (
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.graph.op_graph import (
-    Block,
-    Op,
-    Parameter,
-    TensorEdge,
-)
+from lightning_topt.graph.op_graph import Block, Op, Parameter, TensorEdge
 from lightning_topt.graph.step_memory import Amount, Segment, TensorSpec
 from lightning_topt.optim.pieces import Share, assign_pieces
 from lightning_topt.techniques.explain import Explanation, explain
@@ -294,37 +289,6 @@ def test_sharded_peak_is_that_of_a_simulated_step(seed):
         frozen = [p for p in graph.block_parameters(first) if not p.trainable] if narrow else []
         more = result.peak_bytes - reserve - simulated
         assert -1e-6 < more < 1e-6 + 2 * sum(map(parameter_bytes, frozen)), narrow
-
-
-def test_parameters_used_in_two_segments_are_located():
-    ops = tuple(
-        Op(f"o{i}", "X", "", b, names, (), (), (), Amount())
-        for i, (b, names) in enumerate(
-            [("", ("e",)), ("a", ("w",)), ("", ("e",)), ("b", ()), ("", ("e2",))]
-        )
-    )
-    names = ["", "a", "", "b", ""]
-    timeline = tuple(Segment(b, Amount(), Amount(), Amount(), Amount()) for b in names)
-    parameters = (
-        Parameter("e", (2,), "float32", "", aliases=("e2",)),
-        Parameter("w", (2,), "float32", "a"),
-        Parameter("unused", (1,), "float32", "b"),
-    )
-    graph = graph_of(
-        "M",
-        1,
-        ops,
-        (),
-        parameters,
-        tuple(Block(b, 0, False) for b in ("", "a", "b")),
-        timeline,
-        0,
-        Amount(),
-    )
-    segments = locate(graph)
-    assert segments.of_op == {"o0": 0, "o1": 1, "o2": 2, "o3": 3, "o4": 4}
-    assert segments.of_parameter == {"e": (0, 4), "w": (1, 1), "unused": (3, 3)}
-    assert segments.of_block == {"": (0, 4), "a": (1, 1), "b": (3, 3)}
 
 
 def test_a_block_whose_inputs_need_no_gradient_is_reduced_last():

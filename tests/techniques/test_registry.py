@@ -65,12 +65,7 @@ ZERO1 = OpConfig(PRESETS["zero1"].storage(STAGES))
         ),
         (TENSOR, {"": OpConfig.zero(3, axes=2)}, None, "on the mesh data 2 x tensor 2"),
         (FLAT, {"": OpConfig.zero(3), "a": OpConfig.zero(2)}, BF16(), "needs whole gradients"),
-        (
-            data_mesh(1),
-            {"": PLAIN},
-            BF16(),
-            "a single rank along the data axes exchanges nothing",
-        ),
+        (data_mesh(1), {"": PLAIN}, BF16(), "a single rank along the data axes exchanges nothing"),
         (
             STAGES,
             {"": OpConfig(PRESETS["zero3"].storage(STAGES))},

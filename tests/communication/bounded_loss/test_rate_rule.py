@@ -34,12 +34,7 @@ def fresh_path() -> Path:
 
 
 def rounds(
-    row: LinkState,
-    count: int,
-    *,
-    lost_each: int = 0,
-    marked_each: int = 0,
-    size: int = 100,
+    row: LinkState, count: int, *, lost_each: int = 0, marked_each: int = 0, size: int = 100
 ) -> None:
     """So many rounds of 2 ms with that many datagrams, all limited by the window; one receiver
     reports.

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 
-from lightning_topt.communication.bounded_loss.raw_memory import (
-    forget_outdated_kernels,
-)
+from lightning_topt.communication.bounded_loss.raw_memory import forget_outdated_kernels
 
 
 def test_kernels_go_when_any_file_changes(tmp_path):

@@ -29,10 +29,7 @@ from tests.prediction.test_simulators import (
 # Each rule, and each optimizer with rules of either kind. All pairs:
 # tests/prediction/test_simulators.py.
 OF_THREE = [("Adam", "multistep"), ("SGD", "stash"), ("Adam", "spectrain")]
-OF_FOUR = [
-    *(("SGD", "none"), ("Adam", "stash")),
-    *(("AdamW", "pipeoptim"), ("NAdam", "nesterov")),
-]
+OF_FOUR = [*(("SGD", "none"), ("Adam", "stash")), *(("AdamW", "pipeoptim"), ("NAdam", "nesterov"))]
 
 
 class Job(NamedTuple):

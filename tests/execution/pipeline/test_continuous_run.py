@@ -57,11 +57,7 @@ AS_ONE_PROCESS = {
         "chain", plan(3, "pipeoptim"), drain_every=8, clip=0.3, schedule=warm_up
     ),
     "4 multistep": Case(
-        "chain",
-        plan(4, "multistep", recompute=True),
-        clip=0.3,
-        schedule=warm_up,
-        sizes=(8, 5, 5),
+        "chain", plan(4, "multistep", recompute=True), clip=0.3, schedule=warm_up, sizes=(8, 5, 5)
     ),
     "4 stash late": Case("chain", plan(4, "stash", **LATE), steps=16, clip=0.3, schedule=warm_up),
 }

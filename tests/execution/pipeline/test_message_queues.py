@@ -11,12 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from lightning_topt.execution.pipeline.messages import (
-    Crossings,
-    Message,
-    all_messages,
-    program_of,
-)
+from lightning_topt.execution.pipeline.messages import Crossings, Message, all_messages, program_of
 from lightning_topt.graph.step_flow import LeafSpec, TensorRef
 from lightning_topt.schedules.check import ScheduleError, check_schedule
 from lightning_topt.schedules.schedules import (
@@ -28,14 +23,7 @@ from lightning_topt.schedules.schedules import (
     lag_of,
     make_schedule,
 )
-from tests.execution.pipeline.message_queues import (
-    Compute,
-    Operation,
-    Receive,
-    Send,
-    Wait,
-    seconds,
-)
+from tests.execution.pipeline.message_queues import Compute, Operation, Receive, Send, Wait, seconds
 
 RANKS, MICROBATCHES = range(2, 9), range(1, 17)
 TRAINED = LeafSpec((2, 3), (3, 1), torch.float32, True)
@@ -314,12 +302,7 @@ def test_asynchronous_pipelines_do_not_hang_or_take_longer(name: str) -> None:
     lag_per_hop = CONTINUOUS_SCHEDULES[name]
     for ranks, minibatches in itertools.product(RANKS, (*MICROBATCHES, 64)):
         programs = [
-            iterations(
-                stage,
-                num_stages=ranks,
-                minibatches=minibatches,
-                lag_per_hop=lag_per_hop,
-            )
+            iterations(stage, num_stages=ranks, minibatches=minibatches, lag_per_hop=lag_per_hop)
             for stage in range(ranks)
         ]
         for transfer in TRANSFERS:

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 from lightning_topt.graph import capture as capturing
 from lightning_topt.graph.capture import StepRun
-from lightning_topt.graph.recording import (
-    PRIME,
-)
+from lightning_topt.graph.recording import PRIME
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 from tests.models import GPT, Mixture

@@ -14,7 +14,7 @@ from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
 from lightning_topt.techniques.tensor_parallel.split_search import ModelSplit
-from tests.models import GPT, MEGATRON_BLOCK, MLP
+from tests.models import GPT, MLP
 from tests.techniques.tensor_parallel.test_split_search import short
 from tests.techniques.tensor_parallel.traced import Step, prices, run, trace
 
@@ -42,16 +42,6 @@ def collectives(graph: OpGraph) -> Counter[tuple[str, int]]:
             if (shown := shown_collective(kernel)) is not None:
                 found[shown[0], round(kernel.bytes.at(graph.batch_size))] += kernel.count
     return found
-
-
-def test_the_blocks_of_a_group_are_split_alike(gpt: SplitModel) -> None:
-    for split in gpt.candidates(costs(gpt)):
-        by_block = split.by_block([block.name for block in gpt.graph.blocks])
-        layers = [by_block[f"blocks.{index}"] for index in range(LAYERS)]
-        assert {name: placements for name, placements in layers[0]} == {
-            n: (p,) for n, p in MEGATRON_BLOCK.items()
-        }
-        assert all(layer == layers[0] for layer in layers)
 
 
 def test_all_that_is_there_once_is_split_together(gpt: SplitModel) -> None:

@@ -59,13 +59,6 @@ def test_the_constants_that_made_the_times_are_found_again():
     assert fitted.cluster.device.launch_seconds == pytest.approx(4e-5, rel=0.03)
 
 
-def test_what_the_steps_say_nothing_about_stays():
-    fitted = fit_constants(CLUSTER, seconds_of, [2 * value for value in seconds_of(CLUSTER)])
-    assert fitted.factors["intra.bandwidth"] == pytest.approx(1.0)
-    assert fitted.cluster.intra == CLUSTER.intra
-    assert not any(name.startswith("inter.") for name in fitted.factors)  # a single node has none
-
-
 def test_a_few_odd_steps_do_not_decide():
     measured = np.array(seconds_of(CLUSTER))
     measured[0] *= 10

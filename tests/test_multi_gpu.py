@@ -1,4 +1,4 @@
-"""The parts for several GPUs: what ends a case, which cases are left, what nccl-tests print."""
+"""The parts for several GPUs: what ends a case, and which cases are left."""
 
 from __future__ import annotations
 

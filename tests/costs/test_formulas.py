@@ -183,21 +183,6 @@ def test_a_pass_takes_the_slower_of_device_and_host():
     assert more == pytest.approx(9 * 3000, rel=1e-3)
 
 
-def test_collectives_of_a_pass_are_the_devices_work():
-    """The host is ahead of them as of kernels, and issues them."""
-    # 6 s in 4 kernels
-    kernels = [kernel(flops=Amount(100, 0), count=3), kernel(traffic=Amount(10, 0))]
-
-    def seconds(**changes):
-        return estimate_pass_seconds(
-            kernels, batch_size=1, device=replace(DEVICE, **changes), collectives=[2.0, 4.0]
-        )
-
-    assert seconds() == 12.0
-    assert seconds(launch_seconds=30.0) == pytest.approx(180.0, rel=1e-3)
-    assert seconds(launch_seconds=0.1) == pytest.approx(12.0, rel=1e-3)
-
-
 def attention_kernel(positions: int, *, width: int = 128, backward: bool = False) -> Kernel:
     """A call on (1, 2, positions, width) in bfloat16 with 1e9 FLOPs and few bytes."""
     tensor = {"tensor": [[1, 2, positions, width], [1, 1, 1, 1], "bfloat16"]}

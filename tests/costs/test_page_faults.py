@@ -1,6 +1,4 @@
-"""Memory taken anew: what is counted against the page faults of a reduce-scatter, and what a fault
-costs.
-"""
+"""Memory taken anew: what of it is counted, and what a page fault costs."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_topt.costs.reserved_memory import CachingAllocator, replay
+from lightning_topt.costs.reserved_memory import CachingAllocator
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_config import OpConfig
@@ -126,14 +126,6 @@ def test_random_tensors_as_on_a_device() -> None:
                 alive[number] = twin.allocate(size), tensor
             assert torch.cuda.memory_allocated() - before[0] == twin.allocated
             assert torch.cuda.memory_reserved() - before[1] == twin.reserved
-
-
-def test_tensors_come_and_go_in_the_order_of_time() -> None:
-    allocator = CachingAllocator()
-    spans = [(0.0, 1.0, 30.0 * MIB, 0), (1.0, 2.0, 30.0 * MIB, 0), (0.5, 0.5, 99.0 * MIB, 0)]
-    replay([*spans, (3.0, float("inf"), 12.0 * MIB, 0)], allocator)
-    assert allocator.peak_reserved == 30 * MIB
-    assert (allocator.allocated, allocator.peak_allocated) == (12 * MIB, 30 * MIB)
 
 
 # ---- what plans count

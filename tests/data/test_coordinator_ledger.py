@@ -1,4 +1,4 @@
-"""Who prepares what: rules one by one, and whole searches of jobs simulated with random speeds,
+"""Who prepares what: jobs that stop or fail, and whole runs simulated with random speeds,
 deaths and memory.
 """
 

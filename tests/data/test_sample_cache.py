@@ -1,4 +1,4 @@
-"""The tiers together: counts as theory says, shared by processes, nothing left in shared memory."""
+"""The tiers together: what they hold, shared by processes, nothing left in shared memory."""
 
 from __future__ import annotations
 

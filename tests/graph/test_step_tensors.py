@@ -141,6 +141,3 @@ def test_blocks_are_chosen_after_the_capture() -> None:
     assert whole.with_blocks(graph.blocks) == graph
     with pytest.raises(ValueError, match=r"'nothing' is not a module of GPT"):
         graph.with_blocks([Block("", 0, False), Block("nothing", 1, True)])
-
-
-# ---- files ---------------------------------------------------------------------------------------

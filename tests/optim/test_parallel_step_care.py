@@ -1,4 +1,4 @@
-"""What the parallel step refuses, and what it says when a rank is gone."""
+"""What the parallel step refuses."""
 
 from __future__ import annotations
 

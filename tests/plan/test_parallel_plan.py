@@ -67,19 +67,6 @@ def test_a_mesh_of_two_axes() -> None:
     )
 
 
-def test_groups_of_a_mesh() -> None:
-    mesh = hybrid_mesh(2, 4)
-    assert (
-        mesh.size == 8
-        and mesh.stride([1]) == 1
-        and mesh.stride([0]) == 4
-        and mesh.stride([0, 1]) == 1
-    )
-    assert mesh.ranks_along([0]) == 2 and mesh.ranks_along([0, 1]) == 8 and mesh.data_axes == (0, 1)
-    with pytest.raises(ValueError, match="identifier"):
-        Mesh((Axis("data shard", 2),))
-
-
 def test_round_trip(tmp_path: Path) -> None:
     blocks = tuple(
         BlockPlan(f"b{stage}", OpConfig.zero(stage, recompute=stage == 3)) for stage in (2, 3)
@@ -124,15 +111,6 @@ def test_zero_levels_are_placements() -> None:
         Storage((Replicate(),), (Partial(),), (Shard(0),))
     with pytest.raises(ValueError, match="need sharded"):  # along each axis by itself
         Storage((Shard(0), Replicate()), (Replicate(), Shard(0)), (Shard(0), Shard(0)))
-
-
-def test_uniform_plan_never_recomputes_the_rest() -> None:
-    plan = uniform_plan(1, data_parallel_size=2, blocks=["a", "b", ""], recompute=["a", ""])
-    assert [(b.block, b.config.recompute) for b in plan.blocks] == [
-        ("a", True),
-        ("b", False),
-        ("", False),
-    ]
 
 
 # ---- gradient exchange

@@ -11,12 +11,11 @@ import pytest
 
 from lightning_topt.communication import BF16, Dense, TopK
 from lightning_topt.costs.cluster import Cluster, Device, Link
-from lightning_topt.graph.mesh_axes import data_mesh, hybrid_mesh
 from lightning_topt.plan import plan_search
 from lightning_topt.plan.chains import Chain, Choices
 from lightning_topt.plan.explanation import explain_plan
 from lightning_topt.plan.plan_frontier import PlanPoint
-from lightning_topt.plan.plan_search import SearchRequest, _spaces, meshes, search_plans
+from lightning_topt.plan.plan_search import SearchRequest, _spaces, search_plans
 from lightning_topt.techniques.plan_costs import PlanBatch
 from tests.costs.graphs import cluster_of, profile_of, random_graph
 
@@ -151,19 +150,6 @@ def test_a_chain_never_promises_less_memory_than_its_plans_take(seed: int) -> No
                 plan = chain.batch(rows).configs_of(row)
                 assert size >= costs.memory(plan).max() - 10  # rounded to bytes, block by block
                 assert seconds == pytest.approx(costs.seconds(plan), abs=1e-6)
-
-
-def test_meshes_of_nodes() -> None:
-    eight = replace(machines(random.Random(0)), devices_per_node=4, num_nodes=2)
-    assert [*meshes(eight, 8)] == [
-        data_mesh(8, scope="inter"),
-        hybrid_mesh(4, 2),
-        hybrid_mesh(2, 4),
-    ]
-    assert [*meshes(eight, 4)] == [data_mesh(4), hybrid_mesh(2, 2, scopes=("intra", "intra"))]
-    assert [*meshes(replace(eight, devices_per_node=1, num_nodes=8), 4)][1:] == [
-        hybrid_mesh(2, 2, scopes=("inter", "inter"))
-    ]
 
 
 def test_hybrid_sharding_is_found_where_the_network_between_nodes_is_slow() -> None:

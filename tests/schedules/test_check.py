@@ -79,28 +79,6 @@ def test_mistakes_are_named(change: Callable[[Rows], object], rank: int, message
     assert error.value.rank == rank
 
 
-def test_a_deadlock_is_named_with_its_ranks() -> None:
-    # rank 0 wants the gradient of microbatch 1 before it sends microbatch 1, where rank 1 waits for
-    # that
-    schedule = make_schedule("1f1b", num_ranks=3, num_microbatches=2)
-    rows = [list(row) for row in schedule.actions]
-    forward, backward = Action("forward", 0, 1), Action("backward", 0, 0)
-    rows[0] = [Action("forward", 0, 0), backward, forward, Action("backward", 0, 1)]
-    with pytest.raises(ScheduleError) as error:
-        check_schedule(replace(schedule, actions=tuple(map(tuple, rows))))
-    text = str(error.value)
-    assert text.startswith(
-        "deadlock: rank 0 cannot run backward of microbatch 0 in stage 0 before rank 1 has run "
-        "backward"
-    )
-    assert (
-        "rank 1 cannot run forward of microbatch 1 in stage 1 before rank 0 has run forward of "
-        "microbatch 1" in text
-    )
-    assert "rank 2" not in text
-    assert (error.value.rank, error.value.action) == (0, backward)
-
-
 def test_skips_are_waited_for() -> None:
     """Stage 2 runs microbatch 1 first: legal where it needs nothing of stage 1, of which microbatch
     0 comes first.

@@ -1,4 +1,4 @@
-"""Continuous schedules: their pieces, legality and pace; staleness as in the papers."""
+"""Continuous schedules: their pieces and legality; staleness as in the papers."""
 
 from __future__ import annotations
 

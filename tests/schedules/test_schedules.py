@@ -1,6 +1,4 @@
-"""Schedules compared with torch's own lists, and with the papers' in-flight counts; sizes that are
-not legal.
-"""
+"""Schedules compared with torch's own lists; sizes that are not legal."""
 
 from __future__ import annotations
 
@@ -12,7 +10,6 @@ import pytest
 from lightning_topt.schedules.schedules import (
     SCHEDULES,
     Action,
-    Schedule,
     forward_schedule,
     make_schedule,
 )
@@ -134,30 +131,3 @@ def test_sizes_that_are_not_legal(name: str, sizes: tuple[int, int, int], messag
     ranks, parts, stages = sizes
     with pytest.raises(ValueError, match=message):
         make_schedule(name, num_ranks=ranks, num_microbatches=parts, stages_per_rank=stages)
-
-
-def in_flight(schedule: Schedule, rank: int) -> int:
-    """Return the most microbatches of which `rank` holds something at once."""
-    last = "backward_weight" if SCHEDULES[schedule.name].splits_backward else "backward"
-    held, most = 0, 0
-    for action in schedule.actions[rank]:
-        held += {"forward": 1, last: -1}.get(action.kind, 0)
-        most = max(most, held)
-    return most
-
-
-@pytest.mark.parametrize(("ranks", "parts"), [*itertools.product((1, 2, 4, 7), (1, 4, 20))])
-def test_microbatches_in_flight(ranks: int, parts: int) -> None:
-    counts = {
-        "gpipe": lambda rank: parts,
-        "1f1b": lambda rank: min(ranks - rank, parts),
-        "1f1b_overlapped": lambda rank: min(2 * (ranks - 1 - rank) + 1, parts),
-        "zero_bubble": lambda rank: min(ranks, parts),
-    }
-    if parts >= 2 * ranks - 1:
-        counts["zbv"] = lambda rank: 2 * ranks
-    for name, count in counts.items():
-        schedule = make_schedule(name, num_ranks=ranks, num_microbatches=parts)
-        assert [in_flight(schedule, rank) for rank in range(ranks)] == [
-            count(rank) for rank in range(ranks)
-        ], name

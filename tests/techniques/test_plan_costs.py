@@ -11,13 +11,11 @@ import pytest
 
 from lightning_topt.costs.cluster import CollectiveCurve
 from lightning_topt.costs.compute import kernel_key
-from lightning_topt.costs.sizes import narrow_parameters, padded_bytes
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import data_mesh, hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.step_memory import Amount
 from lightning_topt.plan.plan_values import describe_config
-from lightning_topt.techniques import fsdp_costs
 from lightning_topt.techniques.explain import explain
 from lightning_topt.techniques.plan_costs import PlanCosts
 from tests.costs.graphs import cluster_of, profile_of, random_graph
@@ -98,43 +96,6 @@ def test_under_gloo_sharded_exchanges_block(seed):
     }
     result = explain(costs, configs)
     assert result.step_seconds == pytest.approx(sum(result.seconds.values()))
-
-
-@pytest.mark.parametrize("level", [2, 3])
-def test_narrow_gathers_move_half_and_pay_for_the_rounding(level):
-    graph = random_graph(2)
-    configs = {block.name: OpConfig.zero(level) for block in graph.blocks}
-    narrow = narrow_parameters(graph)
-    assert 0 < len(narrow) < len(graph.parameters)
-    plain, half = (
-        costs_of(graph, **arguments(graph, 2, overlap=0.0), narrow=names)
-        for names in (frozenset(), narrow)
-    )
-    for block in graph.blocks:
-        config, of_block = configs[block.name], graph.block_parameters(block.name)
-        of_block = [p for p in of_block if p.trainable or level == 3]
-        size = sum(padded_bytes(p, 2) for p in of_block if p.name in narrow)
-        sent = [
-            [each.size for each in collectives if each.op == "all_gather"]
-            for collectives in (
-                fsdp_costs.fsdp_collectives(
-                    fsdp_costs.ShardedBlock(costs.step, block.name, level, (0,))
-                )
-                for costs in (plain, half)
-            )
-        ]
-        assert [a - b for a, b in zip(*sent, strict=True)] == [size / 2] * len(sent[0])
-        # the flat buffer, half as large, is copied out; rows are rounded, and what came widened
-        before, after = (c.block_seconds(block.name, config) for c in (plain, half))
-        gathers = [
-            sum(costs.step.collective_seconds("all_gather", s, axes=[0]) for s in sizes[:1])
-            for costs, sizes in zip((plain, half), sent, strict=True)
-        ]
-        copies = plain.step.copy_seconds(1.5 * size / 2 * 1.5 - size / 2)
-        assert after.gather_foreground[0] - before.gather_foreground[0] == pytest.approx(
-            gathers[1] - gathers[0] + copies
-        )
-        assert after.reduce_foreground == before.reduce_foreground
 
 
 def test_kernel_measurements_count():

@@ -1,4 +1,4 @@
-"""Records that Python and compiled code share; kernels kept on disk are those of today's files."""
+"""Kernels kept on disk are those of today's files."""
 
 from __future__ import annotations
 

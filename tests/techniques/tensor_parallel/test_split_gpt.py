@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_topt.graph.mesh_axes import Axis, Mesh
-from lightning_topt.graph.op_config import Replicate, Shard
+from lightning_topt.graph.op_config import Shard
 from tests.launch import run_on_pool
 from tests.models import GPT
 from tests.techniques.tensor_parallel.on_ranks import check, compare
 
-COLUMN, ROW, WHOLE = Shard(0), Shard(1), Replicate()
+COLUMN, ROW = Shard(0), Shard(1)
 MEGATRON = {
     "tokens.weight": (Shard(0),),
     "qkv.weight": (Shard(0, parts=3),),
@@ -44,12 +43,6 @@ def gpt(**options: object) -> GPT:
     return module
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_megatron_splits_on_one_axis(ranks: int) -> None:
-    mesh = Mesh((Axis("tensor", ranks),))
-    check(run_on_pool(compare, ranks, gpt, loss_of, MEGATRON, mesh))
-
-
 def test_dropout_is_that_of_one_process() -> None:
     mesh = Mesh((Axis("tensor", 2),))
     check(run_on_pool(compare, 2, partial(gpt, dropout=0.2), loss_of, MEGATRON, mesh))
@@ -59,17 +52,3 @@ def test_tied_weights_stay_tied() -> None:
     splits = {name: placements for name, placements in MEGATRON.items() if name != "head.weight"}
     mesh = Mesh((Axis("tensor", 2),))
     check(run_on_pool(compare, 2, partial(gpt, tied=True), loss_of, splits, mesh))
-
-
-def test_two_axes_cut_outputs_and_inputs() -> None:
-    splits = {
-        "qkv.weight": (Shard(0, parts=3), WHOLE),
-        "qkv.bias": (Shard(0, parts=3), WHOLE),
-        "project.weight": (ROW, COLUMN),
-        "project.bias": (WHOLE, COLUMN),
-        "up.weight": (COLUMN, COLUMN),
-        "up.bias": (COLUMN, COLUMN),
-        "down.weight": (ROW, ROW),
-    }
-    mesh = Mesh((Axis("tensor_rows", 2), Axis("tensor_columns", 2)))
-    check(run_on_pool(compare, 4, gpt, loss_of, splits, mesh))

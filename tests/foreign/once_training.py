@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from tests.foreign.once_shelf import COUNT, Built, Net, counted, numbered, rows, traced
@@ -40,54 +38,7 @@ def memory_bank() -> Built:
     return Built(module, rows(numbered), lambda: module.visits.tolist())
 
 
-class OlderSelves(Net):
-    """Learns from copies of itself, taken now and then and kept in a plain list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.selves: list[Any] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        for old in self.selves[-2:]:
-            loss = loss + 0.3 * F.mse_loss(self.net(batch[0]), old(batch[0]).detach())
-        if batch_idx % 4 == 2:
-            self.selves.append(copy.deepcopy(self.net).eval())
-        self.trace.append(len(self.selves))
-        return loss
-
-
-@counted("copies of the network taken in the step")
-def older_selves() -> Built:
-    return traced(OlderSelves())
-
-
-class AveragesWeights(Net):
-    def on_fit_start(self) -> None:
-        self.average = AveragedModel(self.net)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx >= 6:
-            self.average.update_parameters(self.net)
-        self.trace.append(int(self.average.n_averaged))
-
-
-@counted("torch's AveragedModel, updated after late batches")
-def weights_averaged_by_torch() -> Built:
-    return traced(AveragesWeights())
-
-
 # ---- blocks that count
-
-
-@counted("num_batches_tracked of batch norms")
-def batches_tracked_by_batch_norm() -> Built:
-    module = Net()
-    norms = nn.BatchNorm1d(16), nn.BatchNorm1d(16, momentum=None)
-    module.net = nn.Sequential(
-        nn.Linear(8, 16), norms[0], nn.ReLU(), nn.Linear(16, 16), norms[1], nn.Linear(16, 5)
-    )
-    return Built(module, rows(), lambda: [int(norm.num_batches_tracked) for norm in norms])
 
 
 class SpectralNorms(Net):

@@ -76,10 +76,7 @@ UNTRACED = {
     "gradients_per_sample": "uses a transform of torch.func",
 }
 # What a search cannot try before the fit, which asks for more than a plan by name.
-UNTRIED = {
-    "own_list_of_parameters": "a trial step of OwnList failed",
-    "scripted_block": "post accumulate grad hooks",
-}
+UNTRIED = {"own_list_of_parameters": "a trial step of OwnList failed"}
 # Refused under every plan that shards parameters, and a part of the sentence.
 REFUSED: dict[str, str] = {
     "two_optimizers_by_hand": MANUAL,
@@ -87,12 +84,9 @@ REFUSED: dict[str, str] = {
     "closure_asked_by_lbfgs": "LBFGS takes them for one",
     "sparse_embeddings": "'table' has sparse gradients",
     **dict.fromkeys(("scalar_parameter", "clip"), "has no dimension to shard"),
-    **dict.fromkeys(
-        ("average_from_fit_start", "older_selves", "weights_averaged_by_torch"), "deepcopy"
-    ),
+    "average_from_fit_start": "deepcopy",
     "logged_gradient_norms": "not allocated yet",
     "norms_gathered_before_the_step": "c10d.allgather_",
-    "scripted_block": "'net.1' is a TorchScript module",
     "rows_bounded": "aten.renorm.default",
     "penalty_on_gradients": "the graph has the gathered one in its place",
     "statistics_of_weights": ".numpy() is not supported",
@@ -121,12 +115,11 @@ REFUSED_BY: dict[MakeStrategy, dict[str, str]] = {
     },
     full: {**UNTRACED, "two_optimizers_by_hand": UNPLANNED, **UNTRIED},
 }
-# They note what the machinery of shards does (docs/concepts/sharding_and_your_code.md): its
-# operators, hooks of graphs, addresses, or that rank 0 alone has the whole state in a checkpoint.
+# They note what the machinery of shards does (docs/concepts/sharding_and_your_code.md): addresses,
+# or that rank 0 alone has the whole state in a checkpoint.
 COUNTS_MACHINERY = frozenset(
     [
-        *("modes_of_the_user", "gradients_kept_by_the_optimizer"),
-        "checkpoints_in_the_middle",
+        *("gradients_kept_by_the_optimizer", "checkpoints_in_the_middle"),
     ]
 )
 # Ranks of ddp go apart: it does not average what is trained since later than its start.

@@ -11,13 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from lightning_topt import AutoParallelStrategy
-from lightning_topt.costs.cluster import Cluster, Device, Link
 from tests.plugins.trainer_ranks import make_trainer, mean_over_ranks, on_ranks
-
-LINK = Link(1e-5, 1e9)
-CLUSTER = Cluster(
-    "toy", Device("toy", 1 << 40, {"float32": 1e10}, 1e10), 2, 1, LINK, LINK, backend="gloo"
-)
 
 
 class Compiled(L.LightningModule):

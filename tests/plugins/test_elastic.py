@@ -9,22 +9,17 @@ import signal
 import subprocess
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
-from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.plugins.elastic import (
     MOST_LOSSES_WITHOUT_STEP,
     RANK_LOST,
-    ElasticRun,
 )
-from tests.launch import run_ranks
 from tests.preloaded import preloaded_topt
 from tests.torchrun_job import Job, check_same, check_same_end, jobs, undisturbed
 
@@ -124,70 +119,6 @@ def test_without_torchrun_it_is_refused() -> None:
     )
     with pytest.raises(ValueError, match="torchrun"):
         trainer.fit(BoringModel())
-
-
-def elastic_run(
-    *,
-    device: str = "cpu",
-    backend: str | None = None,
-    on_plateau: bool = False,
-    lengths: list[float] | None = None,
-) -> ElasticRun:
-    strategy: Any = SimpleNamespace(
-        cluster_environment=object.__new__(TorchElasticEnvironment),
-        root_device=torch.device(device),
-        process_group_backend=backend,
-        lr_scheduler_configs=[SimpleNamespace(reduce_on_plateau=on_plateau)],
-    )
-    data: Any = SimpleNamespace(lengths=lengths)
-    return ElasticRun(strategy, SimpleNamespace(), data, SimpleNamespace())  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("options", "automatic", "stops_early", "word"),
-    [
-        ({"device": "cuda"}, True, False, "gloo"),
-        ({"backend": "mpi"}, True, False, "gloo"),
-        ({}, False, False, "automatic"),
-        ({}, True, True, "EarlyStopping"),
-    ],
-)
-def test_fits_that_cannot_go_on_are_refused(
-    options: dict[str, Any],
-    automatic: bool,
-    stops_early: bool,
-    word: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    trainer: Any = SimpleNamespace(
-        early_stopping_callbacks=[object()] * stops_early,
-        lightning_module=SimpleNamespace(automatic_optimization=automatic),
-    )
-    with pytest.raises(ValueError, match=word):
-        elastic_run(**options)._check(trainer)
-
-
-def _check_training(rank: int, options: list[dict[str, Any]]) -> str:
-    try:
-        elastic_run(**options[rank])._check_training()
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        ([{"lengths": [6]}] * 2, ""),
-        ([{"lengths": [6]}, {"lengths": [5]}], "equally many"),
-        ([{"on_plateau": True}] * 2, "ReduceLROnPlateau"),
-        ([{"lengths": None}] * 2, "map-style"),
-    ],
-)
-def test_states_that_a_loss_takes_are_refused(options: list[dict[str, Any]], word: str) -> None:
-    for error in run_ranks(_check_training, 2, options):
-        assert word in error if word else not error
 
 
 # ---- the process that waits

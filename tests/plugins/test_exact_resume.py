@@ -413,17 +413,6 @@ def _fits_with_own_state(rank, folder, early):
     return [whole, *(fit(folder, resume=f"{at}.ckpt", **options) for at in (3, 10, 13))]
 
 
-def _warnings_of_unknown_data(rank, folder):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(folder, data=lambda: DataLoader(Endless(), 2), save=[2, 3, 4], max_epochs=1)
-    return sum("does not say where the training data are" in str(w.message) for w in caught)
-
-
-def test_what_has_no_state_is_said_once_at_the_checkpoint(tmp_path):
-    assert on_ranks(_warnings_of_unknown_data, tmp_path, world_size=1) == [1]
-
-
 def _fits_with_ddp(rank, folder):
     data = ALONE["shuffled"]
     fit(folder, data=data, save=[3])
@@ -514,36 +503,3 @@ def test_an_order_that_is_not_known_exactly_is_left_to_lightning(tmp_path, name)
             assert rest == whole[3:]
         else:
             assert [number for _, number, _ in rest] == [number for _, number, _ in plain]
-
-
-# ---- epochs that end early, and readers beside the fit -------------------------------------------
-
-
-def _fits_that_end_early(rank, folder, name):
-    data = ALONE["shuffled"]
-    fits = {}
-    for strategy in (None, "ddp"):
-        path = folder / f"{strategy or 'ours'}.ckpt"
-
-        class Save(Callback):
-            def on_train_epoch_end(self, trainer, module):
-                if name == "epoch end" and len(module.seen) == 3:
-                    trainer.save_checkpoint(path)  # noqa: B023
-
-            def on_fit_end(self, trainer, module):
-                if name == "fit end" and len(module.seen) == 3:
-                    trainer.save_checkpoint(path)  # noqa: B023
-
-        options = {"data": data, "strategy": strategy}
-        fit(folder, callbacks=[Save()], max_steps=3, **options)
-        fits[strategy] = fit(folder, resume=path.name, seed=9, **options)[0]
-    return fits[None], fits["ddp"]
-
-
-@pytest.mark.parametrize("name", ["epoch end", "fit end"])
-def test_after_max_steps_inside_an_epoch_the_next_one_is_whole(tmp_path, name):
-    for ours, plain in on_ranks(_fits_that_end_early, tmp_path, name):
-        assert [step[:2] for step in ours] == [step[:2] for step in plain]
-        last = [step for step in ours if step[0] == 1]
-        assert len(last) == ITEMS // 4 // 2
-        assert ours == plain  # the order follows from seed and epoch

@@ -1,4 +1,4 @@
-"""Gradient exchanges among the plans: what is searched, what is allowed, what is chosen."""
+"""Gradient exchanges among the plans: what is allowed, and what holds."""
 
 from __future__ import annotations
 

@@ -1,12 +1,9 @@
-"""What a rank needs to run the batch of another one: the batch as it is, and a step that leaves
-nothing behind.
-"""
+"""What a rank needs to run the batch of another one: a step that leaves nothing behind."""
 
 from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_topt import AutoParallelStrategy
-from lightning_topt.communication.value_exchange import values_of_ranks
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.graph.capture import capture
 from lightning_topt.plan.choose import NoPlanFitsError
@@ -29,53 +25,6 @@ from lightning_topt.plugins.searched_plan import TracedStep
 from tests.launch import run_ranks
 from tests.models import MLP
 from tests.plugins.trainer_ranks import make_trainer, on_ranks, topt_trainer
-
-
-@dataclass
-class Boxed:
-    """A batch of a class of the user's."""
-
-    values: Any
-    name: str
-
-
-def batch_of(rank: int) -> Boxed:
-    torch.manual_seed(rank)
-    shared = torch.rand(2 + rank, 3)
-    tensors = {
-        "turned": torch.rand(4, 3 + rank).T,
-        "mask": torch.rand(5) > 0.5,
-        "half": torch.rand(3).bfloat16(),
-        "complex": torch.view_as_complex(torch.rand(3, 2)),
-        "none": torch.zeros(0, 4),
-        "number": torch.tensor(float(rank)),
-        "graded": torch.rand(2, requires_grad=True),
-        "sparse": torch.eye(3).to_sparse(),
-    }
-    return Boxed([shared, shared, tensors, None, ("text", rank)], f"rank {rank}")
-
-
-def received(rank: int) -> None:
-    group = dist.new_group([0, 1])
-    found = [*values_of_ranks(batch_of(rank), group, device=torch.device("cpu"))]
-    assert found[rank].values[0].is_contiguous()
-    for member, box in enumerate(found):
-        expected = batch_of(member)
-        first, second, tensors, nothing, words = box.values
-        assert (
-            box.name == expected.name
-            and nothing is None
-            and words == ("text", member)
-            and first is second
-        )
-        torch.testing.assert_close(first, expected.values[0], rtol=0, atol=0)
-        for name, tensor in expected.values[2].items():
-            torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=0)
-            assert tensors[name].requires_grad == tensor.requires_grad
-
-
-def test_every_member_gets_the_batches_of_all() -> None:
-    run_ranks(received, 2)
 
 
 class Measuring(MLP):
@@ -242,20 +191,6 @@ def test_collectives_of_a_step_are_named() -> None:
     assert "brings ranks with different batches together" in (
         run_ranks(reason_of_collective, 2)[0] or ""
     )
-
-
-def too_small(rank: int) -> str:
-    device = Device("core", 2**33, {"float32": 3e9}, 8e9, 3e-6)
-    cluster = Cluster("toy", device, 2, 1, Link(1e-5, 1e9), backend="gloo")
-    trainer = topt_trainer(options={"cluster": cluster, "memory_limit": "1KiB"})
-    with pytest.raises(RuntimeError if rank else NoPlanFitsError) as caught:
-        trainer.fit(MLP(), DataLoader(torch.zeros(8, 16), batch_size=4))
-    return str(caught.value)
-
-
-def test_where_no_plan_fits_the_error_says_why_none_has_stages() -> None:
-    for sentence in on_ranks(too_small):
-        assert "no plan fits" in sentence and "Stages of a pipeline were left out: " in sentence
 
 
 class Deep(MLP):

@@ -205,7 +205,7 @@ def test_runs_that_cannot_have_the_exchange_say_so() -> None:
         assert "allow_compression" in manual and "automatic optimization" in manual
 
 
-# ---- checkpoints and precision -------------------------------------------------------------------
+# ---- checkpoints ---------------------------------------------------------------------------------
 
 TOPK = plan_with(TopK(density=0.1, hierarchical=False))
 
@@ -248,7 +248,7 @@ def test_what_is_held_back_is_saved_and_resumed_also_whole_and_on_more_ranks(
         assert len(losses) == 2 and statistics.residual_norm > 0
 
 
-# ---- without Lightning ---------------------------------------------------------------------------
+# ---- the time to a loss --------------------------------------------------------------------------
 
 
 class StopEarly(L.Callback):

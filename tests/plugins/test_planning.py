@@ -1,4 +1,4 @@
-"""What planning starts from: batches as `training_step` gets them, and plans given by name."""
+"""What planning starts from: batches as `training_step` gets them."""
 
 from __future__ import annotations
 
@@ -64,6 +64,3 @@ def test_batches_pass_the_hooks_of_the_data_module_and_keep_the_form_of_the_load
     }
     assert all((tensors[0] == 1).all() for tensors in batch.values())
     assert double is None  # the short loader has no batch of eight samples
-
-
-# ---- uniform plans and the choice ----------------------------------------------------------------

@@ -271,9 +271,6 @@ def test_schedules_per_step_and_their_length(plan: str) -> None:
         assert rates == pytest.approx([1 - step / 8 for step in range(8)])
 
 
-# ---- 16: hooks -----------------------------------------------------------------------------------
-
-
 # ---- 23: layer sync ------------------------------------------------------------------------------
 
 
@@ -319,7 +316,7 @@ def test_buffers_follow_rank_0() -> None:
             )
 
 
-# ---- 29: more than one fit, pickling -------------------------------------------------------------
+# ---- 29: more than one fit -----------------------------------------------------------------------
 
 
 def twice(rank: int, plan: str) -> Any:

@@ -1,4 +1,4 @@
-"""What `topt plan` imports, and the line that says what it does."""
+"""What `topt plan` imports."""
 
 from __future__ import annotations
 

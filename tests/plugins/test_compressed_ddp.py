@@ -25,24 +25,17 @@ from lightning_topt.plugins.plan_run import run_options
 from tests.models import GPT, Branching, batch_for
 from tests.plugins.trainer_ranks import (
     RecordingGPT,
+    SgdGPT,
     compressed,
     loader,
     make_trainer,
     mean_over_ranks,
     on_ranks,
     once_on_ranks,
+    state_of,
 )
 
 NOTHING_EXEMPT: dict[str, Any] = {"exempt": ()}
-
-
-class SgdGPT(RecordingGPT):
-    """Plain SGD: unlike Adam it shows a gradient of the wrong size."""
-
-    momentum = 0.0
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=self.momentum)
 
 
 class Unreported(CompressedDDPStrategy):
@@ -50,10 +43,6 @@ class Unreported(CompressedDDPStrategy):
 
     def exchange_statistics(self) -> None:
         return None
-
-
-def state(module: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
 def fit(
@@ -79,7 +68,7 @@ def fit(
     )
     return {
         "losses": getattr(module, "losses", []),
-        "state": state(module),
+        "state": state_of(module),
         "statistics": statistics,
         "steps": trainer.global_step,
         "records": getattr(module, "records", []),
@@ -351,7 +340,7 @@ def unused(rank: int) -> list[dict[str, Any]]:
         strategy = DDPStrategy(**kwargs) if options is None else compressed(**options, **kwargs)
         trainer = make_trainer(strategy, devices=2, max_steps=6)
         trainer.fit(module, module.train_dataloader())
-        found.append({"state": state(module)})
+        found.append({"state": state_of(module)})
     return found
 
 
@@ -384,7 +373,7 @@ def other_loops(rank: int) -> dict[str, Any]:
         "losses": (fitted, validated, tested),
         "predicted": [tuple(batch.shape) for batch in predicted],
         "steps": trainer.global_step,
-        "state": state(module),
+        "state": state_of(module),
     }
 
 

@@ -22,17 +22,13 @@ from lightning_topt.prediction import default_prediction
 from tests.plugins.continuous_twin import ChainTwin
 from tests.plugins.test_continuous_fits import Net, Points, adamw, factor, points, sgd
 from tests.plugins.test_pipeline_fits import cluster
-from tests.plugins.trainer_ranks import make_trainer, on_new_ranks, on_ranks
+from tests.plugins.trainer_ranks import make_trainer, on_new_ranks, on_ranks, state_of
 
 
 def never(ranks: int = 2, **options: Any) -> PipelineStrategy:
     return PipelineStrategy(
         cluster=cluster(ranks), **{"schedule": "continuous", "prediction": "multistep", **options}
     )
-
-
-def state_of(module: nn.Module) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in module.state_dict().items()}
 
 
 # ---- files ---------------------------------------------------------------------------------------

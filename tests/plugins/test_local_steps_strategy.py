@@ -17,21 +17,14 @@ from tests.models import ConvNet, batch_for
 from tests.plugins.trainer_ranks import (
     OwnShare,
     RecordingGPT,
+    SgdGPT,
     loader,
     make_trainer,
     on_ranks,
+    state_of,
 )
 
 EVERY = 3
-
-
-class SgdGPT(RecordingGPT):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def state(module: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
 def trained(rank: int, method: LocalMethod, nodes: int) -> dict[str, Tensor]:
@@ -42,7 +35,7 @@ def trained(rank: int, method: LocalMethod, nodes: int) -> dict[str, Tensor]:
         strategy, devices=ranks, limit_train_batches=8, accumulate_grad_batches=1
     )
     trainer.fit(module, OwnShare(8))
-    return state(module)
+    return state_of(module)
 
 
 def looped(rank: int, method: LocalMethod, nodes: int) -> dict[str, Tensor]:
@@ -61,7 +54,7 @@ def looped(rank: int, method: LocalMethod, nodes: int) -> dict[str, Tensor]:
         optimizer.step()
         local.after_step()
     local.synchronize()
-    return state(module)
+    return state_of(module)
 
 
 METHODS: list[tuple[LocalMethod, int]] = [
@@ -147,7 +140,7 @@ def resumed(
         trainer.fit(module, OwnShare(8), ckpt_path=path)
         if save is not None:
             trainer.save_checkpoint(save)
-        return state(module)
+        return state_of(module)
 
     whole = fit(3)
     fit(1, save=folder / "one.ckpt")
@@ -230,7 +223,7 @@ def buffers(rank: int, precision: str) -> dict[str, Tensor]:
     module = Scaled(rank)
     trainer = make_trainer(LocalStepsStrategy(LocalSteps(every=2)), devices=2, precision=precision)
     trainer.fit(module)
-    return state(module)
+    return state_of(module)
 
 
 PRECISIONS = ("32-true", "16-mixed", "bf16-true")

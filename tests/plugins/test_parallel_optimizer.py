@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lightning_topt import (
@@ -36,7 +36,14 @@ from lightning_topt.optim.update_rule import UnsplittableOptimizer
 from lightning_topt.plugins import parallel_optimizer
 from lightning_topt.plugins.parallel_optimizer import check_strategy
 from tests.models import GPT
-from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_new_ranks, on_ranks
+from tests.plugins.trainer_ranks import (
+    RecordingGPT,
+    loader,
+    make_trainer,
+    on_new_ranks,
+    on_ranks,
+    state_of,
+)
 from tests.processes import wait_until
 
 FREE, DEAR = 0.0, 1e9  # seconds of a gather
@@ -97,10 +104,6 @@ class TwoOptimizers(RecordingGPT):
             second.step()
         self.lr_schedulers().step()
         return loss
-
-
-def state_of(module: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
 def fit(callback: ParallelOptimizerStep | None, **kwargs: Any) -> Result:

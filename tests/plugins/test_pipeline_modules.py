@@ -19,7 +19,7 @@ from lightning_topt import AutoParallelStrategy
 from tests.models import GPT
 from tests.plugins.split_plans import split_plan
 from tests.plugins.test_pipeline_fits import cluster, in_order, pipeline
-from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks
+from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks, state_of
 
 VOCAB = 32
 
@@ -163,10 +163,6 @@ def next_tokens(batch: Any) -> Tensor:
 
 
 LOSSES: dict[str, Any] = {"llama": next_tokens, "t5": "tokens"}
-
-
-def state_of(module: Any) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in module.state_dict().items()}
 
 
 def fits(rank: int) -> dict[str, Any]:

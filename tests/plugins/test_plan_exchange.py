@@ -25,7 +25,14 @@ from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError
 from lightning_topt.plan.step_factors import FactorRow, model_words, own_file
-from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks, once_on_ranks
+from tests.plugins.trainer_ranks import (
+    RecordingGPT,
+    loader,
+    make_trainer,
+    on_ranks,
+    once_on_ranks,
+    state_of,
+)
 
 DEVICE = Device("one core", 2**33, {"float32": 5e10}, 1e10, 2e-6)
 SLOW = Cluster("0.1 Gb/s", DEVICE, 1, 2, Link(1e-4, 12.5e6), Link(1e-4, 12.5e6), backend="gloo")
@@ -67,15 +74,11 @@ def fit(
     return trainer, module
 
 
-def state(module: L.LightningModule) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
-
-
 def losses(rank: int, plan: ParallelPlan, kwargs: dict[str, Any]) -> Any:
     _, dense = fit("ddp")
     trainer, module = fit(plan, **kwargs)
     statistics = trainer.strategy.exchange_statistics()
-    return dense.losses, module.losses, state(dense), state(module), statistics
+    return dense.losses, module.losses, state_of(dense), state_of(module), statistics
 
 
 @pytest.mark.parametrize(
@@ -103,7 +106,7 @@ def test_a_plan_that_sends_everything_equals_ddp(
 def learns(rank: int, method: str | None) -> Any:
     plan = "ddp" if method is None else plan_with(read_gradient_method(method))
     trainer, module = fit(plan, max_steps=8)
-    return module.losses, state(module), trainer.strategy.exchange_statistics()
+    return module.losses, state_of(module), trainer.strategy.exchange_statistics()
 
 
 METHODS = ("topk", "bounded_loss")
@@ -215,13 +218,13 @@ def save(rank: int, path: str) -> Any:
     _, whole = fit(TOPK, max_steps=-1, max_epochs=2)
     trainer, half = fit(TOPK, max_steps=-1, max_epochs=1)
     trainer.save_checkpoint(path)  # after the fit
-    return whole.losses, state(whole), half.losses
+    return whole.losses, state_of(whole), half.losses
 
 
 def resume(rank: int, path: str, plan: ParallelPlan | str) -> Any:
     trainer, module = fit(plan, max_steps=-1, max_epochs=2, ckpt_path=path)
     statistics = trainer.strategy.exchange_statistics()
-    return module.losses, state(module), statistics
+    return module.losses, state_of(module), statistics
 
 
 def save_and_resume(rank: int, path: str) -> Any:

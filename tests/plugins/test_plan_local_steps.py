@@ -12,32 +12,27 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from torch import Tensor
 
 from lightning_topt import AutoParallelStrategy, LocalSteps, LocalStepsStrategy, SparseLoCo
 from lightning_topt.communication import LocalMethod
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, uniform_plan
 from tests.plugins.test_plan_exchange import SLOWEST
-from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks
+from tests.plugins.trainer_ranks import (
+    RecordingGPT,
+    SgdGPT,
+    loader,
+    make_trainer,
+    on_ranks,
+    state_of,
+)
 
 DILOCO = LocalSteps(every=3, hierarchical=False)
 LOCO = SparseLoCo(every=2, density=0.2, hierarchical=False)
 
 
-class SgdGPT(RecordingGPT):
-    """Has no optimizer state, which is each rank's own."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 def plan_of(method: LocalMethod) -> ParallelPlan:
     plan = uniform_plan(0, data_parallel_size=2, blocks=["blocks.0"], recompute=["blocks.0"])
     return replace(plan, local_steps=method)
-
-
-def state(module: L.LightningModule) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
 def fit(strategy: Any, *, ckpt_path: str | None = None, **kwargs: Any) -> Any:
@@ -58,7 +53,7 @@ def against_twin(rank: int, method: LocalMethod) -> Any:
     twin, other = fit(LocalStepsStrategy(method))
     metrics = trainer.callback_metrics["val_loss"], twin.callback_metrics["val_loss"]
     statistics = trainer.strategy.exchange_statistics()
-    return module.losses, other.losses, state(module), state(other), metrics, statistics
+    return module.losses, other.losses, state_of(module), state_of(other), metrics, statistics
 
 
 @pytest.mark.parametrize("method", [DILOCO, LOCO], ids=lambda method: method.name)
@@ -86,7 +81,7 @@ def save_and_resume(rank: int, method: LocalMethod, form: str, path: str) -> Any
     trainer, half = fit(strategy(), max_epochs=1)
     trainer.save_checkpoint(path)
     _, resumed = fit(strategy(), ckpt_path=path)
-    return whole.losses, half.losses + resumed.losses, state(whole), state(resumed)
+    return whole.losses, half.losses + resumed.losses, state_of(whole), state_of(resumed)
 
 
 @pytest.mark.parametrize("form", ["full", "sharded"])
@@ -113,7 +108,7 @@ def crossed(rank: int, method: LocalMethod, path: str) -> Any:
         trainer.save_checkpoint(path)
         trainer, resumed = fit(second(method), ckpt_path=path)
         outer = trainer.strategy.exchange.outer
-        found.append((half.losses + resumed.losses, outer.local_steps, state(resumed)))
+        found.append((half.losses + resumed.losses, outer.local_steps, state_of(resumed)))
         torch.distributed.barrier()
     return found
 
@@ -157,7 +152,7 @@ def chosen(rank: int, allow: Any) -> Any:
     plan, planning = strategy.parallel_plan, strategy.planning
     statistics = strategy.exchange_statistics()
     frontier = None if planning is None else planning.frontier
-    return plan, plan.reason, statistics, state(module), module.losses, frontier
+    return plan, plan.reason, statistics, state_of(module), module.losses, frontier
 
 
 def test_without_a_word_on_exchanges_all_that_was_measured_is_compared() -> None:

@@ -76,6 +76,13 @@ class RecordingGPT(GPT):
         }
 
 
+class SgdGPT(RecordingGPT):
+    """Plain SGD: unlike Adam it shows a gradient of the wrong size, and has no state."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 class LoggingGPT(RecordingGPT):
     """Logs the mean of each loss in its step, by a collective call of Lightning's."""
 
@@ -83,6 +90,11 @@ class LoggingGPT(RecordingGPT):
         loss = super().training_step(batch, batch_idx)
         self.log("mean_loss", loss, sync_dist=True)
         return loss
+
+
+def state_of(module: torch.nn.Module) -> dict[str, Tensor]:
+    """A copy of what the module has."""
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
 def mean_over_ranks(value: Tensor) -> float:

@@ -363,7 +363,7 @@ class FewBitsTopK(TopK):
         self.bits = bits
 
     def message(self, k: int) -> LevelMessage:
-        return LevelMessage(self.numel, (k,), self.bits)
+        return LevelMessage(self.numel, k, self.bits)
 
 
 class MetricTopK(TopK):

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -111,6 +112,8 @@ def find_stacks(root: nn.Module) -> tuple[Stack, ...]:
     Layers are equal if they differ in nothing but the memory of their parameters and buffers, which
     no other module has.
     """
+    if any(map(is_lazy, (*root.parameters(), *root.buffers()))):
+        return ()
     keys = _LayerKeys(root)
 
     def visit(module: nn.Module, path: str) -> Iterator[Stack]:

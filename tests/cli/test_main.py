@@ -210,7 +210,7 @@ def test_a_plan_made_by_topt_plan_runs_in_topt_train(tmp_path):
 
 def test_plans_may_compress_gradients_where_the_command_line_allows_it(tmp_path):
     slow = [*ALONE, "cluster=local_cpu", "cluster.intra.bandwidth=10Mb/s"]
-    allowed = "strategy.allow_compression=[sign,{method: topk, density: 0.001}]"
+    allowed = "strategy.allow_compression=[bf16,{method: topk, density: 0.001}]"
     output = finished(
         topt("plan", *slow, allowed, f"hydra.run.dir={tmp_path}/plan", folder=tmp_path)
     )

@@ -123,8 +123,8 @@ def test_tables_pages_and_files_show_intervals(tmp_path):
     print_table(frontier.points, frontier.points[0], console=Console(file=text, width=120))
     table = text.getvalue()
     assert table.count("50 % interval") == 2
-    assert f"{low:.3g} to {high:.3g} s " in table and "~ unlike what was measured" in table
-    assert sum(" ~ " in line for line in table.splitlines() if "│" in line) == 1
+    assert f"{low:.3g} to {high:.3g} s" in table and "~ unlike what was measured" in table
+    assert sum(" ~" in line for line in table.splitlines() if "│" in line) == 1
 
     save_html(tmp_path / "page.html", frontier.points, frontier.points[0])
     page = (tmp_path / "page.html").read_text()

@@ -198,8 +198,13 @@ FITS = {
         },
         ends=(4, 8, 10, 14, 18),
     ),
-    # the default of this optimizer, as batches are cut: two versions with error feedback
-    "rotated": Fit({}, {"max_epochs": 2, "accumulate_grad_batches": 2}, ends=(10,), make=rotated),
+    # an optimizer from elsewhere, of which no default is known
+    "rotated": Fit(
+        {"prediction": {"rule": "two_versions", "error_feedback": True}},
+        {"max_epochs": 2, "accumulate_grad_batches": 2},
+        ends=(10,),
+        make=rotated,
+    ),
     # the first two updates wait, the third begins an asynchronous part
     "late start": Fit(
         {

@@ -5,7 +5,7 @@
 
 A stage may import what earlier stages produce, never what later ones do. Beside them stand
 `communication` (the exchange of gradients), `optim` (the shared optimizer step), `data` (caches of
-samples), `schedules` (of pipelines) and `prediction` (of weights in continuous ones); `basics` is
+samples), `schedules` (of pipelines) and `weight_prediction` (in continuous ones); `basics` is
 below all.
 
 Importing this package registers the strategy names ``"topt"``, ``"topt_compressed"`` and

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from lightning_topt.prediction import StagePrediction
 from lightning_topt.schedules.check import Edges, run_order
 from lightning_topt.schedules.schedules import continuous_schedule, lag_of
 from lightning_topt.schedules.staleness import StageStaleness, staleness
+from lightning_topt.weight_prediction import StagePrediction
 
 
 class SegmentTwin:

@@ -26,8 +26,8 @@ from lightning_topt import (
 from lightning_topt.communication import BF16, QuantizedSteps, SparseLoCo, TopK
 from lightning_topt.communication.method_registry import method_classes
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.prediction import PREDICTIONS
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
+from lightning_topt.weight_prediction import PREDICTIONS
 
 
 def choices(group: str) -> list[str]:

@@ -17,13 +17,13 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lightning_topt"
 # each imports itself and what is before
 STAGES = ["graph", "costs", "techniques", "frontier", "plan", "execution", "plugins", "cli"]
-BESIDE = ["communication", "optim", "data", "schedules", "prediction"]  # import no stage
+BESIDE = ["communication", "optim", "data", "schedules", "weight_prediction"]  # import no stage
 BELOW = "basics"  # imports nothing of the package
 ALLOWED = {stage: STAGES[: index + 1] + BESIDE for index, stage in enumerate(STAGES)}
 ALLOWED |= {beside: [beside] for beside in BESIDE}
 # results are gathered with its collectives, errors are its PeerLostError
 ALLOWED["optim"] = ["optim", "communication"]
-ALLOWED["prediction"] = ["prediction", "schedules"]  # staleness comes from schedules
+ALLOWED["weight_prediction"] = ["weight_prediction", "schedules"]  # staleness comes from schedules
 ALLOWED["frontier"] = ["frontier", "costs"]  # the search knows nothing of models
 ALLOWED = {folder: [*allowed, BELOW] for folder, allowed in ALLOWED.items()} | {BELOW: [BELOW]}
 ONLY_IN = {

@@ -49,7 +49,7 @@ from lightning_topt.plan.explanation import price_plan
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan
 from lightning_topt.plan.plan_search import SearchRequest
 from lightning_topt.plugins.lost_ranks import destroy_process_group
-from lightning_topt.prediction import make_prediction
+from lightning_topt.weight_prediction import make_prediction
 
 NODES, LOCAL = 2, 2
 RANKS = NODES * LOCAL

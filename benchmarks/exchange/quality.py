@@ -57,8 +57,8 @@ from lightning_topt.communication.exchange_method import ExchangeMethod, Gradien
 from lightning_topt.communication.method_registry import method_classes, read_method
 from lightning_topt.plan.plan_frontier import factor_words
 from lightning_topt.plan.step_factors import missing_updates, own_file
-from lightning_topt.prediction import make_prediction, prediction_to_value
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
+from lightning_topt.weight_prediction import make_prediction, prediction_to_value
 
 _CHECKS = 20  # of a dense run, where --check-every does not say
 _METHOD_GROUP = "gradient_exchange"

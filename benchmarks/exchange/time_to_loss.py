@@ -47,7 +47,7 @@ from benchmarks.exchange.step_factors import LENGTHS, RUNS, factors, kendall_tau
 from benchmarks.lab import Lab, LabError, end_on_signals
 from lightning_topt.communication.method_registry import read_method
 from lightning_topt.plan.step_factors import FactorRow, StepTable, nearest_in_length, pooled
-from lightning_topt.prediction import Prediction, make_prediction
+from lightning_topt.weight_prediction import Prediction, make_prediction
 
 FILE = RESULTS / "time_to_loss.json"
 RANK = "benchmarks.exchange.loss_ways"  # of a job in the lab

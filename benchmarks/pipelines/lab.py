@@ -50,8 +50,8 @@ from lightning_topt.execution.memory import (
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.prediction import make_prediction
 from lightning_topt.schedules.staleness import Staleness
+from lightning_topt.weight_prediction import make_prediction
 
 NODES = 4
 RUN = "benchmarks.pipelines.lab"

@@ -9,7 +9,7 @@ all weights and runs minibatches one at a time. When passes run, with which weig
 known of learning rates and norms then, is all written out once more. A minibatch's forward pass
 runs through the whole model at once, with the weights that each stage would have had. Then every
 storage gets what its stage would have for the backward pass, which also runs through the whole
-model. tests/prediction/test_simulators.py compares the two.
+model. tests/weight_prediction/test_simulators.py compares the two.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from torch import Tensor, nn, optim
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserved
 from torch.optim import Optimizer
 
-from lightning_topt.prediction import Prediction, make_prediction
 from lightning_topt.schedules.schedules import (
     Action,
     continuous_schedule,
@@ -34,6 +33,7 @@ from lightning_topt.schedules.schedules import (
     iteration_actions,
 )
 from lightning_topt.schedules.staleness import Staleness, staleness
+from lightning_topt.weight_prediction import Prediction, make_prediction
 
 Batch = tuple[Tensor, Tensor]  # inputs, targets
 

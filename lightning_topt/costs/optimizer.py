@@ -35,7 +35,7 @@ from lightning_topt.costs.cluster import Device
 from lightning_topt.costs.measuring import kept_global_state, time_kernel
 from lightning_topt.costs.optimizer_copy import OptimizerCopy, OptimizerError, no_global_hooks
 from lightning_topt.graph.kernels import is_collective, skip_collective
-from lightning_topt.optim.local_step import count_exchanges
+from lightning_topt.optim.shard_step import count_exchanges
 from lightning_topt.optim.update_rule import (
     BY_PARAMETER,
     ELEMENTWISE,

@@ -36,9 +36,9 @@ from lightning_topt.execution.gathered_state import (
 from lightning_topt.execution.pipeline.pipeline_run import PipelineRun
 from lightning_topt.execution.stored_states import StoredOptimizer, chunks_of, rows_of_tensor
 from lightning_topt.optim.full_state import laid_out, parameters_of
-from lightning_topt.optim.local_step import install_local_step
 from lightning_topt.optim.parallel_step import ParallelStep
 from lightning_topt.optim.pieces import Piece, num_rows
+from lightning_topt.optim.shard_step import install_local_step
 from lightning_topt.optim.update_rule import (
     ELEMENTWISE,
     UnsplittableOptimizer,

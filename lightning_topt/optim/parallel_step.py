@@ -35,8 +35,8 @@ from lightning_topt.optim.full_state import (
     parameters_of,
 )
 from lightning_topt.optim.gather import PieceGather
-from lightning_topt.optim.local_step import OwnedShards
 from lightning_topt.optim.pieces import Piece, check_pieces, is_whole, rows_of
+from lightning_topt.optim.shard_step import OwnedShards
 from lightning_topt.optim.step_hooks import inside_hooks
 
 if TYPE_CHECKING:

@@ -41,8 +41,8 @@ from lightning_topt.plan.stage_tables import (
     stage_table,
     transfer_seconds,
 )
-from lightning_topt.prediction import Prediction
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
+from lightning_topt.weight_prediction import Prediction
 
 _PLAIN = "1f1b"  # see `is_plain`
 _MOST_CHUNKS = 4  # stages per rank

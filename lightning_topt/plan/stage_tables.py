@@ -45,8 +45,6 @@ from lightning_topt.costs.stage_table import (
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.stage_blocks import Once, StageBlocks
-from lightning_topt.prediction import NoPrediction, Prediction
-from lightning_topt.prediction.rule import Traffic
 from lightning_topt.schedules.schedules import (
     CONTINUOUS_SCHEDULES,
     SCHEDULES,
@@ -56,6 +54,8 @@ from lightning_topt.schedules.schedules import (
 )
 from lightning_topt.schedules.staleness import staleness
 from lightning_topt.schedules.timing import seconds_per_minibatch
+from lightning_topt.weight_prediction import NoPrediction, Prediction
+from lightning_topt.weight_prediction.rule import Traffic
 
 # What a pass takes in Python beside its operators: stand-ins, messages. A rank of a pipeline of
 # tiny stages took 1.1 ms of CPU per microbatch, forward and backward, more than the operators.

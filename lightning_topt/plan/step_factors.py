@@ -33,14 +33,14 @@ from lightning_topt.plan.choose import NoPlanFitsError, choose_place
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint, TimeToLoss
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
-from lightning_topt.prediction import (
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
+from lightning_topt.weight_prediction import (
     Prediction,
     TwoVersions,
     default_prediction,
     make_prediction,
     prediction_to_value,
 )
-from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 
 VERSION = 1
 FILE = Path(__file__).with_name("step_factors.json")

@@ -47,7 +47,7 @@ from lightning_topt.plugins.step_records import (
     replay,
 )
 from lightning_topt.plugins.step_runner import Step, StepRunner
-from lightning_topt.prediction import TwoVersions
+from lightning_topt.weight_prediction import TwoVersions
 
 PIPELINE_KEY = "pipeline"  # in checkpoints, of what is ours: the state of the pipeline
 

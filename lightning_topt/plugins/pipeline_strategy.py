@@ -15,8 +15,8 @@ from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
 from lightning_topt.plugins.microbatches import MicrobatchLoss
 from lightning_topt.plugins.plan_options import PipelinePlan
 from lightning_topt.plugins.register import register_names
-from lightning_topt.prediction import Prediction
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
+from lightning_topt.weight_prediction import Prediction
 
 
 class PipelineStrategy(AutoParallelStrategy):

@@ -42,8 +42,8 @@ from lightning_topt.plan.parallel_plan import (
     preset_plan,
 )
 from lightning_topt.plan.plan_values import PRESETS, Preset, read_exchange
-from lightning_topt.prediction import Prediction
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
+from lightning_topt.weight_prediction import Prediction
 
 if TYPE_CHECKING:
     from lightning_topt.graph.op_graph import OpGraph

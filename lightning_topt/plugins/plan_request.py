@@ -63,13 +63,13 @@ from lightning_topt.plugins.plan_options import (
     read_memory_limit,
     read_plan_option,
 )
-from lightning_topt.prediction import (
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
+from lightning_topt.weight_prediction import (
     Prediction,
     TwoVersions,
     default_prediction,
     why_not_measured,
 )
-from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 
 if TYPE_CHECKING:
     from lightning_topt.costs.optimizer import OptimizerProfile

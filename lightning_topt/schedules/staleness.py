@@ -2,7 +2,7 @@
 
 Staleness is the number of updates between the weights that a pass finds and those that it should
 have. `staleness` counts them for a whole schedule, `running_staleness` for a pass of a run of
-which only the near future is known. Weight prediction bridges them (`prediction`).
+which only the near future is known. Weight prediction bridges them (`weight_prediction`).
 
 [Note: round trips] A minibatch ends where stage 0 has applied it. SpecTrain (Chen et al., arXiv
 1809.02839, section 3) lets all stages compute with the weights of that instant, so that they agree.

@@ -10,7 +10,7 @@ A cost model that is a subject of its own; `fsdp` uses it for both of its techni
     gathered parameters and flat buffers   gathered_lifetimes   same file, `wait_for_unshard`,
                                                                 `_backward_prefetch`
     exchanges                              fsdp_collectives     `_fsdp_collectives.py`
-    exchanges with owners of parameters    owner_collectives    `optim.local_step`
+    exchanges with owners of parameters    owner_collectives    `optim.shard_step`
     copies of what travels in bfloat16     arriving             `fsdp_gathers`
 
 Symbols: k segment of the forward pass, N ranks that share one tensor, P parameter bytes, G gradient

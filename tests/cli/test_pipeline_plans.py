@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from lightning_topt.cli.search_space import SearchedPipelines
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plugins.plan_options import PipelinePlan, read_mesh, read_plan_option
-from lightning_topt.prediction import make_prediction
+from lightning_topt.weight_prediction import make_prediction
 from tests.cli.test_main import TINY
 from tests.forked_command import finished
 from tests.forked_command import forked_topt as topt

@@ -22,8 +22,8 @@ from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_simulation import stage_seconds, step_of_plan, step_seconds_of
 from lightning_topt.plan.stage_tables import ContinuousShape, continuous_table, shape_of_plan
 from lightning_topt.plan.staged_plans import search_continuous
-from lightning_topt.prediction import make_prediction
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
+from lightning_topt.weight_prediction import make_prediction
 from tests.frontier.brute_force import brute_force_stages
 from tests.plan.test_pipelines import NODES, make_request
 

@@ -20,7 +20,7 @@ from lightning_topt.plan.parallel_plan import (
     uniform_plan,
 )
 from lightning_topt.plan.plan_values import PRESETS, mesh_to_list
-from lightning_topt.prediction import make_prediction
+from lightning_topt.weight_prediction import make_prediction
 
 HAND_WRITTEN = """
 version: 2

@@ -38,7 +38,7 @@ from lightning_topt.plan.step_factors import (
     search_each_way,
     time_to_loss,
 )
-from lightning_topt.prediction import (
+from lightning_topt.weight_prediction import (
     Prediction,
     default_prediction,
     make_prediction,

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_topt import AutoParallelStrategy, PipelineStrategy
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.prediction import default_prediction
+from lightning_topt.weight_prediction import default_prediction
 from tests.plugins.continuous_twin import ChainTwin
 from tests.plugins.test_continuous_fits import Net, Points, adamw, factor, points, sgd
 from tests.plugins.test_pipeline_fits import cluster

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from examples.recipes.basis_rotation import BasisRotation
 from lightning_topt import PipelineStrategy
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.prediction import TwoVersions
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, lag_of
+from lightning_topt.weight_prediction import TwoVersions
 from tests.plugins.continuous_twin import ChainTwin
 from tests.plugins.test_pipeline_fits import cluster
 from tests.plugins.trainer_ranks import make_trainer, on_ranks

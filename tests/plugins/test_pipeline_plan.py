@@ -10,7 +10,7 @@ from lightning_topt import AutoParallelStrategy, PipelineStrategy
 from lightning_topt.plan.parallel_plan import PlanError
 from lightning_topt.plugins.plan_options import PipelinePlan
 from lightning_topt.plugins.plan_request import AllowedStaleness
-from lightning_topt.prediction import make_prediction
+from lightning_topt.weight_prediction import make_prediction
 
 
 def test_meshes_have_a_data_axis_for_ranks_that_are_left() -> None:

@@ -66,8 +66,8 @@ from lightning_topt.execution.pipeline.stage_layout import StageLayout
 from lightning_topt.execution.pipeline.stage_weights import StageWeights, UpdatePattern
 from lightning_topt.execution.pipeline.step_flows import StageFlow, Step
 from lightning_topt.graph.step_flow import LeafSpec
-from lightning_topt.prediction.weights import unseen
 from lightning_topt.schedules.schedules import lag_of
+from lightning_topt.weight_prediction.weights import unseen
 
 
 @dataclass(eq=False)

@@ -30,10 +30,10 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_topt.prediction.rule import Prediction, StagePrediction
-from lightning_topt.prediction.rules import default_prediction
-from lightning_topt.prediction.weights import unseen
 from lightning_topt.schedules.staleness import Staleness, running_staleness
+from lightning_topt.weight_prediction.rule import Prediction, StagePrediction
+from lightning_topt.weight_prediction.rules import default_prediction
+from lightning_topt.weight_prediction.weights import unseen
 
 _KEPT = 16  # times the stages and the lag per hop: more than staleness looks back
 Group = dict[str, Any]  # all entries of a parameter group but "params"

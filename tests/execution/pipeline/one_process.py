@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from lightning_topt.prediction import StagePrediction
-from lightning_topt.prediction.weights import unseen
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, lag_of
+from lightning_topt.weight_prediction import StagePrediction
+from lightning_topt.weight_prediction.weights import unseen
 from tests.continuous_segments import SegmentTwin
 from tests.execution.pipeline.continuous_training import Case, Outcome
 from tests.execution.pipeline.stage_models import Plain, cut, make

@@ -17,7 +17,7 @@ from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan
 from tests.launch import run_ranks
-from tests.prediction.test_simulators import (
+from tests.weight_prediction.test_simulators import (
     assert_equal_training,
     by_definition,
     make_batches,
@@ -27,7 +27,7 @@ from tests.prediction.test_simulators import (
 )
 
 # Each rule, and each optimizer with rules of either kind. All pairs:
-# tests/prediction/test_simulators.py.
+# tests/weight_prediction/test_simulators.py.
 OF_THREE = [("Adam", "multistep"), ("SGD", "stash"), ("Adam", "spectrain")]
 OF_FOUR = [*(("SGD", "none"), ("Adam", "stash")), *(("AdamW", "pipeoptim"), ("NAdam", "nesterov"))]
 

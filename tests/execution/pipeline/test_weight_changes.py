@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_topt.execution.pipeline.stage_weights import holding
-from lightning_topt.prediction.weights import unseen
+from lightning_topt.weight_prediction.weights import unseen
 
 
 class Views(nn.Module):

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from lightning_topt.prediction import Prediction, StagePrediction
 from lightning_topt.schedules.schedules import continuous_schedule
 from lightning_topt.schedules.staleness import staleness
+from lightning_topt.weight_prediction import Prediction, StagePrediction
 
 SHAPES = ((3, 4), (5,), (), (2, 3, 2))
 # called inside each pass with its kind, minibatch and the rule

@@ -391,7 +391,7 @@ def _bias_corrections(step: Hyperparameters, count: int) -> tuple[float, float]:
 def keep_and_move(moments: Moments, copies: Sequence[Tensor], move: Move) -> None:
     """Copy the parameters into `copies`, of the same shapes, and move them in place."""
     if _suits_kernels(moments):
-        kernels = importlib.import_module("lightning_topt.prediction.move_kernels")
+        kernels = importlib.import_module("lightning_topt.weight_prediction.move_kernels")
         columns = (
             moments.parameters,
             moments.first,

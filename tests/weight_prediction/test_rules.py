@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_topt.prediction import (
+from lightning_topt.schedules.staleness import Staleness
+from lightning_topt.weight_prediction import (
     PREDICTIONS,
     default_prediction,
     make_prediction,
     prediction_to_value,
     why_not_measured,
 )
-from lightning_topt.schedules.staleness import Staleness
-from tests.prediction.stage_walk import (
+from tests.weight_prediction.stage_walk import (
     gradients,
     make_optimizer,
     make_parameters,
@@ -214,7 +214,7 @@ def test_parameters_that_were_never_updated_are_not_predicted(rule):
 
 
 def test_large_parameters_are_predicted_in_chunks(monkeypatch):
-    from lightning_topt.prediction import weights
+    from lightning_topt.weight_prediction import weights
 
     whole = predicted("multistep", *trained(optim.Adam, {}, **ADAM), count=2)
     monkeypatch.setattr(weights, "CHUNK_BYTES", 50)
@@ -306,7 +306,7 @@ def test_graphs_in_flight_keep_the_version_of_their_forward_pass():
 
 
 def test_feedback_by_pieces_is_that_of_whole_tensors(monkeypatch):
-    from lightning_topt.prediction import weights
+    from lightning_topt.weight_prediction import weights
 
     expected = walked(FEEDBACK, make_parameters())
     monkeypatch.setattr(weights, "CACHE_BYTES", 12)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from lightning_topt.optim.local_step import install_local_step
+from lightning_topt.optim.shard_step import install_local_step
 from tests.launch import run_ranks
 
 # What torch's foreach and fused forms refuse for a mixture of plain tensors and DTensors, and

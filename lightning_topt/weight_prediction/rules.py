@@ -28,14 +28,15 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_choice, check_whole
-from lightning_topt.prediction.rule import (
+from lightning_topt.schedules.staleness import Staleness
+from lightning_topt.weight_prediction.rule import (
     Prediction,
     Rates,
     StagePlace,
     StagePrediction,
     Traffic,
 )
-from lightning_topt.prediction.weights import (
+from lightning_topt.weight_prediction.weights import (
     COPY,
     KNOWN,
     Hyperparameters,
@@ -59,7 +60,6 @@ from lightning_topt.prediction.weights import (
     unseen,
     updates_without_gradients,
 )
-from lightning_topt.schedules.staleness import Staleness
 
 
 class Default(NamedTuple):

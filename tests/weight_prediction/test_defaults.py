@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from benchmarks.pipelines import weight_prediction as harness
-from lightning_topt.prediction import DEFAULTS, Default, Prediction, make_prediction
+from lightning_topt.weight_prediction import DEFAULTS, Default, Prediction, make_prediction
 
 ROWS = [pytest.param(row, id=f"{row.optimizer}-{row.is_cut}-{row.missing}") for row in DEFAULTS]
 

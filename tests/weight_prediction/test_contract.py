@@ -7,10 +7,10 @@ import functools
 import pytest
 import torch
 
-from lightning_topt.prediction import PREDICTIONS, Prediction, TwoVersions
-from lightning_topt.prediction.weights import num_bytes
 from lightning_topt.schedules.staleness import Staleness
-from tests.prediction.stage_walk import (
+from lightning_topt.weight_prediction import PREDICTIONS, Prediction, TwoVersions
+from lightning_topt.weight_prediction.weights import num_bytes
+from tests.weight_prediction.stage_walk import (
     gradients,
     make_optimizer,
     make_parameters,

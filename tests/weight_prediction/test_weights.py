@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_topt.prediction import weights
-from lightning_topt.prediction.weights import (
+from lightning_topt.weight_prediction import weights
+from lightning_topt.weight_prediction.weights import (
     AdamStep,
     Moments,
     SGDMove,
@@ -65,7 +65,7 @@ def test_kernels_move_as_torch_does(monkeypatch, move, dtype):
 def test_what_kernels_cannot_do_is_moved_by_torch(monkeypatch, reason):
     monkeypatch.setattr(weights, "KERNEL_BYTES", 1 << 30 if reason == "few" else 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64 if reason == "threads" else 1)
-    monkeypatch.setattr("lightning_topt.prediction.move_kernels.keep_and_move", None)
+    monkeypatch.setattr("lightning_topt.weight_prediction.move_kernels.keep_and_move", None)
     move = MOVES[2]
     given, expected = (
         moments(move, torch.bfloat16 if reason == "dtype" else torch.float32) for _ in range(2)

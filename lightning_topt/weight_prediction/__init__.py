@@ -4,8 +4,8 @@
 work on a stage, and ``with stage_prediction.forward(...):`` a pass finds its weights in place.
 """
 
-from lightning_topt.prediction.rule import Prediction, Rates, StagePrediction
-from lightning_topt.prediction.rules import (
+from lightning_topt.weight_prediction.rule import Prediction, Rates, StagePrediction
+from lightning_topt.weight_prediction.rules import (
     DEFAULTS,
     PREDICTIONS,
     Default,

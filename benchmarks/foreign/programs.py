@@ -44,7 +44,8 @@ HEAD = f"""# Programs that nobody wrote for this package
 `python -m benchmarks.foreign.programs`: every program of `tests/foreign` runs {STEPS} batches on 2
 gloo ranks, under Lightning's `ddp` and under each strategy. Equal: losses, the whole state and all
 calls of user code are those of `ddp`, to the last bit where ranks compute as it does. Refused: one
-sentence on all ranks, before a step runs. `test_once.py` lists those that are refused.
+sentence on all ranks, before a step runs. `test_once.py` lists those that are refused,
+those that note the machinery of shards itself, and the one of which `ddp` is no oracle.
 
 """
 

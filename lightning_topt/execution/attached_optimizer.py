@@ -38,7 +38,7 @@ from lightning_topt.execution.stored_states import StoredOptimizer, chunks_of, r
 from lightning_topt.optim.full_state import laid_out, parameters_of
 from lightning_topt.optim.parallel_step import ParallelStep
 from lightning_topt.optim.pieces import Piece, num_rows
-from lightning_topt.optim.shard_step import install_local_step
+from lightning_topt.optim.shard_step import as_dtensor, install_local_step
 from lightning_topt.optim.update_rule import (
     ELEMENTWISE,
     UnsplittableOptimizer,
@@ -333,22 +333,11 @@ class _HostShard:
             return _to_host(value)
         return cls(
             value.to_local().cpu(),
-            _as_dtensor(torch.empty_like(value.to_local(), device="meta"), value),
+            as_dtensor(torch.empty_like(value.to_local(), device="meta"), value),
         )
 
     def placed(self) -> DTensor:
-        return _as_dtensor(self.local.to(self.like.device_mesh.device_type), self.like)
-
-
-def _as_dtensor(local: Tensor, like: DTensor) -> DTensor:
-    return DTensor.from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+        return as_dtensor(self.local.to(self.like.device_mesh.device_type), self.like)
 
 
 def _as_rows(value: object, piece: Piece, shape: torch.Size, split: SplitTensor | None) -> Any:

@@ -167,16 +167,21 @@ def _as_shards(local: State, before: State, parameter: Tensor, key: Tensor) -> S
             return value
         if isinstance(known, DTensor) and known._local_tensor is value:
             return known
-        return DTensor.from_local(
-            value,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        return as_dtensor(value, parameter)
 
     return {name: placed(name, value) for name, value in local.items()}
+
+
+def as_dtensor(local: Tensor, like: DTensor) -> DTensor:
+    """Return `local` as this rank's shard of a tensor that is placed as `like` is."""
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
 
 
 # ---- rules of full parameters: one owner for each

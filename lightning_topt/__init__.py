@@ -15,7 +15,7 @@ Importing this package registers the strategy names ``"topt"``, ``"topt_compress
 
 from typing import TYPE_CHECKING
 
-from lightning_topt.basics.lazy_names import lazy_names
+from lightning_topt.basics import lazy_names
 from lightning_topt.plugins.register import register_strategies as register_strategies
 from topt_console import __version__ as __version__
 

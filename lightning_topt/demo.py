@@ -24,6 +24,7 @@ from torchmetrics import MeanMetric
 from lightning_topt.basics.argument_checks import check_whole
 
 VOCABULARY = 256
+VALIDATION = 0.1  # share of the files
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
 
 
@@ -195,17 +196,13 @@ class ByteSequences(Dataset[Tensor]):
 class StdlibBytesDataModule(pl.LightningDataModule):
     """Source files of the running Python's standard library, for training and validation.
 
-    Installed packages and test folders are left out. Files are ordered by the SHA-256 of their
-    path, and the first `val_fraction` of that order's range is for validation. So the split of a
-    file depends on its path alone.
+    Installed packages and test folders are left out. A tenth of the files, by the SHA-256 of their
+    paths, is for validation.
 
     Args:
         seq_len: S.
         batch_size: sequences per rank.
-        val_fraction: share of files for validation.
         max_bytes: use only so many bytes of the files; None uses all.
-        num_workers: of each DataLoader.
-        root: folder to read instead of the standard library's.
 
     Raises:
         ValueError: for sizes that are none; in `setup`, when there is too little text for one
@@ -213,35 +210,25 @@ class StdlibBytesDataModule(pl.LightningDataModule):
     """
 
     def __init__(
-        self,
-        seq_len: int = 128,
-        batch_size: int = 8,
-        *,
-        val_fraction: float = 0.1,
-        max_bytes: int | None = None,
-        num_workers: int = 0,
-        root: str | None = None,
+        self, seq_len: int = 128, batch_size: int = 8, *, max_bytes: int | None = None
     ) -> None:
         super().__init__()
         self.seq_len = check_whole(seq_len, name="seq_len")
         self.batch_size = check_whole(batch_size, name="batch_size")
-        self.num_workers = check_whole(num_workers, name="num_workers", least=0)
-        self.val_fraction, self.max_bytes = val_fraction, max_bytes
-        self.root = Path(root or sysconfig.get_path("stdlib"))
-        self.train_data = ByteSequences(b"", seq_len)
-        self.val_data = ByteSequences(b"", seq_len)
+        self.max_bytes = max_bytes
+        self.train_data = self.val_data = ByteSequences(b"", seq_len)
 
     def setup(self, stage: str | None = None) -> None:
         """Read the files."""
-        train_files, val_files = split_files(self.root, val_fraction=self.val_fraction)
-        # validation reads its share of the limit
+        root = Path(sysconfig.get_path("stdlib"))
+        train_files, val_files = split_files(root)
         limit = self.max_bytes
+        val_limit = None if limit is None else int(limit * VALIDATION)
         self.train_data = ByteSequences(read_files(train_files, limit=limit), self.seq_len)
-        val_limit = None if limit is None else int(limit * self.val_fraction)
         self.val_data = ByteSequences(read_files(val_files, limit=val_limit), self.seq_len)
         if len(self.train_data) < self.batch_size or not len(self.val_data):
             raise ValueError(
-                f"{self.root} gives {len(self.train_data)} training and {len(self.val_data)} "
+                f"{root} gives {len(self.train_data)} training and {len(self.val_data)} "
                 f"validation sequences of {self.seq_len} bytes, less than a batch; raise "
                 "max_bytes, or lower seq_len or batch_size"
             )
@@ -249,38 +236,32 @@ class StdlibBytesDataModule(pl.LightningDataModule):
     def train_dataloader(self) -> DataLoader[Tensor]:
         """Return the training batches, shuffled; the last partial batch is dropped."""
         return DataLoader(
-            self.train_data,
-            batch_size=self.batch_size,
-            shuffle=True,
-            drop_last=True,
-            num_workers=self.num_workers,
+            self.train_data, batch_size=self.batch_size, shuffle=True, drop_last=True
         )
 
     def val_dataloader(self) -> DataLoader[Tensor]:
         """Return the validation batches, in order."""
-        return DataLoader(self.val_data, batch_size=self.batch_size, num_workers=self.num_workers)
+        return DataLoader(self.val_data, batch_size=self.batch_size)
 
 
-def split_files(root: Path, *, val_fraction: float) -> tuple[list[Path], list[Path]]:
+def split_files(root: Path) -> tuple[list[Path], list[Path]]:
     """Return (training, validation) source files under `root`.
 
-    Both are in the order of the hashes of their relative paths.
+    Both are in the order of the hashes of their relative paths, on which alone the split depends.
     """
-    keyed = []
+    hashed = []
     for folder, subfolders, names in os.walk(root):
         # in place: `os.walk` does not enter the others
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
-        relative = Path(folder).relative_to(root).as_posix()
-        for name in names:
-            if name.endswith(".py"):
-                key = name if relative == "." else f"{relative}/{name}"
-                keyed.append((hashlib.sha256(key.encode()).digest(), Path(folder) / name))
-    keyed.sort()
+        for path in (Path(folder, name) for name in names if name.endswith(".py")):
+            relative = path.relative_to(root).as_posix()
+            hashed.append((hashlib.sha256(relative.encode()).digest(), path))
+    hashed.sort()
     # the first 32 bits of a hash, as a share of their range
-    bound = int(val_fraction * 2**32)
-    is_val = [int.from_bytes(digest[:4], "big") < bound for digest, _ in keyed]
-    train = [path for (_, path), val in zip(keyed, is_val, strict=True) if not val]
-    return train, [path for (_, path), val in zip(keyed, is_val, strict=True) if val]
+    bound = int(VALIDATION * 2**32)
+    is_val = [int.from_bytes(digest[:4], "big") < bound for digest, _ in hashed]
+    train = [path for (_, path), val in zip(hashed, is_val, strict=True) if not val]
+    return train, [path for (_, path), val in zip(hashed, is_val, strict=True) if val]
 
 
 def read_files(files: list[Path], *, limit: int | None) -> bytes:
@@ -290,4 +271,4 @@ def read_files(files: list[Path], *, limit: int | None) -> bytes:
         if limit is not None and len(data) >= limit:
             break
         data += path.read_bytes()
-    return bytes(data if limit is None else data[:limit])
+    return bytes(data[:limit])

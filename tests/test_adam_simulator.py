@@ -4,15 +4,12 @@ ones.
 
 from __future__ import annotations
 
-import copy
-
 import numpy as np
 import pytest
 import torch
 
 from benchmarks.exchange import adam_simulator
-from benchmarks.exchange.adam_simulator import AdamW, Model, Text, batched_losses, gradients
-from lightning_topt.demo import ByteGPT
+from benchmarks.exchange.adam_simulator import Model, Text, batched_losses, gradients
 
 MODEL = Model(layers=1, hidden=16, heads=2, seq_len=8)
 
@@ -48,26 +45,6 @@ def test_every_replica_has_the_loss_and_gradient_of_its_module(text):
         named = MODEL.named(found[replica : replica + 1])
         for name, parameter in module.named_parameters():
             torch.testing.assert_close(named[name][0], parameter.grad, rtol=1e-4, atol=1e-6)
-
-
-def test_the_optimizer_is_torchs():
-    module = MODEL.module(0)
-    twin = torch.optim.AdamW(copy.deepcopy(list(module.parameters())), lr=1.0)
-    groups = ByteGPT.configure_optimizers(module)["optimizer"].param_groups
-    rows = MODEL.initial(0).unsqueeze(0).repeat(2, 1)
-    own = AdamW(rows, torch.tensor([1e-2, 2e-2]), decayed=MODEL.matrix_numel)
-    parameters = dict(module.named_parameters())
-    twin = torch.optim.AdamW([{**g, "lr": 2e-2} for g in groups], lr=2e-2, betas=groups[0]["betas"])
-    for step in range(3):
-        gradient = torch.randn(2, MODEL.padded, generator=torch.Generator().manual_seed(step))
-        own.step(rows, gradient, share=1.0)
-        for name, value in MODEL.named(gradient[1:]).items():
-            parameters[name].grad = value[0]
-        for group in twin.param_groups:
-            group["lr"] = 2e-2
-        twin.step()
-    for name, value in MODEL.named(rows[1:]).items():
-        torch.testing.assert_close(value[0], parameters[name].detach(), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(

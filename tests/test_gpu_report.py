@@ -12,29 +12,10 @@ import pytest
 import torch
 
 from benchmarks.gpu_report.__main__ import Part, run
-from benchmarks.gpu_report.reporting import Report, read_lines, summarize
+from benchmarks.gpu_report.reporting import read_lines
 from tests.preloaded import preloaded_python
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def report(tmp_path: Path) -> Report:
-    return Report("part", tmp_path / "lines.jsonl", CPU, True, 10.0)
-
-
-def test_an_exception_is_a_line_with_what_was_known(report: Report) -> None:
-    with report.attempt("fails", size=3) as row:
-        row["half"] = float("nan")
-        raise RuntimeError("out of\nmemory | here")
-    with report.attempt("works"):
-        pass
-    failure, row = read_lines(report.path)
-    assert (failure["kind"], failure["size"], failure["half"]) == ("failure", 3, "nan")
-    assert "out of" in failure["error"] and "test_gpu_report" in "".join(failure["traceback"])
-    assert (row["kind"], row["name"]) == ("row", "works")
-    summary = summarize(read_lines(report.path))
-    assert "- part: fails: RuntimeError: out of memory | here" in summary.splitlines()
 
 
 def test_a_part_that_does_not_end_is_ended_and_the_next_runs(

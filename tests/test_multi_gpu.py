@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from benchmarks.gpu_report.reporting import Report, read_lines
-from benchmarks.multi_gpu.collectives import OPS, call_of
 from benchmarks.multi_gpu.job import Job
 from tests.launch import run_ranks
 
@@ -43,13 +42,3 @@ def test_a_case_that_hangs_or_fails_is_a_line_and_the_next_runs_go_on(tmp_path: 
     assert failures["hangs, rank 1"] == "TimeoutError: not done in 1 s"
     assert failures["fails, rank 1"] == "ValueError: so it does"
     assert [line["name"] for line in lines if line["kind"] == "begun"] == CASES
-
-
-def sums(rank: int) -> list[float]:
-    job = Job(Report("part", Path("none"), torch.device("cpu"), True, 60.0), rank, 2)
-    return [job.seconds_of(call_of(op, 4096, job)) for op in OPS]
-
-
-def test_collectives_are_timed_on_all_ranks_alike() -> None:
-    one, other = run_ranks(sums, 2)
-    assert one == other and all(0 < seconds < 1 for seconds in one)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from dataclasses import dataclass
 
-from lightning_topt.basics.once import once_per_object
+from lightning_topt.basics import once_per_object
 
 
 @dataclass(frozen=True)

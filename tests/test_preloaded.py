@@ -4,14 +4,10 @@ and how they end.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -88,32 +84,6 @@ def test_a_program_may_find_this_package_imported():
     )
 
 
-def test_an_isolated_process_has_none_of_the_libraries():
-    code = "import sys; print(sys.flags.isolated, sys.flags.no_site, 'torch' in sys.modules)"
-    assert run(preloaded_python(), "-I", "-S", "-c", code).stdout == "1 1 False\n"
-
-
-def test_warnings_are_filtered_as_told():
-    result = run(
-        preloaded_python(),
-        "-Werror::FutureWarning",
-        "-c",
-        "import warnings; warnings.warn('x', FutureWarning)",
-    )
-    assert result.returncode == 1 and "FutureWarning: x" in result.stderr.splitlines()[-1]
-
-
-def test_errors_and_signals_end_it_as_they_end_python():
-    result = run(preloaded_python(), "-c", "import atexit; atexit.register(print, 'bye'); 1 / 0")
-    assert (
-        result.returncode == 1 and result.stdout == "bye\n" and "ZeroDivisionError" in result.stderr
-    )
-    assert (
-        run(preloaded_python(), "-c", "import os; os.kill(os.getpid(), 9)").returncode
-        == -signal.SIGKILL
-    )
-
-
 THREAD = """
 import atexit, sys, threading, time
 
@@ -128,7 +98,7 @@ sys.exit({code})
 """
 
 
-@pytest.mark.parametrize("code", ["", "259", "-1", "'a word'"])
+@pytest.mark.parametrize("code", ["", "259"])
 def test_it_ends_as_python_does(code):
     ours, pythons = (
         run(python, "-c", THREAD.format(code=code))
@@ -142,14 +112,7 @@ def test_it_ends_as_python_does(code):
     )
 
 
-def test_an_error_in_an_exit_function_is_told_and_one_of_the_program_goes_before():
-    code = "import atexit; atexit.register(lambda: 1 / 0); print('x'); nothing"
-    result = run(preloaded_python(), "-c", code)
-    assert result.returncode == 1 and result.stdout == "x\n"
-    assert result.stderr.index("NameError") < result.stderr.index("ZeroDivisionError")
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGKILL])
 def test_who_kills_the_process_kills_the_program(number):
     command = [
         preloaded_python(),
@@ -162,33 +125,3 @@ def test_who_kills_the_process_kills_the_program(number):
         process.send_signal(number)
         assert process.wait(timeout=20) == -number
     assert wait_for_end(program)
-
-
-def ask_a_server(tmp_path, search_path):
-    """Start a server, connect, and return its process once it forked or ended."""
-    address = tmp_path / "server"
-    command = [sys.executable, "-S", preloaded.__file__, address, "unused"]  # no site-packages
-    server = subprocess.Popen(
-        [*command, json.dumps(search_path)],
-        env={"PYTHONPATH": str(tmp_path), "HOME": str(tmp_path)},
-        stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    end = time.monotonic() + 30
-    while not address.exists() and time.monotonic() < end:
-        time.sleep(0.01)
-    # it may end at any moment of this
-    with socket.socket(socket.AF_UNIX) as client, contextlib.suppress(ConnectionError):
-        client.connect(str(address))
-        socket.send_fds(client, [(0).to_bytes(8, "big")], [])
-        client.settimeout(60)
-        client.recv(4)
-    return server
-
-
-def test_a_library_that_is_missing_ends_the_server_with_its_error(tmp_path):
-    (tmp_path / "torch.py").write_text("raise ImportError('no such thing here')")
-    server = ask_a_server(tmp_path, [])
-    assert "no such thing here" in server.communicate(timeout=30)[1]
-    assert server.returncode == 1

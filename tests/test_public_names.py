@@ -8,12 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGES = (
-    "lightning_topt",
-    "lightning_topt.communication",
-    "lightning_topt.communication.bounded_loss",
-    "lightning_topt.optim",
-)
+PACKAGES = ("lightning_topt", "lightning_topt.communication")
 
 
 @pytest.mark.parametrize("name", PACKAGES)

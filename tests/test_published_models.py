@@ -11,12 +11,10 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-from benchmarks.common import PUBLISHED_MODELS, ROOT
+from benchmarks.common import PUBLISHED_MODELS
 from examples.hugging_face import (
     HuggingFaceModel,
     RandomInputs,
-    model_class,
-    read_config,
 )
 from lightning_topt.graph.module_copy import build_on_meta, is_on_meta
 from tests.test_conf import composed
@@ -80,11 +78,6 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 
-def test_every_model_is_checked() -> None:
-    files = (ROOT / "examples" / "conf" / "model").glob("*.yaml")
-    assert {path.stem for path in files} - {"hf"} == {*BILLIONS}
-
-
 @pytest.mark.parametrize("name", BILLIONS)
 def test_models_are_as_large_as_they_are_known(name: str) -> None:
     config = composed("plan", PUBLISHED_MODELS, f"model={name}")
@@ -126,29 +119,3 @@ def test_the_command_line_takes_a_file(tmp_path: Path) -> None:
     )
     assert instantiate(config.data).samples[0]["input_ids"].shape == (16,)
     assert isinstance(instantiate(config.model), HuggingFaceModel)
-
-
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        ("nowhere/config.json", "cannot read 'nowhere/config.json': No such file"),
-        ({"model_type": "lama"}, "model_type='lama' is no architecture"),
-        ({**TINY["llama"], "architectures": ["LlamaForDancing"]}, "has no class 'LlamaForDancing'"),
-        ({"model_type": "hubert"}, "neither a language model nor a classifier of pictures"),
-    ],
-)
-def test_wrong_configurations_are_one_sentence(config: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        model_class(read_config(config))
-
-
-def test_a_class_without_a_loss_is_named() -> None:
-    model = HuggingFaceModel({**TINY["llama"], "architectures": ["LlamaModel"]})
-    with pytest.raises(ValueError, match="LlamaModel computes no loss: name a class"):
-        model.training_step({"input_ids": torch.zeros(1, 4, dtype=torch.long)}, 0)
-
-
-def test_inputs_that_are_neither_tokens_nor_pictures_are_refused() -> None:
-    config = {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]}
-    with pytest.raises(ValueError, match="takes input_features: give data of your own"):
-        RandomInputs(config)

@@ -15,8 +15,6 @@ from benchmarks.prediction.repeated_blocks import repeat_blocks
 from benchmarks.prediction.run_prices import (
     RunPrices,
     captured_step,
-    difference_of,
-    fit_runs,
     sizes_of,
 )
 from benchmarks.prediction.training_runs import (
@@ -29,7 +27,6 @@ from benchmarks.prediction.training_runs import (
 )
 from hydra_plugins.lightning_topt_searchpath import conf_dir
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.compute import roofline_seconds
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.frontier.stage_search import StagePoint
 from lightning_topt.plan.stage_blocks import StageBlocks
@@ -142,51 +139,6 @@ def test_constants_are_fitted_to_another_file(predict, tmp_path):
     )
 
 
-def test_a_fit_says_how_far_pairs_of_plans_and_peaks_are_off(predict, tmp_path):
-    columns = "model,gpus,tp,pp,dp,seq,mbs,gbs,sharding,step_seconds,memory_gib\n"
-    plans = [
-        "mpt-1b,8,1,1,8,2048,4,32,FULL_SHARD,0.20,20\n",
-        "mpt-1b,8,1,1,8,2048,4,32,ZeRO-1,0.21,24\n",
-        "mpt-1b,8,2,1,4,2048,4,32,ZeRO-1,0.24,\n",
-    ]
-    runs, saved, out = (tmp_path / name for name in ("runs.csv", "cluster.yaml", "out.csv"))
-    runs.write_text(columns + "".join(plans))
-    given = "--cluster", "h100_2x8", "--calibrate-on", runs, "--save-cluster", saved
-    code, _ = predict(runs, *given, "--out", out)
-    accuracy = Cluster.load(saved).accuracy
-    assert code == 0 and accuracy.difference.runs <= 3
-    assert accuracy.bytes.runs == 2 and accuracy.bytes.above is not None
-    assert accuracy.bytes_domain.sizes["devices"] == (8.0, 8.0)
-    assert accuracy.bytes_domain.techniques == ("flash attention", "model mpt", "sharded")
-    rows = [*csv.DictReader(out.open())]
-    for row in rows:
-        low, high = (float(row[f"predicted_peak_bytes_{end}"]) for end in ("low", "high"))
-        assert low * high == pytest.approx(float(row["predicted_peak_bytes"]) ** 2)
-
-
-def test_differences_of_pairs_by_hand():
-    """What is common to a job's runs does not count; runs far apart and alone do not."""
-    runs = [changed(SMALL, seconds=seconds) for seconds in (1.0, 1.1)]
-    other = changed(SMALL, seconds=3.0, batch=2 * SMALL.batch)
-    assert difference_of([*runs, other], [2.0, 2.2, 3.0]).p90 == pytest.approx(0, abs=1e-9)
-    found = difference_of([*runs, other], [2.0, 2.0, 3.0])
-    assert found.runs == 1 and found.median == pytest.approx(0.1)
-    assert difference_of(runs, [2.0, 2.6]) is None, "predicted more than 25 % apart"
-    assert difference_of([runs[0], other], [1.0, 1.0]) is None
-    assert difference_of([changed(SMALL, seconds=None)] * 2, [1.0, 1.0]) is None
-
-
-def test_a_fit_never_learns_a_row():
-    """Rows that cannot be told apart by what is known of them get one time, whatever was
-    measured.
-    """
-    predicted = RunPrices(cluster("a100_8x8")).step_seconds(SMALL)
-    fitted = fit_runs(
-        cluster("a100_8x8"), [changed(SMALL, seconds=factor * predicted) for factor in (1.0, 1.44)]
-    )
-    assert 1.05 * predicted < RunPrices(fitted.cluster).step_seconds(SMALL) < 1.4 * predicted
-
-
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_repeated_blocks_are_the_model_of_that_depth(tensor):
     """Five layers from three of them, against five that were captured; with the head's tied weights
@@ -263,78 +215,6 @@ def test_published_tables_are_read(tmp_path, predict):
     found = [*csv.DictReader(out.open())]
     assert all(0.05 < float(row["predicted_seconds"]) < 20 for row in found)
     assert all(1e8 < float(row["predicted_peak_bytes"]) < 90e9 for row in found)
-
-
-LLAMA = TrainingRun(
-    8,
-    8,
-    1,
-    64,
-    ModelSizes("llama", 64, 6, 4, 4, 256, 512),
-    tensor=4,
-    data=2,
-    sequence_parallel=True,
-)
-
-
-def test_exchanges_run_beside_products():
-    """A pass loses what its products and its gathers and scatters have in common, but one part."""
-    machines = cluster("h100_2x8")
-    machines = replace(machines, device=replace(machines.device, launch_seconds=0.0))
-    known = captured_step(sizes_of(LLAMA, layers=3))
-    plain = replace(known.base, cluster=machines)
-    beside = replace(plain, tensor_overlap=True)
-    for direction in (0, 1):
-        products = exchanges = 0.0
-        for op in plain.graph.ops:
-            for kernel in (op.forward, op.backward)[direction] if op.block == "layers.1" else ():
-                found = plain.shown(kernel)
-                if found is not None:
-                    name, size, axis = found
-                    assert name in ("all_gather", "reduce_scatter")
-                    each = plain.collective_seconds(name, size, axes=[axis])
-                    exchanges += kernel.count * each
-                elif ".mm" in kernel.name:
-                    products += kernel.count * roofline_seconds(
-                        kernel, batch_size=plain.batch_size, device=machines.device
-                    )
-        saved = (plain.compute["layers.1"] - beside.compute["layers.1"])[direction].sum()
-        assert saved == pytest.approx(min(products, exchanges) * 3 / 4) and saved > 0
-    runs = LLAMA, replace(LLAMA, tensor_overlap=True), replace(LLAMA, level=3)
-    times = [RunPrices(machines).step_seconds(run) for run in runs]
-    assert times[1] < times[0]
-    sharded = RunPrices(machines).step_seconds(replace(runs[2], tensor_overlap=True))
-    assert sharded < times[2]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"pipeline": 2, "gpus": 2, "batch": 8}, {"level": 3, "data": 2, "gpus": 2}],
-    ids=["one rank", "stages", "ZeRO-3"],
-)
-def test_activations_wait_in_the_host(changes):
-    run = replace(LLAMA, tensor=1, data=1, gpus=1, sequence_parallel=False, sequence=512)
-    run = replace(run, recompute=RunsAgain(), **changes)
-    machines = cluster("h100_2x8")
-
-    def price(bandwidth: float, **of_run):
-        device = replace(machines.device, host_bandwidth=bandwidth)
-        return RunPrices(replace(machines, device=device)).price(replace(run, **of_run))
-
-    plain, again = price(1.0), price(1.0, recompute=RunsAgain(1.0))
-    # a host that is fast costs nothing, and saves what recomputation saves, but for one layer
-    fast = price(1e15, offload=True)
-    assert fast.step_seconds == pytest.approx(plain.step_seconds)
-    layer = fast.peak_bytes - again.peak_bytes
-    layers = run.model.layers / run.pipeline
-    held = run.pipeline if run.level == 0 else 1  # microbatches of the first stage
-    saved = (plain.peak_bytes - again.peak_bytes) / layer
-    assert 0.85 * (held * layers - 1) < saved < 1.05 * held * layers
-    # a slow one is all that counts: both ways of every microbatch, and of those that fill stages
-    slow = [price(bandwidth, offload=True).step_seconds for bandwidth in (1e3, 5e2)]
-    passes = run.num_microbatches + run.pipeline - 1
-    assert slow[1] - slow[0] == pytest.approx(passes * 2 * layers * layer / 1e3)
-    assert slow[1] == pytest.approx(2 * slow[0], rel=1e-3)
 
 
 def test_errors_of_the_shipped_constants_are_those_of_the_results():

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from benchmarks.exchange import quality
-from benchmarks.exchange.quality import read_ways
 from lightning_topt.plan.step_factors import StepTable, own_file
 from tests.forked_command import Ended, finished, forked
 
@@ -22,7 +21,7 @@ def rows(samples, seed):
     x = torch.randn(samples, 6, generator=generator)
     return TensorDataset(x, x @ torch.arange(1.0, 7.0).view(6, 1))
 
-class Net(L.LightningModule):
+class Validated(L.LightningModule):
     def __init__(self, lr=0.02):
         super().__init__()
         self.lr, self.layer = lr, torch.nn.Linear(6, 1)
@@ -37,15 +36,8 @@ class Net(L.LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
-class Validated(Net):
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.loss(batch))
-
-class Fails(Net):
-    def training_step(self, batch, batch_idx):
-        if type(self.trainer.strategy).__name__ == "LocalStepsStrategy":
-            raise RuntimeError("not this way")
-        return super().training_step(batch, batch_idx)
 
 class Rows(L.LightningDataModule):
     def train_dataloader(self):
@@ -54,7 +46,6 @@ class Rows(L.LightningDataModule):
     def val_dataloader(self):
         return DataLoader(rows(16, 1), batch_size=8)
 """
-FOLDER = "--folder", "run"
 
 
 def measured(folder, *words: str) -> Ended:
@@ -62,21 +53,22 @@ def measured(folder, *words: str) -> Ended:
 
     def main() -> None:
         sys.path.append(str(folder))
-        sys.argv = ["quality", *words, *FOLDER]
+        sys.argv = ["quality", *words, "--folder", "run"]
         quality.main()
 
     return forked(main, folder=folder)[0]
 
 
-def on_mine(module: str, *overrides: str) -> tuple[str, ...]:
-    data = "data=own", "data._target_=mine.Rows"
-    return "--overrides", *data, "model=own", f"model._target_=mine.{module}", *overrides
+OVERRIDES = (
+    *("--overrides", "data=own", "data._target_=mine.Rows"),
+    *("model=own", "model._target_=mine.Validated"),
+)
 
 
 def test_factors_of_ways_are_kept_and_runs_not_made_twice(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     few = "{method:topk,density:0.01,error_feedback:false,warmup_steps:0}"
-    words = "bf16", few, "--steps", "20", *on_mine("Validated")
+    words = "bf16", few, "--steps", "20", *OVERRIDES
     output = finished(measured(tmp_path, *words))
     model = "Validated of 7 parameters"
     rows = {row.method: row for row in StepTable.read(own_file()).rows}
@@ -102,51 +94,3 @@ def test_factors_of_ways_are_kept_and_runs_not_made_twice(tmp_path, monkeypatch)
     again = finished(measured(tmp_path, *words))
     assert json.loads((tmp_path / "run" / "quality.json").read_text())["runs"] == runs
     assert "a dense run takes" in output and "a dense run takes" not in again
-
-
-def test_training_loss_rates_and_a_way_that_fails(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
-    ways = "bf16", "{method:local_steps,every:4}", "{method:local_steps,every:50}"
-    rates = "--rates", "0.02", "1e20", "--rate-option", "model.lr"
-    lengths = "--steps", "20", "--seeds", "1", "--check-every", "2"
-    mine = on_mine("Fails", "+model.lr=0.5")
-    output = finished(measured(tmp_path, *ways, *rates, *lengths, *mine))
-    assert "cannot run: RuntimeError: not this way" in output
-    assert "exchanges once in 50 steps: say --steps 100" in output
-    assert "learning rate 1e+20: lowest loss" in output
-    (row,) = StepTable.read(own_file()).rows
-    assert row.method == "bf16" and row.factors == (pytest.approx(1.0, abs=0.1),)
-
-
-def test_stale_weights_of_a_pipeline(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
-    way = "{schedule:continuous,prediction:spectrain}"
-    lengths = "--steps", "40", "--seeds", "1", "--check-every", "10"
-    model = "model.num_layers=2", "model.hidden=16", "model.num_heads=2", "model.seq_len=16"
-    sizes = "experiment=byte_lm", *model, "data.max_bytes=20000", "trainer.limit_val_batches=4"
-    output = finished(measured(tmp_path, way, *lengths, "--overrides", *sizes))
-    (row,) = StepTable.read(own_file()).rows
-    assert (row.method, row.staleness, row.prediction, row.ranks) == ("dense", 1, "spectrain", 1)
-    assert len(row.factors) == 1 and "1 missing updates by spectrain" in output
-
-
-def test_a_dense_run_that_fails_says_why(tmp_path):
-    mine = on_mine("Validated", "metric.name=accuracy")
-    status, output = measured(tmp_path, "bf16", "--steps", "20", *mine)
-    said = " ".join(output.split())
-    assert status == 2 and "validation logs no 'accuracy'" in said and "one of val_loss" in said
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        ["bf17"],
-        [{"density": 0.1}],
-        ["dense"],
-        ["bf16", {"method": "bf16"}],
-        [{"schedule": "1f1b", "prediction": "none"}],
-    ],
-)
-def test_unknown_ways_are_refused(given):
-    with pytest.raises(ValueError):
-        read_ways(given, ranks=2)

@@ -51,8 +51,8 @@ from hydra_plugins.lightning_topt_searchpath import conf_dir
 from lightning_topt.basics.argument_checks import check_choice, check_real, check_whole
 from lightning_topt.basics.own_files import made
 from lightning_topt.basics.units import format_duration, parse_seconds
+from lightning_topt.cli.calibrate import start_method
 from lightning_topt.cli.example_step import plain_value
-from lightning_topt.cli.local_processes import start_method
 from lightning_topt.communication.exchange_method import ExchangeMethod, GradientMethod, LocalMethod
 from lightning_topt.communication.method_registry import method_classes, read_method
 from lightning_topt.plan.plan_frontier import factor_words

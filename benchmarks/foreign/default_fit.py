@@ -66,7 +66,7 @@ class Net(L.LightningModule):
         if optimizer == "adamw":
             return torch.optim.AdamW(self.parameters(), lr=1e-4)
         if optimizer == "lars":
-            from lightning_topt.optim import LARS
+            from lightning_topt.optim.large_batch import LARS
             return LARS(self.parameters(), lr=1e-2, momentum=0.9)
         return torch.optim.Muon(self.parameters(), lr=1e-3)
 

@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.common import RESULTS, machine
-from lightning_topt.optim import LAMB, LARS
 from lightning_topt.optim.full_state import parameters_of
+from lightning_topt.optim.large_batch import LAMB, LARS
 from lightning_topt.optim.parallel_step import install_parallel_step
 from lightning_topt.optim.update_rule import pieces_of, update_rule
 

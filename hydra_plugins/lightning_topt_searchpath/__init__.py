@@ -15,7 +15,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-import warnings
 from pathlib import Path
 
 from hydra.core.config_search_path import ConfigSearchPath
@@ -26,15 +25,7 @@ from omegaconf import OmegaConf
 
 NAMESPACE = "topt"
 _GROUPS = ("cluster", "gradient_exchange", "optimizer_step")
-# without the namespace, until version 0.2
-_OLD_GROUPS = (*_GROUPS, "strategy", "schedule", "prediction")
-# choices of the command alone, which have no new name: what other apps say instead
-_INSTEAD = {
-    "cluster/measured": "leave it out, and the cluster is measured",
-    "optimizer_step/plain": "leave it out, and every rank does the whole optimizer step",
-    "strategy/ddp": "say trainer.strategy=ddp",
-    "strategy/single": "say trainer.devices=1",
-}
+_OF_COMMAND = ("cluster/measured", "optimizer_step/plain")  # which other apps say by no choice
 
 
 def conf_dir() -> Path:
@@ -65,10 +56,7 @@ class LightningToptSearchPath(SearchPathPlugin):
 
 
 class LightningToptConfigs(ConfigSource):
-    """The groups of our folder that other apps may use, under `NAMESPACE`.
-
-    Their old names, without it, warn.
-    """
+    """The groups of our folder that other apps may use, under `NAMESPACE`."""
 
     @staticmethod
     def scheme() -> str:
@@ -76,21 +64,10 @@ class LightningToptConfigs(ConfigSource):
         return "topt"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Return a configuration, with a warning under an old name."""
+        """Return a configuration."""
         file = self._file(config_path)
         if file is None:
             raise ConfigLoadError(f"there is no configuration {config_path!r}")
-        group = config_path.partition("/")[0]
-        if group != NAMESPACE:
-            instead = _INSTEAD.get(f"{group}/{file.stem}") or (
-                f"set the entry {group!r} of {NAMESPACE}/strategy=topt_pipeline"
-                if group in ("schedule", "prediction")
-                else f"its name is {NAMESPACE}/{group}"
-            )
-            warnings.warn(
-                f"the config group {group!r} of lightning_topt goes in version 0.2: {instead}",
-                FutureWarning,
-            )
         text = file.read_text(encoding="utf-8")
         config = OmegaConf.load(file)
         header = self._get_header_dict(text)
@@ -102,7 +79,11 @@ class LightningToptConfigs(ConfigSource):
 
     def is_group(self, config_path: str) -> bool:
         """Return whether this is the name of a group."""
-        return config_path.rstrip("/") in ("", NAMESPACE, *_OLD_GROUPS, *_namespaced())
+        return config_path.rstrip("/") in (
+            "",
+            NAMESPACE,
+            *(f"{NAMESPACE}/{group}" for group in _GROUPS),
+        )
 
     def is_config(self, config_path: str) -> bool:
         """Return whether this is the name of a configuration."""
@@ -110,7 +91,7 @@ class LightningToptConfigs(ConfigSource):
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         """Return the names of what is in a group."""
-        groups = {"": (NAMESPACE, *_OLD_GROUPS), NAMESPACE: _GROUPS}.get(config_path)
+        groups = {"": (NAMESPACE,), NAMESPACE: _GROUPS}.get(config_path)
         if groups is not None:
             return [] if results_filter == ObjectType.CONFIG else sorted(groups)
         if results_filter == ObjectType.GROUP:
@@ -118,14 +99,9 @@ class LightningToptConfigs(ConfigSource):
         files = (Path(self.path) / config_path.removeprefix(f"{NAMESPACE}/")).glob("*.yaml")
         return sorted(file.stem for file in files if self.is_config(f"{config_path}/{file.stem}"))
 
+    # the file of a configuration; None: there is none that is shared
     def _file(self, config_path: str) -> Path | None:
-        """Return the file of a configuration; None: there is none that is shared."""
-        group, _, name = config_path.removesuffix(".yaml").rpartition("/")
-        inside = f"{group.removeprefix(f'{NAMESPACE}/')}/{name}"
+        namespace, _, inside = config_path.removesuffix(".yaml").partition("/")
         file = Path(self.path) / f"{inside}.yaml"
-        known = group in _OLD_GROUPS or (group in _namespaced() and inside not in _INSTEAD)
-        return file if known and file.is_file() else None
-
-
-def _namespaced() -> tuple[str, ...]:
-    return tuple(f"{NAMESPACE}/{group}" for group in _GROUPS)
+        is_shared = inside.partition("/")[0] in _GROUPS and inside not in _OF_COMMAND
+        return file if namespace == NAMESPACE and is_shared and file.is_file() else None

@@ -1,6 +1,6 @@
 """Run a function in a copy of this process, which leaves nothing behind in this one.
 
-    found = ForkedCall(lambda: capture(module, batch)).result()
+    graph = ForkedCall(lambda: capture(module, batch)).result()
 
 The copy shares memory until one of the two writes to it, so it starts in milliseconds, whatever the
 function refers to. It has this one thread alone: the function must not use devices, process groups
@@ -14,8 +14,8 @@ A generator may ask this process for what it cannot do itself:
         said = talk.next(answer_of(said.value))
 
 An isolated copy may run code of users: it has none of the files, sockets and screens that are open
-here, writes no others, and has memory that processes share as a copy. Only what is kept for later
-processes is written from there (`writable_files`).
+here, writes no others, and has memory that processes share as a copy. Only caches for later
+processes are written from there (`writable_files`).
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class ForkedCall(Generic[T]):
 
     def result(self, *, timeout_seconds: float = 60.0) -> T:
         """Return what the function returned, or raise what it raised. Raises as `ForkedTalk`."""
-        found: T = self._talk.next(timeout_seconds=timeout_seconds).value
-        return found
+        result: T = self._talk.next(timeout_seconds=timeout_seconds).value
+        return result
 
     def kill(self) -> None:
         """End the process, if it has not ended."""

@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
 
 import hydra
 import yaml
@@ -26,21 +25,12 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 import topt_console
 from hydra_plugins.lightning_topt_searchpath import conf_dir
-from lightning_topt.basics.argument_checks import check_whole
 from lightning_topt.cli.several_clusters import as_hydra_reads
 from lightning_topt.communication.started_ranks import leave_to_rank_0, run_name, started_rank
 from topt_console.status_line import STATUS
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 _OF_ONE_RANK = ("predict", "stalls", "checkpoint")  # ranks do nothing together in these
-# whole numbers with the least and the most that they may be; Lightning itself looks at them late
-_WHOLE = {
-    "seed": (0, 2**32 - 1),
-    "trainer.max_epochs": (-1, None),
-    "trainer.max_steps": (-1, None),
-    "trainer.accumulate_grad_batches": (1, None),
-    "trainer.log_every_n_steps": (0, None),
-}
 
 
 def main() -> None:
@@ -88,9 +78,6 @@ def hydra_main(command: str, run: Callable[[DictConfig], object]) -> None:
     def task(config: DictConfig) -> object:
         nonlocal has_begun
         has_begun = True
-        for name, (least, most) in _WHOLE.items():
-            if (value := OmegaConf.select(config, name)) is not None:
-                check_whole(value, name=name, least=least, most=most)
         # the user's state again, inside of Hydra's
         with _process_state(arguments, full_error):
             return run(config)  # what sweepers read
@@ -103,7 +90,9 @@ def hydra_main(command: str, run: Callable[[DictConfig], object]) -> None:
         # what Hydra does not find is an OSError too
         if has_begun or isinstance(error, HydraException):
             raise
-        raise ValueError(_one_line(_why_not_composed(error))) from error
+        raise ValueError(
+            f"the configuration or the run folder (hydra.run.dir): {_one_line(str(error))}"
+        ) from error
 
 
 def _words_of_rank(command: str, words: Sequence[str]) -> list[str]:
@@ -147,22 +136,6 @@ def _as_action_or_path(word: str) -> str:
     return word
 
 
-def _why_not_composed(error: OSError | yaml.YAMLError | UnicodeDecodeError) -> str:
-    # Why Hydra did not come to run the command, as a sentence
-    if isinstance(error, yaml.YAMLError):
-        return f"a configuration is not YAML: {error}"
-    # Hydra's source of configurations has the path of the file that it reads
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    read = [frame.f_locals["full_path"] for frame in frames if "full_path" in frame.f_locals]
-    if read or isinstance(error, UnicodeDecodeError):
-        why = error.strerror if isinstance(error, OSError) else f"it is not UTF-8: {error}"
-        return f"a configuration cannot be read ({why}): {', '.join(map(str, read[-1:]))}"
-    return (
-        f"the run folder cannot be made or written ({error.strerror}: {error.filename!r}): name "
-        "another with hydra.run.dir=FOLDER"
-    )
-
-
 @contextmanager
 def _process_state(arguments: list[str], full_error: str | None) -> Generator[None, None, None]:
     # Set the command line and Hydra's environment variable, and put them back at the end
@@ -190,76 +163,36 @@ def _sentence(error: BaseException) -> str | None:
 
     None for all others, whose traceback is needed.
     """
-    # what a `_target_` raised: its own sentence, after the entry that names the target
-    if isinstance(error, InstantiationException) and error.__cause__ is not None:
+    # what a `_target_` raised: its message, after the entry that names the target
+    cause = error.__cause__
+    if isinstance(error, InstantiationException) and cause is not None:
         place = re.search(r"full_key: (\S+)", str(error))
-        inner = _sentence(error.__cause__) or _wrong_target(
-            error.__cause__, place[1] if place else "model"
-        )
+        inner = _sentence(cause)
+        if inner is None and isinstance(cause, TypeError | ImportError):
+            # an argument that the target does not take, or a target that is not there
+            inner = _one_line(str(cause))
         return f"{place[1]}: {inner}" if inner and place else inner
     if isinstance(error, InterpolationKeyError):
         return (
             f"{_one_line(str(error))}; a value that `--cfg job` shows refers to it, as data made "
             "for another model does"
         )
-    # ours are written for the user: a ValueError whose innermost frame is in this package
-    ours = isinstance(error, ValueError) and _innermost(error.__traceback__).startswith(
-        "lightning_topt."
-    )
-    if ours or isinstance(error, HydraException | OmegaConfBaseException):
-        # Hydra says where, and what it was raised from says what
-        why = error.__cause__ if isinstance(error, HydraException) else None
-        more = f": {_one_line(str(why))}" if isinstance(why, OmegaConfBaseException) else ""
-        return _one_line(str(error)) + more
-    return _one_line(str(error)) if isinstance(error, MisconfigurationException) else None
-
-
-def _wrong_target(error: BaseException, group: str) -> str | None:
-    """Say what is wrong with a `_target_` or its arguments.
-
-    None where the target's own code failed.
-    """
-    # the two groups for which a configuration without arguments exists
-    if isinstance(error, TypeError):  # an argument that the target does not take
-        own = (
-            f" (of {group} in `--cfg job`; {group}=own begins without any)"
-            if group in ("model", "data")
-            else ""
-        )
-        return _one_line(str(error)) + own
-    # a value that Lightning refuses, such as a precision that there is not
-    if isinstance(error, ValueError) and _innermost(error.__traceback__).startswith("lightning."):
+    # written for the user: a ValueError whose innermost frame is in this package or in Lightning
+    module = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+    is_ours = isinstance(error, ValueError) and module.startswith(("lightning_topt.", "lightning."))
+    if is_ours or isinstance(error, MisconfigurationException):
         return _one_line(str(error))
-    # the cause says what the import looked for
-    missing = error.__cause__
-    if isinstance(error, ImportError) and isinstance(missing, ModuleNotFoundError | AttributeError):
-        target = re.search(r"'(.*?)'", str(error))
-        # Hydra looked for an attribute, or a part of the target's own path is no module
-        looked_for = isinstance(missing, AttributeError) and _innermost(
-            missing.__traceback__
-        ).startswith("hydra.")
-        if target and (
-            looked_for or (missing.name and f"{target[1]}.".startswith(f"{missing.name}."))
-        ):
-            return (
-                f"there is no {target[1]} in this folder or in what is installed "
-                f"({_one_line(str(missing))})"
-            )
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        # Hydra says where, and the cause says what
+        more = f": {_one_line(str(cause))}" if isinstance(cause, OmegaConfBaseException) else ""
+        return _one_line(str(error)) + more
     return None
 
 
-def _innermost(trace: TracebackType | None) -> str:
-    # The name of the module where an error was raised
-    module = ""
-    # from the outermost to the innermost, whose name remains
-    for frame, _ in traceback.walk_tb(trace):
-        module = frame.f_globals.get("__name__", "")
-    return module
-
-
 def _one_line(message: str) -> str:
-    # A message in one line; of Hydra's, without its search path and types
-    # Hydra's messages are paragraphs, of which the first ones are kept
+    # Hydra's messages are paragraphs, of which the first ones are kept: no search path, no types
     message = re.split(r"Config search path:|\n\s*object_type=|\n\s*full_key:", message)[0]
     return re.sub(r"\s*\n\s*", " ", message.strip())
 

@@ -25,13 +25,13 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from rich.console import Console
 
+from lightning_topt.cli.calibrate import run_on_ranks
 from lightning_topt.cli.example_step import (
     PREDICTED_AS,
     ExampleStep,
     ModelSetup,
     model_name,
 )
-from lightning_topt.cli.local_processes import run_on_ranks
 from lightning_topt.cli.search_space import SearchedMeshes
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements

@@ -187,8 +187,7 @@ def _print_priced(
 class RecordedRun:
     """One run, predicted and measured: seconds of a step, and bytes at its peak.
 
-    `measured_bytes` are those of the fullest rank. A run of a busy machine says nothing about
-    constants.
+    `measured_bytes` are those of the fullest rank.
     """
 
     path: Path
@@ -197,7 +196,6 @@ class RecordedRun:
     measured: float
     predicted_bytes: float
     measured_bytes: float | None
-    machine_was_busy: bool = False
 
 
 def predict_runs(
@@ -233,19 +231,19 @@ def predict_runs(
             "save_cluster is for a cluster with its errors: say which, cluster=NAME or "
             "cluster_file=FILE"
         )
-    own = [
+    on_cluster = [
         run
-        for runs in by_machine.values()
+        for machine, runs in by_machine.items()
         for run in runs
-        if run.machine.startswith(f"{cluster.name} on ") and not run.machine_was_busy
+        if machine.startswith(f"{cluster.name} on ")
     ]
-    if not own:
+    if not on_cluster:
         raise ValueError(
-            f"no run below {folder} is on {cluster.name!r} while it was quiet: runs are on "
+            f"no run below {folder} is on {cluster.name!r}: runs are on "
             f"{', '.join(sorted(by_machine))}"
         )
     save.parent.mkdir(parents=True, exist_ok=True)
-    accuracy = Accuracy(*_errors(own), f"{len(own)} runs that were recorded")
+    accuracy = Accuracy(*_errors(on_cluster), f"{len(on_cluster)} runs that were recorded")
     replace(cluster, accuracy=accuracy).save(save)
     console.print(f"cluster: {save}", highlight=False, soft_wrap=True)
 
@@ -281,8 +279,7 @@ def _read_run(path: Path, record: Mapping[str, Any]) -> RecordedRun | None:
         f"{plan['cluster'] or 'machines without a name'} on {record['world_size']} "
         f"{record['device']} rank(s)"
     )
-    busy = record.get("machine_was_busy") is True  # earlier releases do not say
-    return RecordedRun(path, machine, step, seconds, size, max(peaks, default=None), busy)
+    return RecordedRun(path, machine, step, seconds, size, max(peaks, default=None))
 
 
 def _print_runs(machine: str, runs: Sequence[RecordedRun], folder: Path, console: Console) -> None:
@@ -295,22 +292,17 @@ def _print_runs(machine: str, runs: Sequence[RecordedRun], folder: Path, console
             str(run.path.parent.relative_to(folder)),
             format_seconds(run.predicted),
             format_seconds(run.measured),
-            "machine was busy" if run.machine_was_busy else _error(run.predicted, run.measured),
+            _error(run.predicted, run.measured),
             format_bytes(run.predicted_bytes),
             "-" if size is None else format_bytes(size),
             "" if size is None else _error(run.predicted_bytes, size),
         )
     console.print(machine, highlight=False, markup=False)
     console.print(made)
-    quiet = [run for run in runs if not run.machine_was_busy]
-    if len(quiet) < len(runs):
-        count = f"{len(runs) - len(quiet)} of {len(runs)} runs"
-        console.print(f"Left out: {count}, whose machine was busy.", highlight=False)
-    if quiet:
-        seconds, size_error = _errors(quiet)
-        console.print(f"Step times: {seconds}.", highlight=False)
-        if size_error is not None:
-            console.print(f"Peak memory: {size_error}.", highlight=False)
+    seconds, size_error = _errors(runs)
+    console.print(f"Step times: {seconds}.", highlight=False)
+    if size_error is not None:
+        console.print(f"Peak memory: {size_error}.", highlight=False)
 
 
 def _error(predicted: float, measured: float) -> str:

@@ -28,8 +28,8 @@ from rich.console import Console
 from lightning_topt.basics.argument_checks import check_flag, check_real, check_whole
 from lightning_topt.basics.core_wait import usable_cores
 from lightning_topt.basics.units import parse_seconds
+from lightning_topt.cli.calibrate import start_method
 from lightning_topt.cli.example_step import has_accelerators
-from lightning_topt.cli.local_processes import start_method
 from lightning_topt.cli.plan_steps import PlanSetup, UnpricedSearch, report_plan
 from lightning_topt.cli.search_space import SearchedMeshes
 from lightning_topt.cli.several_clusters import read_clusters

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from lightning_topt.basics.lazy_names import lazy_names
+from lightning_topt.basics import lazy_names
 
 if TYPE_CHECKING:  # the same names, for type checkers and editors
     from lightning_topt.communication.bucket import ExchangeSettings

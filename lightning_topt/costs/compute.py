@@ -31,7 +31,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lightning_topt.basics.once import once_per_object
+from lightning_topt.basics import once_per_object
 from lightning_topt.costs.cluster import Device
 from lightning_topt.graph.op_graph import Kernel, OpGraph
 

@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_topt.basics.once import once_per_object
+from lightning_topt.basics import once_per_object
 from lightning_topt.costs.sizes import ITEM_BYTES, ROOT
 from lightning_topt.graph.blocks import block_of
 from lightning_topt.graph.op_graph import (

@@ -21,7 +21,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_topt.basics.once import once_per_object
+from lightning_topt.basics import once_per_object
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from typing_extensions import override
 
-from lightning_topt.basics.once import once_per_object
+from lightning_topt.basics import once_per_object
 from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.costs.chain_table import Array
 from lightning_topt.costs.cluster import Cluster, Link

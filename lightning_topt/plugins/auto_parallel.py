@@ -39,9 +39,7 @@ from lightning_topt.plugins.plan_request import Allow, AllowStaleness, read_requ
 from lightning_topt.plugins.plan_run import PlanRun, run_options
 from lightning_topt.plugins.planning import Planning, check_agreement
 from lightning_topt.plugins.preemption import Preemption
-from lightning_topt.plugins.register import register_names
-from lightning_topt.plugins.shared_updates import SharedUpdates
-from lightning_topt.plugins.step_clock import Hint
+from lightning_topt.plugins.shared_updates import Hint, SharedUpdates
 from lightning_topt.plugins.training_data import TrainingData
 from lightning_topt.techniques.ddp_wrapper import register_hook, wrap_in_ddp
 
@@ -131,8 +129,8 @@ class AutoParallelStrategy(DDPStrategy):
     shards; load a checkpoint into a new one. Manual optimization runs under ``ddp`` and ``zero1``;
     it refuses a search and other plans. Attributes, once a plan is decided: `parallel_plan`,
     `planned_by` (``"search"``, ``"given"``, ``"clock"``, or why it is ``ddp``), `planning_seconds`,
-    `planned_core_wait_share` (above 0: the machine was busy when it was measured), and on rank 0
-    `planning` (the frontier) when there was a search. Raises ValueError for wrong options. Where
+    and on rank 0 `planning` (the frontier) when there was a search. Raises ValueError for wrong
+    options. Where
     `memory_limit`, ``objective="memory"`` or `plan` was given, rank 0 raises `NoPlanFitsError` when
     no plan meets the limit, and `CaptureError` when the module cannot be captured; the others raise
     `RemotePlanningError` with its message. Without any of them DDP goes on, with a warning.
@@ -222,14 +220,6 @@ class AutoParallelStrategy(DDPStrategy):
     def planning_seconds(self) -> float | None:
         """Seconds until the plan of the last fit was decided; a clock's include its steps."""
         return self._run.seconds
-
-    @property
-    def planned_core_wait_share(self) -> float:
-        """The share of time without a core in which the plan's machine was measured.
-
-        0 where it was quiet, or not measured.
-        """
-        return self._run.busy_share
 
     @property
     def decided(self) -> Mapping[str, Any]:
@@ -414,12 +404,9 @@ class AutoParallelStrategy(DDPStrategy):
     ) -> Any:
         if self._elastic is not None:
             closure = self._elastic.watched(closure)
-        clock = None if self._updates is None else self._updates.clock
-        with nullcontext(_as_it_is) if clock is None else clock.update() as timed:
-            closure = timed(closure)
-            own_step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
-            step = partial(self._guard.step, own_step, self.precision_plugin)
-            result = self._run.runner.update(step, optimizer, closure)
+        plain_step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
+        step = partial(self._guard.step, plain_step, self.precision_plugin)
+        result = self._run.runner.update(step, optimizer, closure)
         if self._elastic is not None:
             self._elastic.end_update()
         return result
@@ -563,16 +550,3 @@ class AutoParallelStrategy(DDPStrategy):
             checkpoint = self._checkpoints.load(checkpoint_path, load, *args)
         self._training_data.take(checkpoint)
         return checkpoint
-
-    # ---- registration ----------------------------------------------------------------------------
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        register_names(
-            "topt", cls, registry=strategy_registry, description="Searches and runs a parallel plan"
-        )
-
-
-def _as_it_is(closure: Callable[[], Any]) -> Callable[[], Any]:
-    return closure

@@ -37,7 +37,6 @@ from lightning_topt.plugins.equal_batches import EqualBatches
 from lightning_topt.plugins.exchange_guard import ExchangeGuard, scaler_of
 from lightning_topt.plugins.lost_ranks import LostRankWatch
 from lightning_topt.plugins.preemption import Preemption
-from lightning_topt.plugins.register import register_names
 from lightning_topt.plugins.training_data import TrainingData
 
 
@@ -220,18 +219,6 @@ class CompressedDDPStrategy(DataParallelHooks):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         self._guard.load_state(checkpoint)
-
-    # ---- registration ----------------------------------------------------------------------------
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        register_names(
-            "topt_compressed",
-            cls,
-            registry=strategy_registry,
-            description="Data parallelism with compressed gradients",
-        )
 
 
 def refuse_method_options(options: Mapping[str, Any]) -> None:

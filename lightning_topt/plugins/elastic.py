@@ -92,11 +92,11 @@ class ElasticRun:
         self._memory: _Memory | None = None  # of this machine
         self._checkpoint: dict[str, Any] | None = None  # that survived, until it is loaded
         self._goes_on = self._has_path = False
-        # Whether hooks are asked for the state of this rank, without the others.
+        # While one rank saves its state, without the others.
         self.is_alone = False
         self._is_training = self._is_updating = False
         self._steps = self._first_step = 0
-        self._buffers: dict[str, Tensor] = {}  # as the batches of a step found them
+        self._buffers: dict[str, Tensor] = {}  # before the batches of a step
 
     # ---- the fit ---------------------------------------------------------------------------------
 
@@ -166,25 +166,22 @@ class ElasticRun:
 
     def _find(self) -> Place | None:
         # Find the newest state that survived. A collective call.
-        own = _machine(), _keeper[0].memory
-        owners: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(owners, own)
-        # The first rank of a machine has the memory of all.
-        self._memory = next(memory for machine, memory in owners if machine == own[0])
-        places: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(places, self._memory.place())
+        # The memory of a machine is that of its first rank.
+        memories = _of_all_ranks((_machine(), _keeper[0].memory))
+        self._memory = next(memory for machine, memory in memories if machine == _machine())
+        places = _of_all_ranks(self._memory.place())
         newest: Place | None = max(filter(None, places), default=None)
         if newest is None:
             return None
-        # A machine that lacks it gets it from the first rank that has it.
-        has_it, sent = places[dist.get_rank()] == newest, [b""]
+        # The first rank with the newest state sends it to machines without.
+        has_newest, sent = places[dist.get_rank()] == newest, [b""]
         if any(place != newest for place in places):
             source = places.index(newest)
             if dist.get_rank() == source:
                 sent = [self._memory.read()]
             dist.broadcast_object_list(sent, source)
-        file = self._memory.path if has_it else io.BytesIO(sent[0])
-        # Pickles are of this run.
+        file = self._memory.path if has_newest else io.BytesIO(sent[0])
+        # Pickles are of this run, so that they may hold code.
         self._checkpoint = torch.load(file, map_location="cpu", weights_only=False)
         self._goes_on = True
         return newest
@@ -229,8 +226,7 @@ class ElasticRun:
                 "elastic=True needs training data that can go on where they were: map-style data "
                 "sets with shuffle=True or False and the samplers of torch and Lightning"
             )
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, lengths)
+        of_ranks = _of_all_ranks(lengths)
         if any(each != lengths for each in of_ranks):
             raise ValueError(
                 f"elastic=True needs ranks with equally many batches, and they have {of_ranks}: "
@@ -306,7 +302,7 @@ class ElasticRun:
         else:
             try:
                 assert self._memory is not None
-                self._memory.write(self._place(), lambda: self._own_state(trainer))
+                self._memory.write(self._place(), lambda: self._state(trainer))
             except Exception as failure:  # of memory, or of the user's hooks
                 why_not = f"{type(failure).__name__}: {failure}"
         if why_not is not None:
@@ -314,14 +310,14 @@ class ElasticRun:
         for logger in trainer.loggers if trainer.is_global_zero else ():
             logger.save()
 
-    def _own_state(self, trainer: pl.Trainer) -> dict[str, Any]:
+    def _state(self, trainer: pl.Trainer) -> dict[str, Any]:
         # The checkpoint of this rank as it was between two steps
         is_trained = _between_batches(trainer)
-        # What forward passes have changed since the last step.
+        # Forward passes since the last step may have changed buffers.
         if not (is_trained and self._data.begins_window):
             for name, value in self._buffers.items():
-                owner, _, own_name = name.rpartition(".")
-                trainer.lightning_module.get_submodule(owner)._buffers[own_name] = value
+                owner, _, buffer = name.rpartition(".")
+                trainer.lightning_module.get_submodule(owner)._buffers[buffer] = value
         self.is_alone = True
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         return self._data.with_state(checkpoint, alone=True)
@@ -331,14 +327,20 @@ def check_elastic(**options: bool) -> None:
     """Raise ValueError for the first option that is set, with which no fit outlives its ranks."""
     for option, is_set in options.items():
         if is_set:
-            raise ValueError(f"elastic=True needs whole states between steps: leave out {option}")
+            raise ValueError(f"elastic=True needs full states between steps: leave out {option}")
+
+
+def _of_all_ranks(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _between_batches(trainer: pl.Trainer) -> bool:
     """Let Lightning's counts be those between two batches; return whether the last one counts.
 
-    A batch without an update comes again. So does a validation that was cut off, whole. After the
-    last batch of an epoch its end is still to come (`_end_epoch`).
+    A batch without an update comes again. A validation that was cut off begins anew. After the last
+    batch of an epoch its end is still to come (`_end_epoch`).
     """
     loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
     progress: Any = loop.batch_progress
@@ -394,7 +396,7 @@ class _Keeper:
     def __init__(self) -> None:
         self.memory = _Memory(os.getpid(), os.memfd_create("place"), os.memfd_create("state"))
         self.process = 0
-        self._is_ending = False  # asked to end, so that no process is forked any more
+        self._is_ending = False  # after a signal: no process is forked any more
         self._has_stepped = mmap.mmap(-1, 1)  # shared with the process that trains
         self._handlers: dict[int, Any] = {}
 
@@ -426,13 +428,13 @@ class _Keeper:
     def _fork(self) -> bool:
         # Fork the process that trains; return whether this is that one
         # Signals wait meanwhile: each process then handles them as it is to.
-        before, own = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED), os.getpid()
+        before, parent = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED), os.getpid()
         try:
             self.process = os.fork()
             if self.process == 0:
                 # torchrun sends signals to the group of the process that waits: each comes once
                 os.setpgid(0, 0)
-                die_with(own)
+                die_with(parent)
                 for number, handler in self._handlers.items():
                     signal.signal(number, handler)
                 return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,8 +21,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_whole
-from lightning_topt.basics.core_wait import CoreWait, is_busy
-from lightning_topt.communication.hook import ExchangeStatistics
 
 if TYPE_CHECKING:
     from lightning_topt.execution.memory import MemoryMeter
@@ -47,17 +45,12 @@ class StepMeasurement:
 
     `median_step_seconds` is that of the slowest rank; `peak_bytes_per_rank` (in rank order) are
     above the idle rank, with None where the platform cannot say. `steps` counts the optimizer steps
-    measured on this rank; with none, nothing is known. `core_wait_share` is the part of these
-    steps in which the rank that waited longest was ready to run and had no core, since others ran
-    there; None where the platform cannot say. `machine_was_busy` says whether that was too much:
-    more than 20 %, beside what ranks take from one another.
+    measured on this rank.
     """
 
     steps: int
     median_step_seconds: float | None
     peak_bytes_per_rank: tuple[int | None, ...]
-    core_wait_share: float | None = None
-    machine_was_busy: bool = False
 
 
 class StepMonitor(pl.Callback):
@@ -66,8 +59,8 @@ class StepMonitor(pl.Callback):
     It logs when the Trainer does, each of the logging rank (0):
 
     - ``topt/step_seconds``: the mean of the steps since the last report;
-    - ``topt/predicted_step_seconds``: what the plan that runs was predicted to take, where a plan
-      runs and its prediction is of as many batches;
+    - ``topt/predicted_step_seconds``: the prediction of the plan that runs, where it is of steps
+      with as many batches;
     - ``topt/peak_bytes``: above the idle rank, so far, where the platform can say.
 
     After a fit they are in `measurement`; the first `warmup_steps` are not timed. A step is the
@@ -91,11 +84,6 @@ class StepMonitor(pl.Callback):
         self._steps_done, self._global_step = 0, global_step
         self._started, self._seconds = 0.0, 0.0
         self._since_report: list[float] = []
-        # seconds in which this thread was kept from running, in the step and in all steady steps
-        self._core_wait, self._kept, self._kept_in_steps = self._watch(), 0.0, 0.0
-
-    def _watch(self) -> CoreWait:
-        return CoreWait(threads=torch.get_num_threads())
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -123,7 +111,6 @@ class StepMonitor(pl.Callback):
         # Peak and time are of the step alone, with an idle device at both ends.
         self._meter.reset_peak()
         _synchronize(trainer.strategy.root_device)
-        self._core_wait = self._watch()
         self._started = time.perf_counter()
 
     @override
@@ -138,7 +125,6 @@ class StepMonitor(pl.Callback):
         assert self._meter is not None
         _synchronize(trainer.strategy.root_device)
         self._seconds += time.perf_counter() - self._started
-        self._kept += self._core_wait.seconds()
         # The first steps build state and buckets.
         steady = self._steps_done >= self.warmup_steps
         peak = self._meter.peak_bytes()
@@ -153,8 +139,7 @@ class StepMonitor(pl.Callback):
                 self._report(trainer, pl_module)
             if steady:
                 self._step_seconds.append(self._seconds)
-                self._kept_in_steps += self._kept
-            self._seconds = self._kept = 0.0
+            self._seconds = 0.0
 
     def _report(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         pl_module.log("topt/step_seconds", statistics.mean(self._since_report))
@@ -171,23 +156,15 @@ class StepMonitor(pl.Callback):
         # Ranks exchange numbers; NaN stands for an unknown one.
         median = statistics.median(self._step_seconds) if self._step_seconds else float("nan")
         peak = float("nan") if self._peak_bytes is None else float(self._peak_bytes)
-        total = sum(self._step_seconds)
-        share = max(self._kept_in_steps, 0.0) / total if total else float("nan")
-        mine = torch.tensor(
-            [median, peak, share], dtype=torch.float64, device=trainer.strategy.root_device
-        )
-        ranks = _of_all_ranks(mine).cpu()
-        slowest, longest = ranks[:, 0].max().item(), ranks[:, 2].max().item()
+        device = trainer.strategy.root_device
+        ranks = _of_all_ranks(
+            torch.tensor([median, peak], dtype=torch.float64, device=device)
+        ).cpu()
+        slowest = ranks[:, 0].max().item()
         self.measurement = StepMeasurement(
             steps=len(self._step_seconds),
             median_step_seconds=None if slowest != slowest else slowest,
             peak_bytes_per_rank=tuple(None if p != p else int(p) for p in ranks[:, 1].tolist()),
-            core_wait_share=None if longest != longest else longest,
-            machine_was_busy=is_busy(
-                longest,
-                ranks=trainer.world_size // trainer.num_nodes,
-                threads=torch.get_num_threads(),
-            ),
         )
 
 
@@ -253,64 +230,41 @@ class ExchangeMonitor(pl.Callback):
         due, self._batches = _is_due(trainer, last, every=self.every_n_steps), self._batches + 1
         if not due and self._batches > 2:
             return
-        # Since the last report.
-        statistics = trainer.strategy.exchange_statistics()  # type: ignore[attr-defined]
-        if statistics is None or not statistics.steps or not (due or self._batches == 2):
+        # of the steps since the last report, which begin anew
+        seen = trainer.strategy.exchange_statistics()  # type: ignore[attr-defined]
+        if seen is None or not seen.steps or not (due or self._batches == 2):
             return  # the dense first step is not counted into the report on the second
-        for name, value in log_metrics(statistics).items():
-            pl_module.log(name, value)
-        for name, value in progress_metrics(statistics).items():
-            pl_module.log(name, value, prog_bar=True, logger=False)
+        logged = {
+            "bytes_per_step": seen.bytes_sent / seen.steps,
+            "dense_bytes_per_step": seen.dense_bytes / seen.steps,
+            "exposed_seconds": seen.exposed_seconds / seen.steps,
+            "residual_norm": seen.residual_norm,
+            "density": seen.density,
+            **seen.details,
+        }
+        pl_module.log_dict({f"topt/exchange_{name}": value for name, value in logged.items()})
+        shown = {"exposed_ms": 1e3 * logged["exposed_seconds"]}
+        if seen.bytes_sent:
+            shown["compression"] = seen.dense_bytes / seen.bytes_sent
+        pl_module.log_dict(shown, prog_bar=True, logger=False)
 
 
 def _is_due(trainer: pl.Trainer, last: int, *, every: int | None) -> bool:
-    """Return whether a report is due after this step; `last` is the step before.
-
-    `every` None: with the Trainer's logs.
-    """
+    # Whether a report is due after this step; `last` is the step before. None: with the logs
     logs_every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
     every = every or logs_every or DEFAULT_EVERY_N_STEPS
     # Crossed, not reached: with several optimizers Lightning counts several steps per batch.
     return trainer.global_step // every > last // every
 
 
-def log_metrics(statistics: ExchangeStatistics) -> Mapping[str, float]:
-    """Return the names and values for the logger."""
-    return {
-        "topt/exchange_bytes_per_step": statistics.bytes_sent / statistics.steps,
-        "topt/exchange_dense_bytes_per_step": statistics.dense_bytes / statistics.steps,
-        "topt/exchange_exposed_seconds": statistics.exposed_seconds / statistics.steps,
-        "topt/exchange_residual_norm": statistics.residual_norm,
-        "topt/exchange_density": statistics.density,
-        **{f"topt/exchange_{name}": value for name, value in statistics.details.items()},
-    }
-
-
-def progress_metrics(statistics: ExchangeStatistics) -> Mapping[str, float]:
-    """Return the names and values for the progress bar."""
-    sent = (
-        {"compression": statistics.dense_bytes / statistics.bytes_sent}
-        if statistics.bytes_sent
-        else {}
-    )
-    return {**sent, "exposed_ms": 1e3 * statistics.exposed_seconds / statistics.steps}
-
-
 def add_monitor(trainer: pl.Trainer) -> None:
-    """Give `trainer` an `ExchangeMonitor` if it has none.
-
-    It comes after the user's callbacks, and before those that show and save.
-    """
+    """Give `trainer` an `ExchangeMonitor` if it has none."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if trainer.barebones or any(isinstance(callback, ExchangeMonitor) for callback in callbacks):
         return
-    # They read what is logged.
-    readers = [
-        index
-        for index, callback in enumerate(callbacks)
-        if isinstance(callback, ProgressBar | Checkpoint)
-    ]
-    callbacks.insert(readers[0] if readers else len(callbacks), ExchangeMonitor())
+    # before the callbacks that show and save what is logged
+    readers = (i for i, each in enumerate(callbacks) if isinstance(each, ProgressBar | Checkpoint))
+    callbacks.insert(next(readers, len(callbacks)), ExchangeMonitor())
 
 
 # ---- waiting for data ----------------------------------------------------------------------------
@@ -353,7 +307,7 @@ class StallMonitor(pl.Callback):
     All are those of the logging rank (0). Validation, what happens between epochs and the start of
     an epoch's workers are in none of them; the wait for the workers' first batch is. On a CUDA
     device the loop runs ahead: there a wait counts only as far as the device had nothing left to
-    do. `total` is that of the whole fit.
+    do. `total` is the wait of the entire fit.
     """
 
     def __init__(self, *, every_n_steps: int | None = None) -> None:

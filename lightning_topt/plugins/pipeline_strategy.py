@@ -6,15 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from typing_extensions import override
-
 from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.plan.parallel_plan import rule_from_value
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
 from lightning_topt.plugins.microbatches import MicrobatchLoss
 from lightning_topt.plugins.plan_options import PipelinePlan
-from lightning_topt.plugins.register import register_names
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.weight_prediction import Prediction
 
@@ -116,11 +113,4 @@ class PipelineStrategy(AutoParallelStrategy):
             checkpoint=checkpoint,
             async_checkpoint=async_checkpoint,
             **ddp_options,
-        )
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        register_names(
-            "topt_pipeline", cls, registry=strategy_registry, description="Pipelines", unused=False
         )

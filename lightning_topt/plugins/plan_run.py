@@ -82,7 +82,6 @@ class PlanRun:
         self.planned_by: str | None = None
         self.seconds: float | None = None
         self.memory_meter: MemoryMeter | None = None
-        self._busy_share = 0.0  # without a core, when the machine was measured
         self.runner: StepRunner = PlainRunner()
         self.data = DataGroup()
         self._strategy, self._checkpoints = strategy, checkpoints
@@ -99,7 +98,6 @@ class PlanRun:
         `planning` and `planned_by` are replaced with the next plan.
         """
         self.plan = self.memory_meter = self.seconds = None
-        self._busy_share = 0.0
 
     def decide(self, trainer: pl.Trainer) -> ParallelPlan:
         """Return the plan of this fit, made now. A collective call. Raises what planning does."""
@@ -111,10 +109,8 @@ class PlanRun:
             # what traces and searches is imported where a plan is made
             from lightning_topt.plugins import traced_planning  # noqa: PLC0415
 
-            self.plan, self.planning, self.planned_by, measured = traced_planning.decide_plan(
-                self.request, trainer
-            )
-        self._busy_share = 0.0 if measured is None else measured.busy_share
+            decision = traced_planning.decide_plan(self.request, trainer)
+        self.plan, self.planning, self.planned_by = decision
         # Give back what planning has used, before memory is measured.
         if self.request.saves_memory or self.plan.saves_memory:
             release_free_memory()
@@ -130,15 +126,6 @@ class PlanRun:
     def reason(self) -> str:
         """Why the plan was decided."""
         return "" if self.plan is None else self.plan.reason.removesuffix(".")
-
-    @property
-    def busy_share(self) -> float:
-        """The share without a core in what the plan's prediction was made of.
-
-        0 where the machine was quiet.
-        """
-        cluster = self.request.cluster
-        return max(self._busy_share, 0.0 if cluster is None else cluster.busy_share)
 
     @property
     def decided(self) -> Mapping[str, Any]:

@@ -43,7 +43,6 @@ from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plugins.plan_request import PlanRequest
 
 if TYPE_CHECKING:  # what measures is not imported where nothing is planned
-    from lightning_topt.costs.measurements import Measurements
     from lightning_topt.graph.op_graph import OpGraph
     from lightning_topt.plan.plan_intervals import Intervals
 
@@ -80,14 +79,12 @@ class PlanDecision(NamedTuple):
     """The plan of a fit, what was searched, and where the plan comes from.
 
     `planning` is None without a search, and on ranks but 0. `planned_by` is ``"search"``,
-    ``"given"``, or says why the plan is ``ddp``. `measurements` are those that its prediction was
-    made of; None where this machine was not measured.
+    ``"given"``, or says why the plan is ``ddp``.
     """
 
     plan: ParallelPlan
     planning: Planning | None
     planned_by: str
-    measurements: Measurements | None = None
 
 
 _READ_SECONDS = 20.0  # for a batch

@@ -61,8 +61,8 @@ class Preemption:
         Args:
             trainer: of the fit.
             may_stop: whether the last batch could be the last one, which all ranks know equally.
-            asks_loaders: whether the positions of all loaders are known. One rank without that is
-                left to Lightning.
+            asks_loaders: whether all loaders can say where they are. A fit of one rank without
+                that is left to Lightning.
         """
         self.end()
         self._may_stop = may_stop
@@ -80,7 +80,7 @@ class Preemption:
         loop.on_run_end = self._end_training  # type: ignore[method-assign]
         if threading.current_thread() is not threading.main_thread():
             return
-        # Lightning has set its own and sets those before it again when the fit ends.
+        # Lightning has set its handlers, and restores the user's when the fit ends.
         self._handle(signal.SIGTERM, _TERM)
         environment = trainer._accelerator_connector.cluster_environment
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
@@ -212,7 +212,7 @@ def requeue_path(trainer: pl.Trainer) -> str:
 
 
 def last_path(trainer: pl.Trainer) -> str | None:
-    """Return a file beside the user's last one, named like it; None where none is kept."""
+    """Return a file beside the user's last one, named like it; None without such a callback."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.save_last and callback.dirpath:
             name = f"{callback.CHECKPOINT_NAME_LAST}-signal"

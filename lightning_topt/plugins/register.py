@@ -7,46 +7,51 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 from lightning.pytorch.strategies import StrategyRegistry
 
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+_UNUSED = {
+    "": {},
+    "_find_unused_parameters_false": {},  # what DistributedDataParallel does anyway
+    "_find_unused_parameters_true": {"find_unused_parameters": True},
+}
 
 
 def register_strategies() -> None:
-    """Register our names with `lightning`.
+    """Register our names with `lightning`, and a refusal with `pytorch_lightning` if that is there.
 
-    With `pytorch_lightning`, where that is loaded, a clear refusal is registered.
+    Each name has the endings that Lightning's ``ddp`` has: ways to start ranks, and, for strategies
+    on DistributedDataParallel, whether parameters may be unused.
     """
-    register_names(
+    _register(
         "topt",
-        _make_topt,
-        registry=StrategyRegistry,
-        description="DDP whose ranks share updates where that pays, or the plan that is asked for",
+        "auto_parallel.AutoParallelStrategy",
+        "DDP whose ranks share updates where that pays, or the plan that is asked for",
+        _UNUSED,
     )
-    register_names(
+    _register(
         "topt_full",
-        _make_topt,
-        registry=StrategyRegistry,
-        description="Searches all parallel plans that keep the loss curve, and runs the best",
-        unused=False,
-        plan="search",
+        "auto_parallel.AutoParallelStrategy",
+        "Searches all parallel plans that keep the loss curve, and runs the best",
+        {"": {"plan": "search"}},
     )
-    compressed = "Data parallelism with compressed gradients"
-    register_names(
-        "topt_compressed", _make_compressed, registry=StrategyRegistry, description=compressed
+    _register(
+        "topt_compressed",
+        "compressed_ddp.CompressedDDPStrategy",
+        "Data parallelism with compressed gradients",
+        _UNUSED,
     )
-    pipelines = "Pipelines: the stages of a module on ranks one after the other"
-    register_names(
+    _register(
         "topt_pipeline",
-        _make_pipeline,
-        registry=StrategyRegistry,
-        description=pipelines,
-        unused=False,
+        "pipeline_strategy.PipelineStrategy",
+        "Pipelines: the stages of a module on ranks one after the other",
+        {"": {}},
     )
-    # Its registry is another one.
+    # The registry of `pytorch_lightning` is another one.
     other: Any = sys.modules.get("pytorch_lightning.strategies")
     if other is not None:
         for name in StrategyRegistry.available_strategies():
@@ -56,59 +61,26 @@ def register_strategies() -> None:
                 )
 
 
-def register_names(
-    name: str,
-    strategy: Callable[..., Any],
-    *,
-    registry: Any,
-    description: str,
-    unused: bool = True,
-    **given: Any,
+def _register(
+    name: str, target: str, description: str, endings: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Register `name` with the endings that Lightning's ``ddp`` has.
-
-    ``_fork``, ``_spawn`` and ``_notebook`` are other ways to start ranks; each also with
-    ``_find_unused_parameters_true`` and ``_false``, the latter being what DistributedDataParallel
-    does anyway; not where `unused` says that it takes none. `given` are more options of it.
-    """
+    # Register the class `target` under `name`, with the options of each ending
     for start, start_method in START_METHODS.items():
-        endings = (
-            ("", "_find_unused_parameters_false", "_find_unused_parameters_true")
-            if unused
-            else ("",)
-        )
-        for ending in endings:
-            options: dict[str, Any] = dict(given)
-            if is_unused := ending.endswith("true"):
-                options["find_unused_parameters"] = True
-            registry.register(
+        for ending, options in endings.items():
+            StrategyRegistry.register(
                 f"{name}{start}{ending}",
-                strategy,
+                partial(_make, target),
                 override=True,
-                description=f"{description}; ranks start by `{start_method}`"
-                + ("; parameters may be unused in a step" if is_unused else ""),
+                description=f"{description}; ranks start by `{start_method}`",
                 start_method=start_method,
                 **options,
             )
 
 
-def _make_topt(**options: Any) -> Any:
-    # Factory of a strategy that is imported only when it is used
-    return importlib.import_module("lightning_topt.plugins.auto_parallel").AutoParallelStrategy(
-        **options
-    )
-
-
-def _make_compressed(**options: Any) -> Any:
-    return importlib.import_module("lightning_topt.plugins.compressed_ddp").CompressedDDPStrategy(
-        **options
-    )
-
-
-def _make_pipeline(**options: Any) -> Any:
-    return importlib.import_module("lightning_topt.plugins.pipeline_strategy").PipelineStrategy(
-        **options
-    )
+def _make(target: str, **options: Any) -> Any:
+    # The module of a strategy is imported only when the strategy is used.
+    module, _, name = target.partition(".")
+    return getattr(importlib.import_module(f"lightning_topt.plugins.{module}"), name)(**options)
 
 
 def _refuse(**_: Any) -> NoReturn:

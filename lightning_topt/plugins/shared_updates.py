@@ -7,23 +7,24 @@ measures plain steps, and shares those whose exchange takes less time than what 
     updates = SharedUpdates(strategy, controller)
     updates.begin(trainer)      # training starts, states are loaded
     updates.begin_batch()       # before each batch: is it decided, and where does the time go?
-    updates.end(failed=False)   # every rank has the whole state again
+    updates.end(failed=False)   # every rank has the full state again
 
-Shared are optimizers whose rule is known (`why_not_shared`). Others may be shared on the user's
-word, by `ParallelOptimizerStep(rule=...)`.
+Optimizers with a rule in `optim.update_rule` are shared. For others the user declares the rule:
+`ParallelOptimizerStep(rule=...)`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from itertools import zip_longest
-from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from time import perf_counter, thread_time
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as pl
-import psutil
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, Strategy
@@ -34,14 +35,12 @@ from torch.optim import Optimizer
 
 from lightning_topt.communication.hook import equal_parameters
 from lightning_topt.communication.rank_watch import within_limit
-from lightning_topt.costs.measuring import device_memory_bytes
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.optim.adaptive_step import AdaptiveStep, Sharing
 from lightning_topt.optim.update_rule import update_rule, why_not_shared
 from lightning_topt.plan.parallel_plan import preset_plan
 from lightning_topt.plan.plan_values import PRESETS
 from lightning_topt.plugins.plan_request import steps_of_fit
-from lightning_topt.plugins.step_clock import FULL_SHARE, LEAST_SHARE, Hint, PhaseClock
 
 if TYPE_CHECKING:
     from lightning_topt.communication.node.rows import NodeRows
@@ -49,6 +48,8 @@ if TYPE_CHECKING:
 
 _WAIT_SECONDS = 300.0  # on another rank
 _WORTH_SECONDS = 1.0  # that a fit has to save: what it takes to measure whether sharing pays
+HINT_BATCHES = 20
+LEAST_SHARE = 0.1  # of a step
 
 
 class SharedUpdates:
@@ -57,8 +58,8 @@ class SharedUpdates:
     Attributes:
         steps: of the optimizers that may be shared.
         clock: of the steps after the decision, until there is a `hint`.
-        hint: the largest share of a step that a word of ours treats; None: nothing is above a tenth
-            of it, or not enough steps were timed.
+        hint: what takes a tenth of a step or more, and what treats it; None: nothing does, or not
+            enough steps were timed.
     """
 
     def __init__(
@@ -146,37 +147,9 @@ class SharedUpdates:
         if self.clock is not None:
             self.clock.begin_batch()
             if self.clock.is_over:
-                self.hint = self._hint_of(self.clock)
-                self.clock = None
+                self.hint, self.clock = self.clock.hint(), None
                 if self.hint is not None:
                     rank_zero_info(f"topt: {self.hint.text}")
-
-    def _hint_of(self, clock: PhaseClock) -> Hint | None:
-        # What takes the largest share of a step, and the word that treats it
-        device, shares = self._strategy.root_device, clock.shares()
-        memory = used_memory_share(device)
-        if memory > FULL_SHARE:
-            text = (
-                f"{memory:.0%} of the device's memory is in use: a memory_limit, such as "
-                "AutoParallelStrategy(memory_limit=...), searches a plan that needs less"
-            )
-            return Hint("memory", memory, text)
-        cause, share = max(shares.items(), key=lambda each: each[1])
-        if share < LEAST_SHARE:
-            return None
-        words = {
-            "data": "waits for data: more workers in the DataLoader (examples/recipes measures how "
-            "many), or CachedDataModule would treat that",
-            "exchange": "waits for gradients of other ranks: strategy='topt_full' searches plans "
-            "that send less, and 'topt_compressed' sends compressed gradients",
-            "update": f"is the update of optimizers, {self._shared_in_words()}",
-        }
-        return Hint(cause, share, f"{share:.0%} of a step {words[cause]}")
-
-    def _shared_in_words(self) -> str:
-        if any(step.parallel is not None for step in self.steps):
-            return "which ranks share already"
-        return f"which ranks do not share: {self._controller.reason}"
 
     def _decide(self, reason: str) -> None:
         self._is_decided = True
@@ -192,7 +165,7 @@ class SharedUpdates:
             rank_zero_info(f"topt: ranks share the update of optimizers: {reason}")
 
     def end(self, *, failed: bool) -> None:
-        """Give every rank the whole state again; after a failure each keeps what it has.
+        """Give every rank the full state again; after a failure each keeps its part.
 
         A collective call, unless the run has `failed`.
         """
@@ -207,13 +180,77 @@ class SharedUpdates:
             self._node = None
 
 
-def used_memory_share(device: torch.device) -> float:
-    """Return which part of the memory for this rank was in use at most."""
-    if device.type == "cuda":
-        used = torch.cuda.max_memory_reserved(device)
-    else:
-        used = psutil.Process().memory_info().rss
-    return used / device_memory_bytes(device)
+# ---- where the time goes -------------------------------------------------------------------------
+
+
+class Hint(NamedTuple):
+    """The larger share of a step that something here treats.
+
+    Attributes:
+        cause: ``"data"`` or ``"exchange"``.
+        share: of a step's seconds.
+        text: the sentence, with what would treat it.
+    """
+
+    cause: str
+    share: float
+    text: str
+
+
+class PhaseClock:
+    """Times the waits of `HINT_BATCHES` batches of a fit under ddp, on one rank.
+
+    Args:
+        device: of this rank. An accelerator is not waited for, so its exchanges are not timed.
+        waited: returns the seconds that loaders have kept the fit waiting so far.
+    """
+
+    def __init__(self, device: torch.device, waited: Callable[[], float]) -> None:
+        self._is_cpu, self._waited = device.type == "cpu", waited
+        self._exchange_seconds = 0.0
+        # of each batch: when it began, what loaders had waited, and exchanges had taken
+        self._marks: list[tuple[float, float, float]] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all batches were timed."""
+        return len(self._marks) > HINT_BATCHES
+
+    def begin_batch(self) -> None:
+        """A batch begins, for which loaders were waited for."""
+        self._marks.append((perf_counter(), self._waited(), self._exchange_seconds))
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Time a backward pass; where its thread does not compute, it waits for other ranks."""
+        start, on_core = perf_counter(), thread_time()
+        yield
+        waited = perf_counter() - start - (thread_time() - on_core)
+        self._exchange_seconds += max(waited, 0.0)
+
+    def hint(self) -> Hint | None:
+        """Return the larger share of a step; None where both are below a tenth."""
+        # (seconds, of these for data, of these for exchanges) of each batch
+        batches = [
+            tuple(end - begin for end, begin in zip(after, before, strict=True))
+            for before, after in itertools.pairwise(self._marks)
+        ]
+        # without those that took three times as long as most: others ran between them
+        most = 3 * statistics.median(seconds for seconds, *_ in batches)
+        total, data, exchange = map(sum, zip(*(b for b in batches if b[0] <= most), strict=True))
+        if self._is_cpu and exchange > data:
+            share, cause = exchange / total, "exchange"
+            why = (
+                "waits for gradients of other ranks: strategy='topt_full' searches plans that send "
+                "less, and 'topt_compressed' sends compressed gradients"
+            )
+        else:
+            share, cause = data / total, "data"
+            why = (
+                "waits for data: more workers in the DataLoader (examples/recipes measures how "
+                "many), or CachedDataModule would treat that"
+            )
+        return Hint(cause, share, f"{share:.0%} of a step {why}") if share >= LEAST_SHARE else None
 
 
 # ---- what a shared update needs ------------------------------------------------------------------
@@ -239,12 +276,11 @@ def difference_of_optimizers(
     their order.
     """
     # As texts, so that all ranks find the same first difference.
-    own = _describe(optimizers, names)
     everyone: list[list[tuple[str, str]]] = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(everyone, own, group=group)
+    dist.all_gather_object(everyone, _describe(optimizers, names), group=group)
     missing = ("", "missing")
     for rank, theirs in enumerate(everyone):
-        for (place, value), (first_place, first) in zip_longest(
+        for (place, value), (first_place, first) in itertools.zip_longest(
             theirs, everyone[0], fillvalue=missing
         ):
             if (place, value) != (first_place, first):

@@ -202,7 +202,7 @@ def _traced(request: PlanRequest, trainer: pl.Trainer) -> PlanDecision:
     decided_by = "search" if request.plan is None else "given"
     if planning is not None or isinstance(request.plan, MeshPlan | PipelinePlan):
         say(plan)
-    return PlanDecision(plan, planning, decided_by, measurements)
+    return PlanDecision(plan, planning, decided_by)
 
 
 def _plan_of(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Questions[_Found]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +14,7 @@ from typing_extensions import override
 
 LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
 TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_HOOKS = ("prepare_data", "setup", "teardown", "on_exception", "state_dict", "load_state_dict")
 
 
 class WrappedDataModule(pl.LightningDataModule):
@@ -52,9 +53,9 @@ class WrappedDataModule(pl.LightningDataModule):
 
     @override
     def __setattr__(self, name: str, value: Any) -> None:
-        # Before `datamodule` is there, and for what is the subclass's own.
-        own = "datamodule" not in vars(self) or name in vars(self) or hasattr(type(self), name)
-        if own or not hasattr(self.datamodule, name):
+        # Until `datamodule` is there, and for attributes of the subclass, nothing is passed on.
+        is_here = "datamodule" not in vars(self) or name in vars(self) or hasattr(type(self), name)
+        if is_here or not hasattr(self.datamodule, name):
             super().__setattr__(name, value)
         else:
             setattr(self.datamodule, name, value)
@@ -70,63 +71,8 @@ class WrappedDataModule(pl.LightningDataModule):
         if "datamodule" in vars(self):
             self.datamodule.trainer = trainer
 
-    @override
-    def prepare_data(self) -> None:
-        self.datamodule.prepare_data()
-
-    @override
-    def setup(self, stage: str) -> None:
-        self.datamodule.setup(stage)
-
-    @override
-    def teardown(self, stage: str) -> None:
-        self.datamodule.teardown(stage)
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        self.datamodule.on_exception(exception)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return self.datamodule.state_dict()
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.datamodule.load_state_dict(state_dict)
-
-    @override
-    def train_dataloader(self) -> Any:
-        return self.datamodule.train_dataloader()
-
-    @override
-    def val_dataloader(self) -> Any:
-        return self.datamodule.val_dataloader()
-
-    @override
-    def test_dataloader(self) -> Any:
-        return self.datamodule.test_dataloader()
-
-    @override
-    def predict_dataloader(self) -> Any:
-        return self.datamodule.predict_dataloader()
-
-    @override
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return self.datamodule.on_before_batch_transfer(batch, dataloader_idx)
-
-    @override
-    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-        return self.datamodule.transfer_batch_to_device(batch, device, dataloader_idx)
-
-    @override
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return self.datamodule.on_after_batch_transfer(batch, dataloader_idx)
-
     def _changed(self, loaders: Any, *, path: str = "") -> Any:
-        """Return `loaders` with `_changed_loader` applied to each.
-
-        They are a DataLoader or a collection of them. Raises ValueError for others.
-        """
+        # `loaders` with `_changed_loader` applied to each: one DataLoader, or a collection of them
         if isinstance(loaders, DataLoader):
             return self._changed_loader(loaders, path)
         if isinstance(loaders, CombinedLoader):
@@ -147,8 +93,16 @@ class WrappedDataModule(pl.LightningDataModule):
         )
 
     def _changed_loader(self, loader: DataLoader[Any], path: str) -> Any:
-        """Return what takes the place of one loader.
-
-        `path` says which one it is in a collection.
-        """
+        # What takes the place of one loader; `path` says which one it is in a collection
         raise NotImplementedError
+
+
+def _delegated(name: str) -> Callable[..., Any]:
+    def call(self: WrappedDataModule, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.datamodule, name)(*args, **kwargs)
+
+    return call
+
+
+for _name in (*_HOOKS, *LOADERS, *TRANSFERS):
+    setattr(WrappedDataModule, _name, _delegated(_name))

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from lightning_topt.basics.once import once_per_object
+from lightning_topt.basics import once_per_object
 from lightning_topt.costs.communication import Collective
 from lightning_topt.costs.lifetimes import (
     FORWARD_OVER,

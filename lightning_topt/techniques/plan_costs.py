@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_topt.basics.once import once_per_object
+from lightning_topt.basics import once_per_object
 from lightning_topt.costs.chain_table import Array
 from lightning_topt.costs.lifetimes import UPDATE, Changes, Lifetime
 from lightning_topt.costs.reserved_memory import CUBLAS_BYTES, communicator_bytes, unused_bytes

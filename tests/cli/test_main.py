@@ -77,12 +77,6 @@ def test_train_writes_its_record(trained):
     assert 4 < record["metrics"]["val_bits_per_byte"] < 9
 
 
-def test_both_ranks_worked_in_one_run_folder(trained):
-    folder, _ = trained
-    assert (folder / "train.log").exists() and (folder / "train_ddp_process_1.log").exists()
-    assert [path.name for path in folder.parent.iterdir()] == ["run"]
-
-
 def test_the_same_seed_gives_the_same_metric(trained, tmp_path):
     """Also on ranks that torchrun starts."""
     folder, _ = trained
@@ -344,10 +338,6 @@ def test_the_demo_ends_with_what_was_planned_predicted_and_measured(tmp_path):
     output = finished(topt("train", *words, folder=tmp_path, ranks=2))
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["predicted"]["peak_bytes"] * 1.05 <= 96 * 2**20
-    assert 0 <= record["measured"]["core_wait_share"] <= 1
-    assert 0 <= record["planned_core_wait_share"] <= 1
-    assert record["machine_was_busy"] in (True, False)
-    assert record["machine_was_busy"] or not record["planned_core_wait_share"]
     plan = ParallelPlan.load(tmp_path / "run" / "plan.yaml")
     assert plan.to_dict() == record["plan"]
     end = output[output.index("Plan, as numbers of blocks") :]

@@ -34,7 +34,8 @@ def test_a_wrong_value_is_refused_in_one_sentence(tmp_path):
 
 
 def test_another_hydra_app_finds_the_group(tmp_path):
-    (tmp_path / "app.yaml").write_text("defaults:\n  - optimizer_step: parallel\n  - _self_\n")
+    entry = "topt/optimizer_step@callbacks.step: parallel"
+    (tmp_path / "app.yaml").write_text(f"defaults:\n  - {entry}\n  - _self_\n")
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
-        config = compose("app", overrides=["optimizer_step.always=true"])
-    assert instantiate(config.optimizer_step).always
+        config = compose("app", overrides=["callbacks.step.always=true"])
+    assert instantiate(config.callbacks.step).always

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lightning_topt.communication.bounded_loss import Handle, Outcome
+from lightning_topt.communication.bounded_loss.delivery import Handle, Outcome
 
 BLOCK = 16  # elements that are lost together
 

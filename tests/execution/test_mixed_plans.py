@@ -17,7 +17,7 @@ from lightning_topt.communication import TopK
 from lightning_topt.execution.engine import Engine
 from lightning_topt.graph.mesh_axes import data_mesh, hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.optim import LAMB
+from lightning_topt.optim.large_batch import LAMB
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan
 from lightning_topt.plan.plan_values import PRESETS
 from tests.launch import run_ranks

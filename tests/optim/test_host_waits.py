@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from lightning_topt.optim import LAMB, LARS, install_parallel_step
 from lightning_topt.optim.clipping import clip_norm_, clip_value_
+from lightning_topt.optim.large_batch import LAMB, LARS
+from lightning_topt.optim.parallel_step import install_parallel_step
 from tests.host_waits import HostWaits, fake_device, no_host_waits, waits_of
 from tests.launch import run_ranks
 from tests.optim.parallel_cases import loss_of, make_net, pieces_for

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_topt.optim import LAMB, LARS
+from lightning_topt.optim.large_batch import LAMB, LARS
 from lightning_topt.optim.parallel_step import ParallelStep
 from lightning_topt.techniques.optimizer_sharding import share_step
 from tests.launch import run_ranks

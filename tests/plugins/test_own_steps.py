@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topt import AutoParallelStrategy, ParallelOptimizerStep
-from lightning_topt.optim import UnsplittableOptimizer
+from lightning_topt.optim.update_rule import UnsplittableOptimizer
 from tests.plugins.trainer_ranks import OwnShare, RecordingGPT, make_trainer, on_ranks
 
 

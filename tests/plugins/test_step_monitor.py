@@ -63,34 +63,6 @@ def fit(module, *, warmup_steps=2, batches=12, **options):
     return monitor.measurement
 
 
-class Waits:
-    """In place of `CoreWait`: what went by on the clock `waited`."""
-
-    def __init__(self, waited):
-        self.waited, self.before = waited, waited.now
-
-    def seconds(self):
-        return self.waited.now - self.before
-
-
-def test_the_share_without_a_core_is_that_of_steady_steps(clock, monkeypatch):
-    """A quarter of each second: the first two steps, which take a hundred, do not count."""
-    waits = {100.0: 0.0, 1.0: 0.25}
-    waited = Clock()
-    step = Known.training_step
-
-    def training_step(self, batch, batch_idx):
-        before = clock.now
-        loss = step(self, batch, batch_idx)
-        waited.now += waits[clock.now - before]
-        return loss
-
-    monkeypatch.setattr(Known, "training_step", training_step)
-    monkeypatch.setattr(monitors, "CoreWait", lambda *, threads: Waits(waited))
-    measurement = fit(Known(clock))
-    assert measurement.core_wait_share == pytest.approx(0.25) and measurement.machine_was_busy
-
-
 def test_median_leaves_out_the_first_steps(clock):
     measurement = fit(Known(clock), batches=4)
     assert (measurement.steps, measurement.median_step_seconds) == (2, 1)

@@ -23,8 +23,8 @@ from lightning_topt.execution.verify_plan import cluster_for
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import data_mesh, hybrid_mesh
 from lightning_topt.graph.op_graph import Block
-from lightning_topt.optim import LAMB
 from lightning_topt.optim.full_state import parameters_of
+from lightning_topt.optim.large_batch import LAMB
 from lightning_topt.plan.parallel_plan import ParallelPlan, preset_plan
 from lightning_topt.plan.plan_values import PRESETS
 from lightning_topt.techniques.explain import Explanation, explain

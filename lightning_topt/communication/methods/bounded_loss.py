@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_flag, check_real
 from lightning_topt.communication import exchange_method
-from lightning_topt.communication.bounded_loss import Handle, Outcome
+from lightning_topt.communication.bounded_loss.delivery import Handle, Outcome
 from lightning_topt.communication.bounded_loss.over_store import connect_over_store
 from lightning_topt.communication.bucket import (
     Bucket,

@@ -20,12 +20,10 @@ import numpy as np
 import pytest
 from torch.distributed import HashStore
 
-from lightning_topt.communication.bounded_loss import (
-    BoundedLossExchange,
-    PeerSilentError,
-    open_endpoint,
-)
 from lightning_topt.communication.bounded_loss.datagram import KINDS
+from lightning_topt.communication.bounded_loss.delivery import PeerSilentError
+from lightning_topt.communication.bounded_loss.endpoint import open_endpoint
+from lightning_topt.communication.bounded_loss.exchange import BoundedLossExchange
 from lightning_topt.communication.bounded_loss.over_store import connect_over_store
 from tests.communication.bounded_loss.datagram_proxy import Faults
 from tests.communication.bounded_loss.ranks_here import SECONDS, exchanges, step, whole_numbers

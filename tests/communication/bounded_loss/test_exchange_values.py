@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_topt.communication.bounded_loss import BoundedLossExchange, WireOptions
+from lightning_topt.communication.bounded_loss.exchange import BoundedLossExchange, WireOptions
 from tests.communication.bounded_loss.datagram_proxy import Faults
 from tests.communication.bounded_loss.ranks_here import (
     SECONDS,

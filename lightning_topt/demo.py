@@ -235,9 +235,7 @@ class StdlibBytesDataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         """Return the training batches, shuffled; the last partial batch is dropped."""
-        return DataLoader(
-            self.train_data, batch_size=self.batch_size, shuffle=True, drop_last=True
-        )
+        return DataLoader(self.train_data, batch_size=self.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Tensor]:
         """Return the validation batches, in order."""

@@ -92,7 +92,6 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["trainer.strategy=topt"], "RAN Net AutoParallelStrategy 6"),
         (
             ["+topt/strategy@trainer.strategy=topt", "+topt/cluster=local_cpu"],
             "RAN Net AutoParallelStrategy 6",
@@ -102,7 +101,7 @@ if __name__ == "__main__":
             "RAN Net CompressedDDPStrategy 6",
         ),
     ],
-    ids=["name", "topt", "topt_compressed"],
+    ids=["topt", "topt_compressed"],
 )
 def test_a_template_app_trains_its_own_model(overrides, said, tmp_path):
     for name, text in TEMPLATE.items():

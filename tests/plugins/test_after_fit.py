@@ -24,7 +24,7 @@ from tests.plugins.trainer_ranks import (
     topt_trainer,
 )
 
-PLANS = ["zero1", "zero1+recompute", "zero2", "zero3", "zero3+recompute", "tensor", "pipeline"]
+PLANS = ["zero1", "zero3+recompute", "tensor", "pipeline"]
 
 
 def left_on(module: nn.Module) -> dict[str, Any]:
@@ -85,9 +85,9 @@ def test_an_optimizer_of_the_module_has_its_whole_state(plan: str) -> None:
 
 
 def open_after_each_fit(rank: int, plan: str) -> list[Counter[str]]:
-    """How many descriptors of each kind this process has after each of four fits."""
+    """How many descriptors of each kind this process has after each of three fits."""
     found = []
-    for _ in range(4):
+    for _ in range(3):
         fit(rank, plan, RecordingGPT)
         gc.collect()
         kinds = Counter[str]()
@@ -98,7 +98,7 @@ def open_after_each_fit(rank: int, plan: str) -> list[Counter[str]]:
     return found
 
 
-@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero3", "pipeline"])
+@pytest.mark.parametrize("plan", ["zero3", "pipeline"])
 def test_fits_leave_no_descriptors_open(plan: str) -> None:
     for first, *_, last in on_ranks(open_after_each_fit, plan):
         assert not last - first, "the last fit left more than the first"

@@ -59,7 +59,6 @@ AVERAGES: dict[str, Any] = {
         swa_lrs=5e-3, swa_epoch_start=2, annealing_epochs=1, device=None
     ),
 }
-PLANS = ["zero1", "zero2", "zero3"]
 
 
 def fit(
@@ -88,9 +87,10 @@ def fitted(rank: int, plan: str | None, kind: str, norm: bool) -> Any:
 
 # SWA goes through the data once more for the statistics of a batch norm.
 CASES = [
-    *((kind, plan, False) for kind in AVERAGES for plan in PLANS),
-    *((kind, plan, True) for kind in ("ema", "swa") for plan in ("zero2", "zero3")),
-    ("ema", "zero3+recompute", False),
+    *((kind, "zero3", False) for kind in AVERAGES),
+    ("swa", "zero2", False),
+    ("ema", "zero2", True),
+    ("swa", "zero3", True),
 ]
 
 
@@ -136,8 +136,10 @@ class Saver(L.Callback):
             trainer.save_checkpoint(self.path)
 
 
-@pytest.mark.parametrize("kind", ["ema", "swa"])
-@pytest.mark.parametrize("plans", [("zero3", "zero2"), ("zero2", "ddp"), ("ddp", "zero3")])
+@pytest.mark.parametrize(
+    ("kind", "plans"),
+    [("ema", ("zero3", "zero2")), ("swa", ("zero2", "ddp")), ("ema", ("ddp", "zero3"))],
+)
 def test_averages_are_saved_and_resumed_under_other_plans(
     kind: str, plans: tuple[str, str], tmp_path: Path
 ) -> None:

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
 from lightning_topt import LocalSteps, LocalStepsStrategy
@@ -148,16 +147,6 @@ def test_the_users_own_monitor_takes_its_place(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="every_n_steps"):
         ExchangeMonitor(every_n_steps=0)
-
-
-def elsewhere(rank: int, folder: Path) -> str:
-    with pytest.raises(TypeError, match="DDPStrategy exchanges no gradients of ours") as error:
-        fit(rank, folder, DDPStrategy(), callbacks=[ExchangeMonitor()])
-    return str(error.value)
-
-
-def test_under_another_strategy_it_says_so(tmp_path: Path) -> None:
-    assert all(on_ranks(elsewhere, tmp_path))
 
 
 def local(rank: int, folder: Path) -> Any:

@@ -143,14 +143,10 @@ def refused(rank: int, kind: str, plan: str) -> tuple[bool, str, int]:
 
 
 REFUSED = [
-    *(("LBFGS", plan, "LBFGS") for plan in ("zero1", "zero2", "zero3", "pipeline", "shared")),
+    *(("LBFGS", plan, "LBFGS") for plan in ("zero1", "zero3", "shared")),
     *(("Sharpness", plan, "several times per step") for plan in ("zero1", "shared")),
-    ("Sharpness", "pipeline", "depends on which others"),
-    *(("Normalised", plan, "depends on which others") for plan in ("zero1", "pipeline")),
-    *(
-        ("Gathered", plan, "shared between ranks already")
-        for plan in ("zero1", "zero2", "zero3", "pipeline", "shared")
-    ),
+    *((kind, "pipeline", "depends on which others") for kind in ("Sharpness", "Normalised")),
+    *(("Gathered", plan, "shared between ranks already") for plan in ("zero2", "pipeline")),
 ]
 
 

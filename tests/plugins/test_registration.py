@@ -42,22 +42,20 @@ def run(code: str, *, python: str = sys.executable, **environment: str) -> str:
 STARTS = [("", "popen"), ("_fork", "fork"), ("_spawn", "spawn"), ("_notebook", "fork")]
 
 
-@pytest.mark.parametrize(("suffix", "start_method"), STARTS)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
         ("topt", AutoParallelStrategy),
-        ("topt_compressed", CompressedDDPStrategy),
-        ("topt_pipeline", PipelineStrategy),
+        ("topt_full_spawn", AutoParallelStrategy),
+        ("topt_compressed_notebook", CompressedDDPStrategy),
+        ("topt_pipeline_fork", PipelineStrategy),
     ],
 )
-def test_names(name: str, kind: type[DDPStrategy], suffix: str, start_method: str) -> None:
-    assert name + suffix in StrategyRegistry.available_strategies()
-    strategy = L.Trainer(
-        strategy=name + suffix, accelerator="cpu", devices=2, logger=False
-    ).strategy
+def test_names(name: str, kind: type[DDPStrategy]) -> None:
+    strategy = L.Trainer(strategy=name, accelerator="cpu", devices=2, logger=False).strategy
     assert isinstance(strategy, kind) and isinstance(strategy, DDPStrategy)
-    assert strategy._start_method == start_method
+    _, _, start = name.partition("_")
+    assert strategy._start_method == dict(STARTS).get(f"_{start.rpartition('_')[2]}", "popen")
     assert strategy._ddp_kwargs.get("find_unused_parameters", False) is False
 
 

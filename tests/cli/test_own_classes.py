@@ -70,8 +70,6 @@ def test_what_is_not_there_is_one_sentence(arguments, words, tmp_path):
     assert words in line and "Traceback" not in output
 
 
-
-
 def test_configurations_of_an_app_are_planned(tmp_path):
     """Groups `model` and `data` as in lightning-hydra-template, whose loaders divide the batch."""
     divides = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import traceback
 import warnings
 from contextlib import redirect_stdout
@@ -35,20 +34,14 @@ SEED = 11
 
 @dataclass
 class Run:
-    """What one run of a program left: losses of its steps, the module's state, and how it was
-    planned.
-    """
+    """What one run of a program left: losses of its steps, the module's state, and its plan."""
 
     losses: list[float] = field(default_factory=list)
     state: dict[str, Tensor] = field(default_factory=dict)
     error: str = ""
     plan: str = "ddp"
     level: int = 0  # of sharding: the highest of all blocks
-    recomputed: list[str] = field(default_factory=list)
     is_plain: bool = True  # every rank computes as under ddp: equal to the last bit
-    planned_by: str = ""
-    planning_seconds: float = 0.0
-    seconds: float = 0.0
 
 
 class KeepLosses(L.Callback):
@@ -66,7 +59,7 @@ class KeepLosses(L.Callback):
 
 def run_program(program: Program, strategy: Strategy) -> Run:
     """Run `program` on this rank, seeded; an exception is told in `error`."""
-    run, keeper, start = Run(), KeepLosses(), time.perf_counter()
+    run, keeper = Run(), KeepLosses()
     L.seed_everything(SEED, verbose=False)
     try:
         module, data = program.make()
@@ -85,14 +78,11 @@ def run_program(program: Program, strategy: Strategy) -> Run:
         run.state = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
     except Exception as error:
         run.error = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-    run.seconds = time.perf_counter() - start
     plan = getattr(strategy, "parallel_plan", None)
     if plan is not None:
-        run.plan, run.planned_by = plan.summary(), getattr(strategy, "planned_by", "")
+        run.plan = plan.summary()
         run.level = max(block.config.storage.level for block in plan.blocks)
-        run.recomputed = [block.block for block in plan.blocks if block.config.recompute]
         run.is_plain = is_ddp(plan)
-        run.planning_seconds = strategy.planning_seconds or 0.0  # type: ignore[attr-defined]
     return run
 
 
@@ -104,9 +94,7 @@ def is_ddp(plan: ParallelPlan) -> bool:
 
 
 def differences(one: Run, two: Run, *, exactly: bool) -> list[str]:
-    """How `two` differs from `one`, in words; [] where losses and states are equal (within
-    float32's reordering).
-    """
+    """How `two` differs from `one`, in words; equal within float32's reordering is no difference."""
     if one.error or two.error:
         return [error for error in (one.error, two.error) if error]
     tolerance = {"rtol": 0.0, "atol": 0.0} if exactly else {"rtol": 1e-4, "atol": 1e-5}

@@ -94,7 +94,7 @@ def is_ddp(plan: ParallelPlan) -> bool:
 
 
 def differences(one: Run, two: Run, *, exactly: bool) -> list[str]:
-    """How `two` differs from `one`, in words; equal within float32's reordering is no difference."""
+    """How `two` differs from `one`, in words, beyond float32's reordering unless `exactly`."""
     if one.error or two.error:
         return [error for error in (one.error, two.error) if error]
     tolerance = {"rtol": 0.0, "atol": 0.0} if exactly else {"rtol": 1e-4, "atol": 1e-5}

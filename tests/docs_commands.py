@@ -96,7 +96,6 @@ FORMS = [
         (),
         "searches plans of 8 to 1,024 devices for seconds to minutes (tests/cli run such searches)",
     ),
-    Form(r"^topt checkpoint", "compose", (), "reads a checkpoint (tests/cli/test_checkpoint)"),
     Form(r"^topt train -m ", "skip", (), "starts ranks for each job (engines/test_sweeps)"),
     Form(r"^pip ", "skip", (), "needs a package registry"),
     Form(r"^make ", "skip", (), "takes minutes; what it runs is in the Makefile"),

@@ -16,8 +16,7 @@ from typing import NoReturn
 from topt_console.status_line import STATUS
 
 __version__ = "0.1.0"
-COMMANDS = ("plan", "train", "calibrate", "predict", "verify", "stalls", "checkpoint")
-CHECKPOINT_ACTIONS = ("inspect", "verify", "convert")  # of `topt checkpoint`, its first word
+COMMANDS = ("plan", "train", "calibrate", "predict", "verify", "stalls")
 WRONG_USE = 2
 COMPLETION = ("-sc", "--shell-completion")
 
@@ -32,7 +31,6 @@ measured
   topt verify    [overrides]   would a plan run, and what would each rank hold; any number of ranks
   topt stalls    [overrides]   what training waits for when it waits for data, and what would \
 remove it
-  topt checkpoint [action] [overrides]   inspect, verify or convert a checkpoint
   topt --version
 
 Overrides are Hydra's; what has [ or { is in quotes. For instance

@@ -26,10 +26,11 @@ from lightning_topt.plugins.lost_ranks import destroy_process_group
 from lightning_topt.plugins.monitors import StepMonitor
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, lag_of
 from lightning_topt.weight_prediction import make_prediction
+from lightning_topt.weight_prediction.rule import StagePlace
 
 RANKS = 4
 RUN = "benchmarks.pipelines.continuous_memory"
-RULES = ("none", "pipeoptim", "spectrain", "stash", "two_versions")
+RULES = ("none", "multistep", "spectrain", "stash", "two_versions")
 
 
 def rows(rule: str, schedule: str) -> list[str]:
@@ -40,7 +41,7 @@ def rows(rule: str, schedule: str) -> list[str]:
     lines = []
     for stage, rank in enumerate(found["ranks"]):
         sizes = {"stage": stage, "num_stages": RANKS, "lag_per_hop": lag, "accumulate": accumulate}
-        copies = make_prediction(rule).weight_copies(**sizes)
+        copies = make_prediction(rule).copies_at(StagePlace(**sizes))
         flying = lag_of(stage, num_ranks=RANKS, lag_per_hop=lag)
         cells: list[Any] = [
             schedule,

@@ -25,13 +25,7 @@ from torch import Tensor, nn, optim
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserved
 from torch.optim import Optimizer
 
-from lightning_topt.schedules.schedules import (
-    Action,
-    continuous_schedule,
-    drain_actions,
-    every,
-    iteration_actions,
-)
+from lightning_topt.schedules.schedules import Action, continuous_schedule, every, lag_of
 from lightning_topt.schedules.staleness import Staleness, staleness
 from lightning_topt.weight_prediction import Prediction, make_prediction
 
@@ -125,31 +119,27 @@ class ContinuousTraining:
         early has a training that cannot go on.
         """
         data, count = list(batches), len(self.stages)
-        completes = every(self.sizes["accumulate"], num_minibatches=len(data))
         schedule = continuous_schedule(num_ranks=count, num_minibatches=len(data), **self.sizes)
         self.data, self.staleness, self.losses = data, staleness(schedule), [0.0] * len(data)
-        places = {
-            "num_ranks": count,
-            "completes": completes,
-            "lag_per_hop": self.sizes["lag_per_hop"],
-        }
+        completes = every(self.sizes["accumulate"], num_minibatches=len(data))
+        hop = self.sizes["lag_per_hop"]
+        lags = [lag_of(rank, num_ranks=count, lag_per_hop=hop) for rank in range(count)]
+
+        def back(rank: int, minibatch: int, iteration: int) -> None:
+            if minibatch >= 0:
+                self._back(Action("backward", rank, minibatch), iteration)
+                if completes(minibatch):
+                    self._back(Action("update", rank, minibatch), iteration)
+
         for iteration in range(len(data)):
-            actions = [
-                action
-                for rank in range(count)
-                for action in iteration_actions(rank, iteration=iteration, **places)
-            ]
-            for action in actions:
-                if action.kind == "forward":
-                    self._forward(action)
-            for action in actions:
-                if action.kind != "forward":
-                    self._back(action, iteration)
+            for rank in range(count):
+                self._forward(Action("forward", rank, iteration))
+            for rank in range(count):
+                back(rank, iteration - lags[rank], iteration)
             yield iteration
-        drains = [drain_actions(rank, num_minibatches=len(data), **places) for rank in range(count)]
         for rank in reversed(range(count)):  # what is left of a stage waits for the later ones only
-            for action in (action for step in drains[rank] for action in step):
-                self._back(action, len(data) - 1)
+            for minibatch in range(max(0, len(data) - lags[rank]), len(data)):
+                back(rank, minibatch, len(data) - 1)
         for stage in self.stages:
             assert not stage.inputs and not stage.outputs and not stage.gradients
             stage.updates, stage.last_forward = 0, 0
@@ -520,7 +510,7 @@ def last_direction(
 ) -> Tensor:
     """The direction of the last update, without decoupled weight decay.
 
-    SpecTrain's v and PipeOptim's dW.
+    That is SpecTrain's v.
     """
     if isinstance(optimizer, optim.SGD):
         return state["momentum_buffer"]

@@ -43,7 +43,6 @@ RULES = (
     "nesterov",
     "two_versions",
     "spectrain",
-    "pipeoptim",
     "multistep",
 )
 # rules of the runs that are four times as long, on up to 8 stages

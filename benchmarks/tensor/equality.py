@@ -45,7 +45,7 @@ from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.communication import Group
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.execution.engine import Engine
-from lightning_topt.execution.gathered_state import gather_module_state
+from lightning_topt.execution.states import gather_module_state
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import (

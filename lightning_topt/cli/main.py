@@ -30,7 +30,7 @@ from lightning_topt.communication.started_ranks import leave_to_rank_0, run_name
 from topt_console.status_line import STATUS
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
-_OF_ONE_RANK = ("predict", "stalls", "checkpoint")  # ranks do nothing together in these
+_OF_ONE_RANK = ("predict", "stalls")  # ranks do nothing together in these
 
 
 def main() -> None:
@@ -67,8 +67,6 @@ def hydra_main(command: str, run: Callable[[DictConfig], object]) -> None:
     words = arguments[2:]
     if command == "plan":
         words = as_hydra_reads(words)
-    elif command == "checkpoint":
-        words = [_as_action_or_path(word) for word in words]
     OmegaConf.register_new_resolver(
         "topt.run", partial(run_name, command=words), use_cache=True, replace=True
     )
@@ -124,16 +122,6 @@ def _with_overrides(words: Sequence[str], further: Sequence[str]) -> list[str]:
     )
     last = max(places, default=len(words))
     return [*words[:last], *further, *words[last:]]
-
-
-def _as_action_or_path(word: str) -> str:
-    # ``verify`` as ``action=verify``, and a path with ``=`` in it in quotes
-    name, _, value = word.partition("=")
-    if word in topt_console.CHECKPOINT_ACTIONS:
-        return f"action={word}"
-    if name in ("path", "to") and "=" in value and value[0] not in "'\"":
-        return f"{name}='{value}'"
-    return word
 
 
 @contextmanager

@@ -3,10 +3,10 @@
 engine                 applies a plan on one rank, steps, saves, loads, undoes it
 applied_techniques     what techniques did to the module, as one
 attached_optimizer     optimizers under a plan
-gathered_state         states in full form
+states                 states in full form, stored, and the parts of ranks
 sharded_checkpoint     checkpoints as a folder
 pipeline/              plans with stages
 memory                 the peak of a rank
-plan_problems, held_bytes, verify_plan
-                       what a plan will do, before its ranks exist
+plan_checks            whether a plan belongs to this module and these ranks
+verify_plan            what a plan will do, before its ranks exist
 """

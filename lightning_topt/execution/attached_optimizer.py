@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -28,13 +28,15 @@ from torch.optim import Optimizer
 
 from lightning_topt.communication.collectives import travel_device
 from lightning_topt.communication.value_exchange import value_of_rank
-from lightning_topt.execution.gathered_state import (
+from lightning_topt.execution.pipeline.pipeline_run import PipelineRun
+from lightning_topt.execution.states import (
+    StoredOptimizer,
+    chunks_of,
     follow_parameters,
     gather_parameter_states,
     place_optimizer_state,
+    rows_of_tensor,
 )
-from lightning_topt.execution.pipeline.pipeline_run import PipelineRun
-from lightning_topt.execution.stored_states import StoredOptimizer, chunks_of, rows_of_tensor
 from lightning_topt.optim.full_state import laid_out, parameters_of
 from lightning_topt.optim.parallel_step import ParallelStep
 from lightning_topt.optim.pieces import Piece, num_rows
@@ -274,10 +276,8 @@ class AttachedOptimizer:
         self._sharded, self._kept = [], None
 
     def _plain_state(self) -> State:
-        """Return the state as Lightning takes it.
-
-        Optimizers such as torch's ZeroRedundancyOptimizer spread their state by themselves.
-        """
+        # Return the state as Lightning takes it.
+        # Optimizers such as torch's ZeroRedundancyOptimizer spread their state by themselves.
         if not hasattr(self.optimizer, "consolidate_state_dict"):
             return self._state_dict()
         self.optimizer.consolidate_state_dict()
@@ -424,22 +424,27 @@ class StageOptimizer:
     def full_state(self) -> State:
         """Return the ``state_dict`` of one process on rank 0, an empty one elsewhere."""
         own = self._attached.full_state()
-        with self._groups.at_any_time() as group:
-            states = self._collected(own["state"], group) if self._groups.saves else {}
+        states = self._collected(own["state"]) if self._groups.saves else {}
         if not self._groups.saves or self._groups.rank != 0:
             return {}
-        return {"state": dict(sorted(states.items())), "param_groups": own["param_groups"]}
+        return {"state": states, "param_groups": own["param_groups"]}
 
-    def _collected(self, own: Mapping[int, State], group: dist.ProcessGroup) -> dict[int, State]:
-        # Send the states that ranks of the pipeline own to its first, one rank after the other
+    # The states of all parameters on the pipeline's first rank, in host memory: each rank sends
+    # those that it owns, one parameter after the other, so that no device holds more than one.
+    def _collected(self, own: Mapping[int, State]) -> dict[int, State]:
         states: dict[int, State] = {}
-        for place in range(len(self._groups.pipeline)):
-            mine = place == self._groups.rank
-            sent = {i: v for i, v in own.items() if self._owners[i] == place} if mine else None
-            if place == 0:
-                states |= sent or {}
-            elif self._groups.rank in (0, place):
-                states |= _sent_states(place, sent, group, self._groups.rank, travel_device(group))
+        rank, group = self._groups.rank, self._groups.pipeline_group
+        device = travel_device(group)
+        for index, owner in sorted(self._owners.items()):
+            values: list[Any] = [None]
+            if rank == owner and index in own:
+                values = [{name: _to_host(value) for name, value in own[index].items()}]
+            if owner and rank == owner:
+                dist.send_object_list(values, group=group, group_dst=0, device=device)
+            elif owner and rank == 0:
+                dist.recv_object_list(values, group=group, group_src=owner, device=device)
+            if rank == 0 and values[0] is not None:
+                states[index] = values[0]
         return states
 
     def own_state(self) -> State:
@@ -478,56 +483,6 @@ class StageOptimizer:
         full = value_of_rank(self.full_state(), everyone, place=0, device=self._device)
         self.optimizer.load_state_dict(place_optimizer_state(self.optimizer, full, {}))
         self._others = set()
-
-
-def _sent_states(
-    place: int,
-    states: Mapping[int, State] | None,
-    group: dist.ProcessGroup,
-    rank: int,
-    device: torch.device,
-) -> dict[int, State]:
-    """Send `states` from the rank `place` of `group` to its first, which returns them.
-
-    They are in host memory there; the sender returns nothing.
-    """
-    if rank == place:
-        assert states is not None
-        # First everything with outlines of tensors, then these, in the same order.
-        head = [
-            {
-                index: {
-                    name: _TensorHeader(v.shape, v.dtype) if isinstance(v, Tensor) else v
-                    for name, v in values.items()
-                }
-                for index, values in states.items()
-            }
-        ]
-        dist.send_object_list(head, group=group, group_dst=0, device=device)
-        for values in states.values():
-            for value in values.values():
-                if isinstance(value, Tensor):
-                    dist.send(value.to(device).contiguous(), group=group, group_dst=0)
-        return {}
-    received: list[Any] = [None]
-    dist.recv_object_list(received, group=group, group_src=place, device=device)
-    return {
-        i: {k: _received(v, place, group, device) for k, v in values.items()}
-        for i, values in received[0].items()
-    }
-
-
-class _TensorHeader(NamedTuple):
-    shape: torch.Size
-    dtype: torch.dtype
-
-
-def _received(value: object, place: int, group: dist.ProcessGroup, device: torch.device) -> Any:
-    if not isinstance(value, _TensorHeader):
-        return value
-    tensor = torch.empty(value.shape, dtype=value.dtype, device=device)
-    dist.recv(tensor, group=group, group_src=place)
-    return tensor.cpu()
 
 
 # ---- refusal -------------------------------------------------------------------------------------

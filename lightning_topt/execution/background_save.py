@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.tensor import DTensor
 
-from lightning_topt.execution.stored_states import TensorChunks, chunks_of_shard
+from lightning_topt.execution.states import TensorChunks, chunks_of_shard
 
 MOST = 2  # saves that are not finished
 WAIT_SECONDS = 1800.0  # for a save, as long as torch waits for a collective call
@@ -175,13 +175,13 @@ class _Copy:
 
     @classmethod
     def of(cls, state: Any, buffers: _Buffers) -> _Copy:
-        """Copy `state`. Its tensors may change once this returns."""
+        # Copy `state`. Its tensors may change once this returns.
         copy, devices = cls(buffers), set[torch.device]()
         found: dict[Hashable, int] = {}
 
         class CopyPickler(pickle.Pickler):
             def persistent_id(self, value: Any) -> Any:
-                """Name the tensors that are copied; None for all else, which is pickled."""
+                # Name the tensors that are copied; None for all else, which is pickled.
                 if not isinstance(value, Tensor) or not _is_plain(value):
                     return None
                 if isinstance(value, DTensor):
@@ -215,7 +215,7 @@ class _Copy:
         return len(self._tensors) - 1
 
     def restored(self) -> Any:
-        """Return the state, of the copied tensors."""
+        # Return the state, of the copied tensors.
         tensors = self._tensors
 
         class CopyUnpickler(pickle.Unpickler):
@@ -230,7 +230,7 @@ class _Copy:
         return CopyUnpickler(io.BytesIO(self._pickle)).load()
 
     def free(self) -> None:
-        """Give the buffers back."""
+        # Give the buffers back.
         self._tensors.clear()
         while self._taken:
             self._buffers.give_back(*self._taken.pop())

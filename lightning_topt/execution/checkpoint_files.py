@@ -12,8 +12,7 @@
 
 A save writes a new folder of files, then replaces the manifest, then removes the files before: at
 every moment the manifest names a complete checkpoint. A folder without one is of a save that was
-cut off, and is none. Folders of releases before have the files themselves, without a manifest, or
-checksums in it; they are read. On a disk, what is no such folder is renamed (`beside`) before a new
+cut off, and is none. On a disk, what is no such folder is renamed (`beside`) before a new
 one takes its name. Object stores rename nothing: there the manifest comes last, in one request.
 """
 
@@ -45,7 +44,6 @@ from torch.distributed.checkpoint.filesystem import (
 )
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -60,7 +58,7 @@ MANIFEST = "checkpoint.json"
 FILES_IN = "shards."  # how the name of a folder of files begins
 REST = "trainer_state.pt"  # whatever is no tensor
 METADATA = ".metadata"  # torch.distributed.checkpoint's
-_VERSION = 2  # of the manifest; 1 had checksums of the files
+_VERSION = 2  # of the manifest
 # The classes whose instances ``.metadata`` has, beside numbers, texts, containers and `_VALUES`.
 _FILLED = (
     ChunkStorageMetadata,
@@ -152,11 +150,8 @@ def place_of(path: str | os.PathLike[str] | RemotePath) -> Place:
 def holds_shards(path: str | os.PathLike[str] | RemotePath) -> bool:
     """Return whether `path` is a folder that `save_sharded` wrote, in one piece."""
     place = place_of(path)
-    if (place / MANIFEST).is_file():  # as files of others may be called
-        return any(True for _ in place.glob(f"{FILES_IN}*"))
-    if isinstance(place, RemotePath):
-        return False  # releases before wrote to disks only
-    return (place / REST).is_file() and (place / METADATA).is_file()
+    # a manifest alone does not do: files of others may be called like it
+    return (place / MANIFEST).is_file() and any(True for _ in place.glob(f"{FILES_IN}*"))
 
 
 def newest_checkpoint(folder: str | os.PathLike[str], name: str = "last") -> str | None:
@@ -176,8 +171,7 @@ def newest_checkpoint(folder: str | os.PathLike[str], name: str = "last") -> str
         if not place.is_file():
             if not holds_shards(place):
                 continue
-            has_manifest = (place / MANIFEST).is_file()
-            file = place / (MANIFEST if has_manifest else METADATA)
+            file = place / MANIFEST
         files, path = fsspec.core.url_to_fs(str(file))
         found.append((files.modified(path).timestamp(), str(place)))
     return max(found)[1] if found else None
@@ -212,8 +206,9 @@ def begin_folder(target: Place) -> Place:
 
 def _tidy_leftovers(home: Place) -> None:
     # Remove what a save left that was cut off
-    with contextlib.suppress(ValueError):  # of a damaged manifest it is not known
-        _tidy(home.glob(f"{FILES_IN}*"), but=ShardFolder.at(home).path)
+    with contextlib.suppress(ValueError):  # a damaged manifest does not say what to keep
+        kept = ShardFolder.at(home).path if (home / MANIFEST).is_file() else home
+        _tidy(home.glob(f"{FILES_IN}*"), but=kept)
 
 
 def beside(target: Path) -> tuple[Path, Path]:
@@ -257,8 +252,7 @@ def commit(folder: Place, target: Place) -> None:
             target.rename(old)
         home.rename(target)
         sync(target.parent)
-    before = [*target.glob("*.distcp"), target / METADATA, target / REST]
-    _tidy([*target.glob(f"{FILES_IN}*"), *before, unfinished, old], but=target / folder.name)
+    _tidy([*target.glob(f"{FILES_IN}*"), unfinished, old], but=target / folder.name)
 
 
 def replace_by_file(path: str | os.PathLike[str], write: Callable[[str], object]) -> None:
@@ -285,9 +279,8 @@ def replace_by_file(path: str | os.PathLike[str], write: Callable[[str], object]
 def remove_folder(path: str | os.PathLike[str] | RemotePath) -> None:
     """Remove a checkpoint folder: the manifest first, so that what remains is none."""
     place = place_of(path)
-    for name in (MANIFEST, METADATA):
-        if (place / name).is_file():
-            _remove(place / name)
+    if (place / MANIFEST).is_file():
+        _remove(place / MANIFEST)
     if isinstance(place, Path):
         _remove(place)
         return
@@ -336,13 +329,10 @@ class ShardFolder:
     """The files of a checkpoint."""
 
     path: Place
-    of_others: bool = False  # written by other programs, which have pickles beside the tensors
 
     @staticmethod
     def at(path: Place) -> ShardFolder:
         """Return the files that the manifest in `path` names. Raises ValueError: it is damaged."""
-        if not (path / MANIFEST).is_file():
-            return ShardFolder(path)
         try:
             manifest = json.loads((path / MANIFEST).read_bytes())
             content = manifest["content"]
@@ -360,9 +350,8 @@ class ShardFolder:
     def metadata(self) -> Metadata:
         """What ``.metadata`` has, read once. Raises ValueError where that is anything else."""
         file = self.file(METADATA)
-        unpickler = _OthersUnpickler if self.of_others else _MetadataUnpickler
         try:
-            metadata = unpickler(io.BytesIO(file.read_bytes())).load()
+            metadata = _MetadataUnpickler(io.BytesIO(file.read_bytes())).load()
         # the bytes decide what is raised
         except Exception as error:
             _refuse(file, f"cannot be read: {error}")
@@ -456,23 +445,19 @@ class _MetadataUnpickler(pickle._Unpickler):
     """
 
     stack: list[Any]  # pickle's
-    filled: tuple[type, ...] = _FILLED
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class or function by its name. Raises UnpicklingError for another one."""
+        # Return a class or function by its name. Raises UnpicklingError for another one.
         if module.partition(".")[0] == "pathlib":  # of the folder that was written to
             return PurePath
-        if (module, name) == (BytesStorageMetadata.__module__, BytesStorageMetadata.__name__):
-            if BytesStorageMetadata in self.filled:
-                return BytesStorageMetadata
-        elif (module, name) in _VALUES:
+        if (module, name) in _VALUES:
             return _VALUES[module, name]
         raise pickle.UnpicklingError(f"it has {module}.{name}, which would run code")
 
     def load_build(self) -> None:
-        """Set the attributes of an instance that was just made, and of nothing else."""
+        # Set the attributes of an instance that was just made, and of nothing else.
         state, made = self.stack.pop(), self.stack[-1]
-        if type(made) not in self.filled:
+        if type(made) not in _FILLED:
             raise pickle.UnpicklingError(f"it sets attributes of {made!r}")
         if isinstance(made, TensorProperties):
             TensorProperties.__setstate__(made, state)  # as torch has it
@@ -488,9 +473,3 @@ class _MetadataUnpickler(pickle._Unpickler):
         },
         pickle.BUILD[0]: load_build,
     }
-
-
-class _OthersUnpickler(_MetadataUnpickler):
-    """Also makes what says that an entry is a pickle, whose readers run no code of it."""
-
-    filled = (*_FILLED, BytesStorageMetadata)

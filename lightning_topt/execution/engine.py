@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -37,18 +37,21 @@ from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.topology import abort_groups, destroy_groups, own_group
 from lightning_topt.execution.applied_techniques import AppliedTechniques
 from lightning_topt.execution.attached_optimizer import AttachedOptimizer, StageOptimizer
-from lightning_topt.execution.gathered_state import load_module_state, module_state
 from lightning_topt.execution.pipeline.continuous_run import ContinuousRun
-from lightning_topt.execution.pipeline.pipeline_run import Example, PipelineRun
+from lightning_topt.execution.pipeline.pipeline_run import (
+    Example,
+    PipelineRun,
+    exchange_between_rows,
+)
 from lightning_topt.execution.pipeline.stage_layout import PipelineGroups
-from lightning_topt.execution.plan_problems import (
+from lightning_topt.execution.plan_checks import (
     check_world_size,
     checked_parameters,
     warn_where_nodes_differ,
 )
+from lightning_topt.execution.states import load_module_state, module_state
 from lightning_topt.optim import clipping
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
-from lightning_topt.schedules.schedules import Schedule, single_stage_schedule
 from lightning_topt.techniques.registry import TECHNIQUES
 from lightning_topt.techniques.run_options import RunOptions
 from lightning_topt.techniques.technique import Applied, ParallelModel, forget_meshes
@@ -59,7 +62,6 @@ if TYPE_CHECKING:
 
 State = dict[str, Any]
 LossFunction = Callable[[nn.Module, Any], Tensor]
-_single_stage_schedule: Callable[[int], Schedule] = cache(single_stage_schedule)
 
 
 @final
@@ -169,10 +171,7 @@ class Engine:
             self._stages.follow(self._applied)
             if self._stages.lag_per_hop is not None:
                 self._continuous = ContinuousRun(self._stages)
-            # importing it takes what only plans with stages need
-            from lightning_topt.execution.pipeline import row_exchange  # noqa: PLC0415
-
-            applied = row_exchange.exchange_between_rows(self._stages, self._options)
+            applied = exchange_between_rows(self._stages, self._options)
             if applied is not None:
                 self._applied.add(applied)
                 self.exchange = applied.exchange
@@ -482,23 +481,18 @@ def run_one_by_one(
     Gradients are those of the losses' sum with `weights`. ``around(is_last)`` is the context of
     each pass.
     """
-    losses: dict[int, Tensor] = {}
-    for action in _single_stage_schedule(len(microbatches)).actions[0]:
-        index = action.microbatch_index
+    losses = []
+    for index, (microbatch, weight) in enumerate(zip(microbatches, weights, strict=True)):
         with around(index == len(microbatches) - 1):
-            if action.kind == "forward":
-                losses[index] = loss_of(microbatches[index])
-            else:
-                (losses[index] * weights[index]).backward()
-                losses[index] = losses[index].detach()
-    return torch.stack([losses[index] for index in range(len(microbatches))])
+            loss = loss_of(microbatch)
+            (loss * weight).backward()
+        losses.append(loss.detach())
+    return torch.stack(losses)
 
 
 def _with_views(options: RunOptions) -> RunOptions:
-    """Return the options of a plan whose gradients are views of DDP's buckets.
-
-    Raises PlanError where they say something else.
-    """
+    # Return the options of a plan whose gradients are views of DDP's buckets.
+    # Raises PlanError where they say something else.
     asked = {"gradient_as_bucket_view": True, **options.ddp}
     if not asked["gradient_as_bucket_view"]:
         raise PlanError(

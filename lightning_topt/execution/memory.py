@@ -27,7 +27,6 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -52,7 +51,6 @@ class MemoryMeter:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._probe: _Probe = _CudaProbe(device) if device.type == "cuda" else _ProcessProbe()
         self._base_bytes: int | None = None
         self._was_reset = False
 
@@ -75,18 +73,18 @@ class MemoryMeter:
         """
         release_free_memory()
         # What the training has on the device already is no part of the base.
-        current = self._probe.current_bytes()
+        current = _current_bytes(self.device)
         if current is not None and module is not None:
             current -= _training_bytes(module, optimizers, self.device) + other_bytes
         self._base_bytes = current
 
     def reset_peak(self) -> None:
         """Forget earlier peaks."""
-        self._was_reset = self._probe.reset_peak()
+        self._was_reset = _reset_peak(self.device)
 
     def peak_bytes(self) -> int | None:
         """Return the highest use since `reset_peak`, less the base; None: it is not known."""
-        peak = self._probe.peak_bytes()
+        peak = _peak_bytes(self.device)
         if peak is None or self._base_bytes is None or not self._was_reset:
             return None
         return max(peak - self._base_bytes, 0)
@@ -105,10 +103,8 @@ def release_free_memory() -> None:
 def _training_bytes(
     module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device
 ) -> int:
-    """Return the bytes of parameters, gradients, buffers and states on this kind of device.
-
-    Of what is sharded, the shard of this rank.
-    """
+    # Return the bytes of parameters, gradients, buffers and states on this kind of device.
+    # Of what is sharded, the shard of this rank.
     tensors = [
         *module.parameters(),
         *module.buffers(),
@@ -129,52 +125,36 @@ def _training_bytes(
 # ---- what devices say ----------------------------------------------------------------------------
 
 
-class _Probe(Protocol):
-    def current_bytes(self) -> int | None: ...
-    def reset_peak(self) -> bool: ...
-    def peak_bytes(self) -> int | None: ...
+# On CUDA bytes of live tensors, as torch's caching allocator counts them. Else anonymous resident
+# bytes of this process, as Linux counts them: the kernel keeps the peak of all resident pages only.
+# Pages of mapped files (the libraries' code, which comes in as it is first run) and shared pages
+# hold no tensor of ours and hardly change in steady steps: their present size is taken off.
 
 
-class _CudaProbe:
-    """Bytes of live tensors on one CUDA device, as torch's caching allocator counts them."""
+def _current_bytes(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return _status().get("RssAnon")
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
 
-    def current_bytes(self) -> int | None:
-        return torch.cuda.memory_allocated(self.device)
-
-    def reset_peak(self) -> bool:
-        torch.cuda.reset_peak_memory_stats(self.device)
+def _reset_peak(device: torch.device) -> bool:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
         return True
+    try:
+        _CLEAR_REFS.write_text(_RESET_PEAK)
+    except OSError:  # not Linux, or a sandbox that forbids it
+        return False
+    return True
 
-    def peak_bytes(self) -> int | None:
-        return torch.cuda.max_memory_allocated(self.device)
 
-
-class _ProcessProbe:
-    """Anonymous resident bytes of this process, as Linux counts them.
-
-    The kernel keeps the peak of all resident pages only. Pages of mapped files (the libraries'
-    code, which comes in as it is first run) and shared pages hold no tensor of ours and hardly
-    change in steady steps: their present size is taken off.
-    """
-
-    def current_bytes(self) -> int | None:
-        return _status().get("RssAnon")
-
-    def reset_peak(self) -> bool:
-        try:
-            _CLEAR_REFS.write_text(_RESET_PEAK)
-        except OSError:  # not Linux, or a sandbox that forbids it
-            return False
-        return True
-
-    def peak_bytes(self) -> int | None:
-        status = _status()
-        if not {"VmHWM", "RssFile", "RssShmem"} <= set(status):
-            return None
-        return status["VmHWM"] - status["RssFile"] - status["RssShmem"]
+def _peak_bytes(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = _status()
+    if not {"VmHWM", "RssFile", "RssShmem"} <= set(status):
+        return None
+    return status["VmHWM"] - status["RssFile"] - status["RssShmem"]
 
 
 def _status() -> dict[str, int]:

@@ -11,8 +11,8 @@ The files are those of `checkpoint_files`, on a disk or in an object store:
     ``exchange.<position>.<kind>.<name>``        that it keeps (`TensorChunks`)
     `REST`                                       whatever is no tensor
 
-Folders of Lightning's FSDPStrategy and ModelParallelStrategy are read as well. World size and plan
-may change between writing and reading: what is read are the mappings of `stored_states`.
+World size and plan may change between writing and reading: what is read are the mappings of
+`states`.
 
 A save has two parts, `collect_state` and `write_state`. The second may come later, in another
 thread with a process group of its own, from a copy of what the first has found.
@@ -20,7 +20,6 @@ thread with a process group of its own, from a copy of what the first has found.
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,9 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_topt.execution.checkpoint_files import (
@@ -38,7 +35,6 @@ from lightning_topt.execution.checkpoint_files import (
     MANIFEST,
     METADATA,
     REST,
-    Place,
     RemotePath,
     ShardFolder,
     begin_folder,
@@ -48,12 +44,10 @@ from lightning_topt.execution.checkpoint_files import (
     sync,
     writer_of,
 )
-from lightning_topt.execution.stored_states import (
+from lightning_topt.execution.states import (
     StoredExchange,
     StoredModule,
     StoredOptimizer,
-    read_pickles,
-    read_tensors,
     stored_tensors,
 )
 
@@ -61,7 +55,6 @@ State = dict[str, Any]
 _OTHERS = "sharded_checkpoint"  # key in REST of what is no tensor in the states
 # where checkpoints have the state of the gradient exchange
 EXCHANGE_AT = ("lightning_topt", "gradient_exchange")
-_REST_OF_LIGHTNING = "meta.pt"  # whatever is no state, in folders of Lightning's own strategies
 
 
 # ---- saving --------------------------------------------------------------------------------------
@@ -172,10 +165,8 @@ def write_state(
 
 
 def _on_first(action: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
-    """Return what `action` returns on rank 0, on all ranks. A collective call.
-
-    An error of it is raised on all ranks.
-    """
+    # Return what `action` returns on rank 0, on all ranks. A collective call.
+    # An error of it is raised on all ranks.
     found, said, error = None, "", None
     if dist.get_rank(group) == 0:
         try:
@@ -220,17 +211,24 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
 
     Raises:
         FileNotFoundError: it is what a save left that was cut off.
-        ValueError: it is a folder of DeepSpeed.
+        ValueError: it is a folder of another strategy.
     """
     place = place_of(path)
     if place.is_file() and not isinstance(place, RemotePath):
         return False
-    if holds_shards(place) or _is_of_lightning(place):
+    if holds_shards(place):
         return True
     if any(True for _ in place.glob(f"{FILES_IN}*")):
         raise FileNotFoundError(
             f"{str(path)!r} is what a save left that was cut off: it has no {MANIFEST}, and so is "
             "no checkpoint. Go on from another one"
+        )
+    if (place / METADATA).is_file() and (place / "meta.pt").is_file():
+        raise ValueError(
+            f"{str(path)!r} is a folder of Lightning's own strategy: turn it into one file by "
+            "python -m lightning.pytorch.utilities.consolidate_checkpoint, or save one file by "
+            "FSDPStrategy(state_dict_type='full') or "
+            "ModelParallelStrategy(save_distributed_checkpoint=False)"
         )
     if any(True for of in (place, place / "checkpoint") for _ in of.glob("*_model_states.pt")):
         raise ValueError(
@@ -249,11 +247,8 @@ def open_sharded(
     ``["state_dict"]`` is a `StoredModule`, ``["optimizer_states"]`` a list of `StoredOptimizer`.
     `load_rest` reads the file of what is no tensor. Raises ValueError where a file is missing.
     """
-    place = place_of(path)
-    if not holds_shards(place):
-        return _open_lightning(place, load_rest or _load_plain)
     # What is no tensor is read now; tensors stay in the folder.
-    folder = ShardFolder.at(place)
+    folder = ShardFolder.at(place_of(path))
     file = folder.file(REST)
     try:
         rest = (load_rest or _load_plain)(str(file))
@@ -303,8 +298,7 @@ def read_sharded_checkpoint(path: str | os.PathLike[str], *, weights_only: bool 
     default no file of the folder can run code.
 
     Args:
-        path: a folder of ``checkpoint="sharded"``, or of Lightning's FSDPStrategy or
-            ModelParallelStrategy, on a disk or in an object store.
+        path: a folder of ``checkpoint="sharded"``, on a disk or in an object store.
         weights_only: whether nothing but tensors and plain values is made.
 
     Raises:
@@ -322,64 +316,4 @@ def read_sharded_checkpoint(path: str | os.PathLike[str], *, weights_only: bool 
         ]
     if exchange := checkpoint.get(EXCHANGE_AT[0], {}).get(EXCHANGE_AT[1]):
         exchange["ranks"] = list(exchange["ranks"])
-    return checkpoint
-
-
-# ---- folders of Lightning's own strategies -------------------------------------------------------
-
-
-def _is_of_lightning(place: Place) -> bool:
-    return (place / METADATA).is_file() and (place / _REST_OF_LIGHTNING).is_file()
-
-
-def _open_lightning(place: Place, load_rest: Callable[[str], State]) -> State:
-    """Return a checkpoint of Lightning's FSDPStrategy or ModelParallelStrategy, as ours.
-
-    Keys are paths in nested mappings: ``model`` or ``state_dict``, then the name of a parameter;
-    ``optimizer_0``, ``state``, the parameter's name, the name of a value.
-    """
-    folder = ShardFolder(place, of_others=True)
-    paths: Mapping[str, Sequence[Any]] = folder.metadata.planner_data or {}
-    pickled = [
-        key
-        for key, entry in folder.metadata.state_dict_metadata.items()
-        if isinstance(entry, BytesStorageMetadata)
-    ]
-    plain: State = {}
-    tensors = stored_tensors(folder)
-    options = [key for key in tensors if "param_groups" in paths[key][1:2]]  # a learning rate
-    read = {**read_pickles(folder, pickled), **read_tensors(folder, options)}
-    for key, value in read.items():
-        set_element(plain, tuple(paths[key]), value)
-    (section,) = {paths[key][0] for key in tensors} & {"model", "state_dict"}
-    checkpoint = load_rest(str(place / _REST_OF_LIGHTNING))
-    others = plain.get(section, {})
-    checkpoint["state_dict"] = StoredModule(folder, others, prefix=f"{section}.")
-    states = []
-    for number in itertools.count():
-        optimizer = f"optimizer_{number}"
-        if optimizer not in plain:
-            break
-        groups = plain[optimizer]["param_groups"]
-        names = [name for group in groups for name in group["params"]]
-        index = {name: place for place, name in enumerate(names)}
-        own = {key: paths[key] for key in tensors if tuple(paths[key][:2]) == (optimizer, "state")}
-        if odd := [key for key, path in own.items() if len(path) != 4]:
-            raise ValueError(
-                f"{str(place)!r} has an optimizer whose state is nested ({odd[0]}): only tensors "
-                "by the names of parameters and values are read"
-            )
-        values = {index[name]: of for name, of in plain[optimizer].get("state", {}).items()}
-        numbered = [{**group, "params": [index[n] for n in group["params"]]} for group in groups]
-        states.append(
-            StoredOptimizer(
-                folder,
-                {key: (index[path[2]], path[3]) for key, path in own.items()},
-                values=values,
-                param_groups=numbered,
-                names=names,
-            )
-        )
-    if states:
-        checkpoint["optimizer_states"] = states
     return checkpoint

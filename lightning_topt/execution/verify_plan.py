@@ -11,62 +11,78 @@ ranks is that of the plan.
     )
     verification.problems                         # sentences; none: it would run
     verification.held[""]                         # bytes of the block "" on each rank, by KINDS
-    print_verification(verification, console=rich.console.Console())
 
-Problems are found by `plan_problems`, and the bytes follow from the placements (`held_bytes`). Of a
-plan with stages a step is traced on shapes: it says which parameters each stage needs.
+The bytes that a rank holds between steps follow, block by block, from the placements alone:
+
+    a tensor of R rows sharded over N ranks   rank i has rows [i c, min((i + 1) c, R)),
+                                              c = ceil(R / N): torch.chunk
+    optimizer state at ZeRO level 1           rows of the pieces that the rank updates
+                                              (`optim.pieces`)
+
+Shards are numbered along their axes, the last axis fastest. FSDP2 allocates c rows on every rank:
+those of them that are no rows of the tensor are `padding`. Of a plan with stages a step is traced
+on shapes: the trace says which parameters each stage needs.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-from torch import nn
+from numpy.typing import NDArray
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_topt.basics.units import format_bytes
-from lightning_topt.costs.cluster import Cluster, Device, Link
+from lightning_topt.costs.cluster import Cluster
+from lightning_topt.costs.communication import check_world_size
+from lightning_topt.costs.exchange_model import check_exchange
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.costs.optimizer_copy import OptimizerError
-from lightning_topt.costs.sizes import narrow_parameters
-from lightning_topt.costs.training_step import TrainingStep
-from lightning_topt.execution.held_bytes import KINDS, Blocks, Integers, held_bytes
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.execution.pipeline.stage_layout import StageLayout
-from lightning_topt.execution.plan_problems import (
-    batch_problems,
-    cluster_problems,
-    configs_of,
-    exchange_problems,
-    find_notes,
-    graph_problems,
-    model_problems,
-    shard_problems,
-)
 from lightning_topt.graph.flow_trace import trace_flow
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.module_copy import fake_copy
-from lightning_topt.graph.op_graph import Block, OpGraph
+from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
 from lightning_topt.graph.step_flow import assign_calls
+from lightning_topt.optim.full_state import parameters_of
+from lightning_topt.optim.pieces import Piece
+from lightning_topt.optim.update_rule import (
+    BY_PARAMETER,
+    UnsplittableOptimizer,
+    check_runs_on_shards,
+    is_one_of,
+    pieces_of,
+    update_rule,
+    updates_whole,
+)
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plan.report_table import block_ranges, ranges
 from lightning_topt.schedules.check import check_schedule
 from lightning_topt.schedules.schedules import make_schedule
-from lightning_topt.techniques.plan_costs import PlanCosts
-from lightning_topt.techniques.registry import parameters_by_block
+from lightning_topt.techniques.optimizer_sharding import is_shared
+from lightning_topt.techniques.registry import (
+    check_blocks,
+    check_runs,
+    check_tied,
+    parameters_by_block,
+)
+from lightning_topt.techniques.technique import shard_axes
 from lightning_topt.techniques.tensor_parallel.layout import TensorAxes
-from lightning_topt.techniques.tensor_parallel.split_parameters import split_parameters
+from lightning_topt.techniques.tensor_parallel.split_parameters import check_split, split_parameters
 from lightning_topt.techniques.tensor_parallelism import split_placements
 
+KINDS = ("parameters", "gradients", "optimizer_state", "padding")
+_PARAMETERS, _GRADIENTS, _STATE, _PADDING = range(len(KINDS))
+Integers = NDArray[np.int64]
+# parameters by block and name, under all names of a tied one
+Blocks = Mapping[str, Mapping[str, nn.Parameter]]
 OptimizersOf = Callable[[Any], Sequence[Optimizer]]  # the optimizers of a module
-_ROWS, _PROBLEMS = 8, 8  # that are printed
 
 
 def verify_plan(
@@ -82,49 +98,60 @@ def verify_plan(
 ) -> Verification:
     """Return whether `plan` would run on `module`, and what ranks would hold.
 
-    Never raises for a plan that does not run: that is among `Verification.problems`.
+    Never raises for a plan that does not run: the reason is among `Verification.problems`.
 
     Args:
         plan: for any number of ranks.
         module: on any device, ``meta`` included; it is only looked at.
         optimizers_of: makes the optimizers of a module (of a copy of this one with fake tensors).
-        graph: the captured step (`capture`); the memory of activations and unused parameters are
-            known with it.
+        graph: the captured step (`capture`), which says which parameters get no gradient.
         cluster: the machines; None: nothing is asked of them.
         global_batch_size: samples of a step on all ranks together.
         batch_size: samples of the batches that a rank gets.
         example: a step and a microbatch of a plan with stages, which is traced on shapes.
     """
-    # The plan and the model.
-    of_batch = list(
-        batch_problems(plan, global_batch_size=global_batch_size, batch_size=batch_size)
+    problems = [*_batch_problems(plan, global_batch_size, batch_size)]
+    if cluster is not None:
+        problems += _raised(lambda: check_world_size(cluster, world_size=plan.mesh.size))
+    # A plan that does not belong to the module holds nothing of it.
+    if of_module := [*_module_problems(plan, module)]:
+        return Verification(plan, (*of_module, *problems))
+    # Parameters as a rank of the tensor axes has them, with fake tensors. Slices of one rank stand
+    # for those of all: they are equally large.
+    local, mode = fake_copy(module)
+    with mode:
+        split_parameters(
+            local, split_placements(plan.configs, plan.mesh), TensorAxes.of_mesh(plan.mesh, rank=0)
+        )
+        blocks = parameters_by_block(local, plan.configs)
+        # Optimizers over slices, as in the run, so that their states have these sizes.
+        optimizers = [] if optimizers_of is None else list(optimizers_of(local))
+    profile, notes = None, list[str]()
+    try:
+        if optimizers_of is not None:
+            profile = read_optimizer(optimizers, named_parameters=local.named_parameters())
+    except OptimizerError as error:
+        notes.append(f"the optimizer state is not known: {error}")
+    problems += _shard_problems(plan, blocks, optimizers)
+    if graph is not None:
+        problems += _unused_problems(plan, graph, blocks)
+    if cluster is not None:
+        problems += _exchange_problems(plan, cluster)
+    # What ranks hold, and whether that has room.
+    of_blocks = partial(
+        held_bytes, configs=plan.configs, mesh=plan.mesh, optimizers=optimizers, profile=profile
     )
-    if of_model := list(model_problems(plan, module)):
-        return Verification(plan, (*of_model, *of_batch))
-    local = _LocalModule.of(plan, module, optimizers_of)
-    problems = [*shard_problems(plan, local.blocks, local.optimizers), *of_batch]
-    machines = _machines(plan.mesh, cluster)
-    problems += exchange_problems(plan, machines)
-    notes, peak = [*local.notes], None
-    # What ranks hold, and what is known of a captured step.
-    held: Mapping[str, Integers] = {}
-    if plan.schedule is not None:
-        try:
-            held = _held_by_stages(plan, module, example, local)
-            notes.append("the peak of a step is not predicted: the plan has stages")
-        except ValueError as error:  # a schedule that does not fit, or a step that cannot be cut
-            problems.append(" ".join(str(error).split()))
-    else:
-        held = local.held(plan, local.blocks)
-        if graph is not None:
-            problems += graph_problems(plan, graph, local.blocks)
-            if not problems and local.profile is not None:
-                peak, why = _peak(plan, graph, local.profile, machines)
-                notes += why
-        notes += find_notes(plan, local.blocks, cluster)
-    # Whether the machines suffice.
-    found = Verification(plan, tuple(problems), tuple(notes), held, peak)
-    return found if cluster is None or not held else _on_cluster(found, cluster)
+    try:
+        if plan.schedule is None:
+            held = of_blocks(blocks)
+        else:
+            held = _held_by_stages(plan, blocks, _layout(plan, module, example), of_blocks)
+    except ValueError as error:  # a schedule that does not fit, or a step that cannot be cut
+        return Verification(plan, (*problems, _one_line(error)), tuple(notes))
+    verification = Verification(plan, tuple(problems), tuple(notes), held)
+    if cluster is not None:
+        problems += _memory_problems(cluster, float(verification.held_by_rank.sum(axis=1).max()))
+    return Verification(plan, tuple(problems), tuple(notes), held)
 
 
 @dataclass(frozen=True)
@@ -134,19 +161,15 @@ class Verification:
     Attributes:
         plan: that was verified.
         problems: why the plan would not run, and what to do, a sentence each; none: it would.
-        notes: what is worth knowing.
+        notes: what could not be found out.
         held: bytes of each block on each rank, (rank, kind) by `KINDS`. Empty where the plan does
-            not belong to the model. There is no state without optimizers, nor where these do not
-            tell what they keep, which is a note.
-        peak_bytes: of a step's peak on the fullest rank, with activations; None where the step was
-            not captured.
+            not belong to the model. There is no state without optimizers.
     """
 
     plan: ParallelPlan
     problems: tuple[str, ...]
     notes: tuple[str, ...] = ()
     held: Mapping[str, Integers] = field(default_factory=dict)
-    peak_bytes: float | None = None
 
     @property
     def would_run(self) -> bool:
@@ -178,13 +201,12 @@ class Verification:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values. Ranks that hold equally much of every block are one entry."""
         return {
-            "schema_version": 2,
+            "schema_version": 3,
             "would_run": self.would_run,
             "problems": list(self.problems),
             "notes": list(self.notes),
             "plan": self.plan.summary(),
             "world_size": self.plan.mesh.size,
-            "peak_bytes": self.peak_bytes,
             "held": [
                 {
                     "ranks": ranks,
@@ -199,124 +221,284 @@ class Verification:
         }
 
 
-def cluster_for(mesh: Mesh) -> Cluster:
-    """Return a cluster with the nodes that `mesh` was made for.
-
-    Its speeds are not known: it may be asked about bytes only.
-    """
-    # Axes inside a node are the last ones.
-    per_node = 1
-    for axis in reversed(mesh.axes):
-        if axis.scope == "inter":
-            break
-        per_node *= axis.size
-    device, link = Device("any device", 1, {"float32": 1.0}, 1.0), Link(0.0, 1.0)
-    return Cluster("any cluster", device, per_node, mesh.size // per_node, link, link)
+# ---- problems ------------------------------------------------------------------------------------
 
 
-def _machines(mesh: Mesh, cluster: Cluster | None) -> Cluster:
-    # `cluster`, or one that is large enough: bytes are the same on any
-    return cluster_for(mesh) if cluster is None or mesh.size > cluster.num_devices else cluster
-
-
-def _peak(
-    plan: ParallelPlan, graph: OpGraph, profile: OptimizerProfile, machines: Cluster
-) -> tuple[float | None, list[str]]:
-    # The bytes of a step's peak on the fullest rank, or why they are not known
-    unknown = "the peak of a step is not predicted: "
-    if plan.mesh.tensor_axes:
-        return None, [f"{unknown}the step was captured with whole operators, not with their pieces"]
-    if graph.unused:
-        return None, [f"{unknown}the step gives {graph.unused[0]!r} no gradient"]
-    # Blocks as the plan has them, none of which is recomputed.
-    blocks = tuple(
-        Block(each.block, group=index, recomputable=False) for index, each in enumerate(plan.blocks)
-    )
+def _raised(check: Callable[[], object]) -> Iterator[str]:
+    # Yield the message of what `check` raises
     try:
-        step = TrainingStep(
-            graph.with_blocks(blocks),
-            machines,
-            profile,
-            plan.mesh,
-            graph.batch_size,
-            exchange=plan.gradient_exchange,
-            local_steps=plan.local_steps,
-            narrow=narrow_parameters(graph) if plan.gather_dtype else frozenset(),
+        check()
+    except ValueError as error:
+        yield _one_line(error)
+
+
+def _one_line(error: ValueError) -> str:
+    return " ".join(str(error).split())
+
+
+# why `plan` is none for `module`, or none that anything runs
+def _module_problems(plan: ParallelPlan, module: nn.Module) -> Iterator[str]:
+    configs, name = plan.configs, type(module).__name__
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    described = [
+        (n, tuple(p.shape), str(p.dtype).removeprefix("torch."))
+        for n, p in module.named_parameters()
+    ]
+    if plan.fingerprint not in (None, model_fingerprint(name, described)):
+        yield (
+            f"the plan was made for another model ({plan.model or 'of another kind'}): class name, "
+            f"parameter names, shapes or dtypes of this {name} differ; make a new plan, or remove "
+            "'fingerprint' from the plan"
         )
-        return float(PlanCosts(step).memory(configs_of(plan)).max()), []
-    except ValueError as error:  # blocks that are no modules of the graph
-        return None, [f"{unknown}{error}"]
-
-
-def _on_cluster(verification: Verification, cluster: Cluster) -> Verification:
-    # The verification with the problems that the machines have
-    # of the fullest rank: what is held all the time, or the peak where it is known
-    needed = float(verification.held_by_rank.sum(axis=1).max())
-    what = "parameters, gradients and optimizer state"
-    if verification.peak_bytes is not None:
-        needed, what = verification.peak_bytes, "a training step"
-    problems = cluster_problems(verification.plan, cluster, needed=needed, what=what)
-    return replace(verification, problems=(*verification.problems, *problems))
-
-
-@dataclass(frozen=True)
-class _LocalModule:
-    """A copy of a module with fake tensors, as a rank of the tensor axes has it."""
-
-    module: nn.Module
-    blocks: Blocks
-    optimizers: Sequence[Optimizer]
-    profile: OptimizerProfile | None
-    notes: tuple[str, ...] = ()
-
-    @classmethod
-    def of(
-        cls, plan: ParallelPlan, module: nn.Module, optimizers_of: OptimizersOf | None
-    ) -> _LocalModule:
-        local, mode = fake_copy(module)
-        # Slices of one rank stand for those of all: they are equally large.
-        placements = split_placements(configs_of(plan), plan.mesh)
-        with mode:
-            split_parameters(local, placements, TensorAxes.of_mesh(plan.mesh, rank=0))
-        # optimizers are made over slices, as in the run, so that their states have these sizes
-        blocks = parameters_by_block(local, configs_of(plan))
-        if optimizers_of is None:
-            return cls(local, blocks, (), None)
-        with mode:
-            optimizers = optimizers_of(local)
-        try:
-            profile = read_optimizer(optimizers, named_parameters=local.named_parameters())
-        except OptimizerError as error:
-            return cls(
-                local, blocks, optimizers, None, (f"the optimizer state is not known: {error}",)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        yield f"{name} has no trainable parameters, so there is nothing to train"
+    yield from _raised(lambda: check_blocks(configs, module, made_for=plan.model))
+    yield from _raised(lambda: check_runs(plan.mesh, configs, plan.gradient_exchange))
+    yield from _raised(lambda: check_tied(parameters_by_block(module, configs), configs))
+    # Slices along tensor axes.
+    axes = TensorAxes.of_mesh(plan.mesh, rank=0)
+    for of_split, placements in split_placements(configs, plan.mesh).items():
+        if of_split in parameters:
+            shape = tuple(parameters[of_split].shape)
+            yield from _raised(partial(check_split, of_split, shape, placements, axes))
+        else:
+            yield (
+                f"the plan places a parameter {of_split!r}, and {name} has none of that name: "
+                "correct the name"
             )
-        return cls(local, blocks, optimizers, profile)
 
-    def held(self, plan: ParallelPlan, blocks: Blocks) -> dict[str, Integers]:
-        """Return what ranks hold of `blocks`, some of the parameters of the module."""
-        given: dict[str, Any] = {"optimizers": self.optimizers, "profile": self.profile}
-        return held_bytes(blocks, configs_of(plan), plan.mesh, **given)
+
+# what torch's FSDP2, or one of `optimizers`, cannot do with the shards of a plan
+def _shard_problems(
+    plan: ParallelPlan, blocks: Blocks, optimizers: Sequence[Optimizer]
+) -> Iterator[str]:
+    configs = plan.configs
+    sharded = [
+        block for block, config in configs.items() if config.storage.sharded_axes("gradients")
+    ]
+    # FSDP2 shards rows, which a scalar has none of, and one dtype together.
+    for block in sharded:
+        parts = [
+            (name, parameter)
+            for name, parameter in _once(blocks[block])
+            if shard_axes(configs[block], is_trained=parameter.requires_grad)
+        ]
+        scalars = [name for name, parameter in parts if not parameter.dim()]
+        if scalars:
+            yield (
+                f"the parameter {scalars[0]!r} is a single number, which has no rows to shard: "
+                f"give it one dim, or choose ZeRO level 0 or 1 for block {block!r}"
+            )
+        dtypes = sorted({str(parameter.dtype) for _, parameter in parts if parameter.requires_grad})
+        if len(dtypes) > 1:
+            yield (
+                f"block {block!r} trains parameters of {' and '.join(dtypes)}, and torch's FSDP2 "
+                "shards one dtype together: name the modules of each as blocks of their own, or "
+                "choose ZeRO level 0 or 1"
+            )
+    # Nothing is shared with one data rank.
+    shared = [block for block, config in configs.items() if _shares_updates(config)]
+    if plan.mesh.data_parallel_size == 1 or not (blocks_of := [*sharded, *shared]):
+        return
+    for optimizer in optimizers:
+        # torch's own update each parameter by itself; of others a copy is tried.
+        if not is_one_of(optimizer, BY_PARAMETER):
+            try:
+                update_rule(optimizer)
+                if sharded:
+                    check_runs_on_shards(optimizer)
+            except UnsplittableOptimizer as error:
+                yield (
+                    f"ranks cannot share the updates of {type(optimizer).__name__}: "
+                    f"{error.reason}; choose ZeRO level 0 for block {blocks_of[0]!r}"
+                )
+
+
+def _exchange_problems(plan: ParallelPlan, cluster: Cluster) -> Iterator[str]:
+    method, mesh = plan.gradient_exchange, plan.mesh
+    if method is not None and mesh.size <= cluster.num_devices:
+        sizes = {"world_size": mesh.data_parallel_size, "stride": mesh.stride(mesh.data_axes)}
+        yield from _raised(lambda: check_exchange(method, cluster=cluster, **sizes))
+
+
+# why a step's samples cannot be divided among the ranks
+def _batch_problems(
+    plan: ParallelPlan, global_batch_size: int | None, batch_size: int | None
+) -> Iterator[str]:
+    if global_batch_size is None:
+        return
+    # ranks with samples of their own, which a pipeline divides among its microbatches
+    parts = plan.data_parallel_size
+    # Each rank of a tensor group brings batches of its own, or stages one for each microbatch.
+    if plan.brings_batches:
+        parts *= plan.num_microbatches
+    samples, rest = divmod(global_batch_size, parts)
+    if rest:
+        low, high = samples * parts, (samples + 1) * parts
+        choose = f"{low} or {high}" if low else f"{high}"
+        yield (
+            f"a batch of {global_batch_size} samples cannot be divided evenly over {parts} "
+            f"data-parallel ranks: choose {choose} samples, or a plan for another number of ranks"
+        )
+    elif batch_size not in (None, samples):
+        yield (
+            f"a step of {global_batch_size} samples takes {samples} on each of {parts} ranks, and "
+            f"the data have batches of {batch_size}: set the batch size of the data to {samples}"
+        )
+
+
+# FSDP2 and DDP wait for the gradients of all parameters
+def _unused_problems(plan: ParallelPlan, graph: OpGraph, blocks: Blocks) -> Iterator[str]:
+    unused = set(graph.unused)
+    for block, parameters in blocks.items():
+        without = [name for name, _ in _once(parameters) if name in unused]
+        if without and plan.mesh.data_parallel_size > 1 and plan.schedule is None:
+            way_out = "use strategy=topt_find_unused_parameters_true, or leave it out of the model"
+            if plan.configs[block].storage.sharded_axes("gradients"):
+                way_out = f"choose ZeRO level 0 or 1 for block {block!r}, and {way_out}"
+            yield (
+                f"the step gives {without[0]!r} no gradient, which only DistributedDataParallel "
+                f"sees, if asked: {way_out}"
+            )
+
+
+def _memory_problems(cluster: Cluster, needed: float) -> Iterator[str]:
+    if needed > cluster.device.memory_bytes:
+        yield (
+            f"the fullest rank holds {format_bytes(needed)} of parameters, gradients and optimizer "
+            f"state, and {cluster.device.name} of the cluster {cluster.name!r} has "
+            f"{format_bytes(cluster.device.memory_bytes)}: shard more, or use more ranks"
+        )
+
+
+# ---- what ranks hold -----------------------------------------------------------------------------
+
+
+def held_bytes(
+    blocks: Blocks,
+    configs: Mapping[str, OpConfig],
+    mesh: Mesh,
+    *,
+    optimizers: Sequence[Optimizer] = (),
+    profile: OptimizerProfile | None = None,
+) -> dict[str, Integers]:
+    """Return the bytes that each rank of `mesh` holds of each block, (rank, kind) as in `KINDS`.
+
+    `optimizers` are built over the parameters of `blocks`, and `profile` says what they keep;
+    without them there is no state.
+    """
+    held = {block: np.zeros((mesh.size, len(KINDS)), np.int64) for block in blocks}
+    number, count = _numbers_along(mesh, mesh.data_axes)
+    shared = [
+        (parameters_of(optimizer)[piece.index], piece)
+        for optimizer in optimizers
+        for piece in _shared_pieces(optimizer, blocks, configs, ranks=count)
+    ]
+    owned = {tensor for tensor, _ in shared}
+    for block, parameters in blocks.items():
+        for name, parameter in _once(parameters):
+            # Rows of the parameter on each rank, (rank,); the gradient has as many.
+            axes = shard_axes(configs[block], is_trained=parameter.requires_grad)
+            rows = _chunk_rows(parameter, *_numbers_along(mesh, axes))
+            row_bytes = parameter.nbytes // max(parameter.shape[0] if parameter.dim() else 1, 1)
+            for kind in (_PARAMETERS, _GRADIENTS) if parameter.requires_grad else (_PARAMETERS,):
+                held[block][:, kind] += rows * row_bytes
+                held[block][:, _PADDING] += (rows.max() - rows) * row_bytes
+            if profile is not None and parameter not in owned:
+                # Shards of equally many rows have equal states: ask once for each number of rows.
+                counts, which = np.unique(rows, return_inverse=True)
+                sizes = [
+                    profile.state_bytes_of(name, _with_rows(parameter, int(each)))
+                    for each in counts
+                ]
+                held[block][:, _STATE] += np.array(sizes, np.int64)[which]
+    # A shared step: each rank has the state of the pieces which it updates.
+    if profile is not None:
+        # Optimizers count parameters over all blocks: find the block of each.
+        home = {
+            parameter: (block, name) for block in blocks for name, parameter in _once(blocks[block])
+        }
+        for tensor, piece in shared:
+            block, name = home[tensor]  # type: ignore[index]
+            shape = _with_rows(tensor, piece.stop - piece.start)
+            held[block][number == piece.owner, _STATE] += profile.state_bytes_of(name, shape)
+    return held
+
+
+# each parameter with the first of its names
+def _once(parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, nn.Parameter]]:
+    seen: set[nn.Parameter] = set()
+    for name, parameter in parameters.items():
+        if parameter not in seen:
+            seen.add(parameter)
+            yield name, parameter
+
+
+# whether ranks share the update of parameters with full gradients (ZeRO level 1)
+def _shares_updates(config: OpConfig) -> bool:
+    return bool(config.storage.sharded_axes("optimizer_state")) and not config.storage.sharded_axes(
+        "gradients"
+    )
+
+
+# The pieces in which ranks share the update of one optimizer; none where every rank updates all
+# that it holds. Shards of updates that read full parameters have owners too.
+def _shared_pieces(
+    optimizer: Optimizer, blocks: Blocks, configs: Mapping[str, OpConfig], *, ranks: int
+) -> list[Piece]:
+    in_shards = any(config.storage.sharded_axes("gradients") for config in configs.values())
+    reads_full = in_shards and updates_whole(optimizer)
+    shared: Collection[Tensor] = {
+        parameter
+        for block, parameters in blocks.items()
+        if _shares_updates(configs[block])
+        or (reads_full and configs[block].storage.sharded_axes("gradients"))
+        for parameter in parameters.values()
+        if is_shared(parameter)
+    }
+    return pieces_of(optimizer, shared, ranks=ranks)
+
+
+# each rank's position along `axes` together, (rank,), and the number of positions
+def _numbers_along(mesh: Mesh, axes: Sequence[int]) -> tuple[Integers, int]:
+    # The last axis fastest, as shards are numbered.
+    ranks, number, count = np.arange(mesh.size), np.zeros(mesh.size, np.int64), 1
+    for axis in axes:
+        size = mesh.shape[axis]
+        number, count = number * size + ranks // mesh.stride([axis]) % size, count * size
+    return number, count
+
+
+# the rows of the shards `index` of a parameter that is cut into `count`; a scalar has one row
+def _chunk_rows(parameter: Tensor, index: Integers, count: int) -> Integers:
+    rows = parameter.shape[0] if parameter.dim() else 1
+    # torch.chunk: all shards but the last ones have this many rows.
+    chunk = -(-rows // count)
+    return np.clip(rows - index * chunk, 0, chunk)
+
+
+def _with_rows(parameter: Tensor, rows: int) -> tuple[int, ...]:
+    return (rows, *parameter.shape[1:]) if parameter.dim() else ()
 
 
 # ---- plans with stages ---------------------------------------------------------------------------
 
 
+# what `of_blocks` returns, each rank with the parameters that its stages need
 def _held_by_stages(
-    plan: ParallelPlan, module: nn.Module, example: Example | None, local: _LocalModule
+    plan: ParallelPlan,
+    blocks: Blocks,
+    layout: StageLayout,
+    of_blocks: Callable[[Blocks], dict[str, Integers]],
 ) -> dict[str, Integers]:
-    """Return what `held_bytes` returns, each rank with the parameters that its stages need.
-
-    Raises ValueError as `_layout`.
-    """
-    layout = _layout(plan, module, example)
     # A tied parameter is where any of its names is needed.
     names_of = defaultdict[nn.Parameter, list[str]](list)
-    for parameters in local.blocks.values():
+    for parameters in blocks.values():
         for name, parameter in parameters.items():
             names_of[parameter].append(name)
     # (rank, kind) for each block, place after place of the pipeline.
     mesh = plan.mesh
-    held = {block: np.zeros((mesh.size, len(KINDS)), np.int64) for block in local.blocks}
+    held = {block: np.zeros((mesh.size, len(KINDS)), np.int64) for block in blocks}
     places = np.array([mesh.pipeline_rank(rank) for rank in range(mesh.size)])  # (rank,)
     for place in range(mesh.pipeline_size):
         kept = set()
@@ -324,22 +506,20 @@ def _held_by_stages(
             holders = {rank for name in names for rank in layout.holders(name)}
             if not holders or place in holders:
                 kept.add(parameter)
-        own = {
+        here = {
             block: {name: p for name, p in parameters.items() if p in kept}
-            for block, parameters in local.blocks.items()
+            for block, parameters in blocks.items()
         }
-        for block, sizes in local.held(plan, own).items():
+        for block, sizes in of_blocks(here).items():
             held[block][places == place] = sizes[places == place]
     return held
 
 
 def _layout(plan: ParallelPlan, module: nn.Module, example: Example | None) -> StageLayout:
-    """Return which parameters each stage of `plan` needs in a step like that of `example`.
-
-    Raises:
-        ValueError: without an example; for a schedule that these ranks cannot have, or that would
-            hang with what stages need of one another; for a step that cannot be cut like this.
-    """
+    # Return which parameters each stage of `plan` needs in a step like that of `example`.
+    # Raises:
+    #     ValueError: without an example; for a schedule that these ranks cannot have, or that would
+    #         hang with what stages need of one another; for a step that cannot be cut like this.
     if example is None:
         raise ValueError(
             "a plan with stages is verified with an example of its steps: "
@@ -365,70 +545,3 @@ def _layout(plan: ParallelPlan, module: nn.Module, example: Example | None) -> S
     check_schedule(schedule, needs={stage: sorted(found) for stage, found in sources.items()})
     ranks = schedule.rank_of_stage
     return StageLayout.of_flow(flow, stage_of_call, module, rank_of_stage=ranks)
-
-
-# ---- for people ----------------------------------------------------------------------------------
-
-
-def print_verification(verification: Verification, *, console: Console) -> None:
-    """Print all that is known of a plan, the answer last."""
-    plan = verification.plan
-    console.print(f"{plan.summary()}, {plan.mesh.size} rank(s)", highlight=False, markup=False)
-    if verification.held:
-        console.print(_ranks_table(verification))
-        console.print(_blocks_table(verification))
-    if verification.peak_bytes is not None:
-        console.print(
-            "peak of a step on the fullest rank, predicted: "
-            f"{format_bytes(verification.peak_bytes)}",
-            highlight=False,
-        )
-    for note in verification.notes:
-        console.print(f"note: {escape(note)}", highlight=False)
-    for problem in verification.problems[:_PROBLEMS]:
-        console.print(f"[bold red]problem[/]: {escape(problem)}", highlight=False)
-    if (hidden := len(verification.problems) - _PROBLEMS) > 0:
-        console.print(f"and {hidden} more problems", highlight=False)
-    console.print(
-        "[bold green]would run[/]" if verification.would_run else "[bold red]would not run[/]"
-    )
-
-
-def _table(*columns: str, caption: str) -> Table:
-    # A table of numbers with names in its first column
-    table = Table(*columns, caption=caption or None, caption_justify="left")
-    table.columns[0].overflow = "fold"
-    for column in table.columns[1:]:
-        column.justify, column.no_wrap = "right", True
-    return table
-
-
-def _ranks_table(verification: Verification) -> Table:
-    groups, held = verification.equal_ranks(), verification.held_by_rank
-    hidden = len(groups) - _ROWS
-    caption = f"{hidden} more kinds of ranks, which hold less" if hidden > 0 else ""
-    table = _table(
-        "ranks", *(kind.replace("_", " ") for kind in KINDS), "together", caption=caption
-    )
-    for ranks, one in groups[:_ROWS]:
-        sizes = held[one].tolist()
-        table.add_row(ranges(ranks), *map(format_bytes, (*sizes, sum(sizes))))
-    return table
-
-
-def _blocks_table(verification: Verification) -> Table:
-    # The bytes by block, with blocks of equal size in one row
-    # Sizes of the fullest rank, (kind,), and the blocks that have them.
-    alike: dict[tuple[int, ...], list[str]] = {}
-    for block, held in verification.held.items():
-        alike.setdefault(tuple(held.max(axis=0).tolist()), []).append(block)
-    order = sorted(alike, key=lambda sizes: -sum(sizes))
-    hidden = len(order) - _ROWS
-    caption = "on the fullest rank of each" + (
-        f"; {hidden} more kinds of blocks are smaller" if hidden > 0 else ""
-    )
-    columns = (kind.replace("_", " ") for kind in KINDS)
-    table = _table("blocks", *columns, caption=caption)
-    for sizes in order[:_ROWS]:
-        table.add_row(escape(block_ranges(alike[sizes])), *map(format_bytes, sizes))
-    return table

@@ -55,7 +55,7 @@ from lightning_topt.schedules.schedules import (
 from lightning_topt.schedules.staleness import staleness
 from lightning_topt.schedules.timing import seconds_per_minibatch
 from lightning_topt.weight_prediction import NoPrediction, Prediction
-from lightning_topt.weight_prediction.rule import Traffic
+from lightning_topt.weight_prediction.rule import StagePlace, Traffic
 
 # What a pass takes in Python beside its operators: stand-ins, messages. A rank of a pipeline of
 # tiny stages took 1.1 ms of CPU per microbatch, forward and backward, more than the operators.
@@ -308,7 +308,7 @@ class ContinuousShape(PipelineShape):
         """Copies of its weights that each stage keeps."""
         sizes = {"num_stages": self.pipeline, "lag_per_hop": self.lag_per_hop}
         sizes["accumulate"] = self.accumulate
-        return tuple(self.rule.weight_copies(stage=s, **sizes) for s in range(self.pipeline))
+        return tuple(self.rule.copies_at(StagePlace(s, **sizes)) for s in range(self.pipeline))
 
     def rule_seconds(self, blocks: StageBlocks) -> Array:
         """Return seconds per byte of a stage's weights that the rule takes, (2, stage).

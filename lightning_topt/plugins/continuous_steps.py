@@ -323,10 +323,8 @@ class ContinuousRunner(StepRunner):
         self._updated = False
 
     def _collected_gradients(self) -> Gradients:
-        """Return the gradients that the next update has so far, and take them off.
-
-        Lightning clears those that are in place before its backward.
-        """
+        # Return the gradients that the next update has so far, and take them off.
+        # Lightning clears those that are in place before its backward.
         found: Gradients = {}
         for parameter in parameters_in(self._modules):
             if parameter.grad is not None:
@@ -335,10 +333,8 @@ class ContinuousRunner(StepRunner):
 
     @contextmanager
     def _as_in_training(self) -> Generator[None, None, None]:
-        """Let the loop and the modules be as in the last step.
-
-        Recomputation runs modules again, and hooks may log.
-        """
+        # Let the loop and the modules be as in the last step.
+        # Recomputation runs modules again, and hooks may log.
         trainer, before = (
             self._module.trainer,
             [(part, part.training) for part, _ in self._modes],
@@ -388,7 +384,7 @@ class _MinibatchPasses:
         self._counting = MetricChanges.begin(self.steps.module)
 
     def loss(self, model: nn.Module, microbatch: Any) -> Tensor:
-        """Return the loss of the minibatch; the engine also calls it with copies, to trace them."""
+        # Return the loss of the minibatch; the engine also calls it with copies, to trace them.
         if self.microbatch is None or microbatch is not self.microbatch:
             with recorded_calls(model, self.traced_calls):
                 return loss_in(self.steps.step("training_step", model, microbatch, self.batch_idx))
@@ -397,7 +393,7 @@ class _MinibatchPasses:
         return loss_in(output)
 
     def record(self) -> StepRecord:
-        """Return the record of the step, on the last stage."""
+        # Return the record of the step, on the last stage.
         output, calls = self.found
         return StepRecord(output, calls, self._counting.since(self.steps.module))
 
@@ -488,10 +484,8 @@ def next_end(trainer: pl.Trainer, *, start: int) -> NextEnd:
 
 
 def _batches_left(trainer: pl.Trainer, start: int) -> Iterator[int]:
-    """Yield how many batches come after this one: to the epoch's end, a save, a validation.
-
-    And to an update of the first `start`.
-    """
+    # Yield how many batches come after this one: to the epoch's end, a save, a validation.
+    # And to an update of the first `start`.
     loop = trainer.fit_loop.epoch_loop
     ready = loop.batch_progress.current.ready  # with this one
     if loop.batch_progress.is_last_batch:

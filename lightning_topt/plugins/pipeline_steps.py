@@ -230,11 +230,9 @@ class PipelineRunner(StepRunner):
         return self._steps.with_gradients(record.output, gradients, scale=scale)
 
     def _test_loss(self, batch: Any, parts: Parts, rest: Sequence[Any]) -> bool:
-        """Test whether two microbatches add up as `microbatch_loss` says, by three steps forward.
-
-        Nothing of the test is left. Returns False where the batch could not tell, as all ranks
-        know. Raises ValueError on every rank.
-        """
+        # Test whether two microbatches add up as `microbatch_loss` says, by three steps forward.
+        # Nothing of the test is left. Returns False where the batch could not tell, as all ranks
+        # know. Raises ValueError on every rank.
         # The first two microbatches, and both together, with the same random numbers.
         first = Parts(parts.batches[:2], parts.sizes[:2])
         tried, draws = [], False
@@ -331,10 +329,8 @@ class _Passes:
         self.finished: dict[int, Found] = {}
 
     def loss(self, model: nn.Module, microbatch: Any) -> Tensor:
-        """Return the loss of a microbatch.
-
-        The engine also calls it with copies of the module and of a microbatch, to trace them.
-        """
+        # Return the loss of a microbatch.
+        # The engine also calls it with copies of the module and of a microbatch, to trace them.
         index = self._places.get(id(microbatch))
         if index is None:
             return loss_in(self._steps.step("training_step", model, microbatch, self._batch_idx))

@@ -3,8 +3,8 @@
     full      the plain file of ddp: rank 0 collects the state of all ranks
     sharded   a folder, to which every rank writes what it keeps
 
-Both have the plan, and are loaded under any plan and number of ranks. So are those of Lightning's
-FSDPStrategy and ModelParallelStrategy. During a fit they may be written in the background, while it
+Both have the plan, and are loaded under any plan and number of ranks. So are plain files of other
+strategies. During a fit they may be written in the background, while it
 goes on.
 """
 
@@ -125,11 +125,7 @@ class PlanCheckpoints:
         By `without_plan` where no plan runs.
         """
         optimizers = strategy.optimizers
-        module = strategy.lightning_module
-        states = [
-            _numbered(state, optimizer, module)
-            for state, optimizer in zip(checkpoint["optimizer_states"], optimizers, strict=False)
-        ]
+        states = [*map(_numbered, checkpoint["optimizer_states"])]
         checkpoint = {**checkpoint, "optimizer_states": states}
         # The engine takes full and sharded states.
         if self.engine is not None:
@@ -512,24 +508,13 @@ def _whole(state: Any) -> dict[str, Any]:
     return dict(state) if isinstance(state, dict) else state.whole()
 
 
-def _numbered(state: Any, optimizer: Optimizer, module: pl.LightningModule | None) -> Any:
+def _numbered(state: Any) -> Any:
     """Return the state of an optimizer by the positions of its parameters, as ddp has it.
 
     Lightning's FSDPStrategy numbers them in the module's order, or names them.
     """
     if not isinstance(state, dict):  # stored in a checkpoint folder
-        if state.names is None or module is None:
-            return state
-        names = {parameter: name for name, parameter in module.named_parameters()}
-        own = [names.get(p) for group in optimizer.param_groups for p in group["params"]]
-        position = {name: index for index, name in enumerate(own)}
-        unknown = [name for name in state.names if name not in position]
-        if unknown:
-            raise ValueError(
-                f"the checkpoint has an optimizer's state of {unknown[0]!r}, which this optimizer "
-                "does not have: load it with the optimizer that it was saved with"
-            )
-        return state.renumbered({index: position[name] for index, name in enumerate(state.names)})
+        return state
     indices = [index for group in state["param_groups"] for index in group["params"]]
     if indices == list(range(len(indices))):
         return state

@@ -68,7 +68,6 @@ from lightning_topt.weight_prediction import (
     Prediction,
     TwoVersions,
     default_prediction,
-    why_not_measured,
 )
 
 if TYPE_CHECKING:
@@ -629,18 +628,6 @@ def rule_for(
         prediction.on(optimizer, stage=0, num_stages=2)
         return prediction
     return default_prediction(optimizer, flight=flight, accumulate=accumulate)
-
-
-def say_if_not_measured(plan: ParallelPlan, optimizer: Optimizer, trainer: pl.Trainer) -> None:
-    """Say on rank 0 that a plan's default rule rests on no measured run, where that is so."""
-    says = why_not_measured(
-        optimizer,
-        flight=plan.in_flight,
-        accumulate=trainer.accumulate_grad_batches,
-        updates=trainer.max_steps if trainer.max_steps >= 0 else None,
-    )
-    if says is not None:
-        rank_zero_info(f"topt: {says}")
 
 
 def check_flight(plan: ParallelPlan, trainer: pl.Trainer) -> None:

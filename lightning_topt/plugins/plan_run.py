@@ -403,7 +403,7 @@ def _replace_parameters(module: nn.Module, by: Callable[[str, nn.Parameter], Ten
 
 
 def _placed(value: Tensor, like: Tensor | None) -> Tensor:
-    from lightning_topt.execution.gathered_state import place_like  # noqa: PLC0415  (of a plan)
+    from lightning_topt.execution.states import place_like  # noqa: PLC0415  (of a plan)
 
     placed: Tensor = place_like(value.detach(), like) if isinstance(like, DTensor) else value
     return placed

@@ -33,7 +33,7 @@ from lightning_topt.communication.rank_watch import is_of_collective
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.optimizer import UpdateTime, time_updates
-from lightning_topt.execution.plan_problems import check_world_size
+from lightning_topt.execution.plan_checks import check_world_size
 from lightning_topt.graph.blocks import block_of, choose_blocks
 from lightning_topt.graph.errors import CaptureError, one_line, with_user_lines
 from lightning_topt.graph.mesh_axes import Mesh
@@ -58,7 +58,6 @@ from lightning_topt.plugins.plan_request import (
     check_flight,
     check_gathers_of_run,
     rule_for,
-    say_if_not_measured,
     with_rule,
 )
 from lightning_topt.plugins.planning import (
@@ -379,24 +378,14 @@ def _with_rule_checked(
     if plan.schedule not in CONTINUOUS_SCHEDULES:
         return plan
 
-    def complete() -> tuple[ParallelPlan, list[tuple[int, str]]]:
+    def complete() -> Any:
         optimizers, _ = make_fake_optimizers(
             trainer.lightning_module, device=trainer.strategy.root_device
         )
         each = trainer.accumulate_grad_batches
-        with _messages() as messages:
-            found = with_rule(plan, optimizers, request.stale, accumulate=each)
-            if plan.weight_prediction is None and request.stale.prediction is None:
-                say_if_not_measured(found, optimizers[0], trainer)
-        return found, messages
+        return with_rule(plan, optimizers, request.stale, accumulate=each).to_dict()
 
-    def say_it() -> Any:
-        found, messages = in_copy(trainer, complete)
-        for _, text in messages:
-            rank_zero_info(text)
-        return found.to_dict()
-
-    return ParallelPlan.from_dict(on_rank_0(say_it))
+    return ParallelPlan.from_dict(on_rank_0(lambda: in_copy(trainer, complete)))
 
 
 def _check_features(

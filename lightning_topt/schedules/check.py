@@ -4,7 +4,7 @@ After `check_schedule` every pass is there once, on the rank of its stage and af
 No ranks wait for one another in a circle. A send without a receive, or the reverse, cannot occur
 then: both follow from the passes at their ends. That holds over NCCL as well, where a send waits
 for its receive, with a queue for each pair of ranks ([Note: a queue for each pair] in
-`execution.pipeline.messages`).
+`execution.pipeline.step_flows`).
 
 `Edges` says what stages need of one another; `run_order` finds an order in which all passes can
 run, which the simulation walks as well.
@@ -15,26 +15,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from lightning_topt.schedules.schedules import Action, Kind, Schedule
 
-_KINDS = get_args(Kind)
-_BEFORE: Mapping[Kind, Kind] = {
-    "backward": "forward",
-    "backward_input": "forward",
-    "backward_weight": "backward_input",
-}
+# The passes of a microbatch through a stage: of an evaluation, of training, with backward in two.
+_EVALUATION = ("forward",)
+_TRAINING = (("forward", "backward"), ("forward", "backward_input", "backward_weight"))
 _ENDS = ("backward", "backward_weight")  # after which a microbatch's gradients are complete
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot run, with the `rank` and the `action` in question if there is one."""
-
-    def __init__(self, text: str, *, rank: int | None = None, action: Action | None = None) -> None:
-        super().__init__(text)
-        self.rank = rank
-        self.action = action
+    """A schedule that cannot run."""
 
 
 def check_schedule(schedule: Schedule, *, needs: Mapping[int, Sequence[int]] | None = None) -> None:
@@ -53,10 +45,7 @@ def check_schedule(schedule: Schedule, *, needs: Mapping[int, Sequence[int]] | N
     """
     edges = Edges(schedule.num_stages, needs=needs)
     # Passes first, each check relying on those before it; then the order among ranks.
-    _check_ranks(schedule)
-    found = _check_places(schedule)
-    _check_complete(schedule, found)
-    _check_own_order(schedule)
+    _check_passes(schedule)
     _check_updates(schedule)
     _, waiting = run_order(schedule, edges)
     if waiting:
@@ -165,131 +154,63 @@ def run_order(
 # ---- The checks, in the order in which they are made.
 
 
-def _check_ranks(schedule: Schedule) -> None:
-    if schedule.num_microbatches < 1:
-        raise ScheduleError(f"schedule {schedule.name!r} has no microbatch")
-    # every stage on a rank that there is, every rank with a stage
-    ranks = range(schedule.num_ranks)
-    for stage, rank in enumerate(schedule.rank_of_stage):
-        if rank not in ranks:
-            raise ScheduleError(
-                f"stage {stage} is on rank {rank}, but there are actions of {len(ranks)} ranks",
-                rank=rank,
-            )
-    for rank in ranks:
-        if not schedule.stages_of(rank):
-            raise ScheduleError(f"rank {rank} has no stage", rank=rank)
-
-
-def _check_places(schedule: Schedule) -> dict[Action, int]:
-    """Check that each action has a known stage and microbatch, is on its rank, and is there once.
-
-    Returns the rank of each action.
-    """
-    found: dict[Action, int] = {}
-    for rank, action in _all_actions(schedule):
-        # known kind, stage and microbatch; on its rank; once
-        text = f"rank {rank} is to run {_describe(action)}"
-        if action.kind not in _KINDS:
-            raise ScheduleError(
-                f"{text}; a pass is one of {', '.join(_KINDS)}", rank=rank, action=action
-            )
-        if not 0 <= action.stage_index < schedule.num_stages:
-            raise ScheduleError(
-                f"{text}; stages are 0 to {schedule.num_stages - 1}", rank=rank, action=action
-            )
-        if not 0 <= action.microbatch_index < schedule.num_microbatches:
-            raise ScheduleError(
-                f"{text}; microbatches are 0 to {schedule.num_microbatches - 1}",
-                rank=rank,
-                action=action,
-            )
-        home = schedule.rank_of_stage[action.stage_index]
-        if home != rank:
-            raise ScheduleError(f"{text}, a stage of rank {home}", rank=rank, action=action)
-        if action in found:
-            raise ScheduleError(f"{text} twice", rank=rank, action=action)
-        found[action] = rank
-    return found
-
-
-def _check_complete(schedule: Schedule, found: Mapping[Action, int]) -> None:
-    # Check that every stage runs forward, and in training backward, of every microbatch
-    # forward passes alone are an evaluation
-    is_training = any(action.kind != "forward" for action in found)
-    for stage, index in itertools.product(
-        range(schedule.num_stages), range(schedule.num_microbatches)
-    ):
-        rank = schedule.rank_of_stage[stage]
-        forward, backward = Action("forward", stage, index), Action("backward", stage, index)
-        split = [Action("backward_input", stage, index), Action("backward_weight", stage, index)]
-        there = [action for action in split if action in found]
-        # a backward pass is whole or in two halves, not both
-        if backward in found and there:
-            text = f"rank {rank} is to run {_describe(backward)} and {there[0].kind} of the same"
-            raise ScheduleError(text, rank=rank, action=there[0])
-        wanted = [forward]
-        if is_training and backward not in found:
-            wanted += split if there else [backward]
-        for action in wanted:
-            if action not in found:
-                raise ScheduleError(
-                    f"rank {rank} never runs {_describe(action)}", rank=rank, action=action
-                )
-
-
-def _check_own_order(schedule: Schedule) -> None:
-    # Check that each rank runs forward before backward, and backward_input before its weights
+# every stage runs all passes of every microbatch once, in their order, on its own rank
+def _check_passes(schedule: Schedule) -> None:
+    if set(schedule.rank_of_stage) != set(range(schedule.num_ranks)):
+        raise ScheduleError(
+            f"stages are on ranks {list(schedule.rank_of_stage)}, and there are actions of ranks 0 "
+            f"to {schedule.num_ranks - 1}: each rank has a stage"
+        )
+    passes: dict[tuple[int, int], list[str]] = {
+        each: []
+        for each in itertools.product(range(schedule.num_stages), range(schedule.num_microbatches))
+    }
     for rank, actions in enumerate(schedule.actions):
-        before: set[Action] = set()
         for action in actions:
-            first = _BEFORE.get(action.kind)
-            if (
-                first is not None
-                and Action(first, action.stage_index, action.microbatch_index) not in before
-            ):
-                text = f"rank {rank} is to run {_describe(action)} before its {first}"
-                raise ScheduleError(text, rank=rank, action=action)
-            before.add(action)
-
-
-def _check_updates(schedule: Schedule) -> None:
-    """Check that each update has the gradients of all its microbatches and of no others.
-
-    All stages have the same updates.
-    """
-    updates = sorted(
-        {action.microbatch_index for _, action in _all_actions(schedule) if action.kind == "update"}
-    )
-    for stage in range(schedule.num_stages if updates else 0):
-        rank = schedule.rank_of_stage[stage]
-        found = [-1]  # the last microbatch of each update so far
-        gradients = set[int]()  # microbatches with gradients since the last update
-        for action in (action for action in schedule.actions[rank] if action.stage_index == stage):
-            index = action.microbatch_index
-            if action.kind in _ENDS:
-                gradients.add(index)
-            elif action.kind == "update":
-                # An update takes all gradients since the one before it, up to its own microbatch;
-                # that is a later one than the last of the update before.
-                odd = sorted(gradients ^ set(range(found[-1] + 1, index + 1))) or [index] * (
-                    index <= found[-1]
+            kinds = passes.get((action.stage_index, action.microbatch_index))
+            if kinds is None or schedule.rank_of_stage[action.stage_index] != rank:
+                raise ScheduleError(
+                    f"rank {rank} is to run {_describe(action)}, and has no such stage or "
+                    "microbatch"
                 )
-                if odd:
-                    what = "with" if odd[0] in gradients else "without"
-                    text = (
-                        f"rank {rank} is to run {_describe(action)} {what} the gradients of "
-                        f"microbatch {odd[0]}"
-                    )
-                    raise ScheduleError(text, rank=rank, action=action)
-                found.append(index)
-                gradients.clear()
-        # updates that other stages have, and gradients that no update takes
-        missing = next((i for i in (*updates, *sorted(gradients)) if i not in found), None)
-        if missing is not None:
-            action = Action("update", stage, missing)
+            if action.kind != "update":
+                kinds.append(action.kind)
+    # forward passes alone are an evaluation
+    is_training = any(action.kind != "forward" for row in schedule.actions for action in row)
+    allowed = _TRAINING if is_training else (_EVALUATION,)
+    for (stage, index), found in passes.items():
+        if tuple(found) not in allowed:
             raise ScheduleError(
-                f"rank {rank} never runs {_describe(action)}", rank=rank, action=action
+                f"rank {schedule.rank_of_stage[stage]} is to run {' '.join(found) or 'nothing'} of "
+                f"microbatch {index} in stage {stage}, and not "
+                f"{' or '.join(map(' '.join, allowed))}"
+            )
+
+
+# each update has the gradients of all its microbatches and of no others, alike on all stages
+def _check_updates(schedule: Schedule) -> None:
+    by_stage = []
+    for stage, rank in enumerate(schedule.rank_of_stage):
+        updates, gradients = [-1], list[int]()  # the last microbatch of each; since the last one
+        for action in schedule.actions[rank]:
+            index = action.microbatch_index
+            if action.stage_index == stage and action.kind in _ENDS:
+                gradients.append(index)
+            elif action.stage_index == stage and action.kind == "update":
+                # An update takes all gradients since the one before it, up to its own microbatch.
+                taken = list(range(updates[-1] + 1, index + 1))
+                if sorted(gradients) != taken or not taken:
+                    raise ScheduleError(
+                        f"rank {rank} is to run {_describe(action)} with the gradients of "
+                        f"microbatches {sorted(gradients)}"
+                    )
+                updates.append(index)
+                gradients.clear()
+        by_stage.append((updates, gradients))
+        if (len(updates) > 1 and gradients) or updates != by_stage[0][0]:
+            raise ScheduleError(
+                f"rank {rank} runs updates of microbatches {updates[1:]} in stage {stage}, and "
+                f"not of all microbatches together with stage 0 ({by_stage[0][0][1:]})"
             )
 
 
@@ -310,15 +231,9 @@ def _raise_deadlock(schedule: Schedule, waiting: Mapping[int, Waiting]) -> None:
             f"rank {each} cannot run {_describe(action)} before rank {other} has run "
             f"{_describe(missing)}"
         )
-    raise ScheduleError(
-        f"deadlock: {'; '.join(texts)}", rank=circle[0], action=waiting[circle[0]].action
-    )
+    raise ScheduleError(f"deadlock: {'; '.join(texts)}")
 
 
 def _describe(action: Action | Done) -> str:
     # An action in words, such as "forward of microbatch 3 in stage 1"
     return f"{action.kind} of microbatch {action.microbatch_index} in stage {action.stage_index}"
-
-
-def _all_actions(schedule: Schedule) -> list[tuple[int, Action]]:
-    return [(rank, action) for rank, actions in enumerate(schedule.actions) for action in actions]

@@ -364,10 +364,8 @@ def _visits(rank: int, num_ranks: int, num_microbatches: int, stages_per_rank: i
 
 
 def _pair_passes(visits: _Visits, warm_up: int) -> list[tuple[list[Action], list[Action]]]:
-    """Pair each forward pass with the backward pass after it; either list may be empty.
-
-    Warm-up: forward passes alone. Steady state: one of each. Cool-down: backward passes alone.
-    """
+    # Pair each forward pass with the backward pass after it; either list may be empty.
+    # Warm-up: forward passes alone. Steady state: one of each. Cool-down: backward passes alone.
     warm_up = min(warm_up, len(visits.forward))
     forward = [[Action("forward", *visit)] for visit in visits.forward]
     backward = [[Action("backward", *visit)] for visit in visits.backward]
@@ -425,7 +423,7 @@ class _NamedPasses:
         return self._counts.get(name, 0)
 
     def add(self, names: str, *, times: int = 1) -> None:
-        """Add the next microbatch of each of the passes `names`, and that `times` over."""
+        # Add the next microbatch of each of the passes `names`, and that `times` over.
         kinds: dict[str, Kind] = {"F": "forward", "B": "backward_input", "W": "backward_weight"}
         for name in names.split() * times:
             self.actions.append(Action(kinds[name[0]], self._stages[name[1]], self.count(name)))
@@ -461,20 +459,16 @@ def continuous_schedule(
     ends = every(accumulate, num_minibatches=num_minibatches) if completes is None else completes
 
     def of_rank(rank: int) -> tuple[Action, ...]:
-        iterations = [
-            iteration_actions(
-                rank, iteration=index, num_ranks=num_ranks, completes=ends, lag_per_hop=lag_per_hop
-            )
-            for index in range(num_minibatches)
-        ]
-        iterations += drain_actions(
-            rank,
-            num_minibatches=num_minibatches,
-            num_ranks=num_ranks,
-            completes=ends,
-            lag_per_hop=lag_per_hop,
-        )
-        return tuple(action for actions in iterations for action in actions)
+        lag, actions = lag_of(rank, num_ranks=num_ranks, lag_per_hop=lag_per_hop), list[Action]()
+        # Warm-up: forward passes alone. Steady state: one of each. Drain: backward passes alone.
+        for iteration in range(num_minibatches + lag):
+            if iteration < num_minibatches:
+                actions.append(Action("forward", rank, iteration))
+            if (behind := iteration - lag) >= 0:
+                actions.append(Action("backward", rank, behind))
+                if ends(behind):
+                    actions.append(Action("update", rank, behind))
+        return tuple(actions)
 
     ranks = tuple(range(num_ranks))
     # a lag without a name of its own runs under the first name
@@ -494,86 +488,13 @@ def every(accumulate: int, *, num_minibatches: int | None = None) -> Completes:
     return lambda minibatch: (minibatch + 1) % accumulate == 0 or minibatch + 1 == num_minibatches
 
 
-def iteration_actions(
-    rank: int, *, iteration: int, num_ranks: int, completes: Completes, lag_per_hop: int = 1
-) -> tuple[Action, ...]:
-    """Return what `rank` runs in an iteration that brings in a minibatch.
-
-    In the first iterations no gradient comes back.
-    """
-    behind = iteration - lag_of(rank, num_ranks=num_ranks, lag_per_hop=lag_per_hop)
-    return Action("forward", rank, iteration), *_backward_actions(rank, behind, completes)
-
-
-def drain_actions(
-    rank: int, *, num_minibatches: int, num_ranks: int, completes: Completes, lag_per_hop: int = 1
-) -> tuple[tuple[Action, ...], ...]:
-    """Return what `rank` runs after the last minibatch came in, by iteration, until none is left.
-
-    `num_minibatches` have come in by then.
-    """
-    # minibatches in flight, whose backward passes are still to come
-    first = max(0, num_minibatches - lag_of(rank, num_ranks=num_ranks, lag_per_hop=lag_per_hop))
-    return tuple(_backward_actions(rank, each, completes) for each in range(first, num_minibatches))
-
-
-def _backward_actions(rank: int, minibatch: int, completes: Completes) -> tuple[Action, ...]:
-    # the pipeline is filling: nothing comes back yet
-    if minibatch < 0:
-        return ()
-    backward = Action("backward", rank, minibatch)
-    return (backward, Action("update", rank, minibatch)) if completes(minibatch) else (backward,)
-
-
-# ---- Without a pipeline, or without backward passes.
-
-
-def single_stage_schedule(num_microbatches: int) -> Schedule:
-    """Return data parallelism's schedule: one stage, forward and backward of each microbatch.
-
-    Raises ValueError for less than one microbatch.
-    """
-    if num_microbatches < 1:
-        raise ValueError(f"a step has at least one microbatch, got {num_microbatches}")
-    kinds: tuple[Kind, ...] = ("forward", "backward")
-    actions = tuple(Action(kind, 0, index) for index in range(num_microbatches) for kind in kinds)
-    return Schedule("single_stage", num_microbatches, (0,), (actions,))
-
-
-def forward_schedule(rank_of_stage: Sequence[int], num_microbatches: int) -> Schedule:
-    """Return the forward passes of an evaluation, on whatever ranks the stages are.
-
-    Each rank goes on with the earliest microbatch that has reached it: were all stages equal, no
-    rank would wait longer than it must. A stage is taken to need the stage before it.
-
-    Raises:
-        ValueError: for no microbatch, and where ranks are not 0 to P - 1, each with a stage.
-    """
+def forward_schedule(rank_of_stage: Sequence[int]) -> Schedule:
+    """Return the forward passes of an evaluation of one batch, on whatever ranks the stages are."""
     ranks = tuple(rank_of_stage)
-    num_ranks = max(ranks, default=-1) + 1
-    if not ranks or set(ranks) != set(range(num_ranks)):
-        raise ValueError(
-            f"rank_of_stage gives each rank from 0 on at least one stage; got {list(ranks)}"
-        )
-    if num_microbatches < 1:
-        raise ValueError(f"a step has at least one microbatch, got {num_microbatches}")
-    waiting = [0] * len(ranks)  # the next microbatch of each stage
-    actions: list[list[Action]] = [[] for _ in range(num_ranks)]
-    while waiting[-1] < num_microbatches:
-        chosen: dict[int, int] = {}  # by rank the stage that it runs next
-        for stage, rank in enumerate(ranks):
-            # a stage may run what the stage before it has run
-            limit = waiting[stage - 1] if stage else num_microbatches
-            # of a rank's stages, the one with the earliest microbatch; of equal ones, the first
-            if waiting[stage] < limit and (
-                rank not in chosen or waiting[stage] < waiting[chosen[rank]]
-            ):
-                chosen[rank] = stage
-        # one pass on each rank at once, as if all took equal time
-        for rank, stage in chosen.items():
-            actions[rank].append(Action("forward", stage, waiting[stage]))
-            waiting[stage] += 1
-    return Schedule("forward", num_microbatches, ranks, tuple(map(tuple, actions)))
+    actions: list[tuple[Action, ...]] = [() for _ in range(max(ranks) + 1)]
+    for stage, rank in enumerate(ranks):
+        actions[rank] += (Action("forward", stage, 0),)
+    return Schedule("forward", 1, ranks, tuple(actions))
 
 
 _RULES = (

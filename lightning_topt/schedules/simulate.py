@@ -141,8 +141,6 @@ def memory_curves(simulation: Simulation) -> tuple[MemoryCurve, ...]:
     """
     schedule, walk, times = simulation.schedule, simulation.walk, simulation.times
     changes = _MemoryChanges(schedule, simulation.costs)
-    # an evaluation keeps no activations for a backward pass
-    is_training = any(action.kind != "forward" for _, action in walk.actions)
     for step, (rank, action), start, end in zip(
         walk.steps, walk.actions, times.starts, times.ends, strict=True
     ):
@@ -152,9 +150,9 @@ def memory_curves(simulation: Simulation) -> tuple[MemoryCurve, ...]:
             changes.hold_tensor(
                 rank, walk.transfers[number].edge, times.sent[number], start if is_forward else end
             )
-        changes.run_pass(rank, action, start, end, is_training)
-        # in training the outputs of a forward pass are among its activations
-        if not is_forward or not is_training:
+        changes.run_pass(rank, action, start, end)
+        # the outputs of a forward pass are among its activations
+        if not is_forward:
             for number, _, _ in step.sent:
                 changes.hold_tensor(rank, walk.transfers[number].edge, end, times.arrived[number])
     return tuple(changes.curve(rank) for rank in range(schedule.num_ranks))
@@ -179,9 +177,7 @@ class _MemoryChanges:
         ]
         self._changes: list[list[tuple[float, float]]] = [[] for _ in range(schedule.num_ranks)]
 
-    def run_pass(
-        self, rank: int, action: Action, start: float, end: float, is_training: bool
-    ) -> None:
+    def run_pass(self, rank: int, action: Action, start: float, end: float) -> None:
         kind, stage = action.kind, action.stage_index
         # what is held while the pass runs
         during = 0.0
@@ -189,7 +185,7 @@ class _MemoryChanges:
             during = (self._forward if kind == "forward" else self._backward)[stage]
         at_start, at_end = during, -during
         # activations of the stage, and what a split backward keeps for its second half
-        if kind == "forward" and is_training:
+        if kind == "forward":
             at_start += self._activation[stage]
         elif kind in ("backward", "backward_input"):
             at_end -= self._activation[stage]
@@ -208,10 +204,8 @@ class _MemoryChanges:
             self._changes[rank] += [(start, nbytes), (end, -nbytes)]
 
     def curve(self, rank: int) -> MemoryCurve:
-        """Return the bytes of a rank.
-
-        Changes of one instant keep their order: what ended makes room for what starts.
-        """
+        # Return the bytes of a rank.
+        # Changes of one instant keep their order: what ended makes room for what starts.
         changes = sorted(self._changes[rank], key=itemgetter(0))
         seconds = np.array([0.0, *(second for second, _ in changes)])
         return MemoryCurve(
@@ -231,7 +225,7 @@ class _StashedVersions:
         self._newest = 0
 
     def change(self, action: Action) -> int:
-        """Return how many copies more there are with this action, -1 to 1."""
+        # Return how many copies more there are with this action, -1 to 1.
         if action.kind == "forward":
             # a minibatch keeps the version that its forward pass has used
             self._used[action.microbatch_index] = self._newest
@@ -246,18 +240,6 @@ class _StashedVersions:
         return 0
 
 
-def stashed_versions(schedule: Schedule) -> tuple[int, ...]:
-    """Return the most copies of each stage's weights at once under weight stashing, (stages,)."""
-    stages = [_StashedVersions() for _ in range(schedule.num_stages)]
-    now, most = [0] * len(stages), [0] * len(stages)
-    # what a stage keeps depends on its own order alone, so ranks are walked one by one
-    for action in (action for actions in schedule.actions for action in actions):
-        stage = action.stage_index
-        now[stage] += stages[stage].change(action)
-        most[stage] = max(most[stage], now[stage])
-    return tuple(most)
-
-
 def held_counts(schedule: Schedule) -> tuple[NDArray[np.int64], ...]:
     """Return for each rank the most microbatches that it holds at once, for any sizes.
 
@@ -265,18 +247,14 @@ def held_counts(schedule: Schedule) -> tuple[NDArray[np.int64], ...]:
     The first half of a row counts microbatches between the start of forward and the end of
     backward or backward_input. The second half counts those between the ends of backward_input and
     of backward_weight. Rows that another row covers are left out, so ``(counts @ bytes).max()`` is
-    the peak of activations. Without any backward pass nothing is held.
+    the peak of activations.
     """
     found = []
-    # an evaluation holds nothing: its rows stay 0
-    is_training = any(
-        action.kind != "forward" for actions in schedule.actions for action in actions
-    )
     for rank, actions in enumerate(schedule.actions):
         stages = schedule.stages_of(rank)
         now = [0] * (2 * len(stages))  # activations of each stage, then halves of split backwards
         rows = {tuple(now)}
-        for action in actions if is_training else ():
+        for action in actions:
             # each action moves a count; every state between two actions is a row
             place = stages.index(action.stage_index)
             if action.kind == "forward":

@@ -317,10 +317,8 @@ def _crossing(
 
 
 def _seconds_by_place(schedule: Schedule, walk: Walk, rows: Sequence[Any]) -> list[Seconds]:
-    """Return seconds by kind and stage.
-
-    Raises ValueError where a kind that the schedule runs has none.
-    """
+    # Return seconds by kind and stage.
+    # Raises ValueError where a kind that the schedule runs has none.
     if rows[-1] is None:  # updates take no time unless it is given
         rows = [*rows[:-1], [each * 0 for each in rows[0]]]
     for kind, row in zip(_KINDS, rows, strict=True):

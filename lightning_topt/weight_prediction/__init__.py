@@ -12,14 +12,12 @@ from lightning_topt.weight_prediction.rules import (
     MultiStep,
     Nesterov,
     NoPrediction,
-    PipeOptim,
     SpecTrain,
     TwoVersions,
     WeightStashing,
     default_prediction,
     make_prediction,
     prediction_to_value,
-    why_not_measured,
 )
 
 __all__ = [
@@ -29,7 +27,6 @@ __all__ = [
     "MultiStep",
     "Nesterov",
     "NoPrediction",
-    "PipeOptim",
     "Prediction",
     "Rates",
     "SpecTrain",
@@ -39,5 +36,4 @@ __all__ = [
     "default_prediction",
     "make_prediction",
     "prediction_to_value",
-    "why_not_measured",
 ]

@@ -101,15 +101,6 @@ class Prediction(ABC):
     # those of torch.optim that it knows; none: any optimizer
     optimizers: ClassVar[tuple[str, ...]] = ()
 
-    def weight_copies(
-        self, *, stage: int, num_stages: int, lag_per_hop: int = 1, accumulate: int = 1
-    ) -> int:
-        """Return the most copies of a stage's weights at once in a continuous schedule.
-
-        The storages do not count.
-        """
-        return self.copies_at(StagePlace(stage, num_stages, lag_per_hop, accumulate))
-
     def on(
         self,
         optimizer: Optimizer,
@@ -129,7 +120,7 @@ class Prediction(ABC):
 
     @abstractmethod
     def copies_at(self, place: StagePlace) -> int:
-        """Return what `weight_copies` does."""
+        """Return the most copies of a stage's weights at once, beside the storages."""
 
     @abstractmethod
     def at_work(self, optimizer: Optimizer, place: StagePlace) -> StagePrediction:

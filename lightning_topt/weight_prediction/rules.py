@@ -7,7 +7,6 @@
 | nesterov | as stash, with NAdam and decoupled weight decay | one per update in flight |
 | two_versions | one update older than the newest, on all stages (PipeDream-2BW) | 1 |
 | spectrain | predicted for when stage 0 is done with the minibatch | 1 |
-| pipeoptim | forward: predicted for its backward | 1 |
 | multistep | forward: predicted by updates without gradients (FTPipe) | 1 |
 
 `make_prediction` and `default_prediction` give the rules. Below them, by family: a rule, which
@@ -67,24 +66,22 @@ class Default(NamedTuple):
 
     The rule came out best, by the committed runs of benchmarks/results/prediction_accuracy.md, for
     an optimizer and up to so many `missing` updates of the first stage. `is_cut`: batches are cut
-    into at least as many minibatches as are in flight, two or more. `updates`: how long the runs
-    were.
+    into at least as many minibatches as are in flight, two or more.
     """
 
     optimizer: str
     is_cut: bool
     missing: int
     rule: str | Mapping[str, Any]
-    updates: tuple[int, int]
 
 
 _FEEDBACK = MappingProxyType({"rule": "two_versions", "error_feedback": True})
 DEFAULTS = (
-    Default("SGD", False, 15, "spectrain", (504, 840)),
-    Default("SGD", False, 31, "multistep", (504, 840)),
-    Default("AdamW", False, 31, "spectrain", (1000, 4000)),
-    Default("AdamW", True, 1, _FEEDBACK, (1000, 4000)),
-    Default("NAdam", False, 31, "nesterov", (1000, 1000)),
+    Default("SGD", False, 15, "spectrain"),
+    Default("SGD", False, 31, "multistep"),
+    Default("AdamW", False, 31, "spectrain"),
+    Default("AdamW", True, 1, _FEEDBACK),
+    Default("NAdam", False, 31, "nesterov"),
 )
 OTHERWISE = "stash"  # for optimizers that no row has, and that no rule knows
 _LIKE = {"Adam": "AdamW"}  # optimizers that were not measured take the rows of another
@@ -131,7 +128,8 @@ def default_prediction(
     `flight` minibatches are between the forward and the backward pass of the first stage, and an
     update takes `accumulate` of them. Weight stashing where that rule does not know this optimizer.
     """
-    row = _row(_name_of(optimizer), flight, accumulate)
+    name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__
+    row = _row(name, flight, accumulate)
     rule = make_prediction(OTHERWISE if row is None else row.rule)
     try:
         if isinstance(optimizer, Optimizer):
@@ -142,45 +140,10 @@ def default_prediction(
     return rule
 
 
-def why_not_measured(
-    optimizer: Optimizer | str, *, flight: int, accumulate: int, updates: int | None
-) -> str | None:
-    """Return a sentence where `DEFAULTS` rests on no run like this one, else None.
-
-    `updates` of the run; None: not known.
-    """
-    name, missing = _name_of(optimizer), -(-flight // accumulate)
-    row = _row(name, flight, accumulate)
-    if row is None or row.optimizer != name:
-        reason = f"{name} was not measured with stale weights"
-    elif row.is_cut != _is_cut(flight, accumulate):
-        reason = f"{name} was not measured with batches that are cut for the pipeline"
-    elif missing > row.missing:
-        reason = f"{missing} missed updates are more than the {row.missing} that were measured"
-    elif updates is not None and not row.updates[0] <= updates <= row.updates[1]:
-        measured = " to ".join(f"{count:,}" for count in sorted(set(row.updates)))
-        reason = f"{updates:,} updates were not measured, but {measured}"
-    else:
-        return None
-    rule = default_prediction(optimizer, flight=flight, accumulate=accumulate).name
-    return (
-        f"prediction {rule!r} is a guess, since {reason}: docs/reference/prediction_rules.md has "
-        "what is known"
-    )
-
-
-def _name_of(optimizer: Optimizer | str) -> str:
-    return optimizer if isinstance(optimizer, str) else type(optimizer).__name__
-
-
-def _is_cut(flight: int, accumulate: int) -> bool:
-    return accumulate >= max(flight, 2)
-
-
+# The optimizer's row for such a run, else the nearest; None: it has none.
 def _row(name: str, flight: int, accumulate: int) -> Default | None:
-    # The optimizer's row for such a run, else the nearest; None: it has none
     rows = [row for row in DEFAULTS if row.optimizer == _LIKE.get(name, name)]
-    is_cut, missing = _is_cut(flight, accumulate), -(-flight // accumulate)
+    is_cut, missing = accumulate >= max(flight, 2), -(-flight // accumulate)
     alike = [row for row in rows if row.is_cut == is_cut] or rows
     enough = (row for row in alike if row.missing >= missing)
     return next(enough, alike[-1] if alike else None)
@@ -539,7 +502,7 @@ class SpecTrain(Prediction):
     momentum ``v = g v + (1 - g) gradient`` moves W by lr v; torch's buffer is v / (1 - g), and lr
     times it moves W: lr v is the last update in both. That is what is taken here, not g buffer +
     gradient, as in the authors' code. For Adam and AdamW, of which the paper does not speak, it is
-    that of `PipeOptim`.
+    the direction of the last update, for AdamW without its decay.
     """
 
     name: ClassVar[str] = "spectrain"
@@ -570,19 +533,19 @@ class SpecTrain(Prediction):
         )
 
 
-# From moments, the updates ahead and their hyperparameters: how the weights move.
-Predict = Callable[[Moments, Method, int, Sequence[Hyperparameters]], Move]
-
-
 @dataclass(frozen=True)
-class ForwardOnly(Prediction):
-    """Base of the rules that predict for forward passes what backward passes will find.
+class MultiStep(Prediction):
+    """FTPipe's prediction: forward passes compute with the weights after s updates of gradient 0.
 
-    That is `Staleness.missing` updates later. Backward passes find true weights.
+    s is `Staleness.missing`, so that the backward pass finds these weights, if gradients are 0.
+    Momentum decays, learning rates are those of the future schedule, weight decay goes on (Eliad et
+    al., USENIX ATC 2021; pipe/pipeline/weight_prediction of the authors' code). With SGD at a
+    constant rate and no decay this is W - lr (g - g^(s+1)) / (1 - g) buffer. Adam moves in step j
+    by lr_j b1^j m / (1 - b1^(t+j)) / (sqrt(v / (1 - b2^(t+j))) + eps).
     """
 
+    name: ClassVar[str] = "multistep"
     optimizers: ClassVar[tuple[str, ...]] = KNOWN
-    predict: ClassVar[Predict]
 
     @override
     def copies_at(self, place: StagePlace) -> int:
@@ -594,19 +557,15 @@ class ForwardOnly(Prediction):
     ) -> Traffic:
         if not forward.missing:
             return Traffic(0.0, 0.0)
-        moved = move_traffic(optimizer, compiled=compiled, steps=self.steps_of(forward))
+        moved = move_traffic(optimizer, compiled=compiled, steps=forward.missing)
         return Traffic(moved + COPY, 0.0)
-
-    def steps_of(self, forward: Staleness) -> int:
-        """Return the steps of a move, one after the other."""
-        return 1
 
     @override
     def at_work(self, optimizer: Optimizer, place: StagePlace) -> StagePrediction:
         return _PredictedWeights(
             optimizer,
             method=method_of(optimizer, rule=self.name),
-            predict=type(self).predict,
+            predict=updates_without_gradients,
             # forward looks ahead to what backward will find, and backward needs no prediction
             forward=lambda staleness: staleness.missing,
             backward=lambda staleness: 0,
@@ -614,36 +573,8 @@ class ForwardOnly(Prediction):
         )
 
 
-@dataclass(frozen=True)
-class PipeOptim(ForwardOnly):
-    """PipeOptim: forward passes compute with the weights that the backward pass will find.
-
-    W - s lr dW, s `Staleness.missing`, in the steady state num_stages - 1 - stage (Guan et al.,
-    arXiv 2312.00839, section III). dW is the direction of the last update (Table I), for AdamW
-    without its decay.
-    """
-
-    name: ClassVar[str] = "pipeoptim"
-    predict: ClassVar[Predict] = staticmethod(repeated_update)
-
-
-@dataclass(frozen=True)
-class MultiStep(ForwardOnly):
-    """FTPipe's prediction: forward passes compute with the weights after s updates of gradient 0.
-
-    Momentum decays, learning rates are those of the future schedule, weight decay goes on (Eliad et
-    al., USENIX ATC 2021; pipe/pipeline/weight_prediction of the authors' code). s is
-    `Staleness.missing`; with SGD at a constant rate and no decay this is W - lr (g - g^(s+1)) / (1
-    - g) buffer. Adam moves in step j by lr_j b1^j m / (1 - b1^(t+j)) / (sqrt(v / (1 - b2^(t+j))) +
-    eps).
-    """
-
-    name: ClassVar[str] = "multistep"
-    predict: ClassVar[Predict] = staticmethod(updates_without_gradients)
-
-    @override
-    def steps_of(self, forward: Staleness) -> int:
-        return forward.missing
+# From moments, the updates ahead and their hyperparameters: how the weights move.
+Predict = Callable[[Moments, Method, int, Sequence[Hyperparameters]], Move]
 
 
 class _PredictedWeights(StagePrediction):
@@ -733,7 +664,7 @@ class _PredictedWeights(StagePrediction):
 
 
 _RULES: tuple[type[Prediction], ...] = (
-    *(SpecTrain, MultiStep, PipeOptim, WeightStashing),
+    *(SpecTrain, MultiStep, WeightStashing),
     *(TwoVersions, Nesterov, NoPrediction),
 )
 PREDICTIONS: Mapping[str, type[Prediction]] = MappingProxyType({rule.name: rule for rule in _RULES})

@@ -233,6 +233,8 @@ def method_of(optimizer: Optimizer, *, rule: str) -> Method:
             f"{type(optimizer).__name__}; use one of them, or prediction 'stash', which serves "
             "every optimizer"
         )
+    if any(p.is_complex() for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(f"prediction {rule!r} moves real weights; use prediction 'stash'")
     for group in optimizer.param_groups:
         if found[0] == "SGD" and group["momentum"] == 0:
             raise ValueError(
@@ -436,7 +438,7 @@ def _suits_kernels(moments: Moments) -> bool:
 
 def move_by_torch(moments: Moments, move: Move) -> None:
     """Move the parameters in place, on any device."""
-    parameters, means = _as_real(moments.parameters), _as_real(moments.first)
+    parameters, means = moments.parameters, moments.first
     # SGD: one move for any number of updates
     if isinstance(move, SGDMove):
         if move.weight != 1.0:
@@ -444,7 +446,7 @@ def move_by_torch(moments: Moments, move: Move) -> None:
         torch._foreach_add_(parameters, means, alpha=move.buffer)
         return
     # Adam: one step after the other
-    roots = torch._foreach_sqrt(_as_real(moments.second))
+    roots = torch._foreach_sqrt(moments.second)
     is_pulled = any(step.pull for step in move)
     if is_pulled:  # means change by more than a factor
         means = [mean.clone() for mean in means]
@@ -460,8 +462,3 @@ def move_by_torch(moments: Moments, move: Move) -> None:
         divisors = torch._foreach_div(roots, step.root)
         torch._foreach_add_(divisors, step.eps)
         torch._foreach_addcdiv_(parameters, means, divisors, value=-step.rate * kept)
-
-
-def _as_real(tensors: list[Tensor]) -> list[Any]:
-    # Complex tensors as pairs of real ones, which Adam treats as numbers of their own
-    return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]

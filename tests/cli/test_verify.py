@@ -56,12 +56,9 @@ def test_a_plan_by_name(topt_verify):
         "plan=zero3", "ranks=64", "cluster=a100_8x8", "global_batch_size=512"
     )
     assert code == 0 and "would run" in output
-    assert record["schema_version"] == 2 and record["would_run"] and record["world_size"] == 64
+    assert record["schema_version"] == 3 and record["would_run"] and record["world_size"] == 64
     assert sorted(rank for group in record["held"] for rank in group["ranks"]) == list(range(64))
     assert record["held"][0]["ranks"][0] == 0 and "0-31" in output
-    assert record["peak_bytes"] > sum(
-        record["held"][0][kind] for kind in ("parameters", "gradients", "optimizer_state")
-    )
 
 
 def staged_plan(data=1):

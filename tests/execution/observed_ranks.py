@@ -22,15 +22,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_topt.communication.collectives import AllGather, ReduceScatter
+from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.communication import Collective
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.costs.sizes import narrow_parameters
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
-from lightning_topt.execution.stored_states import TensorChunks
-from lightning_topt.execution.verify_plan import OptimizersOf, cluster_for
+from lightning_topt.execution.states import TensorChunks
+from lightning_topt.execution.verify_plan import OptimizersOf
 from lightning_topt.graph.capture import CPU, call_training_step, loss_of
+from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.module_copy import silence
 from lightning_topt.graph.op_graph import Block, OpGraph
 from lightning_topt.graph.structures import tensors_in
@@ -112,6 +114,18 @@ def observe(
     engine.release()
     engine.close()
     return Seen({block: tuple(sizes) for block, sizes in held.items()}, _summed(recorder.calls))
+
+
+def cluster_for(mesh: Mesh) -> Cluster:
+    """Return a cluster with the nodes that `mesh` was made for; its speeds are of no use."""
+    # Axes inside a node are the last ones.
+    per_node = 1
+    for axis in reversed(mesh.axes):
+        if axis.scope == "inter":
+            break
+        per_node *= axis.size
+    device, link = Device("any device", 1, {"float32": 1.0}, 1.0), Link(0.0, 1.0)
+    return Cluster("any cluster", device, per_node, mesh.size // per_node, link, link)
 
 
 def priced(plan: ParallelPlan, graph: OpGraph, profile: OptimizerProfile) -> Calls:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_topt.execution.background_save import MOST, BackgroundSaves
-from lightning_topt.execution.stored_states import TensorChunks
+from lightning_topt.execution.states import TensorChunks
 from lightning_topt.techniques.tensor_parallel.layout import Span
 
 

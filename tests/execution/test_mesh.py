@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_topt.execution.plan_problems import layout_difference
+from lightning_topt.execution.plan_checks import layout_difference
 from lightning_topt.graph.mesh_axes import Mesh, data_mesh, hybrid_mesh
 
 

@@ -55,7 +55,7 @@ def cut_off_at_every_request(rank: int) -> dict[str, list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         for name in own:
             patch.setattr(MemoryFileSystem, name, counted(name))
-        for form in ("nothing", "a checkpoint", "what a killed save left"):
+        for form in ("nothing", "a checkpoint, and what a killed save left"):
             found[form] = []
             for request in range(100):
                 if files.exists("/run"):

@@ -22,7 +22,7 @@ from lightning_topt.execution.sharded_checkpoint import (
     read_sharded_checkpoint,
     save_sharded,
 )
-from lightning_topt.execution.stored_states import TensorChunks
+from lightning_topt.execution.states import TensorChunks
 from lightning_topt.optim.parallel_step import install_parallel_step
 from lightning_topt.optim.pieces import Share, assign_pieces
 from lightning_topt.plan.parallel_plan import ParallelPlan, uniform_plan

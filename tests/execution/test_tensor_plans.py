@@ -21,7 +21,7 @@ from lightning_topt.execution.sharded_checkpoint import (
     read_sharded_checkpoint,
     save_sharded,
 )
-from lightning_topt.execution.stored_states import TensorChunks
+from lightning_topt.execution.states import TensorChunks
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig, Placement, Replicate, Shard
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, uniform_plan

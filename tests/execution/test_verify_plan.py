@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -15,8 +14,7 @@ from torch import nn
 from lightning_topt.communication import BF16, TopK
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.optimizer import read_optimizer
-from lightning_topt.execution.held_bytes import KINDS
-from lightning_topt.execution.verify_plan import verify_plan
+from lightning_topt.execution.verify_plan import KINDS, verify_plan
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh, hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig, Replicate, Shard, Storage
@@ -72,15 +70,11 @@ def cut_bytes(module, plan, rank):
     for name, parameter in module.named_parameters():
         config = configs[next((block for block in BLOCKS if name.startswith(block + ".")), "")]
         axes = config.storage.sharded_axes("gradients")
-        count = plan.mesh.ranks_along(axes)
         grid = np.arange(plan.mesh.size).reshape(plan.mesh.shape)
         place = np.argwhere(grid == rank)[0]
-        index = (
-            int(np.ravel_multi_index([place[a] for a in axes], [plan.mesh.shape[a] for a in axes]))
-            if axes
-            else 0
-        )
-        parts = parameter.chunk(count)
+        shape = [plan.mesh.shape[a] for a in axes]
+        index = int(np.ravel_multi_index([place[a] for a in axes], shape)) if axes else 0
+        parts = parameter.chunk(plan.mesh.ranks_along(axes))
         total += parts[index].nbytes if index < len(parts) else 0
     return total
 
@@ -91,29 +85,20 @@ def test_every_preset_at_any_size(preset, ranks):
     module, plan = on_meta(), plan_of(preset, ranks)
     found = verify_plan(plan, module, optimizers_of=optimizers_of)
     assert found.would_run and found.held_by_rank.shape == (ranks, len(KINDS))
-    held, whole = (
-        dict(zip(KINDS, found.held_by_rank.T, strict=True)),
-        sum(p.nbytes for p in module.parameters()),
-    )
-    assert [held["parameters"][rank] for rank in (0, 1, ranks - 1)] == [
-        cut_bytes(module, plan, rank) for rank in (0, 1, ranks - 1)
-    ]
+    held = dict(zip(KINDS, found.held_by_rank.T, strict=True))
+    whole = sum(p.nbytes for p in module.parameters())
+    some = (0, 1, ranks - 1)
+    assert [held["parameters"][r] for r in some] == [cut_bytes(module, plan, r) for r in some]
     assert (held["parameters"] == held["gradients"]).all()
     copies = {"zero2": 1, "zero3": 1, "hybrid_zero2": ranks // 2, "hybrid": ranks // 2}.get(
         preset, ranks
     )
     assert held["parameters"].sum() == copies * whole
-    parameters = len(
-        list(module.parameters())
-    )  # AdamW has two moments of each, and 4 bytes of a step count for each part
-    counts = (
-        held["optimizer_state"].sum() - 2 * (whole if preset == "zero1" else copies * whole)
-    ) / 4
-    assert (
-        parameters <= counts < parameters + ranks
-        if preset == "zero1"
-        else counts == parameters * ranks
-    )
+    # AdamW has two moments of each parameter, and 4 bytes of a step count for each part
+    parameters, is_shared = len(list(module.parameters())), preset == "zero1"
+    counts = (held["optimizer_state"].sum() - 2 * (1 if is_shared else copies) * whole) / 4
+    least, most = (parameters, parameters + ranks - 1) if is_shared else (parameters * ranks,) * 2
+    assert least <= counts <= most
     assert sum(len(ranks) for ranks, _ in found.equal_ranks()) == ranks
 
 
@@ -185,7 +170,7 @@ def test_real_ranks_hold_what_was_said_and_call_what_was_priced(ranks):
         module = on_meta(MODELS[model][0])
         graph = capture(module, batch_for(module))
         found = verify_plan(plan, module, optimizers_of=optimizers_of, graph=graph)
-        assert found.would_run and found.peak_bytes > found.held_by_rank[:, :3].sum(axis=1).max()
+        assert found.would_run, found.problems
         profile = read_optimizer(optimizers_of(module), named_parameters=module.named_parameters())
         for rank in range(ranks):
             of_rank = {block: tuple(sizes[rank].tolist()) for block, sizes in found.held.items()}
@@ -236,106 +221,51 @@ TWO_STAGES = ParallelPlan(
     (replace(STAGES[0], blocks=(*STAGES[0].blocks, BlockPlan("", OpConfig.zero(0)))), STAGES[1]),
     schedule="1f1b",
 )
-BAD = {
-    "of another model": (
+ANY = {"ddp": plan_of("ddp", 4), "zero2": plan_of("zero2", 4), "zero3": plan_of("zero3", 4)}
+TENSOR_GROUPS = preset_plan(
+    PRESETS["ddp"], mesh=Mesh((Axis("data", 2), Axis("tensor", 4))), blocks=BLOCKS
+)
+# model, plan, arguments, a word of the problem
+BAD = [
+    (gpt, replace(ANY["ddp"], fingerprint="0" * 16), {}, "another model"),
+    (gpt, of(ZERO3, "layers.0"), {}, "layers.0"),
+    (gpt, plan_of("zero3", 4, blocks=["blocks.0", "blocks.0.up"]), {}, "inside"),
+    (gpt, of(ZERO3, "blocks"), {}, "called"),
+    (lambda: gpt(tied=True), of(ZERO3, "head"), {}, "tied"),
+    (gpt, TWO_STAGES, {}, "example"),
+    (gpt, of(OpConfig.zero(1, axes=2, over=[0]), mesh=hybrid_mesh(2, 2)), {}, "technique"),
+    (gpt, of(OpConfig.zero(0), rest=OpConfig.zero(0, recompute=True)), {}, "recomputed"),
+    (gpt, replace(ANY["zero3"], gradient_exchange=BF16()), {}, "gradients"),
+    (
         gpt,
-        replace(plan_of("ddp", 4), fingerprint="0" * 16),
-        {},
-        "another model",
-    ),
-    "a module that is not there": (gpt, of(ZERO3, "layers.0"), {}, "layers.0"),
-    "a block in another": (
-        gpt,
-        plan_of("zero3", 4, blocks=["blocks.0", "blocks.0.up"]),
-        {},
-        "lies inside",
-    ),
-    "a list of modules": (gpt, of(ZERO3, "blocks"), {}, "never called"),
-    "tied over blocks": (lambda: gpt(tied=True), of(ZERO3, "head"), {}, "is tied"),
-    "two stages": (gpt, TWO_STAGES, {}, "example"),
-    "no technique": (
-        gpt,
-        of(OpConfig.zero(1, axes=2, over=[0]), mesh=hybrid_mesh(2, 2)),
-        {},
-        "no technique",
-    ),
-    "the rest recomputed": (
-        gpt,
-        of(OpConfig.zero(0), rest=OpConfig.zero(0, recompute=True)),
-        {},
-        "recomputed",
-    ),
-    "an exchange of shards": (
-        gpt,
-        replace(plan_of("zero3", 4), gradient_exchange=BF16()),
-        {},
-        "whole gradients",
-    ),
-    "an exchange by nodes without nodes": (
-        gpt,
-        replace(plan_of("ddp", 4), gradient_exchange=TopK(hierarchical=True)),
+        replace(ANY["ddp"], gradient_exchange=TopK(hierarchical=True)),
         {"cluster": small_cluster()},
-        "several nodes",
+        "nodes",
     ),
-    "a split that leaves a rest": (
+    (gpt, split("up.weight", Shard(0), ranks=5), {}, "5 ranks"),
+    (gpt, split("qkv.weight", Shard(0, parts=3), ranks=5), {}, "3 parts"),
+    (gpt, split("up.bias", Shard(1)), {}, "dim 1"),
+    (gpt, split("gate.weight", Shard(0)), {}, "gate.weight"),
+    (
         gpt,
-        split("up.weight", Shard(0), ranks=5),
-        {},
-        "divide into 5 ranks",
-    ),
-    "heads that leave a rest": (
-        gpt,
-        split("qkv.weight", Shard(0, parts=3), ranks=5),
-        {},
-        "3 parts for 5",
-    ),
-    "a dim that is not there": (gpt, split("up.bias", Shard(1)), {}, "no dim 1"),
-    "a parameter that is not there": (gpt, split("gate.weight", Shard(0)), {}, "has none"),
-    "an optimizer that reads several parameters": (
-        gpt,
-        plan_of("zero2", 4),
+        ANY["zero2"],
         {"optimizers_of": lambda module: [OneNorm(module.parameters(), {"lr": 0.1})]},
         "OneNorm",
     ),
-    "too few devices": (gpt, plan_of("ddp", 64), {"cluster": small_cluster()}, "do not fit"),
-    "too little memory": (
+    (gpt, plan_of("ddp", 64), {"cluster": small_cluster()}, "64 ranks"),
+    (gpt, ANY["ddp"], {"cluster": small_cluster("0.0001GB")}, "shard more"),
+    (gpt, plan_of("ddp", 64), {"global_batch_size": 100}, "64 or 128"),
+    (gpt, plan_of("ddp", 64), {"global_batch_size": 128, "batch_size": 4}, "takes 2"),
+    (
         gpt,
-        plan_of("ddp", 4),
-        {"cluster": small_cluster("0.0001GB")},
-        "shard more",
-    ),
-    "a batch that leaves a rest": (
-        gpt,
-        plan_of("ddp", 64),
-        {"global_batch_size": 100},
-        "choose 64 or 128",
-    ),
-    "a batch of another size": (
-        gpt,
-        plan_of("ddp", 64),
-        {"global_batch_size": 128, "batch_size": 4},
-        "takes 2 on each",
-    ),
-    "batches of their own on the ranks of a tensor group": (
-        gpt,
-        replace(
-            preset_plan(
-                PRESETS["ddp"], mesh=Mesh((Axis("data", 2), Axis("tensor", 4))), blocks=BLOCKS
-            ),
-            num_microbatches=4,
-        ),
+        replace(TENSOR_GROUPS, num_microbatches=4),
         {"global_batch_size": 64, "batch_size": 4},
-        "takes 8 on each",
+        "takes 8",
     ),
-    "a number in shards": (Scalar, plan_of("zero3", 4), {}, "temperature"),
-    "two dtypes in one block": (Scalar, plan_of("zero3", 4), {}, "float16 and torch.float32"),
-    "nothing to train": (
-        lambda: gpt().requires_grad_(False),
-        plan_of("ddp", 4),
-        {},
-        "no trainable",
-    ),
-}
+    (Scalar, ANY["zero3"], {}, "temperature"),
+    (Scalar, ANY["zero3"], {}, "float16"),
+    (lambda: gpt().requires_grad_(False), ANY["ddp"], {}, "trainable"),
+]
 
 
 class OneNorm(torch.optim.Optimizer):
@@ -349,42 +279,20 @@ class OneNorm(torch.optim.Optimizer):
             parameter.sub_(parameter.grad / norm, alpha=0.1)
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_a_plan_that_would_not_run_says_why(case):
-    make, plan, given, sentence = BAD[case]
+@pytest.mark.parametrize(("make", "plan", "given", "word"), BAD, ids=[row[-1] for row in BAD])
+def test_a_plan_that_would_not_run_says_why(make, plan, given, word):
     found = verify_plan(plan, on_meta(make), **{"optimizers_of": optimizers_of, **given})
     assert not found.would_run
-    assert any(re.search(sentence, problem) for problem in found.problems), found.problems
+    assert any(word in problem for problem in found.problems), found.problems
     assert all("\n" not in problem for problem in found.problems)
     json.dumps(found.to_dict())
 
 
-def test_activations_and_unused_parameters_are_known_from_the_step():
+def test_unused_parameters_are_known_from_the_step():
     module = on_meta(Scalar)
     graph = capture(module, batch_for(gpt()))
-    found = verify_plan(plan_of("ddp", 4), module, optimizers_of=optimizers_of, graph=graph)
-    assert any("gives 'blocks.0.narrow' no gradient" in problem for problem in found.problems)
-    module, plan = on_meta(), plan_of("ddp", 4)
-    graph = capture(module, batch_for(module))
-    peak = verify_plan(plan, module, optimizers_of=optimizers_of, graph=graph).peak_bytes
-    held = verify_plan(plan, module, optimizers_of=optimizers_of).held_by_rank.sum(axis=1).max()
-    assert peak > held
-    # enough for what is held, and not for a step
-    cluster = small_cluster(f"{(held + peak) / 2 / 1e9}GB")
-    assert verify_plan(plan, module, optimizers_of=optimizers_of, cluster=cluster).would_run
-    found = verify_plan(plan, module, optimizers_of=optimizers_of, cluster=cluster, graph=graph)
-    assert not found.would_run and "for a training step" in found.problems[0]
-
-
-def test_more_ranks_than_rows_is_a_note():
-    found = verify_plan(plan_of("zero3", 64), on_meta(), optimizers_of=optimizers_of)
-    assert found.would_run and "has 16 rows for 64 ranks: 48 of them hold none" in found.notes[0]
-    assert found.held_by_rank[63].tolist()[:2] < found.held_by_rank[0].tolist()[:2]
-    assert (
-        found.held_by_rank[63, KINDS.index("padding")]
-        > 0
-        == found.held_by_rank[0, KINDS.index("padding")]
-    )
+    found = verify_plan(ANY["ddp"], module, optimizers_of=optimizers_of, graph=graph)
+    assert any("blocks.0.narrow" in problem for problem in found.problems)
 
 
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero3"])
@@ -414,6 +322,6 @@ def test_an_optimizer_that_cannot_be_tried_is_no_problem_of_a_plan_that_leaves_i
             raise RuntimeError("never called here")
 
     given = {"optimizers_of": lambda module: [NeedsClosure(module.parameters(), lr=0.1)]}
-    found = verify_plan(plan_of("ddp", 4), on_meta(), **given)
-    assert found.would_run and "the step of NeedsClosure needs a closure" in found.notes[0]
-    assert not verify_plan(plan_of("zero3", 4), on_meta(), **given).would_run
+    found = verify_plan(ANY["ddp"], on_meta(), **given)
+    assert found.would_run and "closure" in found.notes[0]
+    assert not verify_plan(ANY["zero3"], on_meta(), **given).would_run

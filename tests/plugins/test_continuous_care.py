@@ -395,11 +395,7 @@ def test_what_goes_wrong_ends_the_fit_on_every_rank(tmp_path: Path) -> None:
     first, last = on_new_ranks(goes_wrong, tmp_path)
     for found in (first, last):
         assert found[0].startswith("SystemExit") and found[1] == "ValueError: enough"
-        assert (
-            "optimizer_step did not step, and the stages of this pipeline update as they go"
-            in found[2]
-        )
-        assert "minibatches were under way in the pipeline when the fit was interrupted" in found[3]
+        assert "optimizer_step did not step" in found[2] and "interrupted" in found[3]
     assert last[4] == "ValueError: the batch is broken"
     assert "PeerLostError" in first[4] and "stage" in first[4] and "rank 1" in first[4]
 
@@ -427,19 +423,19 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "16 bits": (
         lambda: Net(sgd),
         {"plugins": MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))},
-        "a gradient scaler skips updates",
+        "scaler",
     ),
-    "plateau": (lambda: Plateau(sgd), {}, "ReduceLROnPlateau in each step sees other values"),
-    "lbfgs": (lambda: Repeats(sgd), {}, "LBFGS runs the training step several times"),
+    "plateau": (lambda: Plateau(sgd), {}, "ReduceLROnPlateau"),
+    "lbfgs": (lambda: Repeats(sgd), {}, "LBFGS"),
     "by time": (
         lambda: Net(sgd),
         {"val_check_interval": {"seconds": 1}},
-        "each rank's clock would decide",
+        "clock",
     ),
     "no mesh": (
         lambda: Net(sgd),
         {"strategy": lambda: AutoParallelStrategy(allow_staleness=True, cluster=cluster(2))},
-        "without a plan each rank has its own",
+        "without a plan",
     ),
 }
 

@@ -222,7 +222,7 @@ FITS = {
         {}, {"max_epochs": 1, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
     ),
     "recomputed": Fit(
-        {"recompute": True, "prediction": "pipeoptim"}, {"max_epochs": 1}, make=adamw
+        {"recompute": True, "prediction": "multistep"}, {"max_epochs": 1}, make=adamw
     ),
 }
 

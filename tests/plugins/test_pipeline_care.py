@@ -74,22 +74,10 @@ class ReadsValue(RecordingGPT):
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "within": (Within, {}, r"microbatch_loss makes.*microbatches=1"),
-    "spectral norm": (
-        Normed,
-        {},
-        r"change the buffer 'blocks.0.up.parametrizations.weight.0._u' and compute with it",
-    ),
-    "value": (
-        ReadsValue,
-        {},
-        r"reads the value of a tensor before its last block has run.*if float\(x.detach",
-    ),
-    "rank": (ReadsRank, {}, "training_step reads global_rank"),
-    "backward": (
-        OwnBackward,
-        {},
-        "OwnBackward.backward may do more with the loss than to differentiate it",
-    ),
+    "spectral norm": (Normed, {}, "change the buffer 'blocks.0.up.parametrizations.weight.0._u'"),
+    "value": (ReadsValue, {}, r"if float\(x.detach"),
+    "rank": (ReadsRank, {}, "global_rank"),
+    "backward": (OwnBackward, {}, "OwnBackward.backward"),
     "manual": (Manual, {}, "manual optimization"),
 }
 

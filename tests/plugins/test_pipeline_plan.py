@@ -22,43 +22,28 @@ def test_meshes_have_a_data_axis_for_ranks_that_are_left() -> None:
     assert shape(8, stages=4) == {"pipeline": 4, "data": 2}
     assert shape(4, stages=4, schedule="zbv") == {"pipeline": 2, "data": 2}
     assert shape(2, schedule="interleaved") == {"pipeline": 2, "data": 1}
-    with pytest.raises(
-        PlanError,
-        match=r"3 stages, 1 on each rank, need 3 ranks or a multiple of that, and this run has 4",
-    ):
+    with pytest.raises(PlanError, match="need 3 ranks"):
         shape(4, stages=3)
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "word"),
     [
         ({"schedule": "1f2b"}, "schedule"),
-        (
-            {"stages": 5, "schedule": "interleaved"},
-            "runs 2 stages on each rank, so stages is a multiple of that; got 5",
-        ),
-        ({"stages": 4, "stages_per_rank": 2}, r"schedule '1f1b' runs 1 stage on each rank, got 2"),
-        (
-            {"schedule": "continuous", "microbatches": 4},
-            "whole batches one after the other, without microbatches",
-        ),
+        ({"stages": 5, "schedule": "interleaved"}, "multiple"),
+        ({"stages": 4, "stages_per_rank": 2}, "1 stage on each rank"),
+        ({"schedule": "continuous", "microbatches": 4}, "microbatches"),
         ({"schedule": "continuous", "stages_per_rank": 2}, "one stage on each rank"),
-        ({"schedule": "continuous", "prediction": "oracle"}, "prediction is one of spectrain"),
-        (
-            {"prediction": "spectrain"},
-            "for the schedules continuous and continuous_overlapped, and this one is '1f1b'",
-        ),
+        ({"schedule": "continuous", "prediction": "oracle"}, "spectrain"),
+        ({"prediction": "spectrain"}, "continuous"),
     ],
 )
-def test_wrong_sizes_are_named(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_wrong_sizes_are_named(options: dict[str, Any], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
         PipelineStrategy(**options)
 
 
-@pytest.mark.parametrize(
-    "option",
-    ["plan", "find_unused"],
-)
+@pytest.mark.parametrize("option", ["plan", "find_unused"])
 def test_options_that_a_pipeline_does_not_have_are_refused(option: str) -> None:
     with pytest.raises(TypeError, match=f"does not take '{option}'"):
         PipelineStrategy(**{option: 1})
@@ -83,28 +68,15 @@ def test_stale_weights_are_allowed_where_they_can_be() -> None:
     )
     plan: Any = given.request.plan
     assert plan.prediction == make_prediction({"rule": "two_versions", "synchronous_updates": 7})
-    with pytest.raises(
-        PlanError, match=r"changes the training\. To run it, say allow_staleness=True"
-    ):
+    with pytest.raises(PlanError, match="allow_staleness"):
         AutoParallelStrategy(plan=never)
-    for other in ("zero1", {"mesh": {"data": 2}}, {"mesh": {"pipeline": 2}, "schedule": "1f1b"}):
-        with pytest.raises(
-            ValueError,
-            match="allow_staleness is for the schedules continuous and continuous_overlapped, "
-            "which the",
-        ):
-            AutoParallelStrategy(plan=other, allow_staleness=True)
-    with pytest.raises(
-        ValueError,
-        match=r"allow_staleness is true, false or a rule of weights: .* is one of spectrain",
+    tensor = {"mesh": {"pipeline": 2, "data": 1, "tensor": 2}}
+    flushed = {"mesh": {"pipeline": 2}, "schedule": "1f1b"}
+    for plan, options, word in (
+        *((plan, {}, "continuous") for plan in ("zero1", {"mesh": {"data": 2}}, flushed)),
+        (mesh, {"allow_staleness": "oracle"}, "spectrain"),
+        (tensor, {}, "beside an axis"),
+        (mesh, {"allow_compression": True}, "allow_compression"),
     ):
-        AutoParallelStrategy(plan=mesh, allow_staleness="oracle")
-    with pytest.raises(ValueError, match="beside an axis 'data' alone"):
-        AutoParallelStrategy(
-            plan={"mesh": {"pipeline": 2, "data": 1, "tensor": 2}}, allow_staleness=True
-        )
-    with pytest.raises(
-        ValueError,
-        match="in a pipeline no exchange is searched: leave out allow_compression or plan",
-    ):
-        AutoParallelStrategy(plan=mesh, allow_staleness=True, allow_compression=True)
+        with pytest.raises(ValueError, match=word):
+            AutoParallelStrategy(plan=plan, **{"allow_staleness": True, **options})

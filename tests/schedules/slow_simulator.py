@@ -22,7 +22,6 @@ class SlowSimulator:
     def __init__(self, schedule: Schedule, costs: StageCosts) -> None:
         self.schedule, self.costs = schedule, costs
         stages, ranks = range(schedule.num_stages), range(schedule.num_ranks)
-        self.is_training = any(action.kind != "forward" for action in schedule.actions[0])
         self.edges = (
             list(itertools.pairwise(stages))
             if costs.transfer_seconds is None
@@ -100,10 +99,10 @@ class SlowSimulator:
         return (self.costs.transfer_bytes or {}).get(tensor[:2], 0.0)
 
     def is_held_by_sender(self, tensor: Any) -> bool:
-        """Return whether it counts until it has arrived: outputs of a training's forward are
-        activations anyway.
+        """Return whether it counts until it has arrived: outputs of a forward are activations
+        anyway.
         """
-        return tensor[2] or not self.is_training
+        return tensor[2]
 
     def arrive(self, tensor: Any) -> None:
         self.arrived.add(tensor)
@@ -162,11 +161,7 @@ class SlowSimulator:
         during = extra[stage] if extra else 0.0
         if forward:
             self.held[rank] -= sum(map(self.bytes_of, self.tensors(action, out=False)))
-            self.held[rank] += (
-                costs.activation_bytes[stage]
-                if costs.activation_bytes and self.is_training
-                else 0.0
-            )
+            self.held[rank] += costs.activation_bytes[stage] if costs.activation_bytes else 0.0
         self.add(rank, during)
 
         def end() -> None:

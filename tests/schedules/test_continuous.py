@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -12,11 +13,9 @@ from lightning_topt.schedules.schedules import (
     Action,
     Schedule,
     continuous_schedule,
-    drain_actions,
     every,
-    iteration_actions,
 )
-from lightning_topt.schedules.simulate import held_counts, simulate, stashed_versions
+from lightning_topt.schedules.simulate import held_counts, simulate
 from lightning_topt.schedules.staleness import running_staleness, staleness
 from lightning_topt.schedules.timing import StageCosts
 
@@ -40,39 +39,14 @@ def test_the_lists_of_two_and_three_ranks() -> None:
 
 
 @pytest.mark.parametrize("lag_per_hop", [1, 2])
-def test_pieces_put_together_are_the_whole_list_and_legal(lag_per_hop: int) -> None:
-    for ranks in (1, 2, 3, 4, 8):
-        for count in (1, 2, 5, 17):
-            for accumulate in (1, 3):
-                sizes = {"num_ranks": ranks, "lag_per_hop": lag_per_hop}
-                schedule = continuous_schedule(
-                    **sizes, num_minibatches=count, accumulate=accumulate
-                )
-                check_schedule(schedule)
-                check_schedule(schedule, needs={stage: range(stage) for stage in range(ranks)})
-                ends = every(accumulate, num_minibatches=count)
-                for rank in range(ranks):
-                    iterations = [
-                        iteration_actions(
-                            rank,
-                            iteration=i,
-                            num_ranks=ranks,
-                            completes=ends,
-                            lag_per_hop=lag_per_hop,
-                        )
-                        for i in range(count)
-                    ]
-                    iterations += drain_actions(
-                        rank,
-                        num_minibatches=count,
-                        num_ranks=ranks,
-                        completes=ends,
-                        lag_per_hop=lag_per_hop,
-                    )
-                    assert (
-                        tuple(action for each in iterations for action in each)
-                        == schedule.actions[rank]
-                    )
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_every_size_is_legal(lag_per_hop: int, accumulate: int) -> None:
+    for ranks, count in itertools.product((1, 2, 3, 4, 8), (1, 2, 5, 17)):
+        schedule = continuous_schedule(
+            num_ranks=ranks, num_minibatches=count, lag_per_hop=lag_per_hop, accumulate=accumulate
+        )
+        check_schedule(schedule)
+        check_schedule(schedule, needs={stage: range(stage) for stage in range(ranks)})
 
 
 def test_staleness_is_that_of_spectrain() -> None:
@@ -156,14 +130,14 @@ def test_memory_in_flight_and_versions() -> None:
             assert [int(rows.max()) for rows in held_counts(schedule)] == [
                 each + 1 for each in behind
             ]
-            assert [*stashed_versions(schedule)] == behind
             costs = StageCosts([1.0] * ranks, [1.0] * ranks, activation_bytes=[10.0] * ranks)
             assert [*simulate(schedule, costs).peak_bytes] == [10 * (each + 1) for each in behind]
             kept = replace(costs, activation_bytes=None, version_bytes=[1.0] * ranks)
             assert [*simulate(schedule, kept).peak_bytes] == behind
     # PipeDream-2BW: one more with m >= N
     grouped = continuous_schedule(num_ranks=4, num_minibatches=80, accumulate=4)
-    assert max(stashed_versions(grouped)) == 1
+    ones = StageCosts([1.0] * 4, [1.0] * 4, version_bytes=[1.0] * 4)
+    assert max(simulate(grouped, ones).peak_bytes) == 1
 
 
 def changed(schedule: Schedule, rank: int, row: str) -> Schedule:
@@ -174,21 +148,15 @@ def changed(schedule: Schedule, rank: int, row: str) -> Schedule:
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("row", "word"),
     [
-        (
-            "F0 U0 B0 F1 B1 U1",
-            "update of microbatch 0 in stage 1 without the gradients of microbatch 0",
-        ),
-        (
-            "F0 B0 F1 B1 U0 U1",
-            "update of microbatch 0 in stage 1 with the gradients of microbatch 1",
-        ),
-        ("F0 B0 F1 B1 U1", "rank 1 never runs update of microbatch 0 in stage 1"),
+        ("F0 U0 B0 F1 B1 U1", r"microbatches \[\]"),
+        ("F0 B0 F1 B1 U0 U1", r"microbatches \[0, 1\]"),
+        ("F0 B0 F1 B1 U1", "updates of microbatches"),
     ],
 )
-def test_updates_that_are_wrong_are_named(row: str, message: str) -> None:
+def test_updates_that_are_wrong_are_named(row: str, word: str) -> None:
     schedule = continuous_schedule(num_ranks=2, num_minibatches=2)
     check_schedule(changed(schedule, 1, "F0 B0 U0 F1 B1 U1"))
-    with pytest.raises(ScheduleError, match=message):
+    with pytest.raises(ScheduleError, match=word):
         check_schedule(changed(schedule, 1, row))

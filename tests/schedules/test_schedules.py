@@ -107,16 +107,9 @@ def test_every_size_runs_in_the_interpreter() -> None:
         assert ("backward_weight" in kinds) == rule.splits_backward
 
 
-def test_forward_schedules_run_and_go_on_with_the_earliest_microbatch() -> None:
-    for ranks, parts in itertools.product(
-        [(0,), (0, 0), (0, 1, 2), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0), (1, 0)], (1, 2, 5)
-    ):
-        assert runs(forward_schedule(ranks, parts))
-    order = [
-        (action.stage_index, action.microbatch_index)
-        for action in forward_schedule((0, 1, 0, 1), 4).actions[0]
-    ]
-    assert order == [(0, 0), (0, 1), (2, 0), (2, 1), (0, 2), (0, 3), (2, 2), (2, 3)]
+def test_forward_schedules_run() -> None:
+    for ranks in [(0,), (0, 0), (0, 1, 2), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0), (1, 0)]:
+        assert runs(forward_schedule(ranks))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from lightning_topt.schedules.schedules import (
     SCHEDULES,
     Schedule,
     continuous_schedule,
-    forward_schedule,
     make_schedule,
 )
 from lightning_topt.schedules.simulate import held_counts, simulate
@@ -51,15 +50,13 @@ def drawn_schedule(draw: random.Random) -> Schedule:
     ranks, parts, name = (
         draw.randint(1, 5),
         draw.randint(1, 9),
-        draw.choice([*SCHEDULES, "forward", "continuous"]),
+        draw.choice([*SCHEDULES, "continuous"]),
     )
     if name == "continuous":
         lag, accumulate = draw.randint(1, 2), draw.randint(1, 2)
         return continuous_schedule(
             num_ranks=ranks, num_minibatches=parts, lag_per_hop=lag, accumulate=accumulate
         )
-    if name == "forward":
-        return forward_schedule((*range(ranks), *range(ranks)), parts)
     return make_schedule(name, num_ranks=ranks, num_microbatches=parts)
 
 
@@ -176,15 +173,6 @@ def test_held_counts_give_the_peak_of_activations() -> None:
             ]
             peaks.append((counts @ np.array(sizes)).max())
         assert simulate(schedule, costs).peak_bytes == pytest.approx(peaks)
-
-
-def test_forward_schedules_hold_no_activations_and_keep_ranks_busy() -> None:
-    schedule = forward_schedule((0, 1, 2, 0, 1, 2), 6)
-    costs = equal_costs(
-        6, 1.0, 2.0, activation_bytes=[1.0] * 6, static_bytes=[3.0] * 6, forward_bytes=[2.0] * 6
-    )
-    found = simulate(schedule, costs)
-    assert (found.step_seconds, found.peak_bytes) == (14.0, (8.0, 8.0, 8.0))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from lightning_topt.schedules.schedules import (
     SCHEDULES,
     Schedule,
     continuous_schedule,
-    forward_schedule,
     make_schedule,
 )
 from lightning_topt.schedules.timing import (
@@ -39,7 +38,7 @@ def every_schedule() -> list[Schedule]:
         continuous_schedule(num_ranks=3, num_minibatches=8, lag_per_hop=lag, accumulate=2)
         for lag in (1, 2)
     ]
-    return [*found, forward_schedule((0, 1, 2, 0, 1, 2), 4)]
+    return found
 
 
 @pytest.mark.parametrize("overlapped", [True, False])

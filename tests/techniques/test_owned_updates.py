@@ -17,9 +17,7 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.execution.engine import Engine
-from lightning_topt.execution.held_bytes import KINDS, held_bytes
-from lightning_topt.execution.plan_problems import configs_of
-from lightning_topt.execution.verify_plan import cluster_for
+from lightning_topt.execution.verify_plan import KINDS, held_bytes
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import data_mesh, hybrid_mesh
 from lightning_topt.graph.op_graph import Block
@@ -30,6 +28,7 @@ from lightning_topt.plan.plan_values import PRESETS
 from lightning_topt.techniques.explain import Explanation, explain
 from lightning_topt.techniques.plan_costs import PlanCosts
 from lightning_topt.techniques.registry import parameters_by_block
+from tests.execution.observed_ranks import cluster_for
 from tests.launch import run_ranks
 
 CPU = torch.device("cpu")
@@ -125,7 +124,7 @@ def explained(module: Net, plan: ParallelPlan, optimizers: list[Optimizer]) -> E
     graph = capture(module, torch.randn(4, 8)).with_blocks(blocks)
     profile = read_optimizer(optimizers, named_parameters=module.named_parameters())
     step = TrainingStep(graph, cluster(plan), profile, plan.mesh, 4)
-    return explain(PlanCosts(step), configs_of(plan))
+    return explain(PlanCosts(step), plan.configs)
 
 
 @pytest.mark.parametrize("kind", ["Muon", "LAMB", "Own"])
@@ -159,7 +158,7 @@ def test_exchanges_updates_and_states_are_those_of_ranks(preset: str, kind: str)
     )
     assert found.seconds["update"] == pytest.approx(busiest + vectors)
     # states: those of the fullest rank (step counts of AdamW's shards are in halves)
-    configs = configs_of(plan)
+    configs = plan.configs
     blocks = parameters_by_block(module, configs)
     held = held_bytes(blocks, configs, plan.mesh, profile=profile, optimizers=optimizers)
     states = sum(held.values())[:, KINDS.index("optimizer_state")].max()

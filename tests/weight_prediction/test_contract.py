@@ -9,6 +9,7 @@ import torch
 
 from lightning_topt.schedules.staleness import Staleness
 from lightning_topt.weight_prediction import PREDICTIONS, Prediction, TwoVersions
+from lightning_topt.weight_prediction.rule import StagePlace
 from lightning_topt.weight_prediction.weights import num_bytes
 from tests.weight_prediction.stage_walk import (
     gradients,
@@ -116,7 +117,7 @@ def test_copies_are_those_of_the_formula(rule, optimizer, stage, accumulate, lag
     at_work = walk(
         rule(), stepped, stage=stage, num_stages=4, num_minibatches=37, seen=seen, **sizes
     )
-    assert at_work.num_versions == rule().weight_copies(stage=stage, num_stages=4, **sizes)
+    assert at_work.num_versions == rule().copies_at(StagePlace(stage, 4, **sizes))
     assert most == at_work.num_versions * size
     at_work.drained()
     assert at_work.held_bytes == 0

@@ -15,7 +15,6 @@ from lightning_topt.weight_prediction import (
     default_prediction,
     make_prediction,
     prediction_to_value,
-    why_not_measured,
 )
 from tests.weight_prediction.stage_walk import (
     gradients,
@@ -137,18 +136,16 @@ def test_multistep_takes_the_momentum_of_the_future():
     close(found, [p - factor * optimizer.state[p]["momentum_buffer"] for p in parameters])
 
 
-@pytest.mark.parametrize("rule", ["spectrain", "pipeoptim"])
 @pytest.mark.parametrize("variant", SGD_VARIANTS, ids=str)
-def test_spectrain_and_pipeoptim_repeat_the_smoothed_update_of_sgd(rule, variant):
+def test_spectrain_repeats_the_smoothed_update_of_sgd(variant):
     parameters, optimizer = trained(optim.SGD, variant, **SGD)
     expected = [p - 3 * 0.1 * optimizer.state[p]["momentum_buffer"] for p in parameters]
-    close(predicted(rule, parameters, optimizer, count=3), expected)
+    close(predicted("spectrain", parameters, optimizer, count=3), expected)
 
 
-@pytest.mark.parametrize("rule", ["spectrain", "pipeoptim"])
 @pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
 @pytest.mark.parametrize("variant", ADAM_VARIANTS, ids=str)
-def test_spectrain_and_pipeoptim_repeat_the_last_update_of_adam(rule, kind, variant):
+def test_spectrain_repeats_the_last_update_of_adam(kind, variant):
     """Which is the difference of two versions, but for decoupled decay."""
     parameters, optimizer = trained(kind, variant, steps=3, **ADAM)
     before = values(parameters)
@@ -157,10 +154,10 @@ def test_spectrain_and_pipeoptim_repeat_the_last_update_of_adam(rule, kind, vari
     optimizer.step()
     kept = 1 - 0.01 * optimizer.param_groups[0]["weight_decay"] if kind is optim.AdamW else 1.0
     expected = [p + 2 * (p - kept * old) for p, old in zip(parameters, before, strict=True)]
-    close(predicted(rule, parameters, optimizer, count=2), expected)
+    close(predicted("spectrain", parameters, optimizer, count=2), expected)
 
 
-@pytest.mark.parametrize("rule", ["spectrain", "pipeoptim", "multistep"])
+@pytest.mark.parametrize("rule", ["spectrain", "multistep"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_predictions_in_half_precision(rule, dtype):
     parameters, optimizer = trained(optim.AdamW, {}, dtype=dtype, eps=1e-4, lr=0.01)
@@ -181,21 +178,6 @@ def test_predictions_in_half_precision(rule, dtype):
 
 
 @pytest.mark.parametrize("rule", ["spectrain", "multistep"])
-def test_complex_parameters_are_pairs_of_real_ones(rule):
-    torch.manual_seed(0)
-    whole = nn.Parameter(torch.randn(4, dtype=torch.complex64))
-    pairs = nn.Parameter(torch.view_as_real(whole.detach()).clone())
-    found = []
-    for parameter in (whole, pairs):
-        optimizer = optim.Adam([parameter], lr=0.1)
-        gradient = torch.arange(8.0).view(4, 2)
-        parameter.grad = torch.view_as_complex(gradient) if parameter.is_complex() else gradient
-        optimizer.step()
-        found += predicted(rule, [parameter], optimizer, count=2)
-    close([torch.view_as_real(found[0])], [found[1]])
-
-
-@pytest.mark.parametrize("rule", ["spectrain", "pipeoptim", "multistep"])
 def test_parameters_that_were_never_updated_are_not_predicted(rule):
     parameters = make_parameters()
     optimizer = optim.AdamW(parameters, lr=0.1)
@@ -205,12 +187,7 @@ def test_parameters_that_were_never_updated_are_not_predicted(rule):
     parameters[0].grad = torch.ones_like(parameters[0])
     optimizer.step()
     found = predicted(rule, parameters, optimizer, count=3)
-    assert [torch.equal(x, p) for x, p in zip(found, parameters, strict=True)] == [
-        False,
-        True,
-        True,
-        True,
-    ]
+    assert [*map(torch.equal, found, parameters)] == [False, True, True, True]
 
 
 def test_large_parameters_are_predicted_in_chunks(monkeypatch):
@@ -324,22 +301,28 @@ def test_two_versions_refuse_updates_of_too_few_minibatches():
         walk(PREDICTIONS["two_versions"](), optimizer, stage=0, num_stages=4, accumulate=1)
 
 
-@pytest.mark.parametrize("rule", ["spectrain", "pipeoptim", "multistep"])
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("rule", "make", "word"),
     [
-        (optim.RMSprop, "knows the optimizers SGD, Adam, AdamW of torch.optim, got RMSprop"),
-        (lambda p: optim.SGD(p, lr=0.1), "give SGD a momentum"),
-        (lambda p: optim.Adam(p, differentiable=True), "differentiable=False"),
-        (
-            lambda p: type("Mine", (optim.SGD,), {"step": lambda self: None})(p, lr=1, momentum=1),
-            "got Mine",
-        ),
+        ("spectrain", optim.RMSprop, "RMSprop"),
+        ("multistep", lambda p: optim.SGD(p, lr=0.1), "momentum"),
+        ("spectrain", lambda p: optim.Adam(p, differentiable=True), "differentiable"),
+        ("multistep", lambda p: Stepping(p, lr=1, momentum=1), "Stepping"),
+        ("spectrain", lambda p: optim.Adam([nn.Parameter(p[0] * 1j)]), "real"),
+        ("nesterov", optim.Adam, "NAdam"),
+        ("nesterov", lambda p: optim.NAdam(p, weight_decay=0.1), "decoupled_weight_decay"),
     ],
 )
-def test_optimizers_that_a_rule_does_not_know_are_refused(rule, make, message):
-    with pytest.raises(ValueError, match=message):
+def test_optimizers_that_a_rule_does_not_know_are_refused(rule, make, word):
+    with pytest.raises(ValueError, match=word):
         make_prediction(rule).on(make(make_parameters()), stage=0, num_stages=2)
+
+
+class Stepping(optim.SGD):
+    """Steps in a way of its own."""
+
+    def step(self, closure=None):
+        return None
 
 
 def test_subclasses_that_step_alike_are_known():
@@ -348,18 +331,6 @@ def test_subclasses_that_step_alike_are_known():
 
     optimizer = Mine(make_parameters())
     assert make_prediction("spectrain").on(optimizer, stage=0, num_stages=2).num_versions == 1
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (optim.Adam, "is for NAdam of torch.optim"),
-        (lambda p: optim.NAdam(p, weight_decay=0.1), "decoupled_weight_decay=True"),
-    ],
-)
-def test_nesterov_wants_nadam(make, message):
-    with pytest.raises(ValueError, match=message):
-        make_prediction("nesterov").on(make(make_parameters()), stage=0, num_stages=2)
 
 
 @pytest.mark.parametrize(
@@ -374,9 +345,9 @@ def test_rules_to_values_and_back(value):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("spectran", "prediction is one of spectrain, multistep"),
-        ({"rule": "stash", "depth": 3}, "'stash' has no options, got 'depth'"),
-        ({"rule": "two_versions", "synchronous_updates": -1}, "synchronous_updates is at least 0"),
+        ("spectran", "spectrain, multistep"),
+        ({"rule": "stash", "depth": 3}, "depth"),
+        ({"rule": "two_versions", "synchronous_updates": -1}, "synchronous_updates"),
     ],
 )
 def test_unknown_rules_and_options(value, message):
@@ -414,29 +385,6 @@ def test_the_default_is_the_row_of_the_table(name, flight, accumulate, rule):
     assert found == make_prediction(rule)
 
 
-@pytest.mark.parametrize(
-    ("name", "flight", "accumulate", "updates", "says"),
-    [
-        ("AdamW", 7, 1, 1000, None),
-        ("AdamW", 7, 1, None, None),
-        ("AdamW", 7, 7, 4000, None),
-        ("AdamW", 32, 1, 1000, "32 missed updates are more than the 31 that were measured"),
-        ("AdamW", 7, 1, 50_000, "50,000 updates were not measured, but 1,000 to 4,000"),
-        ("NAdam", 7, 1, 999, "999 updates were not measured, but 1,000:"),
-        ("NAdam", 7, 7, 1000, "NAdam was not measured with batches that are cut"),
-        ("Adam", 7, 1, 1000, "Adam was not measured with stale weights"),
-        ("Adagrad", 7, 1, 1000, "Adagrad was not measured with stale weights"),
-    ],
-)
-def test_a_run_outside_the_table_is_said_to_be(name, flight, accumulate, updates, says):
-    found = why_not_measured(name, flight=flight, accumulate=accumulate, updates=updates)
-    if says is None:
-        assert found is None
-    else:
-        rule = default_prediction(name, flight=flight, accumulate=accumulate).name
-        assert found is not None and says in found and repr(rule) in found
-
-
 def test_optimizers_that_the_default_does_not_know_stash():
     for optimizer in (
         optim.SGD(make_parameters(), lr=0.1),
@@ -445,7 +393,7 @@ def test_optimizers_that_the_default_does_not_know_stash():
         assert default_prediction(optimizer) == make_prediction("stash")
 
 
-@pytest.mark.parametrize("rule", ["spectrain", "pipeoptim", "multistep"])
+@pytest.mark.parametrize("rule", ["spectrain", "multistep"])
 def test_autocast_casts_predicted_weights_and_keeps_the_casts(rule):
     """Masters are float32 and predicted as such; the backward pass uses the casts of the forward
     pass.

@@ -1,8 +1,7 @@
 """A plan with stages on running ranks.
 
-messages           the program of each rank: actions, and the messages around them
 p2p                tensors between ranks
-step_flows         the user's step, traced and cut into stages
+step_flows         the user's step, cut into stages, and the program of each rank
 stage_pass         one stage's part of the step on a microbatch (split_backward, random_order)
 stage_layout       where parameters and buffers are
 stage_gradients    averages and norms

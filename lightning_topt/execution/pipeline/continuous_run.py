@@ -367,12 +367,9 @@ class ContinuousRun:
         return self._latest
 
     def _begin_gradients(self, minibatch: int, *, since: int | None = None) -> None:
-        """Begin to receive the gradients of a minibatch in flight.
-
-        With `since`, in the iteration of its backward pass: all that stages behind have sent until
-        so many iterations before. A drain in the warm-up leaves iterations out, so that it may be
-        of several minibatches.
-        """
+        # Begin to receive the gradients of a minibatch in flight. With `since`, in the iteration of
+        # its backward pass: all that stages behind have sent until so many iterations before. A
+        # drain in the warm-up leaves iterations out, so that it may be of several minibatches.
         for behind in range(self.stage + 1, self.num_stages):
             last = minibatch
             if since is not None:

@@ -39,15 +39,15 @@ from torch import Tensor
 
 from lightning_topt.communication.collectives import backend_of
 from lightning_topt.communication.rank_watch import PeerLostError
-from lightning_topt.execution.pipeline.messages import Crossings, Message, Pair
 from lightning_topt.execution.pipeline.stage_layout import PipelineGroups
+from lightning_topt.execution.pipeline.step_flows import Crossings, Message, Pair
 from lightning_topt.graph.step_flow import LeafSpec, TensorRef
 
 LinkChannel = Literal[
     "activations", "gradients", "values", "payloads", "shared weights", "shared gradients"
 ]
 UNKNOWN = -1.0  # power of a norm that nobody asked for; NaN is that of gradients which are NaN
-LEAST_BYTES = 1024  # room for a payload in every parcel; more once a payload was larger
+ROOM = 4096  # bytes of a payload in every parcel of values
 
 
 class PendingTransfer(NamedTuple):
@@ -519,17 +519,13 @@ class ValueParcels:
     """Sends side values along `links` of `num_stages` stages, and receives them, on `device`.
 
     A parcel is bytes: the loss, the length of the payload (-1: none), the powers, all float64, and
-    the payload with the room that the largest one needed so far. What has no room follows. The
-    parcel after it has no more room yet: it may be begun before this one is here.
+    the first `ROOM` bytes of the payload. What has no room follows apart.
     """
 
     links: StageLinks
     num_stages: int
     device: torch.device
-    # Room in the next two parcels.
-    _sent: deque[int] = field(default_factory=lambda: deque([LEAST_BYTES] * 2), init=False)
-    _received: deque[int] = field(default_factory=lambda: deque([LEAST_BYTES] * 2), init=False)
-    _begun: dict[int, int] = field(default_factory=dict, init=False)  # room, by minibatch
+    _begun: set[int] = field(default_factory=set, init=False)  # minibatches
 
     def send(self, minibatch: int, values: SideValues) -> None:
         """Begin to send to the stage before; nothing on the first."""
@@ -537,57 +533,44 @@ class ValueParcels:
         if stage == 0:
             return
         payload = values.payload or b""
-        length = -1 if values.payload is None else len(payload)
         # (2 + stages,): loss, length, powers.
         numbers = torch.empty(self.num_stages + 2, dtype=torch.float64, device=self.device)
-        numbers[0], numbers[1], numbers[2:] = values.loss, length, values.powers
-        room = self._sent[0]
-        rest = payload[room:]
-        text = _bytes_tensor(payload[:room].ljust(room, b"\0")).to(self.device)
-        self.links.send(
-            "values", stage - 1, minibatch, [torch.cat([numbers.view(torch.uint8), text])]
-        )
-        # What had no room follows, and later parcels get more.
-        _grow(self._sent, length)
-        if rest:
+        numbers[0], numbers[2:] = values.loss, values.powers
+        numbers[1] = -1 if values.payload is None else len(payload)
+        text = _bytes_tensor(payload[:ROOM].ljust(ROOM, b"\0")).to(self.device)
+        parcel = torch.cat([numbers.view(torch.uint8), text])
+        self.links.send("values", stage - 1, minibatch, [parcel])
+        if rest := payload[ROOM:]:
             self.links.send("payloads", stage - 1, minibatch, [_bytes_tensor(rest)])
 
     def begin(self, minibatch: int) -> None:
         """Begin to receive from the stage behind, if there is one and that is not done yet."""
         if minibatch not in self._begun and self.links.stage + 1 < self.num_stages:
-            self._begun[minibatch] = room = self._received[len(self._begun)]
-            spec = _spec_of_bytes(self._head + room)
+            self._begun.add(minibatch)
+            spec = _spec_of_bytes(self._head + ROOM)
             self.links.begin("values", self.links.stage + 1, minibatch, [spec])
 
     def receive(self, minibatch: int) -> SideValues:
         """Return the values of a minibatch, once they are here."""
         self.begin(minibatch)
-        source, room = self.links.stage + 1, self._begun.pop(minibatch)
+        self._begun.discard(minibatch)
+        source = self.links.stage + 1
         (parcel,) = self.links.receive("values", source, minibatch)
-        # The same layout as in `send`.
+        # The same layout as in `send`; bytes of the payload on the host.
         numbers = parcel[: self._head].view(torch.float64)
         length, payload = int(numbers[1]), None
         if length >= 0:
-            # On the host: what has room in the parcel.
             payload = parcel[self._head :].cpu().numpy().tobytes()[:length]
-        # The sender sent the rest after it, and gives later parcels more room, as this side does.
-        _grow(self._received, length)
-        if length > room:
-            self.links.begin("payloads", source, minibatch, [_spec_of_bytes(length - room)])
+        if payload is not None and length > ROOM:
+            self.links.begin("payloads", source, minibatch, [_spec_of_bytes(length - ROOM)])
             (rest,) = self.links.receive("payloads", source, minibatch)
-            payload = (payload or b"") + rest.cpu().numpy().tobytes()
+            payload += rest.cpu().numpy().tobytes()
         return SideValues(numbers[0].to(torch.get_default_dtype()), numbers[2:].clone(), payload)
 
     @property
     def _head(self) -> int:
         # Bytes in front of the payload
         return 8 * (self.num_stages + 2)
-
-
-def _grow(rooms: deque[int], length: int) -> None:
-    # Take off the room of a parcel with a payload of `length`, and add that of a later one
-    room = rooms.popleft()
-    rooms.append(max(rooms[-1], 1 << length.bit_length() if length > room else 0))
 
 
 # ---- tensors and their memory --------------------------------------------------------------------
@@ -629,6 +612,4 @@ def _spec_of_bytes(count: int) -> LeafSpec:
 
 
 def _bytes_tensor(payload: bytes) -> Tensor:
-    if not payload:
-        return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(payload), dtype=torch.uint8)

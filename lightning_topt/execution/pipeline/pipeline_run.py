@@ -27,16 +27,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from lightning_topt.communication.checkpoint import State as ExchangeState
+from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.rank_watch import PeerLostError
+from lightning_topt.communication.topology import Topology
 from lightning_topt.communication.value_exchange import value_of_rank
 from lightning_topt.execution.applied_techniques import AppliedTechniques
-from lightning_topt.execution.gathered_state import load_module_state, module_state
-from lightning_topt.execution.pipeline.messages import (
-    Crossings,
-    Message,
-    Pair,
-    ProgramStep,
-)
 from lightning_topt.execution.pipeline.p2p import MessageExchange, RankLinks
 from lightning_topt.execution.pipeline.random_order import OneStageOrder, RandomOrder
 from lightning_topt.execution.pipeline.stage_gradients import StageExchanges, StageNorms
@@ -48,14 +44,24 @@ from lightning_topt.execution.pipeline.stage_layout import (
     place_parameters,
 )
 from lightning_topt.execution.pipeline.stage_pass import StagePass
-from lightning_topt.execution.pipeline.step_flows import StageFlow, Step, StepFlows, StepPrograms
+from lightning_topt.execution.pipeline.step_flows import (
+    Crossings,
+    Message,
+    Pair,
+    ProgramStep,
+    StageFlow,
+    Step,
+    StepFlows,
+    StepPrograms,
+)
+from lightning_topt.execution.states import load_module_state, module_state
 from lightning_topt.graph.step_flow import TensorRef
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
+from lightning_topt.techniques.run_options import RunOptions
+from lightning_topt.techniques.technique import Applied
 from lightning_topt.techniques.tensor_parallel.random_states import RandomStates, draw_alike
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
-
-State = dict[str, dict[str, Any]]  # of a gradient exchange
 
 
 class Example(NamedTuple):
@@ -125,7 +131,6 @@ class PipelineRun:
         self._split: Callable[[], Mapping[str, SplitTensor]] = dict
         self.exchanges: StageExchanges
         self.norms: StageNorms
-        # After each update of an asynchronous run, for rows that train alone.
 
     @classmethod
     def start(
@@ -238,23 +243,16 @@ class PipelineRun:
 
     def evaluate(self, batch: object, step: Step, *, kind: Hashable = None) -> Any:
         """Run ``step(module, batch)`` forward; return what the last stage returns on all ranks."""
-        return self.evaluate_all([batch], step, kind=kind)[0]
-
-    def evaluate_all(
-        self, microbatches: Sequence[object], step: Step, *, kind: Hashable = None
-    ) -> list[Any]:
-        """Do what `evaluate` does for several microbatches, with all stages at work at once."""
         self.check_drained()
-        # Forward passes alone; the last stage's results go to all ranks.
+        # Forward passes alone; the last stage's result goes to all ranks.
         with torch.no_grad():
-            flows = self.flows.of(step, microbatches, kind=kind)
-            results = self._run(microbatches, step, flows, factors=None)
-            last = self.layout.rank_of_stage[-1]
-            own = [results.get(index) for index in range(len(microbatches))]
-            shared: list[Any] = value_of_rank(
-                own, self.groups.pipeline_group, place=last, device=self.device
+            results = self._run(
+                [batch], step, self.flows.of(step, [batch], kind=kind), factors=None
             )
-            return shared
+            last = self.layout.rank_of_stage[-1]
+            return value_of_rank(
+                results.get(0), self.groups.pipeline_group, place=last, device=self.device
+            )
 
     def check_drained(self) -> None:
         """Raise AssertionError while minibatches of an asynchronous run are in flight.
@@ -271,10 +269,8 @@ class PipelineRun:
         *,
         factors: Sequence[float] | None,
     ) -> dict[int, Any]:
-        """Run this rank's actions; return the last stage's results by microbatch, elsewhere none.
-
-        Without `factors` of the losses there is no backward pass.
-        """
+        # Run this rank's actions; return the last stage's results by microbatch, elsewhere none.
+        # Without `factors` of the losses there is no backward pass.
         if self._failed:
             raise RuntimeError(
                 "a step of this pipeline has failed, and its ranks are out of step: start the run "
@@ -432,10 +428,8 @@ def linked_ranks(
 
 
 def _of_every_rank(pairs: frozenset[Pair]) -> frozenset[Pair]:
-    """Return the pairs of all ranks of the run together. Collective.
-
-    Each replica of the pipeline traced its own microbatch, and what crosses may depend on values.
-    """
+    # Return the pairs of all ranks of the run together. Collective.
+    # Each replica of the pipeline traced its own microbatch, and what crosses may depend on values.
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, sorted(pairs))
     return frozenset(tuple(pair) for own in found for pair in own)
@@ -556,3 +550,51 @@ def share_losses(values: Tensor, groups: PipelineGroups, *, source: int) -> None
             f"{groups.pipeline[source]}, which runs the last stage: a rank is gone, stopped or "
             f"late ({error})"
         ) from error
+
+
+# ---- gradients by a method of the plan -----------------------------------------------------------
+
+
+def exchange_between_rows(run: PipelineRun, options: RunOptions) -> Applied | None:
+    """Let data ranks exchange the gradients of their stages by the plan's method; None without one.
+
+    The ranks that run the same stage, one of each pipeline, form a group, which exchanges a stage's
+    gradients once it has all of an update. A collective call.
+    """
+    method = run.plan.gradient_exchange
+    if method is None:
+        return None
+    # among the data ranks of each stage: a part of the topology
+    everyone = options.topology or Topology.from_environment(
+        rank=dist.get_rank(), world_size=dist.get_world_size()
+    )
+    mesh = run.plan.mesh
+    exchange = CompressedExchange(
+        method,
+        topology=everyone.of_part(mesh.groups_along(mesh.data_axes)),
+        device=run.device,
+        nonfinite=options.nonfinite,
+        merge=lambda ranks: _merged(run, ranks),
+    )
+    # Parameters that this rank shares with other ranks of the pipeline are summed with these, as
+    # they are. The others are left out by all their names, also as DDP calls the module's own.
+    exchanged = run.updated_parameters() - run.exchanges.shared
+    named = run.module.named_parameters(remove_duplicate=False)
+    names = [name for name, parameter in named if parameter not in exchanged]
+    ignored = [*names, *(f".{name}" for name in names if "." not in name)]
+    exchange.take_over(run.module, ignored=ignored)
+    run.exchanges.instead = exchange.average
+    return Applied(undo=lambda: None, exchange=exchange)
+
+
+def _merged(run: PipelineRun, ranks: list[ExchangeState]) -> list[ExchangeState]:
+    # Join the states of a pipeline's stages, for each data rank, on rank 0
+    groups, found = run.groups, [ExchangeState() for _ in ranks]
+    for place in range(len(groups.pipeline)) if groups.saves else ():
+        # Place after place of the pipeline gives the states of its data ranks.
+        own = ranks if place == groups.rank else None
+        states = value_of_rank(own, groups.pipeline_group, place=place, device=run.device)
+        for into, state in zip(found, states, strict=True):
+            for kind, tensors in state.items():
+                into.setdefault(kind, {}).update(tensors)
+    return found if groups.saves and groups.rank == 0 else []

@@ -131,10 +131,8 @@ def _replace_by(gradients: Gradients) -> Callable[[Any], Any]:
 def _walk(
     roots: list[Node], targets: set[Node]
 ) -> tuple[set[Node], dict[Node, tuple[Tensor, ...]]]:
-    """Return the nodes from which a target is reached, and what other paths lead to.
-
-    That are for every node the parameters that it reaches by edges off the nodes on the way.
-    """
+    # Return the nodes from which a target is reached, and what other paths lead to.
+    # That are for every node the parameters that it reaches by edges off the nodes on the way.
     on_way: set[Node] = set()
     reached: dict[Node, tuple[Tensor, ...]] = {}
     # Depth first: a node is left (True) once all that follow it are done.

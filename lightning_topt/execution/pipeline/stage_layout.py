@@ -79,10 +79,11 @@ class PipelineGroups:
         return group
 
     def destroy(self) -> None:
-        """Destroy all groups but that of the data ranks. Nothing may be under way on any rank."""
-        destroy_groups([group for group in self._made if group is not self.data], meets=True)
-        # Optimizers collect their states there, until `close`.
-        self._keep([] if self.data is None else [self.data])
+        """Destroy the groups that steps need. Nothing may be under way on any rank."""
+        # Optimizers collect their states along these two until `close`.
+        kept = [group for group in self._made if group in (self.data, self.pipeline_group)]
+        destroy_groups([group for group in self._made if group not in kept], meets=True)
+        self._keep(kept)
 
     def close(self) -> None:
         """Destroy what is left, where nothing of the plan is asked for any more."""
@@ -94,28 +95,12 @@ class PipelineGroups:
         self._keep(abort_groups(self._made))
 
     def _keep(self, groups: list[dist.ProcessGroup]) -> None:
-        """Have `groups` aborted at the end of the process, as long as there are any.
-
-        Without one `atexit` lets go of all, whose threads and descriptors end with them.
-        """
+        # Have `groups` aborted at the end of the process, as long as there are any.
+        # Without one `atexit` lets go of all, whose threads and descriptors end with them.
         if self._call_off is not None:
             self._call_off()
         self._call_off = at_exit(self.abort) if groups else None
         self._made = groups
-
-    @contextmanager
-    def at_any_time(self) -> Generator[dist.ProcessGroup, None, None]:
-        """Give the group of the pipeline, made anew for this where it has been destroyed.
-
-        After an error within, it lasts until `abort` or `close`.
-        """
-        if self.pipeline_group in self._made:
-            yield self.pipeline_group
-            return
-        group = self.own(self.mesh.groups_along(self.mesh.pipeline_axes))
-        yield group
-        self._keep([other for other in self._made if other is not group])
-        destroy_groups([group], meets=True)
 
     @property
     def saves(self) -> bool:

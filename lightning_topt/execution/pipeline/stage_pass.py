@@ -605,12 +605,9 @@ def _replaced(attributes: Iterable[Attribute]) -> Iterator[None]:
 
 
 def _intercepted(units: Iterable[tuple[str, nn.Module]], handler: Handler) -> list[Attribute]:
-    """Return the attributes that let ``handler(path, call, args, kwargs)`` run calls of `units`.
-
-    ``call(*args, **kwargs)`` is what the module would have done. No hook is used, since user code
-    can see hooks: `nn.Module.__call__` asks ``_compiled_call_impl`` before anything else.
-    """
-
+    # Return the attributes that let ``handler(path, call, args, kwargs)`` run calls of `units`.
+    # ``call(*args, **kwargs)`` is what the module would have done. No hook is used, since user code
+    # can see hooks: `nn.Module.__call__` asks ``_compiled_call_impl`` before anything else.
     def intercept(path: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return handler(path, call, args, kwargs)
 
@@ -637,10 +634,8 @@ def _silenced(module: nn.Module, make: Callable[..., Any]) -> list[Attribute]:
 
 
 def _check_real(value: object, what: str) -> None:
-    """Raise CaptureError where `value` holds a tensor without elements.
-
-    `what` is the beginning of the sentence: who does what with the value.
-    """
+    # Raise CaptureError where `value` holds a tensor without elements.
+    # `what` is the beginning of the sentence: who does what with the value.
     for leaf in tree_leaves(value):
         if isinstance(leaf, FakeTensor):
             raise CaptureError(
@@ -651,10 +646,8 @@ def _check_real(value: object, what: str) -> None:
 
 
 def _explain_value_read(error: Exception, stage_index: int) -> CaptureError | None:
-    """Return the error that names the line which reads a value that the stage does not have.
-
-    None for other errors.
-    """
+    # Return the error that names the line which reads a value that the stage does not have.
+    # None for other errors.
     if isinstance(error, CaptureError) or explain(error, None) is None:
         return None
     return CaptureError(

@@ -30,6 +30,11 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
+def nadam(parameters: Any) -> torch.optim.Optimizer:
+    options = {"betas": (0.99, 0.999), "decoupled_weight_decay": True}
+    return torch.optim.NAdam(parameters, lr=1e-2, **options)
+
+
 def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 

@@ -1,5 +1,6 @@
-"""Modules that a pipeline cuts: skips over cuts, tied weights, writes in place, operators between
-blocks, two inputs.
+"""Modules that a pipeline cuts: tied weights, writes in place, operators between blocks.
+
+U-Net, T5 and ResNet are in benchmarks/pipelines/equality.py.
 """
 
 from __future__ import annotations
@@ -42,88 +43,6 @@ class Layers(Base):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.net(batch).square().mean()
-
-
-class Residual(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = (
-            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
-            nn.BatchNorm2d(channels),
-        )
-        self.conv2, self.bn2 = (
-            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
-            nn.BatchNorm2d(channels),
-        )
-        self.relu = nn.ReLU(inplace=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.bn2(self.conv2(out))
-        out += x
-        return self.relu(out)
-
-
-class ResNet(Base):
-    """As torchvision's: stem, groups of blocks, `relu` in place, pooled and flattened by
-    functions.
-    """
-
-    blocks = ("conv1", "layer1.0", "layer1.1", "layer2.0", "fc")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.bn1, self.relu = (
-            nn.Conv2d(1, 4, 3, padding=1),
-            nn.BatchNorm2d(4),
-            nn.ReLU(inplace=True),
-        )
-        self.maxpool = nn.MaxPool2d(2)
-        self.layer1, self.layer2 = (
-            nn.Sequential(Residual(4), Residual(4)),
-            nn.Sequential(Residual(4)),
-        )
-        self.avgpool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(4, 3)
-
-    def batch(self, size: int) -> Any:
-        return torch.randn(size, 1, 8, 8), torch.randint(0, 3, (size,))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x = self.maxpool(self.relu(self.bn1(self.conv1(batch[0]))))
-        x = self.avgpool(self.layer2(self.layer1(x)))
-        logits = self.fc(torch.flatten(x, 1))
-        loss = F.cross_entropy(logits, batch[1])
-        self.log_dict({"loss": loss, "accuracy": (logits.argmax(-1) == batch[1]).float().mean()})
-        return {"loss": loss, "logits": logits.detach()}
-
-
-class UNet(Base):
-    """Skips from every level, over as many cuts as there are."""
-
-    blocks = ("down.0", "down.1", "middle", "up.0", "up.1")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.ModuleList([nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)])
-        self.middle = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
-        self.up = nn.ModuleList([nn.Conv2d(8, 4, 3, padding=1), nn.Conv2d(8, 1, 3, padding=1)])
-
-    def batch(self, size: int) -> Any:
-        return torch.randn(size, 1, 8, 8)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        x, skips = batch, []
-        for down in self.down:
-            x = F.relu(down(x))
-            skips.append(x)
-            x = F.max_pool2d(x, 2)
-        x = self.middle(x)
-        for up in self.up:
-            x = F.interpolate(x, scale_factor=2.0)
-            x = up(torch.cat([x, skips.pop()], 1))
-        loss = F.mse_loss(x, batch)
-        self.log("loss", loss)
-        return loss
 
 
 class Tied(Base):
@@ -202,36 +121,4 @@ class Mixed(Base):
         return self.head(x).square().mean() + unused
 
 
-class Translator(Base):
-    """Encoder and decoder: what the encoder returns goes to every layer of the decoder."""
-
-    blocks = ("source", "encoder.0", "encoder.1", "target", "decoder.0", "decoder.1")
-
-    def __init__(self) -> None:
-        super().__init__()
-        settings = {
-            "d_model": 8,
-            "nhead": 2,
-            "dim_feedforward": 16,
-            "dropout": 0.1,
-            "batch_first": True,
-        }
-        self.source, self.target = nn.Embedding(16, 8), nn.Embedding(16, 8)
-        self.encoder = nn.ModuleList(nn.TransformerEncoderLayer(**settings) for _ in range(2))
-        self.decoder = nn.ModuleList(nn.TransformerDecoderLayer(**settings) for _ in range(2))
-
-    def batch(self, size: int) -> Any:
-        return torch.randint(0, 16, (size, 5)), torch.randint(0, 16, (size, 4))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        memory = self.source(batch[0])
-        for layer in self.encoder:
-            memory = layer(memory)
-        x = self.target(batch[1])
-        mask = torch.triu(torch.full((4, 4), -torch.inf), 1)
-        for layer in self.decoder:
-            x = layer(x, memory, tgt_mask=mask)
-        return F.cross_entropy(F.linear(x, self.target.weight).transpose(1, 2), batch[1])
-
-
-MODELS = (Layers, ResNet, UNet, Tied, Mixed, Translator)
+MODELS = (Layers, Tied, Mixed)

@@ -17,6 +17,7 @@ from tests.execution.pipeline.continuous_training import (
     Outcome,
     alone,
     continuous_plan,
+    nadam,
     sgd,
     train_all,
 )
@@ -50,16 +51,16 @@ AS_ONE_PROCESS = {
     ),
     "4 tied": Case("chain tied", plan(4, "spectrain"), optimizer=sgd, clip=0.3, schedule=warm_up),
     "3 drained between updates": Case(
-        "chain", plan(3, "spectrain"), accumulate=4, drain_every=6, optimizer=sgd
+        "chain", plan(3, "two_versions"), accumulate=4, drain_every=6, optimizer=sgd
     ),
     "3 multistep, accumulated": Case("chain", plan(3, "multistep"), accumulate=3, schedule=warm_up),
-    "3 pipeoptim, drained": Case(
-        "chain", plan(3, "pipeoptim"), drain_every=8, clip=0.3, schedule=warm_up
+    "3 nesterov, drained": Case(
+        "chain", plan(3, "nesterov"), drain_every=8, clip=0.3, schedule=warm_up, optimizer=nadam
     ),
     "4 multistep": Case(
         "chain", plan(4, "multistep", recompute=True), clip=0.3, schedule=warm_up, sizes=(8, 5, 5)
     ),
-    "4 stash late": Case("chain", plan(4, "stash", **LATE), steps=16, clip=0.3, schedule=warm_up),
+    "4 none late": Case("chain", plan(4, "none", **LATE), steps=16, clip=0.3, schedule=warm_up),
 }
 NOT_IN_ORDER = {  # gradients are summed in another order
     model: Case(model, plan(2, "multistep"), steps=4, drain_every=1, schedule=warm_up)

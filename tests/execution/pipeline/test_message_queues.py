@@ -11,7 +11,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from lightning_topt.execution.pipeline.messages import Crossings, Message, all_messages, program_of
+from lightning_topt.execution.pipeline.step_flows import (
+    Crossings,
+    Message,
+    all_messages,
+    program_of,
+)
 from lightning_topt.graph.step_flow import LeafSpec, TensorRef
 from lightning_topt.schedules.check import ScheduleError, check_schedule
 from lightning_topt.schedules.schedules import (
@@ -149,7 +154,7 @@ def test_all_schedules_take_as_long_where_every_stage_needs_the_first() -> None:
 
 def test_an_evaluation_takes_as_long() -> None:
     for ranks in ((0, 1, 2), (0, 1, 2, 0, 1, 2), (0, 1, 2, 3, 3, 2, 1, 0)):
-        schedule = forward_schedule(ranks, 8)
+        schedule = forward_schedule(ranks)
         programs = operations(schedule, chain(len(ranks)))
         found = slowdown(programs, 0.2, a_link_for_each_pair)
         assert found is not None and found < 0.02, ranks

@@ -170,8 +170,6 @@ def run_cases(rank: int, cases: Sequence[Case]) -> list[Any]:
 SENT_WHOLE = TopK(density=1.0)
 CASES: dict[str, Case] = {
     "interleaved": Case("skips", plan_of(2, "interleaved", stages=4)),
-    "gpipe dropout": Case("dropout", plan_of(2, "gpipe")),
-    "looped_bfs dropout": Case("dropout", plan_of(2, "looped_bfs", stages=4)),
     "interleaved_zero_bubble dropout": Case(
         "dropout", plan_of(2, "interleaved_zero_bubble", stages=4)
     ),
@@ -182,19 +180,13 @@ CASES: dict[str, Case] = {
     "frozen": Case(
         "tied", plan_of(2, "1f1b"), frozen=("embed.weight", "positions", "blocks.0.0.weight")
     ),
-    "frozen stage": Case(
-        "plain",
-        plan_of(2, "zero_bubble"),
-        frozen=("embed", "positions", *(f"blocks.{i}" for i in range(3))),
-    ),
-    "unused": Case("spare", plan_of(2, "1f1b", data=2)),
-    "data first": Case("tied", plan_of(2, "1f1b", data=2, data_first=True), clip=0.1),
+    "unused": Case("spare", plan_of(2, "gpipe", data=2)),
     "data zero bubble": Case("skips", plan_of(2, "interleaved_zero_bubble", stages=4, data=2)),
     "data batch norm": Case("normed", plan_of(2, "1f1b", data=2), sizes=(3, 3, 2)),
-    "data accumulated": Case("tied", plan_of(2, "gpipe", data=2), accumulate=2),
     "data sent whole": Case(
         "tied", replace(plan_of(2, "1f1b", data=2), gradient_exchange=SENT_WHOLE), clip=0.1
     ),
+    "data, looped_bfs": Case("tied", plan_of(2, "looped_bfs", stages=4, data=2), accumulate=2),
     "data first, sent whole": Case(
         "skips",
         replace(
@@ -204,14 +196,10 @@ CASES: dict[str, Case] = {
         accumulate=2,
     ),
     "zero1": Case("tied", plan_of(2, "1f1b", data=2, storage="zero1"), clip=0.1),
-    "zero1 recomputed": Case(
-        "dropout", plan_of(2, "zbv", stages=4, data=2, storage="zero1", recompute=True)
-    ),
     "tensor 2": Case("tied", plan_of(2, "1f1b", tensor=2), clip=0.1, accumulate=2),
     "tensor 2 zbv": Case(
         "skips", plan_of(2, "zbv", stages=4, tensor=2, recompute=True), sizes=(3, 3, 2), clip=0.1
     ),
-    "tensor 2 dropout": Case("dropout", plan_of(2, "zero_bubble", tensor=2)),
     "tensor 2 handed zero bubble": Case(
         "handed", plan_of(2, "interleaved_zero_bubble", stages=8, tensor=2)
     ),
@@ -222,11 +210,7 @@ CASES: dict[str, Case] = {
         sizes=(3, 3, 2),
         clip=0.1,
     ),
-    "tensor 2 rows recomputed": Case(
-        "spare", plan_of(2, "interleaved", stages=4, tensor=2, recompute=True, rows=True)
-    ),
     "4 ranks": Case("skips", plan_of(4, "1f1b", microbatches=6), sizes=(1, 2, 1, 2, 1, 1)),
-    "4 ranks zbv": Case("tied", plan_of(4, "zbv", stages=8), clip=0.1),
 }
 
 

@@ -5,7 +5,7 @@ process.
 from __future__ import annotations
 
 import copy
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -203,15 +203,11 @@ def mistakes(rank: int) -> list[str]:
 
 
 def check_groups(rank: int) -> None:
-    """Groups are the same on all ranks where one has failed, and end where states were not got."""
+    """Groups end where one rank has failed."""
     groups = PipelineGroups(plan_of(2, "1f1b").mesh)
     if rank == 0:
         groups.abort()
-    with groups.at_any_time() as group:
-        assert group is groups.pipeline_group
     groups.destroy()
-    with suppress(KeyError), groups.at_any_time():
-        raise KeyError("no such state")
     groups.close()
 
 

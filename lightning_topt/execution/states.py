@@ -1,20 +1,30 @@
-"""States in an open checkpoint folder, and the parts of tensors that ranks have.
+"""States of modules and optimizers: in full form, in checkpoint folders, and the parts of ranks.
 
-`StoredModule`, `StoredOptimizer` and `StoredExchange` are mappings that read an entry when it is
-asked for, each rank what it is to keep. World size and plan may change between writing and reading:
-`TensorChunks` says which part of a tensor a rank has.
+    module_state, load_module_state                        a module's
+    gather_parameter_states, place_optimizer_state         an optimizer's
+    follow_parameters                                      an optimizer over other parameters
+    StoredModule, StoredOptimizer, StoredExchange          in an open checkpoint folder
+    TensorChunks                                           which part of a tensor a rank has
+
+Full form: plain tensors under plain keys, whatever plan the run has. `gather_*` are collective
+calls that leave the full state on rank 0 (CPU tensors) and an empty dict elsewhere. `place_*` need
+no communication: every rank has read the full state and keeps its part. Tensors are in shards
+(DTensors), in slices along tensor axes (`split`), or in shards of slices.
+
+Stored states are mappings that read an entry when it is asked for, each rank what it is to keep.
+World size and plan may change between writing and reading.
 """
 
 from __future__ import annotations
 
-import io
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -25,14 +35,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    ReadItem,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
 
+from lightning_topt.optim.full_state import laid_out, parameters_of
 from lightning_topt.optim.pieces import num_rows
 from lightning_topt.techniques.tensor_parallel.layout import Span, narrowed
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
@@ -42,6 +53,170 @@ if TYPE_CHECKING:
 
 State = dict[str, Any]
 Spans = Sequence[Sequence[Span]]  # by dim
+
+
+# ---- modules -------------------------------------------------------------------------------------
+
+
+def module_state(module: nn.Module, split: Mapping[str, SplitTensor], *, full: bool) -> State:
+    """Return a module's state: `full` on rank 0, or this rank's part of it."""
+    state = module.state_dict()
+    if full:
+        return gather_module_state(state, split)
+    return {name: chunks_of(value, split.get(name)) for name, value in state.items()}
+
+
+def load_module_state(
+    module: nn.Module,
+    state: Mapping[str, object],
+    split: Mapping[str, SplitTensor] | None,
+    *,
+    strict: bool,
+) -> None:
+    """Load a full state, or a stored one, of which this rank's part is read.
+
+    `split` None: the module is unsharded.
+    """
+    # Its DTensors say which shards this rank keeps.
+    own = module.state_dict()
+    if isinstance(state, StoredModule):
+        state = state.read(like=own, split=split)
+    module.load_state_dict(
+        state if split is None else place_module_state(state, own, split), strict=strict
+    )
+
+
+@torch.no_grad()
+def gather_module_state(state: Mapping[str, object], split: Mapping[str, SplitTensor]) -> State:
+    """Return the full form of a module's `state_dict()`, on rank 0. A collective call."""
+    whole: State = {}
+    for name, value in state.items():
+        full = _full(value, split.get(name))
+        # Every rank takes part in gathering, the first one keeps the result.
+        if dist.get_rank() == 0:
+            whole[name] = full.cpu() if isinstance(full, Tensor) else full
+    return whole
+
+
+def place_module_state(
+    state: Mapping[str, object],
+    module_state: Mapping[str, object],
+    split: Mapping[str, SplitTensor],
+) -> State:
+    """Return the entries of full `state`, placed like those of a module's own `module_state`."""
+    return {
+        name: place_like(_own(value, split.get(name)), module_state.get(name))
+        for name, value in state.items()
+    }
+
+
+# ---- optimizers ----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def gather_parameter_states(
+    states: Iterable[tuple[int, State]],
+    split: Mapping[int, SplitTensor],
+    *,
+    everywhere: bool = False,
+) -> dict[int, State]:
+    """Return the full form of an optimizer's states by parameter index, gathered one by one.
+
+    On rank 0, or `everywhere`. A collective call.
+    """
+    wanted = everywhere or dist.get_rank() == 0
+    whole: dict[int, State] = {}
+    for index, values in states:
+        of_parameter = {}
+        for key, value in values.items():
+            full = _full(value, split.get(index))
+            if wanted:
+                of_parameter[key] = full.cpu() if isinstance(full, Tensor) else full
+        if wanted:
+            whole[index] = of_parameter
+    return whole
+
+
+def place_optimizer_state(
+    optimizer: Optimizer,
+    state: Mapping[str, Any],
+    split: Mapping[int, SplitTensor],
+    *,
+    replicated: Collection[int] = (),
+) -> State:
+    """Return the part of full `state` that this rank keeps of an optimizer's state.
+
+    No shards are made of the state of parameters that are `replicated`, by index.
+    """
+    parameters = dict(enumerate(parameters_of(optimizer)))
+    placed = {
+        index: {
+            key: place_like(
+                _own(value, split.get(index)),
+                None
+                if index in replicated and isinstance(parameters[index], DTensor)
+                else parameters[index],
+            )
+            for key, value in values.items()
+        }
+        for index, values in state["state"].items()
+    }
+    return {**state, "state": placed}
+
+
+def follow_parameters(
+    optimizer: Optimizer, replaced: Mapping[Tensor, Tensor], split: Mapping[Tensor, SplitTensor]
+) -> None:
+    """Make an optimizer update the parameters that `replaced` has in the place of its own.
+
+    Its state follows; full state of parameters that are `split` is cut.
+    """
+    for group in optimizer.param_groups:
+        group["params"][:] = [replaced.get(parameter, parameter) for parameter in group["params"]]
+    # Keys of the state are parameters: put it in again under the new ones.
+    state = dict(optimizer.state)
+    optimizer.state.clear()
+    for parameter, values in state.items():
+        target = replaced.get(parameter, parameter)
+        own = {key: _own(value, split.get(parameter)) for key, value in values.items()}
+        optimizer.state[target] = {key: place_like(value, target) for key, value in own.items()}
+
+
+# ---- one value -----------------------------------------------------------------------------------
+
+
+def _full(value: object, split: SplitTensor | None) -> Any:
+    # A value without shards and slices. A collective call where there are some.
+    # Shards first, since slices are cut into shards; then slices.
+    full = value.full_tensor() if isinstance(value, DTensor) else value
+    if split is None or not isinstance(full, Tensor) or tuple(full.shape) != split.local_shape:
+        return full
+    return split.whole(full)
+
+
+def _own(value: Any, split: SplitTensor | None) -> Any:
+    # This rank's slice of a full tensor that is `split`; else `value`
+    whole = (
+        isinstance(value, Tensor) and split is not None and tuple(value.shape) == split.layout.shape
+    )
+    return split.own(value) if whole and split is not None else value
+
+
+def place_like(value: object, target: object) -> Any:
+    """Return a full value with the placements of `target`, a DTensor, or with its strides."""
+    if not isinstance(target, DTensor):
+        return laid_out(value, target) if isinstance(target, Tensor) else value
+    if not isinstance(value, Tensor) or value.shape != target.shape:
+        return value  # a wrong shape is load_state_dict's to report
+    if isinstance(value, DTensor):
+        return value
+    # Fused kernels take equal strides for granted, and shards of parameters are contiguous. The
+    # dtype stays: 8-bit optimizers have states of integers, in the shape of the parameter.
+    value = value.to(target.device_mesh.device_type).contiguous()
+    return distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+
+
+# ---- in a checkpoint folder ----------------------------------------------------------------------
 
 
 class StoredModule(Mapping[str, Any]):
@@ -59,11 +234,6 @@ class StoredModule(Mapping[str, Any]):
             for key, metadata in stored_tensors(folder).items()
             if key.startswith(prefix)
         }
-
-    @property
-    def stored(self) -> Mapping[str, TensorStorageMetadata]:
-        """What is known of its tensors, none of which is read."""
-        return self._known
 
     def read(
         self,
@@ -110,7 +280,6 @@ class StoredOptimizer(Mapping[str, Any]):
         entries: of each key of a tensor, the parameter's index and what of its state it is.
         values: that are no tensors, by index.
         param_groups: as they were saved.
-        names: of the parameters, by index, where another program has saved them.
     """
 
     def __init__(
@@ -120,31 +289,11 @@ class StoredOptimizer(Mapping[str, Any]):
         *,
         values: Mapping[int, State],
         param_groups: list[dict[str, Any]],
-        names: Sequence[str] | None = None,
     ) -> None:
         self._folder, self._entries, self._values = folder, entries, values
-        self.param_groups, self.names = param_groups, names
+        self.param_groups = param_groups
         known = stored_tensors(folder)
         self._known = {key: known[key] for key in entries}
-
-    def renumbered(self, indices: Mapping[int, int]) -> StoredOptimizer:
-        """Return it with other indices of parameters, of which those that `indices` lacks go."""
-        entries = {
-            key: (indices[index], name)
-            for key, (index, name) in self._entries.items()
-            if index in indices
-        }
-        values = {indices[index]: of for index, of in self._values.items() if index in indices}
-        groups = [
-            {**group, "params": sorted(indices[i] for i in group["params"] if i in indices)}
-            for group in self.param_groups
-        ]
-        return StoredOptimizer(self._folder, entries, values=values, param_groups=groups)
-
-    @property
-    def stored(self) -> Mapping[str, TensorStorageMetadata]:
-        """What is known of its tensors, by key; none of them is read."""
-        return self._known
 
     def whole(self) -> State:
         """Return the ``state_dict`` of one process, with CPU tensors."""
@@ -277,18 +426,14 @@ def _chunks(
     return rows_of_tensor(target, rows=rows, whole=whole, split=part)
 
 
-def _read(
-    folder: ShardFolder,
-    targets: dict[str, Any],
-    planner_class: type[DefaultLoadPlanner] = DefaultLoadPlanner,
-) -> None:
+def _read(folder: ShardFolder, targets: dict[str, Any]) -> None:
     # Fill `targets`, on this rank alone
     if not targets:
         return
     from lightning_topt.execution.checkpoint_files import ShardReader  # noqa: PLC0415  (resumed)
 
     # Without communication: each rank reads the chunks that it needs.
-    planner = planner_class(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
@@ -306,20 +451,6 @@ def read_tensors(folder: ShardFolder, keys: Iterable[str]) -> dict[str, Tensor]:
     targets = {key: _target(known[key], None) for key in keys}
     _read(folder, targets)
     return targets
-
-
-def read_pickles(folder: ShardFolder, keys: Sequence[str]) -> State:
-    """Return what other programs have pickled beside the tensors. Runs no code of it."""
-    values: State = {}
-
-    class Planner(DefaultLoadPlanner):
-        def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-            values[read_item.dest_index.fqn] = torch.load(
-                value, map_location="cpu", weights_only=True
-            )
-
-    _read(folder, dict.fromkeys(keys), Planner)
-    return values
 
 
 # ---- parts of tensors ----------------------------------------------------------------------------

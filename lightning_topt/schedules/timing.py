@@ -90,30 +90,23 @@ class StageCosts:
 
     def check(self, schedule: Schedule) -> None:
         """Raise ValueError where costs do not fit `schedule` or are no times and sizes."""
+        # transfer_seconds says which edges there are; the others follow it
+        edges, count = self.edges(schedule.num_stages), schedule.num_stages
         for field in fields(self):
             value = getattr(self, field.name)
             # not given, or the switch `overlapped`
             if value is None or isinstance(value, bool):
                 continue
-            values = value.values() if isinstance(value, Mapping) else value
             # a sequence has a number for each stage, a mapping one for each edge
-            if not isinstance(value, Mapping) and len(value) != schedule.num_stages:
+            by_edge = isinstance(value, Mapping)
+            if set(value) - set(edges) if by_edge else len(value) != count:
                 raise ValueError(
-                    f"{field.name} has a number for each of {schedule.num_stages} stages; got "
-                    f"{len(value)}"
+                    f"{field.name} has a number for each of {count} stages, or by edge among "
+                    f"{edges}; got {value}"
                 )
+            values = value.values() if by_edge else value
             if any(not (math.isfinite(each) and each >= 0) for each in values):
-                raise ValueError(
-                    f"{field.name} has finite numbers of at least 0; got {list(values)}"
-                )
-        # transfer_seconds says which edges there are; the others follow it
-        edges = self.edges(schedule.num_stages)
-        for name in ("gradient_seconds", "transfer_bytes"):
-            others = set(getattr(self, name) or ()) - set(edges)
-            if others:
-                raise ValueError(
-                    f"{name} has edges {sorted(others)} that transfer_seconds does not have"
-                )
+                raise ValueError(f"{field.name} has finite numbers of at least 0; got {value}")
         if self.gradient_seconds is not None and len(self.gradient_seconds) < len(edges):
             raise ValueError("gradient_seconds has every edge of transfer_seconds, or is None")
 

@@ -16,7 +16,7 @@ says what it needs, and its `StagePrediction`, which puts the weights in place.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
@@ -173,38 +173,14 @@ class NoPrediction(Prediction):
 
     @override
     def at_work(self, optimizer: Optimizer, place: StagePlace) -> StagePrediction:
-        return _NewestWeights(optimizer)
-
-
-class _NewestWeights(StagePrediction):
-    """All passes find the newest weights."""
-
-    num_versions = held_bytes = 0
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-
-    @override
-    def forward(
-        self, minibatch: int, staleness: Staleness, rates: Rates
-    ) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    @override
-    def backward(
-        self, minibatch: int, staleness: Staleness, rates: Rates
-    ) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    @override
-    @contextmanager
-    def update(self, minibatch: int) -> Iterator[None]:
-        with unseen(trainable(self._optimizer)):
-            yield
-
-    @override
-    def drained(self) -> None:
-        return None
+        return _PredictedWeights(
+            optimizer,
+            method="SGD",  # whatever it is: no moment is read
+            predict=repeated_update,
+            forward=lambda staleness: 0,
+            backward=lambda staleness: 0,
+            copies=0,
+        )
 
 
 # ---- Weight stashing: both passes of a minibatch compute with one version of the weights, which is

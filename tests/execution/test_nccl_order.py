@@ -29,7 +29,7 @@ from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from tests.communication import exchange_ranks
 from tests.communication import test_local_steps as local
-from tests.execution import test_engine as engines
+from tests.execution import test_mixed_plans as mixed
 from tests.execution.pipeline import test_continuous_run as continuous
 from tests.execution.pipeline.continuous_training import Case, Outcome, continuous_plan, train_all
 from tests.execution.pipeline.one_process import Twin
@@ -47,8 +47,7 @@ PIPELINES = {
     "ResNet": "1f1b 2 x data 2",
 }
 TENSORS = {"ViT": "ZeRO-2 x tensor 2 + accumulation + clipping", "conv": "tensor 4"}
-CONTINUOUS = ("4 tied", "4 multistep", "4 stash late")
-SHARDED = ("zero1", "mixed-sharded")
+CONTINUOUS = ("4 tied", "4 multistep", "4 none late")
 
 
 def test_works_of_a_group_run_in_order_and_sends_wait_for_receives() -> None:
@@ -86,6 +85,7 @@ def on_four_ranks(rank: int) -> tuple[Any, ...]:
         compared(rank, pipelines.COMPARISON, {p.name: p for p in pipelines.PLANS}, PIPELINES),
         compared(rank, tensors.COMPARISON, {p.name: p for p in tensors.PLANS}, TENSORS),
         train_all(rank, [continuous.AS_ONE_PROCESS[name] for name in CONTINUOUS]),
+        mixed.train(rank, "one axis", "fused AdamW"),
     )
 
 
@@ -120,24 +120,27 @@ def test_asynchronous_pipelines_are_one_process(name: str, four: list[tuple[Any,
     continuous.close(found.state, expected.state)
 
 
-def on_two_ranks(rank: int) -> tuple[Any, ...]:
-    steps = []
+def test_sharded_plans_are_one_process(four: list[tuple[Any, ...]]) -> None:
+    expected, parameters, _ = mixed.one_process("fused AdamW")
+    for *_, (record, _, released, _, _) in four:
+        losses = [loss for loss, _, _ in record]
+        assert losses == pytest.approx([loss for loss, _, _ in expected], rel=1e-5)
+        mixed.assert_close(released, dict(parameters))
+
+
+def compresses(rank: int) -> int:
+    steps = 0
     for method in (BF16(), TopK(density=0.1)):
         ddp, exchange = exchange_ranks.wrap(method)
         for _ in exchange_ranks.train(ddp, rank=rank, steps=range(4)):
-            steps.append(1)
+            steps += 1
         exchange_ranks.assert_equal_on_all_ranks(ddp)
         exchange.close()
-    return ([engines.train(rank, engines.PLANS[name], "adamw") for name in SHARDED], len(steps))
+    return steps
 
 
-def test_sharded_plans_and_compression_with_its_thread() -> None:
-    losses, state, _ = engines.one_process("adamw")
-    for plans, steps in run_ranks(on_two_ranks, 2, timeout_seconds=SECONDS, backend=TWIN):
-        assert steps == 8
-        for of_rank, _, _, released, _ in plans:
-            assert of_rank == pytest.approx(losses, rel=1e-5)
-            engines.assert_close(released, state)
+def test_compression_with_its_thread() -> None:
+    assert run_ranks(compresses, 2, timeout_seconds=SECONDS, backend=TWIN) == [8, 8]
 
 
 def test_local_steps_are_one_process() -> None:

@@ -267,7 +267,7 @@ def test_weights_are_those_of_the_schedule_action_by_action(ranks: int) -> None:
             assert_equals(fit, found, twin)
             # Lightning shows the loss divided by it
             each = fit.trainer.get("accumulate_grad_batches", 1)
-            losses = {index: loss / each for index, loss in twin.losses.items()}
+            losses = {index: float(loss) / each for index, loss in twin.losses.items()}
             assert_heard(found, losses, fit.ends, lag_of(rank, num_ranks=ranks, lag_per_hop=lag))
             for what in ("steps", "rates", "metrics", "epochs", "updates"):
                 assert found[what] == first[what], (name, what)
@@ -306,7 +306,7 @@ def assert_means(found: dict[str, Any], twin: Any) -> None:
         places = range(10 * number, 10 * number + 10)
         sizes = [len(found["batches"][place][0]) for place in places]
         mean = sum(
-            twin.losses[place] * size for place, size in zip(places, sizes, strict=True)
+            float(twin.losses[place]) * size for place, size in zip(places, sizes, strict=True)
         ) / sum(sizes)
         assert (
             epoch["loss_epoch"] == pytest.approx(mean, rel=1e-5)

@@ -14,23 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_topt.communication import TopK
-from lightning_topt.costs.cluster import Cluster, Device, Link
-from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
-from lightning_topt.graph.capture import capture
-from lightning_topt.graph.op_config import Shard
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plan.pipeline_search import PipelineRequest
-from lightning_topt.plan.plan_search import SearchRequest, search_plans
-from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
-from lightning_topt.techniques.tensor_parallel.layout import cut
-from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
-from lightning_topt.techniques.tensor_parallel.split_steps import placed_layout
-from lightning_topt.techniques.tensor_parallelism import split_placements
 from tests.execution.pipeline.stage_models import logits_of, loss_of, make, plan_of, tokens
 from tests.launch import run_ranks
-from tests.models import GPT
 
 CPU = torch.device("cpu")
 STEPS = 2
@@ -279,124 +267,3 @@ def test_ranks_hold_their_stages_alone(
     kept = [facts["kept"] for _, facts in trained["zero1"]]
     state = sum(2 * p.numel() for p in make("tied").parameters())
     assert max(kept) < 0.4 * state
-
-
-# ---- gradients that replicas send in part
-
-SENT_STEPS = 3
-
-
-def in_part() -> Case:
-    exchange = TopK(density=0.25, exempt=(), hierarchical=False)
-    return Case("tied", replace(plan_of(2, "1f1b", data=2), gradient_exchange=exchange))
-
-
-def train_in_part(rank: int) -> tuple[dict[str, Tensor], list[dict[str, Tensor]], set[str]]:
-    """Return sums of the gradients of all steps, residuals on rank 0, and names of shared ones."""
-    case = in_part()
-    model, data_rank = make(case.model), case.plan.mesh.data_rank(rank)
-    engine = Engine(case.plan, model, device=CPU)
-    engine.apply(example=Example(loss_of, parts(case, 0, data_rank)[0]))
-    engine.attach_optimizers([torch.optim.SGD(model.parameters(), lr=0.0)])
-    sums: dict[str, Tensor] = {}
-    for _ in range(SENT_STEPS):
-        engine.run_step(parts(case, 0, data_rank), loss_of, weights=weights_of(case))
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                sums[name] = sums.get(name, torch.zeros(())) + parameter.grad
-                parameter.grad = None
-    shared = {n for n, p in model.named_parameters() if p in engine.stages.exchanges.shared}
-    state = engine.exchange_state()
-    assert state is not None
-    engine.release()
-    engine.close()
-    return sums, [of_rank["residual"] for of_rank in state["ranks"]], shared
-
-
-def test_replicas_of_stages_exchange_the_largest_entries() -> None:
-    """What arrives and what is held back are all gradients; shared parameters hold nothing back."""
-    case, of_replica = in_part(), []
-    for data_rank in range(2):
-        model = make(case.model)
-        for weight, part in zip(weights_of(case), parts(case, 0, data_rank), strict=True):
-            (loss_of(model, part) * weight).backward()
-        of_replica.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-    ranks = run_ranks(train_in_part, 4)
-    residuals = ranks[0][1]
-    assert len(residuals) == 2 and not any(held for _, held, _ in ranks[1:])
-    assert all(any(bool(each.any()) for each in held.values()) for held in residuals)
-    for sums, _, shared in ranks:
-        assert shared and not shared & residuals[0].keys()
-        for name, arrived in sums.items():
-            held = torch.zeros(())
-            if name not in shared:
-                held = ((residuals[0][name] + residuals[1][name]) / 2).view_as(arrived)
-            every = SENT_STEPS * (of_replica[0][name] + of_replica[1][name]) / 2
-            torch.testing.assert_close(arrived + held, every, rtol=1e-4, atol=1e-6)
-
-
-# ---- a plan that a search found, with steps of a sequence in slices
-
-
-def gpt() -> GPT:
-    torch.manual_seed(0)
-    return GPT(4, 32, 4, vocab=64, context=16)
-
-
-def gpt_loss(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    loss: Tensor = module.training_step(batch, 0)  # type: ignore[operator]
-    return loss
-
-
-def gpt_batch(samples: int) -> tuple[Tensor, Tensor]:
-    made = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, 64, (samples, 17), generator=made)
-    return ids[:, :-1], ids[:, 1:]
-
-
-def searched_plan() -> ParallelPlan:
-    module, batch, trace = gpt(), gpt_batch(4), FunctionTrace()
-    graph = capture(module, batch, adapt=trace.of)
-    optimizer = read_optimizer(
-        [module.configure_optimizers()], named_parameters=module.named_parameters()
-    )
-    device = Device("accelerator", 10**10, {"float32": 1e12}, 1e12)
-    nodes = Cluster("nodes", device, 2, 2, Link(0.0, 1e12), Link(0.0, 1e12))
-    wanted = PipelineRequest(ranks=2, tensor=2, schedule="1f1b", microbatches=2)
-    split = SplitModel(module, batch, graph, trace)
-    points = search_plans(
-        SearchRequest(graph, nodes, optimizer, (4,), 4, split=split, pipelines=wanted)
-    ).points
-    return next(p.plan for p in points if placed_layout(p.plan.configs, p.plan.mesh).rules)
-
-
-def train_searched(rank: int, plan: ParallelPlan) -> tuple[list[Tensor], dict[str, Tensor]]:
-    module, batch = gpt(), gpt_batch(4)
-    parts = [*zip(*(each.split(2) for each in batch), strict=True)]
-    engine = Engine(plan, module, device=CPU)
-    engine.apply(example=Example(gpt_loss, parts[0]))
-    losses = engine.run_step(parts, gpt_loss, weights=[0.5, 0.5])
-    found = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
-    engine.release()
-    return [*losses.detach().unbind()], found
-
-
-def test_a_searched_plan_of_sequence_parallel_stages_equals_one_process() -> None:
-    plan = searched_plan()
-    assert plan.mesh.names == ("pipeline", "data", "tensor")
-    assert any(Shard(1) in config.sums for config in plan.configs.values())
-    module = gpt()
-    gpt_loss(module, gpt_batch(4)).backward()  # type: ignore[no-untyped-call]
-    expected = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
-    found = run_ranks(train_searched, 4, plan)
-    for rank, (losses, gradients) in enumerate(found):
-        mean = float(torch.stack(losses).mean())
-        assert mean == pytest.approx(float(gpt_loss(gpt(), gpt_batch(4)).detach()), rel=1e-5)
-        placed = split_placements(plan.configs, plan.mesh)
-        for name, gradient in gradients.items():
-            whole = expected[name]
-            for along in placed.get(name, ()):
-                if isinstance(along, Shard):
-                    whole = cut(whole, along, index=rank % 2, count=2)
-            torch.testing.assert_close(gradient, whole, rtol=1e-4, atol=1e-6)
-    assert set().union(*(gradients for _, gradients in found)) == expected.keys()

@@ -348,7 +348,7 @@ def _as_rows(value: object, piece: Piece, shape: torch.Size, split: SplitTensor 
     if not isinstance(value, Tensor) or value.shape != rows or (rows == local and split is None):
         return value
     full = shape if split is None else split.layout.shape
-    return rows_of_tensor(value, rows=range(piece.start, piece.stop), whole=full, split=split)
+    return rows_of_tensor(value, rows=range(piece.start, piece.stop), full_shape=full, split=split)
 
 
 def _to_host(value: object) -> Any:

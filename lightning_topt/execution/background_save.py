@@ -187,7 +187,7 @@ class _Copy:
                 if isinstance(value, DTensor):
                     value = chunks_of_shard(value)
                 is_parameter = type(value) is nn.Parameter
-                chunks = (value.spans, value.whole) if type(value) is TensorChunks else None
+                chunks = (value.spans, value.full_shape) if type(value) is TensorChunks else None
                 local = value.detach().as_subclass(Tensor)
                 # the same memory, of two names, is copied once
                 place = (local.data_ptr(), local.dtype, local.shape, local.stride(), local.device)
@@ -224,7 +224,7 @@ class _Copy:
                 if is_parameter:
                     return nn.Parameter(tensors[index], requires_grad=requires_grad)
                 if chunks is not None:
-                    return TensorChunks(tensors[index], spans=chunks[0], whole=chunks[1])
+                    return TensorChunks(tensors[index], spans=chunks[0], full_shape=chunks[1])
                 return tensors[index]
 
         return CopyUnpickler(io.BytesIO(self._pickle)).load()
@@ -248,5 +248,5 @@ def _is_plain(value: Tensor) -> bool:
         and not value.is_quantized
         and not value.is_conj()
         and not value.is_neg()
-        and not vars(value).keys() - {"spans", "whole"}
+        and not vars(value).keys() - {"spans", "full_shape"}
     )

@@ -311,9 +311,7 @@ def read_sharded_checkpoint(path: str | os.PathLike[str], *, weights_only: bool 
     checkpoint = open_sharded(path, lambda file: _load_plain(file, weights_only))
     checkpoint["state_dict"] = checkpoint["state_dict"].read()
     if "optimizer_states" in checkpoint:
-        checkpoint["optimizer_states"] = [
-            stored.whole() for stored in checkpoint["optimizer_states"]
-        ]
+        checkpoint["optimizer_states"] = [each.read() for each in checkpoint["optimizer_states"]]
     if exchange := checkpoint.get(EXCHANGE_AT[0], {}).get(EXCHANGE_AT[1]):
         exchange["ranks"] = list(exchange["ranks"])
     return checkpoint

@@ -89,13 +89,13 @@ def load_module_state(
 @torch.no_grad()
 def gather_module_state(state: Mapping[str, object], split: Mapping[str, SplitTensor]) -> State:
     """Return the full form of a module's `state_dict()`, on rank 0. A collective call."""
-    whole: State = {}
+    gathered: State = {}
     for name, value in state.items():
         full = _full(value, split.get(name))
         # Every rank takes part in gathering, the first one keeps the result.
         if dist.get_rank() == 0:
-            whole[name] = full.cpu() if isinstance(full, Tensor) else full
-    return whole
+            gathered[name] = full.cpu() if isinstance(full, Tensor) else full
+    return gathered
 
 
 def place_module_state(
@@ -125,7 +125,7 @@ def gather_parameter_states(
     On rank 0, or `everywhere`. A collective call.
     """
     wanted = everywhere or dist.get_rank() == 0
-    whole: dict[int, State] = {}
+    gathered: dict[int, State] = {}
     for index, values in states:
         of_parameter = {}
         for key, value in values.items():
@@ -133,8 +133,8 @@ def gather_parameter_states(
             if wanted:
                 of_parameter[key] = full.cpu() if isinstance(full, Tensor) else full
         if wanted:
-            whole[index] = of_parameter
-    return whole
+            gathered[index] = of_parameter
+    return gathered
 
 
 def place_optimizer_state(
@@ -196,10 +196,8 @@ def _full(value: object, split: SplitTensor | None) -> Any:
 
 def _own(value: Any, split: SplitTensor | None) -> Any:
     # This rank's slice of a full tensor that is `split`; else `value`
-    whole = (
-        isinstance(value, Tensor) and split is not None and tuple(value.shape) == split.layout.shape
-    )
-    return split.own(value) if whole and split is not None else value
+    is_full = isinstance(value, Tensor) and split and tuple(value.shape) == split.layout.shape
+    return split.own(value) if is_full and split is not None else value
 
 
 def place_like(value: object, target: object) -> Any:
@@ -222,17 +220,15 @@ def place_like(value: object, target: object) -> Any:
 class StoredModule(Mapping[str, Any]):
     """A module's state in a checkpoint folder; entries are read, unsharded, when asked for.
 
-    Keys of its tensors begin with `prefix`; `others` are its values that are no tensors.
+    `others` are its values that are no tensors.
     """
 
-    def __init__(
-        self, folder: ShardFolder, others: Mapping[str, object], *, prefix: str = "module."
-    ) -> None:
-        self._folder, self._others, self._prefix = folder, others, prefix
+    def __init__(self, folder: ShardFolder, others: Mapping[str, object]) -> None:
+        self._folder, self._others = folder, others
         self._known = {
-            key.removeprefix(prefix): metadata
+            key.removeprefix("module."): metadata
             for key, metadata in stored_tensors(folder).items()
-            if key.startswith(prefix)
+            if key.startswith("module.")
         }
 
     def read(
@@ -251,8 +247,7 @@ class StoredModule(Mapping[str, Any]):
             for name, metadata in self._known.items()
         }
         chunks = {
-            f"{self._prefix}{name}": chunks_of(target, split.get(name))
-            for name, target in targets.items()
+            f"module.{name}": chunks_of(target, split.get(name)) for name, target in targets.items()
         }
         _read(self._folder, chunks)
         return targets | dict(self._others)
@@ -260,8 +255,9 @@ class StoredModule(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name in self._others:
             return self._others[name]
-        key = f"{self._prefix}{name}"
-        return read_tensors(self._folder, [key])[key]
+        target = {f"module.{name}": _target(self._known[name], None)}
+        _read(self._folder, target)
+        return target[f"module.{name}"]
 
     def __iter__(self) -> Iterator[str]:
         yield from (*self._known, *self._others)
@@ -295,10 +291,6 @@ class StoredOptimizer(Mapping[str, Any]):
         known = stored_tensors(folder)
         self._known = {key: known[key] for key in entries}
 
-    def whole(self) -> State:
-        """Return the ``state_dict`` of one process, with CPU tensors."""
-        return self.read()
-
     def read(
         self,
         parameters: Sequence[Tensor] = (),
@@ -306,7 +298,7 @@ class StoredOptimizer(Mapping[str, Any]):
         rows: Callable[[int], range] | None = None,
         split: Mapping[int, SplitTensor] | None = None,
     ) -> State:
-        """Return the ``state_dict`` as this rank keeps it.
+        """Return the ``state_dict`` as this rank keeps it; without arguments that of one process.
 
         Args:
             parameters: of the optimizer; states of those in shards are read in shards.
@@ -338,7 +330,7 @@ class StoredOptimizer(Mapping[str, Any]):
         return {"state": dict(sorted(state.items())), "param_groups": self.param_groups}
 
     def __getitem__(self, name: str) -> Any:
-        return self.param_groups if name == "param_groups" else self.whole()[name]
+        return self.param_groups if name == "param_groups" else self.read()[name]
 
     def __iter__(self) -> Iterator[str]:
         yield from ("state", "param_groups")
@@ -415,15 +407,15 @@ def _target(
 
 
 def _chunks(
-    target: Tensor, whole: torch.Size, split: SplitTensor | None, *, rows: range | None
+    target: Tensor, full_shape: torch.Size, split: SplitTensor | None, *, rows: range | None
 ) -> Tensor:
-    # `target` as the part that it is of a stored tensor of shape `whole`
-    part = split if split is not None and tuple(whole) == split.layout.shape else None
-    everything = whole if part is None else torch.Size(part.local_shape)
+    # `target` as the part that it is of a stored tensor of shape `full_shape`
+    part = split if split is not None and tuple(full_shape) == split.layout.shape else None
+    everything = full_shape if part is None else torch.Size(part.local_shape)
     if rows is None or isinstance(target, DTensor) or target.shape == everything:
         chunks: Tensor = chunks_of(target, part)
         return chunks
-    return rows_of_tensor(target, rows=rows, whole=whole, split=part)
+    return rows_of_tensor(target, rows=rows, full_shape=full_shape, split=part)
 
 
 def _read(folder: ShardFolder, targets: dict[str, Any]) -> None:
@@ -445,19 +437,11 @@ def _read(folder: ShardFolder, targets: dict[str, Any]) -> None:
             raise next(iter(error.failures.values()))[0] from None
 
 
-def read_tensors(folder: ShardFolder, keys: Iterable[str]) -> dict[str, Tensor]:
-    """Return tensors by their keys, unsharded."""
-    known = stored_tensors(folder)
-    targets = {key: _target(known[key], None) for key in keys}
-    _read(folder, targets)
-    return targets
-
-
 # ---- parts of tensors ----------------------------------------------------------------------------
 
 
 class TensorChunks(Tensor):
-    """The indices `spans` of a tensor of shape `whole`, in the memory of `local`.
+    """The indices `spans` of a tensor of shape `full_shape`, in the memory of `local`.
 
     The form that torch.distributed.checkpoint takes: its interface is that of
     `torch.distributed._checkpointable._Checkpointable`, which DTensor has as well. A DTensor is
@@ -466,16 +450,16 @@ class TensorChunks(Tensor):
     """
 
     spans: Spans
-    whole: torch.Size
+    full_shape: torch.Size
 
     # Operators see the local tensor, as in torch's own subclasses.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, local: Tensor, *, spans: Spans, whole: Sequence[int]) -> TensorChunks:
+    def __new__(cls, local: Tensor, *, spans: Spans, full_shape: Sequence[int]) -> TensorChunks:
         """Make it of `local`, which stays what it is."""
         chunks: TensorChunks = Tensor._make_subclass(cls, local.detach())
-        chunks.spans, chunks.whole = spans, torch.Size(whole)
+        chunks.spans, chunks.full_shape = spans, torch.Size(full_shape)
         return chunks
 
     @property
@@ -485,7 +469,7 @@ class TensorChunks(Tensor):
 
     def size(self, dim: int | None = None) -> Any:  # what checkpoints compare
         """Return the shape of the full tensor."""
-        return self.whole if dim is None else self.whole[dim]
+        return self.full_shape if dim is None else self.full_shape[dim]
 
     def _parts(self) -> dict[torch.Size, tuple[Span, ...]]:
         # The parts by their offsets in the full tensor
@@ -501,7 +485,9 @@ class TensorChunks(Tensor):
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.whole),
+                tensor_data=TensorWriteData(
+                    chunk=chunk, properties=properties, size=self.full_shape
+                ),
             )
             for chunk in self.__create_chunk_list__()
         ]
@@ -526,15 +512,15 @@ class TensorChunks(Tensor):
 
 
 def rows_of_tensor(
-    local: Tensor, *, rows: range, whole: Sequence[int], split: SplitTensor | None = None
+    local: Tensor, *, rows: range, full_shape: Sequence[int], split: SplitTensor | None = None
 ) -> TensorChunks:
-    """Return `local` as these `rows` of a tensor of shape `whole`.
+    """Return `local` as these `rows` of a tensor of shape `full_shape`.
 
     Where it is `split`, the rows are those of this rank's slice.
     """
-    spans = [(Span(0, 0, size),) for size in whole] if split is None else split.spans
+    spans = [(Span(0, 0, size),) for size in full_shape] if split is None else split.spans
     return TensorChunks(
-        local, spans=[narrowed(spans[0], rows.start, len(rows)), *spans[1:]], whole=whole
+        local, spans=[narrowed(spans[0], rows.start, len(rows)), *spans[1:]], full_shape=full_shape
     )
 
 
@@ -552,7 +538,7 @@ def chunks_of(value: object, split: SplitTensor | None) -> Any:
     ):
         return value
     if not isinstance(value, DTensor):
-        return TensorChunks(value, spans=split.spans, whole=split.layout.shape)
+        return TensorChunks(value, spans=split.spans, full_shape=split.layout.shape)
     # a shard of a slice
     return _shard_of(value, split.spans, split.layout.shape)
 
@@ -562,10 +548,10 @@ def chunks_of_shard(value: DTensor) -> TensorChunks:
     return _shard_of(value, [(Span(0, 0, size),) for size in value.shape], value.shape)
 
 
-def _shard_of(value: DTensor, spans: Spans, whole: Sequence[int]) -> TensorChunks:
+def _shard_of(value: DTensor, spans: Spans, full_shape: Sequence[int]) -> TensorChunks:
     # Narrow the spans of what was divided to those of the shard.
     narrow = list(spans)
     (shard,) = value.__create_chunk_list__()
     for dim, (offset, size) in enumerate(zip(shard.offsets, shard.sizes, strict=True)):
         narrow[dim] = narrowed(narrow[dim], offset, size)
-    return TensorChunks(value.to_local(), spans=narrow, whole=whole)
+    return TensorChunks(value.to_local(), spans=narrow, full_shape=full_shape)

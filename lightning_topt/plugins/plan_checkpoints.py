@@ -505,7 +505,7 @@ def _has_no_memory(value: object) -> bool:
 
 def _whole(state: Any) -> dict[str, Any]:
     # else it is stored in a checkpoint folder
-    return dict(state) if isinstance(state, dict) else state.whole()
+    return dict(state) if isinstance(state, dict) else state.read()
 
 
 def _numbered(state: Any) -> Any:

@@ -21,7 +21,7 @@ def test_what_is_written_is_the_state_when_it_was_submitted() -> None:
         assert goes_on.wait(60)
         chunk = state["chunk"]
         written.append({**state, "weight": state["weight"].clone(), "chunk": chunk.local.clone()})
-        written.append((chunk.spans, tuple(chunk.whole)))
+        written.append((chunk.spans, tuple(chunk.full_shape)))
 
     weight = nn.Parameter(torch.arange(6.0).view(2, 3))
     state = {
@@ -31,7 +31,7 @@ def test_what_is_written_is_the_state_when_it_was_submitted() -> None:
         "sparse": torch.eye(2).to_sparse(),
         "nothing": torch.empty(0, 3),
         "list": [1, {"step": 2}],
-        "chunk": TensorChunks(torch.ones(2), spans=[(Span(2, 0, 2),)], whole=[8]),
+        "chunk": TensorChunks(torch.ones(2), spans=[(Span(2, 0, 2),)], full_shape=[8]),
     }
     saves.submit(state, write, name="first")
     with torch.no_grad():

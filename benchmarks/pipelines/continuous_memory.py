@@ -26,7 +26,7 @@ from lightning_topt.plugins.lost_ranks import destroy_process_group
 from lightning_topt.plugins.monitors import StepMonitor
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, lag_of
 from lightning_topt.weight_prediction import make_prediction
-from lightning_topt.weight_prediction.rule import StagePlace
+from lightning_topt.weight_prediction.rules import StagePlace
 
 RANKS = 4
 RUN = "benchmarks.pipelines.continuous_memory"

@@ -57,7 +57,7 @@ from lightning_topt.plan.plan_values import (
     stage_reader,
 )
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
-from lightning_topt.weight_prediction.rule import Prediction as WeightPrediction
+from lightning_topt.weight_prediction.rules import Prediction as WeightPrediction
 from lightning_topt.weight_prediction.rules import make_prediction, prediction_to_value
 
 __all__ = [

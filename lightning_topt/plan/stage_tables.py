@@ -55,7 +55,7 @@ from lightning_topt.schedules.schedules import (
 from lightning_topt.schedules.staleness import staleness
 from lightning_topt.schedules.timing import seconds_per_minibatch
 from lightning_topt.weight_prediction import NoPrediction, Prediction
-from lightning_topt.weight_prediction.rule import StagePlace, Traffic
+from lightning_topt.weight_prediction.rules import StagePlace, Traffic
 
 # What a pass takes in Python beside its operators: stand-ins, messages. A rank of a pipeline of
 # tiny stages took 1.1 ms of CPU per microbatch, forward and backward, more than the operators.

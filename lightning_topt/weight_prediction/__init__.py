@@ -4,7 +4,6 @@
 work on a stage, and ``with stage_prediction.forward(...):`` a pass finds its weights in place.
 """
 
-from lightning_topt.weight_prediction.rule import Prediction, Rates, StagePrediction
 from lightning_topt.weight_prediction.rules import (
     DEFAULTS,
     PREDICTIONS,
@@ -12,7 +11,10 @@ from lightning_topt.weight_prediction.rules import (
     MultiStep,
     Nesterov,
     NoPrediction,
+    Prediction,
+    Rates,
     SpecTrain,
+    StagePrediction,
     TwoVersions,
     WeightStashing,
     default_prediction,

@@ -9,7 +9,7 @@ import torch
 
 from lightning_topt.schedules.staleness import Staleness
 from lightning_topt.weight_prediction import PREDICTIONS, Prediction, TwoVersions
-from lightning_topt.weight_prediction.rule import StagePlace
+from lightning_topt.weight_prediction.rules import StagePlace
 from lightning_topt.weight_prediction.weights import num_bytes
 from tests.weight_prediction.stage_walk import (
     gradients,

@@ -31,8 +31,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_topt.schedules.staleness import Staleness, running_staleness
-from lightning_topt.weight_prediction.rule import Prediction, StagePrediction
-from lightning_topt.weight_prediction.rules import default_prediction
+from lightning_topt.weight_prediction.rules import Prediction, StagePrediction, default_prediction
 from lightning_topt.weight_prediction.weights import unseen
 
 _KEPT = 16  # times the stages and the lag per hop: more than staleness looks back

@@ -5,13 +5,14 @@ PYTHON ?= python3
 TORCH :=
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
-# an environment with nothing in it; with the package alone, for the demo; with its tools too
+# an environment with nothing in it; with the package alone, for the demo; with what tests need; with all tools
 MADE := $(VENV)/constraints.txt
 READY := $(VENV)/ready
+TESTED := $(VENV)/tested
 STAMP := $(VENV)/installed
 PIP := PYTHONUNBUFFERED=1 $(BIN)/python -m pip install --no-compile -c $(MADE)
 # What no test imports, or one alone, is compiled by the process that imports it.
-RARELY_IMPORTED := /(tests?|models|mypyc?|pip|setuptools|debugpy|IPython|jedi|fontTools)/
+RARELY_IMPORTED := /(tests?|models|pip|setuptools|networkx|pygments|pytorch_lightning)/
 # of what pip says: which package it is at, in lines that fit a terminal
 SHOWN := while read -r what name rest; do name=$${name\#\#*/}; case "$$what $$name" in \
 	Collecting*|Processing*) echo "  $${name%%-[cp][py][0-9]*}" ;; \
@@ -48,11 +49,15 @@ $(READY): $(MADE)
 	@echo "Installing what lightning_topt needs (PyTorch is the largest)"
 	@{ $(PIP) -e . && touch $@; } | $(SHOWN); test -e $@
 
-$(STAMP): $(MADE)
-	@echo "Installing what lightning_topt needs, and the tools for tests and checks (PyTorch is the largest)"
-	@{ $(PIP) -e ".[dev]" && touch $(READY) $@; } | $(SHOWN); test -e $@
+$(TESTED): $(MADE)
+	@echo "Installing what lightning_topt and its tests need (PyTorch is the largest)"
+	@{ $(PIP) -e ".[test]" && touch $(READY) $@; } | $(SHOWN); test -e $@
 	@# once, on all cores, not in each process of the tests
 	@$(BIN)/python -m compileall -qq -j 0 -x '$(RARELY_IMPORTED)' $(VENV)/lib || true
+
+$(STAMP): $(TESTED)
+	@echo "Installing the tools for checks, benchmarks and notebooks"
+	@{ $(PIP) -e ".[dev]" && touch $@; } | $(SHOWN); test -e $@
 
 demo: $(READY) ## Plan and train a small GPT on 2 CPU ranks; ends with what was predicted and what was measured
 	@echo "Planning and training a small GPT on 2 CPU ranks, in about half a minute:"
@@ -61,7 +66,7 @@ demo: $(READY) ## Plan and train a small GPT on 2 CPU ranks; ends with what was 
 	@PYTHONWARNINGS=ignore $(BIN)/topt train experiment=demo strategy.memory_limit=96MiB
 
 test: export PYTHONDONTWRITEBYTECODE := # hundreds of processes would compile the package each for itself
-test: $(STAMP) ## Run the whole test suite, in one process more than there are cores, at most 4
+test: $(TESTED) ## Run the whole test suite, in one process more than there are cores, at most 4
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 test-engines: $(STAMP) ## Run the tests under what starts ranks on clusters, which take minutes each

@@ -77,7 +77,6 @@ LIBRARIES = (
         "rich.table",
         "yaml",
         "xxhash",
-        "matplotlib.pyplot",
         "sklearn.datasets",
     ),
 )

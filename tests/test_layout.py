@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import tokenize
@@ -41,6 +42,11 @@ MOST_SINGLE_IMPORTERS, MOST_CLASS_NAMES_TWICE = 32, 0
 MOST_TOKENS = 548_000
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imported(tree: ast.AST) -> set[str]:
     names = {
         alias.name
@@ -70,9 +76,7 @@ def violations(path: Path, tree: ast.AST) -> list[str]:
 
 
 def test_imports_run_one_way():
-    assert [
-        found for path in FILES for found in violations(path, ast.parse(path.read_text()))
-    ] == []
+    assert [found for path in FILES for found in violations(path, parsed(path))] == []
 
 
 @pytest.mark.parametrize(
@@ -102,7 +106,7 @@ def test_sizes():
         if path.read_text().count("\n") > MAX_MODULE_LINES
     ]
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 body = node.body[1:] if ast.get_docstring(node) else node.body
                 if (
@@ -113,12 +117,13 @@ def test_sizes():
     assert long == []
 
 
+@functools.cache
 def imports_of_modules() -> dict[str, set[str]]:
     """The modules of the package, and which of them each imports."""
     files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in FILES}
     edges = {}
     for name, path in files.items():
-        found = imported(ast.parse(path.read_text()))
+        found = imported(parsed(path))
         named = (*found, *(f.rpartition(".")[0] for f in found))
         edges[name] = {n for n in named if n in files and n != name}
     return edges
@@ -147,10 +152,7 @@ def test_a_split_has_a_second_reader():
 
 def test_class_names_are_there_once():
     names = Counter(
-        node.name
-        for path in FILES
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.ClassDef)
+        node.name for path in FILES for node in parsed(path).body if isinstance(node, ast.ClassDef)
     )
     twice = sorted(name for name, count in names.items() if count > 1)
     assert len(twice) <= MOST_CLASS_NAMES_TWICE, twice
@@ -158,7 +160,7 @@ def test_class_names_are_there_once():
 
 def test_no_import_cycles():
     """Imports inside a stage have a direction too."""
-    edges = imports_of_modules()
+    edges = dict(imports_of_modules())
     while leaves := [name for name, targets in edges.items() if not targets & set(edges)]:
         for name in leaves:
             del edges[name]

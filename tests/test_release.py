@@ -25,7 +25,7 @@ GITHUB = ROOT / ".github"
 def installed(tmp_path_factory):
     """A folder into which the wheel was installed that is made of the sdist's files."""
     if importlib.util.find_spec("hatchling") is None:
-        pytest.skip("distributions are built with hatchling: pip install -e '.[dev]'")
+        pytest.skip("distributions are built with hatchling: pip install -e '.[test]'")
     from hatchling.builders.sdist import SdistBuilder
     from hatchling.builders.wheel import WheelBuilder
 

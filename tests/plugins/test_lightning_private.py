@@ -13,12 +13,6 @@ import lightning
 import pytest
 
 import lightning_topt
-from lightning_topt import (
-    AutoParallelStrategy,
-    CompressedDDPStrategy,
-    LocalStepsStrategy,
-    PipelineStrategy,
-)
 from tests.plugins.lightning_private import PRIVATE_NAMES, PrivateName
 
 PACKAGE = Path(lightning_topt.__file__).parent
@@ -32,137 +26,93 @@ OF_OTHERS = {
     "_forward_cache": "torchmetrics",
 }
 IS_PRIVATE = re.compile(r"_[A-Za-z]\w*")
+STRATEGIES = (
+    "AutoParallelStrategy",
+    "PipelineStrategy",
+    "CompressedDDPStrategy",
+    "LocalStepsStrategy",
+)
 
 
-def resolve(where: str) -> tuple[Any, str]:
-    """The object that holds the name, and the name."""
-    module, _, path = where.partition(":")
+@pytest.mark.parametrize("entry", PRIVATE_NAMES, ids=lambda entry: entry.where)
+def test_lightning_has_it_as_it_was(entry: PrivateName) -> None:
+    module, _, path = entry.where.partition(":")
     owner: Any = importlib.import_module(module)
     *owners, name = path.split(".")
     for each in owners:
         owner = getattr(owner, each)
-    return owner, name
-
-
-def is_there(owner: Any, name: str) -> bool:
-    """An attribute of the module or class, or one that the class gives its instances."""
-    if hasattr(owner, name):
-        return True
-    sources = (
+    # an attribute of the module or class, or one that the class gives its instances
+    sources = [
         inspect.getsource(each)
         for each in getattr(owner, "__mro__", ())
         if each.__module__.startswith("lightning")
+    ]
+    is_there = hasattr(owner, name) or any(
+        re.search(rf"self\.{name}\b[^=\n]*=[^=]", source) for source in sources
     )
-    return any(re.search(rf"self\.{name}\b[^=\n]*=[^=]", source) for source in sources)
-
-
-def parameters_of(owner: Any, name: str) -> tuple[str, ...]:
-    return tuple(inspect.signature(getattr(owner, name)).parameters)
-
-
-@pytest.mark.parametrize("known", PRIVATE_NAMES, ids=lambda known: known.where)
-def test_lightning_has_it_as_it_was(known: PrivateName) -> None:
-    owner, name = resolve(known.where)
-    assert is_there(owner, name), f"{known.where} is gone from lightning {lightning.__version__}"
-    if known.parameters is not None:
-        assert parameters_of(owner, name) == known.parameters
-        assert known.why
-
-
-def names_of_lightning() -> set[str]:
-    """All private names that Lightning's own code defines, on whatever."""
-    found = set[str]()
-    root = Path(lightning.__file__).parent
-    for path in [*(root / "pytorch").rglob("*.py"), *(root / "fabric").rglob("*.py")]:
-        found |= defined_in(ast.parse(path.read_text()))
-    return {name for name in found if IS_PRIVATE.fullmatch(name)}
+    assert is_there, f"{entry.where} is gone from lightning {lightning.__version__}"
+    if entry.parameters is not None:
+        assert tuple(inspect.signature(getattr(owner, name)).parameters) == entry.parameters
+        assert entry.why
 
 
 def defined_in(tree: ast.AST) -> set[str]:
-    found = set[str]()
+    """Functions, classes, and attributes that are set on ``self`` or ``cls``."""
+    names = set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            found |= {node.attr} if is_self(node.value) else set()
-    return found
+            names |= {node.attr} if is_self(node.value) else set()
+    return {name for name in names if IS_PRIVATE.fullmatch(name)}
 
 
 def is_self(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
 
-def used_in(tree: ast.AST, own: set[str]) -> set[str]:
+def used_in(tree: ast.AST) -> set[str]:
     """Private names that `tree` imports from Lightning, reads of objects, or asks for by text.
 
-    Of itself a class may have names that Lightning has too, if they are its `own`.
+    Of itself a class may have names that Lightning has too, if it defines them.
     """
-    found = set[str]()
+    names, here = set[str](), defined_in(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning."):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.Attribute):
-            found |= set() if is_self(node.value) and node.attr in own else {node.attr}
+            names |= set() if is_self(node.value) and node.attr in here else {node.attr}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.add(node.value)
-    return {name for name in found if IS_PRIVATE.fullmatch(name)}
+            names.add(node.value)
+    return {name for name in names if IS_PRIVATE.fullmatch(name)}
 
 
-def unlisted(tree: ast.AST, of_lightning: set[str], of_package: set[str]) -> set[str]:
-    """Names of Lightning's that are used and not in the table.
-
-    Read of other objects, names that the package defines itself are its own.
-    """
-    own = defined_in(tree)
-    used = used_in(tree, own) & of_lightning
-    return used - LISTED - set(OF_OTHERS) - (of_package - LISTED)
-
-
-@pytest.fixture(scope="module")
-def package() -> dict[Path, ast.AST]:
-    return {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
-
-
-def test_all_that_is_used_is_in_the_table(package: dict[Path, ast.AST]) -> None:
-    of_lightning, of_package = names_of_lightning(), set[str]()
-    for tree in package.values():
-        of_package |= defined_in(tree)
-    found = {
+def test_the_table_has_what_is_used_and_nothing_else() -> None:
+    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    of_package = set[str]().union(*map(defined_in, trees.values()))
+    root, of_lightning = Path(lightning.__file__).parent, set[str]()
+    for path in [*(root / "pytorch").rglob("*.py"), *(root / "fabric").rglob("*.py")]:
+        of_lightning |= defined_in(ast.parse(path.read_text()))
+    # read of other objects, names that the package defines itself are those
+    allowed = LISTED | set(OF_OTHERS) | (of_package - LISTED)
+    unlisted = {
         path.name: names
-        for path, tree in package.items()
+        for path, tree in trees.items()
         if path.parent.name in ("plugins", "cli")
-        and (names := unlisted(tree, of_lightning, of_package))
+        and (names := (used_in(tree) & of_lightning) - allowed)
     }
-    assert found == {}
-
-
-def test_what_is_in_the_table_is_used(package: dict[Path, ast.AST]) -> None:
-    used = set[str]()
-    for tree in package.values():
-        used |= used_in(tree, set()) | defined_in(tree)
+    assert unlisted == {}
+    used = of_package.union(*map(used_in, trees.values()))
     names = {re.split(r"[:.]", each.where)[-1] for each in PRIVATE_NAMES}
-    assert names - used - {"__call__"} == set()
+    assert {name for name in names if IS_PRIVATE.fullmatch(name)} <= used
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        AutoParallelStrategy(),
-        PipelineStrategy(),
-        CompressedDDPStrategy(),
-        LocalStepsStrategy(),
-    ],
-    ids=lambda strategy: type(strategy).__name__,
-)
-def test_strategies_hide_no_name_of_lightning(strategy: Any) -> None:
-    """What a strategy has of its own is not what Lightning's base class keeps for itself."""
-    bases = [base for base in type(strategy).__mro__ if base.__module__.startswith("lightning.")]
-    of_bases = set[str]()
-    for base in bases:
-        of_bases |= defined_in(ast.parse(inspect.getsource(base).lstrip()))
-    ours = [base for base in type(strategy).__mro__ if base.__module__.startswith("lightning_topt")]
-    own = set[str]()
-    for base in ours:
-        own |= defined_in(ast.parse(inspect.getsource(base).lstrip()))
-    hidden = {name for name in own & of_bases if IS_PRIVATE.fullmatch(name)}
-    assert hidden <= LISTED
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategies_hide_no_name_of_lightning(name: str) -> None:
+    """An attribute of a strategy is none that Lightning's base class keeps for itself."""
+    names: dict[str, set[str]] = {"lightning": set(), "lightning_topt": set()}
+    for base in getattr(lightning_topt, name).__mro__:
+        package = base.__module__.partition(".")[0]
+        if package in names:
+            names[package] |= defined_in(ast.parse(inspect.getsource(base).lstrip()))
+    assert names["lightning"] & names["lightning_topt"] <= LISTED

@@ -7,7 +7,7 @@ interleaved.
 
     whole process   100 steps of a small CNN, from the start of the process to its end
     later steps     the same CNN: steps from the 101st on, median of 200
-    sharing         an MLP of 11 M with AdamW, LARS or Muon: the last 60 of 160 steps
+    sharing         an MLP of 11 M with AdamW or Muon: the last 60 of 160 steps
 """
 
 from __future__ import annotations
@@ -65,9 +65,6 @@ class Net(L.LightningModule):
     def configure_optimizers(self):
         if optimizer == "adamw":
             return torch.optim.AdamW(self.parameters(), lr=1e-4)
-        if optimizer == "lars":
-            from lightning_topt.optim.large_batch import LARS
-            return LARS(self.parameters(), lr=1e-2, momentum=0.9)
         return torch.optim.Muon(self.parameters(), lr=1e-3)
 
 
@@ -91,7 +88,7 @@ if trainer.is_global_zero:
     }, open(out, "w"))
 """
 PEERS = "ddp", "topt"
-SHARED = "adamw", "lars", "muon"
+SHARED = "adamw", "muon"
 
 
 def job(kind: str, optimizer: str, strategy: str, steps: int) -> dict[str, Any]:

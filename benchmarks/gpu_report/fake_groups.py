@@ -58,8 +58,7 @@ from lightning_topt.plan.pipeline_search import PipelineRequest
 from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
 from lightning_topt.plan.plan_values import PRESETS
 from lightning_topt.techniques.plan_costs import PlanCosts
-from lightning_topt.techniques.run_options import RunOptions
-from lightning_topt.techniques.technique import forget_meshes
+from lightning_topt.techniques.technique import RunOptions, forget_meshes
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 from tests.execution.observed_ranks import forward_is_training_step

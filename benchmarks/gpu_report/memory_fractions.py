@@ -43,8 +43,7 @@ from lightning_topt.plan.choose import choose
 from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
 from lightning_topt.plugins.plan_options import UniformPlan, read_plan_option
-from lightning_topt.techniques.explain import explain
-from lightning_topt.techniques.plan_costs import PlanCosts
+from lightning_topt.techniques.plan_costs import PlanCosts, explain
 
 FRACTIONS = (0.3, 0.4, 0.5, 0.9)
 _PLAIN_SHARE, _PRECISION, _STEPS = 0.45, "bf16-mixed", 4

@@ -65,8 +65,7 @@ from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.plan_options import UniformPlan, read_plan_option
 from lightning_topt.plugins.planning import make_fake_optimizers
-from lightning_topt.techniques.explain import Explanation, explain
-from lightning_topt.techniques.plan_costs import PlanCosts
+from lightning_topt.techniques.plan_costs import Explanation, PlanCosts, explain
 from tests.models import GPT
 
 WARM_UP, STEPS = 3, 6

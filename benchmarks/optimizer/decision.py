@@ -47,7 +47,7 @@ from benchmarks.optimizer.shared import (
 FILE = RESULTS / "optimizer_decision.json"
 # M parameters: width, depth
 SIZES = {"0.1": (64, 2), "1": (128, 5), "4": (256, 5), "16": (512, 5), "64": (768, 9)}
-OPTIMIZERS = ("SGD", "AdamW, fused", "AdamW", "LAMB", "Adafactor", "Muon")
+OPTIMIZERS = ("SGD", "AdamW, fused", "AdamW", "Adafactor", "Muon")
 LINKS = ("unlimited", "1gbit")
 QUICK_SIZES = ("0.1", "1")
 TIE = 0.02

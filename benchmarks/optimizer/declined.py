@@ -24,7 +24,7 @@ from benchmarks.optimizer.shared import SETTLING_STEPS, Adaptive, count
 from lightning_topt.optim import adaptive_step
 
 ROUNDS, ROUND_SECONDS, MOST_PAIRS = 5, 2.0, 400
-OPTIMIZERS = ("SGD", "AdamW, fused", "AdamW", "LAMB")
+OPTIMIZERS = ("SGD", "AdamW, fused", "AdamW")
 
 
 def seconds(optimizer: Optimizer) -> float:

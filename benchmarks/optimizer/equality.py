@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.common import RESULTS, machine
 from lightning_topt.optim.full_state import parameters_of
-from lightning_topt.optim.large_batch import LAMB, LARS
 from lightning_topt.optim.parallel_step import install_parallel_step
 from lightning_topt.optim.update_rule import pieces_of, update_rule
 
@@ -67,8 +66,8 @@ OPTIMIZERS: dict[str, Make] = {
     "Rprop": lambda p: optim.Rprop(p, lr=1e-4),
     "Adafactor": lambda p: optim.Adafactor(p, lr=1e-3),
     "Muon (matrices)": lambda p: optim.Muon([x for x in p if x.dim() == 2], lr=1e-2),
-    "LARS": lambda p: LARS(p, lr=0.5, momentum=0.9),
-    "LAMB": lambda p: LAMB(p, lr=1e-2),
+    "LARS (pytorch-optimizer)": lambda p: pytorch_optimizer.LARS(p, lr=0.5, momentum=0.9),
+    "LAMB (pytorch-optimizer)": lambda p: pytorch_optimizer.Lamb(p, lr=1e-2),
     "Shampoo (pytorch-optimizer)": lambda p: pytorch_optimizer.Shampoo(p, lr=1e-3),
     "SOAP (pytorch-optimizer)": lambda p: pytorch_optimizer.SOAP(p, lr=1e-3),
     "a user's own": lambda p: OwnSign(p, lr=1e-4),

@@ -24,7 +24,6 @@ from lightning_topt.optim.adaptive_step import (
     AdaptiveStep,
     Sharing,
 )
-from lightning_topt.optim.large_batch import LAMB
 from lightning_topt.optim.update_rule import update_rule
 
 try:
@@ -153,7 +152,6 @@ def parts(name: str) -> Sequence[Part]:
         "AdamW, fused": Part(AdamW, {"lr": 1e-4, "fused": True}),
         "AdamW, foreach": Part(AdamW, {"lr": 1e-4, "foreach": True}),
         "AdamW": Part(AdamW, {"lr": 1e-4}),
-        "LAMB": Part(LAMB, {"lr": 1e-3}),
         "Adafactor": Part(Adafactor, {"lr": 1e-3}),
     }
     if name in simple:

@@ -53,7 +53,6 @@ SHAMPOO = ("Shampoo", "SOAP")
 STEPS = {
     "AdamW, fused": 3,
     "AdamW": 2,
-    "LAMB": 2,
     "Muon": 1,
     "Shampoo": 1,
     "SOAP": 10,

@@ -58,10 +58,13 @@ from lightning_topt.graph.op_config import (
 )
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan
 from lightning_topt.plan.plan_values import PRESETS
-from lightning_topt.techniques.run_options import RunOptions
-from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule
+from lightning_topt.techniques.technique import RunOptions
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
-from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout, layout_axes
+from lightning_topt.techniques.tensor_parallel.split_layouts import (
+    BlockRule,
+    SplitLayout,
+    layout_axes,
+)
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
 
@@ -522,7 +525,7 @@ def _layout(
         )
     except ValueError as error:
         return str(error)
-    if model.local_graph_of(found, along) is None:
+    if model.local_graph(found, along) is None:
         return "; ".join(model.refusals(Mesh(along).size))
 
     def inside(name: str) -> str:

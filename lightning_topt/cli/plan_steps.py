@@ -36,13 +36,12 @@ from lightning_topt.cli.search_space import SearchedMeshes
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer, time_updates
-from lightning_topt.plan.explanation import explain_plan, explain_stages, unsplit_operators
+from lightning_topt.plan.explanation import explain_plan, explain_stages
 from lightning_topt.plan.frontier_report import print_table
 from lightning_topt.plan.plan_report import (
     print_explanation,
     print_stages,
     schedule_title,
-    whole_sentences,
 )
 from lightning_topt.plan.plan_search import SearchRequest, local_graphs, stage_blocks
 from lightning_topt.plan.stage_simulation import step_of_plan
@@ -255,9 +254,6 @@ def report_plan(
     explained = (
         explain_plan(search, plan) if plan.mesh.tensor_axes and plan.schedule is None else None
     )
-    whole = whole_sentences(
-        unsplit_operators(search, plan) if explained is None else explained.whole
-    )
     # the step of a plan with stages, drawn unless it has too many passes
     step = None if plan.schedule is None else step_of_plan(stage_blocks(search, plan), plan)
 
@@ -269,7 +265,7 @@ def report_plan(
         model=model_name(planning.graph),
         where=search.cluster.name,
         memory_limit=limit,
-        notes=[kind, *notes, *whole],
+        notes=[kind, *notes],
         step=step,
     )
     plan.save(folder / "plan.yaml")
@@ -297,8 +293,6 @@ def report_plan(
     if step is not None:
         console.print(schedule_title(step), highlight=False, markup=False)
         print_stages(explain_stages(search, plan), console=console)
-        for line in whole:
-            console.print(line, highlight=False, markup=False)
     if explained is not None:
         print_explanation(explained, console=console)
     if ends:

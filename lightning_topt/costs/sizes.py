@@ -2,7 +2,6 @@
 
     of a parameter          parameter_bytes, gradient_bytes
     of its shard (FSDP2)    shard_share, shard_bytes, padded_bytes
-    gathered in bfloat16    narrow_parameters
 
 Where every freed block goes back to the operating system (a plan under a memory limit on CPUs), a
 step pays for memory that it takes anew:
@@ -25,7 +24,7 @@ import math
 from collections.abc import Iterable
 
 from lightning_topt.communication.collectives import CHUNK_ELEMENTS
-from lightning_topt.graph.op_graph import Kernel, OpGraph, Parameter
+from lightning_topt.graph.op_graph import Kernel, Parameter
 
 ROOT = ""  # the block of everything outside the named blocks
 ITEM_BYTES = {
@@ -81,26 +80,6 @@ def padded_bytes(parameter: Parameter, world_size: int) -> float:
     As in the flat buffers of all_gather and reduce_scatter.
     """
     return shard_bytes(parameter, world_size) * world_size
-
-
-def narrow_parameters(graph: OpGraph) -> frozenset[str]:
-    """Return the parameters that are gathered in bfloat16 under a plan that says so.
-
-    They are the float32 matrices that are no tables of embeddings (`techniques.fsdp_gathers`).
-    """
-    tables = {
-        name
-        for op in graph.ops
-        if any(kernel.name.startswith("aten.embedding") for kernel in op.forward)
-        for name in op.parameters
-    }
-    return frozenset(
-        parameter.name
-        for parameter in graph.parameters
-        if len(parameter.shape) > 1
-        and parameter.dtype.removeprefix("torch.") == "float32"
-        and parameter.name not in tables
-    )
 
 
 # ---- Memory that is taken anew

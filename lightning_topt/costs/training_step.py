@@ -95,8 +95,6 @@ class TrainingStep:
         split_calls: calls of torch functions in the forward of blocks whose parameters are split.
         gradient_views: gradients are views of DDP's buckets, which saves a copy of them; else they
             are tensors of their own.
-        narrow: parameters that travel in bfloat16 where they are gathered, and arrive in their own
-            dtype.
         tensor_overlap: gathers and scatters along tensor axes run beside the products that they
             belong to, in parts. Predicted only: no plan runs so.
         local_steps: data ranks train alone, and meet as it says once in many steps, of which a step
@@ -120,7 +118,6 @@ class TrainingStep:
     computes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     split_calls: int = 0
     gradient_views: bool = False
-    narrow: frozenset[str] = frozenset()
     tensor_overlap: bool = False
     local_steps: LocalMethod | None = None
 

@@ -53,8 +53,7 @@ from lightning_topt.execution.states import load_module_state, module_state
 from lightning_topt.optim import clipping
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.techniques.registry import TECHNIQUES
-from lightning_topt.techniques.run_options import RunOptions
-from lightning_topt.techniques.technique import Applied, ParallelModel, forget_meshes
+from lightning_topt.techniques.technique import Applied, ParallelModel, RunOptions, forget_meshes
 
 if TYPE_CHECKING:
     from lightning_topt.communication.local_exchange import LocalExchange
@@ -156,7 +155,6 @@ class Engine:
             local_steps=self.plan.local_steps,
             options=self._options,
             num_microbatches=1 if self.plan.schedule is not None else self.plan.num_microbatches,
-            gather_dtype=None if (name := self.plan.gather_dtype) is None else getattr(torch, name),
             stage_group=None if self._stages is None else self._stages.groups.data_group,
             made_groups=self._made_groups,
         )

@@ -11,7 +11,7 @@ How it goes:
 
 `topt plan` calls it in `cli.example_step`, a fit in `plugins.searched_plan`: in a process that is
 thrown away, since nothing that user code leaves behind is put back.
-`techniques.tensor_parallel.split_capture` captures the step on slices. The graph goes to
+`techniques.tensor_parallel.split_model` captures the step on slices. The graph goes to
 `costs.training_step`, which prices it, in a `SearchRequest`.
 
 [Note: second calls] A forward pass runs on a fresh copy. When it is over, every candidate is called

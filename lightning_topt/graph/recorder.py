@@ -294,17 +294,6 @@ class Recorder(TorchDispatchMode):
         self.recording.ops.append(OpRecord(name + suffix, kind, stack))
         return len(self.recording.ops) - 1
 
-    def names_since(self, count: int) -> tuple[str, ...]:
-        """Return the operators that ran since there were `count`.
-
-        Inside of a leaf module that is its operator, otherwise the new ones.
-        """
-        op = self._frames[-1].op if self._frames else None
-        return tuple(
-            op.name
-            for op in (self.recording.ops[count:] if op is None else [self.recording.ops[op]])
-        )
-
     def stack(self) -> tuple[str, ...]:
         """Return the modules whose calls are under way, outermost first."""
         return tuple(frame.call.path for frame in self._frames)

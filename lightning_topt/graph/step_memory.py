@@ -201,36 +201,20 @@ class Segment:
     cast_bytes: Amount = NOTHING
 
 
-@dataclass(frozen=True, eq=False)
-class StepPart:
-    """The share of a step's memory that one rank has.
-
-    Args:
-        tensors: share of each tensor, (tensors,).
-        workspaces: as in `Step`, at this rank.
-    """
-
-    tensors: Array
-    workspaces: Sequence[tuple[int, Amount]]
-
-
 def segments(
     step: Step,
     blocks: Iterable[str],
     *,
     casts: Sequence[int] = (),
-    part: StepPart | None = None,
 ) -> tuple[Segment, ...]:
     """Cut the forward pass of `step` at the calls of the modules `blocks`, in forward order.
 
     What lies between these calls is block ``""``. `casts` are the tensors that are parameters in 16
-    bits. With `part` the bytes are those of one rank.
+    bits.
     """
     stretches = stretches_of(step, blocks)
     # exact bytes at both batch sizes: amounts are the lines through them
-    small, large = (
-        _sizes(StepMemory(step, size, part=part), stretches, casts) for size in step.batch_sizes
-    )
+    small, large = (_sizes(StepMemory(step, size), stretches, casts) for size in step.batch_sizes)
     return tuple(
         Segment(block, *(Amount.fit(step.batch_sizes, values) for values in zip(a, b, strict=True)))
         for (block, *_), a, b in zip(stretches, small, large, strict=True)
@@ -299,18 +283,14 @@ def backward_owners(step: Step, stretches: Sequence[Stretch]) -> Indices:
 
 
 class StepMemory:
-    """The bytes of a step's tensors for `batch_size` samples; with `part` those of one rank."""
+    """The bytes of a step's tensors for `batch_size` samples."""
 
-    def __init__(self, step: Step, batch_size: float, *, part: StepPart | None = None) -> None:
-        self.step, self._tensors, workspaces = step, _columns(step), step.workspaces
-        # a rank's share of each tensor
+    def __init__(self, step: Step, batch_size: float) -> None:
+        self.step, self._tensors = step, _columns(step)
         fixed, per_sample = self._tensors.fixed, self._tensors.per_sample
-        if part is not None:
-            fixed, per_sample = fixed * part.tensors, per_sample * part.tensors
-            workspaces = tuple(part.workspaces)
         self.bytes = np.rint(fixed + per_sample * batch_size).astype(np.int64)
         self._workspaces = [
-            (position, round(amount.at(batch_size))) for position, amount in workspaces
+            (position, round(amount.at(batch_size))) for position, amount in step.workspaces
         ]
 
     @cached_property

@@ -3,8 +3,8 @@
     may it be split?     update_rule
     who updates what?    pieces
     does it pay?         adaptive_step, which drives all of this over a fit
-    the step             parallel_step, with gather and full_state (checkpoints as before)
+    the step             parallel_step, with full_state (checkpoints as before)
     sharded parameters   shard_step, clipping
 
-`large_batch` has LARS and LAMB.
+Each of them runs in plain PyTorch, without a plan.
 """

@@ -25,8 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_topt.optim.full_state import parameters_of
-from lightning_topt.optim.gather import PieceGather
-from lightning_topt.optim.parallel_step import ParallelStep, install_parallel_step
+from lightning_topt.optim.parallel_step import ParallelStep, PieceGather, install_parallel_step
 from lightning_topt.optim.pieces import Piece
 from lightning_topt.optim.update_rule import UpdateRule, pieces_of
 

@@ -1,6 +1,6 @@
 """What an update depends on: the question before a step is split between ranks.
 
-torch's optimizers and this package's are known. A copy of every other one is stepped on small
+torch's optimizers are known. A copy of every other one is stepped on small
 tensors: all parameters at once, and every second one. What agrees to rounding over several steps
 may be split by parameters.
 
@@ -30,7 +30,6 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_topt.optim.full_state import parameters_of
-from lightning_topt.optim.large_batch import LAMB, LARS
 from lightning_topt.optim.pieces import Piece, Share, assign_pieces, num_rows, update_work
 
 UpdateRule = Literal["elements", "parameters"]
@@ -49,7 +48,7 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 )
 # Their rule needs whole parameters, but costs about the same per element. Others are taken for
 # matrix functions (Muon, Shampoo).
-_EVEN_WORK: tuple[type[Optimizer], ...] = (optim.Adafactor, LARS, LAMB)
+_EVEN_WORK: tuple[type[Optimizer], ...] = (optim.Adafactor,)
 # Those that treat each parameter by itself, but not each element.
 BY_PARAMETER: tuple[type[Optimizer], ...] = (
     *ELEMENTWISE,

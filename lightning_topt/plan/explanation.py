@@ -1,7 +1,7 @@
 """What a given plan costs, and where: in all, by block, by stage. Nothing is searched.
 
     chosen = choose(search_plans(request).candidates)
-    explain_plan(request, chosen.plan).blocks["blocks.0"].collectives
+    explain_plan(request, chosen.plan).blocks["blocks.0"].seconds
     explain_stages(request, chosen.plan)[0].seconds["forward"]    # a plan with stages
     price_plan(request, ParallelPlan.load("mine.yaml")).predicted # any plan of this model
 
@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from lightning_topt.costs.communication import check_world_size
-from lightning_topt.costs.sizes import narrow_parameters
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.frontier.stage_search import StagePoint
 from lightning_topt.graph.op_graph import Block
@@ -38,15 +37,16 @@ from lightning_topt.plan.stage_simulation import (
 )
 from lightning_topt.plan.stage_tables import ContinuousShape, shape_of_plan
 from lightning_topt.plan.staged_plans import staged_points
-from lightning_topt.techniques.explain import BlockExplanation, Explanation, explain, explain_blocks
-from lightning_topt.techniques.plan_costs import PlanCosts
-from lightning_topt.techniques.tensor_parallel.split_prices import WholeOperator, whole_operators
+from lightning_topt.techniques.plan_costs import (
+    BlockExplanation,
+    Explanation,
+    PlanCosts,
+    explain,
+    explain_blocks,
+)
 from lightning_topt.techniques.tensor_parallel.split_steps import (
     placed_layout,
-    placed_split,
-    prices_on,
     step_in,
-    step_under,
 )
 
 # ---- any plan of a model
@@ -185,16 +185,11 @@ def _cut_as(request: SearchRequest, plan: ParallelPlan) -> SearchRequest:
 
 @dataclass(frozen=True)
 class PlanExplanation:
-    """The expected costs of `plan` on each rank: in all, and by block.
-
-    `whole` are the functions that run unsplit on every rank of its tensor axis. There are none
-    without one; they are not known where tensors between layers are split too.
-    """
+    """The expected costs of `plan` on each rank: in all, and by block."""
 
     plan: ParallelPlan
     total: Explanation
     blocks: Mapping[str, BlockExplanation]
-    whole: tuple[WholeOperator, ...] = ()
 
 
 def explain_plan(request: SearchRequest, plan: ParallelPlan) -> PlanExplanation:
@@ -216,23 +211,7 @@ def explain_plan(request: SearchRequest, plan: ParallelPlan) -> PlanExplanation:
     # so only storage and recomputation are left to be priced
     configs = {block.block: replace(block.config, **plain) for block in plan.blocks}
     costs = PlanCosts(step)
-    total, blocks = explain(costs, configs), explain_blocks(costs, configs)
-    return PlanExplanation(plan, total, blocks, unsplit_operators(request, plan))
-
-
-def unsplit_operators(request: SearchRequest, plan: ParallelPlan) -> tuple[WholeOperator, ...]:
-    """Return the functions that run unsplit on every rank of the one tensor axis of `plan`.
-
-    There are none without one, and none are known where tensors between layers are split too.
-    """
-    if request.split is None or not plan.mesh.tensor_axes:
-        return ()
-    if placed_layout(plan.configs, plan.mesh).rules:
-        return ()
-    prices = prices_on(step_on(request, plan.mesh), request.split, mesh=plan.mesh)
-    return tuple(
-        whole_operators(request.split.priced_calls(placed_split(plan.configs, plan.mesh), prices))
-    )
+    return PlanExplanation(plan, explain(costs, configs), explain_blocks(costs, configs))
 
 
 def step_of(request: SearchRequest, plan: ParallelPlan) -> TrainingStep:
@@ -249,7 +228,6 @@ def step_of(request: SearchRequest, plan: ParallelPlan) -> TrainingStep:
         local_steps=plan.local_steps,
         returns_memory=request.returns_memory or shards,
         gradient_views=plan.gradient_views,
-        narrow=narrow_parameters(request.graph) if plan.gather_dtype else frozenset(),
     )
     if not plan.mesh.tensor_axes:
         return whole
@@ -258,14 +236,8 @@ def step_of(request: SearchRequest, plan: ParallelPlan) -> TrainingStep:
             "a plan with a tensor axis is explained by the model that can be split: give it in the "
             "request"
         )
-    # tensor axes: splits of activations, or of parameters alone
     layout = placed_layout(plan.configs, plan.mesh)
-    if layout.rules:
-        step = step_in(layout, whole, request.split, mesh=plan.mesh)
-    else:
-        step = step_under(
-            placed_split(plan.configs, plan.mesh), whole, request.split, mesh=plan.mesh
-        )
+    step = step_in(layout, whole, request.split, mesh=plan.mesh)
     if step is None:
         ranks = plan.mesh.ranks_along(plan.mesh.tensor_axes)
         raise PlanError(f"the plan's step on slices is not known: {request.split.why_whole(ranks)}")

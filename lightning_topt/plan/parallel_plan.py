@@ -71,7 +71,6 @@ __all__ = [
 ]
 VERSION = 2
 T = TypeVar("T")
-GATHER_DTYPE = "bfloat16"  # the only one beside parameters' own
 
 
 @dataclass(frozen=True)
@@ -106,9 +105,6 @@ class ParallelPlan:
         gradient_views: unsharded gradients are views of DDP's buckets (`gradient_as_bucket_view`),
             which saves a copy of them. An optimizer that keeps gradients of an earlier step then
             finds the new ones there.
-        gather_dtype: sharded matrices are gathered in it, ``"bfloat16"``: half the traffic, for
-            runs under autocast, which rounds them anyway (`techniques.fsdp_gathers`). None: in
-            their own dtype.
         accumulate: micro-batches of a step whose gradients are added up, of which the prediction is
             (`accumulate_grad_batches` of the Trainer).
         local_steps: data ranks train alone, and meet as it says once in many
@@ -134,7 +130,6 @@ class ParallelPlan:
     own_batches: bool = False
     prediction: WeightPrediction | str | Mapping[str, Any] | None = None  # kept as a rule
     gradient_views: bool = False
-    gather_dtype: str | None = None
     accumulate: int = 1
     local_steps: LocalMethod | None = None
 
@@ -159,8 +154,6 @@ class ParallelPlan:
         _check_continuous(self)
         if self.gradient_views:
             _check_views(self)
-        if self.gather_dtype is not None:
-            _check_gathers(self)
         # without stages, ranks of a tensor group run one batch, or one of each of them
         ranks = self.mesh.ranks_along(self.mesh.tensor_axes)
         if self.schedule is None and self.num_microbatches not in (1, ranks):
@@ -276,8 +269,6 @@ class ParallelPlan:
             blocks += ", the batch of each rank"
         if self.gradient_views:
             blocks += ", gradients as views of buckets"
-        if self.gather_dtype is not None:
-            blocks += f", gathers in {self.gather_dtype}"
         if self.local_steps is not None:
             return f"{blocks}, {self.local_steps.words}"
         if self.gradient_exchange is None:
@@ -300,7 +291,6 @@ class ParallelPlan:
             "num_microbatches": None if count == 1 else count,
             "own_batches": self.own_batches or None,
             "gradient_views": self.gradient_views or None,
-            "gather_dtype": self.gather_dtype,
             "prediction": None if rule is None else prediction_to_value(rule),
         }
         plain: dict[str, Any] = {
@@ -389,9 +379,7 @@ def preset_plan(
     named = tuple(
         BlockPlan(name, OpConfig(storage, recompute=name in recompute)) for name in blocks if name
     )
-    return ParallelPlan.of_blocks(
-        (*named, BlockPlan("", OpConfig(storage))), mesh=mesh, gather_dtype=preset.gather_dtype
-    )
+    return ParallelPlan.of_blocks((*named, BlockPlan("", OpConfig(storage))), mesh=mesh)
 
 
 # ---- entries of a file
@@ -429,7 +417,6 @@ _READERS: dict[str, ValueReader[Any]] = {
     "own_batches": truth,
     "prediction": anything,
     "gradient_views": truth,
-    "gather_dtype": text,
 }
 
 
@@ -560,19 +547,6 @@ def _check_views(plan: ParallelPlan) -> None:
         raise PlanError(
             "gradient_views is for gradients that DistributedDataParallel averages (ZeRO levels 0 "
             "and 1, one batch in a step), of which this plan has none: leave it out"
-        )
-
-
-def _check_gathers(plan: ParallelPlan) -> None:
-    # Raise PlanError where nothing of the plan is gathered, or not in this dtype
-    if plan.gather_dtype != GATHER_DTYPE:
-        raise PlanError(
-            f"gather_dtype is {GATHER_DTYPE}, or left out; got {shown(plan.gather_dtype)}"
-        )
-    if not any(config.storage.sharded_axes("gradients") for config in plan.configs.values()):
-        raise PlanError(
-            "gather_dtype is for parameters that are gathered (ZeRO levels 2 and 3), of which this "
-            "plan has none: leave it out"
         )
 
 

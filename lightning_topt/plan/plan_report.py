@@ -21,11 +21,10 @@ from lightning_topt.plan.explanation import PlanExplanation, StageExplanation
 from lightning_topt.plan.report_table import block_ranges, table
 from lightning_topt.schedules.schedules import Kind
 from lightning_topt.schedules.simulate import MemoryCurve, Simulation
-from lightning_topt.techniques.explain import BlockExplanation, TensorCollective
-from lightning_topt.techniques.tensor_parallel.split_prices import WholeOperator
+from lightning_topt.techniques.plan_costs import BlockExplanation
 
-_ROWS, _OPERATORS = 8, 5  # kinds of blocks, and functions that are not split, that are shown
-_COLUMNS = ("blocks", "operators", "tensor axis", "update", "data axes", "memory at the peak")
+_ROWS = 8  # kinds of blocks that are shown
+_COLUMNS = ("blocks", "operators", "update", "data axes", "memory at the peak")
 _KINDS: tuple[tuple[Kind, str, str], ...] = (  # passes, their names, colours (Okabe and Ito's)
     ("forward", "forward", "#0072B2"),
     ("backward", "backward", "#D55E00"),
@@ -41,7 +40,7 @@ _LEFT, _RIGHT, _TOP, _ROW, _BAR = 70.0, 640.0, 8.0, 46.0, 20.0  # of the drawing
 
 
 def print_explanation(explained: PlanExplanation, *, console: Console) -> None:
-    """Print what each kind of block takes in a step, and what is not split.
+    """Print what each kind of block takes in a step.
 
     `explained` is of one of the micro-batches of a step. Blocks that cost the same are one row.
     """
@@ -53,41 +52,26 @@ def print_explanation(explained: PlanExplanation, *, console: Console) -> None:
         seconds = block.seconds
         numbers = (
             accumulate * sum(seconds[kind] for kind in ("forward", "backward", "recompute")),
-            accumulate * sum(each.seconds for each in block.collectives),
             seconds["update"],
             exchanges * sum(seconds[kind] for kind in ("gather", "reduce", "broadcast")),
         )
         return *map(format_seconds, numbers), format_bytes(sum(block.peak_parts.values()))
 
-    # rows: blocks of equal cells and exchanges, those that take most time in all first
+    # rows: blocks of equal cells, those that take most time in all first
     alike: dict[Hashable, list[str]] = {}
     for name, block in explained.blocks.items():
-        alike.setdefault((cells(block), _exchanged(block.collectives)), []).append(name)
+        alike.setdefault(cells(block), []).append(name)
     rows = sorted(
         alike.values(),
         key=lambda names: -len(names) * sum(explained.blocks[names[0]].seconds.values()),
     )
     hidden = len(rows) - _ROWS
-    caption = "each block, in a step; the tensor axis is part of the operators"
+    caption = "each block, in a step; operators include exchanges along tensor axes"
     caption += f"; {hidden} more kinds of blocks take less" if hidden > 0 else ""
     made = table(*_COLUMNS, caption=caption)
     for names in rows[:_ROWS]:
         made.add_row(escape(block_ranges(names)), *cells(explained.blocks[names[0]]))
     console.print(made)
-    # below the table, what the kinds of blocks in it exchange along the tensor axis
-    for names in rows[:_ROWS]:
-        if exchanged := _exchanged(explained.blocks[names[0]].collectives):
-            of = " of a micro-batch" if accumulate > 1 else ""
-            line = f"{block_ranges(names)} along the tensor axis{of}: {exchanged}"
-            console.print(line, highlight=False, markup=False)
-    for line in whole_sentences(explained.whole):
-        console.print(line, highlight=False, markup=False)
-
-
-def _exchanged(collectives: Sequence[TensorCollective]) -> str:
-    return ", ".join(
-        f"{each.during} {each.calls} {each.op} ({format_bytes(each.bytes)})" for each in collectives
-    )
 
 
 def print_stages(stages: Sequence[StageExplanation], *, console: Console) -> None:
@@ -110,31 +94,6 @@ def print_stages(stages: Sequence[StageExplanation], *, console: Console) -> Non
             cells.append(str(stage.missing_updates))
         made.add_row(str(index), str(stage.rank), escape(block_ranges(stage.blocks)), *cells)
     console.print(made)
-
-
-def whole_sentences(operators: Sequence[WholeOperator]) -> list[str]:
-    """Return what is not split with its share of time and memory; nothing for none.
-
-    First all of it, then by function.
-    """
-    if not operators:
-        return []
-    shown, rest = operators[:_OPERATORS], operators[_OPERATORS:]
-    lines = [f"Not split, the same on every rank of the tensor axis: {_shares(operators)}."]
-    lines += [
-        f"- {each.function} ({each.calls} call{'' if each.calls == 1 else 's'}, first in "
-        f"{each.module or 'the model itself'}; {each.why}): {_shares([each])}"
-        for each in shown
-    ]
-    return lines + ([f"- {len(rest)} other functions: {_shares(rest)}"] if rest else [])
-
-
-def _shares(operators: Sequence[WholeOperator]) -> str:
-    seconds, size = (
-        sum(each.share_of_seconds for each in operators),
-        sum(each.share_of_bytes for each in operators),
-    )
-    return f"{100 * seconds:.1f} % of the operators' time, {100 * size:.1f} % of the activations"
 
 
 # ---- the schedule, as a drawing in HTML

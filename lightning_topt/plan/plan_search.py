@@ -27,7 +27,7 @@ import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 
@@ -227,7 +227,7 @@ def _searched(
     known = KnownPlans.of(batches).scaled(1 / (1 + request.epsilon))
     if request.split is not None:
         show(f"searching plans with tensor axes for {count} devices")
-    for spaces in _by_views(_tensor_spaces(request, count, known)):
+    for spaces in _by_views(_tensor_spaces(request, count)):
         start = time.thread_time()
         # chains whose lower bound known plans beat are left out
         chains = [c for space in spaces for c in space.chains() if known.may_gain(c.table)]
@@ -369,28 +369,16 @@ def _spaces_on(request: SearchRequest, mesh: Mesh) -> Iterator[PlanSpace]:
         yield from spaces_of(split, (), shards=request.shards, views=request.gradient_views)
 
 
-def _tensor_spaces(request: SearchRequest, count: int, known: KnownPlans) -> Iterator[PlanSpace]:
-    # Yield the plans for `count` ranks with a tensor axis, of splits that may beat all `known`
-
-    def is_needed(others: Sequence[Mesh], step: TrainingStep) -> bool:
-        spaces = spaces_of(step, others, shards=request.shards, views=request.gradient_views)
-        return any(known.may_gain(chain.table) for space in spaces for chain in space.chains())
-
-    # Formulas bound no measured kernels.
-    bound = None if request.kernel_seconds else is_needed
-    for step, others in _tensor_steps(request, count, bound):
+def _tensor_spaces(request: SearchRequest, count: int) -> Iterator[PlanSpace]:
+    # Yield the plans for `count` ranks with a tensor axis
+    for step, others in _tensor_steps(request, count):
         yield from spaces_of(step, others, shards=request.shards, views=request.gradient_views)
 
 
 def _tensor_steps(
-    request: SearchRequest,
-    count: int,
-    is_needed: Callable[[Sequence[Mesh], TrainingStep], bool] | None = None,
+    request: SearchRequest, count: int
 ) -> Iterator[tuple[TrainingStep, Sequence[Mesh]]]:
-    """Yield steps on slices on one mesh, each with other meshes of the same tensor axis.
-
-    `is_needed` as in `tensor_steps`.
-    """
+    # Yield steps on slices on one mesh, each with other meshes of the same tensor axis
     if request.split is None or (request.mesh is not None and not request.mesh.tensor_axes):
         return
     if request.mesh is not None:
@@ -400,12 +388,9 @@ def _tensor_steps(
             [*tensor_meshes(request.cluster, count, size)] for size in _tensor_sizes(request, count)
         ]
     for first, *others in of_tensor:
-        bound = None if is_needed is None else partial(is_needed, others)
         # the search of splits looks at the first mesh; the others reuse its steps
         whole = step_on(request, first)
-        for step in tensor_steps(
-            whole, request.split, mesh=first, layout=request.layout, is_needed=bound
-        ):
+        for step in tensor_steps(whole, request.split, mesh=first, layout=request.layout):
             yield step, others
 
 

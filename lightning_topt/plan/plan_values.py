@@ -99,12 +99,11 @@ class StepEstimate:
 class Preset:
     """A ZeRO level over all data axes of a mesh, or over the last one alone.
 
-    `inner` means the last one alone: hybrid sharding. `gather_dtype` as in `ParallelPlan`.
+    `inner` means the last one alone: hybrid sharding.
     """
 
     level: int
     inner: bool = False
-    gather_dtype: str | None = None
 
     def storage(self, mesh: Mesh) -> Storage:
         """Return the placements on `mesh`."""

@@ -97,18 +97,12 @@ class StageBlocks:
         other._take(self, *_OF_THE_GRAPH)
         return other
 
-    def of_slices(
-        self, step: TrainingStep, *, calls: Mapping[str, int], same_operators: bool = False
-    ) -> StageBlocks:
+    def of_slices(self, step: TrainingStep, *, calls: Mapping[str, int]) -> StageBlocks:
         """Return the chain of the `step` of a rank with slices; this is the unsplit one.
 
-        `calls` are those of the split step. With `same_operators` the graphs differ in costs and
-        sizes of parameters alone (`SplitModel.bound_graph`).
+        `calls` are those of the split step.
         """
-        found = StageBlocks(step, whole=self, calls=calls)
-        if same_operators:
-            found._take(self, "names", "_own_crossings", "uses", "_waiting")
-        return found
+        return StageBlocks(step, whole=self, calls=calls)
 
     def _take(self, other: StageBlocks, *names: str) -> None:
         # Take results of `other` by name, which are the same for this chain

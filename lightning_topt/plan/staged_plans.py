@@ -72,16 +72,11 @@ from lightning_topt.plan.stage_tables import ContinuousShape, PipelineShape, con
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
-from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
-from lightning_topt.techniques.tensor_parallel.split_search import ModelSplit
 from lightning_topt.techniques.tensor_parallel.split_steps import (
     placed_layout,
-    placed_split,
     placed_tensors,
     prices_on,
     step_in,
-    step_of,
-    step_under,
     tensor_sizes,
 )
 
@@ -476,11 +471,11 @@ def splits_of_stages(
             )
             prices = prices_on(step, split, mesh=mesh)
             for chosen in split.candidates(prices):
-                yield SplitStages(whole, split, chosen, size, prices), shapes
+                yield SplitStages(whole, split, chosen.layout, size), shapes
             # tensors between products split as well, if the model can run so
             with suppress(ValueError):
                 layout = split.layout("tensor_sequence", prices, (Axis("tensor", size),))
-                yield SplitStages(whole, split, layout, size, prices), shapes
+                yield SplitStages(whole, split, layout, size), shapes
 
 
 def stage_tensor_sizes(cluster: Cluster, count: int) -> list[int]:
@@ -493,26 +488,17 @@ def stage_tensor_sizes(cluster: Cluster, count: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class SplitStages:
-    """The chain `whole` on slices over `size` ranks, as `chosen` of `split` says.
-
-    `prices` are those that it was found with.
-    """
+    """The chain `whole` on slices over `size` ranks, as `chosen` of `split` says."""
 
     whole: StageBlocks
     split: SplitModel
-    chosen: ModelSplit | SplitLayout
+    chosen: SplitLayout
     size: int
-    prices: SplitPrices
 
     @cached_property
     def bound(self) -> StageBlocks:
         """A chain that takes at most as much, without a capture."""
-        if isinstance(self.chosen, SplitLayout):
-            return EqualShares.of(self.whole, self.size)
-        local = self.split.bound_graph(self.chosen, self.prices)
-        step = step_of(self.whole.step, local, mesh=slices_mesh(self.size), split=self.chosen)
-        calls = self.split.calls(self.chosen)
-        return blocks_on_slices(self.whole, step, calls=calls, same_operators=True)
+        return EqualShares.of(self.whole, self.size)
 
     @cached_property
     def blocks(self) -> StageBlocks | None:
@@ -542,11 +528,8 @@ def blocks_of_plan(whole: StageBlocks, split: SplitModel | None, plan: ParallelP
             "a plan with a tensor axis is explained by the model that can be split: give it in the "
             "request"
         )
-    layout, size = (
-        placed_layout(plan.configs, plan.mesh),
-        plan.mesh.ranks_along(plan.mesh.tensor_axes),
-    )
-    chosen = layout if layout.rules else placed_split(plan.configs, plan.mesh)
+    chosen = placed_layout(plan.configs, plan.mesh)
+    size = plan.mesh.ranks_along(plan.mesh.tensor_axes)
     step = step_on_slices(whole, split, chosen, size=size)
     if step is None:
         raise PlanError(f"the plan's step on slices is not known: {split.why_whole(size)}")
@@ -559,13 +542,10 @@ def slices_mesh(size: int) -> Mesh:
 
 
 def step_on_slices(
-    whole: StageBlocks, split: SplitModel, chosen: ModelSplit | SplitLayout, *, size: int
+    whole: StageBlocks, split: SplitModel, chosen: SplitLayout, *, size: int
 ) -> TrainingStep | None:
     """Return the step of one of `size` ranks; None where it cannot be captured."""
-    mesh = slices_mesh(size)
-    if isinstance(chosen, SplitLayout):
-        return step_in(chosen, whole.step, split, mesh=mesh)
-    return step_under(chosen, whole.step, split, mesh=mesh)
+    return step_in(chosen, whole.step, split, mesh=slices_mesh(size))
 
 
 def blocks_on_slices(
@@ -573,12 +553,8 @@ def blocks_on_slices(
     step: TrainingStep,
     *,
     calls: Mapping[str, int],
-    same_operators: bool = False,
 ) -> StageBlocks:
-    """Return the chain of the `step` of a rank with slices.
-
-    `calls` as in `SplitModel.calls`, `same_operators` as in `StageBlocks.of_slices`.
-    """
+    """Return the chain of the `step` of a rank with slices; `calls` as in `SplitModel.calls`."""
     # calls outside of all blocks count with the first one
     once = {whole.names[0]: calls[ROOT]} if ROOT in calls else {}
-    return whole.of_slices(step, calls={**calls, **once}, same_operators=same_operators)
+    return whole.of_slices(step, calls={**calls, **once})

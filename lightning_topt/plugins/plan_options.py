@@ -36,7 +36,6 @@ from lightning_topt.graph.mesh_axes import (
 )
 from lightning_topt.plan.choose import TIME_TO_LOSS, check_objective
 from lightning_topt.plan.parallel_plan import (
-    GATHER_DTYPE,
     ParallelPlan,
     PlanError,
     preset_plan,
@@ -48,7 +47,6 @@ from lightning_topt.weight_prediction import Prediction
 if TYPE_CHECKING:
     from lightning_topt.graph.op_graph import OpGraph
 
-_IN_BFLOAT16 = "bf16_gathers"
 _OF_PIPELINE = ("pipeline", "data", "tensor")
 # of a pipeline
 _BESIDE_MESH = {"stages": "stages", "schedule": "schedule", "num_microbatches": "microbatches"}
@@ -349,17 +347,8 @@ def read_plan_option(
         )
     # A name, or else a file.
     name, _, suffix = str(plan).partition("+")
-    extras = {*suffix.split("+")} - {""}
-    if name in PRESETS and extras <= {"recompute", _IN_BFLOAT16}:
-        preset = PRESETS[name]
-        if _IN_BFLOAT16 in extras:
-            if preset.level < 2:
-                raise PlanError(
-                    f"{name} gathers no parameters: leave out '+{_IN_BFLOAT16}', or choose zero2, "
-                    "zero3, hybrid_zero2 or hybrid"
-                )
-            preset = replace(preset, gather_dtype=GATHER_DTYPE)
-        return UniformPlan(preset, "recompute" in extras)
+    if name in PRESETS and suffix in ("", "recompute"):
+        return UniformPlan(PRESETS[name], suffix == "recompute")
     if name in _layouts().LAYOUTS and suffix in ("", "recompute"):
         return MeshPlan(preset=name, recompute=suffix == "recompute")
     if name == "pipeline" and suffix in ("", "recompute"):
@@ -367,8 +356,7 @@ def read_plan_option(
     if not os.path.lexists(plan):
         raise PlanError(
             f"plan={shown(str(plan))} is neither a file nor one of "
-            f"{sorted([*PRESETS, *_layouts().LAYOUTS, 'pipeline'])} (or with '+recompute'; "
-            f"those that gather parameters also with '+{_IN_BFLOAT16}')"
+            f"{sorted([*PRESETS, *_layouts().LAYOUTS, 'pipeline'])} (or with '+recompute')"
         )
     return ParallelPlan.load(plan)
 

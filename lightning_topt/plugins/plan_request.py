@@ -498,17 +498,6 @@ def check_exchange_of_run(plan: ParallelPlan, trainer: pl.Trainer, request: Plan
             )
 
 
-def check_gathers_of_run(plan: ParallelPlan, trainer: pl.Trainer) -> None:
-    """Raise PlanError where gathers in the dtype of a given plan would round what is exact here."""
-    if plan.gather_dtype is not None and trainer.precision != "bf16-mixed":
-        raise PlanError(
-            f"this plan gathers parameters in {plan.gather_dtype} (gather_dtype), which changes "
-            'nothing where they are computed in it, with precision="bf16-mixed"; here it is '
-            f'"{trainer.precision}": choose that precision, or leave gather_dtype out of the plan '
-            "('+bf16_gathers' out of its name)"
-        )
-
-
 def _left_out(method: GradientMethod, optimizer: str) -> str:
     least = method.steps_under_adam
     which = "training" if least is None else f"fewer than {least} steps"

@@ -53,7 +53,7 @@ from lightning_topt.plugins.planning import Planning, example_batch
 from lightning_topt.plugins.step_runner import PlainRunner, StepRunner
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.ddp_wrapper import bytes_of_buckets
-from lightning_topt.techniques.run_options import RunOptions
+from lightning_topt.techniques.technique import RunOptions
 
 if TYPE_CHECKING:
     from lightning_topt.execution.engine import Engine

@@ -56,7 +56,6 @@ from lightning_topt.plugins.plan_request import (
     PlanRequest,
     check_exchange_of_run,
     check_flight,
-    check_gathers_of_run,
     rule_for,
     with_rule,
 )
@@ -445,7 +444,6 @@ def _check_features(
             "num_microbatches, or choose a plan without tensor axes"
         )
     check_exchange_of_run(plan, trainer, request)
-    check_gathers_of_run(plan, trainer)
 
 
 def _check_given(given: Any, request: PlanRequest, trainer: pl.Trainer) -> None:

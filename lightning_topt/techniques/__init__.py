@@ -1,5 +1,5 @@
 """Ways of training a model on several ranks: what is legal, what it costs, how it is applied.
 
 `technique.Technique` is the interface, `registry.TECHNIQUES` the list. `plan_costs` adds up what a
-plan costs, and `explain` takes that sum apart.
+plan costs, and takes that sum apart.
 """

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,42 +55,18 @@ def _are_on_nodes(topology: Topology | None) -> bool:
         return topology.num_nodes > 1
     if not dist.is_initialized():
         return False
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     try:
-        return (
-            Topology.from_environment(
-                rank=dist.get_rank(), world_size=dist.get_world_size()
-            ).num_nodes
-            > 1
-        )
+        return Topology.from_environment(rank=rank, world_size=world_size).num_nodes > 1
     except ValueError:  # some nodes have more ranks than others
         return True
 
 
-def bucket_bytes(gradients: Sequence[torch.Tensor]) -> list[int]:
-    """Return the bytes of the buckets that DDP packs `gradients` into.
-
-    Args:
-        gradients: in the order in which they become ready
-
-    Returns:
-        the buckets of all steps but the first, which has one bucket for each dtype
-    """
-    if not gradients:
-        return []
-    limits = bucket_limits(sum(gradient.nbytes for gradient in gradients))
-    buckets, _ = dist._compute_bucket_assignment_by_size(  # type: ignore[attr-defined]
-        [*gradients], limits
-    )
-    return [sum(gradients[index].nbytes for index in bucket) for bucket in buckets]
-
-
 def bytes_of_buckets(ddp: DistributedDataParallel) -> int:
     """Return the bytes of the buckets of `ddp` that are not its gradients' own memory."""
-    return (
-        0
-        if ddp.gradient_as_bucket_view
-        else sum(p.nbytes for p in ddp._module_parameters if p.requires_grad)
-    )
+    if ddp.gradient_as_bucket_view:
+        return 0
+    return sum(p.nbytes for p in ddp._module_parameters if p.requires_grad)
 
 
 def wrap_in_ddp(

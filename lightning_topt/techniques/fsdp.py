@@ -12,8 +12,7 @@ microbatches it has (Zhao et al., arXiv 2304.11277, section 3.2.2; Zhang et al.,
 
 Both techniques may shard blocks of one model, each on its own mesh, beside blocks that DDP handles.
 All share one root, which FSDP2 needs to order its gathers. It is the outermost wrapper: DDP's if
-there is one, else a `ShardedModule`. Costs are in `fsdp_costs`, what travels in other forms than
-FSDP2's in `fsdp_gathers`.
+there is one, else a `ShardedModule`. Costs are in `fsdp_costs`.
 
 Frozen parameters have no gradient and no state to shard. At level 2 every rank keeps them whole, so
 that nothing of them travels; level 3 shards them with all others.
@@ -54,7 +53,6 @@ from lightning_topt.techniques.fsdp_costs import (
     plan_lifetimes,
     shard_lifetimes,
 )
-from lightning_topt.techniques.fsdp_gathers import memory_format_of, narrow_of
 from lightning_topt.techniques.optimizer_sharding import excess, share_step, state_bytes
 from lightning_topt.techniques.sharding_checks import (
     DTensorRules,
@@ -316,7 +314,7 @@ class _Sharding:
             name: p for block in blocks for name, p in _to_shard(model, block).items()
         }
         check_parameters(self._originals)
-        self._formats = {p: memory_format_of(p) for p in self._originals.values()}
+        self._strides = {p: p.stride() for p in self._originals.values()}
         # The others have nothing to shard. And FSDP2 keeps modules in dictionaries, in which
         # metrics are lost: their hash changes with their state.
         for name in filter(None, blocks):
@@ -387,8 +385,6 @@ class _Sharding:
         )
         if isinstance(model.root, ShardedModule):
             self._hooks += model.root.gather_outside()
-        # before FSDP2's own hook on the root, which looks for them
-        self._hooks.append(model.root.register_forward_pre_hook(model.gathers.attach, prepend=True))
 
     def _shard(
         self,
@@ -401,30 +397,13 @@ class _Sharding:
         ignored: set[nn.Parameter] | None = None,
     ) -> None:
         # Shard the parameters `named`, which FSDP2 gathers when `block` is called
-        ways = model.gathers.add(model.module, named, dtype=model.gather_dtype)
-        narrow = set[nn.Parameter]()
-        if model.gather_dtype is not None:
-            narrow = narrow_of(model.module, named)
         with torch.no_grad():
             for parameter in named.values():
                 parameter.data = parameter.data.contiguous()  # FSDP2 takes no other
         _shard(block, mesh, named.values(), after_forward=after_forward, ignored=ignored)
-        model.gathers.attach()
         now = dict(model.module.named_parameters())
-        self._watches.append(
-            watch(
-                block,
-                {now[name]: name for name in named if name in now},
-                self._originals,
-                rounded=narrow,
-            )
-        )
-        # after FSDP2's hook, which has gathered them
-        self._hooks += [
-            block.register_forward_pre_hook(way.arrange)
-            for way in ways
-            if way.memory_format != torch.contiguous_format
-        ]
+        names: dict[Tensor, str] = {now[name]: name for name in named if name in now}
+        self._watches.append(watch(block, names, self._originals))
 
     def _remember(self, modules: Iterable[nn.Module]) -> None:
         self._before.update({module: _Snapshot(module) for module in modules})
@@ -459,9 +438,10 @@ class _Sharding:
         for module, snapshot in self._before.items():
             snapshot.restore(module)
         for original, full in whole.items():
-            if (memory_format := self._formats[original]) != torch.contiguous_format:
-                full = full.clone(memory_format=memory_format)
-            original.data, original.grad = full, None
+            # in the order of memory that the parameter had (channels-last)
+            strides = self._strides[original]
+            original.data = torch.empty_strided(full.shape, strides, dtype=full.dtype).copy_(full)
+            original.grad = None
             vars(original).pop("_fsdp_orig_uid", None)
 
     def reshard(self) -> None:

@@ -11,7 +11,6 @@ A cost model that is a subject of its own; `fsdp` uses it for both of its techni
                                                                 `_backward_prefetch`
     exchanges                              fsdp_collectives     `_fsdp_collectives.py`
     exchanges with owners of parameters    owner_collectives    `optim.shard_step`
-    copies of what travels in bfloat16     arriving             `fsdp_gathers`
 
 Symbols: k segment of the forward pass, N ranks that share one tensor, P parameter bytes, G gradient
 bytes, S optimizer state. Under gloo its exchanges block: nothing of them runs beside computation.
@@ -73,12 +72,11 @@ class _Sizes(NamedTuple):
     flat_gradients: float
     whole: float
     gradient_shards: float
-    arriving: float
 
 
 @once_per_object
-def _known_sizes(graph: OpGraph) -> dict[tuple[str, int, frozenset[str], int], _Sizes]:
-    # The sizes of blocks so far, by name, ranks, what is narrow, and level
+def _known_sizes(graph: OpGraph) -> dict[tuple[str, int, int], _Sizes]:
+    # The sizes of blocks so far, by name, ranks and level
     return {}
 
 
@@ -146,27 +144,21 @@ class ShardedBlock:
     @cached_property
     def _sizes(self) -> _Sizes:
         known = _known_sizes(self.step.graph)
-        key = self.name, self.ranks, self.step.narrow, self.level
+        key = self.name, self.ranks, self.level
         if key not in known:
-            narrow = [p for p in self.sharded if p.name in self.step.narrow]
-            flat, gradients, wide = (
+            flat, gradients = (
                 sum(padded_bytes(p, self.ranks) for p in some)
-                for some in (self.sharded, self.trainable, narrow)
+                for some in (self.sharded, self.trainable)
             )
             whole = float(sum(map(parameter_bytes, self.sharded)))
             shards = sum(shard_bytes(p, self.ranks) for p in self.trainable)
-            known[key] = _Sizes(flat - wide / 2, gradients, whole, shards, wide / 2)
+            known[key] = _Sizes(flat, gradients, whole, shards)
         return known[key]
 
     @property
     def flat(self) -> float:
         """Bytes of the flat buffer that its parameters are gathered through."""
         return self._sizes.flat
-
-    @property
-    def arriving(self) -> float:
-        """Bytes of the bfloat16 copies, out of the flat buffer, that become float32."""
-        return self._sizes.arriving
 
     @property
     def flat_gradients(self) -> float:
@@ -293,8 +285,6 @@ def gathered_lifetimes(block: ShardedBlock) -> Iterator[Lifetime]:
     first, last = (0, count - 1) if block.name == ROOT else spans[block.name]
     until = FORWARD_OVER if following is None else ("gather_forward", spans[following][0])
     yield Lifetime("gathered parameters", block.flat, ("gather_forward", first), until)
-    if block.arriving:  # as long as it is made float32
-        yield from _arriving_lifetimes(block, first, last)
     if block.name == ROOT:
         yield Lifetime(
             "gathered parameters",
@@ -317,26 +307,6 @@ def gathered_lifetimes(block: ShardedBlock) -> Iterator[Lifetime]:
     asked = count - 1 if following is None else spans[following][1]
     begin: Phase = ("prefetch_backward", asked) if asked > last else ("gather_backward", last)
     yield Lifetime("gathered parameters", block.flat, begin, ("gather_backward", last))
-
-
-def _arriving_lifetimes(block: ShardedBlock, first: int, last: int) -> Iterator[Lifetime]:
-    # Yield the bfloat16 copies of a block whose segments are `first` to `last`
-    arriving, following = block.arriving, block.beside.following
-    if block.name == ROOT and following and not block.step.segments.of_block[following][0]:
-        # the root's are gone when the first block is gathered, in the same phase; its level is not
-        # known here, and level 2 gathers less
-        beside = ShardedBlock(block.step, following, 2, block.axes)
-        arriving = max(arriving - beside.flat - beside.arriving - beside.whole, 0.0)
-    yield Lifetime(
-        "gathered parameters", arriving, ("gather_forward", first), ("gather_forward", first)
-    )
-    if block.level == 3 and block.name != ROOT and block.is_gathered_again:
-        yield Lifetime(
-            "gathered parameters",
-            block.arriving,
-            ("gather_backward", last),
-            ("gather_backward", last),
-        )
 
 
 def plan_lifetimes(
@@ -410,9 +380,6 @@ def add_fsdp_seconds(seconds: BlockSeconds, block: ShardedBlock) -> None:
     out = step.copy_seconds(block.flat) + step.taken_seconds(
         gathered_bytes(flat=block.flat, whole=block.whole)
     )
-    if block.arriving:  # to bfloat16 on the rank that has it, and back: two bytes and four
-        out += step.copy_seconds(1.5 * block.arriving * (1 + 1 / block.ranks))
-        out += step.taken_seconds(block.arriving)
     hooks = HOOK_SECONDS + HOOK_PARAMETER_SECONDS * len(block.sharded) if step.on_gloo else 0.0
     out += hooks
     gathers = [each for each in collectives if each.op == "all_gather"]

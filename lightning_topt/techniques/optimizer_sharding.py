@@ -51,7 +51,7 @@ from lightning_topt.techniques.technique import (
     has_data_axes,
 )
 
-_SMALL_BYTES = 1 << 20  # parameters below it are broadcast together (optim.gather)
+_SMALL_BYTES = 1 << 20  # parameters below it are broadcast together (`PieceGather`)
 
 
 class OptimizerSharding(Technique):
@@ -151,7 +151,7 @@ class OptimizerSharding(Technique):
 
 def _broadcasts(step: TrainingStep, block: str) -> Iterator[Collective]:
     # Yield updated parameters from their owners to all ranks: large ones alone, small together
-    # as `optim.gather` sends them
+    # as `PieceGather` sends them
     sizes = [parameter_bytes(p) for p in step.parameters(block) if p.trainable]
     parts = [size for size in sizes if size >= _SMALL_BYTES] + [
         sum(size for size in sizes if size < _SMALL_BYTES)

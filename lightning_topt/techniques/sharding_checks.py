@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, cast
 
@@ -116,8 +116,6 @@ def watch(
     block: nn.Module,
     names: Mapping[Tensor, str],
     originals: Mapping[str, nn.Parameter],
-    *,
-    rounded: Collection[nn.Parameter],
 ) -> Callable[[], None]:
     """Follow the parameters that FSDP2 has sharded for `block`; return what ends this.
 
@@ -125,14 +123,13 @@ def watch(
         block: a module that `fully_shard` has taken.
         names: of the sharded parameters.
         originals: the parameters that were in their places, by name.
-        rounded: those of them that are gathered in fewer bits.
     """
     assert isinstance(block, FSDPModule)
     groups = [
         _WatchedGroup(
             group,
             [
-                _Watched(name, param, originals[name], is_rounded=originals[name] in rounded)
+                _Watched(name, param, originals[name])
                 for param in group.fsdp_params
                 for name in [names[param.sharded_param]]
             ],
@@ -199,10 +196,10 @@ class _WatchedGroup:
 class _Watched:
     """One parameter: `of` is what FSDP2 knows of it."""
 
-    def __init__(self, name: str, of: Any, original: nn.Parameter, *, is_rounded: bool) -> None:
-        self._name, self._of, self._original, self._is_rounded = name, of, original, is_rounded
+    def __init__(self, name: str, of: Any, original: nn.Parameter) -> None:
+        self._name, self._of, self._original = name, of, original
         self._whole: Tensor | None = None  # a view of the gathered parameter
-        self._versions: tuple[int, int] = (0, 0)
+        self._version = 0  # of the shard
         self._has_hook = False
         self._reset = of.reset_sharded_param
         of.reset_sharded_param = self._loaded
@@ -219,7 +216,7 @@ class _Watched:
         """Note what is there now. Raises PlanError for hooks that would see shards."""
         shard, whole = self._of.sharded_param, self._of._unsharded_param
         self._whole = whole.detach()
-        self._versions = shard._version, whole._version
+        self._version = shard._version
         _check_hooks(self._name, shard)
         if not self._has_hook and whole.requires_grad and self._hooks():
             self._has_hook = True
@@ -240,17 +237,9 @@ class _Watched:
         shard, whole = self._of.sharded_param, self._of._unsharded_param
         assert self._whole is not None
         values = whole.data
-        is_moved = _memory(values) != _memory(self._whole)
-        if is_moved:
+        if _memory(values) != _memory(self._whole):
             whole.data = self._whole  # FSDP2 gathers into the memory that it knows
-        if self._is_rounded:
-            if is_moved or whole._version != self._versions[1]:
-                raise PlanError(
-                    f"parameter {self._name!r} is written while it is rounded to bfloat16: leave "
-                    "'+bf16_gathers' (gather_dtype) out of the plan"
-                )
-            return
-        if shard._version != self._versions[0]:
+        if shard._version != self._version:
             return
         mesh = self._of.mesh_info
         parts = values.chunk(mesh.shard_mesh_size, self._of.fsdp_placement.dim)

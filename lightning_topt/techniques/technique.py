@@ -30,19 +30,35 @@ from torch.optim import Optimizer
 
 from lightning_topt.communication.exchange_method import GradientMethod, LocalMethod
 from lightning_topt.communication.hook import CompressedExchange
-from lightning_topt.communication.topology import own_group
+from lightning_topt.communication.topology import Topology, own_group
 from lightning_topt.costs.lifetimes import Lifetime
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import Block, Parameter
 from lightning_topt.optim.parallel_step import ParallelStep
-from lightning_topt.techniques.fsdp_gathers import Gathers
-from lightning_topt.techniques.run_options import RunOptions
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
 
 if TYPE_CHECKING:
     from lightning_topt.communication.local_exchange import LocalExchange
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What a run brings besides its plan.
+
+    Args:
+        ddp: arguments of torch's DistributedDataParallel
+        hook: the user's communication hook for it, with its `hook_state`
+        topology: of the plan's gradient exchange; None: from the environment
+        nonfinite: what the exchange does with gradients that are not finite, see `ExchangeSettings`
+    """
+
+    ddp: Mapping[str, Any] = field(default_factory=dict)
+    hook: Callable[..., Any] | None = None
+    hook_state: Any = None
+    topology: Topology | None = None
+    nonfinite: str = "error"
 
 
 @dataclass
@@ -61,8 +77,6 @@ class ParallelModel:
         split: how parameters that are slices now were cut
         before_block: moves the arguments of a block before other hooks see them
         num_microbatches: with several, the caller keeps random numbers and buffers of each
-        gather_dtype: matrices that are sharded travel in it when they are gathered; None: their own
-        gathers: the parameters that are gathered in another way than FSDP2's
         stage_group: the ranks that split the batch with this one under a plan with stages
         made_groups: process groups that `own_group` made; the engine destroys them
         local_steps: how ranks that train alone meet; None: gradients are averaged in every step
@@ -79,8 +93,6 @@ class ParallelModel:
     split: Mapping[Tensor, SplitTensor] = field(default_factory=dict)
     before_block: Callable[[nn.Module, Any, Any], Any] | None = None
     num_microbatches: int = 1
-    gather_dtype: torch.dtype | None = None
-    gathers: Gathers = field(default_factory=Gathers)
     stage_group: dist.ProcessGroup | None = None
     made_groups: list[dist.ProcessGroup] = field(default_factory=list)
     local_steps: LocalMethod | None = None

@@ -30,11 +30,6 @@ from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig, Partial, Placements, Replicate
 from lightning_topt.techniques.technique import Applied, ParallelModel, Technique
-from lightning_topt.techniques.tensor_parallel.block_rules import (
-    BlockRule,
-    rules_by_block,
-    rules_of,
-)
 from lightning_topt.techniques.tensor_parallel.layout import (
     Layout,
     TensorAxes,
@@ -42,6 +37,11 @@ from lightning_topt.techniques.tensor_parallel.layout import (
     with_layout,
 )
 from lightning_topt.techniques.tensor_parallel.random_states import draw_alike
+from lightning_topt.techniques.tensor_parallel.split_layouts import (
+    BlockRule,
+    rules_by_block,
+    rules_of,
+)
 from lightning_topt.techniques.tensor_parallel.split_mode import PLAIN, SplitMode
 from lightning_topt.techniques.tensor_parallel.split_parameters import (
     SplitParameter,

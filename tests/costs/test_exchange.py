@@ -31,8 +31,7 @@ from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import Block, Op, OpGraph, Parameter
 from lightning_topt.graph.step_memory import Amount, Segment
-from lightning_topt.techniques.explain import explain
-from lightning_topt.techniques.plan_costs import PlanCosts
+from lightning_topt.techniques.plan_costs import PlanCosts, explain
 from tests.costs.graphs import graph_of, profile_of
 from tests.launch import run_ranks
 from tests.models import GPT, batch_for

@@ -13,8 +13,7 @@ from lightning_topt.costs.reserved_memory import CachingAllocator
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.techniques.explain import explain
-from lightning_topt.techniques.plan_costs import PlanBatch, PlanCosts
+from lightning_topt.techniques.plan_costs import PlanBatch, PlanCosts, explain
 from tests.costs.graphs import cluster_of, profile_of, random_graph
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -25,7 +25,6 @@ from lightning_topt.communication.collectives import AllGather, ReduceScatter
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.communication import Collective
 from lightning_topt.costs.optimizer import OptimizerProfile
-from lightning_topt.costs.sizes import narrow_parameters
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
@@ -131,14 +130,12 @@ def cluster_for(mesh: Mesh) -> Cluster:
 def priced(plan: ParallelPlan, graph: OpGraph, profile: OptimizerProfile) -> Calls:
     """Return the collectives whose seconds the cost model counts in a step."""
     blocks = tuple(Block(each.block, index, False) for index, each in enumerate(plan.blocks))
-    narrow = narrow_parameters(graph) if plan.gather_dtype else frozenset[str]()
     step = TrainingStep(
         graph.with_blocks(blocks),
         cluster_for(plan.mesh),
         profile,
         plan.mesh,
         graph.batch_size,
-        narrow=narrow,
     )
     found: list[Collective] = []
 

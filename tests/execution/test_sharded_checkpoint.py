@@ -179,7 +179,7 @@ def test_no_rank_writes_the_whole_state(saved_and_resumed: Any, folder: Path) ->
     assert len(sizes) == 4 and max(sizes) < 0.6 * sum(sizes)
 
 
-WHOLE = "LAMB"
+WHOLE = "Adafactor"
 
 
 def save_owned(rank: int, folder: Path) -> Any:

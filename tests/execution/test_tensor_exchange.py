@@ -20,7 +20,7 @@ from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.sharded_checkpoint import EXCHANGE_AT, open_sharded, save_sharded
 from lightning_topt.graph.op_config import Shard
 from lightning_topt.plan.parallel_plan import PlanError, uniform_plan
-from lightning_topt.techniques.run_options import RunOptions
+from lightning_topt.techniques.technique import RunOptions
 from tests.execution.test_tensor_plans import (
     CPU,
     TENSOR,

@@ -147,7 +147,7 @@ def plans_on(ranks):
         plans = [plan_of("zero1", ranks), plan_of("hybrid", ranks), mixed_plan(ranks), recomputed]
         return [(model, plan) for plan in plans for model in ("GPT", "adapters")]
     plans = [("GPT", plan_of(name, ranks)) for name in ("ddp", "zero2")]
-    plans.append(("GPT", replace(plan_of("zero3", ranks), gather_dtype="bfloat16")))
+    plans.append(("GPT", plan_of("zero3", ranks)))
     plans.append(("ConvNet", plan_of("zero3", ranks, blocks=MODELS["ConvNet"][1])))
     plans += [("adapters", plan_of(name, ranks)) for name in ("ddp", "zero1", "zero2", "zero3")]
     return [*plans, ("Wide", plan_of("zero1", ranks))]

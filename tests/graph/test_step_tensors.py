@@ -4,16 +4,14 @@ them.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from lightning_topt.graph.blocks import choose_blocks
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.op_graph import Block
-from lightning_topt.graph.step_memory import Amount, Step, StepPart, StepTensor, segments
+from lightning_topt.graph.step_memory import Step, StepTensor
 from tests.graph.test_capture import MODEL_IDS, MODELS
 from tests.models import GPT, batch_for
 
@@ -100,25 +98,6 @@ def test_saved_tensors_are_the_saved_bytes_of_operators(module: Any) -> None:
         if tensor.saved_by:
             saved[tensor.saved_by] += tensor.bytes.at(4)
     assert saved == {op.name: op.saved_bytes.at(4) for op in graph.ops}
-
-
-def test_a_part_of_a_step_has_the_memory_of_its_tensors() -> None:
-    graph = capture(GPT(3), batch_for(GPT(3)))
-    step, names = graph.step, [block.name for block in graph.blocks]
-    shares, workspaces = (
-        np.random.default_rng(0).choice([0.0, 0.25, 1.0], len(step.tensors)),
-        step.workspaces[::2],
-    )
-    tensors = tuple(
-        replace(tensor, bytes=Amount(tensor.bytes.fixed * share, tensor.bytes.per_sample * share))
-        for tensor, share in zip(step.tensors, shares.tolist(), strict=True)
-    )
-    part = segments(step, names, part=StepPart(shares, workspaces))
-    assert (
-        part
-        == segments(replace(step, tensors=tensors, workspaces=workspaces), names)
-        != graph.timeline
-    )
 
 
 # ---- blocks --------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topt.communication.node.rows import NodeRows
-from lightning_topt.optim import gather as gather_module
-from lightning_topt.optim.gather import PieceGather
+from lightning_topt.optim import parallel_step as gather_module
+from lightning_topt.optim.parallel_step import PieceGather
 from lightning_topt.optim.pieces import Piece, rows_of
 from tests.launch import run_ranks
 from tests.optim.parallel_cases import row_pieces, whole_pieces

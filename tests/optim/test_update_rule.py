@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from lightning_topt.optim import update_rule as rules
-from lightning_topt.optim.large_batch import LAMB, LARS
 from lightning_topt.optim.update_rule import (
     UnsplittableOptimizer,
     check_by_parameter,
@@ -302,7 +301,7 @@ def test_steps_that_are_shared_unasked():
     class Renamed(optim.AdamW):
         pass
 
-    known = [optim.SGD, optim.AdamW, optim.Adafactor, LARS, LAMB, Renamed]
+    known = [optim.SGD, optim.AdamW, optim.Adafactor, Renamed]
     assert [why_not_shared(make(cls)) for cls in known] == [None] * len(known)
     assert why_not_shared(make(Copy)) == (
         "the update rule of Copy is not known: ParallelOptimizerStep(rule=...) shares it"

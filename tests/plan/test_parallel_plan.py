@@ -291,20 +291,6 @@ def test_a_pipeline_that_never_flushes_says_its_rule_of_weights() -> None:
     assert "prediction" not in plain.to_dict() and ParallelPlan.from_dict(plain.to_dict()) == plain
 
 
-def test_a_dtype_of_gathers_round_trips_and_needs_something_to_gather() -> None:
-    plain = uniform_plan(3, data_parallel_size=2, blocks=["a"])
-    plan = replace(plain, gather_dtype="bfloat16")
-    assert ParallelPlan.from_yaml(plan.to_yaml()) == plan != plain
-    assert "gather_dtype: bfloat16" in plan.to_yaml() and "gather_dtype" not in plain.to_yaml()
-    assert plan.summary() == "2 x ZeRO-3, gathers in bfloat16"
-    with pytest.raises(PlanError, match="gather_dtype is for parameters that are gathered"):
-        replace(uniform_plan(1, data_parallel_size=2), gather_dtype="bfloat16")
-    with pytest.raises(PlanError, match="gather_dtype is bfloat16, or left out; got 'float16'"):
-        replace(plain, gather_dtype="float16")
-    with pytest.raises(PlanError, match="gather_dtype must be"):
-        ParallelPlan.from_dict({**plan.to_dict(), "gather_dtype": True})
-
-
 def test_gradient_views_round_trip_and_need_whole_gradients() -> None:
     plan = replace(uniform_plan(1, data_parallel_size=2, blocks=["a"]), gradient_views=True)
     assert (

@@ -24,6 +24,7 @@ from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig, Replicate
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError
+from lightning_topt.techniques.registry import parameters_by_block
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 from tests.foreign import transformers_models
@@ -289,14 +290,22 @@ def split_most(module: Any, batch: Any) -> dict[str, Any]:
     trace = FunctionTrace()
     graph = capture(module, batch, batch_scaling=False, adapt=trace.of)
     model, along = SplitModel(module, batch, graph, trace), prices(module, 2)
-    placements = model.candidates(along)[-1].by_block([block.name for block in graph.blocks])
+    chosen = model.candidates(along)[-1].placements
+    placements = parameters_by_block(module, [block.name for block in graph.blocks])
     whole, mesh = OpConfig.zero(0, axes=2), Mesh((Axis("data", 1), Axis("tensor", 2)))
     blocks = [
         BlockPlan(
             name,
-            replace(whole, parameters=tuple((own, (Replicate(), *along)) for own, along in placed)),
+            replace(
+                whole,
+                parameters=tuple(
+                    (each.removeprefix(f"{name}."), (Replicate(), chosen[each]))
+                    for each in named
+                    if each in chosen
+                ),
+            ),
         )
-        for name, placed in placements.items()
+        for name, named in placements.items()
     ]
     return ParallelPlan.of_blocks(blocks, mesh=mesh, num_microbatches=2).to_dict()
 

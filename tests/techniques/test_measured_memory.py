@@ -30,8 +30,7 @@ from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.plan.parallel_plan import ParallelPlan, uniform_plan
 from lightning_topt.plugins.planning import make_fake_optimizers
-from lightning_topt.techniques.explain import explain
-from lightning_topt.techniques.plan_costs import PlanCosts
+from lightning_topt.techniques.plan_costs import PlanCosts, explain
 from tests.costs.graphs import cluster_of
 from tests.launch import run_ranks
 

@@ -11,7 +11,6 @@ import pytest
 from lightning_topt.costs.segments import blocks_reduced_last, locate
 from lightning_topt.costs.sizes import (
     gradient_bytes,
-    narrow_parameters,
     padded_bytes,
     parameter_bytes,
     shard_bytes,
@@ -23,8 +22,7 @@ from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import Block, Op, Parameter, TensorEdge
 from lightning_topt.graph.step_memory import Amount, Segment, TensorSpec
 from lightning_topt.optim.pieces import Share, assign_pieces
-from lightning_topt.techniques.explain import Explanation, explain
-from lightning_topt.techniques.plan_costs import PlanCosts
+from lightning_topt.techniques.plan_costs import Explanation, PlanCosts, explain
 from tests.costs.graphs import cluster_of, graph_of, profile_of, random_graph
 
 BATCH = 3
@@ -121,9 +119,8 @@ class Fsdp:
     itself.
     """
 
-    def __init__(self, graph, profile, configs, world_size, backend, narrow=()):
+    def __init__(self, graph, profile, configs, world_size, backend):
         self.graph, self.profile, self.size, self.memory = graph, profile, world_size, Memory()
-        self.narrow = narrow
         self.levels = {name: config.storage.level for name, config in configs.items()}
         self.recompute = {name: config.recompute for name, config in configs.items()}
         self.spans, self.backend = locate(graph).of_parameter, backend
@@ -140,27 +137,18 @@ class Fsdp:
         return [p for p in self.graph.block_parameters(block) if self.is_sharded(p)]
 
     def flat(self, block):
-        return sum(
-            padded_bytes(p, self.size) / (1 + (p.name in self.narrow)) for p in self.gathered(block)
-        )
+        return sum(padded_bytes(p, self.size) for p in self.gathered(block))
 
     def flat_gradients(self, block):
         trainable = [p for p in self.graph.block_parameters(block) if p.trainable]
         return sum(padded_bytes(p, self.size) for p in trainable)
-
-    def arrive(self, block):
-        """Narrow ones come out of the flat buffer as they are, and are then made float32."""
-        narrow = [p for p in self.gathered(block) if p.name in self.narrow]
-        self.memory.alloc("arriving", sum(padded_bytes(p, self.size) for p in narrow) / 2)
-        self.memory.alloc(("whole", block), self.whole(block))
-        self.memory.free("arriving")
 
     def whole(self, block):
         return sum(map(parameter_bytes, self.gathered(block)))
 
     def gather_forward(self, block):
         self.memory.alloc(("flat", block), self.flat(block))
-        self.arrive(block)
+        self.memory.alloc(("whole", block), self.whole(block))
         if self.last_flat is not None:
             # a local variable of `wait_for_unshard` holds it until here
             self.memory.free(("flat", self.last_flat))
@@ -173,7 +161,7 @@ class Fsdp:
     def pre_backward(self, block):
         if self.levels[block] == 3:
             self.prefetch(block)
-            self.arrive(block)
+            self.memory.alloc(("whole", block), self.whole(block))
             self.memory.free(("flat", block))
         index = self.order.index(block)
         if index:
@@ -236,9 +224,9 @@ class Fsdp:
             self.reduce(segment.block)
 
 
-def costs_of(graph, profile, world_size, backend="nccl", views=False, narrow=frozenset()):
+def costs_of(graph, profile, world_size, backend="nccl", views=False):
     common = graph, cluster_of(world_size, backend=backend), profile, data_mesh(world_size), BATCH
-    return PlanCosts(TrainingStep(*common, gradient_views=views, narrow=narrow))
+    return PlanCosts(TrainingStep(*common, gradient_views=views))
 
 
 def random_plan(graph, profile, levels, world_size, rng):
@@ -249,10 +237,8 @@ def random_plan(graph, profile, levels, world_size, rng):
     return {name: rng.choice(configs) for name, configs in legal.items()}
 
 
-def explained(
-    graph, profile, configs, world_size, backend="nccl", views=False, narrow=frozenset()
-) -> Explanation:
-    costs = costs_of(graph, profile, world_size, backend, views, narrow)
+def explained(graph, profile, configs, world_size, backend="nccl", views=False) -> Explanation:
+    costs = costs_of(graph, profile, world_size, backend, views)
     result = explain(costs, configs)
     assert costs.memory(configs).max() == pytest.approx(result.peak_bytes)
     return result
@@ -279,16 +265,11 @@ def test_sharded_peak_is_that_of_a_simulated_step(seed):
     graph, world_size = random_graph(seed, num_blocks=rng.randint(1, 4)), rng.randint(2, 4)
     backend, profile = rng.choice(["nccl", "gloo"]), profile_of(graph)
     configs = random_plan(graph, profile, (2, 3), world_size, rng)
-    for narrow in (frozenset(), narrow_parameters(graph)):
-        simulated = Fsdp(graph, profile, configs, world_size, backend, narrow).run()
-        result = explained(graph, profile, configs, world_size, backend, narrow=narrow)
-        reserve = result.peak_parts.get("reserve", 0.0)
-        assert (reserve > 0) == (backend == "gloo"), narrow
-        # narrow ones of the root: what is frozen in the first block may be counted beside them
-        first = next((s.block for s in graph.timeline if s.block), "")
-        frozen = [p for p in graph.block_parameters(first) if not p.trainable] if narrow else []
-        more = result.peak_bytes - reserve - simulated
-        assert -1e-6 < more < 1e-6 + 2 * sum(map(parameter_bytes, frozen)), narrow
+    simulated = Fsdp(graph, profile, configs, world_size, backend).run()
+    result = explained(graph, profile, configs, world_size, backend)
+    reserve = result.peak_parts.get("reserve", 0.0)
+    assert (reserve > 0) == (backend == "gloo")
+    assert result.peak_bytes - reserve == pytest.approx(simulated, abs=1e-6)
 
 
 def test_a_block_whose_inputs_need_no_gradient_is_reduced_last():

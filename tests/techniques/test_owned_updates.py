@@ -22,11 +22,9 @@ from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import data_mesh, hybrid_mesh
 from lightning_topt.graph.op_graph import Block
 from lightning_topt.optim.full_state import parameters_of
-from lightning_topt.optim.large_batch import LAMB
 from lightning_topt.plan.parallel_plan import ParallelPlan, preset_plan
 from lightning_topt.plan.plan_values import PRESETS
-from lightning_topt.techniques.explain import Explanation, explain
-from lightning_topt.techniques.plan_costs import PlanCosts
+from lightning_topt.techniques.plan_costs import Explanation, PlanCosts, explain
 from lightning_topt.techniques.registry import parameters_by_block
 from tests.execution.observed_ranks import cluster_for
 from tests.launch import run_ranks
@@ -73,8 +71,6 @@ def make_optimizers(kind: str, module: nn.Module) -> list[Optimizer]:
     vectors = [p for p in module.parameters() if p.dim() == 1]
     if kind == "Muon":
         return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(vectors)]
-    if kind == "LAMB":
-        return [LAMB(matrices, lr=0.01), torch.optim.AdamW(vectors)]
     return [Own(matrices), torch.optim.AdamW(vectors)]
 
 
@@ -127,7 +123,7 @@ def explained(module: Net, plan: ParallelPlan, optimizers: list[Optimizer]) -> E
     return explain(PlanCosts(step), plan.configs)
 
 
-@pytest.mark.parametrize("kind", ["Muon", "LAMB", "Own"])
+@pytest.mark.parametrize("kind", ["Muon", "Own"])
 @pytest.mark.parametrize("preset", PLANS)
 def test_exchanges_updates_and_states_are_those_of_ranks(preset: str, kind: str) -> None:
     plan, module = plan_of(preset), Net()

@@ -12,8 +12,12 @@ import pytest
 
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import data_mesh, hybrid_mesh
-from lightning_topt.techniques.explain import compute_seconds, seconds_by_kind
-from lightning_topt.techniques.plan_costs import PlanBatch, PlanCosts
+from lightning_topt.techniques.plan_costs import (
+    PlanBatch,
+    PlanCosts,
+    compute_seconds,
+    seconds_by_kind,
+)
 from tests.costs.graphs import cluster_of, profile_of, random_graph
 
 

@@ -16,8 +16,7 @@ from lightning_topt.graph.mesh_axes import data_mesh, hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.step_memory import Amount
 from lightning_topt.plan.plan_values import describe_config
-from lightning_topt.techniques.explain import explain
-from lightning_topt.techniques.plan_costs import PlanCosts
+from lightning_topt.techniques.plan_costs import PlanCosts, explain
 from tests.costs.graphs import cluster_of, profile_of, random_graph
 
 BATCH = 3

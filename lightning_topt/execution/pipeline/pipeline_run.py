@@ -58,8 +58,7 @@ from lightning_topt.execution.states import load_module_state, module_state
 from lightning_topt.graph.step_flow import TensorRef
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
-from lightning_topt.techniques.run_options import RunOptions
-from lightning_topt.techniques.technique import Applied
+from lightning_topt.techniques.technique import Applied, RunOptions
 from lightning_topt.techniques.tensor_parallel.random_states import RandomStates, draw_alike
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
 

@@ -15,9 +15,7 @@ collectives' own gradients.
     moves             collectives between placements, with their gradients
     op_rules          which placements a function admits: one table for the search and the run
     decisions         which of these a call takes; whether samples meet in it
-    block_rules       where tensors of a block are, beside its parameters
-    split_mode        calls functions on split tensors
-    tensor_mover      moves tensors for it, and remembers what others may want
+    split_mode        calls functions on split tensors, and remembers tensors that it moved
     user_code         what user code may ask of a split tensor beside torch functions
     split_parameters  slices of parameters, and the way back
     random_states     states of random generators
@@ -27,9 +25,7 @@ The planner looks at a rank without running it:
     function_trace    the calls that split_mode would see
     split_prices      seconds, collectives and bytes of calls, by the decisions of the run
     split_search      which parameters to split: Pareto sets of blocks and of the model
-    split_layouts     layouts along one, two or three tensor axes
-    split_capture     the graph of a rank's own step
-    split_bounds      a graph that costs no more than that, without a capture
-    split_model       the splits of a model that are tried, and the steps of a rank under them
+    split_layouts     layouts along one, two or three tensor axes, as rules of blocks
+    split_model       the splits of a model that are tried, and the captured steps of a rank
     split_steps       meshes with a tensor axis, and the step of a rank under every split
 """

@@ -22,10 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from typing_extensions import override
 
-from lightning_topt.graph.recorder import Recorder
 from lightning_topt.graph.structures import tensors_in as tensors_anywhere
 from lightning_topt.techniques.tensor_parallel.decisions import is_in_place
 from lightning_topt.techniques.tensor_parallel.op_rules import KINDS
@@ -79,7 +77,6 @@ class TracedCall:
         stack: the modules around it, outermost first
         in_place: whether it changed its first tensor
         with_grad: whether autograd was on
-        ops: names of the operators of the graph that it ran in
     """
 
     func: Callable[..., Any]
@@ -91,7 +88,6 @@ class TracedCall:
     stack: tuple[str, ...]
     in_place: bool
     with_grad: bool
-    ops: tuple[str, ...]
 
     @property
     def is_view(self) -> bool:
@@ -136,7 +132,7 @@ class FunctionTrace:
     def of(self, module: nn.Module) -> Any:
         """Return a context that traces the forward pass of `module`, a copy that is thrown away."""
         self.calls, self.borders = [], []
-        return _Tracer(self, module).installed()
+        return _Tracer(self, module)
 
     def calls_of(self, block: str, blocks: Sequence[str]) -> list[TracedCall]:
         """Return the calls of `block`; those of ``""`` are in none of `blocks`."""
@@ -179,7 +175,6 @@ class _Tracer(TorchFunctionMode):
     def __init__(self, trace: FunctionTrace, module: nn.Module) -> None:
         super().__init__()
         self._trace, self._stack, self._count = trace, list[str](), 0
-        self._recorder: Recorder | None = None
         self._names: dict[int, str] = {}
         for name, parameter in module.named_parameters():
             self._names[id(parameter)] = name
@@ -189,14 +184,6 @@ class _Tracer(TorchFunctionMode):
                 submodule.register_forward_hook(
                     self._exit(path), with_kwargs=True, always_call=True
                 )
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        # the recorder of a capture, if one is on: it names the operators that calls run in
-        modes = _get_current_dispatch_mode_stack()
-        self._recorder = next((mode for mode in modes if isinstance(mode, Recorder)), None)
-        with self:
-            yield
 
     # ---- modules ---------------------------------------------------------------------------------
 
@@ -243,15 +230,13 @@ class _Tracer(TorchFunctionMode):
         # references to arguments come first: an in-place call changes what they are
         given = list(tensors_in((*args, *kwargs.values())))
         inputs = tuple(map(self._ref, given))
-        count = len(self._recorder.recording.ops) if self._recorder is not None else 0
         with _packed() as packed:
             result = func(*args, **kwargs)
         if func is Tensor.__iter__:
             result = tuple(result)
         made = list(tensors_in((result,)))
         if made:
-            ops = self._recorder.names_since(count) if self._recorder is not None else ()
-            self._note(func, args, kwargs, inputs, (given, made, packed), ops)
+            self._note(func, args, kwargs, inputs, (given, made, packed))
         return iter(result) if func is Tensor.__iter__ else result
 
     def _note(
@@ -261,7 +246,6 @@ class _Tracer(TorchFunctionMode):
         kwargs: dict[str, Any],
         inputs: tuple[Ref, ...],
         tensors: tuple[list[Tensor], list[Tensor], list[tuple[int, int]]],
-        ops: tuple[str, ...],
     ) -> None:
         given, made, packed = tensors
         # views share the number of their memory
@@ -283,7 +267,6 @@ class _Tracer(TorchFunctionMode):
                 tuple(self._stack),
                 is_in_place(func, kwargs),
                 torch.is_grad_enabled(),
-                ops,
             )
         )
 

@@ -8,10 +8,12 @@ split from one to the next; only what enters or leaves a repeated block is repli
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,23 +23,32 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import Group
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.graph.blocks import block_of
-from lightning_topt.graph.capture import one_is_enough, repeated_layers
-from lightning_topt.graph.errors import WAY_OUT
+from lightning_topt.graph.capture import capture, one_is_enough, repeated_layers
+from lightning_topt.graph.errors import WAY_OUT, StepError
 from lightning_topt.graph.fused_chains import fused
 from lightning_topt.graph.mesh_axes import Axis, Mesh
-from lightning_topt.graph.op_config import Replicate
+from lightning_topt.graph.module_copy import contiguous_stride, empty_fake
+from lightning_topt.graph.op_config import Placements, Replicate, Shard
 from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.graph.recording import TIMES, changed, number_at
 from lightning_topt.graph.repetition import Stack
+from lightning_topt.graph.structures import tensors_in
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
-from lightning_topt.techniques.tensor_parallel.layout import TensorAxes
-from lightning_topt.techniques.tensor_parallel.split_bounds import SplitRegion, bound_graph
-from lightning_topt.techniques.tensor_parallel.split_capture import capture_split
-from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout, make_layout
+from lightning_topt.techniques.tensor_parallel.layout import (
+    Layout,
+    TensorAxes,
+    with_layout,
+)
+from lightning_topt.techniques.tensor_parallel.split_layouts import (
+    BlockRule,
+    SplitLayout,
+    make_layout,
+    rules_by_block,
+)
+from lightning_topt.techniques.tensor_parallel.split_mode import PLAIN, SplitMode
+from lightning_topt.techniques.tensor_parallel.split_parameters import check_split
 from lightning_topt.techniques.tensor_parallel.split_prices import (
-    PricedCall,
     SplitPrices,
-    price_split,
-    walk_split,
 )
 from lightning_topt.techniques.tensor_parallel.split_search import (
     ModelRegions,
@@ -67,11 +78,6 @@ class _SplitCache:
     prices: list[SplitPrices] = field(default_factory=list)
     totals: dict[int, tuple[SplitPrices, list[Point]]] = field(default_factory=dict)
     candidates: dict[int, tuple[SplitPrices, list[ModelSplit]]] = field(default_factory=dict)
-    # bounds by split and prices; numbers of ranks that have some
-    bounds: dict[tuple[int, int], tuple[ModelSplit, SplitPrices, OpGraph]] = field(
-        default_factory=dict
-    )
-    bounded: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -130,31 +136,7 @@ class SplitModel:
             self._known.prices.append(known := given)
         return known
 
-    def bound_graph(self, split: ModelSplit, prices: SplitPrices) -> OpGraph:
-        """Return a graph whose costs are at most those of `local_graph`, without a capture.
-
-        `prices` are those of its split.
-        """
-        self._known.bounded.add(prices.group.size)
-        key = id(split), id(prices)
-        if key not in self._known.bounds:
-            self._known.bounds[key] = split, prices, self._bound_graph(split, prices)
-        return self._known.bounds[key][2]
-
-    def _bound_graph(self, split: ModelSplit, prices: SplitPrices) -> OpGraph:
-        # walk the calls of each region once, with the prices of the search
-        regions = []
-        for blocks in self._regions.alike:
-            calls, whole = self._regions.traced(blocks[0])
-            walked = [*walk_split(calls, prices, split.placements, whole=whole)]
-            is_known = all(placed.outcome is not None for placed in walked)
-            regions.append(SplitRegion(blocks, walked if is_known else []))
-        samples = prices.batch_scale * self.samples
-        return bound_graph(
-            self._priced, regions, split.placements, ranks=prices.group.size, samples=samples
-        )
-
-    def calls(self, split: ModelSplit | SplitLayout) -> dict[str, int]:
+    def calls(self, split: SplitLayout) -> dict[str, int]:
         """Return how often a forward calls torch functions, by part of the model that is split.
 
         ``""`` is all that is there once.
@@ -169,12 +151,7 @@ class SplitModel:
             for block in region
         }
 
-    def local_graph(self, split: ModelSplit, ranks: int) -> OpGraph | None:
-        """Return the graph of one of `ranks` ranks, captured once; None if it cannot be."""
-        placements = {name: (placement,) for name, placement in split.placements.items()}
-        return self.local_graph_of(SplitLayout(placements, {}), (Axis("tensor", ranks),))
-
-    def local_graph_of(self, layout: SplitLayout, along: Sequence[Axis]) -> OpGraph | None:
+    def local_graph(self, layout: SplitLayout, along: Sequence[Axis]) -> OpGraph | None:
         """Return the graph of a rank of the tensor axes `along`, captured once.
 
         None if the step cannot be captured.
@@ -213,11 +190,6 @@ class SplitModel:
         return self._known.graphs[key]
 
     @cached_property
-    def _priced(self) -> OpGraph:
-        # The unsharded step as it is priced
-        return fused(self.graph) if self.compiled else self.graph
-
-    @cached_property
     def _one_recording_suffices(self) -> bool:
         return one_is_enough(
             self.module,
@@ -247,16 +219,15 @@ class SplitModel:
     def why_whole(self, ranks: int) -> str:
         """Return why some step on slices over `ranks` ranks is not known, once it was looked for.
 
-        It says which module or parameters, and why. Empty if all are known, or only bounds of their
-        costs left them out.
+        It says which module or parameters, and why. Empty if all are known.
         """
-        # a step was captured, or left out by its bound: then nothing is wrong
+        # a step was captured: then nothing is wrong
         sizes = (
             math.prod(axis.size for axis in along)
             for (along, *_), graph in self._known.graphs.items()
             if graph is not None
         )
-        if (found := self.refusals(ranks)) or ranks in self._known.bounded or ranks in sizes:
+        if (found := self.refusals(ranks)) or ranks in sizes:
             return "; ".join(found)
         # else the shapes, or the code
         uneven = [
@@ -266,23 +237,6 @@ class SplitModel:
             return "no function of its code works on slices of its parameters"
         shown = f"{uneven[0].name!r} has the shape {list(uneven[0].shape)}"
         return f"no parameter can be cut into {ranks} slices where it is used ({shown})"
-
-    def priced_calls(self, split: ModelSplit, prices: SplitPrices) -> list[tuple[PricedCall, int]]:
-        """Return every traced call under `split`, and how often its like runs in its group.
-
-        Raises:
-            ValueError: the search would not find this split
-        """
-        found: list[tuple[PricedCall, int]] = []
-        for first, *others in self._regions.all:
-            calls: list[PricedCall] = []
-            traced, whole = self._regions.traced(first)
-            if price_split(traced, prices, split.placements, whole=whole, priced=calls) is None:
-                raise ValueError(
-                    f"the placements in block {first!r} are none that the search of splits admits"
-                )
-            found += [(call, 1 + len(others)) for call in calls]
-        return found
 
     @property
     def sizes(self) -> list[int]:
@@ -340,3 +294,174 @@ class SplitModel:
     @cached_property
     def _regions(self) -> ModelRegions:
         return ModelRegions(self.graph, self.trace)
+
+
+# ---- the step of one rank, captured --------------------------------------------------------------
+
+
+_ADVICE = (
+    "some code works on tensors beside torch's functions; keep the parameters of this module and "
+    "of those around it whole"
+)
+Results = list[tuple[str, tuple[tuple[int, ...], ...]]]
+
+
+def capture_split(
+    module: nn.Module,
+    batch: object,
+    *,
+    like: OpGraph,
+    trace: FunctionTrace,
+    placements: Mapping[str, Placements],
+    axes: TensorAxes,
+    rules: Mapping[str, BlockRule] = MappingProxyType({}),
+    second_batch: Any | None = None,
+    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    device: torch.device | str = "cpu",
+    one_recording: bool = False,
+    stacks: Sequence[Stack] = (),
+) -> OpGraph:
+    """Return the graph of the step that one rank of `axes` (without groups) runs.
+
+    Blocks, names and the fingerprint are as in `like`; parameters have local shapes. Collectives
+    along the axes are kernels where they run, which `TrainingStep` prices (`shown_collective`).
+
+    Args:
+        module: the model
+        batch: of the step
+        like: the graph of the unsharded step, captured from the same arguments under `trace`
+        trace: its calls
+        placements: of parameters by name
+        axes: the tensor axes
+        rules: of blocks
+        second_batch: as in `capture`
+        forward_context: as in `capture`
+        device: as in `capture`
+        one_recording: `like` is one that `one_is_enough`
+        stacks: as in `capture`; those whose layers are split differently are captured in full
+
+    Raises:
+        ValueError: a parameter cannot be cut so; the split step makes something else than the
+            unsharded one, since user code lost sight of a tensor (the message names the module);
+            or as in `capture`
+    """
+    # rules of the blocks, as in the run
+    groups = Counter(block.group for block in like.blocks)
+    repeated = {block.name for block in like.blocks if groups[block.group] > 1}
+    by_block = rules_by_block(rules, [block.name for block in like.blocks], repeated)
+    run = _SplitRun(placements, axes, rules.get("", PLAIN), by_block)
+    options = {
+        "second_batch": second_batch,
+        "batch_scaling": like.batch_scaling,
+        "forward_context": forward_context,
+    }
+    alike = [
+        stack
+        for stack in stacks
+        if stack.is_alike(placements.items())
+        and stack.is_alike((path, repr(replace(rule, block=""))) for path, rule in by_block.items())
+    ]
+    options |= {"one_recording": one_recording, "stacks": alike}
+    try:
+        graph = capture(
+            module,
+            batch,
+            **options,  # type: ignore[arg-type]
+            device=device,
+            adapt=run.of,
+            like=like,
+        )
+    except StepError as error:  # of user code, which ran unsharded, or of a rule for splits
+        if isinstance(error.__cause__, ValueError):
+            raise error.__cause__ from None
+        raise ValueError(
+            f"module {run.under_way[-1] if run.under_way else ''!r} does not run with its "
+            f"parameters split: {error.__cause__}; {_ADVICE}"
+        ) from error.__cause__
+    # The user must see the same shapes as without a split; where one recording stands for two,
+    # those of the second one's samples.
+    _check_results(
+        [
+            (path, tuple(tuple(number_at(TIMES[1], size) for size in shape) for shape in shapes))
+            for path, shapes in run.results
+        ],
+        trace.results(),
+    )
+    return changed(graph, whole_model=like.fingerprint)
+
+
+class _SplitRun:
+    """Splits copies of a module.
+
+    `results` has the calls of its modules in the last one, with the shapes seen by the user,
+    `under_way` those that have not ended.
+    """
+
+    def __init__(
+        self,
+        placements: Mapping[str, Placements],
+        axes: TensorAxes,
+        rule: BlockRule,
+        by_block: Mapping[str, BlockRule],
+    ) -> None:
+        self.placements, self.axes, self.rule, self.by_block = placements, axes, rule, by_block
+        self.results: Results = []
+        self.under_way: list[str] = []
+
+    def of(self, module: nn.Module) -> SplitMode:
+        """Split `module` and return the context around its forward."""
+        self.results, self.under_way, mode = [], [], SplitMode(self.axes, rule=self.rule)
+        for name, parameter in module.named_parameters():
+            _split(name, parameter, self.placements.get(name, ()), self.axes)
+        for path, submodule in module.named_modules():
+            if path:
+                submodule.register_forward_pre_hook(partial(self._begin, path))
+                submodule.register_forward_hook(partial(self._end, path))
+            if path in self.by_block:  # as in the run
+                rule = self.by_block[path]
+                submodule.forward = partial(_run_block, mode, rule, submodule.forward)
+        return mode
+
+    def _begin(self, path: str, module: nn.Module, args: Any) -> None:
+        self.under_way.append(path)
+
+    def _end(self, path: str, module: nn.Module, args: Any, output: object) -> None:
+        while self.under_way and self.under_way.pop() != path:
+            pass
+        self.results.append((path, tuple(tuple(tensor.shape) for tensor in tensors_in(output))))
+
+
+def _run_block(
+    mode: SplitMode, rule: BlockRule, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    return mode.run_block(rule, forward, args, kwargs)
+
+
+def _split(name: str, parameter: nn.Parameter, placements: Placements, axes: TensorAxes) -> None:
+    # Give a fake parameter the shape of a slice, in a tenth of `split_parameters`' time
+    if not any(isinstance(placement, Shard) for placement in placements):
+        return
+    check_split(name, tuple(parameter.shape), placements, axes)
+    layout = Layout(tuple(parameter.shape), placements)
+    # the memory is fake: a new tensor of the local shape is enough
+    shape, mode = layout.local_shape(axes.sizes), getattr(parameter, "fake_mode")  # noqa: B009
+    stride = contiguous_stride(shape)
+    with torch.no_grad():
+        parameter.data = empty_fake(mode, like=(shape, stride, parameter.dtype, parameter.device))
+    with_layout(parameter, layout)
+
+
+def _check_results(split: Results, whole: Results) -> None:
+    """Raise ValueError for the first call of a module whose results differ in shape.
+
+    Calls count that both runs made.
+    """
+    expected: dict[str, list[Any]] = {}
+    for path, shapes in whole:
+        expected.setdefault(path, []).append(shapes)
+    for path, shapes in split:
+        if expected.get(path) and shapes != (known := expected[path].pop(0)):
+            raise ValueError(
+                f"module {path!r} returns tensors of the shapes {list(shapes)} where its "
+                f"parameters are split, and {list(known)} where they are whole; {_ADVICE}"
+            )

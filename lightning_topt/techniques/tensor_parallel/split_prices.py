@@ -1,9 +1,6 @@
 """Prices of traced calls whose arguments are split along a tensor axis.
 
-`decide` says what the run would do, so the price is that of the run. `walk_split` goes through the
-calls of a block whose parameters are at given placements, and says what each of them does.
-`price_split` adds up what a step of the block takes then. `whole_operators` lists what runs
-unsharded.
+`decide` says what the run would do, so the price is that of the run.
 
     computation   max(flops / F, bytes / M) + o on local shapes, forward; backward the same for
                   every gradient (see `compute`)
@@ -14,9 +11,9 @@ unsharded.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch.utils.flop_counter import conv_flop_count, sdpa_flop_count
@@ -54,133 +51,10 @@ class BlockSplit:
     activation_bytes: float
 
 
-class PricedCall(NamedTuple):
-    """A call with its tensors at `placements` before it, what it does, and what it costs."""
-
-    call: TracedCall
-    placements: tuple[Placement, ...]
-    outcome: CallOutcome
-    seconds: float
-    activation_bytes: float
-
-    @property
-    def is_split(self) -> bool:
-        """True if the call computes on slices; its result may be replicated."""
-        moved = {move.operand: move.target for move in self.outcome.moves}
-        now = [moved.get(index, place) for index, place in enumerate(self.placements)]
-        return any(isinstance(place, Shard) for place in (*now, *self.outcome.outputs))
-
-
-def price_split(
-    calls: Sequence[TracedCall],
-    prices: SplitPrices,
-    placements: Mapping[str, Placement],
-    *,
-    whole: Collection[int] = (),
-    collectives: list[Collective] | None = None,
-    priced: list[PricedCall] | None = None,
-) -> BlockSplit | None:
-    """Return what a step of the block takes, one call after another; None if not admitted.
-
-    Args:
-        calls: of the block
-        prices: along the axis
-        placements: of parameters by name; others are replicated
-        whole: numbers of tensors that have to be replicated
-        collectives: gets those of the step
-        priced: gets what every call takes
-    """
-    # costs of the step so far; parameters that were counted
-    state = activations = seconds = 0.0
-    parameters: set[int] = set()
-    for call, before, outcome, moves, saved in walk_split(calls, prices, placements, whole=whole):
-        if outcome is None:
-            return None
-        for ref, place in zip(call.inputs, before, strict=True):
-            if ref.parameter is not None and ref.number not in parameters:
-                parameters.add(ref.number)
-                state += prices.parameter_bytes(ref) / (
-                    prices.group.size if isinstance(place, Shard) else 1
-                )
-        # seconds and bytes of this call, with the moves that were not made before
-        step = (
-            outcome.seconds + sum(move.seconds for move in moves),
-            float(sum(each.bytes for each in saved)),
-        )
-        seconds, activations = seconds + step[0], activations + step[1]
-        if priced is not None:
-            priced.append(PricedCall(call, before, outcome, *step))
-        if collectives is not None:
-            collectives += [
-                *(each for move in moves for each in move.collectives),
-                *outcome.collectives,
-            ]
-    return BlockSplit(dict(placements), seconds, state, activations)
-
-
-class PlacedCall(NamedTuple):
-    """A call with its arguments at `placements`, and what it does; None: it is not admitted.
-
-    Of its moves and of what is saved, it has what was not there before.
-    """
-
-    call: TracedCall
-    placements: tuple[Placement, ...]
-    outcome: CallOutcome | None
-    moves: tuple[Move, ...] = ()
-    saved: tuple[Saved, ...] = ()
-
-
-def walk_split(
-    calls: Sequence[TracedCall],
-    prices: SplitPrices,
-    placements: Mapping[str, Placement],
-    *,
-    whole: Collection[int] = (),
-) -> Iterator[PlacedCall]:
-    """Yield the calls in order, parameters at `placements` (others replicated).
-
-    The last one is the first that is not admitted.
-    """
-    # by number of the tensor: where it is; what was moved and saved already
-    where: dict[int, Placement] = {}
-    made: set[Any] = set()
-    for call in calls:
-        for ref in call.inputs:
-            where.setdefault(ref.number, placements.get(ref.parameter or "", REPLICATE))
-        before = tuple(where[ref.number] for ref in call.inputs)
-        outcome = prices.outcome(call, before)
-        if outcome is None or not stays_whole(call, outcome, whole):
-            yield PlacedCall(call, before, None)
-            return
-        # a move, and what is saved, counts once; a parameter moves at every use
-        new = [_key_of(call, move) for move in outcome.moves]
-        moves = [
-            move
-            for move, key in zip(outcome.moves, new, strict=True)
-            if key is None or key not in made
-        ]
-        saved = [each for each in outcome.saved if each.memory is None or each[:2] not in made]
-        made |= {*new, *(each[:2] for each in saved)}
-        where |= {
-            ref.number: place for ref, place in zip(call.outputs, outcome.outputs, strict=True)
-        }
-        yield PlacedCall(call, before, outcome, tuple(moves), tuple(saved))
-
-
 def stays_whole(call: TracedCall, outcome: CallOutcome, whole: Collection[int]) -> bool:
     """Return whether no result of a call that has to be replicated is split."""
     places = zip(call.outputs, outcome.outputs, strict=True)
     return not any(isinstance(place, Shard) and ref.number in whole for ref, place in places)
-
-
-def _key_of(call: TracedCall, move: Any) -> Any:
-    """Return the identity of a move that is remembered.
-
-    None for a move of a parameter, which is made at every use.
-    """
-    ref = call.inputs[move.operand]
-    return None if ref.parameter is not None else (ref.number, move.target, move.enters)
 
 
 Collective = tuple[str, float]  # op, bytes of the full tensor
@@ -471,68 +345,3 @@ INSIDE: dict[str, Callable[[TracedCall, Sequence[Placement]], Inside]] = {
     "dropout": _dropout,
     "attention": _attention,
 }
-
-Why = Literal["not in the table of kinds", "its slices are gathered first", "its tensors are whole"]
-
-
-@dataclass(frozen=True)
-class WholeOperator:
-    """A function that is not split, in `module` and others.
-
-    Args:
-        function: its name
-        module: the innermost module of its first call
-        why: it is not split
-        calls: in a step
-        share_of_seconds: of the calls of a step, with what gathers its split arguments
-        share_of_bytes: of those that the calls keep for backward
-    """
-
-    function: str
-    module: str
-    why: Why
-    calls: int
-    share_of_seconds: float
-    share_of_bytes: float
-
-
-def whole_operators(calls: Iterable[tuple[PricedCall, int]]) -> list[WholeOperator]:
-    """Return the functions that run on replicated tensors, by their share of the seconds.
-
-    Those whose tensors are replicated anyway come last. Views are left out. `calls` are those of a
-    step with how often each runs (`SplitModel.priced_calls`).
-    """
-    calls = [*calls]
-    seconds = sum(times * call.seconds for call, times in calls) or 1.0
-    kept = sum(times * call.activation_bytes for call, times in calls) or 1.0
-    # by function and reason
-    found: dict[tuple[str, Why], list[tuple[PricedCall, int]]] = {}
-    for call, times in calls:
-        if not call.is_split and (call.seconds or call.activation_bytes):
-            found.setdefault((_name(call), _why(call)), []).append((call, times))
-    operators = [
-        WholeOperator(
-            name,
-            several[0][0].call.stack[-1] if several[0][0].call.stack else "",
-            why,
-            sum(times for _, times in several),
-            sum(times * call.seconds for call, times in several) / seconds,
-            sum(times * call.activation_bytes for call, times in several) / kept,
-        )
-        for (name, why), several in found.items()
-    ]
-    return sorted(
-        operators, key=lambda each: (each.why == "its tensors are whole", -each.share_of_seconds)
-    )
-
-
-def _name(call: PricedCall) -> str:
-    func = call.call.func
-    return str(getattr(func, "__name__", func))
-
-
-def _why(call: PricedCall) -> Why:
-    if call.call.inputs and call.call.func not in KINDS:
-        return "not in the table of kinds"
-    is_given_slices = any(isinstance(placement, Shard) for placement in call.placements)
-    return "its slices are gathered first" if is_given_slices else "its tensors are whole"

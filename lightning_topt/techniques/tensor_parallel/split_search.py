@@ -25,14 +25,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from lightning_topt.graph.blocks import block_of
-from lightning_topt.graph.op_config import Placement, Placements, Shard
+from lightning_topt.graph.op_config import Placement, Shard
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.techniques.tensor_parallel.decisions import Argument, call_of
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace, Ref, TracedCall
 from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, Layout
 from lightning_topt.techniques.tensor_parallel.op_rules import KINDS
 from lightning_topt.techniques.tensor_parallel.op_rules.reductions import NORM
+from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout
 from lightning_topt.techniques.tensor_parallel.split_prices import (
     BlockSplit,
     CallOutcome,
@@ -41,7 +41,6 @@ from lightning_topt.techniques.tensor_parallel.split_prices import (
 )
 
 _CLOSE = 0.02
-BlockPlacements = Mapping[str, tuple[tuple[str, Placements], ...]]
 
 
 @dataclass(frozen=True)
@@ -56,16 +55,10 @@ class ModelSplit:
     state_bytes: float
     activation_bytes: float
 
-    def by_block(self, blocks: Sequence[str]) -> BlockPlacements:
-        """Return the placements as `OpConfig` has them: by block, and name in the block.
-
-        They are along this one axis.
-        """
-        found: dict[str, list[tuple[str, Placements]]] = {block: [] for block in blocks}
-        for name, placement in self.placements.items():
-            block = block_of(name, found)
-            found[block].append((name.removeprefix(f"{block}."), (placement,)))
-        return {block: tuple(placed) for block, placed in found.items()}
+    @property
+    def layout(self) -> SplitLayout:
+        """The same along the one axis, with the tensors between layers unsharded."""
+        return SplitLayout({name: (each,) for name, each in self.placements.items()}, {})
 
 
 def search_totals(regions: ModelRegions, prices: SplitPrices) -> list[Point]:
@@ -165,24 +158,6 @@ class ModelRegions:
             if block.name in self.repeated:
                 groups.setdefault(block.group, []).append(block.name)
         return [[""], *groups.values()]
-
-    @cached_property
-    def alike(self) -> list[list[str]]:
-        """Blocks that are split alike and run alike.
-
-        Modules of one structure may be called differently.
-        """
-        # operators and kernels of each block, in order
-        ran: dict[str, list[Any]] = {}
-        for op in self.graph.ops:  # kernels of equal calls are the same objects
-            ran.setdefault(op.block, []).append((op.name.removeprefix(op.block), id(op.forward)))
-        found: list[list[str]] = []
-        for region in self.all:
-            groups: dict[Any, list[str]] = {}
-            for block in region:
-                groups.setdefault(tuple(ran.get(block, ())), []).append(block)
-            found += groups.values()
-        return found
 
     def traced(self, block: str) -> tuple[list[TracedCall], set[int]]:
         """Return the calls of a block, and the numbers of tensors that have to be replicated.

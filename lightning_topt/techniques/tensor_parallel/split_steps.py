@@ -5,13 +5,12 @@ mesh under every split worth pricing; `step` below is always a `TrainingStep`:
 
     whole      the step of a data rank, with nothing split
     split      the model whose parameters can be split (`SplitModel`)
-    a split    which parameters are split, the tensors between layers unsharded: `step_under`
-    a layout   tensors between layers are split too: `layout_step`, `step_in`
+    a layout   which parameters are split, and maybe tensors between layers: `step_in`
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -22,13 +21,15 @@ from lightning_topt.costs.sizes import parameter_bytes
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.blocks import block_of
 from lightning_topt.graph.mesh_axes import Axis, Mesh
-from lightning_topt.graph.op_config import OpConfig, Placements, Replicate, Shard
+from lightning_topt.graph.op_config import OpConfig, Placements, Replicate
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.techniques.tensor_parallel.block_rules import rules_of
-from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout, layout_named_by
+from lightning_topt.techniques.tensor_parallel.split_layouts import (
+    SplitLayout,
+    layout_named_by,
+    rules_of,
+)
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
-from lightning_topt.techniques.tensor_parallel.split_search import ModelSplit
 
 # ---- meshes
 
@@ -95,7 +96,6 @@ def tensor_steps(
     *,
     mesh: Mesh,
     layout: str = "",
-    is_needed: Callable[[TrainingStep], bool] | None = None,
 ) -> Iterator[TrainingStep]:
     """Yield the steps of one rank on `mesh`, which has tensor axes.
 
@@ -108,7 +108,6 @@ def tensor_steps(
         split: the model.
         mesh: with the tensor axes.
         layout: one of `LAYOUTS`; "" for any.
-        is_needed: asked before a step is captured, with one that costs at most as much.
 
     Raises:
         ValueError: the axes have no layout, or the model cannot run in it.
@@ -120,31 +119,13 @@ def tensor_steps(
         return
     prices, found = prices_on(whole, split, mesh=mesh), False
     for candidate in split.candidates(prices):
-        if is_needed is not None:
-            # the same operators with the costs and parameters of slices, without a capture
-            bound = split.bound_graph(candidate, prices)
-            calls = sum(split.calls(candidate).values())
-            if not is_needed(step_of(whole, bound, mesh=mesh, split=candidate, calls=calls)):
-                continue
-        if (step := step_under(candidate, whole, split, mesh=mesh)) is not None:
+        if (step := step_in(candidate.layout, whole, split, mesh=mesh)) is not None:
             yield step
             found = True
     # tensors between layers split as well, if the model can run so
     if found and not layout:
         with suppress(ValueError):
             yield layout_step(whole, split, mesh=mesh, layout="tensor_sequence")
-
-
-def step_under(
-    chosen: ModelSplit, whole: TrainingStep, split: SplitModel, *, mesh: Mesh
-) -> TrainingStep | None:
-    """Return the step of one rank on `mesh` under a split; None where it cannot be captured."""
-    (axis,) = mesh.tensor_axes
-    local = split.local_graph(chosen, mesh.shape[axis])
-    if local is None:
-        return None
-    calls = sum(split.calls(chosen).values())
-    return step_of(whole, local, mesh=mesh, split=chosen, calls=calls)
 
 
 def layout_step(whole: TrainingStep, split: SplitModel, *, mesh: Mesh, layout: str) -> TrainingStep:
@@ -169,7 +150,7 @@ def step_in(
 ) -> TrainingStep | None:
     """Return the step with its tensors as in `found`; None where it cannot be captured."""
     along = _along(mesh)
-    local = split.local_graph_of(found, along)
+    local = split.local_graph(found, along)
     if local is None:
         return None
     blocks = [block.name for block in whole.graph.blocks]
@@ -197,14 +178,6 @@ def step_in(
         computes=computes,
         split_calls=sum(split.calls(found).values()),
     )
-
-
-def step_of(
-    whole: TrainingStep, local: OpGraph, *, mesh: Mesh, split: ModelSplit, calls: int = 0
-) -> TrainingStep:
-    """Return the step `local` of one rank on `mesh` under `split`, which splits so many `calls`."""
-    placed = split.by_block([block.name for block in whole.graph.blocks])
-    return replace(_on_slices(whole, local, mesh=mesh), split=placed, split_calls=calls)
 
 
 def _on_slices(whole: TrainingStep, local: OpGraph, *, mesh: Mesh) -> TrainingStep:
@@ -260,14 +233,6 @@ def saving_no_computation(step: TrainingStep, whole: TrainingStep) -> TrainingSt
 
 
 # ---- splits of plans
-
-
-def placed_split(configs: Mapping[str, OpConfig], mesh: Mesh) -> ModelSplit:
-    """Return where blocks have parameters along the one tensor axis of `mesh`; its costs are 0."""
-    (axis,) = mesh.tensor_axes
-    placed = _parameters_of(configs, [axis])
-    split = {name: place for name, (place,) in placed.items() if isinstance(place, Shard)}
-    return ModelSplit(split, 0.0, 0.0, 0.0)
 
 
 def placed_layout(configs: Mapping[str, OpConfig], mesh: Mesh) -> SplitLayout:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import Placement, Replicate
-from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule
 from lightning_topt.techniques.tensor_parallel.layout import TensorAxes
+from lightning_topt.techniques.tensor_parallel.split_layouts import BlockRule
 from lightning_topt.techniques.tensor_parallel.split_mode import SplitMode
 from lightning_topt.techniques.tensor_parallel.split_parameters import (
     join_parameters,

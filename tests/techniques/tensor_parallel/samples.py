@@ -56,7 +56,6 @@ RANDOM = [
     S(F.dropout, r(4, 8), p=0.5, training=True, inplace=True),
     S(F.dropout, r(4, 8), training=False),
     S(torch.dropout, r(4, 8), 0.3, True),
-    S(torch.feature_dropout, r(4, 8, 2, 2), 0.5, True),
     S(torch.rand_like, r(4, 8)),
     S(torch.randn_like, input=r(4, 8)),
     S(T.normal_, torch.zeros(4, 8), 0.0, 2.0),
@@ -72,9 +71,6 @@ PRODUCTS = [
     S(T.matmul, r(4, 8), r(2, 8, 4)),
     S(torch.matmul, r(4, 1, 6, 8), r(2, 8, 4)),
     S(torch.bmm, r(4, 6, 8), r(4, 8, 2)),
-    S(torch.baddbmm, r(4, 1, 2), r(4, 6, 8), r(4, 8, 2), beta=0.5, alpha=2.0),
-    S(T.baddbmm, r(2), r(4, 6, 8), r(4, 8, 2)),
-    S(torch.outer, r(4), r(8)),
     S(torch.bmm, r(8, 6, 8), r(8, 8, 2), parts=(1, 2)),
     S(
         torch._grouped_mm,
@@ -186,8 +182,6 @@ REDUCTIONS = [
     S(T.topk, r(4, 8), 2, 0),
     S(T.topk, r(4, 8), 2, dim=-2),
     S(torch.argsort, r(4, 8), 0),
-    S(torch.cosine_similarity, r(4, 8, 6), r(8, 6), dim=-1),
-    S(torch.cosine_similarity, r(4, 8), r(4, 8)),
     S(F.glu, r(4, 8), parts=(1, 2, 4)),
     S(F.glu, r(4, 8), 0),
     S(F.layer_norm, r(4, 6, 8), (8,), r(8), r(8)),
@@ -227,15 +221,6 @@ SHAPES = [
     S(torch.chunk, r(24, 4), 2, parts=(1, 2)),
     S(T.unbind, r(3, 4, 8)),
     S(torch.unbind, r(4, 3, 8), 1),
-    S(torch.tril, r(4, 6, 6), -1),
-    S(T.triu, r(4, 6, 6)),
-    S(T.repeat, r(4, 8), 2, 1, 3, parts=(1, 2)),
-    S(torch.tile, r(4, 8), (2,)),
-    S(T.repeat, r(4, 8), (1, 2)),
-    S(torch.roll, r(4, 8), 1, 1),
-    S(T.flip, r(4, 8), (0,)),
-    S(T.flip, r(4, 8), -1),
-    S(T.unfold, r(4, 8), 1, 4, 2),
     S(T.__iter__, r(2, 4, 8)),
 ]
 INDEX = [
@@ -267,7 +252,6 @@ INDEX = [
     S(T.index_copy, r(4, 8), 0, torch.tensor([2, 0]), r(2, 8)),
     S(T.index_fill, r(4, 8), 1, torch.tensor([2, 0]), 1.0),
     S(NN.one_hot, i(5, 4, 2), 5),
-    S(torch.bucketize, r(4, 8), torch.tensor([0.2, 0.5], dtype=torch.float64)),
 ]
 LOSSES = [
     S(NN.mse_loss, r(4, 8), r(4, 8), 1),
@@ -306,23 +290,13 @@ CONVOLUTIONS = [
     S(F.max_pool2d_with_indices, r(2, 4, 6, 6), 2),
     S(NN.avg_pool2d, r(4, 6, 6), 2),
     S(F.adaptive_avg_pool2d, r(2, 4, 6, 6), (1, 1)),
-    S(F.interpolate, r(2, 4, 6, 6), scale_factor=2, mode="bilinear"),
-    S(F.unfold, r(2, 4, 6, 6), 3),
     S(F.pad, r(2, 4, 6), (1, 2)),
     S(F.pad, r(2, 4, 6), (0, 0, 1, 0)),
     S(F.pad, r(2, 4, 6, 6), [1, 1, 1, 1], mode="reflect"),
     S(F.batch_norm, r(4, 8, 3), None, None, r(8), r(8), True),
     S(F.batch_norm, r(4, 8), r(8), r(8), fixed=(1, 2), weight=r(8), bias=r(8), training=False),
-    S(F.instance_norm, r(4, 8, 3), weight=r(8), bias=r(8)),
-    S(F.instance_norm, r(4, 8, 3), r(8), r(8), fixed=(1, 2), use_input_stats=False),
-]
-CELLS = [
-    S(torch.lstm_cell, r(4, 6), (r(4, 8), r(4, 8)), r(32, 6), r(32, 8), r(32), r(32)),
-    S(torch.gru_cell, r(4, 6), r(4, 8), r(24, 6), r(24, 8), r(24), r(24)),
-    S(torch.rnn_tanh_cell, r(4, 6), r(4, 8), r(8, 6), r(8, 8), r(8), r(8)),
-    S(torch.rnn_relu_cell, r(4, 6), r(4, 8), r(8, 6), r(8, 8)),
 ]
 SAMPLES = [
     *(*ELEMENTWISE, *RANDOM, *PRODUCTS, *ATTENTION, *REDUCTIONS),
-    *(*SHAPES, *INDEX, *LOSSES, *CONVOLUTIONS, *CELLS),
+    *(*SHAPES, *INDEX, *LOSSES, *CONVOLUTIONS),
 ]

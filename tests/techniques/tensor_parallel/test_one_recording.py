@@ -18,7 +18,7 @@ from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTra
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 from tests.models import GPT, Mixture
 from tests.techniques.tensor_parallel.test_split_models import llama, t5
-from tests.techniques.tensor_parallel.traced import Step, prices
+from tests.techniques.tensor_parallel.traced import Step, along, prices
 
 WIDTH = 32
 
@@ -117,7 +117,7 @@ def graphs(model: SplitModel, ranks: int, *, all_splits: bool = True) -> list[An
     costs, found = prices(model.module, ranks), []
     candidates = model.candidates(costs)
     for split in candidates if all_splits else candidates[-1:]:
-        found.append(model.local_graph(split, ranks))
+        found.append(model.local_graph(split.layout, along(ranks)))
     return found
 
 
@@ -167,7 +167,7 @@ def test_two_recordings_tell_where_one_does_not(recorded: list[int]) -> None:
     recorded.clear()
     model = SplitModel(module, batch, whole, trace)
     split = model.candidates(prices(module, 2))[0]
-    local = model.local_graph(split, 2)
+    local = model.local_graph(split.layout, along(2))
     assert recorded == [4 * PRIME, 4, 8]  # the first one of the step as it is
     assert local is not None
     differences = [t.bytes for t in local.step.tensors if t.spec.shape == (3, 16)]
@@ -185,7 +185,7 @@ def test_one_recording_stands_for_two_batches_that_differ_in_their_first_dim(
     whole = capturing.capture(module, batch, second_batch=second, adapt=trace.of)
     recorded.clear()
     model = SplitModel(module, batch, whole, trace, second)
-    local = model.local_graph(model.candidates(prices(module, 2))[0], 2)
+    local = model.local_graph(model.candidates(prices(module, 2))[0].layout, along(2))
     assert recorded == ([4 * PRIME, 4 * PRIME] if dim == 0 else [4 * PRIME, 4, 8])
     assert local is not None
     assert {

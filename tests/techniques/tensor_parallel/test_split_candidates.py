@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from lightning_topt.graph.kernels import shown_collective
 from lightning_topt.graph.op_config import Shard
 from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
-from lightning_topt.techniques.tensor_parallel.split_search import ModelSplit
 from tests.models import GPT, MLP
 from tests.techniques.tensor_parallel.test_split_search import short
-from tests.techniques.tensor_parallel.traced import Step, prices, run, trace
+from tests.techniques.tensor_parallel.traced import Step, along, prices, run, trace
 
 WIDTH, LAYERS = 256, 4
 
@@ -49,7 +49,7 @@ def test_all_that_is_there_once_is_split_together(gpt: SplitModel) -> None:
     assert "head" in {block.name for block in gpt.graph.blocks}
     fastest = gpt.candidates(costs(gpt))[0]
     assert fastest.placements["head.weight"] == Shard(0)
-    local = gpt.local_graph(fastest, 2)
+    local = gpt.local_graph(fastest.layout, along(2))
     assert local is not None
     samples = 8 * 128 * 4
     assert collectives(local)["all_reduce", samples] == 3  # of the loss, one number per sample
@@ -72,7 +72,7 @@ def test_least_state_and_fewest_bytes_are_among_the_candidates(gpt: SplitModel) 
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_the_graph_of_a_rank_makes_the_collectives_of_its_run(gpt: SplitModel, ranks: int) -> None:
     for split in gpt.candidates(costs(gpt, ranks)):
-        local = gpt.local_graph(split, ranks)
+        local = gpt.local_graph(split.layout, along(ranks))
         assert local is not None
         made = run(gpt.module, gpt.batch, split.placements, ranks)
         assert collectives(local) == Counter((call.op, call.size) for call in made)
@@ -109,12 +109,10 @@ def test_code_that_cannot_run_on_slices_has_no_graph() -> None:
     module, batch = Step(Hidden()), torch.zeros(512, 64)
     found, graph = trace(module, batch)
     model = SplitModel(module, batch, graph, found)
-    column = {"inner.first.weight": Shard(0), "inner.first.bias": Shard(0)}
-    assert model.local_graph(ModelSplit(column, 0.0, 0.0, 0.0), 2) is None
+    column = {"inner.first.weight": (Shard(0),), "inner.first.bias": (Shard(0),)}
+    assert model.local_graph(SplitLayout(column, {}), along(2)) is None
     (why,) = model.refusals(2)
     assert "module 'inner" in why and "works on tensors beside torch's functions" in why
     assert model.why_whole(2) == why and model.refusals(4) == []
-    assert (
-        model.local_graph(ModelSplit({"inner.second.weight": Shard(0)}, 0.0, 0.0, 0.0), 2)
-        is not None
-    )
+    other = SplitLayout({"inner.second.weight": (Shard(0),)}, {})
+    assert model.local_graph(other, along(2)) is not None

@@ -19,7 +19,7 @@ from lightning_topt.graph.op_graph import Kernel, OpGraph
 from lightning_topt.techniques.tensor_parallel import moves
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.layout import TensorAxes
-from lightning_topt.techniques.tensor_parallel.split_capture import capture_split
+from lightning_topt.techniques.tensor_parallel.split_model import capture_split
 from tests.models import GPT
 from tests.techniques.tensor_parallel.test_split_gpt import MEGATRON
 from tests.techniques.tensor_parallel.traced import Step

@@ -21,9 +21,12 @@ from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.demo import ByteGPT
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import Axis, Mesh
-from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
-from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout, layout_axes
+from lightning_topt.techniques.tensor_parallel.split_layouts import (
+    BlockRule,
+    SplitLayout,
+    layout_axes,
+)
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
 from tests.launch import run_ranks
@@ -135,7 +138,7 @@ def test_layouts_run_as_one_process() -> None:
         if name not in LEFT_OUT[layout]
     }
     for name, (layout, along) in found.items():
-        assert models[name.partition(": ")[2]].local_graph_of(layout, along) is not None, name
+        assert models[name.partition(": ")[2]].local_graph(layout, along) is not None, name
     beside_data = "tensor_2d: byte gpt"
     of_8 = {n: each for n, each in found.items() if "3d" in n or n == beside_data}
     of_4 = {n: each for n, each in found.items() if n not in of_8}
@@ -225,8 +228,8 @@ def test_a_block_that_is_split_otherwise_is_captured_itself(
     }
     changed = SplitLayout(placements, rules)
     assert changed != found
-    short = model.local_graph_of(changed, along)
+    short = model.local_graph(changed, along)
     assert model._stacks
     model.__dict__["_stacks"] = ()
     model._known.graphs.clear()
-    assert model.local_graph_of(changed, along) == short is not None
+    assert model.local_graph(changed, along) == short is not None

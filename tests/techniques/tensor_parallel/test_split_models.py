@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import Placement, Replicate, Shard
-from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule
+from lightning_topt.techniques.tensor_parallel.split_layouts import BlockRule
 from tests.launch import run_ranks
 from tests.models import Mixture
 from tests.techniques.tensor_parallel.on_ranks import check, compare
@@ -240,7 +240,7 @@ class Images(nn.Module):
         self.point, self.norm3 = nn.Conv2d(16, 8, 1), nn.GroupNorm(4, 8)
         self.up, self.norm4 = (
             nn.ConvTranspose2d(8, 8, 2, stride=2),
-            nn.InstanceNorm2d(8, affine=True),
+            nn.GroupNorm(8, 8),
         )
         self.pool, self.head = nn.MaxPool2d(2), nn.Linear(8, 8)
         self.double()

@@ -21,11 +21,18 @@ from lightning_topt.techniques.tensor_parallel.op_rules.reductions import NORM
 from lightning_topt.techniques.tensor_parallel.split_prices import (
     BlockSplit,
     SplitPrices,
-    price_split,
 )
 from lightning_topt.techniques.tensor_parallel.split_search import search_splits
 from tests.models import GPT, MEGATRON_BLOCK, MLP, GPTBlock
-from tests.techniques.tensor_parallel.traced import FAST, LlamaBlock, Step, prices, run, trace
+from tests.techniques.tensor_parallel.traced import (
+    FAST,
+    LlamaBlock,
+    Step,
+    price_split,
+    prices,
+    run,
+    trace,
+)
 
 SLOW = replace(FAST, intra=Link(1e-4, 1e8))
 COLUMN, ROW = Shard(0), Shard(1)

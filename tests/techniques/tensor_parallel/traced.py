@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,11 @@ from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.communication import Group
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.graph.capture import call_training_step, capture
+from lightning_topt.graph.mesh_axes import Axis
 from lightning_topt.graph.module_copy import fake_copy
-from lightning_topt.graph.op_config import Placement
+from lightning_topt.graph.op_config import Placement, Replicate, Shard
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
+from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace, TracedCall
 from lightning_topt.techniques.tensor_parallel.layout import (
     CollectiveCall,
     Layout,
@@ -25,7 +26,11 @@ from lightning_topt.techniques.tensor_parallel.layout import (
 )
 from lightning_topt.techniques.tensor_parallel.split_mode import SplitMode
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
-from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
+from lightning_topt.techniques.tensor_parallel.split_prices import (
+    BlockSplit,
+    SplitPrices,
+    stays_whole,
+)
 
 DEVICE = Device(
     "accelerator", 10**10, {"float32": 1e12}, memory_bandwidth=1e12, op_overhead_seconds=1e-6
@@ -79,6 +84,11 @@ def trace(module: nn.Module, batch: Any, **given: Any) -> tuple[FunctionTrace, O
     return found, capture(module, batch, adapt=found.of, batch_scaling=False, **given)
 
 
+def along(ranks: int) -> tuple[Axis, ...]:
+    """Return the one tensor axis of so many ranks."""
+    return (Axis("tensor", ranks),)
+
+
 def prices(module: nn.Module, ranks: int, *, cluster: Cluster = FAST) -> SplitPrices:
     """Return the prices of splits over neighbours, trained by Adam."""
     adam = torch.optim.Adam(module.parameters())
@@ -108,3 +118,48 @@ def run(
             loss = call_training_step(copied, batch)
         loss.backward()
     return calls
+
+
+def price_split(
+    calls: Sequence[TracedCall],
+    costs: SplitPrices,
+    placements: Mapping[str, Placement],
+    *,
+    whole: Collection[int] = (),
+    collectives: list[tuple[str, float]] | None = None,
+) -> BlockSplit | None:
+    """Return what a step of `calls` takes, one after another; None if it is not admitted.
+
+    `collectives` gets those of the step.
+    """
+    state = activations = seconds = 0.0
+    where: dict[int, Placement] = {}
+    parameters, moved, saved = set[int](), set[Any](), set[Any]()
+    for call in calls:
+        for ref in call.inputs:
+            where.setdefault(ref.number, placements.get(ref.parameter or "", Replicate()))
+            if ref.parameter is not None and ref.number not in parameters:
+                parameters.add(ref.number)
+                ranks = costs.group.size if isinstance(where[ref.number], Shard) else 1
+                state += costs.parameter_bytes(ref) / ranks
+        outcome = costs.outcome(call, [where[ref.number] for ref in call.inputs])
+        if outcome is None or not stays_whole(call, outcome, whole):
+            return None
+        seconds += outcome.seconds
+        found = [*outcome.collectives]
+        # a move, and what is saved, counts once; a parameter moves at every use
+        for move in outcome.moves:
+            ref = call.inputs[move.operand]
+            key = ref.number, move.target, move.enters
+            if ref.parameter is not None or key not in moved:
+                moved.add(key)
+                seconds += move.seconds
+                found += move.collectives
+        for each in outcome.saved:
+            if each.memory is None or each[:2] not in saved:
+                saved.add(each[:2])
+                activations += each.bytes
+        where |= {ref.number: p for ref, p in zip(call.outputs, outcome.outputs, strict=True)}
+        if collectives is not None:
+            collectives += found
+    return BlockSplit(dict(placements), seconds, state, activations)

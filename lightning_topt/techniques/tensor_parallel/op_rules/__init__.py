@@ -3,8 +3,7 @@
     rules         what a rule is: `Kind`, `OpCall`, `Row`, and the helpers to write one
     elementwise   functions of single elements; dropout and other random numbers
     reductions    sums, softmax, norms, losses
-    products      linear layers, matrix products, embeddings, convolutions, recurrent cells
-    attention     scaled dot-product attention
+    products      linear layers, matrix products, embeddings, convolutions, attention
     shapes        reshapes, joins, indexing
 
 A function that is not in `KINDS` gets unsharded tensors.
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 # each enters its functions
 from lightning_topt.techniques.tensor_parallel.op_rules import (  # noqa: F401
-    attention,
     elementwise,
     products,
     reductions,

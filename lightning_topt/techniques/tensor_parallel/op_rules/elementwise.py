@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -138,27 +137,6 @@ def _dropout(placed: Placed) -> Tensor:
     return x.mul_(kept) if placed.get(3, "inplace", False) else x * kept
 
 
-def _channel_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    # Yield splits of samples, channels and space: (sample, channel, ...)
-    if len(call.operands[0].shape) > 2:
-        yield from elementwise_rows(call, ranks)
-
-
-def _channel_dropout(placed: Placed) -> Tensor:
-    # What dropout of channels makes: one number for every channel of every sample
-    x: Tensor = placed.args[0]
-    p, training = placed.args[1:3]
-    if not training or p == 0:
-        return x
-    layout = placed.inputs[0]
-    whole = (*layout.shape[:2], *(1 for _ in layout.shape[2:]))
-    noise = torch.feature_dropout(x.new_ones(whole), p, True)
-    for axis, placement in enumerate(layout.placements):
-        if isinstance(placement, Shard) and placement.dim < 2:
-            noise = placed.cut_along(noise, [axis], placement)
-    return x.mul_(noise) if placed.call.func.__name__.endswith("_") else x * noise
-
-
 def _drawn(placed: Placed) -> Tensor:
     # This rank's slice of as many numbers as the full tensor has
     x: Tensor = placed.args[0] if placed.args else placed.kwargs["input"]
@@ -171,13 +149,7 @@ def _drawn(placed: Placed) -> Tensor:
 
 
 DROPOUT = Kind("dropout", elementwise_rows, _dropout)
-CHANNEL_DROPOUT = Kind("dropout of channels", _channel_rows, _channel_dropout)
 RANDOM = Kind("random numbers", elementwise_rows, _drawn)
-_VF: Any = torch._VF
 register(DROPOUT, (F.dropout, torch.dropout))
-register(
-    CHANNEL_DROPOUT,
-    {torch.feature_dropout, torch.feature_dropout_, _VF.feature_dropout, _VF.feature_dropout_},
-)
 register(RANDOM, named("rand_like randn_like", torch))
 register(RANDOM, named("normal_ uniform_ exponential_ log_normal_ cauchy_ geometric_", Tensor))

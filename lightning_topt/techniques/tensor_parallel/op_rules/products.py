@@ -1,4 +1,4 @@
-"""Products: linear layers, matrix products, embeddings, recurrent cells, convolutions.
+"""Products: linear layers, matrix products, embeddings, convolutions.
 
     column      x replicated, weight by outputs       result by outputs  Shoeybi et al., arXiv
                                                                          1909.08053, section 3
@@ -8,22 +8,21 @@
 
 In convolutions, outputs and inputs are channels. The bias is added to the sum of a row split.
 Groups may be split as well, with x, weight and bias. Space is read along and never split.
-
-Recurrent cells split hidden units, with the gates of each (weights in 4, 3 or 1 parts); or samples.
-Their product needs the full hidden state, the rest of a cell only its own units.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_topt.graph.op_config import Placement, Shard
-from lightning_topt.techniques.tensor_parallel.layout import PARTIAL
+from lightning_topt.techniques.tensor_parallel.layout import PARTIAL, REPLICATE, local_shard
 from lightning_topt.techniques.tensor_parallel.op_rules.elementwise import broadcast
 from lightning_topt.techniques.tensor_parallel.op_rules.rules import (
     Kind,
@@ -107,26 +106,6 @@ def _matmul(call: OpCall, ranks: int) -> Iterator[Row]:
             yield call.row({left: Shard(inner, parts), right: Shard(columns - 1, parts)}, PARTIAL)
 
 
-def _baddbmm(call: OpCall, ranks: int) -> Iterator[Row]:
-    # Yield rows of (batch, row, inner) times (batch, inner, column), plus a broadcast tensor
-    added, left, right = call.first("input", "batch1", "batch2")
-    # dims of the result: (batch, row, column); the inner one stays replicated
-    sizes = (left.shape[0], left.shape[1], right.shape[2])
-    for dim, size in enumerate(sizes):
-        own = dim - 3 + len(added.shape)
-        for parts in call.parts:
-            placed: dict[Operand, Placement] = {}
-            if own >= 0 and added.shape[own] == size:
-                placed[added] = Shard(own, parts)
-            placed |= {
-                operand: Shard(dim, parts)
-                for operand, other in ((left, 2), (right, 1))
-                if dim != other
-            }
-            if divides(size, ranks, parts):
-                yield call.row(placed, Shard(dim, parts))
-
-
 def _grouped(call: OpCall, ranks: int) -> Iterator[Row]:
     # Yield rows of tokens sorted by expert (token, inner) times (expert, inner, column)
     tokens, weight = call.operands[:2]
@@ -154,13 +133,6 @@ def _run_grouped(placed: Placed) -> Tensor:
     start, end = int(ends[first - 1]) if first else 0, int(ends[first + count - 1])
     own = placed.call.func(tokens[start:end], weight, offs=ends[first : first + count] - start)
     return F.pad(own, (0, 0, start, tokens.shape[0] - end))
-
-
-def _outer(call: OpCall, ranks: int) -> Iterator[Row]:
-    for dim, operand in enumerate(call.operands):
-        for parts in call.parts:
-            if divides(operand.shape[0], ranks, parts):
-                yield call.row({operand: Shard(0, parts)}, Shard(dim, parts))
 
 
 def _einsum(call: OpCall, ranks: int) -> Iterator[Row]:
@@ -240,68 +212,12 @@ register(
         Tensor.__matmul__,
     ),
 )
-register(Kind("baddbmm", _baddbmm), named("baddbmm", torch, Tensor))
 register(
     Kind("grouped product", _grouped, _run_grouped),
     (torch._grouped_mm, getattr(F, "grouped_mm", None)),
 )
-register(Kind("outer", _outer), named("outer ger", torch, Tensor))
 register(EINSUM, (torch.einsum, torch.functional.einsum))
 register(EMBEDDING, (F.embedding, torch.embedding))
-
-# ---- recurrent cells -----------------------------------------------------------------------------
-
-_GATES = {"lstm_cell": 4, "gru_cell": 3, "rnn_tanh_cell": 1, "rnn_relu_cell": 1}
-
-
-def _cell_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    # Yield splits of hidden units and of samples
-    name = call.func.__name__
-    # x, states (an LSTM has two), weights with their biases
-    states = 2 if name == "lstm_cell" else 1
-    x = call.operands[0]
-    hidden = call.operands[1 : 1 + states]
-    weights = call.operands[1 + states :]
-    last, parts = len(x.shape) - 1, _GATES[name]
-    # by hidden units: x and the hidden state are replicated, the cell state of an LSTM is not
-    if divides(hidden[0].shape[-1], ranks):
-        placed: dict[Operand, Placement] = dict.fromkeys(weights, Shard(0, parts))
-        placed |= dict.fromkeys(hidden[1:], Shard(last))
-        yield call.row(placed, *(Shard(last) for _ in hidden))
-    if last == 1 and divides(x.shape[0], ranks):
-        yield call.row(dict.fromkeys((x, *hidden), Shard(0)), *(Shard(0) for _ in hidden))
-
-
-def _run_cell(placed: Placed) -> Any:
-    # Run a cell from its equations: the fused ones take no slices of gates
-    name = placed.call.func.__name__
-    x, state, w_input, w_hidden, *biases = placed.args
-    b_input, b_hidden = biases or (None, None)
-    hidden = state[0] if isinstance(state, tuple | list) else state
-    entering, recurrent = F.linear(x, w_input, b_input), F.linear(hidden, w_hidden, b_hidden)
-    if name == "lstm_cell":
-        keep_in, forget, new, out = (entering + recurrent).chunk(4, -1)
-        cell = forget.sigmoid() * state[1] + keep_in.sigmoid() * new.tanh()
-        return out.sigmoid() * cell.tanh(), cell
-    if name != "gru_cell":
-        return (
-            torch.tanh(entering + recurrent)
-            if name == "rnn_tanh_cell"
-            else torch.relu(entering + recurrent)
-        )
-    # GRU: the candidate is mixed with the own units of the state, which came in full
-    cut = placed.axes_along(placed.call.args[2].place, 0)
-    own: Tensor = placed.cut_along(hidden, cut, Shard(hidden.ndim - 1))
-    reset_in, update_in, new_in = entering.chunk(3, -1)
-    reset, update, new = recurrent.chunk(3, -1)
-    candidate = torch.tanh(new_in + (reset_in + reset).sigmoid() * new)
-    kept = (update_in + update).sigmoid()
-    return candidate + kept * (own - candidate)
-
-
-CELL = Kind("recurrent cell", _cell_rows, _run_cell)
-register(CELL, (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell))
-
 
 # ---- convolutions, pooling, padding --------------------------------------------------------------
 
@@ -350,11 +266,6 @@ def _pooling_rows(call: OpCall, ranks: int) -> Iterator[Row]:
     yield from dim_rows(call, ranks, range(len(call.operands[0].shape) - space))
 
 
-def _resize_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    # Yield splits of samples and channels; all other dims are space
-    yield from dim_rows(call, ranks, range(min(2, len(call.operands[0].shape))), parts=(1,))
-
-
 def _padding_rows(call: OpCall, ranks: int) -> Iterator[Row]:
     # Yield splits of dims without padding
     ndim, pad = len(call.operands[0].shape), (*call.get(1, "pad"),)
@@ -373,7 +284,7 @@ def _batch_norm_rows(call: OpCall, ranks: int) -> Iterator[Row]:
     Running statistics are replicated.
     """
     x, weight, bias = call.get(0, "input"), call.get(3, "weight"), call.get(4, "bias")
-    counts = _counts(call)
+    counts = call.get(5, "training", False)
     # by channels; elsewhere only without statistics over the batch
     if divides(x.shape[1], ranks):
         placed: dict[Operand, Placement] = {
@@ -381,19 +292,8 @@ def _batch_norm_rows(call: OpCall, ranks: int) -> Iterator[Row]:
         }
         yield call.row({x: Shard(1), **placed}, Shard(1))
     for dim, size in enumerate(x.shape):
-        alone = dim == 0 and call.func is F.instance_norm and call.get(1, "running_mean") is None
-        if dim != 1 and (alone or not counts) and divides(size, ranks):
+        if dim != 1 and not counts and divides(size, ranks):
             yield call.row({x: Shard(dim)}, Shard(dim))
-
-
-def _counts(call: OpCall) -> bool:
-    # Whether statistics are those of this batch
-    counts: bool = (
-        call.get(5, "use_input_stats", True)
-        if call.func is F.instance_norm
-        else call.get(5, "training", False)
-    )
-    return counts
 
 
 def _run_batch_norm(placed: Placed) -> Tensor:
@@ -414,7 +314,7 @@ def _run_batch_norm(placed: Placed) -> Tensor:
         args, kwargs = with_argument(placed, 1, "running_mean", own[0])
         args, kwargs = with_argument(placed, 2, "running_var", own[1], args=args, kwargs=kwargs)
     result: Tensor = placed.call.func(*args, **kwargs)
-    if own and _counts(placed.call):
+    if own and placed.call.get(5, "training", False):
         whole = placed.gathered(torch.stack(own), cut, Shard(1))
         for each, new in zip(from_all, whole, strict=True):
             each.copy_(new)
@@ -423,7 +323,6 @@ def _run_batch_norm(placed: Placed) -> Tensor:
 
 CONVOLUTION = Kind("convolution", _convolution_rows, _run_convolution)
 POOLING = Kind("pooling", _pooling_rows)
-RESIZE = Kind("resize", _resize_rows)
 PADDING = Kind("padding", _padding_rows)
 BATCH_NORM = Kind("batch norm", _batch_norm_rows, _run_batch_norm)
 _NN: Any = torch._C._nn
@@ -444,6 +343,132 @@ _POOLS = " ".join(
     )
 )
 register(POOLING, named(_POOLS, torch, F, _NN))
-register(RESIZE, (F.interpolate, F.unfold))
 register(PADDING, (F.pad, _NN.pad, torch.constant_pad_nd))
-register(BATCH_NORM, (F.batch_norm, F.instance_norm))
+register(BATCH_NORM, (F.batch_norm,))
+
+
+# ---- attention -----------------------------------------------------------------------------------
+
+# Two ways to run that the fused kernels lack: causal attention of some of the queries, and dropout
+# that is equal however heads are split.
+
+
+def _attention_rows(call: OpCall, ranks: int) -> Iterator[Row]:
+    """Yield splits of queries, keys and values (..., head, step, channel).
+
+    All dims before the steps may be split, and the steps of queries. Heads may be grouped.
+    """
+    query, key, value = call.first("query", "key", "value")
+    mask = call.get(3, "attn_mask")
+    # samples and heads: all three are cut alike, and a mask that has them too
+    for dim in range(len(query.shape) - 2):
+        sizes = {operand.shape[dim] for operand in (query, key, value)}
+        grouped = dim == len(query.shape) - 3 and call.kwargs.get("enable_gqa", False)
+        if not all(divides(size, ranks) for size in sizes) or (len(sizes) > 1 and not grouped):
+            continue
+        placed: dict[Operand, Placement] = dict.fromkeys((query, key, value), Shard(dim))
+        if isinstance(mask, Operand):
+            own = dim - (len(query.shape) - len(mask.shape))
+            if own >= 0 and mask.shape[own] == query.shape[dim]:
+                placed[mask] = Shard(own)
+        yield call.row(placed, Shard(dim))
+    # queries: keys and values are replicated
+    steps = len(query.shape) - 2
+    for parts in call.parts:
+        if divides(query.shape[steps], ranks, parts):
+            placed = {query: Shard(steps, parts)}
+            if (
+                isinstance(mask, Operand)
+                and len(mask.shape) > 1
+                and mask.shape[-2] == query.shape[steps]
+            ):
+                placed[mask] = Shard(len(mask.shape) - 2, parts)
+            yield call.row(placed, Shard(steps, parts))
+
+
+def _run_attention(placed: Placed) -> Tensor:
+    """Attend; with dropout from the equations.
+
+    Each rank then drops what one process would drop of its heads.
+    """
+    steps = len(placed.inputs[0].shape) - 2
+    has_all = placed.ranks_along(0, steps) == 1
+    # without dropout the fused kernels run; a causal mask of some queries is made for each run
+    if not placed.get(4, "dropout_p", 0.0):
+        if has_all or not placed.get(5, "is_causal", False):
+            result: Tensor = placed.call.func(*placed.args, **placed.kwargs)
+            return result
+        return _causal_by_run(placed, steps)
+    return _with_dropout(placed)
+
+
+def _causal_by_run(placed: Placed, steps: int) -> Tensor:
+    """Attend each run of neighbouring queries of this rank to the keys up to its last one.
+
+    Keys after it are not read.
+    """
+    query, key, value = placed.first("query", "key", "value")
+    kwargs = {
+        name: placed.kwargs[name] for name in ("scale", "enable_gqa") if name in placed.kwargs
+    }
+    # (place among own queries, first step, length) of every run, once per signature
+    runs = []
+    if (bounds := placed.memo.get("runs")) is None:
+        bounds = placed.memo["runs"] = _runs(placed, steps)
+    for place, start, length in bounds:
+        stop = min(start + length, key.shape[-2])
+        mask = torch.ones(length, stop, dtype=torch.bool, device=query.device).tril(start)
+        own = query.narrow(steps, place, length)
+        runs.append(placed.call.func(own, key[..., :stop, :], value[..., :stop, :], mask, **kwargs))
+    return torch.cat(runs, -2) if len(runs) > 1 else runs[0]
+
+
+def _runs(placed: Placed, steps: int) -> list[tuple[int, int, int]]:
+    """Return the runs of neighbouring queries of this rank.
+
+    For each: where it is among the own queries, its first step, its length.
+    """
+    # steps of the own queries, in order: cut as `own_slice` cuts the tensor
+    indices = np.arange(placed.inputs[0].shape[steps])
+    now: list[Placement] = [REPLICATE] * len(placed.axes)
+    for axis, placement in enumerate(placed.inputs[0].placements):
+        if isinstance(placement, Shard) and placement.dim == steps:
+            now[axis] = placement
+            parts = local_shard(now, placed.axes.sizes, axis).parts
+            indices = indices.reshape(parts, placed.axes.sizes[axis], -1)[
+                :, placed.axes.coordinates[axis]
+            ].ravel()
+    firsts = [0, *(np.flatnonzero(np.diff(indices) != 1) + 1).tolist()]
+    return [(a, int(indices[a]), b - a) for a, b in itertools.pairwise([*firsts, len(indices)])]
+
+
+def _with_dropout(placed: Placed) -> Tensor:
+    # Attend from the equations, with dropout of the full weights (..., head, query, key)
+    query, key, value = placed.first("query", "key", "value")
+    mask, scale = placed.get(3, "attn_mask"), placed.kwargs.get("scale")
+    dropout = placed.get(4, "dropout_p", 0.0)
+    if placed.kwargs.get("enable_gqa", False):
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = (tensor.repeat_interleave(repeats, -3) for tensor in (key, value))
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    # masked scores (..., query, key): of the own queries
+    if placed.get(5, "is_causal", False):
+        steps = len(placed.inputs[0].shape) - 2
+        mask = torch.ones(
+            placed.inputs[0].shape[steps], key.shape[-2], dtype=torch.bool, device=scores.device
+        ).tril()
+        mask = placed.cut_like_dim(mask, 0, steps, along=0)
+    if mask is not None:
+        scores = (
+            scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        )
+    # weights (..., query, key), zeros where everything is masked, as in the fused kernels
+    weights = torch._safe_softmax(scores, -1)
+    whole = (*placed.inputs[0].shape[:-1], key.shape[-2])
+    noise = F.dropout(torch.ones(whole, dtype=weights.dtype, device=weights.device), dropout)
+    mixed: Tensor = (weights * placed.cut_like(noise, 0)) @ value
+    return mixed
+
+
+ATTENTION = Kind("attention", _attention_rows, _run_attention)
+register(ATTENTION, (F.scaled_dot_product_attention,))

@@ -116,16 +116,6 @@ def _extremum_rows(call: OpCall, ranks: int) -> Iterator[Row]:
         yield from _kept_rows(call, ranks)
 
 
-def _similarity_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    # Yield splits of the dims that stay; the one of the vectors is gone in the result
-    ndim = max(len(operand.shape) for operand in call.operands)
-    along = positive(call.get(2, "dim", 1), ndim)
-    for row in elementwise_rows(call, ranks):
-        out = row.outputs[0]
-        if isinstance(out, Shard) and out.dim != along:
-            yield row._replace(outputs=(Shard(out.dim - (out.dim > along), out.parts),))
-
-
 def _gated_rows(call: OpCall, ranks: int) -> Iterator[Row]:
     # Yield rows of a gate: two halves along one dim, each of which must be cut
     x = call.operands[0]
@@ -178,7 +168,6 @@ register(
     ),
 )
 register(EXTREMUM, named("max min median nanmedian mode", torch, Tensor))
-register(Kind("similarity", _similarity_rows), (torch.cosine_similarity,))
 register(Kind("gated", _gated_rows), (F.glu, torch._C._nn.glu))
 register(GROUP_NORM, (F.group_norm,))
 

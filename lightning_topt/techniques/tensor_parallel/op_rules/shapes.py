@@ -223,42 +223,6 @@ def _repeat_interleave_rows(call: OpCall, ranks: int) -> Iterator[Row]:
         yield from dim_rows(call, ranks, range(len(x.shape)), parts=(1,))
 
 
-def _repeat_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    # Yield splits; each copy of a split dim is a part of the result
-    x = call.operands[0]
-    sizes = sizes_of(call)
-    new = len(sizes) - len(x.shape)
-    if call.func.__name__ == "tile" and new < 0:
-        sizes, new = (*(1 for _ in range(-new)), *sizes), 0
-    for dim, size in enumerate(x.shape):
-        for parts in call.parts:
-            copies = sizes[new + dim]
-            if copies > 0 and divides(size, ranks, parts):
-                yield call.row({x: Shard(dim, parts)}, Shard(new + dim, parts * copies))
-
-
-def _moved_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    # Yield splits of dims that are not rolled or flipped
-    ndim, dims = len(call.operands[0].shape), call.get(2, "dims")
-    if call.func.__name__ == "flip":  # dims as a sequence or as several numbers
-        dims = call.kwargs["dims"] if "dims" in call.kwargs else call.args[1:]
-        dims = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
-    if dims is None or (isinstance(dims, tuple | list) and not dims):
-        return  # all of them are
-    moved = {positive(dim, ndim) for dim in ([dims] if isinstance(dims, int) else dims)}
-    yield from dim_rows(call, ranks, [dim for dim in range(ndim) if dim not in moved])
-
-
-def _window_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    ndim = len(call.operands[0].shape)
-    along = positive(call.get(1, "dimension"), ndim)
-    yield from dim_rows(call, ranks, [dim for dim in range(ndim) if dim != along], parts=(1,))
-
-
-def _triangle_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    yield from dim_rows(call, ranks, range(len(call.operands[0].shape) - 2), parts=(1,))
-
-
 RESHAPE = Kind("reshape", _reshape_rows, _run_reshape)
 PERMUTE = Kind("permute", _permute_rows)
 SQUEEZE = Kind("squeeze", _squeeze_rows, _run_squeeze)
@@ -273,10 +237,6 @@ register(EXPAND, named("expand expand_as broadcast_to", torch, Tensor))
 register(
     Kind("repeat_interleave", _repeat_interleave_rows), named("repeat_interleave", torch, Tensor)
 )
-register(Kind("repeat", _repeat_rows), named("repeat tile", torch, Tensor))
-register(Kind("roll", _moved_rows), named("roll flip", torch, Tensor))
-register(Kind("window", _window_rows), (Tensor.unfold,))
-register(Kind("triangle", _triangle_rows), named("tril triu", torch, Tensor))
 
 
 # ---- joins and splits ----------------------------------------------------------------------------
@@ -507,14 +467,6 @@ def _one_hot_rows(call: OpCall, ranks: int) -> Iterator[Row]:
         yield from dim_rows(call, ranks, range(len(call.operands[0].shape)), parts=(1,))
 
 
-def _bucketize_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    x = call.get(0, "input")
-    if isinstance(x, Operand):
-        for dim, size in enumerate(x.shape):
-            if divides(size, ranks):
-                yield call.row({x: Shard(dim)}, Shard(dim))
-
-
 def _both(names: str) -> str:
     return " ".join(f"{name} {name}_" for name in names.split())
 
@@ -532,4 +484,3 @@ register(
     named(_both("index_add index_copy index_fill"), torch, Tensor),
 )
 register(Kind("one hot", _one_hot_rows), (_NN.one_hot,))
-register(Kind("bucketize", _bucketize_rows), (torch.bucketize,))

@@ -28,7 +28,7 @@ from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.plan.parallel_plan import ParallelPlan, preset_plan
 from lightning_topt.plan.plan_values import PRESETS
-from lightning_topt.plugins.planning import make_fake_optimizers
+from lightning_topt.plugins.searched_plan import make_fake_optimizers
 from lightning_topt.techniques.plan_costs import PlanCosts
 from tests.costs.graphs import cluster_of
 from tests.execution.observed_ranks import Calls, observe, priced

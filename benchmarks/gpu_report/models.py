@@ -64,7 +64,7 @@ from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.plan_options import UniformPlan, read_plan_option
-from lightning_topt.plugins.planning import make_fake_optimizers
+from lightning_topt.plugins.searched_plan import make_fake_optimizers
 from lightning_topt.techniques.plan_costs import Explanation, PlanCosts, explain
 from tests.models import GPT
 

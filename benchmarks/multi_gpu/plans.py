@@ -29,7 +29,7 @@ from lightning_topt.plan.explanation import price_plan
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
 from lightning_topt.plugins.plan_options import UniformPlan, read_plan_option
-from lightning_topt.plugins.planning import make_fake_optimizers
+from lightning_topt.plugins.searched_plan import make_fake_optimizers
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 

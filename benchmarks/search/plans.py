@@ -36,7 +36,7 @@ from lightning_topt.graph.module_copy import build_on_meta
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.pipeline_search import PipelineRequest
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
-from lightning_topt.plugins.planning import make_fake_optimizers
+from lightning_topt.plugins.searched_plan import make_fake_optimizers
 from lightning_topt.techniques.tensor_parallel import split_model
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 

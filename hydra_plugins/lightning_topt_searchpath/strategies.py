@@ -42,7 +42,6 @@ class AutoParallelConfig:
     # miss updates
     allow_staleness: Any = False
     checkpoint: str = "full"  # or sharded: a folder to which every rank writes what it keeps
-    async_checkpoint: bool = False  # whether a fit goes on while a checkpoint is written
     microbatch_loss: Any = "mean"  # of a pipeline: mean, sum or tokens
     # stop: ranks end an epoch with the first whose data are over; null: as in Lightning
     uneven: str | None = "stop"
@@ -79,7 +78,6 @@ class PipelineConfig:
     recompute: bool = False
     cluster: Any = _CLUSTER
     checkpoint: str = "full"
-    async_checkpoint: bool = False
 
 
 STRATEGIES = {

@@ -26,7 +26,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_topt.basics.argument_checks import check_whole
-from lightning_topt.basics.units import format_bytes
+from lightning_topt.basics.units import format_bytes, format_count
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.graph.accelerator_kernels import OnAccelerator
 from lightning_topt.graph.capture import capture
@@ -37,14 +37,13 @@ from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.step_observer import observe_step
 from lightning_topt.graph.structures import batch_sizes
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plugins.plan_artifacts import sized_name
 from lightning_topt.plugins.plan_options import (
     MeshPlan,
     PipelinePlan,
     UniformPlan,
     read_plan_option,
 )
-from lightning_topt.plugins.planning import batches_of
+from lightning_topt.plugins.planning import first_batch
 from lightning_topt.plugins.requirements import noted_reads
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
@@ -131,10 +130,10 @@ class ModelSetup:
         trainer.strategy.connect(self.model)
         self.datamodule.prepare_data()
         self.datamodule.setup("fit")
-        batches = batches_of(CombinedLoader(self.datamodule.train_dataloader()), trainer)
+        batch = first_batch(CombinedLoader(self.datamodule.train_dataloader()), trainer)
         kind = {"accelerator": accelerator, "compiled": compiled}
         try:
-            return _capture(self.model, batches, trainer, splits=splits, **kind)
+            return _capture(self.model, batch, trainer, splits=splits, **kind)
         except NeedsValues as reason:
             # parameters and their gradients
             size = 2 * sum(p.nbytes for p in self.model.parameters())
@@ -150,13 +149,12 @@ class ModelSetup:
         self.model = self.make_model()
         trainer._data_connector.attach_data(self.model, datamodule=self.datamodule)
         trainer.strategy.connect(self.model)
-        return _capture(self.model, batches, trainer, splits=False, **kind)
+        return _capture(self.model, batch, trainer, splits=False, **kind)
 
 
-# `batches` are a batch, and one of twice as many samples or None
 def _capture(
     model: pl.LightningModule,
-    batches: tuple[object, object | None],
+    batch: object,
     trainer: pl.Trainer,
     *,
     splits: bool,
@@ -164,8 +162,6 @@ def _capture(
     compiled: bool,
 ) -> ExampleStep:
     start = time.perf_counter()
-    # the second batch may be None: then it is taken to be twice the first
-    batch, second_batch = batches
     # the model computes in the trainer's precision, on its kind of device
     trainer.precision_plugin.convert_module(model)
     device = trainer.strategy.root_device.type
@@ -179,10 +175,10 @@ def _capture(
     trace, reads_values, reads = FunctionTrace() if splits else None, False, set[str]()
     traced = {**given, "adapt": None if trace is None else trace.of}
     try:
-        # two batches tell how the step grows with the batch
+        # a batch twice as large tells how the step grows with the batch
         with noted_reads() as reads:
-            graph = capture(model, batch, second_batch=second_batch, **traced)
-        sizes = batch_sizes(batch, second_batch)
+            graph = capture(model, batch, **traced)
+        samples, _ = batch_sizes(batch, None)
     except Exception as error:
         reads_values = may_need_values(error)
         if not reads_values and not isinstance(error, CaptureError):
@@ -196,14 +192,14 @@ def _capture(
             graph = observe_step(model, batch, forward_context=precision)
         else:
             graph = capture(model, batch, batch_scaling=False, **traced)
-        second_batch, sizes = None, (graph.batch_size, graph.batch_size)
+        samples = graph.batch_size
     # a split model reuses the trace of the functions that the capture has called
     given["compiled"] = compiled
-    split = None if trace is None else SplitModel(model, batch, graph, trace, second_batch, **given)
+    split = None if trace is None else SplitModel(model, batch, graph, trace, **given)
     graph = fused(graph) if compiled else graph
     return ExampleStep(
         graph,
-        sizes[0],
+        samples,
         split,
         reads_values=reads_values,
         batch=batch,
@@ -240,7 +236,8 @@ def model_name(graph: OpGraph) -> str:
     """Return the model as it was named on the command line, else its class; and its size."""
     # "own" stands for classes of the user's, and says nothing of them
     name = HydraConfig.get().runtime.choices.get("model")
-    return sized_name(graph, None if name in ("null", "own") else name)
+    name = graph.model if name in (None, "null", "own") else name
+    return f"{name} ({format_count(sum(p.numel for p in graph.parameters))} parameters)"
 
 
 # ---- the plan that a command is about

@@ -37,10 +37,9 @@ from lightning_topt.costs.cluster import sentence_of
 from lightning_topt.graph.capture import no_collection
 from lightning_topt.plan.choose import OBJECTIVES, TIME_TO_LOSS, check_objective
 from lightning_topt.plan.micro_batches import ModelFacts, of_steps
-from lightning_topt.plan.plan_intervals import interval_sentences, with_intervals
+from lightning_topt.plan.plan_intervals import KnownErrors, interval_sentences, with_intervals
 from lightning_topt.plan.step_factors import left_out_sentence
-from lightning_topt.plugins.planning import Planning
-from lightning_topt.plugins.searched_plan import by_objective, choose_for, search_for
+from lightning_topt.plugins.searched_plan import Planning, by_objective, choose_for, search_for
 from topt_console.status_line import STATUS
 
 # Of more devices an exact search seldom ends within its budget: it is given up without a bound.
@@ -121,8 +120,11 @@ def _plan_once(config: DictConfig) -> None:
         request, frontier, search.cluster, trainer=trainer, optimizer=search.optimizer
     )
     planning = Planning(frontier, chosen, example.graph)
-    intervals = planning.intervals(search.cluster, level=level)
-    notes += interval_sentences(intervals, search.cluster)
+    if (predicted := chosen.plan.predicted) is not None:
+        known = KnownErrors.of(search.cluster, example.graph)
+        costs = predicted.step_seconds, predicted.peak_bytes
+        intervals = known.intervals(chosen.plan, *costs, level=level)
+        notes += interval_sentences(intervals, search.cluster)
     if frontier.left_out:
         notes.append(left_out_sentence(frontier.left_out))
     report_plan(planning, search, request, folder=folder, notes=notes)

@@ -33,22 +33,25 @@ from lightning_topt.cli.example_step import (
     model_name,
 )
 from lightning_topt.cli.search_space import SearchedMeshes
+from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer, time_updates
 from lightning_topt.plan.explanation import explain_plan, explain_stages
-from lightning_topt.plan.frontier_report import print_table
+from lightning_topt.plan.frontier_report import MemoryLimit, print_table, save_html
 from lightning_topt.plan.plan_report import (
     print_explanation,
     print_stages,
     schedule_title,
 )
 from lightning_topt.plan.plan_search import SearchRequest, local_graphs, stage_blocks
+from lightning_topt.plan.report_table import report_title
 from lightning_topt.plan.stage_simulation import step_of_plan
+from lightning_topt.plan.step_factors import left_out_sentence
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
-from lightning_topt.plugins.plan_artifacts import memory_limit_of, save_frontier_page
 from lightning_topt.plugins.plan_request import PlanRequest, allowed_ways, why_not_alone
-from lightning_topt.plugins.planning import Planning, make_fake_optimizers, on_rank_0
+from lightning_topt.plugins.planning import on_rank_0
+from lightning_topt.plugins.searched_plan import Planning, make_fake_optimizers
 from lightning_topt.techniques.tensor_parallel.split_model import Captured
 from topt_console.status_line import STATUS
 
@@ -299,3 +302,44 @@ def report_plan(
         for note in notes:
             console.print(note, highlight=False, markup=False)
         console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
+
+
+def memory_limit_of(request: PlanRequest, cluster: Cluster | None) -> MemoryLimit | None:
+    """Return the limit that was given, else the memory of a device; None: neither is known."""
+    if request.memory_limit is not None:
+        return MemoryLimit(request.memory_limit, request.margin_on(cluster))
+    if cluster is None:
+        return None
+    margin = request.margin_on(cluster)
+    return MemoryLimit(cluster.device.memory_bytes, margin, "memory of a device")
+
+
+def save_frontier_page(
+    folder: Path,
+    planning: Planning,
+    *,
+    model: str,
+    where: str,
+    memory_limit: MemoryLimit | None,
+    notes: Sequence[str] = (),
+    **more: Any,
+) -> tuple[Path, str]:
+    """Write ``frontier.html`` to `folder`; return its path and its title.
+
+    Args:
+        folder: of the run.
+        planning: what was searched and chosen.
+        model: its name, for the title.
+        where: the cluster, for the title.
+        memory_limit: of a device.
+        notes: lines on the chosen plan.
+        more: further arguments of `save_html`.
+    """
+    frontier, path = planning.frontier, folder / "frontier.html"
+    points = frontier.shown_with(planning.chosen)
+    title = report_title(model, where, (point.devices for point in points))
+    if frontier.left_out and (left := left_out_sentence(frontier.left_out)) not in notes:
+        notes = [*notes, left]
+    given: dict[str, Any] = {"memory_limit": memory_limit, "exact": frontier.exact, **more}
+    save_html(path, points, planning.chosen, title=title, notes=notes, **given)
+    return path, title

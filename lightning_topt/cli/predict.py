@@ -38,7 +38,7 @@ from lightning_topt.plan.plan_report import print_explanation, print_stages
 from lightning_topt.plan.plan_search import SearchRequest
 from lightning_topt.plan.report_table import table
 from lightning_topt.plugins.plan_options import read_cluster
-from lightning_topt.plugins.planning import make_fake_optimizers
+from lightning_topt.plugins.searched_plan import make_fake_optimizers
 
 MOST_RUNS, SHOWN = 10_000, 20  # files that are read, rows of the table
 _CAPTION = (

@@ -38,9 +38,8 @@ from lightning_topt.plugins.plan_options import (
     read_mesh,
 )
 from lightning_topt.plugins.plan_request import PlanRequest, rule_for
-from lightning_topt.plugins.planning import make_fake_optimizers
 from lightning_topt.plugins.requirements import SHARDED, SLICES, STAGES, Fit, why_not
-from lightning_topt.plugins.searched_plan import why_left_out
+from lightning_topt.plugins.searched_plan import make_fake_optimizers, why_left_out
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
 
 _WAY_OUT = "leave out tensor=true"

@@ -52,7 +52,7 @@ from lightning_topt.plan.scenarios import (
     search_scenario,
 )
 from lightning_topt.plugins.plan_request import PlanRequest
-from lightning_topt.plugins.planning import Planning
+from lightning_topt.plugins.searched_plan import Planning
 from topt_console.status_line import STATUS
 
 # Plans that others beat by less than this in time and memory may be left out: predictions are not

@@ -8,9 +8,8 @@
     attached.own_state()       # what this rank keeps, to be written by each rank
     attached.load(state)       # full, or stored in a checkpoint folder
     attached.release()         # before techniques are undone; both states may still be asked for
-    attached.give_back()       # the optimizer is used again, with its full state
 
-After `release` an optimizer has a part of its state only, so its `state_dict` is refused.
+After `release` an optimizer has a part of its state only: `state_dict` and `step` are refused.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_topt.communication.collectives import travel_device
-from lightning_topt.communication.value_exchange import value_of_rank
 from lightning_topt.execution.pipeline.pipeline_run import PipelineRun
 from lightning_topt.execution.states import (
     StoredOptimizer,
@@ -37,7 +35,7 @@ from lightning_topt.execution.states import (
     place_optimizer_state,
     rows_of_tensor,
 )
-from lightning_topt.optim.full_state import laid_out, parameters_of
+from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.parallel_step import ParallelStep
 from lightning_topt.optim.pieces import Piece, num_rows
 from lightning_topt.optim.shard_step import as_dtensor, install_local_step
@@ -80,7 +78,8 @@ class AttachedOptimizer:
             keeps_whole: this rank gets the full state; None: rank 0 does.
         """
         self.optimizer, self._replaced = optimizer, replaced
-        lift_refusal(optimizer)
+        if isinstance(refusal := vars(optimizer).get("state_dict"), _PartOfState):
+            refusal()
         self._state_dict = optimizer.state_dict
         self._keeps_whole = dist.get_rank() == 0 if keeps_whole is None else keeps_whole
         # By index: the optimizer may have original parameters, or those in their place.
@@ -232,8 +231,8 @@ class AttachedOptimizer:
     def release(self) -> None:
         """Give the optimizer its own step and parameters back, before techniques are undone.
 
-        Its shards are kept here. What is left to it is a part of the state, so its `state_dict` is
-        refused until `give_back`.
+        Its shards are kept here. What is left to it is a part of the state, so its `state_dict` and
+        `step` are refused.
         """
         # Pieces are rows of slices, which are gone once parameters are unsharded.
         if self.parallel_step is not None and self._split:
@@ -253,27 +252,6 @@ class AttachedOptimizer:
             self.parallel_step is not None and dist.get_world_size(self.parallel_step.group) > 1
         ):
             refuse_state_dict(self.optimizer)
-
-    def give_back(self) -> None:
-        """Give an optimizer that is used again after `release` its full state, on every rank."""
-        assert self._kept is not None, "release() comes first"
-        lift_refusal(self.optimizer)
-        parameters = parameters_of(self.optimizer)
-        if self.parallel_step is not None and self._split:  # pieces were rows of slices
-            last = [self._last if dist.get_rank() == 0 else None]
-            dist.broadcast_object_list(last, src=0)
-            assert last[0] is not None
-            self.optimizer.load_state_dict(place_optimizer_state(self.optimizer, last[0], {}))
-        else:
-            # the full states of what was in shards
-            for index, values in gather_parameter_states(
-                self._shards(), self._split, everywhere=True
-            ).items():
-                like = parameters[index]
-                self.optimizer.state[like] = {k: laid_out(v, like) for k, v in values.items()}
-            if self.parallel_step is not None:
-                self.parallel_step.update_pieces([])
-        self._sharded, self._kept = [], None
 
     def _plain_state(self) -> State:
         # Return the state as Lightning takes it.
@@ -475,39 +453,36 @@ class StageOptimizer:
         if len(self._groups.pipeline) > 1:
             refuse_state_dict(self.optimizer)
 
-    def give_back(self) -> None:
-        """Give an optimizer that is used again after `release` its full state, on every rank."""
-        everyone = dist.group.WORLD
-        assert everyone is not None
-        lift_refusal(self.optimizer)
-        full = value_of_rank(self.full_state(), everyone, place=0, device=self._device)
-        self.optimizer.load_state_dict(place_optimizer_state(self.optimizer, full, {}))
-        self._others = set()
-
 
 # ---- refusal -------------------------------------------------------------------------------------
 
 
 class _PartOfState:
-    """Replaces an optimizer's `state_dict`, which would take a part of the state for all."""
+    """In the place of the `state_dict` of an optimizer that has a part of its state; its step too.
+
+    Loading a full state ends that.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.name = type(optimizer).__name__
+        self._name = type(optimizer).__name__
+        self._hooks = [
+            optimizer.register_step_pre_hook(self),
+            optimizer.register_load_state_dict_post_hook(self._lift),
+        ]
 
-    def __call__(self) -> State:
+    def __call__(self, *_: Any) -> State:
         raise RuntimeError(
-            f"the state of this {self.name} is spread over ranks since its plan was taken back: "
-            "save a checkpoint (trainer.save_checkpoint, on all ranks), which has it whole; an "
-            "optimizer that is an attribute of the module is given all of it after a fit"
+            f"the state of this {self._name} is spread over ranks since its plan was taken back: "
+            "save a checkpoint (trainer.save_checkpoint, on all ranks), which has it in full, and "
+            "let configure_optimizers make a new optimizer for the next fit"
         )
+
+    def _lift(self, optimizer: Optimizer) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        del vars(optimizer)["state_dict"]
 
 
 def refuse_state_dict(optimizer: Optimizer) -> None:
-    """Let `state_dict` of an optimizer that has a part of its state say so."""
+    """Let `state_dict` and `step` of an optimizer that has a part of its state say so."""
     optimizer.state_dict = _PartOfState(optimizer)  # type: ignore[method-assign]
-
-
-def lift_refusal(optimizer: Optimizer) -> None:
-    """Undo `refuse_state_dict`."""
-    if isinstance(optimizer.__dict__.get("state_dict"), _PartOfState):
-        del optimizer.__dict__["state_dict"]

@@ -424,14 +424,6 @@ class Engine:
         self._applied.undo()
         self._model, self._stages, self._continuous = self.module, None, None
 
-    def return_optimizer_state(self, optimizer: Optimizer) -> None:
-        """Give an optimizer that is used again after `release` its full state, on every rank.
-
-        A collective call.
-        """
-        if optimizer in self._optimizers:
-            self._optimizers[optimizer].give_back()
-
     def own_group(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
         """Return the one of `parts` (ranks) that this rank is in, as a group of the plan.
 

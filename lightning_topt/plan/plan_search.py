@@ -16,7 +16,7 @@ For each number of devices there are three searches, each of which knows what th
                                         bound says that some plan may be better
     3. pipelines                        cuts of the chain into stages (`plan.staged_plans`)
 
-A fit (`plugins.searched_plan`, `plugins.traced_planning`) and commands
+A fit (`plugins.planning`, `plugins.searched_plan`) and commands
 that plan call it, once graph and costs are there. From its frontier `choose` picks the plan that an
 `Engine` runs.
 """

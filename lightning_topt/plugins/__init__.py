@@ -7,16 +7,14 @@ A fit under ``"topt"``, from Lightning's hooks down:
     shared_updates         nothing is asked: ddp, with updates shared where a clock says so
       plan_request         what the user asked for
         plan_options       the forms in which plans, meshes and limits are given
-      traced_planning      a given plan, or one made of a step that is traced at setup
+      planning             a given plan, or one made of a step that is traced at setup
       searched_plan        searches on a given mesh, and of all plans
-      planning             optimizers and an example batch of a fit; agreement of ranks
     plan_run               the plan of a fit: decided, applied before optimizers are made, undone
       step_runner          how steps run under a plan; the plain way
       pipeline_steps       ... through stages, in microbatches
       continuous_steps     ... through stages without flush
       group_steps          ... on a tensor group or a pipeline whose ranks bring a batch each
       data_group           which ranks share samples
-    plan_artifacts         the plan in loggers, and the page of what was searched
     plan_checkpoints       full and sharded checkpoints, whatever the plan
     exchange_guard         the gradient exchange of a plan
     equal_batches          ranks end an epoch together
@@ -27,8 +25,8 @@ What these use:
 
     why a plan cannot run  requirements
     a step's result        step_records, microbatches, stashed_gradients
-    between ranks          agreed_batches, clipping
-    Lightning              data_parallel_hooks, register, lent_methods
+    between ranks          clipping
+    Lightning              data_parallel_hooks, register
 
 Other plugins:
 
@@ -49,7 +47,6 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from lightning_topt.plugins.elastic import ElasticRun, check_elastic
     from lightning_topt.plugins.group_steps import GroupRunner
     from lightning_topt.plugins.pipeline_steps import PipelineRunner, StageSteps
-    from lightning_topt.plugins.plan_artifacts import log_plan
     from lightning_topt.plugins.plan_checkpoints import load_whole, save_file
 
 # What only some fits need, and the module that it is imported from at its first use.
@@ -60,7 +57,6 @@ _HOMES = {
     "GroupRunner": "group_steps",
     "PipelineRunner": "pipeline_steps",
     "StageSteps": "pipeline_steps",
-    "log_plan": "plan_artifacts",
     "load_whole": "plan_checkpoints",
     "save_file": "plan_checkpoints",
 }
@@ -73,7 +69,6 @@ __all__ = [
     "StageSteps",
     "check_elastic",
     "load_whole",
-    "log_plan",
     "save_file",
 ]
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

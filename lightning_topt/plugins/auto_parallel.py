@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ from lightning_topt.execution.memory import MemoryMeter
 from lightning_topt.graph.errors import explain_shards
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.data_parallel_hooks import (
-    check_devices,
+    DataParallelHooks,
     known_options,
     name_own_strategy,
 )
@@ -35,9 +34,13 @@ from lightning_topt.plugins.lost_ranks import LostRankWatch
 from lightning_topt.plugins.microbatches import MicrobatchLoss, check_microbatch_loss
 from lightning_topt.plugins.plan_checkpoints import PlanCheckpoints
 from lightning_topt.plugins.plan_options import PipelinePlan
-from lightning_topt.plugins.plan_request import Allow, AllowStaleness, read_request
+from lightning_topt.plugins.plan_request import (
+    Allow,
+    AllowStaleness,
+    check_agreement,
+    read_request,
+)
 from lightning_topt.plugins.plan_run import PlanRun, run_options
-from lightning_topt.plugins.planning import Planning, check_agreement
 from lightning_topt.plugins.preemption import Preemption
 from lightning_topt.plugins.shared_updates import Hint, SharedUpdates
 from lightning_topt.plugins.training_data import TrainingData
@@ -46,9 +49,10 @@ from lightning_topt.techniques.ddp_wrapper import register_hook, wrap_in_ddp
 if TYPE_CHECKING:
     from lightning_topt.communication.local_exchange import LocalExchange
     from lightning_topt.plugins.elastic import ElasticRun
+    from lightning_topt.plugins.searched_plan import Planning
 
 
-class AutoParallelStrategy(DDPStrategy):
+class AutoParallelStrategy(DataParallelHooks):
     """Distributed data parallelism, or the plan that is asked for: ``Trainer(strategy="topt")``.
 
     Where nothing is asked, a fit is that of Lightning's ``ddp``. What may change is who computes
@@ -108,9 +112,6 @@ class AutoParallelStrategy(DDPStrategy):
         checkpoint: ``"full"`` saves the plain file of ``ddp``, for which rank 0 collects the whole
             state; ``"sharded"`` a folder, to which every rank writes what it keeps. Both are
             loaded, under any plan and number of ranks.
-        async_checkpoint: whether a fit goes on while a checkpoint is written, of a copy in host
-            memory; also by Lightning's plugin ``AsyncCheckpointIO``. An error of it is raised by
-            the next save, or at the end of the fit, which waits (docs/how_to/resume.md).
         microbatch_loss: how the losses of a pipeline's microbatches make that of the batch:
             ``"mean"`` over samples, ``"sum"``, ``"tokens"`` (a mean over targets that are not
             -100), or a function of a batch that returns what its mean is over. It is tested with
@@ -130,10 +131,10 @@ class AutoParallelStrategy(DDPStrategy):
     it refuses a search and other plans. Attributes, once a plan is decided: `parallel_plan`,
     `planned_by` (``"search"``, ``"given"``, ``"clock"``, or why it is ``ddp``), `planning_seconds`,
     and on rank 0 `planning` (the frontier) when there was a search. Raises ValueError for wrong
-    options. Where
-    `memory_limit`, ``objective="memory"`` or `plan` was given, rank 0 raises `NoPlanFitsError` when
-    no plan meets the limit, and `CaptureError` when the module cannot be captured; the others raise
-    `RemotePlanningError` with its message. Without any of them DDP goes on, with a warning.
+    options. Where `memory_limit`, ``objective="memory"`` or `plan` was given, rank 0 raises
+    `NoPlanFitsError` when no plan meets the limit, and `CaptureError` when the module cannot be
+    captured; the others raise `RemotePlanningError` with its message. Without any of them DDP goes
+    on, with a warning.
     """
 
     def __init__(
@@ -149,7 +150,6 @@ class AutoParallelStrategy(DDPStrategy):
         allow_compression: Allow = None,
         allow_staleness: AllowStaleness = False,
         checkpoint: str = "full",
-        async_checkpoint: bool = False,
         microbatch_loss: MicrobatchLoss = "mean",
         uneven: str | None = "stop",
         elastic: bool = False,
@@ -171,7 +171,7 @@ class AutoParallelStrategy(DDPStrategy):
         )
         self.rank_watch = LostRankWatch()
         self._guard = ExchangeGuard(self.rank_watch)
-        self._checkpoints = PlanCheckpoints(checkpoint, self._guard, in_background=async_checkpoint)
+        self._checkpoints = PlanCheckpoints(checkpoint, self._guard)
         self._run = PlanRun(self.request, self, self._checkpoints)
         self._updates: SharedUpdates | None = None  # of a fit that asks for no plan
         self._is_asked = False
@@ -180,13 +180,13 @@ class AutoParallelStrategy(DDPStrategy):
         if elastic:
             plugins.check_elastic(
                 checkpoint=checkpoint != "full",
-                async_checkpoint=async_checkpoint,
                 allow_staleness=allow_staleness is not False,
                 start_method=self._start_method != "popen",
             )
             self._elastic = plugins.ElasticRun(
                 self, self.rank_watch, self._training_data, self._run
             )
+            self._runs = self._elastic.run
         # Ranks that are lost and come again count their batches themselves.
         self._batches = EqualBatches(
             None if elastic else uneven, gathers=self._gathers_in_evaluation
@@ -256,50 +256,23 @@ class AutoParallelStrategy(DDPStrategy):
 
     # ---- life cycle ------------------------------------------------------------------------------
 
-    @property
-    @override
-    def launcher(self) -> Any:
-        runs = None if self._elastic is None else self._elastic.run
-        return self.rank_watch.launcher(self, super().launcher, runs=runs)
-
-    @override
-    def setup_distributed(self) -> None:
-        self.rank_watch.meet(self)
-        super().setup_distributed()
-
-    @override
-    def setup_environment(self) -> None:
-        check_devices(self)
-        with self.rank_watch.meeting():
-            super().setup_environment()
-        self.rank_watch.begin()
-
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
         module, device, request = self.lightning_module, self.root_device, self.request
-        is_fit = trainer.state.fn == TrainerFn.FITTING
-        if is_fit:
+        self._is_asked = False  # evaluations are those of ddp
+        if trainer.state.fn == TrainerFn.FITTING:
             # Asking is consent; and what cannot fit under DDP needs a plan.
             self._is_asked = not request.asks_nothing or (
                 module.automatic_optimization and not request.fits_as_ddp(module, device)
             )
-        self._batches.begin(trainer)
-        if not is_fit:
-            # In the shards of the last fit, or as ddp does.
-            self._guard.open(None)
-            if not self._run.set_up_evaluation(trainer):
-                super().setup(trainer)
-            return
-        # A new fit: nothing of the last one is left.
-        self._failed = False
-        request.check_local_steps()
-        check_agreement(request, module)
-        self._training_data.check_checkpoint(trainer)
-        self._run.begin_fit()
+            # A new fit: nothing of the last one is left.
+            self._failed, self._updates = False, None
+            request.check_local_steps()
+            check_agreement(request, module)
+            self._run.begin_fit()
+            self._checkpoints.begin_fit()
         self._guard.open(None)
-        self._checkpoints.begin_fit(module)
-        self._updates = None
         super().setup(trainer)
 
     @override
@@ -348,16 +321,12 @@ class AutoParallelStrategy(DDPStrategy):
     def teardown(self) -> None:
         if self._elastic is not None:
             self._elastic.end_training()
-        self._batches.end()
         if self._updates is not None:
             self._updates.end(failed=self._failed)
         self._run.end(failed=self._failed)
-        self._checkpoints.end_fit()
-        self._training_data.end()
         if self._start_method != "popen":  # such ranks end without running what `atexit` holds
             self._guard.close()
-        with self.rank_watch.last():
-            super().teardown()
+        super().teardown()
 
     # ---- steps -----------------------------------------------------------------------------------
 
@@ -433,17 +402,9 @@ class AutoParallelStrategy(DDPStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._run.runner.evaluate("predict_step", super().predict_step, args, kwargs)
 
-    # ---- training data ---------------------------------------------------------------------------
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        self._training_data.track(dataloader)
-        return super().process_dataloader(dataloader)
-
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        self._training_data.begin()
         assert self.lightning_module is not None
         self._run.runner.begin_training(self.lightning_module.trainer)
         if not self._is_asked:
@@ -514,18 +475,22 @@ class AutoParallelStrategy(DDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        load = super().load_optimizer_state_dict
-        self._checkpoints.load_optimizer_states(checkpoint, self, without_plan=load)
+        load, runner = super().load_optimizer_state_dict, self._run.runner
+        self._checkpoints.load_optimizer_states(checkpoint, self, runner=runner, without_plan=load)
 
     @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    def write_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any, as_file: Any
     ) -> None:
-        plan, runner, as_file = self.parallel_plan, self._run.runner, super().save_checkpoint
-        checkpoint = self._training_data.with_state(checkpoint)
+        plan, runner = self.parallel_plan, self._run.runner
         self._checkpoints.save(
-            checkpoint, filepath, storage_options, self, plan=plan, runner=runner, as_file=as_file
+            checkpoint, path, storage_options, self, plan=plan, runner=runner, as_file=as_file
         )
+
+    @override
+    def read_checkpoint(self, path: Any, load: Any, *args: Any) -> dict[str, Any]:
+        checkpoint = None if self._elastic is None else self._elastic.load(path)
+        return self._checkpoints.load(path, load, *args) if checkpoint is None else checkpoint
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -537,16 +502,3 @@ class AutoParallelStrategy(DDPStrategy):
         super().on_train_end()
         if self._updates is not None:
             self._updates.end(failed=False)
-        self._checkpoints.end_training(self)
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.loggers:
-            plugins.log_plan(self.lightning_module.trainer)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        load = partial(super().load_checkpoint, **kwargs)
-        checkpoint = None if self._elastic is None else self._elastic.load(checkpoint_path)
-        if checkpoint is None:
-            checkpoint = self._checkpoints.load(checkpoint_path, load, *args)
-        self._training_data.take(checkpoint)
-        return checkpoint

@@ -36,6 +36,7 @@ from lightning_topt.plugins.data_parallel_hooks import (
 from lightning_topt.plugins.equal_batches import EqualBatches
 from lightning_topt.plugins.exchange_guard import ExchangeGuard, scaler_of
 from lightning_topt.plugins.lost_ranks import LostRankWatch
+from lightning_topt.plugins.monitors import add_monitor
 from lightning_topt.plugins.preemption import Preemption
 from lightning_topt.plugins.training_data import TrainingData
 
@@ -135,6 +136,8 @@ class CompressedDDPStrategy(DataParallelHooks):
         # On every device: torch runs hooks on gloo too, which Lightning drops silently.
         exchange.register(self.model)
         self._guard.open(exchange)
+        assert self.lightning_module is not None
+        add_monitor(self.lightning_module.trainer)
 
     def _nonfinite_for_precision(self) -> str:
         scales = scaler_of(self.precision_plugin) is not None

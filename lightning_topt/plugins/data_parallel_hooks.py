@@ -20,15 +20,13 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_topt import plugins
 from lightning_topt.communication.topology import Topology
 from lightning_topt.plugins.equal_batches import EqualBatches
-from lightning_topt.plugins.lost_ranks import LostRankWatch
-from lightning_topt.plugins.monitors import add_monitor
+from lightning_topt.plugins.lost_ranks import LostRankWatch, Runs
 from lightning_topt.plugins.training_data import TrainingData
 
 log = logging.getLogger(__name__)
@@ -47,13 +45,14 @@ class DataParallelHooks(DDPStrategy):
     rank_watch: LostRankWatch
     _training_data: TrainingData
     _batches: EqualBatches
+    _runs: Runs | None = None  # what runs a Trainer's functions in ranks that are processes
 
     # ---- life cycle ------------------------------------------------------------------------------
 
     @property
     @override
     def launcher(self) -> Any:
-        return self.rank_watch.launcher(self, super().launcher)
+        return self.rank_watch.launcher(self, super().launcher, runs=self._runs)
 
     @override
     def setup_distributed(self) -> None:
@@ -72,8 +71,6 @@ class DataParallelHooks(DDPStrategy):
         self._training_data.check_checkpoint(trainer)
         self._batches.begin(trainer)
         super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            add_monitor(trainer)
 
     @override
     def teardown(self) -> None:
@@ -105,20 +102,37 @@ class DataParallelHooks(DDPStrategy):
     ) -> None:
         checkpoint = dict(self._training_data.with_state(checkpoint))  # hooks may keep theirs
         self.add_state(checkpoint)
-        as_file = partial(super().save_checkpoint, storage_options=storage_options)
-        if os.path.isdir(filepath) or "://" in str(filepath):
-            plugins.save_file(self, checkpoint, filepath, as_file)
+        self.write_checkpoint(checkpoint, filepath, storage_options, super().save_checkpoint)
+
+    def write_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any, as_file: Any
+    ) -> None:
+        """Write a checkpoint, by Lightning's `as_file` where it is a file."""
+        as_file = partial(as_file, storage_options=storage_options)
+        if _may_be_folder(path):
+            plugins.save_file(self, checkpoint, path, as_file)
         else:
-            as_file(checkpoint, filepath)
+            as_file(checkpoint, path)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        load = super().load_checkpoint
-        if os.path.isdir(checkpoint_path) or "://" in str(checkpoint_path):
-            load = partial(plugins.load_whole, load=load)
-        checkpoint = load(checkpoint_path, *args, **kwargs)
+        load = partial(super().load_checkpoint, **kwargs)
+        checkpoint = self.read_checkpoint(checkpoint_path, load, *args)
         self._training_data.take(checkpoint)
         return checkpoint
+
+    def read_checkpoint(self, path: Any, load: Any, *args: Any) -> dict[str, Any]:
+        """Return a checkpoint, by Lightning's ``load(path, *args)`` where it is a file."""
+        checkpoint: dict[str, Any] = (
+            plugins.load_whole(path, *args, load=load)
+            if _may_be_folder(path)
+            else load(path, *args)
+        )
+        return checkpoint
+
+
+def _may_be_folder(path: Any) -> bool:
+    return os.path.isdir(path) or "://" in str(path)
 
 
 def make_topology(

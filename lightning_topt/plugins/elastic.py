@@ -63,7 +63,7 @@ IN_MEMORY = "memory of the ranks that are left"  # in place of a path
 _CKPT_PATH, _WEIGHTS_ONLY = 4, 5  # of the arguments of Trainer._fit_impl
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # Imported once, before the fork: torch imports the first one in an optimizer's first step.
-_IMPORTED_IN_STEPS = ("torch._dynamo", "lightning_topt.plugins.traced_planning")
+_IMPORTED_IN_STEPS = ("torch._dynamo", "lightning_topt.plugins.planning")
 
 _keeper: list[_Keeper] = []  # of this process, once a fit has begun
 

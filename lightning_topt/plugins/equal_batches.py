@@ -11,8 +11,9 @@ Lightning give all ranks equally many batches; samplers and streams of your own 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,10 +26,26 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_choice
-from lightning_topt.plugins.lent_methods import LentMethods
 
+_NOTHING = object()
 _UNKNOWN = float("inf")
 _NO_BATCH, _LAST_BATCH, _MORE_BATCHES = range(3)  # what a rank says of its data
+
+
+@contextmanager
+def lent(owner: Any, name: str, ours: Callable[..., Any]) -> Generator[None, None, None]:
+    """Let ``owner.name(*args)`` call ``ours(own, *args)`` within, where `own` is the method before.
+
+    It is replaced on the object itself, such as a loop of Lightning's.
+    """
+    own, before = getattr(owner, name), vars(owner).get(name, _NOTHING)
+    vars(owner)[name] = partial(ours, own)
+    try:
+        yield
+    finally:
+        vars(owner).pop(name, None)
+        if before is not _NOTHING:
+            vars(owner)[name] = before
 
 
 class EqualBatches:
@@ -45,7 +62,7 @@ class EqualBatches:
         if uneven is not None:
             check_choice(uneven, name="uneven", allowed=("stop",))
         self._uneven, self._gathers = uneven, gathers
-        self._lent = LentMethods()
+        self._lent = ExitStack()
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Take the loops of `trainer` in hand, before their data are set up."""
@@ -53,8 +70,8 @@ class EqualBatches:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
         if trainer.state.fn == TrainerFn.FITTING and self._uneven is not None:
-            self._lent.lend(
-                trainer.fit_loop, "setup_data", lambda own: _set_up_training(own, trainer)
+            self._lent.enter_context(
+                lent(trainer.fit_loop, "setup_data", lambda own: _set_up_training(own, trainer))
             )
         loops: list[Any] = [
             trainer.fit_loop.epoch_loop.val_loop,
@@ -63,11 +80,13 @@ class EqualBatches:
             trainer.predict_loop,
         ]
         for loop in loops if self._gathers is not None else ():
-            self._lent.lend(loop, "reset", lambda own, loop=loop: self._reset(own, loop))
+            self._lent.enter_context(
+                lent(loop, "reset", lambda own, loop=loop: self._reset(own, loop))
+            )
 
     def end(self) -> None:
         """Give the loops back."""
-        self._lent.give_back()
+        self._lent.close()
 
     def _reset(self, own: Callable[[], None], loop: Any) -> None:
         # Begin an evaluation, whose steps are collective calls if parameters are in shards

@@ -24,7 +24,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from typing_extensions import override
 
 from lightning_topt.communication.value_exchange import (
@@ -44,16 +43,11 @@ from lightning_topt.plugins.stashed_gradients import (
 )
 from lightning_topt.plugins.step_records import (
     LoggedCall,
-    MetricChanges,
-    States,
     StepRecord,
-    apply_metric_changes,
     as_nonzero_rank,
     loss_in,
     recorded_calls,
-    replace_metric_states,
     replay,
-    states_in_use,
     uncounted,
 )
 from lightning_topt.plugins.step_runner import Step, StepRunner
@@ -68,11 +62,10 @@ _MESSAGE_BYTES = 250 << 20  # of a broadcast of buffers, as DDP's
 
 @dataclass(frozen=True)
 class RankInput:
-    """What a rank brings to a step: arguments, random generators, what metrics counted."""
+    """What a rank brings to a step: arguments, random generators."""
 
     args: tuple[Any, ...]
     states: RandomStates
-    counted: States
 
     @property
     def batch(self) -> tuple[Any, ...]:
@@ -98,7 +91,7 @@ class GroupRunner(StepRunner):
     ) -> None:
         self.engine, self._module, self._device, self._steps = engine, module, device, steps
         self._evaluation = ExitStack()  # while it evaluates
-        self._evaluates = False
+        self._evaluates = self._has_run = False
 
     @override
     def example(self, batch: Any) -> Example | None:
@@ -116,7 +109,6 @@ class GroupRunner(StepRunner):
         if self._steps is None:
             mesh = self.engine.plan.mesh
             self._group = self.engine.own_group(mesh.groups_along(mesh.tensor_axes))
-            self._watch = BufferWatch(self._module)
         else:
             self._group = self._steps.group
             if changed := self.engine.stages.changed_buffers:
@@ -137,10 +129,8 @@ class GroupRunner(StepRunner):
         self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], *, exchanges: bool
     ) -> Any:
         """Return the output of this rank's own step, its loss with gradients of the mean loss."""
-        staged = self._steps is not None
-        # Everyone gets all batches, with the state that their ranks have.
-        counted = states_in_use(self._module) if staged else {}
-        own = RankInput((*args, *kwargs.values()), random_states(), counted)
+        # Everyone gets all batches, with the random states that their ranks have.
+        own = RankInput((*args, *kwargs.values()), random_states())
         inputs = list(values_of_ranks(own, self._group, device=self._device))
         scale = 1.0 if self._steps is None else self._steps.loss_scale()
         with stashed_gradients(
@@ -182,9 +172,13 @@ class GroupRunner(StepRunner):
                 records.append(StepRecord(map_tensors(output, Tensor.detach), tuple(calls)))
             return loss_in(output)
 
-        self._watch.begin()
+        # By value, in the first step: kernels of norms write without a new version.
+        is_first, self._has_run = not self._has_run, True
+        buffers = [(name, b.clone()) for name, b in self._module.named_buffers() if is_first]
         self.engine.run_step(inputs, loss)
-        self._watch.check()
+        for name, before in buffers:
+            if not torch.equal(before, self._module.get_buffer(name)):
+                raise refused_buffer(name)
         ends.append(random_states())
         return records[0], ends[self._place]
 
@@ -193,9 +187,7 @@ class GroupRunner(StepRunner):
     ) -> tuple[StepRecord, RandomStates]:
         # Run the batches in stages; return the record of the own one, and its end
         is_last = self._place == steps.last_place
-        passes = _StagePasses(
-            steps, inputs, is_last=is_last, scale=scale, batch_idx=index_in(inputs[0].args)
-        )
+        passes = _StagePasses(steps, inputs, scale=scale, batch_idx=index_in(inputs[0].args))
         # Each pass draws as its rank would.
         with (
             self.engine.stages.random_starts([each.states for each in inputs]) as ends,
@@ -207,7 +199,6 @@ class GroupRunner(StepRunner):
         record: StepRecord = value_for_rank(
             records, self._group, source=steps.last_place, device=self._device
         )
-        apply_metric_changes(self._module, record.counted)
         return record, ends[self._place]
 
     def _send_buffers(self) -> None:
@@ -260,12 +251,10 @@ class _StagePasses:
         steps: StageSteps,
         inputs: Sequence[RankInput],
         *,
-        is_last: bool = False,
         scale: float = 1.0,
         batch_idx: int | None,
     ) -> None:
-        self._steps, self._inputs = steps, inputs
-        self._is_last, self._scale, self._batch_idx = is_last, scale, batch_idx
+        self._steps, self._scale, self._batch_idx = steps, scale, batch_idx
         self.microbatches = [each.batch for each in inputs]
         self._places = {id(batch): index for index, batch in enumerate(self.microbatches)}
         self.finished: dict[int, StepRecord] = {}
@@ -278,23 +267,10 @@ class _StagePasses:
         index = self._places.get(id(microbatch))
         if index is None:
             return loss_in(self._steps.step("training_step", model, microbatch, self._batch_idx))
-        record = self._record_of(self._inputs[index], microbatch)
-        loss = loss_in(record.output)
-        self.finished[index] = StepRecord(
-            map_tensors(record.output, Tensor.detach), record.calls, record.counted
-        )
+        output, calls = self._steps.recorded_step("training_step", microbatch, self._batch_idx)
+        loss = loss_in(output)
+        self.finished[index] = StepRecord(map_tensors(output, Tensor.detach), calls)
         return loss if self._scale == 1 else loss * self._scale
-
-    def _record_of(self, rank: RankInput, batch: Any) -> StepRecord:
-        # The record of a rank's step, if it gets to the end here; it leaves nothing
-        module = self._steps.module
-        with uncounted(module, unless=[]):
-            # Metrics count there alone, from where the rank was.
-            if self._is_last:
-                replace_metric_states(module, rank.counted)
-            counting = MetricChanges.begin(module)
-            output, calls = self._steps.recorded_step("training_step", batch, self._batch_idx)
-            return StepRecord(output, calls, counting.since(module))
 
 
 # ---- steps that change buffers -------------------------------------------------------------------
@@ -314,44 +290,3 @@ def refused_buffer(name: str) -> PlanError:
         "count: leave out own_batches or num_microbatches, or choose a plan without stages and "
         "tensor axes"
     )
-
-
-class BufferWatch:
-    """Tells which buffers of `module` a step changes.
-
-    By identity and version, and in the first step by value; those of norms always by value, since
-    their kernels write without a new version.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._is_first = module, True
-        self._before: dict[str, tuple[Tensor, int, Tensor | None]] = {}
-
-    def begin(self) -> None:
-        """Remember all buffers as they are."""
-        norms = {
-            id(buffer)
-            for layer in self._module.modules()
-            if isinstance(layer, _NormBase)
-            for buffer in layer.buffers()
-        }
-        self._before = {
-            name: (
-                buffer,
-                buffer._version,
-                buffer.clone() if self._is_first or id(buffer) in norms else None,
-            )
-            for name, buffer in self._module.named_buffers()
-        }
-
-    def check(self) -> None:
-        """Raise PlanError where one has changed since."""
-        for name, buffer in self._module.named_buffers():
-            before, version, value = self._before.get(name, (None, 0, None))
-            if (
-                buffer is not before
-                or buffer._version != version
-                or (value is not None and not torch.equal(buffer, value))
-            ):
-                raise refused_buffer(name)
-        self._is_first, self._before = False, {}

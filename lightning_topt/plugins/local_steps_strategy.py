@@ -29,6 +29,7 @@ from lightning_topt.plugins.data_parallel_hooks import (
 from lightning_topt.plugins.equal_batches import EqualBatches
 from lightning_topt.plugins.exchange_guard import CHECKPOINT_KEY, EXCHANGE_KEY, ExchangeGuard
 from lightning_topt.plugins.lost_ranks import LostRankWatch
+from lightning_topt.plugins.monitors import add_monitor
 from lightning_topt.plugins.preemption import Preemption
 from lightning_topt.plugins.training_data import TrainingData
 from lightning_topt.techniques.ddp_wrapper import names_to_ignore
@@ -134,6 +135,7 @@ class LocalStepsStrategy(DataParallelHooks):
             watch=self.rank_watch.ranks,
         )
         self._guard.open(exchange)
+        add_monitor(module.trainer)
         self._fitting = True
 
     @override

@@ -11,22 +11,26 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_topt.basics.argument_checks import check_choice
+from lightning_topt.communication.value_exchange import value_of_rank
 from lightning_topt.graph.structures import PLAIN, map_tensors, tensors_in
 from lightning_topt.plugins.step_records import EXTREMES, LoggedCall, LoggedMetric, uncounted
 from lightning_topt.techniques.tensor_parallel.random_states import random_states, set_random_states
 
+_COMPARED_ELEMENTS = 512  # of each tensor, by `checksum`
 _WAY_OUT = "let dimension 0 of all tensors be the samples, or use microbatches=1"
 
 
@@ -274,21 +278,15 @@ def combined_output(
     """
     if len(outputs) == 1:
         return outputs[0]
-    outputs = [dict(output) if isinstance(output, Mapping) else output for output in outputs]
-    # All outputs must have one structure.
-    flat = [tree_flatten(output, is_leaf=_is_plain_list) for output in outputs]
-    spec = flat[-1][1]
-    if any(other != spec for _, other in flat):
-        return outputs[-1]
-    columns = zip(*(found for found, _ in flat), strict=True)
-    leaves = [_combined_leaf(column, sizes, weights, losses) for column in columns]
-    return tree_unflatten(leaves, spec)
-
-
-def _is_plain_list(value: Any) -> bool:
-    return isinstance(value, list) and not any(
-        isinstance(one, Tensor | Mapping | list | tuple) for one in value
-    )
+    last = outputs[-1]
+    if not isinstance(last, Mapping):
+        return _combined_leaf(outputs, sizes, weights, losses)
+    if any(output.keys() != last.keys() for output in outputs):
+        return last
+    return {
+        name: _combined_leaf([output[name] for output in outputs], sizes, weights, losses)
+        for name in last
+    }
 
 
 def _combined_leaf(
@@ -446,3 +444,71 @@ def without_trace(module: nn.Module) -> Generator[None, None, None]:
             if buffer is not None and value is not None:
                 with torch.no_grad():
                     buffer.copy_(value)
+
+
+# ---- batches that should be equal on all ranks of a pipeline -------------------------------------
+
+
+class AgreedBatches:
+    """Batches of the ranks in `group`, which must be equal: those of a pipeline's stages."""
+
+    def __init__(self, group: dist.ProcessGroup, *, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self.differ = False
+
+    def agreed(self, batch: Any) -> Any:
+        """Return `batch`, or that of the first rank if batches differ now or did before.
+
+        Some elements of each tensor are compared, and texts and numbers. A collective call.
+        """
+        if not self.differ:
+            # One number per rank.
+            own = torch.tensor([checksum(batch)], device=self._device)
+            everyone = own.new_empty(dist.get_world_size(self._group))
+            of_ranks = list(everyone.split(1))  # views
+            dist.all_gather(of_ranks, own, group=self._group)
+            self.differ = bool((everyone != own).any())
+            if self.differ:
+                rank_zero_warn(
+                    "topt: the ranks of a pipeline got different batches, so each of these is sent "
+                    "from the first rank to the others. That takes time: leave "
+                    "use_distributed_sampler=True, or let loaders shuffle, and transforms draw, "
+                    "from a generator with the same seed on all ranks"
+                )
+        if not self.differ:
+            return batch
+        return value_of_rank(batch, self._group, place=0, device=self._device)
+
+
+def checksum(batch: Any) -> int:
+    """Return a number that very likely differs for batches that differ, if only in a shape."""
+    found = 0
+    for piece in _pieces(batch):
+        found = zlib.crc32(piece, found)
+    return found
+
+
+def _pieces(value: Any) -> Iterator[bytes]:
+    # Yield the parts of a batch that its checksum is made of
+    if isinstance(value, Tensor):
+        yield f"{tuple(value.shape)} {value.dtype}".encode()
+        if value.layout == torch.strided and value.numel():
+            flat = (
+                value.detach().reshape(-1)
+                if value.is_contiguous()
+                else value.detach().contiguous().view(-1)
+            )
+            # about 512 elements, evenly spread
+            sample = flat[:: max(1, len(flat) // _COMPARED_ELEMENTS)].contiguous().cpu()
+            yield sample.view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, Mapping):
+        for name, entry in value.items():
+            yield repr(name).encode()
+            yield from _pieces(entry)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _pieces(entry)
+    elif isinstance(value, str | bytes | int | float | complex | bool | None):
+        yield repr(value).encode()
+    elif hasattr(value, "__dict__"):
+        yield from _pieces(vars(value))

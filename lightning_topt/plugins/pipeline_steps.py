@@ -32,8 +32,8 @@ from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.structures import map_tensors
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
-from lightning_topt.plugins.agreed_batches import AgreedBatches
 from lightning_topt.plugins.microbatches import (
+    AgreedBatches,
     MicrobatchLoss,
     Parts,
     combined_calls,

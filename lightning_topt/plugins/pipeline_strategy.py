@@ -51,7 +51,6 @@ class PipelineStrategy(AutoParallelStrategy):
             activations.
         cluster: as in `AutoParallelStrategy`: the machines that stages are balanced for.
         checkpoint: as there.
-        async_checkpoint: as there.
         ddp_options: arguments of Lightning's `DDPStrategy`, such as ``timeout`` and
             ``process_group_backend``.
 
@@ -74,7 +73,6 @@ class PipelineStrategy(AutoParallelStrategy):
         recompute: bool = False,
         cluster: Cluster | Mapping[str, Any] | str | Path | None = None,
         checkpoint: str = "full",
-        async_checkpoint: bool = False,
         **ddp_options: Any,
     ) -> None:
         for name in (
@@ -111,6 +109,5 @@ class PipelineStrategy(AutoParallelStrategy):
             microbatch_loss=microbatch_loss,
             cluster=cluster,
             checkpoint=checkpoint,
-            async_checkpoint=async_checkpoint,
             **ddp_options,
         )

@@ -103,11 +103,6 @@ class MeshPlan:
     preset: str = ""
     recompute: bool = False
 
-    @property
-    def shards_gradients(self) -> bool:
-        """Whether ranks may hold parts of gradients."""
-        return True
-
     def mesh(self, world_size: int, *, num_nodes: int) -> Mesh:
         """Return the mesh. Raises PlanError where it is not one of `world_size` ranks."""
         # Sizes, outermost axis first.
@@ -212,11 +207,6 @@ class PipelinePlan:
             raise ValueError(
                 f"schedule={self.schedule!r} runs one stage on each rank: leave out stages_per_rank"
             )
-
-    @property
-    def shards_gradients(self) -> bool:
-        """Whether no rank holds whole gradients: each has those of its stages."""
-        return True
 
     @property
     def per_rank(self) -> int:

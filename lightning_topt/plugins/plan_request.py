@@ -25,15 +25,19 @@ from __future__ import annotations
 
 import itertools
 import math
+import platform
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lightning
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_topt import communication
@@ -286,6 +290,41 @@ def read_request(
     )
 
 
+def check_agreement(request: PlanRequest, module: nn.Module) -> None:
+    """Raise RuntimeError on every rank when ranks differ.
+
+    Versions, options and the model are compared. A collective call.
+    """
+    # What must be equal: else plans, or shapes of exchanged tensors, differ.
+    mine = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
+        "options of the strategy": repr(request),
+        "parameters of the model": [
+            (name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()
+        ],
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for rank, other in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if other[name] != value:
+                first, second = _first_difference(value, other[name])
+                raise RuntimeError(
+                    f"rank 0 and rank {rank} differ in {name}: {first} against {second}"
+                )
+
+
+def _first_difference(one: Any, two: Any) -> tuple[Any, Any]:
+    if not isinstance(one, list):
+        return one, two
+    for a, b in zip(one, two, strict=False):
+        if a != b:
+            return a, b
+    return f"{len(one)} entries", f"{len(two)} entries"
+
+
 def _is_fixed(plan: GivenPlan | None) -> bool:
     # Whether nothing is searched for `plan`: no prediction of it meets a memory limit
     return isinstance(plan, ParallelPlan | UniformPlan) or (
@@ -348,12 +387,10 @@ class AllowedExchanges:
             local_steps=tuple(method for method in found if isinstance(method, LocalMethod)),
         )
 
-    def held(
-        self, optimizer: OptimizerProfile, *, steps: float, say: bool = True
-    ) -> tuple[GradientMethod, ...]:
+    def held(self, optimizer: OptimizerProfile, *, steps: float) -> tuple[GradientMethod, ...]:
         """Return the candidates to search for a training of so many `steps`.
 
-        With `say` a message says which are left out, and what others need.
+        Messages say which are left out, and what others need.
         """
         if not self.only_what_holds or not optimizer.adaptive:
             return self.candidates
@@ -363,9 +400,15 @@ class AllowedExchanges:
             for m in self.candidates
             if m.steps_under_adam is not None and m.steps_under_adam <= steps
         )
-        for method in self.candidates if say else ():
+        for method in self.candidates:
             if method not in held:
-                rank_zero_info(_left_out(method, optimizer.name))
+                least = method.steps_under_adam
+                which = "training" if least is None else f"fewer than {least} steps"
+                rank_zero_info(
+                    f"topt: {method.words} was not searched: {which} with {optimizer.name} may end "
+                    "worse under it (docs/concepts/compression_quality.md): "
+                    f"allow_compression=[{method.name!r}] searches it all the same"
+                )
             elif needs := method.needs_under_adam:
                 rank_zero_info(
                     f"topt: {method.words} is searched; {optimizer.name} needs {needs} "
@@ -496,27 +539,6 @@ def check_exchange_of_run(plan: ParallelPlan, trainer: pl.Trainer, request: Plan
                 f"{name} is {parameter.dtype}: choose another precision, or remove "
                 f"{'gradient_exchange' if local_steps is None else 'local_steps'} from the plan"
             )
-
-
-def _left_out(method: GradientMethod, optimizer: str) -> str:
-    least = method.steps_under_adam
-    which = "training" if least is None else f"fewer than {least} steps"
-    return (
-        f"topt: {method.words} was not searched: {which} with {optimizer} may end worse under it "
-        "than with whole gradients (docs/concepts/compression_quality.md). To search it all the "
-        "same, say "
-        f"allow_compression=[{_shortest_mapping(method)}]"
-    )
-
-
-def _shortest_mapping(method: GradientMethod) -> dict[str, Any]:
-    # The shortest mapping that is read as `method`
-    changed = {
-        f.name: getattr(method, f.name)
-        for f in fields(method)
-        if getattr(method, f.name) != f.default
-    }
-    return {"method": method.name, **changed}
 
 
 def _read_exchange(entry: Any) -> GradientMethod | LocalMethod:

@@ -16,6 +16,7 @@ How steps run under the plan is its `StepRunner`'s (`run.runner`); who shares sa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -44,12 +45,11 @@ from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plugins.clipping import clip_sharded
 from lightning_topt.plugins.data_group import DataGroup, shared_mesh
+from lightning_topt.plugins.equal_batches import lent
 from lightning_topt.plugins.exchange_guard import scaler_of
-from lightning_topt.plugins.lent_methods import LentMethods
 from lightning_topt.plugins.monitors import StepMonitor, add_monitor
-from lightning_topt.plugins.plan_checkpoints import PlanCheckpoints, release_engine
+from lightning_topt.plugins.plan_checkpoints import PlanCheckpoints
 from lightning_topt.plugins.plan_request import PlanRequest
-from lightning_topt.plugins.planning import Planning, example_batch
 from lightning_topt.plugins.step_runner import PlainRunner, StepRunner
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.ddp_wrapper import bytes_of_buckets
@@ -57,7 +57,7 @@ from lightning_topt.techniques.technique import RunOptions
 
 if TYPE_CHECKING:
     from lightning_topt.execution.engine import Engine
-    from lightning_topt.execution.pipeline.pipeline_run import Example
+    from lightning_topt.plugins.searched_plan import Planning
 
 
 class PlanRun:
@@ -85,9 +85,7 @@ class PlanRun:
         self.runner: StepRunner = PlainRunner()
         self.data = DataGroup()
         self._strategy, self._checkpoints = strategy, checkpoints
-        self._lent = LentMethods()
-        self._unclip: Callable[[], None] = _nothing
-        self._example: Example | None = None  # of the last fit under a plan with stages
+        self._undo = ExitStack()  # of what this plan replaces in Lightning's objects
         self._averages: ShardedAverages | None = None
 
     # ---- decisions -------------------------------------------------------------------------------
@@ -107,10 +105,11 @@ class PlanRun:
         # Planning draws random numbers, and training goes on as if it had not.
         with isolate_rng():
             # what traces and searches is imported where a plan is made
-            from lightning_topt.plugins import traced_planning  # noqa: PLC0415
+            from lightning_topt.plugins.planning import decide_plan  # noqa: PLC0415
 
-            decision = traced_planning.decide_plan(self.request, trainer)
-        self.plan, self.planning, self.planned_by = decision
+            decision = decide_plan(self.request, trainer)
+        self.plan, self.planning = decision.plan, decision.planning
+        self.planned_by = decision.planned_by
         # Give back what planning has used, before memory is measured.
         if self.request.saves_memory or self.plan.saves_memory:
             release_free_memory()
@@ -121,11 +120,6 @@ class PlanRun:
     def decide_by_clock(self, plan: ParallelPlan, seconds: float) -> None:
         """Know the plan that a clock has decided, which took `seconds`."""
         self.plan, self.planned_by, self.seconds = plan, "clock", seconds
-
-    @property
-    def reason(self) -> str:
-        """Why the plan was decided."""
-        return "" if self.plan is None else self.plan.reason.removesuffix(".")
 
     @property
     def decided(self) -> Mapping[str, Any]:
@@ -146,42 +140,28 @@ class PlanRun:
         """The engine of the plan that runs."""
         return self.runner.engine
 
-    def set_up_evaluation(self, trainer: pl.Trainer) -> bool:
-        """Set the strategy up for an evaluation in the shards of the last fit.
-
-        The device is known to hold these. Returns whether there are shards: else ddp sets it up.
-        """
-        plan = self.plan
-        if plan is None or plan.keeps_gradients_whole or plan.brings_batches:
-            return False
-        strategy = self._strategy
-        assert strategy.accelerator is not None and strategy.lightning_module is not None
-        strategy.accelerator.setup(trainer)
-        strategy.model = strategy.lightning_module
-        strategy.precision_plugin.convert_module(strategy.model)
-        self.apply(plan, trainer)
-        strategy.setup_precision_plugin()
-        return True
-
     def end(self, *, failed: bool) -> None:
         """Give the strategy its module back, unsharded, if a plan runs."""
         engine, strategy = self.engine, self._strategy
         has_shards = engine is not None and engine.has_shards
         self.data.end()
         self.runner.close(failed=failed)
-        self._stop_clipping()
-        self._lent.give_back()
-        self._checkpoints.end_plan()
+        self._undo.close()
         self.runner = PlainRunner()
         # After an error the other ranks may be anywhere: collecting the parameters could wait for
         # them. They stay in shards.
         if engine is None or (failed and has_shards):
             return
-        self._give_averages_back()
+        averages, self._averages = self._averages, None
+        if averages is not None:
+            averages.give_back()
         model, module = strategy.model, strategy.lightning_module
         assert module is not None
         strategy.model = module
-        release_engine(engine, module, strategy.optimizers, device=self._device, failed=failed)
+        # The device may not hold the unsharded parameters beside the state.
+        if self._device.type != "cpu":
+            engine.optimizer_state_to_host()
+        engine.release()
         if isinstance(model, DistributedDataParallel):
             strategy.model = model  # the superclass unwraps it
 
@@ -192,20 +172,22 @@ class PlanRun:
 
         strategy, module, device = self._strategy, trainer.lightning_module, self._device
         engine = Engine(plan, module, device=device, options=run_options(strategy))
-        self._checkpoints.begin_plan(engine)
-        runner = choose_runner(engine, module, strategy)
+        self._checkpoints.engine = engine
+        runner, example = choose_runner(engine, module, strategy), None
         # Stages have to know what they send.
-        if plan.schedule is not None and trainer.state.fn == TrainerFn.FITTING:
-            self._example = runner.example(example_batch(trainer))
-        strategy.model = engine.apply(example=self._example)
+        if plan.schedule is not None:
+            from lightning_topt.plugins.planning import example_batch  # noqa: PLC0415
+
+            example = runner.example(example_batch(trainer))
+        strategy.model = engine.apply(example=example)
         # The plan's own exchange of gradients, if it has one.
         self._checkpoints.guard.open(engine.exchange)
         if engine.exchange is not None:
             add_monitor(trainer)
         # Clipping has to see the gradients of all ranks.
         if engine.has_shards:
-            self._unclip = clip_sharded(strategy.precision_plugin, runner.clips)
-            log_whole_values(trainer, self._lent)
+            self._undo.callback(clip_sharded(strategy.precision_plugin, runner.clips))
+            log_full_values(trainer, self._undo)
         # Engine and module are there: steps run as the plan says.
         module.to(device)
         self._averages = shard_averages(trainer, engine)
@@ -228,7 +210,6 @@ class PlanRun:
         if is_continuous and (reason := why_not(fit, CONTINUOUS)):
             raise PlanError(f"this plan's stages never wait for an update, but {reason}")
         self.engine.attach_optimizers(optimizers)
-        self._checkpoints.begin_steps(self.runner)
         self._measure_memory(fit.trainer)
 
     def _measure_memory(self, trainer: pl.Trainer) -> None:
@@ -294,22 +275,9 @@ class PlanRun:
     def _device(self) -> Any:
         return self._strategy.root_device
 
-    def _give_averages_back(self) -> None:
-        averages, self._averages = self._averages, None
-        if averages is not None:
-            averages.give_back()
 
-    def _stop_clipping(self) -> None:
-        self._unclip()
-        self._unclip = _nothing
-
-
-def _nothing() -> None:
-    """Undo nothing."""
-
-
-def log_whole_values(trainer: pl.Trainer, lent: LentMethods) -> None:
-    """Let what is logged in shards be whole: a progress bar reads it on one rank alone."""
+def log_full_values(trainer: pl.Trainer, undo: ExitStack) -> None:
+    """Let what is logged in shards be full: a progress bar reads it on one rank alone."""
     from lightning_topt.techniques.sharding_checks import whole_of  # noqa: PLC0415  (heavy)
 
     def log(
@@ -319,7 +287,7 @@ def log_whole_values(trainer: pl.Trainer, lent: LentMethods) -> None:
 
     loop = trainer.fit_loop.epoch_loop
     for results in (loop._results, loop.val_loop._results):
-        lent.lend(results, "log", log)
+        undo.enter_context(lent(results, "log", log))
 
 
 # ---- averages of weights -------------------------------------------------------------------------

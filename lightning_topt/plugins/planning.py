@@ -1,151 +1,621 @@
-"""What planning takes from a Trainer, and how ranks agree on its result.
+"""The plan of a fit that asks for one: given, or made of a step that is traced at setup.
 
-    make_fake_optimizers                  the optimizers, on a fake copy before there are any
-    example_batch, batches_of             a batch, without advancing the data
-    check_agreement                       ranks start with equal versions, options and models
-    on_rank_0, on_every_rank              one result on all ranks, or one error on all ranks
+`decide_plan` is called by all ranks and returns the same plan on each, or raises on each.
 
-`Planning` is what is kept of a search, `PlanDecision` what a strategy gets.
+    manual optimization      a plan that is given and keeps gradients whole: ddp, zero1
+    a complete plan          checked, and run as it is
+    a plan by name           for the blocks of the traced step, where these matter
+    a mesh, stages           searched on that mesh (`search_mesh`, `_search_stages`)
+    anything else            all plans are searched (`search_all`)
+
+The step is traced, and plans are searched, in a copy of rank 0's process (`ForkedTalk`). There user
+code may do what it likes. The copy asks for what all ranks have to measure (`_answer`). On
+accelerators, whose work no copy can do, the same runs in rank 0's process.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import os
-import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar
 
-import lightning
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.types import _Stateful
-from lightning.pytorch.core.optimizer import _configure_optimizers
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 from torch.utils._pytree import tree_map, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils import worker
 
-from lightning_topt.basics.forked_call import ForkedCall
+from lightning_topt.basics.forked_call import ForkedCall, ForkedTalk, Said
 from lightning_topt.communication.rank_watch import is_of_collective
-from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.intervals import LEVEL
-from lightning_topt.data.resumable_loader import TrackedLoader
-from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
-from lightning_topt.plugins.plan_request import PlanRequest
+from lightning_topt.costs.compute import KernelKey
+from lightning_topt.costs.measurements import Measurements
+from lightning_topt.costs.optimizer import UpdateTime, time_updates
+from lightning_topt.execution.plan_checks import check_world_size
+from lightning_topt.graph.blocks import block_of, choose_blocks
+from lightning_topt.graph.errors import CaptureError, one_line, with_user_lines
+from lightning_topt.graph.mesh_axes import Mesh
+from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
+from lightning_topt.plan.explanation import price_plan
+from lightning_topt.plan.parallel_plan import (
+    BlockPlan,
+    ParallelPlan,
+    PlanError,
+    StagePlan,
+    preset_plan,
+    uniform_plan,
+)
+from lightning_topt.plan.pipeline_search import PipelineRequest, StaleWeights
+from lightning_topt.plan.plan_frontier import PlanPoint
+from lightning_topt.plan.plan_search import SearchRequest, search_plans
+from lightning_topt.plugins.microbatches import count_samples, split_batch
+from lightning_topt.plugins.plan_options import GivenPlan, MeshPlan, PipelinePlan, UniformPlan
+from lightning_topt.plugins.plan_request import (
+    PlanRequest,
+    check_exchange_of_run,
+    check_flight,
+    rule_for,
+    with_rule,
+)
+from lightning_topt.plugins.requirements import (
+    CONTINUOUS,
+    OWN_BATCHES,
+    SEQUENTIAL,
+    SHARDED,
+    SLICES,
+    STAGES,
+    Fit,
+    is_compiled,
+    why_not,
+)
+from lightning_topt.plugins.searched_plan import (
+    NeedsCosts,
+    NeedsKernels,
+    Planning,
+    Questions,
+    RankCosts,
+    TracedStep,
+    choose_for,
+    make_fake_optimizers,
+    say_what_stays,
+    search_all,
+    search_mesh,
+    search_request,
+    with_slices,
+)
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 
-if TYPE_CHECKING:  # what measures is not imported where nothing is planned
-    from lightning_topt.graph.op_graph import OpGraph
-    from lightning_topt.plan.plan_intervals import Intervals
-
-
-@dataclass(frozen=True)
-class Planning:
-    """A frontier and the point chosen from it; its plan says why.
-
-    `graph` is what was planned. `left_out` says which kinds of plans were not searched or not
-    found, and why, by the sentence that a clause completes.
-    """
-
-    frontier: PlanFrontier
-    chosen: PlanPoint
-    graph: OpGraph
-    left_out: Mapping[str, str] = field(default_factory=dict)
-
-    def intervals(self, cluster: Cluster, *, level: float = LEVEL) -> Intervals:
-        """Return the intervals of the chosen plan's seconds and bytes.
-
-        None where its errors on `cluster` are not known, or nothing was predicted.
-        """
-        from lightning_topt.plan.plan_intervals import KnownErrors  # noqa: PLC0415 - fits rarely ask
-
-        predicted = self.chosen.plan.predicted
-        if predicted is None:
-            return None, None
-        costs = predicted.step_seconds, predicted.peak_bytes
-        known = KnownErrors.of(cluster, self.graph)
-        return known.intervals(self.chosen.plan, *costs, level=level)
-
-
-class PlanDecision(NamedTuple):
-    """The plan of a fit, what was searched, and where the plan comes from.
-
-    `planning` is None without a search, and on ranks but 0. `planned_by` is ``"search"``,
-    ``"given"``, or says why the plan is ``ddp``.
-    """
-
-    plan: ParallelPlan
-    planning: Planning | None
-    planned_by: str
-
-
+_EAGER = "Predicted as eager: the module is compiled, and what runs inside is not seen."
+_PATIENCE_SECONDS = 300.0  # with a step that is traced, and a search, between two questions
 _READ_SECONDS = 20.0  # for a batch
-# and the parameters of their module, by name
-Optimizers = tuple[list[Optimizer], list[tuple[str, nn.Parameter]]]
-
-
-def make_fake_optimizers(module: pl.LightningModule, *, device: torch.device) -> Optimizers:
-    """Return what the module's own `configure_optimizers` makes, run on a fake copy."""
-    from lightning_topt.graph.module_copy import fake_copy  # noqa: PLC0415  (fits with a plan)
-
-    # Parameters on the fake device take no memory, whatever state is built.
-    copied, mode = fake_copy(module, device=device.type)
-    with mode:
-        optimizers, _, _ = _configure_optimizers(
-            copied.configure_optimizers()  # type: ignore[arg-type]
-        )
-    # Modules may ask their trainer for the parameters (`self.trainer.model.parameters()`), which
-    # are the original ones.
-    return optimizers, [*copied.named_parameters(), *module.named_parameters()]
-
-
+_MICROBATCHES_PER_RANK = 4  # at most; the bubble of 1F1B is then a fifth of the step, or less
 T = TypeVar("T")
 
 
-# ---- several ranks -------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class PlanDecision:
+    """The plan of a fit, what was searched, and where the plan comes from.
 
-
-def check_agreement(request: PlanRequest, module: nn.Module) -> None:
-    """Raise RuntimeError on every rank when ranks differ.
-
-    Versions, options and the model are compared. A collective call.
+    `planning` is None without a search, and on ranks but 0. `planned_by` is ``"search"``,
+    ``"given"``, or says why the plan is ``ddp``. `messages` of a copy of this process: levels and
+    texts.
     """
-    # What must be equal: else plans, or shapes of exchanged tensors, differ.
-    mine = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "lightning": lightning.__version__,
-        "options of the strategy": repr(request),
-        "parameters of the model": [
-            (name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()
-        ],
-    }
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    for rank, other in enumerate(everyone):
-        for name, value in everyone[0].items():
-            if other[name] != value:
-                first, second = _first_difference(value, other[name])
-                raise RuntimeError(
-                    f"rank 0 and rank {rank} differ in {name}: {first} against {second}"
+
+    plan: ParallelPlan
+    planning: Planning | None = None
+    planned_by: str = "given"
+    messages: tuple[tuple[int, str], ...] = ()
+
+
+def decide_plan(request: PlanRequest, trainer: pl.Trainer) -> PlanDecision:
+    """Return the plan for this fit, what was searched, and where the plan comes from.
+
+    The plan is equal on every rank; rank 0 has what was searched. A collective call, before there
+    are optimizers. What cannot be planned runs as ``ddp`` does, with a warning, unless it
+    `must_be_planned`.
+    """
+    # What can be said without a look at the step.
+    module, world_size = trainer.lightning_module, dist.get_world_size()
+    plain = uniform_plan(0, data_parallel_size=world_size)
+    given: GivenPlan | None = request.plan
+    if request.stale.allowed and given is None:
+        raise ValueError(
+            "allow_staleness is for pipelines whose ranks get the same batches: give a mesh, "
+            'plan={"mesh": {"pipeline": 2}}, or use PipelineStrategy(schedule="continuous")'
+        )
+    is_unseen = any(map(is_compiled, module.modules()))
+    if isinstance(given, UniformPlan) and is_unseen and not given.recompute:
+        rank_zero_warn(
+            "topt: what runs inside of compiled code is not seen, so the plan stores the whole "
+            "module as one block"
+        )
+    if isinstance(given, UniformPlan) and (
+        not request.is_by_block or (is_unseen and not given.recompute)
+    ):
+        given = preset_plan(given.preset, mesh=given.mesh(world_size, num_nodes=trainer.num_nodes))
+    if not module.automatic_optimization:
+        _check_manual(given)
+    # A complete plan.
+    if isinstance(given, ParallelPlan):
+        check_world_size(given, world_size)
+        _check_model(given, module)
+        if given.schedule is not None or given.brings_batches:
+            check_step = partial(_check_step, given, request, trainer)
+            on_rank_0(partial(in_copy, trainer, check_step))
+        return PlanDecision(_checked_on_every_rank(given, request, trainer))
+    # One that is made of the step.
+    if given is not None:
+        given.mesh(world_size, num_nodes=trainer.num_nodes)  # on every rank, if it is refused
+    try:
+        decision = _traced(request, trainer)
+    except Exception as error:
+        # A lost rank is no reason to go on as DDP: nobody would answer.
+        if request.must_be_planned or is_of_collective(error):
+            raise
+        reason = one_line(error)
+        rank_zero_warn(
+            "topt: this training step cannot be planned, so it runs as strategy='ddp' does: "
+            f"nothing is lost but what a plan could have saved. The reason: {reason}"
+        )
+        return PlanDecision(plain, planned_by=f"ddp: {reason}")
+    return replace(decision, plan=_checked_on_every_rank(decision.plan, request, trainer))
+
+
+# ---- a traced step -------------------------------------------------------------------------------
+
+
+def _traced(request: PlanRequest, trainer: pl.Trainer) -> PlanDecision:
+    # The plan that is made of a traced step. A collective call.
+    talk: ForkedTalk | _TalkHere | None = None
+    made: PlanDecision | None = None  # on rank 0
+    measurements: Measurements | None = None
+    answer: Any = None
+
+    def next_question() -> Any:
+        nonlocal talk, made
+        if talk is None:
+            batch = example_batch(trainer)
+            begins = ForkedTalk if _runs_in_copies(trainer) else _TalkHere
+            talk = begins(partial(_plan_of, request, trainer, batch), isolated=True)
+        said = talk.next(answer, timeout_seconds=_PATIENCE_SECONDS)
+        if not said.is_over:
+            return said.value
+        made = said.value
+        for level, text in made.messages:
+            (rank_zero_warn if level >= logging.WARNING else rank_zero_info)(text)
+        return made.plan.to_dict()
+
+    # Rank 0 asks until it has a plan; all ranks measure what it asks for.
+    try:
+        while not isinstance(said := on_rank_0(next_question), dict):
+            if measurements is None and request.cluster is None:
+                measurements = Measurements.open(
+                    device=trainer.strategy.root_device,
+                    num_nodes=trainer.num_nodes,
+                    progress=lambda line: rank_zero_info(f"topt: {line}"),
                 )
+            answer = _answer(said, request, trainer, measurements)
+    finally:
+        if talk is not None:
+            talk.kill()
+    decision = PlanDecision(
+        ParallelPlan.from_dict(said),
+        None if made is None else made.planning,
+        "search" if request.plan is None else "given",
+    )
+    if decision.planning is not None or isinstance(request.plan, MeshPlan | PipelinePlan):
+        rank_zero_info(f"topt: {decision.plan.summary()}. {decision.plan.reason}".strip())
+    return decision
 
 
-def _first_difference(one: Any, two: Any) -> tuple[Any, Any]:
-    if not isinstance(one, list):
-        return one, two
-    for a, b in zip(one, two, strict=False):
-        if a != b:
-            return a, b
-    return f"{len(one)} entries", f"{len(two)} entries"
+def _plan_of(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Questions[PlanDecision]:
+    # Make the plan of rank 0's step on `batch`; runs in a copy of its process
+    given, planning = request.plan, None
+    with with_user_lines(), _messages() as messages:
+        if isinstance(given, UniformPlan):
+            mesh = given.mesh(dist.get_world_size(), num_nodes=trainer.num_nodes)
+            plan = _of_blocks(given, mesh, request, trainer, batch)
+        elif isinstance(given, PipelinePlan):
+            plan = yield from _search_stages(request, trainer, batch, given)
+        else:
+            planning = yield from (
+                search_mesh(request, trainer, batch, given)
+                if isinstance(given, MeshPlan)
+                else search_all(request, trainer, batch)
+            )
+            plan = planning.chosen.plan
+    # The prediction for a compiled module is of eager code.
+    if plan.predicted is not None and any(map(is_compiled, trainer.lightning_module.modules())):
+        plan = replace(plan, reason=f"{plan.reason} {_EAGER}".strip())
+        if planning is not None:
+            planning = replace(planning, chosen=replace(planning.chosen, plan=plan))
+    return PlanDecision(plan, planning, messages=tuple(messages))
+
+
+def _of_blocks(
+    given: UniformPlan, mesh: Mesh, request: PlanRequest, trainer: pl.Trainer, batch: Any
+) -> ParallelPlan:
+    # A plan by name for the blocks of the step, or for one block where none are seen
+    try:
+        step = TracedStep.of(trainer, batch, splits=False)
+    except CaptureError as error:
+        if given.recompute:
+            raise CaptureError(
+                f"{error} Or leave '+recompute' out of the plan, whose blocks have to be seen."
+            ) from error
+        rank_zero_warn(
+            "topt: the blocks were not seen, so the plan stores the whole module as one: "
+            f"{one_line(error)}"
+        )
+        return preset_plan(given.preset, mesh=mesh)
+    plan = given.of(step.graph, mesh)
+    _check_features(plan, request, trainer, step)
+    if given.recompute:
+        say_what_stays(step.graph)
+    return plan
+
+
+def _runs_in_copies(trainer: pl.Trainer) -> bool:
+    # Whether user code can run in a copy of this process, for the device of the fit
+    return hasattr(os, "fork") and trainer.strategy.root_device.type == "cpu"
+
+
+def in_copy(trainer: pl.Trainer, function: Callable[[], T]) -> T:
+    """Return what `function` does in a copy of this process, or here where no copy can run it."""
+    function = with_user_lines()(function)
+    if not _runs_in_copies(trainer):
+        return function()
+    return ForkedCall(function, isolated=True).result(timeout_seconds=_PATIENCE_SECONDS)
+
+
+class _TalkHere:
+    """A `ForkedTalk` in this process."""
+
+    def __init__(self, function: Callable[[], Generator[Any, Any, Any]], *, isolated: bool) -> None:
+        self._questions = function()
+
+    def next(self, answer: object = None, *, timeout_seconds: float) -> Said:
+        try:
+            return Said(False, self._questions.send(answer))
+        except StopIteration as end:
+            return Said(True, end.value)
+
+    def kill(self) -> None:
+        self._questions.close()
+
+
+@contextmanager
+def _messages() -> Iterator[list[tuple[int, str]]]:
+    # Keep what is said to users within: a copy has no screen
+    kept: list[tuple[int, str]] = []
+
+    class Keeper(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage().startswith("topt: "):
+                kept.append((record.levelno, record.getMessage()))
+
+    logger, keeper = logging.getLogger("lightning.pytorch"), Keeper()
+    propagates, logger.propagate = logger.propagate, False
+    handlers, logger.handlers = logger.handlers, [keeper]
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            yield kept
+        texts = (str(each.message) for each in warned)
+        kept += [(logging.WARNING, text) for text in texts if text.startswith("topt: ")]
+    finally:
+        logger.handlers, logger.propagate = handlers, propagates
+
+
+# ---- what all ranks measure ----------------------------------------------------------------------
+
+
+def _answer(
+    question: NeedsCosts | NeedsKernels,
+    request: PlanRequest,
+    trainer: pl.Trainer,
+    measurements: Measurements | None,
+) -> Any:
+    # What `question` asks for. A collective call.
+    if measurements is None:
+        assert request.cluster is not None
+        return RankCosts(request.cluster)
+    graphs = question.graphs if isinstance(question, NeedsKernels) else [question.graph]
+    kernels: dict[KernelKey, float] = {}
+    for graph in graphs:
+        kernels |= on_every_rank(partial(measurements.kernel_seconds, graph))
+    if isinstance(question, NeedsKernels):
+        return kernels
+    times = on_every_rank(
+        lambda: in_copy(trainer, partial(_time_updates, trainer, measurements.known_updates))
+    )
+    updates = on_every_rank(lambda: measurements.agree_on_updates(times))
+    return RankCosts(on_every_rank(measurements.cluster), kernels, updates)
+
+
+def _time_updates(trainer: pl.Trainer, known: Callable[[str], float | None]) -> list[UpdateTime]:
+    # What the updates of the optimizers take that the module would make
+    device = trainer.strategy.root_device
+    optimizers, named = make_fake_optimizers(trainer.lightning_module, device=device)
+    return time_updates(optimizers, named_parameters=named, device=device, known=known)
+
+
+# ---- what a plan needs of the fit ----------------------------------------------------------------
+
+
+def _checked_on_every_rank(
+    plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer
+) -> ParallelPlan:
+    # The plan, checked, with its rule of weights where it needs one
+    on_every_rank(lambda: _check_features(plan, request, trainer))
+    if plan.schedule not in CONTINUOUS_SCHEDULES:
+        return plan
+
+    def complete() -> Any:
+        optimizers, _ = make_fake_optimizers(
+            trainer.lightning_module, device=trainer.strategy.root_device
+        )
+        each = trainer.accumulate_grad_batches
+        return with_rule(plan, optimizers, request.stale, accumulate=each).to_dict()
+
+    return ParallelPlan.from_dict(on_rank_0(lambda: in_copy(trainer, complete)))
+
+
+def _check_step(plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer) -> None:
+    step = TracedStep.of(trainer, example_batch(trainer), splits=False)
+    _check_features(plan, request, trainer, step)
+
+
+def _check_features(
+    plan: ParallelPlan,
+    request: PlanRequest,
+    trainer: pl.Trainer,
+    step: TracedStep | None = None,
+) -> None:
+    """Raise PlanError where something in this fit does not go together with `plan`.
+
+    That is what can be seen before it runs.
+    """
+    # Which parameters the plan shards, and which it splits.
+    levels = {block.block: block.config.storage.sharded_axes("gradients") for block in plan.blocks}
+    split = {
+        f"{b.block}.{name}".lstrip(".") for b in plan.blocks for name, _ in b.config.parameters
+    }
+
+    def would_shard(parameter: str) -> bool:
+        return bool(levels[block_of(parameter, levels)]) or parameter in split
+
+    fit = (
+        Fit(trainer, only_replicated=request.only_replicated, would_shard=would_shard)
+        if step is None
+        else step.fit(request, would_shard=would_shard)
+    )
+    stages, shards = plan.schedule is not None, not plan.keeps_gradients_whole
+    sharded = (SHARDED, SLICES) if split else (SHARDED,)
+    together = "under this plan ranks run the batches of one another"
+    # Whether a row is about this plan, what it needs, what it does, and the way out.
+    for applies, kinds, does, way_out in (
+        (stages, (STAGES,), "this plan is a pipeline", "choose a plan without stages"),
+        (
+            plan.schedule in CONTINUOUS_SCHEDULES,
+            (CONTINUOUS,),
+            "this plan's stages never wait for an update",
+            "choose another schedule",
+        ),
+        (
+            plan.own_batches,
+            (OWN_BATCHES,),
+            together,
+            "leave out own_batches, or choose a plan without stages",
+        ),
+        (
+            shards and stages,
+            sharded,
+            "this plan keeps only a stage's parameters on a rank",
+            "choose a plan without stages",
+        ),
+        (
+            shards,
+            sharded,
+            "this plan shards parameters",
+            "choose a plan without tensor axes" if split else "choose ZeRO level 0 or 1",
+        ),
+        (
+            plan.brings_batches and not stages,
+            (SEQUENTIAL,),
+            together,
+            "leave out num_microbatches, or choose a plan without tensor axes",
+        ),
+    ):
+        if applies and (reason := why_not(fit, *kinds)):
+            raise PlanError(f"{does}, but {reason}; {way_out}")
+    if plan.schedule in CONTINUOUS_SCHEDULES:
+        check_flight(plan, trainer)
+    check_exchange_of_run(plan, trainer, request)
+
+
+def _check_model(plan: ParallelPlan, module: pl.LightningModule) -> None:
+    name = type(module).__name__
+    parameters = [
+        (n, tuple(p.shape), str(p.dtype).removeprefix("torch."))
+        for n, p in module.named_parameters()
+    ]
+    if plan.fingerprint is not None and plan.fingerprint != model_fingerprint(name, parameters):
+        raise PlanError(
+            f"the plan was made for another model ({plan.model or 'of another kind'}): class name, "
+            f"parameter names, shapes or dtypes of this {name} differ. Make a new plan, or remove "
+            "'fingerprint' from the plan to run it all the same"
+        )
+
+
+def _check_manual(given: GivenPlan | None) -> None:
+    # Raise an error for what was asked of a step that decides itself when it updates
+    if not (isinstance(given, ParallelPlan) and given.keeps_gradients_whole) or given.schedule:
+        raise PlanError(
+            "manual optimization runs under the plans 'ddp' and 'zero1' only, since its steps "
+            "cannot be seen in advance: leave out memory_limit, objective, cluster and "
+            "allow_compression, or use automatic optimization"
+        )
+
+
+# ---- stages --------------------------------------------------------------------------------------
+
+
+def _search_stages(
+    request: PlanRequest, trainer: pl.Trainer, batch: Any, given: PipelinePlan
+) -> Questions[ParallelPlan]:
+    """Return a plan with stages for the traced microbatch.
+
+    Raises PlanError where there are fewer blocks than stages, NoPlanFitsError.
+    """
+    kinds = (STAGES, CONTINUOUS) if given.schedule in CONTINUOUS_SCHEDULES else (STAGES,)
+    if reason := why_not(Fit(trainer, only_replicated=request.only_replicated), *kinds):
+        raise PlanError(f"this plan is a pipeline, but {reason}; choose a plan without stages")
+    # The mesh, and the batch that one pass of a stage has.
+    mesh = given.mesh(dist.get_world_size(), num_nodes=trainer.num_nodes)
+    part, count = microbatch_of(batch, given, mesh)
+    # Batches of fewer samples have fewer microbatches.
+    samples = count_samples(batch)
+    if samples < count:
+        rank_zero_warn(
+            f"topt: {count} microbatches were asked for, and the first batch of a rank has "
+            f"{samples} sample(s): batches run in as many microbatches as they have samples"
+        )
+    # For other numbers of microbatches the graph has to know other batch sizes.
+    scales = given.sizes is not None and given.microbatches is None and samples > 1
+    # With tensor axes, the step's torch functions say how it can be split.
+    step = TracedStep.of(trainer, part, splits=bool(mesh.tensor_axes), scales=scales)
+    graph = with_blocks_for(step.graph, given, mesh)
+    _check_blocks(graph, mesh.pipeline_size * given.per_rank)
+    # What to search: for any number of microbatches that divides the batch, where that is free.
+    search = yield from search_request(request, trainer, graph)
+    is_free = graph.batch_scaling and given.microbatches is None
+    exchange = given.gradient_exchange
+    search = replace(
+        search,
+        global_batch_size=(samples if is_free else graph.batch_size * count)
+        * mesh.data_parallel_size,
+        pipelines=PipelineRequest(
+            given.stages if given.sizes is not None else mesh.pipeline_size * given.per_rank,
+            given.schedule,
+            None if is_free else count,
+            ranks=mesh.pipeline_size,
+            tensor=mesh.ranks_along(mesh.tensor_axes),
+            by_exchange=exchange is not None,
+        ),
+        exchanges=() if exchange is None else (exchange,),
+        stale=_stale_weights(request, trainer, given),
+    )
+    if mesh.tensor_axes:
+        search = replace(search, split=replace(step, graph=graph).split())
+        search = yield from with_slices(request, search)
+    # The choice; limits are for plans that recompute, where that was asked for.
+    frontier = search_plans(search)
+    if given.recompute:
+        again = [_recomputed(point, search) for point in frontier.candidates]
+        frontier = replace(frontier, points=tuple(again), uniform=())
+        say_what_stays(graph)
+    plan = choose_for(
+        request, frontier, search.cluster, trainer=trainer, optimizer=search.optimizer
+    ).plan
+    _check_features(plan, request, trainer, step)
+    return plan
+
+
+def _check_blocks(graph: OpGraph, stages: int) -> None:
+    # In the order of their first operator.
+    names = [*dict.fromkeys(op.block for op in graph.ops if op.block)]
+    if len(names) < stages:
+        raise PlanError(
+            f"{graph.model} has {len(names)} block(s) that can be stages of a pipeline "
+            f"({', '.join(names) or 'none'}), and {stages} stages are wanted: choose fewer "
+            "stages, or let the model consist of more submodules that are called one after the "
+            "other"
+        )
+
+
+def _stale_weights(
+    request: PlanRequest, trainer: pl.Trainer, given: PipelinePlan
+) -> StaleWeights | None:
+    # What a search for `given` may choose of continuous pipelines
+    if not request.stale.allowed:
+        return None
+    if given.schedule is None and why_not(Fit(trainer), CONTINUOUS):
+        return None
+    module, device = trainer.lightning_module, trainer.strategy.root_device
+    (optimizer,), _ = make_fake_optimizers(module, device=device)
+    rule = partial(
+        rule_for,
+        optimizer,
+        given.prediction or request.stale.prediction,
+        accumulate=trainer.accumulate_grad_batches,
+    )
+    rule()  # one that does not know the optimizer is refused before the search
+    return StaleWeights(lambda flight: rule(flight=flight), trainer.accumulate_grad_batches)
+
+
+def microbatch_of(batch: Any, given: PipelinePlan, mesh: Mesh) -> tuple[Any, int]:
+    """Return the first microbatch of `batch`, and how many a batch is to have.
+
+    Raises ValueError as `split_batch`.
+    """
+    if given.schedule in CONTINUOUS_SCHEDULES:
+        return batch, 1
+    count = given.microbatches or choose_microbatches(count_samples(batch), mesh.pipeline_size)
+    return split_batch(batch, count).batches[0], count
+
+
+def _recomputed(point: PlanPoint, search: SearchRequest) -> PlanPoint:
+    # The plan of `point` with all blocks recomputed that can be, and what it takes
+    again = {block.name for block in search.graph.blocks if block.recomputable}
+
+    def with_it(block: BlockPlan) -> BlockPlan:
+        config = replace(block.config, recompute=block.config.recompute or block.block in again)
+        return replace(block, config=config)
+
+    stages = tuple(StagePlan(tuple(map(with_it, stage.blocks))) for stage in point.plan.stages)
+    priced = price_plan(search, replace(point.plan, stages=stages))
+    predicted = priced.predicted
+    return PlanPoint(predicted.step_seconds, predicted.peak_bytes, point.devices, priced.plan)
+
+
+def with_blocks_for(graph: OpGraph, given: PipelinePlan, mesh: Mesh) -> OpGraph:
+    """Return `graph` with blocks enough for the stages.
+
+    They are smaller modules where too few are of the size worth a decision.
+    """
+    count = mesh.pipeline_size * given.per_rank
+    if len(graph.blocks) > count:
+        return graph
+    # Two blocks per stage at least, so that cuts can balance.
+    finer = choose_blocks(graph, min_parameter_share=0.0, min_kept_share=0.0, max_share=0.5 / count)
+    return graph.with_blocks(finer) if len(finer) > len(graph.blocks) else graph
+
+
+def choose_microbatches(samples: int, ranks: int) -> int:
+    """Return into how many parts a batch of `samples` is split for `ranks` stages at once.
+
+    A multiple of the ranks, up to four times as many, that divides the batch if there is one.
+    """
+    multiples = [
+        ranks * times for times in range(_MICROBATCHES_PER_RANK, 0, -1) if ranks * times <= samples
+    ]
+    # Even parts have equal shapes, and no stage waits for a larger one.
+    even = [count for count in multiples if samples % count == 0]
+    return (even or multiples or [samples])[0]
+
+
+# ---- several ranks -------------------------------------------------------------------------------
 
 
 class RemotePlanningError(RuntimeError):
@@ -153,11 +623,11 @@ class RemotePlanningError(RuntimeError):
 
 
 def on_rank_0(function: Callable[[], T]) -> T:
-    """Run `function` on rank 0; every rank gets its result, or an error.
-
-    A collective call.
-    """
-    return _share(function, only_rank_0=True)
+    """Run `function` on rank 0; every rank gets its result, or an error. A collective call."""
+    box: list[Any] = [on_every_rank(function if dist.get_rank() == 0 else _nothing)]
+    dist.broadcast_object_list(box, 0)
+    result: T = box[0]
+    return result
 
 
 def on_every_rank(function: Callable[[], T]) -> T:
@@ -165,34 +635,28 @@ def on_every_rank(function: Callable[[], T]) -> T:
 
     A collective call, and `function` may hold some.
     """
-    return _share(function, only_rank_0=False)
-
-
-def _share(function: Callable[[], T], *, only_rank_0: bool) -> T:
     result: Any = None
-    error: BaseException | None = None
-    if dist.get_rank() == 0 or not only_rank_0:
-        try:
-            result = function()
-        except Exception as caught:
-            # Not shared with the others.
-            if is_of_collective(caught):
-                raise  # a rank is gone: the next collective call would wait for it again
-            error = caught
+    error: Exception | None = None
+    try:
+        result = function()
+    except Exception as caught:
+        if is_of_collective(caught):
+            raise  # a rank is gone: the next collective call would wait for it again
+        error = caught
     # Everyone learns of all errors before anyone raises.
-    mine = None if error is None else f"{type(error).__name__}: {error}"
     problems: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, mine)
+    dist.all_gather_object(problems, error and f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
     for rank, problem in enumerate(problems):
         if problem is not None:
             raise RemotePlanningError(f"planning failed on rank {rank}: {problem}")
-    if only_rank_0:
-        box = [result]
-        dist.broadcast_object_list(box, 0)
-        result = box[0]
-    return cast(T, result)
+    own: T = result
+    return own
+
+
+def _nothing() -> Any:
+    return None
 
 
 # ---- example batches -----------------------------------------------------------------------------
@@ -217,32 +681,62 @@ def example_batch(trainer: pl.Trainer) -> Any:
         with suppress(Exception):
             read = ForkedCall(partial(_read_in_copy, combined, trainer), isolated=True)
             return read.result(timeout_seconds=_READ_SECONDS)
-    # A batch that is read here moves loaders with a state of their own, which the fit has begun to
-    # read.
-    moved = [
-        (loader, loader.state_dict())
-        for loader in combined.flattened
-        if isinstance(loader, _Stateful) and not isinstance(loader, TrackedLoader)
-    ]
     if any(isinstance(loader, Iterator) for loader in combined.flattened):
         combined.flattened = [
             _ReadAhead(loader) if isinstance(loader, Iterator) else loader
             for loader in combined.flattened
         ]
-    batch = batches_of(combined, trainer)[0]
-    for loader, state in moved:
-        loader.load_state_dict(state)
-    if moved:
-        assert trainer.fit_loop._data_fetcher is not None
-        iter(trainer.fit_loop._data_fetcher)
-    return batch
+    return first_batch(combined, trainer)
 
 
 def _read_in_copy(loaders: CombinedLoader, trainer: pl.Trainer) -> Any:
     for loader in loaders.flattened:
         if getattr(loader, "num_workers", 0) and loader.worker_init_fn is not None:
             loader.worker_init_fn(0)
-    return batches_of(loaders, trainer)[0]
+    return first_batch(loaders, trainer)
+
+
+def first_batch(loaders: CombinedLoader, trainer: pl.Trainer) -> Any:
+    """Return a batch of these training loaders, on the CPU.
+
+    `trainer` has the module and the data module whose transfer hooks run.
+    """
+    with isolate_rng():  # transforms may draw
+        batch = tree_unflatten([_first(loader) for loader in loaders.flattened], loaders._spec)
+    # Hooks may change tensors in place; the loader's own stay as they are.
+    batch = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch)
+    return trainer.strategy.batch_to_device(batch, device=torch.device("cpu"))
+
+
+def _first(loader: Any) -> Any:
+    # A batch of `loader`: of the first samples where its size is known, whatever their order
+    if isinstance(loader, _ReadAhead):
+        return loader.first
+    samples: list[Any] = []
+    if not isinstance(loader, DataLoader):
+        for batch in loader:
+            return batch
+    elif isinstance(loader.dataset, IterableDataset):
+        if not loader.num_workers:
+            for batch in loader:
+                return batch
+        with _as_worker(loader):  # workers would outlive this
+            samples = [*itertools.islice(iter(loader.dataset), loader.batch_size or 1)]
+    else:
+        dataset: Any = loader.dataset
+        size = getattr(loader.batch_sampler, "batch_size", None)
+        if isinstance(size, int) and size:
+            indices: Iterable[Any] = range(min(size, len(dataset)))
+        else:
+            first = next(iter(loader.batch_sampler or loader.sampler), None)
+            indices = [] if first is None else first if loader.batch_sampler else [first]
+        with _as_worker(loader):
+            samples = [dataset[index] for index in indices]
+    if not samples:
+        raise ValueError("planning needs a training batch, but the training data are empty")
+    is_batched = loader.batch_size is not None or loader.batch_sampler is not None
+    return loader.collate_fn(samples if is_batched else samples[0])
 
 
 @contextmanager
@@ -274,76 +768,3 @@ class _ReadAhead:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)
-
-
-def batches_of(loaders: CombinedLoader, trainer: pl.Trainer) -> tuple[Any, Any | None]:
-    """Return the same for given training loaders.
-
-    `trainer` has the module and the data module whose transfer hooks run.
-    """
-    # Transforms may draw.
-    with isolate_rng():
-        singles = [_samples(loader, 1) for loader in loaders.flattened]
-        doubles = [_samples(loader, 2) for loader in loaders.flattened]
-    single = tree_unflatten(singles, loaders._spec)
-    double = (
-        None if any(batch is None for batch in doubles) else tree_unflatten(doubles, loaders._spec)
-    )
-    return _transferred(trainer, single), None if double is None else _transferred(trainer, double)
-
-
-def _samples(loader: Any, times: int) -> Any | None:
-    """Return a batch of `loader` with `times` as many samples, or None.
-
-    None where its size cannot be chosen.
-    """
-    dataset: Any = getattr(loader, "dataset", None)
-    batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    is_map_style = isinstance(loader, DataLoader) and not isinstance(dataset, IterableDataset)
-    # The first samples, whatever the sampler's order.
-    if is_map_style and isinstance(batch_size, int) and batch_size:
-        size = len(dataset)
-        if size == 0:
-            raise ValueError("planning needs a training batch, but the training data set is empty")
-        if times > 1 and size < 2 * batch_size:
-            return None
-        with _as_worker(loader):
-            samples = [dataset[index % size] for index in range(times * min(batch_size, size))]
-        return loader.collate_fn(samples)
-    return _first(loader) if times == 1 else None
-
-
-def _first(loader: Iterable[Any]) -> Any:
-    if isinstance(loader, _ReadAhead):
-        return loader.first
-    if isinstance(loader, DataLoader) and loader.num_workers:
-        return _first_without_workers(loader)
-    for batch in loader:
-        return batch
-    raise ValueError("planning needs a training batch, but the training data are empty")
-
-
-def _first_without_workers(loader: DataLoader[Any]) -> Any:
-    # The first batch; workers would outlive this
-    dataset: Any = loader.dataset
-    with _as_worker(loader):
-        if isinstance(dataset, IterableDataset):
-            samples = [*itertools.islice(iter(dataset), loader.batch_size or 1)]
-        else:
-            index: Any = next(iter(loader.batch_sampler or loader.sampler), [])
-            samples = [dataset[i] for i in index] if loader.batch_sampler else [dataset[index]]
-    if not samples:
-        raise ValueError("planning needs a training batch, but the training data are empty")
-    is_batched = loader.batch_size is not None or loader.batch_sampler is not None
-    return loader.collate_fn(samples if is_batched else samples[0])
-
-
-def _transferred(trainer: pl.Trainer, batch: Any) -> Any:
-    """Return `batch` after the module's transfer hooks, on the CPU.
-
-    The loader's own tensors stay as they are.
-    """
-    # Hooks may change tensors in place.
-    batch = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
-    batch = trainer.lightning_module._on_before_batch_transfer(batch)
-    return trainer.strategy.batch_to_device(batch, device=torch.device("cpu"))

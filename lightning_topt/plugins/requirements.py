@@ -41,7 +41,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric
 
 from lightning_topt.communication.value_exchange import check_packs
 from lightning_topt.graph.kernels import NAMESPACES
@@ -429,8 +429,8 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     ),
     Requirement(
         (OWN_BATCHES,),
-        "a collection of metrics shares states, which are not followed from rank to rank",
-        lambda fit: fit.part(lambda part: isinstance(part, MetricCollection)),
+        "metric {} counts on the last stage's rank alone",
+        lambda fit: fit.part(lambda part: isinstance(part, Metric)),
     ),
     Requirement(
         (SEARCHED_STAGES,),

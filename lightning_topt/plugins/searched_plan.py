@@ -1,11 +1,11 @@
 """Searches for the plan of a fit: what they need, on a given mesh, and of all plans.
 
-They run in a copy of rank 0's process on CPUs, where user code leaves nothing behind
-(`traced_planning`). What all ranks have to measure is asked of them (`NeedsCosts`, `NeedsKernels`).
+They run in a copy of rank 0's process on CPUs, where user code leaves nothing behind (`planning`).
+What all ranks have to measure is asked of them (`NeedsCosts`, `NeedsKernels`).
 
     search_mesh   on a given mesh
     search_all    every rank has its own batch; the second and third only where they may beat what
-                  was found before (`pays`):
+                  was found before:
       data axes     every ZeRO level and recomputation per block (`plan.plan_search`)
       tensor axes   the ranks of a tensor group run their batches one after the other
       stages        the ranks of a pipeline run their batches as microbatches (`group_steps`)
@@ -20,15 +20,16 @@ import contextlib
 import io
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.core.optimizer import _configure_optimizers
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
@@ -40,7 +41,7 @@ from lightning_topt.graph.blocks import why_not_recomputed
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.errors import WAY_OUT, CaptureError, StepError, may_need_values, one_line
 from lightning_topt.graph.mesh_axes import data_mesh
-from lightning_topt.graph.op_config import Shard
+from lightning_topt.graph.module_copy import fake_copy
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.step_observer import observe_step
 from lightning_topt.plan import step_factors
@@ -67,7 +68,6 @@ from lightning_topt.plugins.plan_request import (
     steps_of_fit,
     ways_of_run,
 )
-from lightning_topt.plugins.planning import Planning, make_fake_optimizers
 from lightning_topt.plugins.requirements import (
     OWN_BATCHES,
     SEARCHED_STAGES,
@@ -88,6 +88,18 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class Planning:
+    """A frontier of the step `graph`, and the point chosen from it; its plan says why."""
+
+    frontier: PlanFrontier
+    chosen: PlanPoint
+    graph: OpGraph
+
+
+# ---- what ranks are asked ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
 class NeedsCosts:
     """Asks all ranks for the costs of a step: `RankCosts`."""
 
@@ -105,27 +117,18 @@ class NeedsKernels:
 class RankCosts:
     """What ranks have measured, or the `cluster` that was given.
 
-    Seconds of kernels, and of updates per element of each parameter by name. `measures`: more
-    kernels can be measured.
+    Seconds of kernels, and of updates per element of each parameter by name.
     """
 
     cluster: Cluster
     kernel_seconds: Mapping[KernelKey, float] = field(default_factory=dict)
     update_seconds: Mapping[str, float] = field(default_factory=dict)
-    measures: bool = False
 
 
 Questions = Generator[NeedsCosts | NeedsKernels, Any, T]
 
 
 # ---- the traced step -----------------------------------------------------------------------------
-
-
-class Trace(Protocol):
-    """Sees the forward pass of a copy of a module."""
-
-    def of(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Return the context in which it runs."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,7 @@ class TracedStep:
         trace = FunctionTrace() if splits else None
         try:
             with noted_reads() as reads:
-                graph = capture_step(trainer, batch, trace, scales=scales)
+                graph = _capture(trainer, batch, trace, scales=scales)
             return cls(trainer, batch, graph, trace, frozenset(reads))
         except Exception as error:
             # In this process, which is a copy, a real step leaves nothing behind.
@@ -194,11 +197,10 @@ class TracedStep:
         )
 
 
-def capture_step(
-    trainer: pl.Trainer, batch: Any, trace: Trace | None = None, *, scales: bool = False
+def _capture(
+    trainer: pl.Trainer, batch: Any, trace: FunctionTrace | None, *, scales: bool
 ) -> OpGraph:
-    """Return the graph of this rank's step on fake tensors, whose calls `trace` gets."""
-
+    # The graph of this rank's step on fake tensors, whose calls `trace` gets
     def on(*, scales: bool) -> OpGraph:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")  # all of it comes again in the step itself
@@ -217,58 +219,65 @@ def capture_step(
     return on(scales=False)
 
 
-# ---- what a search needs besides the graph -------------------------------------------------------
+# ---- what is searched ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RunCosts:
-    """The optimizer, and what was measured or given."""
+def make_fake_optimizers(
+    module: pl.LightningModule, *, device: torch.device
+) -> tuple[list[Optimizer], list[tuple[str, nn.Parameter]]]:
+    """Return what the module's own `configure_optimizers` makes, run on a fake copy.
 
-    optimizer: OptimizerProfile
-    measured: RankCosts
-
-    @property
-    def cluster(self) -> Cluster:
-        """The machines of the run."""
-        return self.measured.cluster
-
-
-def read_costs(trainer: pl.Trainer, graph: OpGraph) -> Questions[RunCosts]:
-    """Return the costs of this run; ranks are asked for what they measure."""
-    device = trainer.strategy.root_device
-    optimizers, named = make_fake_optimizers(trainer.lightning_module, device=device)
-    profile = read_optimizer(optimizers, named_parameters=named, device_type=device.type)
-    measured: RankCosts = yield NeedsCosts(graph)
-    profile = replace(profile, seconds_per_element=measured.update_seconds)
-    return RunCosts(profile, measured)
+    With the parameters by name that these may have.
+    """
+    # Parameters on the fake device take no memory, whatever state is built.
+    copied, mode = fake_copy(module, device=device.type)
+    with mode:
+        optimizers, _, _ = _configure_optimizers(
+            copied.configure_optimizers()  # type: ignore[arg-type]
+        )
+    # Modules may ask their trainer for the parameters (`self.trainer.model.parameters()`), which
+    # are the original ones.
+    return optimizers, [*copied.named_parameters(), *module.named_parameters()]
 
 
 def search_request(
-    request: PlanRequest, trainer: pl.Trainer, graph: OpGraph, costs: RunCosts
-) -> SearchRequest:
-    """Return what to search on data axes, where every rank has a batch like the traced one."""
-    ranks = dist.get_world_size()
+    request: PlanRequest, trainer: pl.Trainer, graph: OpGraph
+) -> Questions[SearchRequest]:
+    """Return what to search on data axes, where every rank has a batch like the traced one.
+
+    Ranks are asked for what they measure.
+    """
+    device, ranks = trainer.strategy.root_device, dist.get_world_size()
+    # The optimizer, and what ranks have measured or were given.
+    optimizers, named = make_fake_optimizers(trainer.lightning_module, device=device)
+    optimizer = read_optimizer(optimizers, named_parameters=named, device_type=device.type)
+    costs: RankCosts = yield NeedsCosts(graph)
+    optimizer = replace(optimizer, seconds_per_element=costs.update_seconds)
+    # What plans may do.
     fit = Fit(trainer, graph=graph, only_replicated=request.only_replicated)
-    exchanges, local_steps = ways_of_run(request, trainer, costs.optimizer, ranks=ranks)
+    exchanges, local_steps = ways_of_run(request, trainer, optimizer, ranks=ranks)
     return SearchRequest(
         graph,
         costs.cluster,
-        costs.optimizer,
+        optimizer,
         device_counts=(ranks,),
         global_batch_size=graph.batch_size * ranks,
         shards=not request.keeps_parameters_whole and why_not(fit, SHARDED) is None,
         exchanges=exchanges,
         local_steps=local_steps,
-        kernel_seconds=costs.measured.kernel_seconds,
+        kernel_seconds=costs.kernel_seconds,
         returns_memory=request.saves_memory,
         gradient_views=request.gradient_views,
         max_seconds=_SEARCH_SECONDS,
     )
 
 
-def say(plan: ParallelPlan) -> None:
-    """Tell the user about a plan that was found."""
-    rank_zero_info(f"topt: {plan.summary()}. {plan.reason}".strip())
+def with_slices(request: PlanRequest, search: SearchRequest) -> Questions[SearchRequest]:
+    """Return `search` with the seconds of kernels on slices, which the full step does not have."""
+    if request.cluster is not None:  # nothing is measured
+        return search
+    kernels = yield NeedsKernels(local_graphs(search))
+    return replace(search, kernel_seconds={**search.kernel_seconds, **kernels})
 
 
 def say_what_stays(graph: OpGraph) -> None:
@@ -288,17 +297,14 @@ def search_mesh(
     mesh = given.mesh(dist.get_world_size(), num_nodes=trainer.num_nodes)
     step = TracedStep.of(trainer, batch)
     graph = step.graph
-    fit = step.fit(request)
-    kinds = (SHARDED, SLICES) if mesh.tensor_axes else (SHARDED,)
-    reason = why_not(fit, *kinds)
+    reason = why_not(step.fit(request), *((SHARDED, SLICES) if mesh.tensor_axes else (SHARDED,)))
     if reason is not None and mesh.tensor_axes:
         raise PlanError(
             f"a mesh with tensor axes splits parameters, but {reason}; choose one without"
         )
     # What to search: on this mesh only, without compression.
-    costs = yield from read_costs(trainer, graph)
-    wanted = replace(
-        search_request(request, trainer, graph, costs),
+    search = replace(
+        (yield from search_request(request, trainer, graph)),
         global_batch_size=graph.batch_size * mesh.data_parallel_size,
         shards=not given.preset and reason is None,
         exchanges=(),
@@ -308,20 +314,14 @@ def search_mesh(
         mesh=mesh,
         layout=given.preset,
     )
-    # Kernels on slices, measured by all ranks.
-    if costs.measured.measures:
-        kernels = yield NeedsKernels(local_graphs(wanted))
-        kernels = {**wanted.kernel_seconds, **kernels}
-        wanted = replace(wanted, kernel_seconds=kernels)
-    frontier = with_intervals(
-        search_for(request, wanted), costs.cluster, graph, level=request.confidence
-    )
-    frontier = by_objective(request, frontier, trainer=trainer, optimizer=costs.optimizer)
+    search = yield from with_slices(request, search)
+    # The choice: of a layout by name, the plan that splits most.
+    frontier = _in_view(request, search_for(request, search), search, trainer)
     if given.preset:
-        chosen = _with_what_is_left(_preset_of(given, frontier), graph)
+        chosen = _preset_of(given, frontier)
     else:
         chosen = choose_for(
-            request, frontier, costs.cluster, trainer=trainer, optimizer=costs.optimizer
+            request, frontier, search.cluster, trainer=trainer, optimizer=search.optimizer
         )
     if given.recompute:
         say_what_stays(graph)
@@ -343,33 +343,6 @@ def _preset_of(given: MeshPlan, frontier: PlanFrontier) -> PlanPoint:
     )
 
 
-def _with_what_is_left(point: PlanPoint, graph: OpGraph) -> PlanPoint:
-    # Name the matrices that are cut along fewer tensor axes than there are
-    plan, axes = point.plan, point.plan.mesh.tensor_axes
-    if len(axes) < 2:
-        return point
-    # Along which axes each parameter is cut.
-    placed = {
-        f"{b.block}.{name}".lstrip("."): along
-        for b in plan.blocks
-        for name, along in b.config.parameters
-    }
-    matrices = [parameter.name for parameter in graph.parameters if len(parameter.shape) > 1]
-    left = [
-        name
-        for name in matrices
-        if name not in placed or not all(isinstance(placed[name][axis], Shard) for axis in axes)
-    ]
-    if not left:
-        return point
-    more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-    reason = (
-        "Whole along an axis, since its size does not divide or nothing says how to cut it: "
-        f"{', '.join(left[:3])}{more}."
-    )
-    return replace(point, plan=replace(plan, reason=reason))
-
-
 # ---- all plans -----------------------------------------------------------------------------------
 
 
@@ -379,72 +352,56 @@ def search_all(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Questio
     Returns the frontier of all that was found, with the plan chosen from it. Raises
     NoPlanFitsError, which says what was left out and why.
     """
-    whole = request.keeps_parameters_whole
-    step = TracedStep.of(trainer, batch, splits=not whole)
-    costs = yield from read_costs(trainer, step.graph)
-    search = search_request(request, trainer, step.graph, costs)
+    step = TracedStep.of(trainer, batch, splits=not request.keeps_parameters_whole)
+    search = yield from search_request(request, trainer, step.graph)
     # Data axes: the step as it is.
     found = [search_for(request, search)]
-    why_axes = _why_data_axes_alone(request, step)
+    no_tensor_axes = no_stages = None
+    if request.keeps_parameters_whole:
+        no_tensor_axes = no_stages = (
+            'only the exchange of gradients is searched (plan="search" searches all)'
+        )
+    elif step.trace is None:
+        no_tensor_axes = no_stages = "the step reads values of tensors, so that it cannot be split"
     # Tensor axes: whatever goes wrong is the reason why there are none.
-    no_tensor_axes, split = why_axes, None
     if no_tensor_axes is None:
+        split = None
         try:
-            no_tensor_axes, split = _tensor_request(request, step, search, found[0])
+            no_tensor_axes, split = _tensor_request(request, step, search, found)
         except Exception as error:
             no_tensor_axes = one_line(error)
-    if split is not None:
-        if costs.measured.measures:
-            kernels = yield NeedsKernels(local_graphs(split))
-            split = replace(split, kernel_seconds={**split.kernel_seconds, **kernels})
-        found.append(search_for(request, split))
+        if split is not None:
+            found.append(search_for(request, (yield from with_slices(request, split))))
     # Stages: these have to beat both.
-    no_stages = why_axes
     if no_stages is None:
         try:
-            no_stages = add_pipelines(request, step, search, found)
+            no_stages = _add_stages(request, step, search, found)
         except Exception as error:
             no_stages = one_line(error)
-    whys = {
-        "Parameters were not split over tensor axes": no_tensor_axes,
-        "Stages of a pipeline were left out": no_stages,
-        "Activation checkpointing was left out": why_not_recomputed(search.graph),
-    }
-    left_out = {what: why for what, why in whys.items() if why is not None}
     # One frontier, of steps that may have several batches.
     facts = ModelFacts.of(search.graph, search.optimizer, search.cluster)
     frontier = of_steps(together(found), accumulate=trainer.accumulate_grad_batches, facts=facts)
-    frontier = with_intervals(frontier, search.cluster, search.graph, level=request.confidence)
-    frontier = by_objective(request, frontier, trainer=trainer, optimizer=search.optimizer)
+    frontier = _in_view(request, frontier, search, trainer)
     try:
         chosen = choose_for(
             request, frontier, search.cluster, trainer=trainer, optimizer=search.optimizer
         )
-        return Planning(frontier, chosen, search.graph, left_out)
     except NoPlanFitsError as error:
-        raise NoPlanFitsError(
-            ". ".join([str(error), *(f"{what}: {why}" for what, why in left_out.items())])
-        ) from error
-
-
-def _why_data_axes_alone(request: PlanRequest, step: TracedStep) -> str | None:
-    # Why neither tensor axes nor stages are searched, as a clause, or None
-    if request.keeps_parameters_whole:
-        return 'only the exchange of gradients is searched (plan="search" searches all)'
-    if step.trace is None:
-        return "the step reads values of tensors, so that it cannot be split"
-    return None
-
-
-# ---- tensor axes ---------------------------------------------------------------------------------
+        whys = {
+            "Parameters were not split over tensor axes": no_tensor_axes,
+            "Stages of a pipeline were left out": no_stages,
+            "Activation checkpointing was left out": why_not_recomputed(search.graph),
+        }
+        left_out = (f"{what}: {why}" for what, why in whys.items() if why is not None)
+        raise NoPlanFitsError(". ".join([str(error), *left_out])) from error
+    return Planning(frontier, chosen, search.graph)
 
 
 def _tensor_request(
-    request: PlanRequest, step: TracedStep, search: SearchRequest, best: PlanFrontier
+    request: PlanRequest, step: TracedStep, search: SearchRequest, found: Sequence[PlanFrontier]
 ) -> tuple[str | None, SearchRequest | None]:
     # Why no plan with a tensor axis can be chosen, as a clause; or what to search
-    trainer = step.trainer
-    (ranks,) = search.device_counts
+    trainer, (ranks,) = step.trainer, search.device_counts
     # A tensor group stays inside of a node.
     sizes = tensor_sizes(search.cluster, ranks)
     if not sizes or any((ranks // trainer.num_nodes) % size for size in sizes):
@@ -452,14 +409,13 @@ def _tensor_request(
     if not search.optimizer.elementwise:
         return "the optimizer does not update elements one by one", None
     # A lower bound of the time rules most models out.
-    seconds = fastest(request, search, [best])
-    if seconds is not None and request.objective == "time":
+    limit = _seconds_that_pay(request, search, found)
+    if limit is not None:
         mesh, samples = data_mesh(ranks), search.graph.batch_size
-        whole = TrainingStep(
+        full = TrainingStep(
             search.graph, search.cluster, search.optimizer, mesh, samples, search.kernel_seconds
         )
-        least = min(least_seconds(whole, size) for size in sizes)
-        if not pays(least, seconds, request.difference_on(search.cluster)):
+        if min(least_seconds(full, size) for size in sizes) >= limit:
             return _why_computation(request, search), None
     if reason := why_not(step.fit(request), SHARDED, SEQUENTIAL):
         return reason, None
@@ -472,42 +428,35 @@ def _tensor_request(
     )
     # With kernels on slices by formula first: to measure them takes time of all ranks. Where
     # nothing fits at all, the error is to name the smallest plan, be it one of these.
-    split_seconds = fastest(request, split, [search_for(request, split)])
-    if seconds is not None and (
-        split_seconds is None
-        or (
-            request.objective == "time"
-            and not pays(split_seconds, seconds, request.difference_on(search.cluster))
-        )
-    ):
+    seconds = _fastest(request, split, [search_for(request, split)])
+    fits = _fastest(request, search, found) is not None
+    if fits and (seconds is None or (limit is not None and seconds >= limit)):
         return "no plan with a tensor axis is better", None
     return None, split
 
 
-# ---- stages --------------------------------------------------------------------------------------
-
-
-def add_pipelines(
+def _add_stages(
     request: PlanRequest, step: TracedStep, search: SearchRequest, found: list[PlanFrontier]
 ) -> str | None:
-    """Add plans with stages to `found`, or return why there are none, as a clause.
-
-    Runs on rank 0, which captures steps for it.
-    """
-    trainer, batch = step.trainer, step.batch
+    # Add plans with stages to `found`, or return why there are none, as a clause
+    trainer = step.trainer
     # Cheap reasons first: a lower bound of the time, then names, then the traced step.
-    limit = seconds_that_pay(request, search, found)
-    if (
-        search.optimizer.by_parameter
-        and limit is not None
-        and least_own_batch_seconds(search) >= limit
-    ):
+    limit = _seconds_that_pay(request, search, found)
+    by_parameter = search.optimizer.by_parameter
+    if by_parameter and limit is not None and least_own_batch_seconds(search) >= limit:
         return _why_computation(request, search)
     if reason := why_left_out(step.fit(request), search):
         return reason
-    frontier = _search_stages(request, replace(search, evaluates=trainer.enable_validation), found)
-    if not frontier.points:
-        return "no plan with stages is better"
+    # A plan is kept where no other is better in time and memory; or, whatever memory the others
+    # take, where it is faster by so much that it is chosen.
+    others = [point for frontier in found for point in frontier.candidates]
+    if limit is not None:
+        others = [replace(others[0], step_seconds=limit, peak_bytes=0.0)]
+    frontier = search_own_batches(replace(search, evaluates=trainer.enable_validation), others)
+    if limit is not None:
+        best = _fastest(request, search, [frontier])
+        if best is None or best >= limit:
+            return "no plan with stages is better"
     every = together([*found, frontier])
     try:
         plan = choose_for(
@@ -517,7 +466,7 @@ def add_pipelines(
         plan = min(every.candidates, key=lambda point: point.peak_bytes).plan
     if not plan.own_batches:
         return "no plan with stages is better"
-    if reason := why_not_cut(trainer, batch, plan):
+    if reason := why_not_cut(trainer, step.batch, plan):
         return reason
     found.append(frontier)
     return None
@@ -531,26 +480,6 @@ def why_left_out(fit: Fit, search: SearchRequest) -> str | None:
     if not search.optimizer.by_parameter:
         return "the optimizer does not update each parameter by itself"
     return why_not(fit, SEARCHED_STAGES, SHARDED, OWN_BATCHES)
-
-
-def _search_stages(
-    request: PlanRequest, search: SearchRequest, found: list[PlanFrontier]
-) -> PlanFrontier:
-    """Search for plans with stages that may be chosen.
-
-    They are faster by enough, or within a limit that no other plan keeps.
-    """
-    limit = seconds_that_pay(request, search, found)
-    # A plan is kept where nothing known is better in time and memory.
-    known = [point for frontier in found for point in frontier.candidates]
-    if limit is not None:
-        # Whatever memory the others take: a plan that is not faster by so much is not chosen.
-        known = [replace(known[0], step_seconds=limit, peak_bytes=0.0)]
-    frontier = search_own_batches(search, known)
-    if limit is None or not frontier.points:
-        return frontier
-    best = fastest(request, search, [frontier])
-    return frontier if best is not None and best < limit else replace(frontier, points=())
 
 
 def why_not_cut(trainer: pl.Trainer, batch: Any, plan: ParallelPlan) -> str | None:
@@ -584,10 +513,10 @@ def why_not_cut(trainer: pl.Trainer, batch: Any, plan: ParallelPlan) -> str | No
 # ---- what may be chosen --------------------------------------------------------------------------
 
 
-def fastest(
+def _fastest(
     request: PlanRequest, search: SearchRequest, found: Iterable[PlanFrontier]
 ) -> float | None:
-    """Return the least seconds of plans that fit; None where none does."""
+    # The least seconds of plans that fit; None where none does
     # Without a limit, the memory of the device.
     limit = (
         search.cluster.device.memory_bytes if request.memory_limit is None else request.memory_limit
@@ -598,15 +527,6 @@ def fastest(
     return min((point.step_seconds for point in fitting), default=None)
 
 
-def pays(seconds: float, best: float, difference: float | None) -> bool:
-    """Return whether a step of `seconds` would be chosen before simpler ones of `best`.
-
-    `difference` as in `choose`.
-    """
-    share, more = errors_of(difference)
-    return seconds * (1 + share) + more < best
-
-
 def _why_computation(request: PlanRequest, search: SearchRequest) -> str:
     words = equal_in_words(request.difference_on(search.cluster))
     return (
@@ -615,14 +535,12 @@ def _why_computation(request: PlanRequest, search: SearchRequest) -> str:
     )
 
 
-def seconds_that_pay(
+def _seconds_that_pay(
     request: PlanRequest, search: SearchRequest, found: Iterable[PlanFrontier]
 ) -> float | None:
-    """Return the seconds below which a step would be chosen before what was `found`.
-
-    None where memory decides.
-    """
-    best = fastest(request, search, found)
+    # The seconds below which a step would be chosen before what was `found`; None where memory
+    # decides
+    best = _fastest(request, search, found)
     if best is None or request.objective != "time":
         return None
     share, more = errors_of(request.difference_on(search.cluster))
@@ -643,6 +561,14 @@ def together(found: Sequence[PlanFrontier]) -> PlanFrontier:
         search_seconds=sum(frontier.search_seconds for frontier in found),
         error_bound=max(frontier.error_bound for frontier in found),
     )
+
+
+def _in_view(
+    request: PlanRequest, frontier: PlanFrontier, search: SearchRequest, trainer: pl.Trainer
+) -> PlanFrontier:
+    # The frontier with intervals, over what `request` asks for
+    frontier = with_intervals(frontier, search.cluster, search.graph, level=request.confidence)
+    return by_objective(request, frontier, trainer=trainer, optimizer=search.optimizer)
 
 
 def choose_for(

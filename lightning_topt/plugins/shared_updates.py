@@ -276,38 +276,28 @@ def difference_of_optimizers(
     their order.
     """
     # As texts, so that all ranks find the same first difference.
-    everyone: list[list[tuple[str, str]]] = [[] for _ in range(dist.get_world_size(group))]
+    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(everyone, _describe(optimizers, names), group=group)
-    missing = ("", "missing")
     for rank, theirs in enumerate(everyone):
-        for (place, value), (first_place, first) in itertools.zip_longest(
-            theirs, everyone[0], fillvalue=missing
-        ):
-            if (place, value) != (first_place, first):
-                value, first = (
-                    (value, first)
-                    if place == first_place
-                    else (f"{place} {value}", f"{first_place} {first}")
-                )
+        for own, first in itertools.zip_longest(theirs, everyone[0], fillvalue="nothing"):
+            if own != first:
                 return (
-                    f"ranks can share the step of equal optimizers only: {place or first_place} is "
-                    f"{value.strip()} on rank {rank} and {first.strip()} on rank 0; make "
-                    "configure_optimizers do the same on all ranks"
+                    "ranks can share the step of equal optimizers only: rank 0 has "
+                    f"{first}, and rank {rank} has {own}; make configure_optimizers do the same on "
+                    "all ranks"
                 )
     return None
 
 
-def _describe(
-    optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]
-) -> list[tuple[str, str]]:
-    # (place, what is there) of everything that must be equal, in order
-    entries: list[tuple[str, str]] = []
+def _describe(optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]) -> list[str]:
+    # Everything that must be equal, in order
+    entries: list[str] = []
     for number, optimizer in enumerate(optimizers):
-        entries.append((f"optimizer {number}", type(optimizer).__qualname__))
+        entries.append(f"optimizer {number} {type(optimizer).__qualname__}")
         for index, group in enumerate(optimizer.param_groups):
             place = f"optimizer {number}, group {index}"
             entries += [
-                (f"{place}, {key}", repr(value))
+                f"{place}, {key} {value!r}"
                 for key, value in sorted(group.items())
                 if _is_plain(value)
             ]
@@ -315,10 +305,8 @@ def _describe(
                 name = names.get(parameter, "(not of the module)")
                 frozen = "" if parameter.requires_grad else ", frozen"
                 entries.append(
-                    (
-                        f"{place}, parameter {position}",
-                        f"{name} {tuple(parameter.shape)} {parameter.dtype}{frozen}",
-                    )
+                    f"{place}, parameter {position} {name} {tuple(parameter.shape)} "
+                    f"{parameter.dtype}{frozen}"
                 )
     return entries
 

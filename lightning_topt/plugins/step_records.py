@@ -259,21 +259,6 @@ def apply_metric_changes(module: nn.Module, changes: Mapping[str, Mapping[str, A
             setattr(metrics[path], name, value)
 
 
-def states_in_use(module: nn.Module) -> States:
-    """Return the states of the metrics that have counted anything."""
-    return {
-        path: _states(metric) for path, metric in _metrics(module).items() if metric._update_count
-    }
-
-
-def replace_metric_states(module: nn.Module, states: States) -> None:
-    """Let the metrics of `module` have the `states_in_use` of another rank; reset the others."""
-    for path, metric in _metrics(module).items():
-        if path not in states and metric._update_count:
-            metric.reset()
-    apply_metric_changes(module, states)
-
-
 @dataclass(frozen=True)
 class _Appended:
     """A list of states: its first `kept` entries are as they were, then come `entries`."""

@@ -9,9 +9,8 @@ A strategy has a `TrainingData`, to which its hooks delegate:
     on_train_start       `begin`: loaders go on, on any number of ranks, in batches of any size
     teardown             `end`
 
-What counts is what an optimizer step was made of: batches that were fetched ahead, and those of an
-accumulation window that is not full, come again. A signal that ends the fit does so between two
-windows (`lightning_topt.plugins.preemption`).
+Batches that were fetched ahead come again. A signal that ends the fit does so between two
+accumulation windows (`lightning_topt.plugins.preemption`).
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ from lightning_topt.plugins.exchange_guard import CHECKPOINT_KEY
 from lightning_topt.plugins.preemption import Preemption
 
 DATA_KEY = "training_data"  # in our part of checkpoints
-_PROGRESS = "epoch_loop.batch_progress"  # in Lightning's part of them
 _COUNTS = ("ready", "started", "processed", "completed")
 
 
@@ -59,8 +57,6 @@ class TrainingData:
         self.waiting: list[Callable[[], None]] | None = None
         # the last epoch that loaders began, and the random states before that
         self._epoch: tuple[int, dict[str, Any]] | None = None
-        # the last accumulation window: the batch it begins with, and the random states before that
-        self._window: tuple[tuple[int, int], dict[str, Any]] | None = None
         self._ended_before: int | None = None  # how many epochs had ended when a batch was read
         self._undo = ExitStack()
         self._tracked: list[TrackedLoader] = []  # in this fit
@@ -129,7 +125,7 @@ class TrainingData:
         """Return how many of the batches that were handed out are not trained on."""
         fetcher, trained = self._trainer.fit_loop._data_fetcher, self._progress.current.processed
         fetched = trained if fetcher is None else fetcher.fetched
-        return int(max(0, fetched - trained)) + self._batches_to_undo()
+        return int(max(0, fetched - trained))
 
     def before_epoch(self) -> None:
         """Know the random states before loaders draw of them for a new epoch."""
@@ -142,16 +138,10 @@ class TrainingData:
             self._ended_before = self._ended_epochs()
 
     def before_fetch(self) -> None:
-        """Know the random states before a window is read."""
-        # all at once, in the order in which an undisturbed epoch begins them
+        """Begin the loaders that wait: at once, in the order of an undisturbed epoch."""
         waiting, self.waiting = self.waiting, None
         for begin in waiting or ():
             begin()
-        trainer = self._trainer
-        place = trainer.current_epoch, self._progress.current.processed
-        is_new = self._window is None or self._window[0] != place
-        if trainer.accumulate_grad_batches > 1 and is_new and not self._batches_to_undo():
-            self._window = place, self._random_states()
 
     def _batches_of_window(self) -> int:
         # How many batches have gone into a window whose step is still to come
@@ -159,16 +149,6 @@ class TrainingData:
         if progress.is_last_batch or not trainer.lightning_module.automatic_optimization:
             return 0
         return int(progress.current.processed % trainer.accumulate_grad_batches)
-
-    def _batches_to_undo(self) -> int:
-        """Return how many batches of such a window will come again.
-
-        Loaders of others cannot take batches back, nor can one that has ended before others.
-        """
-        combined = self._trainer.fit_loop._combined_loader
-        if combined is None or combined._mode == "max_size" or not _are_tracked(combined):
-            return 0
-        return self._batches_of_window()
 
     # ---- checkpoints -----------------------------------------------------------------------------
 
@@ -188,9 +168,7 @@ class TrainingData:
         own = self._random_states()
         state: dict[str, Any] = {}
         if not self._is_epoch_over():
-            undone, behind = self._batches_to_undo(), self.behind()
-            if undone and self._window is not None:
-                own = self._window[1]
+            behind = self.behind()
             positions = [
                 loader.position(behind=behind) if tracked else None
                 for loader, tracked in _with_tracked(combined)
@@ -201,8 +179,6 @@ class TrainingData:
                 own = self._epoch[1]
             state["loaders"] = positions
             self._warn_of_unknown(combined, batches=progress.current.processed)
-            if undone:
-                checkpoint = _with_progress(checkpoint, undone=undone)
         # After an exception the other ranks may be anywhere.
         state["random"] = [] if alone or trainer.interrupted else self._of_all_ranks(own)
         ours = {**checkpoint.get(CHECKPOINT_KEY, {}), DATA_KEY: state}
@@ -287,7 +263,7 @@ class TrainingData:
             if loader.tracking is self:
                 loader.let_go()
         self._tracked = []
-        self._loaded = self._epoch = self._window = self._reached = self.waiting = None
+        self._loaded = self._epoch = self._reached = self.waiting = None
         module = self._strategy.lightning_module
         if module is not None and module._trainer is not None and module._trainer.validating:
             # Where validation fails in a fit Lightning leaves the training loaders to the garbage
@@ -419,19 +395,6 @@ def _unknown(combined: CombinedLoader) -> list[Any]:
         for loader, tracked in _with_tracked(combined)
         if not tracked and not isinstance(loader, _Stateful)
     ]
-
-
-def _with_progress(checkpoint: dict[str, Any], *, undone: int) -> dict[str, Any]:
-    # `checkpoint` with `undone` batches less in Lightning's part of it
-    loops = dict(checkpoint["loops"])
-    fit = loops["fit_loop"] = dict(loops["fit_loop"])
-    progress = fit[_PROGRESS] = dict(fit[_PROGRESS])
-    for part in ("total", "current"):
-        progress[part] = {
-            name: count - undone if name in _COUNTS else count
-            for name, count in progress[part].items()
-        }
-    return {**checkpoint, "loops": loops}
 
 
 def _count_as_batches_of_now(loop: Any, combined: CombinedLoader) -> None:

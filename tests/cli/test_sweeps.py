@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hydra.core.hydra_config import HydraConfig
 
-from lightning_topt.plugins import sweep_jobs
+from lightning_topt.plugins import lost_ranks
 from tests.preloaded import preloaded_topt
 
 ROOT = Path(__file__).parents[2]
@@ -149,27 +149,27 @@ def test_sweeps_of_started_ranks(
 ) -> None:
     job = {"launcher": {"_target_": launcher}, "sweeper": {"_target_": sweeper}}
     monkeypatch.setattr(HydraConfig, "get", lambda: job)
-    monkeypatch.setattr(sweep_jobs, "job_folder", lambda: "first")
+    monkeypatch.setattr(lost_ranks, "job_folder", lambda: "first")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     if refused is None:
-        sweep_jobs.check_job()
+        lost_ranks.check_job()
     else:
         with pytest.raises(ValueError, match=refused):
-            sweep_jobs.check_job()
+            lost_ranks.check_job()
 
 
 def test_a_rank_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep_jobs, "END_SECONDS", 0.1)
+    monkeypatch.setattr(lost_ranks, "END_SECONDS", 0.1)
     processes = [subprocess.Popen(["sleep", "60"]), subprocess.Popen(["true"])]
     stopped: list[int] = []
-    monkeypatch.setattr(sweep_jobs, "_started", [])
-    monkeypatch.setattr(sweep_jobs, "job_folder", lambda: "first")
+    monkeypatch.setattr(lost_ranks, "_started", [])
+    monkeypatch.setattr(lost_ranks, "job_folder", lambda: "first")
     monkeypatch.setenv("LOCAL_RANK", "0")
-    sweep_jobs.know_ranks(processes, lambda: stopped.append(1))
-    sweep_jobs.begin_job()  # of the same job
+    lost_ranks.know_ranks(processes, lambda: stopped.append(1))
+    lost_ranks.begin_job()  # of the same job
     assert "LOCAL_RANK" in os.environ and not stopped
-    monkeypatch.setattr(sweep_jobs, "job_folder", lambda: "second")
-    sweep_jobs.begin_job()
+    monkeypatch.setattr(lost_ranks, "job_folder", lambda: "second")
+    lost_ranks.begin_job()
     assert stopped == [1] and "LOCAL_RANK" not in os.environ
     assert [process.returncode for process in processes] == [-9, 0]

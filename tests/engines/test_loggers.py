@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import importlib
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from lightning_topt import AutoParallelStrategy, StallMonitor
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.plugins.monitors import StepMonitor
 from tests.plugins.trainer_ranks import OwnShare, RecordingGPT, compressed, make_trainer, on_ranks
-from tests.processes import wait_until
 
 STEPS = {"topt/step_seconds", "topt/predicted_step_seconds"}
 WAITS = {"topt/data_wait_seconds", "topt/data_wait_share", "topt/data_batch_seconds"}
@@ -62,50 +60,14 @@ LOGGERS: dict[str, Any] = {
 }
 
 
-# ---- the plan ------------------------------------------------------------------------------------
-
-
-def plan_in_tensorboard(folder: str) -> tuple[dict[str, Any], set[str]]:
-    module = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
-    events = module.EventAccumulator(folder)
-    events.Reload()
-    (event,) = events.Tensors("topt/plan/text_summary")
-    (text,) = event.tensor_proto.string_val
-    return json.loads(text.decode().removeprefix("```json").removesuffix("```")), set()
-
-
-def plan_in_wandb(folder: str) -> tuple[dict[str, Any], set[str]]:
-    # W&B keeps copies of the files of an artifact until the run is uploaded. Its own process writes
-    # the record of the run, the last part after the run is over.
-    path = next(Path(folder).rglob("*.wandb"))
-    wait_until(lambda: b"topt-plan-" in path.read_bytes() and b"plan.json" in path.read_bytes())
-    record = path.read_bytes()
-    staged = [path.read_bytes() for path in Path(folder, "data").rglob("*") if path.is_file()]
-    (plan,) = [content for content in staged if content.startswith(b"{")]
-    pages = [content for content in staged if b"<html" in content[:500]]
-    return json.loads(plan), {"frontier.html"} if pages and b"frontier.html" in record else set()
-
-
-def plan_in_mlflow(folder: str) -> tuple[dict[str, Any], set[str]]:
-    (plan,) = Path(folder).rglob("artifacts/topt/plan.json")
-    return json.loads(plan.read_text()), {path.name for path in plan.parent.glob("*.html")}
-
-
-PLANS: dict[str, Any] = {
-    "tensorboard": plan_in_tensorboard,
-    "wandb": plan_in_wandb,
-    "mlflow": plan_in_mlflow,
-}
-
-
-def fit(rank: int, kind: str, folder: str, exchanges: bool) -> dict[str, Any] | None:
+def fit(rank: int, kind: str, folder: str, exchanges: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:  # of a process that serves other tests
         patch.setenv("WANDB_DATA_DIR", f"{folder}/data")
         patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-        return fit_with(rank, kind, folder, exchanges)
+        fit_with(rank, kind, folder, exchanges)
 
 
-def fit_with(rank: int, kind: str, folder: str, exchanges: bool) -> dict[str, Any] | None:
+def fit_with(rank: int, kind: str, folder: str, exchanges: bool) -> None:
     strategy = (
         compressed() if exchanges else AutoParallelStrategy(cluster=CLUSTER, objective="memory")
     )
@@ -123,8 +85,6 @@ def fit_with(rank: int, kind: str, folder: str, exchanges: bool) -> dict[str, An
         logger.finalize("success")
     if kind == "wandb" and rank == 0:
         importlib.import_module("wandb").finish()
-    plan = None if exchanges else trainer.strategy.parallel_plan
-    return None if plan is None else plan.to_dict()
 
 
 @pytest.mark.parametrize("exchanges", [False, True], ids=["plan", "exchange"])
@@ -135,9 +95,5 @@ def test_names_reach_the_logger(
     package, _, read = LOGGERS[kind]
     if package is not None:
         pytest.importorskip(package, reason=f"no {package}")
-    plans = on_ranks(fit, kind, str(tmp_path), exchanges)
-    if kind in PLANS and not exchanges:
-        plan, pages = PLANS[kind](str(tmp_path))
-        assert plan == plans[0]
-        assert pages == (set() if kind == "tensorboard" else {"frontier.html"})
+    on_ranks(fit, kind, str(tmp_path), exchanges)
     assert read(str(tmp_path)) >= WAITS | (EXCHANGE if exchanges else STEPS)

@@ -147,9 +147,8 @@ def undisturbed(store: None) -> dict[int, float]:
     [
         {"checkpoint": "full"},
         {"checkpoint": "sharded"},
-        {"checkpoint": "sharded", "async_checkpoint": True},
     ],
-    ids=["full", "sharded", "in the background"],
+    ids=["full", "sharded"],
 )
 def test_saved_kept_and_resumed(
     undisturbed: dict[int, float], options: dict[str, Any], request: pytest.FixtureRequest
@@ -177,13 +176,12 @@ def test_saved_kept_and_resumed(
         assert read_sharded_checkpoint(f"{folder}/last.ckpt")["global_step"] == STEPS
 
 
-@pytest.mark.parametrize("in_background", [False, True])
 def test_a_kill_in_the_middle_of_a_save_leaves_the_checkpoint_before(
-    undisturbed: dict[int, float], in_background: bool
+    undisturbed: dict[int, float],
 ) -> None:
     # saves are those of step 2, last, step 4, last, ...: killed in the second "last"
-    folder = f"{BUCKET}/killed-{in_background}"
-    options = {"checkpoint": "sharded", "async_checkpoint": in_background}
+    folder = f"{BUCKET}/killed"
+    options = {"checkpoint": "sharded"}
     run(folder, killed_at=4, **options)
     assert read_sharded_checkpoint(f"{folder}/last.ckpt")["global_step"] == 2
     path, losses, _ = run(folder, resumes=True, **options)

@@ -77,11 +77,17 @@ def test_modules_are_left_as_under_ddp_and_optimizers_say_where_their_state_is(p
         assert "trainer.save_checkpoint" in told
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_an_optimizer_of_the_module_has_its_whole_state(plan: str) -> None:
-    (_, expected), _ = once_on_ranks(fit, "ddp", MadeBefore)
-    assert len(expected) == len(list(RecordingGPT().parameters()))
-    assert [told for _, told in on_ranks(fit, plan, MadeBefore)] == [expected] * 2
+def fit_twice(rank: int, plan: str) -> str:
+    module = MadeBefore()
+    topt_trainer(plan, max_steps=2).fit(module, loader(4))
+    with pytest.raises(RuntimeError) as caught:
+        topt_trainer(plan, max_steps=2).fit(module, loader(4))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("plan", ["zero1", "zero3", "pipeline"])
+def test_an_optimizer_whose_state_is_spread_is_not_used_again(plan: str) -> None:
+    assert all("make a new optimizer" in error for error in on_ranks(fit_twice, plan))
 
 
 def open_after_each_fit(rank: int, plan: str) -> list[Counter[str]]:

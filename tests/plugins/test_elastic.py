@@ -92,7 +92,6 @@ def test_sharded_plans_go_on_from_the_last_checkpoint(jobs: Any) -> None:
     "options",
     [
         {"checkpoint": "sharded"},
-        {"async_checkpoint": True},
         {"start_method": "spawn"},
         {"allow_staleness": True},
     ],

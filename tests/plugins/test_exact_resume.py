@@ -79,7 +79,7 @@ class AsksEarly(Model):
 
 
 class SaveAt(Callback):
-    """Saves after some batches of the fit, also within an accumulation window."""
+    """Saves after some batches of the fit."""
 
     def __init__(self, path, *batches):
         self.path, self.batches = path, batches
@@ -165,14 +165,11 @@ def _fits_of_same_ranks(rank, folder, name, save):
 @pytest.mark.parametrize("name", SAME)
 @pytest.mark.filterwarnings("error:.*resuming from a checkpoint that ended before.*")
 def test_the_curve_of_the_same_ranks_is_that_of_the_undisturbed_fit(tmp_path, name):
-    save = 3
-    # of a window of two batches the third one is not trained on
-    trained = 2 if "accumulate_grad_batches" in SAME[name] else 3
-    if SAME[name].get("kind") is LocalStepsStrategy:
-        save = trained = 2  # a save brings the ranks together, so it is where they meet anyway
+    # A save brings ranks that train alone together, so it is where they meet anyway.
+    save = 2 if name in ("accumulated", "local steps") else 3
     for whole, rest in on_ranks(_fits_of_same_ranks, tmp_path, name, save):
-        assert rest[0] == whole[0][trained:]
-        assert rest[1] == whole[1][trained:]
+        assert rest[0] == whole[0][save:]
+        assert rest[1] == whole[1][save:]
         assert all(torch.equal(a, b) for a, b in zip(rest[2], whole[2], strict=True))
 
 

@@ -61,10 +61,7 @@ def test_what_holds_depends_on_the_optimizer(optimizer, held, monkeypatch):
         assert not said
     else:
         left_out, needs = said
-        assert (
-            "top-k 1 % was not searched: training with" in left_out
-            and "[{'method': 'topk'}]" in left_out
-        )
+        assert "top-k 1 % was not searched: training with" in left_out and "['topk']" in left_out
         assert (
             "2 bits is searched" in needs
             and "a learning rate that rises for 100 steps or more" in needs

@@ -122,7 +122,7 @@ class MadeBefore(RecordingGPT):
 
 def fit_twice(rank: int) -> list[tuple[list[float], dict[str, Tensor]]]:
     results = []
-    for plan in ("Lightning", *PLANS):
+    for plan in ("Lightning", None):
         torch.manual_seed(0)
         module = MadeBefore()
         for _ in range(2):
@@ -132,13 +132,10 @@ def fit_twice(rank: int) -> list[tuple[list[float], dict[str, Tensor]]]:
 
 
 def test_optimizers_follow_the_module() -> None:
-    for (losses, state), *others in on_ranks(fit_twice):
-        assert len(losses) == 4
-        for (other_losses, other_state), plan in zip(others, PLANS, strict=True):
-            # Sums of two ranks in another order, and through Adam.
-            assert other_losses == pytest.approx(losses, rel=1e-5), plan
-            for name, value in state.items():
-                torch.testing.assert_close(other_state[name], value, rtol=1e-4, atol=1e-5)
+    for (losses, state), (other_losses, other_state) in on_ranks(fit_twice):
+        assert len(losses) == 4 and other_losses == pytest.approx(losses, rel=1e-5)
+        for name, value in state.items():
+            torch.testing.assert_close(other_state[name], value, rtol=1e-4, atol=1e-5)
 
 
 # ---- no trace, and what cannot be planned --------------------------------------------------------

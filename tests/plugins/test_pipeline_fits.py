@@ -106,9 +106,6 @@ def results_of(
         "metrics": metrics,
         "logged": module.logged,
         "tested": tested,
-        "predicted": [
-            batch.tolist() for batch in trainer.predict(module, loader(8, length=20)) or []
-        ],
         "state": {name: value.clone() for name, value in module.state_dict().items()},
         "plan": getattr(getattr(trainer.strategy, "parallel_plan", None), "to_dict", dict)(),
         "saved": torch.load(file, weights_only=False) if trainer.global_rank == 0 else {},
@@ -170,7 +167,6 @@ def assert_equal(
     assert found["metrics"] == pytest.approx(expected["metrics"], rel=10 * relative)
     assert found["logged"] == expected["logged"]
     assert found["tested"] == pytest.approx(expected["tested"], rel=10 * relative)
-    assert relative > 1e-4 or found["predicted"] == expected["predicted"]
     for name, value in expected["state"].items():
         torch.testing.assert_close(found["state"][name], value, rtol=10 * relative, atol=relative)
     if found["saved"]:

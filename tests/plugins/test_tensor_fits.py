@@ -38,7 +38,6 @@ class Counted(RecordingGPT):
         super().__init__(heads=2)
         self.samples = torchmetrics.SumMetric()
         self.logged: list[float] = []
-        self.predicted: list[Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.log(
@@ -136,31 +135,18 @@ def test_a_fit_is_that_of_one_process(
             )
 
 
-class Scores(Counted):
-    """Returns scores over the vocabulary as they are."""
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self(batch[0])
-
-
 def found(rank: int, given: Any) -> Any:
-    """Losses of an epoch, the plan, and how far predictions are from those of the module alone."""
+    """Losses of an epoch, and the plan."""
     torch.manual_seed(rank)
     # one of them measures the machine
     options = {} if given == "tensor+recompute" else {"cluster": cluster(dist.get_world_size())}
     trainer = topt_trainer(given, max_epochs=1, gradient_clip_val=0.5, options=options)
-    module = Scores()
+    module = RecordingGPT(heads=2)
     mesh = read_plan_option(given)
     assert isinstance(mesh, MeshPlan)
     parts = mesh.mesh(trainer.world_size, num_nodes=1).data_parallel_size
     trainer.fit(module, loader(8 // parts, length=32))
-    plan_of, differences = trainer.strategy.parallel_plan.to_dict(), [0.0]
-    if parts == 1:
-        predicted = trainer.predict(module, loader(8, length=16))
-        with torch.no_grad():
-            for scores, (tokens, _) in zip(predicted or [], loader(8, length=16), strict=True):
-                differences.append(float((scores - module.cpu()(tokens)).abs().max()))
-    return module.losses, plan_of, max(differences)
+    return module.losses, trainer.strategy.parallel_plan.to_dict()
 
 
 MESHES: dict[int, list[Any]] = {
@@ -175,11 +161,9 @@ MESHES: dict[int, list[Any]] = {
 def test_splits_are_found_where_only_the_mesh_is_given(
     given: Any, ranks: int, one_process: Any
 ) -> None:
-    """What a step returns is whole, although scores are split by vocabulary, or by step."""
     losses = one_process[0]
-    for own_losses, plan_of, difference in on_ranks(found, given, world_size=ranks):
+    for own_losses, plan_of in on_ranks(found, given, world_size=ranks):
         assert own_losses == pytest.approx(losses[: len(losses) // 2], rel=1e-3)
-        assert difference < 1e-4
         blocks = {block["block"]: block for block in plan_of["stages"][0]["blocks"]}
         if given == "tensor+recompute":  # the preset splits all that it can
             split = blocks["blocks.1"]["computes"]["parameters"]

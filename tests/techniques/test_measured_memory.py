@@ -29,7 +29,7 @@ from lightning_topt.execution.memory import (
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.plan.parallel_plan import ParallelPlan, uniform_plan
-from lightning_topt.plugins.planning import make_fake_optimizers
+from lightning_topt.plugins.searched_plan import make_fake_optimizers
 from lightning_topt.techniques.plan_costs import PlanCosts, explain
 from tests.costs.graphs import cluster_of
 from tests.launch import run_ranks

@@ -87,7 +87,6 @@ FORMS = [
     Form(r"^topt .*/shared/", "compose", (), "reads a file that a cluster's nodes share"),
     Form(r"^topt predict .*runs=", "compose", (), "reads records of runs (tests/cli/test_predict)"),
     Form(r"^topt .*plan=\S+\.yaml", "compose", (), "reads a plan file (tests/cli/test_predict)"),
-    Form(r"^topt stalls", "compose", (), "trains seven times (tests/cli/test_stalls)"),
     Form(r"^topt train .*schedule=continuous", "compose", (), "snippets of these pages train it"),
     Form(r"^topt calibrate", "compose", (), "measures for half a minute (tests/cli/test_main)"),
     Form(

@@ -18,10 +18,10 @@ from typing import NamedTuple, NoReturn
 import torch
 
 import topt_console
-from lightning_topt.cli import calibrate, plan, predict, stalls, train, verify, what_if
+from lightning_topt.cli import calibrate, plan, predict, train, verify, what_if
 from tests.launch import free_port, torchrun_environment
 
-IMPORTED = (calibrate, plan, predict, stalls, train, verify, what_if)
+IMPORTED = (calibrate, plan, predict, train, verify, what_if)
 
 
 class Ended(NamedTuple):

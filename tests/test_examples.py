@@ -107,7 +107,6 @@ plt.pyplot = plt
 # words that the cells print
 SHOWN = {
     "plan_and_frontier": {"blocks", "DDP", "recompute", "limit"},
-    "stalls": {"waited", "fetching", "memory"},
 }
 
 

@@ -173,7 +173,7 @@ GONE = re.compile(r"\bzero_stage\b|\bis_sharded\b|ZeRO stage|FAMILIES|\bfamily="
 
 
 def test_words_that_are_gone():
-    of_addresses = ("service.py", "peer_channel.py")  # their families
+    of_addresses = ("server.py",)  # their families
     assert [
         path for path in FILES if GONE.search(path.read_text()) and path.name not in of_addresses
     ] == []

@@ -16,7 +16,7 @@ from typing import NoReturn
 from topt_console.status_line import STATUS
 
 __version__ = "0.1.0"
-COMMANDS = ("plan", "train", "calibrate", "predict", "verify", "stalls")
+COMMANDS = ("plan", "train", "calibrate", "predict", "verify")
 WRONG_USE = 2
 COMPLETION = ("-sc", "--shell-completion")
 
@@ -29,8 +29,6 @@ measured
   topt calibrate [overrides]   measure this machine, for later plans
   topt predict   [overrides]   what given plans or recorded runs would take on a cluster; no search
   topt verify    [overrides]   would a plan run, and what would each rank hold; any number of ranks
-  topt stalls    [overrides]   what training waits for when it waits for data, and what would \
-remove it
   topt --version
 
 Overrides are Hydra's; what has [ or { is in quotes. For instance

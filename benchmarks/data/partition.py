@@ -76,7 +76,7 @@ class Counts(pl.Callback):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.kills and trainer.current_epoch == EPOCHS - 1 and trainer.node_rank == 1:
-            server = self.data._joined[0].server
+            server = self.data._servers[0]
             assert server is not None
             os.kill(server.process.pid, signal.SIGKILL)
         dist.barrier()

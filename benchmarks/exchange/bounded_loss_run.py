@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from benchmarks.lab import sent_bytes
-from lightning_topt.communication.bounded_loss.over_store import connect_over_store
+from lightning_topt.communication.bounded_loss.exchange import connect_over_store
 
 Step = Callable[[list[Tensor]], None]
 

@@ -30,7 +30,7 @@ from lightning_topt.communication.started_ranks import leave_to_rank_0, run_name
 from topt_console.status_line import STATUS
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
-_OF_ONE_RANK = ("predict", "stalls")  # ranks do nothing together in these
+_OF_ONE_RANK = ("predict",)  # ranks do nothing together in these
 
 
 def main() -> None:

@@ -32,8 +32,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from lightning_topt.communication.bounded_loss.exchange import BoundedLossExchange
-from lightning_topt.communication.bounded_loss.over_store import connect_over_store
+from lightning_topt.communication.bounded_loss.exchange import (
+    BoundedLossExchange,
+    connect_over_store,
+)
 from lightning_topt.communication.collectives import all_gather_into, reduce_scatter_into
 from lightning_topt.costs.cluster import CollectiveCurve, CurveKey, DatagramPath, Device, Link
 from lightning_topt.costs.communication import Group, ranks_of_groups

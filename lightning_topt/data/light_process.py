@@ -1,7 +1,7 @@
 """Processes that load a few modules of this package, and not torch.
 
-They start quickly and take a tenth of the memory: the writer of the disk cache, the server of a
-partitioned cache, the coordinator of prepared batches.
+They start quickly and take a tenth of the memory: the server of a partitioned
+cache, the coordinator of prepared batches.
 """
 
 from __future__ import annotations

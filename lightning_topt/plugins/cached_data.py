@@ -8,7 +8,7 @@ a loader asks for goes to `BatchDataset.__getitems__`, where torch would only st
 
     a hit, whole batch     `_read_at_once`: `MappedEntries.find_all` says where entries lie, `take`
                            copies them into rows; `collate` hands the batch on as it is
-    a hit, some of it      `BatchRows.fill_from` and `SampleCache.read_into`, row by row
+    a hit, some of it      `SampleCache.read_into`, row by row
     a miss, read           `CachedDataset._read` calls the source; some are drawn twice (`_check`)
     a miss, kept           `encode` makes the entry, `SampleCache.put_many` writes it where there is
                            room (`SegmentStore.write_many`); `verify_new` readies it for `find_all`
@@ -16,13 +16,10 @@ a loader asks for goes to `BatchDataset.__getitems__`, where torch would only st
 
 from __future__ import annotations
 
-import functools
-import operator
 import os
 import secrets
 import socket
 import tempfile
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,11 +40,9 @@ from lightning_topt.basics.argument_checks import (
     check_whole,
 )
 from lightning_topt.data.cache.cached_batches import collate, is_stacking, with_caches
-from lightning_topt.data.cache.determinism import IGNORED
-from lightning_topt.data.cache.fingerprint import Named, named
+from lightning_topt.data.cache.fingerprint import fingerprint
 from lightning_topt.data.cache.memory_file import available_bytes
 from lightning_topt.data.cache.sample_cache import CacheStatistics, SampleCache
-from lightning_topt.data.cache.segment_store import warn_once
 from lightning_topt.data.peers.client import NOWHERE, Peers
 from lightning_topt.data.peers.protocol import own_address
 from lightning_topt.data.peers.server import PeerServer
@@ -123,12 +118,10 @@ class CachedDataModule(WrappedDataModule):
         if not isinstance(partition, CachePartition | bool | None):
             raise ValueError(f"partition is True, False or a CachePartition, not {partition!r}")
         self.data_version = data_version
-        # The caches are opened with the loaders, by fingerprint.
-        # by id of a data set: a reference to it, and what it was called last
-        self._names: dict[int, tuple[Callable[[], Any], Named]] = {}
-        self._caches: dict[str, SampleCache] = {}  # by fingerprint: equal data sets share one
+        # opened with the loaders, by fingerprint: equal data sets share one
+        self._caches: dict[str, SampleCache] = {}
         self.partition = CachePartition() if partition is True else partition or None
-        self._joined: list[PartitionedCache] = []
+        self._servers: list[PeerServer] = []  # to other nodes
         super().__init__(datamodule)
 
     @override
@@ -153,13 +146,12 @@ class CachedDataModule(WrappedDataModule):
 
     def close(self) -> None:
         """Let go of the memory and files. The disk's part stays for the next run."""
-        for joined in self._joined:
-            joined.close()
-        self._joined.clear()
+        for server in self._servers:
+            server.close()
+        self._servers.clear()
         for cache in self._caches.values():
             cache.close()
         self._caches.clear()
-        self._names.clear()
 
     @override
     def _changed_loader(self, loader: DataLoader[Any], path: str) -> DataLoader[Any]:
@@ -179,41 +171,12 @@ class CachedDataModule(WrappedDataModule):
         return loader
 
     def _cache_of(self, dataset: Any) -> SampleCache:
-        # equal data sets share one
-        name = self._name_of(dataset)
+        name = fingerprint(dataset, data_version=self.data_version)
         if name not in self._caches:
             self._caches[name] = self._new_cache(name, num_items=len(dataset))
         return self._caches[name]
 
-    def _name_of(self, dataset: Any) -> str:
-        # The fingerprint of a data set as it is now; a change is said once
-        known = self._names.get(id(dataset))
-        before = None if known is None or known[0]() is not dataset else known[1]
-        now = named(dataset, data_version=self.data_version, before=before)
-        try:
-            reference: Callable[[], Any] = weakref.ref(dataset)
-        except TypeError:  # a list cannot have weak references
-            reference = functools.partial(operator.itemgetter(0), [dataset])
-        # forget data sets that are gone
-        self._names = {key: each for key, each in self._names.items() if each[0]() is not None}
-        self._names[id(dataset)] = reference, now
-        if before is not None and before.name != now.name:
-            both = before.attributes.items() ^ now.attributes.items()
-            changed = ", ".join(sorted({name for name, _ in both})) or "what it refers to"
-            warn_once(
-                f"{type(dataset).__name__} is not as it was when its cache was made ({changed} "
-                "changed): its samples get another cache, with as much room. What they do not "
-                f"depend on may be named in an attribute {IGNORED}",
-                stacklevel=6,
-            )
-        return now.name
-
     def _new_cache(self, name: str, *, num_items: int) -> SampleCache:
-        # On one node nothing is exchanged, and writes may come later.
-        is_alone = self.partition is None or (
-            self.trainer is not None and self.trainer.num_nodes == 1
-        )
-
         memory_bytes, disk_bytes = self._room()
 
         def make() -> SampleCache:
@@ -223,23 +186,25 @@ class CachedDataModule(WrappedDataModule):
                 num_items=num_items,
                 memory_bytes=memory_bytes,
                 disk_bytes=disk_bytes,
-                write_behind=is_alone,
             )
 
-        if self.partition is None or is_alone:
+        if self.partition is None or (self.trainer is not None and self.trainer.num_nodes == 1):
             return make()
         if self.trainer is None:
             raise ValueError(
                 "a partitioned cache learns from the Trainer which nodes there are: pass this "
                 "DataModule to fit, or leave the partition out to read its loaders alone"
             )
-        # All ranks open the same caches in the same order.
-        number = len(self._caches)
-        joined = open_partitioned(
-            make, self.partition, trainer=self.trainer, fingerprint=name, number=number
+        # ordering: all ranks open the same caches one after the other
+        cache, server = open_partitioned(
+            make,
+            self.partition,
+            trainer=self.trainer,
+            fingerprint=name,
+            number=len(self._caches),
         )
-        self._joined.append(joined)
-        return joined.cache
+        self._servers += [server] if server is not None else []
+        return cache
 
     def _room(self) -> tuple[int, int]:
         # The bytes of memory and of disk for the next cache
@@ -340,26 +305,6 @@ class CachePartition:
             check_real(getattr(self, name), name=name, positive=True)
 
 
-class PartitionedCache:
-    """A node's cache, joined with those of the other nodes until `close`.
-
-    One process per node has the `server`.
-    """
-
-    def __init__(
-        self, cache: SampleCache, *, server: PeerServer | None, addresses: list[tuple[str, int]]
-    ) -> None:
-        self.cache, self.server, self.addresses = cache, server, addresses
-
-    def close(self) -> None:
-        """Hang up and stop serving. The cache stays open."""
-        peers, self.cache.peers = self.cache.peers, None
-        if peers is not None:
-            peers.close()
-        if self.server is not None:
-            self.server.close()
-
-
 def open_partitioned(
     make: Callable[[], SampleCache],
     partition: CachePartition,
@@ -367,46 +312,68 @@ def open_partitioned(
     trainer: pl.Trainer,
     fingerprint: str,
     number: int,
-) -> PartitionedCache:
+) -> tuple[SampleCache, PeerServer | None]:
     """Open this node's cache with `make` and join it with those of the other nodes.
 
     It is the run's `number`-th one. Every rank calls this for the same caches in the same order.
-    Raises ValueError on all ranks where one cannot: for ranks that cannot talk yet, data that
-    differ, interfaces that are not there, ports in use.
+    One process per node gets the server. Raises ValueError on all ranks where one cannot: for ranks
+    that cannot talk yet, data that differ, interfaces that are not there, ports in use.
     """
-    # Ranks have to talk.
     if not dist.is_initialized():
         raise ValueError(
             f"a cache partitioned over {trainer.num_nodes} nodes needs torch.distributed, which "
             f"{type(trainer.strategy).__name__} has not initialized when the loaders are made: use "
             "a DDP or topt strategy, or leave the partition out"
         )
-    cache, offer = _opened(make, partition, trainer)
+    cache, server, node = None, None, trainer.node_rank
+    environment: Any = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
+    offer: dict[str, Any] = {
+        "node": node,
+        "address": _interface_address(partition, towards=environment.main_address),
+        "fingerprint": fingerprint,
+        "secret": secrets.token_bytes(SECRET_BYTES),
+    }
     try:
-        # Each rank says whether its cache is open, and where its node can be reached.
-        offers = gathered({**offer, "fingerprint": fingerprint})
+        # phase 1: whether each cache is open, and where its node can be reached
+        try:
+            cache = make()
+        except (ValueError, OSError) as error:  # the others must not wait for this rank
+            offer["error"] = f"{type(error).__name__}: {error}"
+        offers = gathered(offer)
         _check_offers(offers, num_nodes=trainer.num_nodes)
         assert cache is not None
-        # Nodes know each other by a secret of this run.
-        secret = gathered(secrets.token_bytes(SECRET_BYTES) if dist.get_rank() == 0 else b"")[0]
-        # One process per node serves the node's cache to the others.
-        server, said = None, {"node": trainer.node_rank}
-        if trainer.local_rank == 0:
-            find_host = functools.partial(_reachable, partition, offers, node=trainer.node_rank)
-            port = partition.port + number if partition.port else 0
-            server, answer = _serving(
-                cache, find_host, port, secret=secret, fingerprint=fingerprint
-            )
-            said |= answer
-        # All nodes serve, or none does.
-        addresses = _all_addresses(gathered(said), trainer.num_nodes, server)
+        secret = offers[0]["secret"]  # of the run, by which nodes know each other
+        # phase 2: one process per node serves its cache to the others
+        answer: dict[str, Any] = {"node": node}
+        if trainer.local_rank == 0 and not cache.tiers:  # none was opened, as it has warned
+            answer["address"] = NOWHERE
+        elif trainer.local_rank == 0:
+            try:
+                server = PeerServer(
+                    cache.tiers,
+                    host=_reachable(partition, offers, node=node),
+                    secret=secret,
+                    fingerprint=fingerprint,
+                    port=partition.port + number if partition.port else 0,
+                )
+                answer["address"] = server.address
+            except (ValueError, RuntimeError, OSError) as error:
+                answer["error"] = str(error)
+        # phase 3: all nodes serve, or none does
+        answers = gathered(answer)
+        errors = [f"node {each['node']} {each['error']}" for each in answers if "error" in each]
+        if errors:
+            raise ValueError("the nodes cannot share their caches. " + "; ".join(errors))
     except BaseException:
+        if server is not None:
+            server.close()
         if cache is not None:
             cache.close()
         raise
+    addresses = {each["node"]: each["address"] for each in answers if "address" in each}
     cache.peers = Peers(
-        addresses,
-        node=trainer.node_rank,
+        [addresses[node] for node in range(trainer.num_nodes)],
+        node=node,
         num_items=cache.num_items,
         seed=partition.seed,
         secret=secret,
@@ -414,56 +381,19 @@ def open_partitioned(
         timeout_seconds=partition.timeout_seconds,
         retry_seconds=partition.retry_seconds,
     )
-    return PartitionedCache(cache, server=server, addresses=addresses)
-
-
-def _opened(
-    make: Callable[[], SampleCache], partition: CachePartition, trainer: pl.Trainer
-) -> tuple[SampleCache | None, dict[str, Any]]:
-    """Open the cache; return it and what this rank offers the others.
-
-    An error is part of that, lest they wait.
-    """
-    environment: Any = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
-    offer = {
-        "node": trainer.node_rank,
-        "address": _interface_address(partition, towards=environment.main_address),
-    }
-    try:
-        return make(), offer
-    except (ValueError, OSError) as error:
-        return None, {**offer, "error": f"{type(error).__name__}: {error}"}
-
-
-def _serving(
-    cache: SampleCache, find_host: Callable[[], str], port: int, *, secret: bytes, fingerprint: str
-) -> tuple[PeerServer | None, dict[str, Any]]:
-    if not cache.tiers:  # none could be opened, of which it has warned
-        return None, {"address": NOWHERE}
-    try:
-        server = PeerServer(
-            cache.tiers, host=find_host(), secret=secret, fingerprint=fingerprint, port=port
-        )
-    except (ValueError, RuntimeError, OSError) as error:
-        return None, {"error": str(error)}
-    return server, {"address": server.address}
+    return cache, server
 
 
 def gathered(value: Any) -> list[Any]:
-    """Return what every rank gives, by rank.
-
-    These are the ranks' own words; nothing that comes from elsewhere is unpickled.
-    """
+    """Return the values of all ranks; nothing that comes from elsewhere is unpickled."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def _interface_address(partition: CachePartition, *, towards: str) -> str:
-    """Return the address of this node's interface to the others.
-
-    An empty string where there is none, with which `_check_offers` finds the node.
-    """
+    # The address of this node's interface to the others; empty where there is none, which
+    # `_check_offers` reports on all ranks
     if partition.interface is not None:
         known = psutil.net_if_addrs()
         if partition.interface in known:
@@ -504,27 +434,11 @@ def _check_offers(offers: list[dict[str, Any]], *, num_nodes: int) -> None:
 
 
 def _reachable(partition: CachePartition, offers: list[dict[str, Any]], *, node: int) -> str:
-    """Return the address at which others reach this node.
-
-    Towards its own name, the main node may have found its loopback.
-    """
+    # The address at which others reach this node. Towards its own name, the main node may have
+    # found its loopback.
     own = next(str(offer["address"]) for offer in offers if offer["node"] == node)
     if partition.interface is None and node == 0:
         return own_address(
             towards=next(str(offer["address"]) for offer in offers if offer["node"] != 0)
         )
     return own
-
-
-def _all_addresses(
-    said: list[dict[str, Any]], num_nodes: int, server: PeerServer | None
-) -> list[tuple[str, int]]:
-    # The addresses by node. Raises ValueError on all ranks if one cannot serve.
-    # One that cannot serve is an error of all.
-    errors = [f"node {words['node']} {words['error']}" for words in said if "error" in words]
-    if errors:
-        if server is not None:
-            server.close()
-        raise ValueError("the nodes cannot share their caches. " + "; ".join(errors))
-    found = {words["node"]: words["address"] for words in said if "address" in words}
-    return [found[node] for node in range(num_nodes)]

@@ -32,7 +32,7 @@ class LossyTransport:
         bucket: int,
         values: Any,
         *,
-        out: Any = None,
+        out: Any,
         tolerance: float,
         exact: Sequence[tuple[int, int]],
         scale: float,
@@ -56,12 +56,9 @@ class LossyTransport:
             -1, 2
         )
         outcome = Outcome(edges.astype(np.int64), values[lost].copy(), len(values))
-        target = values if out is None else out
-        target[:] = total.mul_(scale).numpy()
+        out[:] = total.mul_(scale).numpy()
         self.bytes_sent += 4 * len(values)
-        handle = Handle(
-            bucket, values, target, None, tolerance, scale, rescale, priority, outcome=outcome
-        )
+        handle = Handle(bucket, values, out, tolerance, scale, rescale, priority, outcome=outcome)
         handle.done.set()
         return handle
 

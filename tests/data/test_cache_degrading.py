@@ -14,9 +14,8 @@ import warnings
 from pathlib import Path
 
 import pytest
-import torch
 
-from lightning_topt.data.cache import memory_file, store_file
+from lightning_topt.data.cache import memory_file, segment_store
 from lightning_topt.data.cache.memory_file import MemoryUnavailable
 from lightning_topt.data.cache.sample_cache import RefusedCacheError
 from tests.data.test_sample_cache import ITEMS, epoch, make
@@ -116,7 +115,7 @@ def test_with_no_place_at_all_samples_come_from_the_source(tmp_path, monkeypatch
     with pytest.warns(
         UserWarning, match=r"without its memory cache .* and its disk cache"
     ) as caught:
-        cache = make(tmp_path / "new", write_behind=True)
+        cache = make(tmp_path / "new")
     assert len(caught) == 1 and cache.tiers == []
     assert epoch(cache) == epoch(cache) == EVERYTHING
     assert cache.statistics().misses == 2 * ITEMS and cache.statistics().stored == 0
@@ -162,25 +161,15 @@ def test_workers_that_start_when_the_disk_is_full_share_the_memory(tmp_path):
     worker.join()
 
 
-@pytest.mark.parametrize("code", CODES, ids=NAMES)
-def test_another_job_finds_the_memory_when_the_disk_is_full(tmp_path, monkeypatch, code):
-    cache = make(tmp_path, disk=0)
-    epoch(cache)
-    broken(monkeypatch, tmp_path, code)
-    if code in (errno.ENOSPC, errno.EDQUOT):
-        assert epoch(make(tmp_path, disk=0)) == []
-    assert epoch(pickle.loads(pickle.dumps(cache))) == []
-
-
 def _hold(path, held):
-    with store_file.StoreLock(path).held():
+    with segment_store.StoreLock(path).held():
         held.set()
         time.sleep(600)
 
 
 @pytest.mark.parametrize("what", ["memory", "disk"])
 def test_a_tier_whose_lock_is_held_is_left_out(tmp_path, monkeypatch, what):
-    monkeypatch.setattr(store_file, "LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(segment_store, "LOCK_SECONDS", 0.05)
     (tmp_path / "f").mkdir()
     held = FORK.Event()
     name = {"memory": "memory.holders", "disk": "disk.lock"}[what]
@@ -255,26 +244,3 @@ def test_what_is_certain_stays_an_error(tmp_path, monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(MemoryUnavailable):
         make(tmp_path / "new", disk=0)
-
-
-def test_what_is_refused_on_a_full_disk_is_forgotten(tmp_path, monkeypatch, silent):
-    cache = make(tmp_path)
-    epoch(cache)
-    with monkeypatch.context() as patch:
-        broken(patch, tmp_path, errno.ENOSPC)
-        cache.refuse("two draws differ")
-    assert cache.get(0) is None
-    (tmp_path / "f" / "refused").touch()  # a full disk still takes the name of a file
-    with pytest.raises(RefusedCacheError, match="differ"):
-        make(tmp_path)
-
-
-def test_counts_without_shared_memory(tmp_path, monkeypatch):
-    def full(_):
-        raise RuntimeError("unable to allocate shared memory(shm): No space left on device (28)")
-
-    monkeypatch.setattr(torch.Tensor, "share_memory_", full)
-    with pytest.warns(UserWarning, match="statistics of the cache .*No space left"):
-        cache = make(tmp_path)
-    assert epoch(cache) == EVERYTHING and epoch(cache) == []
-    assert (cache.statistics().misses, cache.statistics().memory_hits) == (ITEMS, ITEMS)

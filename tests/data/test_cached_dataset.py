@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -13,21 +12,15 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lightning_topt.data.cache.cached_batches import BatchDataset, ReadyBatch, collate
-from lightning_topt.data.cache.cached_dataset import CachedDataset
-from lightning_topt.data.cache.determinism import (
+from lightning_topt.data.cache.cached_dataset import (
+    CachedDataset,
     NotDeterministicError,
     deterministic,
     marked_method,
-    other_randomness,
 )
 from lightning_topt.data.cache.sample_cache import RefusedCacheError, SampleCache
 
 ITEMS = 40
-
-
-class Point(NamedTuple):
-    x: torch.Tensor
-    y: int
 
 
 def picture(i):
@@ -43,7 +36,6 @@ KINDS = {
         "b": [float(i), bool(i % 2)],
         "c": np.array(i),
     },
-    "named": lambda i: Point(torch.full((2,), i).bfloat16(), i),
     "strings": lambda i: {"name": f"{i:03d}", "x": torch.tensor(i)},
     "scalars": lambda i: (np.float32(i), np.int64(i), np.bool_(i % 2)),
     "numbers": lambda i: {"ids": list(range(i, i + 20)), "weights": (float(i),) * 9},
@@ -260,16 +252,3 @@ def test_two_marks_are_an_error(tmp_path):
 
     with pytest.raises(ValueError, match="2 methods"):
         cached(Twice(), tmp_path)
-
-
-def test_checking_leaves_the_random_state_alone():
-    torch.manual_seed(3)
-    random.seed(3)
-    np.random.seed(3)
-    wanted = torch.rand(2), random.random(), np.random.rand()
-    torch.manual_seed(3)
-    random.seed(3)
-    np.random.seed(3)
-    with other_randomness(5):
-        torch.rand(7), random.random(), np.random.rand()
-    same((torch.rand(2), random.random(), np.random.rand()), wanted)

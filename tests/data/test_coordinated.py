@@ -8,7 +8,6 @@ import gc
 import os
 import signal
 import warnings
-from collections import namedtuple
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +35,6 @@ from tests.processes import halt, wait_for_end, wait_until
 from tests.shared_memory import shared_files
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="needs Linux")
-Pair = namedtuple("Pair", "left right")
 
 
 @pytest.fixture(autouse=True)
@@ -304,7 +302,7 @@ def test_changing_a_batch_in_place_changes_no_other_jobs(tmp_path):
 
 
 def as_pair(samples):
-    return Pair(samples, {"name": ["photograph"], "image": np.arange(3, dtype=np.uint8)})
+    return (samples, {"name": ["photograph"], "image": np.arange(3, dtype=np.uint8)})
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
@@ -320,12 +318,8 @@ def test_batches_of_any_kind_in_processes_that_are_not_forked(tmp_path, method):
         warnings.simplefilter("error")  # they reach the coordinator
         batches = list(loader)
     loader.close()
-    assert [batch.left for batch in batches] == [[3], [4], [5]]
-    assert batches[0].right["name"] == ["photograph"] and batches[0].right["image"].tolist() == [
-        0,
-        1,
-        2,
-    ]
+    assert [batch[0] for batch in batches] == [[3], [4], [5]]
+    assert batches[0][1]["name"] == ["photograph"] and batches[0][1]["image"].tolist() == [0, 1, 2]
 
 
 class Thirds:

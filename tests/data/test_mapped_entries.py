@@ -78,6 +78,7 @@ def no_reading(monkeypatch):
 def test_batches_are_copied_from_the_map(cache, no_reading):
     samples = Samples()
     data = filled(cache, samples)
+    cache.verify_new()  # as after each batch that is read
     for items in ([3, 1, 2], [0], [5, 5, 5], list(range(ITEMS))):
         assert equal(data.__getitems__(items).batch, expected(samples, items))
     assert cache.statistics().memory_hits == 3 + 1 + 3 + ITEMS and cache.statistics().misses == 0

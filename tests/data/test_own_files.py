@@ -13,7 +13,6 @@ import warnings
 import pytest
 
 from lightning_topt.basics.own_files import NotOwn, made, open_own
-from lightning_topt.data.cache import store_file
 from lightning_topt.data.cache.memory_file import REGISTRY
 from tests.data.test_sample_cache import ITEMS, epoch, make
 
@@ -46,7 +45,7 @@ def without_disk(tmp_path, words, **options):
 @pytest.mark.parametrize(
     ("name", "link"),
     [
-        *((name, os.symlink) for name in ("samples", "disk.lock", REGISTRY, "writer.lock")),
+        *((name, os.symlink) for name in ("samples", "disk.lock", REGISTRY)),
         ("samples", os.link),
         ("refused", os.link),
     ],
@@ -58,7 +57,7 @@ def test_a_link_in_place_of_a_file_leads_nowhere(tmp_path, link, name):
     link(victim, tmp_path / "f" / name)
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
-        cache = make(tmp_path, write_behind=True)
+        cache = make(tmp_path)
         assert epoch(cache) == EVERYTHING and epoch(cache) == []
         cache.refuse("two draws differ")
         cache.close()
@@ -144,10 +143,9 @@ def descriptors():
     return len(os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.parametrize("options", [{}, {"write_behind": True}])
-def test_a_closed_cache_holds_no_descriptor(tmp_path, options):
+def test_a_closed_cache_holds_no_descriptor(tmp_path):
     def use(name):
-        cache = make(tmp_path / name, **options)
+        cache = make(tmp_path / name)
         epoch(cache)
         cache.close()
 
@@ -156,26 +154,6 @@ def test_a_closed_cache_holds_no_descriptor(tmp_path, options):
     for number in range(5):
         use(str(number))
     assert descriptors() == before
-
-
-def test_the_lock_of_two_caches_outlives_the_first(tmp_path):
-    first, second = make(tmp_path), make(tmp_path)
-    lock = second.disk.file.lock
-    first.close()
-    other = FORK.Process(target=_expect_held, args=(lock.path,))
-    with lock.held():
-        other.start()
-        other.join(60)
-    assert other.exitcode == 0
-    assert epoch(second) == EVERYTHING
-
-
-def _expect_held(path):
-    try:
-        with store_file.StoreLock(path).held(seconds=0.05):
-            os._exit(1)
-    except store_file.LockTimeout:
-        os._exit(0)
 
 
 def make_without_folder(tmp_path):
@@ -195,16 +173,6 @@ def test_no_registry_stays_in_shared_memory(tmp_path, shared):
     assert os.listdir(shared) == []
     third = make_without_folder(tmp_path)
     assert epoch(third) == EVERYTHING and len(os.listdir(shared)) == 1
-
-
-def test_a_worker_that_ends_takes_no_registry_with_it(tmp_path, shared):
-    cache = make_without_folder(tmp_path)
-    worker = FORK.Process(target=cache.close)
-    worker.start()
-    worker.join()
-    assert len(os.listdir(shared)) == 1
-    cache.close()
-    assert os.listdir(shared) == []
 
 
 def _hold(tmp_path, ready):

@@ -90,7 +90,7 @@ def test_a_client_with_another_secret_or_other_data_gets_nothing(pair, wrong):
     with pytest.warns(UserWarning, match="another secret or other data"):
         assert peers.fetch(others) == [None] * len(others)
     peers.push({others[0]: [b"wrong"]})
-    assert peers.counts.fetched == peers.counts.stored == 0
+    assert is_well(client(pair))
 
 
 def test_a_server_that_does_not_know_the_secret_is_not_asked(pair):
@@ -132,12 +132,11 @@ def test_a_killed_owner_is_left_alone_and_asked_again_when_it_is_back(pair, monk
         patch.setattr(peer_client, "connect", lambda *_, **__: pytest.fail("it was asked again"))
         assert peers.fetch(THEIRS) == [None] * len(THEIRS)
         peers.push({THEIRS[0]: [payload(THEIRS[0])]})
-    assert peers.counts.stored == 0 and peers.counts.unanswered == 2 * len(THEIRS)
     pair[1].serve(port=port)
     link = peers._link(1)
     link._retry_at, link.retry_seconds = time.monotonic(), 0.05
     wait_until(lambda: is_well(peers))
-    assert not link.is_down
+    assert link._retry_at is None
 
 
 def test_a_restarted_owner_costs_nothing(pair):
@@ -146,7 +145,6 @@ def test_a_restarted_owner_costs_nothing(pair):
         assert is_well(peers)
         pair[1].server.close()
         pair[1].serve(port=port)
-    assert peers.counts.unanswered == 0
 
 
 def test_a_stopped_owner_takes_no_other_with_it_and_is_not_waited_for_again(nodes, monkeypatch):
@@ -168,7 +166,7 @@ def test_a_stopped_owner_takes_no_other_with_it_and_is_not_waited_for_again(node
         monkeypatch.setattr(
             peer_client, "connect", lambda *_, **__: pytest.fail("it was asked again")
         )
-        assert peers.fetch(first) == [None] * len(first) and peers._link(1).is_down
+        assert peers.fetch(first) == [None] * len(first)
     finally:
         os.kill(trio[1].server.process.pid, signal.SIGCONT)
 
@@ -191,7 +189,7 @@ def test_what_cannot_be_given_away_is_dropped(pair):
         peers.push({item: [bytes(1000)] for item in THEIRS})
     before = time.monotonic()
     peers.push({THEIRS[0]: [bytes(1000)]})
-    assert peers.counts.stored == 0 and time.monotonic() - before < 0.4  # nobody waits again
+    assert time.monotonic() - before < 0.4  # nobody waits again
 
 
 def test_damage_in_the_owners_store_is_never_given_and_repaired_by_the_next_reader(pair):
@@ -203,10 +201,9 @@ def test_damage_in_the_owners_store_is_never_given_and_repaired_by_the_next_read
         byte = os.pread(where.descriptor, 1, position)[0]
         os.pwrite(where.descriptor, bytes([byte ^ 1 << int(rng.integers(8))]), position)
     expected = [None if item in hurt else payload(item) for item in THEIRS]
-    assert plain(peers.fetch(THEIRS)) == expected and peers.counts.damaged == len(hurt)
+    assert plain(peers.fetch(THEIRS)) == expected
     for item in hurt:
         peers.push({item: [payload(item)]})
-    assert peers.counts.stored == len(hurt)
     assert plain(peers.fetch(THEIRS)) == [payload(item) for item in THEIRS]
 
 
@@ -218,7 +215,6 @@ def test_a_file_that_was_cut_off(pair):
     assert plain(peers.fetch(THEIRS)) == [
         payload(item) if ends[item] <= cut else None for item in THEIRS
     ]
-    assert peers.counts.unanswered == 0
 
 
 def one(*numbers):

@@ -10,8 +10,7 @@ import threading
 import numpy as np
 import pytest
 
-from lightning_topt.data.cache.segment_store import SegmentStore
-from lightning_topt.data.cache.store_file import StoreFile
+from lightning_topt.data.cache.segment_store import SegmentStore, StoreFile
 from lightning_topt.data.peers import client as peer_client
 from lightning_topt.data.peers.client import Peers, owners
 from lightning_topt.data.peers.protocol import PeerLimits
@@ -120,10 +119,6 @@ def test_one_fetch_brings_what_all_owners_hold_in_the_order_of_the_question(node
     for _ in range(2):
         entries = peers.fetch(order)
         assert plain(entries) == expected
-    counts, found = peers.counts, sum(entry is not None for entry in expected)
-    assert (counts.fetched, counts.damaged, counts.unanswered) == (2 * found, 0, 0)
-    assert counts.fetched_bytes == 2 * sum(len(entry) for entry in expected if entry is not None)
-    assert counts.absent == 2 * sum(item % 3 == 2 and item not in own for item in order)
     entries[-1][:] = 0  # writable, and nobody else's
     assert plain(entries[:-1]) == expected[:-1]
     assert peers.fetch([]) == []
@@ -148,7 +143,6 @@ def test_answers_that_are_cut_into_pieces(nodes, monkeypatch, limits):
     fill(pair[1], items)
     peers = client(pair, limits=pair[1].limits)
     assert plain(peers.fetch(items)) == [payload(item) if item % 3 < 2 else None for item in items]
-    assert peers.counts.fetched + peers.counts.absent == len(items)
     sizes = [len(payload(item)) for item in items if item % 3 < 2]
     assert (
         max(questions) <= pair[1].limits.items
@@ -166,21 +160,17 @@ def test_pushed_entries_are_with_their_owner(nodes):
     for node in (1, 2):
         assert all(trio[node].has(item) == {"memory", "disk"} for item in owned(node, num_nodes=3))
         assert len(trio[node].memory) == len(owned(node, num_nodes=3))
-    assert peers.counts.stored == len(others)
     peers.close()
     assert plain(peers.fetch(others)) == [payload(item) for item in others]  # it connects again
-    peers.push({others[0]: [payload(others[0])]})
-    assert peers.counts.stored == len(others)  # they have it
 
 
-def test_a_full_owner_refuses_and_says_so(nodes):
+def test_a_full_owner_refuses(nodes):
     pair = nodes(2, memory=0, disk=2000)
     items = [item for item in owned(1, num_nodes=2) if item > 40]
     peers = client(pair)
     for item in items:
         peers.push({item: [payload(item)]})
-    stored = sum(bool(pair[1].has(item)) for item in items)
-    assert stored == peers.counts.stored == 1
+    assert sum(bool(pair[1].has(item)) for item in items) == 1
 
 
 def test_threads_share_it(nodes):
@@ -202,11 +192,7 @@ def test_threads_share_it(nodes):
     for thread in threads:
         thread.join(60)
     peers.close()
-    counts = peers.counts
     assert not wrong and plain(peers.fetch(others)) == [payload(item) for item in others]
-    assert counts.unanswered == counts.damaged == 0
-    assert counts.fetched + counts.absent == (4 + 1) * len(others)
-    assert counts.stored >= len(others)
 
 
 def test_nothing_stays_open(nodes):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_topt.data.cache.memory_file import REGISTRY, MemoryUnavailable, open_shared
+from lightning_topt.data.cache.memory_file import REGISTRY, open_shared
 from lightning_topt.data.cache.sample_cache import RefusedCacheError, SampleCache
 from lightning_topt.data.cache.sample_codec import decode, encode, size_of
 from tests.preloaded import preloaded_topt
@@ -230,12 +230,6 @@ def test_a_foreign_registry_is_not_trusted(tmp_path):
         descriptor = open_shared(tmp_path / "memory")
     assert os.fstat(descriptor).st_size == 0
     os.close(descriptor)
-
-
-def test_without_memfd_the_error_says_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.delattr(os, "memfd_create")
-    with pytest.raises(MemoryUnavailable, match="memory_bytes=0"):
-        make(tmp_path)
 
 
 def _count_often(cache, barrier):

@@ -7,7 +7,6 @@ import dataclasses
 import enum
 import io
 import random
-import sys
 import tracemalloc
 from typing import Any, NamedTuple
 
@@ -39,30 +38,6 @@ class Pair(NamedTuple):
     label: Any
 
 
-class Counted(NamedTuple("Counted", [("x", int), ("y", int)])):
-    __slots__ = ()
-
-    def __new__(cls, x, y=0):
-        return super().__new__(cls, x + 1, y)
-
-
-@dataclasses.dataclass
-class Doubled:
-    x: int
-    y: Any = None
-    total: int = dataclasses.field(init=False)
-
-    def __post_init__(self):
-        self.x *= 2
-        self.total = self.x + 1
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Frozen:
-    x: int
-    y: Any = 0
-
-
 def entry_of(sample):
     return bytearray(b"".join(bytes(part) for part in encode(sample)))
 
@@ -86,9 +61,6 @@ def same(a, b):
         assert len(a) == len(b)
         for x, y in zip(a, b, strict=True):
             same(x, y)
-    elif dataclasses.is_dataclass(a):
-        names = [field.name for field in dataclasses.fields(a)]
-        same([getattr(a, name) for name in names], [getattr(b, name) for name in names])
     else:
         assert str(a) == str(b) and (a == b or a != a)
 
@@ -108,7 +80,6 @@ VALUES = {
     "texts": ["words \ud800 é", "\ud83d\ude00", "", b"\0bytes"],
     "numbers": [5, -(2**63), 1.5, -0.0, float("nan"), True, None],
     "containers": [[], (), {}, (1,), {"x": [1, (2.0, None)], -3: {"y": torch.ones(2)}, "é": 1}],
-    "records": [Pair(torch.ones(2), 3), Pair([Counted(1, 2)], None), Doubled(2), Frozen(1, [2])],
 }
 
 
@@ -162,14 +133,6 @@ def test_sequences_of_numbers(kind):
     assert len(known.leaves) == 1 + 1 + 8
 
 
-def test_records_run_no_code_and_need_their_class(monkeypatch):
-    assert kept(Doubled(2)).total == 5 and kept(Counted(1, 2)) == (2, 2)
-    entry = entry_of(Pair(1, 2))
-    monkeypatch.setattr(sys.modules[__name__], "Pair", collections.namedtuple("Pair", "image"))
-    with pytest.raises(UnsupportedSample, match="import its module"):
-        decode(entry)
-
-
 def test_a_memory_map_comes_back_as_an_array(tmp_path):
     np.save(tmp_path / "x.npy", np.arange(4.0))
     found = kept(np.load(tmp_path / "x.npy", mmap_mode="r")[1:])
@@ -181,11 +144,6 @@ def test_a_memory_map_comes_back_as_an_array(tmp_path):
 
 class Colour(enum.IntEnum):
     RED = 1
-
-
-@dataclasses.dataclass
-class OfDict(dict):
-    x: int = 0
 
 
 def itself():
@@ -200,7 +158,6 @@ def noted(value):
 
 
 REFUSED = {
-    "subclass of dict": OfDict(),
     "ordered": collections.OrderedDict(a=1),
     "size": torch.Size([2]),
     "enum": Colour.RED,
@@ -212,8 +169,8 @@ REFUSED = {
     "sparse": torch.eye(2).to_sparse(),
     "meta": torch.empty(2, device="meta"),
     "tensor's attribute": noted(torch.ones(2)),
-    "attribute": noted(Doubled(1)),
-    "local class": dataclasses.make_dataclass("Local", ["x"])(1),
+    "NamedTuple": Pair(1, 2),
+    "dataclass": dataclasses.make_dataclass("Local", ["x"])(1),
     "set": {1},
     "bool key": {True: 1},
     "large": 2**63,
@@ -272,7 +229,7 @@ def test_entries_of_another_version_are_not_read():
 
 def test_layouts_take_a_bounded_number_of_bytes():
     """Of texts of many lengths, which are not numbers: each has a layout of its own."""
-    headers = [header_of(entry_of(["a"] * 200 + ["b" * i])) for i in range(1500)]
+    headers = [header_of(entry_of(["a"] * 200 + ["b" * i])) for i in range(400)]
     layout_of(headers[0])
     tracemalloc.start()
     try:
@@ -286,10 +243,8 @@ def test_layouts_take_a_bounded_number_of_bytes():
     assert layout_of(headers[-1]) is layout_of(headers[-1])
 
 
-def test_batches_of_sequences_and_records(tmp_path):
-    samples = [
-        Pair({"ids": list(range(i, i + 20)), "weights": (float(i),) * 9}, i) for i in range(12)
-    ]
+def test_batches_of_sequences(tmp_path):
+    samples = [({"ids": list(range(i, i + 20)), "weights": (float(i),) * 9}, i) for i in range(12)]
     cache = SampleCache(tmp_path, fingerprint="f", num_items=12, memory_bytes=1 << 20, disk_bytes=0)
     dataset = BatchDataset(CachedDataset(samples, cache))
     for _ in range(2):

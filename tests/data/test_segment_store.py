@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from lightning_topt.data.cache import segment_store
-from lightning_topt.data.cache.segment_store import SegmentStore, checksum
-from lightning_topt.data.cache.store_file import PAGE, StoreFile
+from lightning_topt.data.cache.segment_store import PAGE, SegmentStore, StoreFile, checksum
 
 ITEMS = 40
 FORK = multiprocessing.get_context("fork")
@@ -66,7 +65,7 @@ def test_every_flipped_bit_is_found(folder):
     for item in range(ITEMS):
         store.write(item, [payload(item)])
     size = store.file.space().tail
-    for _ in range(400):
+    for _ in range(100):
         position, bit = rng.randrange(size), 1 << rng.randrange(8)
         byte = os.pread(store.file.descriptor, 1, position)[0]
         os.pwrite(store.file.descriptor, bytes([byte ^ bit]), position)
@@ -106,7 +105,7 @@ def test_writers_killed_at_random_moments(folder):
     leak.
     """
     rng, found = random.Random(0), 0
-    for seed in range(25):
+    for seed in range(8):
         begin = [FORK.Event() for _ in range(2)]
         writers = [
             FORK.Process(target=_write_for_ever, args=(folder, seed + 100 * i, begin[i]))

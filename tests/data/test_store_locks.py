@@ -4,6 +4,7 @@ waits for it once.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -11,7 +12,7 @@ import time
 
 import pytest
 
-from lightning_topt.data.cache import segment_store, store_file
+from lightning_topt.data.cache import segment_store
 from lightning_topt.data.cache.sample_codec import encode
 from tests.data.test_sample_cache import make, sample
 from tests.data.test_segment_store import content, open_store, payload
@@ -38,13 +39,12 @@ class Holder:
     """
 
     def __init__(self, monkeypatch):
-        self.clock, self.stopped, self._flock = Clock(), True, store_file.fcntl.flock
-        monkeypatch.setattr(store_file, "time", self.clock)
-        monkeypatch.setattr(segment_store, "time", self.clock, raising=False)
-        monkeypatch.setattr(store_file.fcntl, "flock", self._lock)
+        self.clock, self.stopped, self._flock = Clock(), True, segment_store.fcntl.flock
+        monkeypatch.setattr(segment_store, "time", self.clock)
+        monkeypatch.setattr(segment_store.fcntl, "flock", self._lock)
 
     def _lock(self, descriptor, operation):
-        if self.stopped and operation & store_file.fcntl.LOCK_EX:
+        if self.stopped and operation & segment_store.fcntl.LOCK_EX:
             raise BlockingIOError
         self._flock(descriptor, operation)
 
@@ -69,9 +69,9 @@ def test_damaged_entries_wait_for_it_once_too(folder, monkeypatch):
     holder = Holder(monkeypatch)
     with pytest.warns(UserWarning, match="could not be dropped"):
         waited = sum(holder.seconds(lambda item=item: content(store, item))[0] for item in range(5))
-    assert waited <= store_file.LOCK_SECONDS + 0.02 and store.damaged == 5
+    assert waited <= segment_store.LOCK_SECONDS + 0.02 and store.damaged == 5
     holder.stopped = False
-    holder.clock.now += store_file.PAUSE_SECONDS
+    holder.clock.now += segment_store.PAUSE_SECONDS
     assert (
         content(store, 0) is None
         and store.write(0, [payload(0)])
@@ -92,18 +92,18 @@ def test_samples_do_not_wait_for_a_stopped_process(folder, monkeypatch):
 
     with pytest.warns(UserWarning, match="not stored") as caught:
         waited = [holder.seconds(lambda item=item: use(item))[0] for item in [0, *range(20), 0]]
-    assert sum(waited) <= 2 * store_file.LOCK_SECONDS + 0.1  # once per tier
+    assert sum(waited) <= 2 * segment_store.LOCK_SECONDS + 0.1  # once per tier
     assert sum(seconds > 0 for seconds in waited) <= 2 and len(caught) == 2
     assert cache.get(0) is not None and cache.statistics().memory_items == 0
     holder.stopped = False
-    holder.clock.now += store_file.PAUSE_SECONDS
+    holder.clock.now += segment_store.PAUSE_SECONDS
     for item in range(20):
         use(item)
     assert cache.statistics().memory_items == cache.statistics().disk_items == 20
 
 
 def _hold(path, held):
-    with store_file.StoreLock(path).held():
+    with segment_store.StoreLock(path).held():
         held.set()
         time.sleep(600)
 
@@ -114,13 +114,13 @@ def test_a_lock_that_is_held_for_too_long_is_an_error_and_a_dead_holder_none(fol
     store = open_store(folder)
     holder.start()
     assert held.wait(120)
-    lock = store_file.StoreLock(folder / "lock")
-    with pytest.raises(store_file.LockTimeout, match="another process"), lock.held(seconds=0.05):
+    lock = segment_store.StoreLock(folder / "lock")
+    with pytest.raises(segment_store.LockTimeout, match="another process"), lock.held(seconds=0.05):
         pass
-    monkeypatch.setattr(store_file, "LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(segment_store, "LOCK_SECONDS", 0.05)
     with pytest.warns(UserWarning, match="not stored"):
         assert not store.write(0, [payload(0)])
     os.kill(holder.pid, signal.SIGKILL)
     holder.join()
-    store.file.end_pause()
+    store.file._paused_until = -math.inf
     assert store.write(0, [payload(0)])

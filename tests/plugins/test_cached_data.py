@@ -19,7 +19,7 @@ from torch.utils.data import (
     random_split,
 )
 
-from lightning_topt.data.cache.determinism import NotDeterministicError, deterministic
+from lightning_topt.data.cache.cached_dataset import NotDeterministicError, deterministic
 from lightning_topt.plugins import cached_data
 from lightning_topt.plugins.cached_data import CachedDataModule
 from tests.plugins.trainer_ranks import on_ranks

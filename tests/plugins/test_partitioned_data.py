@@ -191,7 +191,7 @@ class Ends(pl.Callback):
     def on_train_epoch_start(self, trainer, pl_module):
         if trainer.current_epoch == 1:
             if self.node == 1:
-                halt(trainer.datamodule._joined[0].server.process.pid, self.sign)
+                halt(trainer.datamodule._servers[0].process.pid, self.sign)
             dist.barrier()
 
 

@@ -3,9 +3,9 @@
 `run_loop` is where the thread spends its time, without the GIL. It returns to Python when a part is
 done or free, when a rank may be gone, when another thread wakes it, or at a time that Python set.
 
-What arrives passes three checks: `_take_datagram` that it is whole, of this session and from whom
-it says; `_take_data` and `_take_control` that it fits the tables; then `part_progress` that it is
-of the present step. What fails one of the first two is counted and dropped. That a rank is gone,
+What arrives passes three checks: `_take_datagram` that it is complete, of this session and from
+whom it says; `_take_data` and `_take_control` that it fits the tables; then `part_progress` that it
+is of the present step. What fails one of the first two is counted and dropped. That a rank is gone,
 the network says (`_take_errors`).
 """
 
@@ -14,34 +14,28 @@ from __future__ import annotations
 import numpy as np
 
 from lightning_topt.basics.jit import compiled
-from lightning_topt.communication.bounded_loss.control_messages import (
-    DONT_WAIT,
-    IP_TOS,
-    REPORT_BYTES,
-    SOL_UDP,
-    UDP_GRO,
-    send_control,
-    send_report,
-)
-from lightning_topt.communication.bounded_loss.datagram import (
+from lightning_topt.communication.bounded_loss.messages import (
     BITMAP,
     CONTRIBUTION,
-    FAILED,
+    DONT_WAIT,
     HEADER_BYTES,
     LEAVE,
     MASK32,
     OPEN,
-    PING,
-    PONG,
     PROBE,
     REPORT,
+    REPORT_BYTES,
     RESULT,
+    SOL_UDP,
     STOP,
     SYNC,
+    UDP_GRO,
     is_valid,
+    send_report,
     unwrapped,
 )
 from lightning_topt.communication.bounded_loss.part_progress import (
+    segment_elements,
     stop_results,
     sum_more,
     take_part_message,
@@ -65,7 +59,6 @@ from lightning_topt.communication.bounded_loss.raw_memory import (
     wait_for_files,
 )
 from lightning_topt.communication.bounded_loss.sending import repeat_probes, send_data
-from lightning_topt.communication.bounded_loss.shard_sum import segment_elements
 from lightning_topt.communication.bounded_loss.tables import (
     ADDRESS_STRUCT,
     ANCILLARY_BYTES,
@@ -75,11 +68,6 @@ from lightning_topt.communication.bounded_loss.tables import (
     PIECE_STRUCT,
     RECEIVE_AT_ONCE,
     RECEIVE_BYTES,
-    TRUNCATED,
-    WRONG_KEY,
-    WRONG_PLACE,
-    WRONG_SIZE,
-    WRONG_SOURCE,
     Root,
     config_of,
     counters_of,
@@ -88,7 +76,6 @@ from lightning_topt.communication.bounded_loss.tables import (
     path_of,
     peer_of,
     received_message,
-    reject,
     slot_of,
     source_address,
 )
@@ -97,7 +84,6 @@ from lightning_topt.communication.bounded_loss.tables import (
 SET_TIMER_SLACK = 29
 READABLE, CAN_WRITE, BROKEN = 0x1, 0x4, 0x8 | 0x10 | 0x20
 SOL_SOCKET, TIMESTAMP, TRUNCATED_FLAG, ERROR_QUEUE = 1, 35, 0x20, 0x2000
-CONGESTION_MARK = 3  # ECN
 RECEIVED_ERROR, BY_ICMP, REFUSED = 11, 2, 111  # of the queue of errors: kind, origin, errno
 
 RECEIVE_CALLS, SEND_CALLS = 4, 8  # before the other direction is served
@@ -215,22 +201,21 @@ def _receive_datagrams(t: Root, now: int) -> int:
     got = _receive(t, DONT_WAIT)
     if got <= 0:
         return 0
-    counters_of(t).receive_calls += 1
     clock = nanoseconds(CLOCK_REALTIME, t.work)
     for index in range(got):
         row = received_message(t, index)
         size, flags = row[7] & 0xFFFFFFFF, row[6] & 0xFFFFFFFF
         if flags & TRUNCATED_FLAG:
-            reject(t, TRUNCATED)
+            counters_of(t).rejected += 1
             continue
-        segment, marked, arrived = _ancillary(t, index)
+        segment, arrived = _ancillary(t, index)
         arrived = arrived if arrived else clock
         address = t.receive_memory + RECEIVE_BYTES * index
         source = load64(t.receive_names + ADDRESS_STRUCT * index)
         step = segment if segment > 0 else max(size, 1)
         for offset in range(0, max(size, 1), step):
             part = min(step, size - offset)
-            _take_datagram(t, address + offset, part, source, arrived, marked, now)
+            _take_datagram(t, address + offset, part, source, arrived, now)
     return got
 
 
@@ -248,15 +233,15 @@ def _receive(t: Root, flags: int) -> int:
 
 
 @inner
-def _ancillary(t: Root, index: int) -> tuple[int, int, int]:
+def _ancillary(t: Root, index: int) -> tuple[int, int]:
     """Read the ancillary messages of a received message.
 
     Returns:
-        The size of coalesced datagrams (0: one), whether they are marked, and when they arrived
-        (CLOCK_REALTIME; 0: unknown).
+        The size of coalesced datagrams (0: one), and when they arrived (CLOCK_REALTIME; 0:
+        unknown).
     """
     address, size = t.receive_ancillary + ANCILLARY_BYTES * index, received_message(t, index)[5]
-    segment, marked, arrived, offset = 0, 0, 0, 0
+    segment, arrived, offset = 0, 0, 0
     while offset + 16 <= size:
         length = load64(address + offset)
         level, kind = load32(address + offset + 8), load32(address + offset + 12)
@@ -265,26 +250,31 @@ def _ancillary(t: Root, index: int) -> tuple[int, int, int]:
         data = address + offset + 16
         if level == SOL_UDP and kind == UDP_GRO:
             segment = load32(data)
-        elif level == 0 and kind == IP_TOS:
-            marked = 1 if load8(data) & CONGESTION_MARK == CONGESTION_MARK else 0
         elif level == SOL_SOCKET and kind == TIMESTAMP:
             arrived = load64(data) * NANOSECONDS + load64(data + 8)
         offset += (length + 7) // 8 * 8
-    return segment, marked, arrived
+    return segment, arrived
 
 
 @inner
-def _take_datagram(
-    t: Root, address: int, size: int, source: int, arrived: int, marked: int, now: int
-) -> None:
+def _take_datagram(t: Root, address: int, size: int, source: int, arrived: int, now: int) -> None:
+    """Act on a datagram of `size` bytes that came from `source`, a struct sockaddr_in.
+
+    `arrived` is the time when it came, CLOCK_REALTIME; `now` is CLOCK_MONOTONIC.
+    """
     config = config_of(t)
     if not is_valid(address, size, config.key, config.rank, config.world_size):
-        wrong_key = size >= HEADER_BYTES and load64(address + 8) != config.key
-        reject(t, WRONG_KEY if wrong_key else WRONG_SIZE)
-    elif load64(source_address(t, load16(address + 2))) != source:
-        reject(t, WRONG_SOURCE)
+        counters_of(t).rejected += 1
+        return
+    peer = load16(address + 2)
+    if load64(source_address(t, peer)) != source:
+        counters_of(t).rejected += 1
+        return
+    peer_of(t, peer).heard_ns = now
+    if load8(address) > RESULT:
+        _take_control(t, peer, address, size - HEADER_BYTES, arrived, now)
     else:
-        _take_message(t, address, size, arrived, marked, now)
+        _take_data(t, peer, address, size, arrived, now)
 
 
 @inner
@@ -325,34 +315,12 @@ def _close(t: Root, peer: int, now: int) -> None:
 
 
 @inner
-def _take_message(t: Root, address: int, size: int, arrived: int, marked: int, now: int) -> None:
-    """Act on a message that `is_valid`, and that came from the address of its sender.
-
-    Args:
-        t: the tables.
-        address: where its header is.
-        size: its bytes with the header.
-        arrived: when it came, CLOCK_REALTIME.
-        marked: whether the path marked it (ECN).
-        now: CLOCK_MONOTONIC.
-    """
-    peer = load16(address + 2)
-    peer_of(t, peer).heard_ns = now
-    if load8(address) > RESULT:
-        _take_control(t, peer, address, size - HEADER_BYTES, arrived, now)
-    else:
-        _take_data(t, peer, address, size, arrived, marked, now)
-
-
-@inner
-def _take_data(
-    t: Root, peer: int, address: int, size: int, arrived: int, marked: int, now: int
-) -> None:
+def _take_data(t: Root, peer: int, address: int, size: int, arrived: int, now: int) -> None:
     # Check a segment against the tables, count it for the next report, and put it in its place
     step, segment = load32(address + 4), load32(address + 20)
     slot = _find_slot(t, load32(address + 16))
     if slot < 0 or step > slot_of(t, slot).step & MASK32:
-        reject(t, WRONG_PLACE)
+        counters_of(t).rejected += 1
         return
     way = IN_CONTRIBUTION if load8(address) == CONTRIBUTION else IN_RESULT
     flow = flow_of(t, slot, peer, way)
@@ -361,9 +329,9 @@ def _take_data(
         index < 0
         or index >= flow.count
         or size != HEADER_BYTES + 4 * segment_elements(t, slot, segment)
-        or not _count_data(t, peer, address, arrived, marked)
+        or not _count_data(t, peer, address, arrived)
     ):
-        reject(t, WRONG_PLACE)
+        counters_of(t).rejected += 1
         return
     elements = address + HEADER_BYTES
     take_segment(t, slot, peer, way, step, segment, elements, size - HEADER_BYTES, now)
@@ -383,7 +351,7 @@ def _find_slot(t: Root, part: int) -> int:
 
 
 @inner
-def _count_data(t: Root, peer: int, address: int, arrived: int, marked: int) -> bool:
+def _count_data(t: Root, peer: int, address: int, arrived: int) -> bool:
     # Count a datagram of data for reports; return whether its number is a likely one
     config, counters, row = config_of(t), counters_of(t), peer_of(t, peer)
     sequence = unwrapped(load32(address + 28), row.highest_seen)
@@ -392,12 +360,10 @@ def _count_data(t: Root, peer: int, address: int, arrived: int, marked: int) -> 
     if sequence > row.highest_seen:
         row.highest_seen, row.has_data = sequence, load8(address + 1)
     row.seen += 1
-    row.marked += marked
     row.unreported += 1
     row.stamp, row.arrived_ns = load64(address + 32), arrived
     config.arrived, config.arrived_ns = config.arrived + 1, max(config.arrived_ns, arrived)
     counters.received_datagrams += 1
-    counters.marked_datagrams += marked
     return True
 
 
@@ -410,13 +376,8 @@ def _take_control(t: Root, peer: int, address: int, body: int, arrived: int, now
     elif kind == SYNC and body == 8:
         _raise_highest(t, peer, load64(content))
         send_report(t, peer, now)
-    elif kind == PING and body == 0:
-        send_control(t, peer, PONG, 0, 0, 0, 0, 0)
-    elif kind == FAILED and body == 8:
-        row.failed_rank = 1 + load64(content)
-        config_of(t).events += 1
-    elif kind == LEAVE and body == 0:
-        row.left = 1
+    elif kind == LEAVE and body == 8:
+        row.failed_rank = 1 + load64(content)  # 0 for none
         _close(t, peer, now)
     elif kind in (OPEN, PROBE, BITMAP, STOP):
         if kind == PROBE and body == 8:  # it came behind the data
@@ -426,8 +387,8 @@ def _take_control(t: Root, peer: int, address: int, body: int, arrived: int, now
         slot = _find_slot(t, load32(address + 16))
         if slot >= 0:
             take_part_message(t, slot, peer, address, body, now)
-    elif kind != PONG:
-        reject(t, WRONG_PLACE)
+    else:
+        counters_of(t).rejected += 1
 
 
 @inner
@@ -443,19 +404,15 @@ def _raise_highest(t: Root, peer: int, sequence: int) -> None:
 def _take_report(t: Root, peer: int, body: int, arrived: int, now: int) -> None:
     # Take in what `send_report` wrote, after a check that the counts are possible
     row, link, path = peer_of(t, peer), link_of(t), path_of(t, peer)
-    highest, lost, marked = load64(body), load64(body + 8), load64(body + 16)
-    stamp, held = load64(body + 24), load64(body + 32)
-    if (
-        not -1 <= highest < row.next_sequence
-        or not 0 <= lost <= highest + 1
-        or not 0 <= marked <= highest + 1
-    ):
-        reject(t, WRONG_PLACE)
+    highest, lost = load64(body), load64(body + 8)
+    stamp, held = load64(body + 16), load64(body + 24)
+    if not -1 <= highest < row.next_sequence or not 0 <= lost <= highest + 1:
+        counters_of(t).rejected += 1
         return
     # An old one, which the network held back or somebody sends again, would count the time between.
     if stamp and highest > path.highest:
         measure_trip(path, link, (arrived - stamp - held) * 1e-9)
     row.reported_highest = max(row.reported_highest, highest)
-    row.senders = min(max(load64(body + 56), 0), config_of(t).world_size)
-    all_arrived, last_arrived = load64(body + 40), load64(body + 48) * 1e-9
-    take_report(path, link, highest, lost, marked, all_arrived, last_arrived, now * 1e-9)
+    row.senders = min(max(load64(body + 48), 0), config_of(t).world_size)
+    all_arrived, last_arrived = load64(body + 32), load64(body + 40) * 1e-9
+    take_report(path, link, highest, lost, all_arrived, last_arrived, now * 1e-9)

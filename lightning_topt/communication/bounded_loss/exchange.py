@@ -4,22 +4,22 @@ Each rank owns a shard of every bucket. Contributions go to the owners with boun
 them up in rank order, and the sums return complete. So all ranks hold the same bits, and each
 learns which of its elements no sum has:
 
+    exchange = connect_over_store(store, rank=rank, world_size=world_size)
     handle = exchange.start(bucket, residual, out=mean, tolerance=0.01, scale=1 / world_size)
     outcome = handle.wait()             # the mean is in `mean`
     outcome.keep_only(residual)         # what was not delivered waits for the next step
 
 Who does what. `BoundedLossExchange.start` checks its arguments and hands the bucket to the one
-thread of the exchange (`ExchangeThread`). That thread alone touches sockets and tables. It lets the
-compiled loop work, and comes back to Python to open parts, hand out what is done, and find ranks
-that are gone. From the loop down, the files are:
+thread of the exchange. That thread alone touches the socket and the tables. It lets the compiled
+loop work, and comes back to Python to open parts, hand out what is done, and find ranks that are
+gone. From here down, the files are:
 
+    delivery           handles, parts of buckets, and the thread
     engine_loop        receive, act, send, sleep
-    part_progress      the life of a part, and the protocol: who sends what when
+    part_progress      the life of a part: the protocol, sums, bits
     sending            data: shares of the link, pace, batches, probes
-    control_messages   all other messages
+    messages           the wire format, and control messages
     rate_rule          the window: how fast datagrams leave
-    shard_sum          sums and bits
-    datagram           the wire format
     tables             all state, as records that Python and compiled code share
     raw_memory         addresses, records, calls of the C library
 
@@ -31,78 +31,62 @@ How memory is laid out. All state is in `tables.Tables`: records of named fields
 allocated before they are needed and never moved while the loop runs. Compiled code gets one
 pointer, the `Root` with the address of each table. Python sees the same memory as NumPy arrays. A
 bucket's elements are not copied before they leave: datagrams are read from the caller's memory, and
-sums arrive in it. Contributions of others go to memory of the exchange (`delivery.Part.inbox`), and
-so do sums that would overwrite what is still being sent (`delivery.Handle.staging`).
+sums arrive in it. Contributions of others go to memory of the exchange (`delivery.Part.inbox`).
 """
 
 from __future__ import annotations
 
+import fcntl
 import functools
+import json
 import os
+import secrets
 import socket
 import struct
-import threading
-import time
+import sys
 import weakref
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import numpy as np
 
-from lightning_topt.communication.bounded_loss.control_messages import BODY, send_control
-from lightning_topt.communication.bounded_loss.datagram import (
-    DEFAULT_DATAGRAM_BYTES,
-    FAILED,
-    FEWEST_DATAGRAM_BYTES,
-    HEADER_BYTES,
-    LEAVE,
-    MOST_DATAGRAM_BYTES,
-    MOST_PARTS,
-    PING,
-    pack_halves,
-    unpack_halves,
-)
 from lightning_topt.communication.bounded_loss.delivery import (
-    BucketParts,
     Exact,
+    ExchangeThread,
     Handle,
     Outcome,
-    Part,
-    PeerSilentError,
     check_start,
-    fill_slot,
-    make_parts,
-    undelivered_ranges,
 )
-from lightning_topt.communication.bounded_loss.endpoint import Address, Endpoint
-from lightning_topt.communication.bounded_loss.engine_loop import run_loop, sleep_precisely
-from lightning_topt.communication.bounded_loss.part_progress import open_part
-from lightning_topt.communication.bounded_loss.rate_rule import (
-    DEFAULT_TARGET,
-    TARGET_SHARE,
-    pacing_rate,
+from lightning_topt.communication.bounded_loss.engine_loop import run_loop
+from lightning_topt.communication.bounded_loss.messages import (
+    DEFAULT_DATAGRAM_BYTES,
+    FEWEST_DATAGRAM_BYTES,
+    HEADER_BYTES,
+    MOST_DATAGRAM_BYTES,
+    SOL_UDP,
+    SYNC,
+    UDP_GRO,
+    UDP_SEGMENT,
+    pack_halves,
+    send_control,
+    unpack_halves,
 )
+from lightning_topt.communication.bounded_loss.part_progress import open_part, undelivered_segments
+from lightning_topt.communication.bounded_loss.rate_rule import pacing_rate
 from lightning_topt.communication.bounded_loss.raw_memory import SUPPORTED, Array
-from lightning_topt.communication.bounded_loss.shard_sum import undelivered_segments
-from lightning_topt.communication.bounded_loss.tables import (
-    IN_CONTRIBUTION,
-    IN_RESULT,
-    OUT_CONTRIBUTION,
-    OUT_RESULT,
-    RECEIVING,
-    STOPPED,
-    WAIT_OPEN,
-    Counters,
-    Tables,
-    make_tables,
-    with_more_slots,
-)
+from lightning_topt.communication.bounded_loss.tables import Counters, Tables, make_tables
 
 FIRST_SLOTS = 32
-CHECKS = 16  # for ranks that are gone, in the time limit
-LEAVE_SECONDS = 5.0  # that others may still need results after `close`
-REPEATS = 3  # of a message that nobody asks for again
+# bytes that are asked for; the kernel gives what its limits allow
+RECEIVE_BUFFER, SEND_BUFFER = 4 << 20, 1 << 19
+# of Linux: options of sockets, and of ioctl
+_BUFFER_FORCE = {socket.SO_RCVBUF: 33, socket.SO_SNDBUF: 32}  # the same beyond the limits, for root
+_TIMESTAMP, _MTU, _RECEIVE_ERRORS = 35, 14, 11
+_GET_ADDRESS = 0x8915  # an interface's IPv4 address
+_HEADERS = 28  # bytes of IPv4 and UDP
+Address = tuple[str, int, int]  # host, port, bytes of data that its receive buffer takes
 
 
 @dataclass(frozen=True)
@@ -113,7 +97,6 @@ class WireOptions:
         datagram_bytes: with the header, without those of UDP and IP.
         part_bytes: buckets travel in parts of this size.
         rate: bytes per second that may leave this rank; None: found.
-        mark: set DSCP and ECN.
         offload: let the kernel cut what is sent (UDP_SEGMENT).
         bits: of a value that travels: 32, or 16 (bfloat16). Sums are made in float32, and rounded
             to 16 bits again on their way back.
@@ -122,7 +105,6 @@ class WireOptions:
     datagram_bytes: int = DEFAULT_DATAGRAM_BYTES
     part_bytes: int = 4 << 20
     rate: float | None = None
-    mark: bool = True
     offload: bool = True
     bits: int = 32
 
@@ -159,16 +141,15 @@ class WireOptions:
 class BoundedLossStatistics:
     """Counts since the last reset, for logs.
 
-    `lost_share` is of the elements of this rank's contributions; `path_loss`, `marked_share` are of
-    datagrams. `path_loss` counts what receivers did not see, retransmissions and results included.
-    `bytes_per_second` is the present rate of all that leaves, `round_trip_seconds` the mean now.
-    `stalled_seconds` was waited for answers to probes that were late. `rejected` datagrams were
-    wrong (key, size, place, source), `late` ones came after their part was closed.
+    `lost_share` is of the elements of this rank's contributions, `path_loss` of datagrams: what
+    receivers did not see, retransmissions and results included. `bytes_per_second` is the present
+    rate of all that leaves, `round_trip_seconds` the mean now. `stalled_seconds` was waited for
+    answers to probes that were late. `rejected` datagrams were wrong (key, size, place, source),
+    `late` ones came after their part was closed.
     """
 
     lost_share: float
     path_loss: float
-    marked_share: float
     datagrams_sent: int
     datagrams_resent: int
     bytes_sent: int
@@ -222,14 +203,7 @@ class BoundedLossExchange:
             )
         load_kernels()
         wake = os.eventfd(0, os.EFD_NONBLOCK)
-        t = _filled_tables(
-            rank,
-            addresses,
-            key,
-            endpoint=endpoint,
-            wake=wake,
-            options=self.options,
-        )
+        t = _filled_tables(rank, addresses, key, endpoint=endpoint, wake=wake, options=self.options)
         self._thread = ExchangeThread(
             t,
             timeout_seconds=timeout_seconds,
@@ -253,7 +227,7 @@ class BoundedLossExchange:
         bucket: int,
         values: Array,
         *,
-        out: Array | None = None,
+        out: Array,
         tolerance: float = 0.01,
         exact: Sequence[tuple[int, int]] = (),
         scale: float = 1.0,
@@ -267,7 +241,7 @@ class BoundedLossExchange:
         Args:
             bucket: its number. In each step it has the same length and exact ranges.
             values: (n,) float32, this rank's contribution.
-            out: (n,) float32 for the sum; None: in place.
+            out: (n,) float32 for the sum, in other memory.
             tolerance: share of each rank's contribution to each shard that may be left out.
             exact: ranges of elements of which nothing is left out.
             scale: what the sum is multiplied by.
@@ -286,13 +260,11 @@ class BoundedLossExchange:
                 f"bucket {bucket} has {self._known[bucket][0]} elements and its exact ranges in "
                 "every step"
             )
-        in_place = out is None or np.may_share_memory(out, values)
-        target = values if out is None else out
         handle = Handle(
-            bucket, values, target, None, float(tolerance), float(scale), bool(rescale), priority
+            bucket, values, out, float(tolerance), float(scale), bool(rescale), priority
         )
         if self._thread is None or not len(values):
-            np.multiply(values, np.float32(scale), out=target)
+            np.multiply(values, np.float32(scale), out=out)
             handle.outcome = Outcome(
                 np.empty((0, 2), np.int64), np.empty(0, np.float32), len(values)
             )
@@ -300,8 +272,6 @@ class BoundedLossExchange:
             return handle
         if self.options.bits == 16:
             handle.packed = self._pack(bucket, values)
-        elif in_place:
-            handle.staging = np.empty(0, np.float32)  # the thread has one for the bucket
         self._thread.start(handle, ranges)
         return handle
 
@@ -326,17 +296,13 @@ class BoundedLossExchange:
         return BoundedLossStatistics(
             lost_share=since["lost_elements"] / max(since["contributed_elements"], 1),
             path_loss=since["missing"] / max(since["sent_datagrams"], 1),
-            marked_share=since["marked_datagrams"] / max(since["received_datagrams"], 1),
             datagrams_sent=since["sent_datagrams"],
             datagrams_resent=since["resent_datagrams"],
             bytes_sent=since["sent_bytes"],
             bytes_per_second=float(pacing_rate(t.link, int(t.config.datagram_bytes))),
             round_trip_seconds=float(np.mean([path.trip for path in others])),
             stalled_seconds=since["stalled_ns"] * 1e-9,
-            probes_repeated=since["probes_repeated"],
-            rejected=since["rejected"],
-            late=since["late"],
-            duplicates=since["duplicates"],
+            **{name: since[name] for name in ("probes_repeated", "rejected", "late", "duplicates")},
         )
 
     def close(self) -> None:
@@ -371,7 +337,7 @@ def load_kernels() -> None:
     t.config.segment_elements, t.config.datagram_bytes = 1, 44
     run_loop(t.root, 0)  # the time to return is over
     open_part(t.root, 0, 0.0, 0)
-    send_control(t.root, 1, PING, 0, 0, 0, 0, 0)
+    send_control(t.root, 1, SYNC, 0, 0, 0, 0, 8)
     undelivered_segments(t.root, 0, np.zeros(1, np.int64))
     pacing_rate(t.link, 44)
     pack_halves(np.zeros(2, np.float32), np.zeros(1, np.uint32))
@@ -396,7 +362,7 @@ def _filled_tables(
     config.segment_elements = options.elements
     config.datagram_bytes = HEADER_BYTES + 4 * options.elements
     config.offload = options.offload and endpoint.segments
-    config.marking, config.halves, config.writable = options.mark, options.bits == 16, 1
+    config.halves, config.writable = options.bits == 16, 1
     if options.rate is not None:
         t.link.most_rate = options.rate
     for peer, (host, port, budget) in enumerate(addresses):
@@ -410,250 +376,157 @@ def _filled_tables(
     return t
 
 
-# ---- the thread
+# ---- ranks that share a torch.distributed store
 
 
-class ExchangeThread:
-    """The one thread of an exchange, which owns the tables.
+def connect_over_store(
+    store: Any,
+    *,
+    rank: int,
+    world_size: int,
+    host: str | None = None,
+    timeout_seconds: float = 60.0,
+    rate: float | None = None,
+    bits: int = 32,
+) -> BoundedLossExchange:
+    """Connect to the other ranks; all of them call this.
 
-    `start` and `close` are for other threads; everything else runs in this one.
+    Addresses, the size of datagrams and the session's key go over the store. Who reads that can
+    forge datagrams, as who reaches the store can disturb any job of torch.distributed.
+
+    Args:
+        store: of torch.distributed, shared by the ranks. Its keys are unused, as those of a new
+            PrefixStore are.
+        rank: this rank.
+        world_size: how many there are.
+        host: IPv4 address that sockets bind to. None: that of the interface that
+            GLOO_SOCKET_IFNAME names, else the one that MASTER_ADDR is reached from, else loopback.
+        timeout_seconds: for ranks to come, and later to answer.
+        rate: bytes per second at most that leave this rank.
+        bits: of a value on its way, 32 or 16.
+
+    Raises:
+        DistStoreError: a rank did not come in time.
+    """
+    if world_size == 1:
+        return BoundedLossExchange(rank, [("127.0.0.1", 0, 0)], 0, endpoint=None)
+
+    def gathered(name: str, value: object) -> list[Any]:  # by rank
+        store.set(f"{name}/{rank}", json.dumps(value))
+        keys = [f"{name}/{peer}" for peer in range(world_size)]
+        store.wait(keys, timedelta(seconds=timeout_seconds))
+        return [json.loads(store.get(key)) for key in keys]
+
+    endpoint = open_endpoint(host or _own_host(os.environ))
+    try:
+        offers = gathered("address", [*endpoint.address, secrets.randbits(64) - (1 << 63)])
+        addresses: list[Address] = [(host, port, budget) for host, port, budget, _ in offers]
+        others = [address for peer, address in enumerate(addresses) if peer != rank]
+        sizes = gathered("datagram", endpoint.largest_datagram(others))
+        return BoundedLossExchange(
+            rank,
+            addresses,
+            offers[0][-1],
+            endpoint=endpoint,
+            timeout_seconds=timeout_seconds,
+            options=WireOptions(min(DEFAULT_DATAGRAM_BYTES, *sizes), rate=rate, bits=bits),
+        )
+    except BaseException:
+        endpoint.close()
+        raise
+
+
+# ---- the socket of one rank
+
+
+@dataclass
+class Endpoint:
+    """A socket bound to `host`; give `address` to the other ranks.
+
+    The kernel cuts what is sent where it `segments` (UDP_SEGMENT).
     """
 
-    def __init__(self, t: Tables, *, timeout_seconds: float, part_segments: int) -> None:
-        self.t, self.timeout_seconds, self.part_segments = t, timeout_seconds, part_segments
-        self._wake_file, rank = int(t.config.wake_file), int(t.config.rank)
-        self._others = [peer for peer in range(len(t.peers)) if peer != rank]
-        self.error: Exception | None = None
-        self._lock = threading.Lock()
-        self._commands: deque[tuple[Handle, Exact]] = deque()
-        self._buckets: dict[int, BucketParts] = {}
-        self._waiting: deque[tuple[Part, Handle]] = deque()  # until nobody needs the step before
-        self._active: dict[int, tuple[Part, Handle]] = {}  # by slot
-        self._closing: float | None = None  # seconds, when to leave at the latest
-        self._more_to_open = False
-        self._work = np.empty(part_segments + 1, np.int64)
-        self._thread = threading.Thread(target=self._run, name="bounded-loss-exchange", daemon=True)
-        self._thread.start()
+    host: str
+    datagrams: socket.socket
+    segments: bool
 
-    def start(self, handle: Handle, exact: Exact) -> None:
-        """Begin a bucket's next step. Raises what ended the exchange."""
-        with self._lock:
-            if self.error is not None:
-                raise self.error
-            if self._closing is not None:
-                raise ValueError("the exchange is closed: make another one")
-            self._commands.append((handle, exact))
-        self._wake()
+    @property
+    def address(self) -> Address:
+        """Host, port, and bytes of data that may lie in the receive buffer."""
+        # The kernel counts some 2.3 kB for a datagram of 1.5 kB.
+        budget = self.datagrams.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) // 2
+        return self.host, self.datagrams.getsockname()[1], budget
+
+    def largest_datagram(self, addresses: Sequence[Address]) -> int:
+        """Return the bytes that a datagram to any of these addresses may have without being cut."""
+        sizes = []
+        for host, port, _ in addresses:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.bind((self.host, 0))
+                probe.connect((host, port))
+                sizes.append(probe.getsockopt(socket.IPPROTO_IP, _MTU) - _HEADERS)
+        return min(sizes)
 
     def close(self) -> None:
-        """End the thread, once the others have what they need of this rank; within seconds."""
-        with self._lock:
-            if self._closing is None:
-                self._closing = time.monotonic() + min(LEAVE_SECONDS, self.timeout_seconds)
-        if self._thread.is_alive():
-            self._wake()
-            if self._thread is not threading.current_thread():
-                self._thread.join(LEAVE_SECONDS + 5)
-
-    def _wake(self) -> None:
-        os.eventfd_write(self._wake_file, 1)
-
-    # from here on in the thread
-
-    def _run(self) -> None:
-        sleep_precisely()
-        try:
-            while not self._may_leave():
-                pause = self.timeout_seconds / CHECKS if self._closing is None else 0.05
-                pause = 0.0 if self._more_to_open else pause
-                if run_loop(self.t.root, time.monotonic_ns() + int(pause * 1e9)):
-                    os.eventfd_read(self._wake_file)
-                self._take_commands()
-                self._hand_out()
-                self._open_waiting()
-                self._look_for_lost()
-        except Exception as error:
-            self._fail(error)
-        self._say(LEAVE, 0)
-
-    def _say(self, kind: int, body: int) -> None:
-        # Nobody asks for it again: several times, since some are lost.
-        for _ in range(REPEATS):
-            for peer in self._others:
-                send_control(self.t.root, peer, kind, 0, 0, 0, 0, body)
-
-    def _may_leave(self) -> bool:
-        if self._closing is None:
-            return False
-        idle = not (self._commands or self._waiting or self.t.slots["active"].any())
-        return idle or time.monotonic() > self._closing
-
-    def _take_commands(self) -> None:
-        while self._commands:
-            handle, exact = self._commands.popleft()
-            known = self._buckets.get(handle.bucket)
-            if known is None:
-                known = self._buckets[handle.bucket] = self._make(handle, exact)
-            assert (known.numel, known.exact) == (len(handle.sent), exact)
-            if handle.staging is not None:
-                if known.staging is None:
-                    known.staging = np.empty(known.numel, np.float32)
-                handle.staging = known.staging
-            handle.parts_left = len(known.parts)
-            self._waiting.extend((part, handle) for part in known.parts)
-            if handle.tolerance > 0:
-                self.t.link.target = handle.tolerance * TARGET_SHARE
-            else:
-                self.t.link.target = max(float(self.t.link.target), DEFAULT_TARGET)
-
-    def _make(self, handle: Handle, exact: Exact) -> BucketParts:
-        # Cut a bucket into parts at its first step, in more slots if there are too few
-        first, numel = int(self.t.config.used_slots), len(handle.sent)
-        needed = first + -(-numel // (int(self.t.config.segment_elements) * self.part_segments))
-        if needed > len(self.t.slots):
-            self.t = with_more_slots(self.t, max(needed, 2 * len(self.t.slots)))
-        made = make_parts(
-            self.t,
-            handle.bucket,
-            numel,
-            exact,
-            first_slot=first,
-            part_segments=self.part_segments,
-        )
-        self.t.config.used_slots = needed
-        return made
-
-    def _open_waiting(self) -> None:
-        """Open a part whose last step nobody needs any more.
-
-        Only one: the loop comes back for the next, so that data need not wait.
-        """
-        self._more_to_open = False
-        active, wanted = self.t.slots["active"], self.t.slots["wanted"]
-        for _ in range(len(self._waiting)):
-            part, handle = self._waiting.popleft()
-            if active[part.slot]:
-                wanted[part.slot] = 1
-                self._waiting.append((part, handle))
-                continue
-            fill_slot(self.t, part, handle)
-            self._active[part.slot] = part, handle
-            open_part(self.t.root, part.slot, handle.tolerance, time.monotonic_ns())
-            self._more_to_open = bool(self._waiting)
-            return
-
-    def _hand_out(self) -> None:
-        # Let go of who waits for buckets that are done
-        done = self.t.slots["done"]
-        for slot in [slot for slot in self._active if done[slot]]:
-            part, handle = self._active.pop(slot)
-            handle.lost.extend(undelivered_ranges(self.t, part, self._work))
-            handle.parts_left -= 1
-            if handle.parts_left == 0:
-                handle.finished = time.perf_counter()
-                handle.done.set()
-
-    def _look_for_lost(self) -> None:
-        # Ping ranks that are silent; raise PeerSilentError once that takes too long
-        t, waits = self.t, bool(self._active or self._waiting)
-        if not waits and not t.slots["active"].any():
-            return
-        now = time.monotonic_ns()
-        limit = now - self.timeout_seconds / CHECKS * 1e9
-        heard, closed = t.peers["heard_ns"], t.peers["closed"]
-        for peer in self._others:
-            if heard[peer] < limit and not closed[peer]:
-                send_control(t.root, peer, PING, 0, 0, 0, 0, 0)
-        if waits:
-            find_lost(t, now, self.timeout_seconds)
-
-    def _fail(self, error: Exception) -> None:
-        # End all that waits with `error`, and say to the others which rank it was
-        with self._lock:
-            self.error = error
-            handles = {id(handle): handle for _, handle in (*self._active.values(), *self._waiting)}
-            handles.update({id(handle): handle for handle, _ in self._commands})
-            self._active.clear()
-            self._waiting.clear()
-            self._commands.clear()
-        for rank in error.ranks[:1] if isinstance(error, PeerSilentError) else ():
-            self.t.message[BODY : BODY + 8].view(np.int64)[0] = rank
-            self._say(FAILED, 8)
-        for handle in handles.values():
-            handle.error = error
-            handle.done.set()
+        """Close the socket."""
+        self.datagrams.close()
 
 
-# ---- who is gone, frozen or late
+def open_endpoint(host: str) -> Endpoint:
+    """Open the socket of one rank at the IPv4 address `host`.
+
+    Raises:
+        ValueError: this machine does not have it, or does not run Linux.
+    """
+    if sys.platform != "linux":
+        raise ValueError("the bounded-loss exchange needs Linux: choose another gradient exchange")
+    datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    try:
+        datagrams.bind((host, 0))
+    except OSError as error:
+        datagrams.close()
+        raise ValueError(
+            f"no socket can be bound to {host!r} ({error}): give the IPv4 address that the other "
+            "ranks reach this one at"
+        ) from None
+    datagrams.setblocking(False)
+    for option, size in ((socket.SO_RCVBUF, RECEIVE_BUFFER), (socket.SO_SNDBUF, SEND_BUFFER)):
+        if not _try(datagrams, socket.SOL_SOCKET, _BUFFER_FORCE[option], size):
+            datagrams.setsockopt(socket.SOL_SOCKET, option, size)
+    _try(datagrams, socket.SOL_SOCKET, _TIMESTAMP, 1)
+    # sendmsg fails when a queue of this host drops what is sent, and ICMP says who is gone
+    _try(datagrams, socket.IPPROTO_IP, _RECEIVE_ERRORS, 1)
+    _try(datagrams, SOL_UDP, UDP_GRO, 1)  # several datagrams may come in one piece
+    return Endpoint(host, datagrams, segments=_try(datagrams, SOL_UDP, UDP_SEGMENT, 0))
 
 
-def find_lost(t: Tables, now: int, timeout_seconds: float) -> None:
-    """Raise PeerSilentError if a part waits in vain: for a rank that is gone, silent or stuck."""
-    active = np.flatnonzero(t.slots["active"]).tolist()
-    # what another rank reports
-    for peer, code in enumerate(t.peers["failed_rank"].tolist()):
-        if code > 0:
-            raise PeerSilentError(
-                f"rank {code - 1} did not answer, as rank {peer} reports", (code - 1,)
-            )
-        if code < 0:
-            bucket = int(t.slots[-1 - code].part) // MOST_PARTS
-            raise PeerSilentError(
-                f"bucket {bucket} has another size on rank {peer}: start the same on all ranks",
-                (peer,),
-            )
-    # ended
-    for peer in np.flatnonzero(t.peers["closed"]).tolist():
-        if any(_owes(t, slot, peer) for slot in active):
-            fate = "left the exchange" if t.peers[peer].left else "is gone: its process has ended"
-            raise PeerSilentError(f"rank {peer} {fate}", (peer,))
-    # silent
-    limit = now - int(timeout_seconds * 1e9)
-    progress = t.slots["progress_ns"]
-    stuck = [slot for slot in active if progress[slot] < limit]
-    if not stuck:
-        return
-    late = [peer for peer in range(len(t.peers)) if any(_owes(t, slot, peer) for slot in stuck)]
-    silent = tuple(peer for peer in late if t.peers[peer].heard_ns < limit)
-    if silent:
-        raise PeerSilentError(
-            f"{_named(silent)} did not answer for {timeout_seconds:g} s: stopped, or unreachable "
-            "from here, as where a firewall blocks UDP",
-            silent,
-        )
-    # all answer
-    bucket, part = divmod(int(t.slots[stuck[0]].part), MOST_PARTS)
-    ranks, reason = _reason(t, stuck[0], tuple(late))
-    raise PeerSilentError(
-        f"bucket {bucket} (part {part}) did not go on for {timeout_seconds:g} s although all ranks "
-        f"answer: {reason}",
-        ranks,
-    )
-
-
-def _owes(t: Tables, slot: int, peer: int) -> bool:
-    # Whether the part waits for something from `peer`
-    if peer == t.config.rank:
+def _try(of: socket.socket, level: int, option: int, value: int) -> bool:
+    try:
+        of.setsockopt(level, option, value)
+    except OSError:
         return False
-    states = t.flows["state"][slot, peer]
-    return any(states[way] == RECEIVING for way in (IN_CONTRIBUTION, IN_RESULT)) or any(
-        states[way] != STOPPED for way in (OUT_CONTRIBUTION, OUT_RESULT)
-    )
+    return True
 
 
-def _reason(t: Tables, slot: int, late: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
-    # Find which ranks that answer a part waits for, and for what
-    flows = t.flows[slot]
-    unstarted = tuple(peer for peer in late if flows[peer, OUT_CONTRIBUTION].state == WAIT_OPEN)
-    if unstarted:
-        return (
-            unstarted,
-            f"{_named(unstarted)} has not started it; if it is slow, raise the time limit",
-        )
-    if all(flows[peer, IN_CONTRIBUTION].received == 0 for peer in late):
-        return late, f"no data of {_named(late)} arrives; the network may drop large datagrams"
-    return late, f"it waits for {_named(late)}; if the network is slow, raise the time limit"
+def _own_host(environment: Mapping[str, str]) -> str:
+    """Return the IPv4 address that other ranks reach this one at.
 
-
-def _named(ranks: tuple[int, ...]) -> str:
-    return ", ".join(f"rank {rank}" for rank in ranks)
+    Raises:
+        ValueError: the interface has no address, or MASTER_ADDR cannot be reached.
+    """
+    name = environment.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    master = environment.get("MASTER_ADDR", "")
+    if not name and not master:
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            if name:
+                interface = struct.pack("256s", name.encode()[:15])
+                return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _GET_ADDRESS, interface)[20:24])
+            probe.connect((master, 9))  # nothing is sent
+            return str(probe.getsockname()[0])
+        except OSError as error:
+            what = (
+                f"the interface {name!r} has no IPv4 address" if name else f"no way to {master!r}"
+            )
+            raise ValueError(f"{what} ({error}): set GLOO_SOCKET_IFNAME or MASTER_ADDR") from None

@@ -23,9 +23,7 @@ share. Some things differ, because a bounded loss is allowed here:
    had (`best_rate`). Otherwise it shrinks to a little less than what gets through. So an exchange
    that is alone keeps deep queues short. A queue that does not get shorter by that is kept full by
    others: the window then grows as CUBIC's.
-5. *Marks.* Where the path marks packets (ECN), the window shrinks once in a round by half of the
-   marked share's running mean, as DCTCP's (RFC 8257).
-6. *Bursts.* A thread that was late makes up for it, by at most `burst` datagrams at once. Where a
+5. *Bursts.* A thread that was late makes up for it, by at most `burst` datagrams at once. Where a
    round with such a burst shows congestion, the burst is blamed and shrinks. Where there was none,
    what one call sends (`batch`) shrinks, down to its least size. Only then the window does.
 
@@ -41,7 +39,7 @@ import math
 from lightning_topt.basics.jit import compiled
 from lightning_topt.communication.bounded_loss.raw_memory import inner, layout_of
 
-BETA, CUBIC, MARK_GAIN = 0.7, 0.4, 1 / 16
+BETA, CUBIC = 0.7, 0.4
 RENO_STEP = 3 * (1 - BETA) / (1 + BETA)  # datagrams per round
 FIRST_WINDOW, LEAST_WINDOW, MOST_WINDOW = 10.0, 0.25, 1e6  # datagrams
 FIRST_ROUND_TRIP, MOST_ROUND_TRIP, LEAST_ROUND = 1e-3, 10.0, 1e-3  # seconds
@@ -91,18 +89,16 @@ class LinkState:
     round_began: float
     acked: float
     lost: float
-    marked: float
     refused: float  # by a queue of this host
     limited: float  # 1 if the window kept something back
     burst_used: float
     rounds: float  # that are over
-    # loss and marks: shares
+    # shares of loss
     path_loss: float
     caused_loss: float
     target: float
     epoch_acked: float  # since the last reduction, datagrams
     epoch_lost: float
-    alpha: float  # running mean of the marked share (RFC 8257)
     # rates of one receiver with the whole link, datagrams per second
     rate: float
     last_rate: float
@@ -126,7 +122,6 @@ class Path:
     measured: float  # 1 once there was a round trip
     highest: float  # sequence number
     lost: float  # datagrams since the beginning
-    marked: float
     share: float  # of the link
     arrived_before: float  # at the receiver from all ranks, when a rate was last measured
     arrived_at: float
@@ -196,7 +191,6 @@ def take_report(
     link: LinkState,
     highest: int,
     lost: int,
-    marked: int,
     arrived: int,
     arrived_at: float,
     now: float,
@@ -208,31 +202,29 @@ def take_report(
         link: this rank's.
         highest: sequence number of a datagram from this rank.
         lost: datagrams up to that number that are missing, since the beginning.
-        marked: datagrams that were marked, since the beginning.
         arrived: datagrams of all senders that came there.
         arrived_at: when the last of these came, in seconds of the receiver's clock.
         now: seconds of this rank's clock.
     """
     if highest < path.highest:
         return
-    acked, more_lost, more_marked = highest - path.highest, lost - path.lost, marked - path.marked
+    acked, more_lost = highest - path.highest, lost - path.lost
     path.highest = highest
-    path.lost, path.marked = max(path.lost, float(lost)), max(path.marked, float(marked))
+    path.lost = max(path.lost, float(lost))
     took = arrived_at - path.arrived_at
     if took >= RATE_SECONDS:
         # What all senders got through is what the receiver's link carries, however they share it.
         if path.arrived_at > 0:
             link.best_rate = max(link.best_rate, (arrived - path.arrived_before) / took)
         path.arrived_before, path.arrived_at = arrived, arrived_at
-    _count_report(link, acked, max(0.0, more_lost), max(0.0, more_marked), now)
+    _count_report(link, acked, max(0.0, more_lost), now)
 
 
 @inner
-def _count_report(link: LinkState, acked: float, lost: float, marked: float, now: float) -> None:
+def _count_report(link: LinkState, acked: float, lost: float, now: float) -> None:
     # Count datagrams that were not reported before; end the round when its time is over
     link.acked += acked
     link.lost += lost
-    link.marked += marked
     # the rate of this period, unless it began before a pause
     link.period_shares = max(link.period_shares, link.shares)
     paused, link.last_report = now - link.last_report > PAUSE, now
@@ -247,7 +239,7 @@ def _count_report(link: LinkState, acked: float, lost: float, marked: float, now
         link.period_arrived += acked - lost
     if link.acked > 0 and now - link.round_began >= round_seconds(link):
         _end_round(link, now)
-        link.acked = link.lost = link.marked = link.refused = 0.0
+        link.acked = link.lost = link.refused = 0.0
         link.limited = link.burst_used = 0.0
         link.round_began, link.round_queue = now, NO_QUEUE
 
@@ -258,7 +250,7 @@ def _count_report(link: LinkState, acked: float, lost: float, marked: float, now
 @inner
 def _end_round(link: LinkState, now: float) -> None:
     # Adapt the window, the burst and the batch to what the round showed
-    count, lost, marked, refused = link.acked, link.lost, link.marked, link.refused
+    count, lost, refused = link.acked, link.lost, link.refused
     link.rounds += 1
     link.epoch_acked += count
     expected = link.path_loss * count
@@ -268,7 +260,6 @@ def _end_round(link: LinkState, now: float) -> None:
     link.epoch_lost += lost - expected
     seconds = now - link.round_began
     link.best_rate *= 1 - min(seconds / BEST_SECONDS, 1.0)
-    link.alpha += (marked / count - link.alpha) * MARK_GAIN
     if lost > allowed and link.burst_used > 1.0 and link.burst > LEAST_BURST and not link.starting:
         link.burst = max(link.burst * BETA, LEAST_BURST)
     elif lost > allowed and link.batch > LEAST_BATCH and not link.starting:
@@ -281,8 +272,6 @@ def _end_round(link: LinkState, now: float) -> None:
         _follow(link, count, min(seconds, MOST_TRIPS * round_seconds(link)), now)
     elif refused:
         _reduce(link, max(LEAST_FIRST, 1 - refused / (count + refused) - MARGIN))
-    elif marked:
-        _reduce(link, 1 - link.alpha / 2)
     elif link.starting:
         _search(link, count)
     else:

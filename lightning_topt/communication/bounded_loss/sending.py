@@ -14,9 +14,6 @@ of its link: neither this rank's link nor the receiver's is asked for more than 
 datagram says whether its sender has more for the receiver (`MORE`), and reports say how many such
 senders there are. Where all ranks have data for all others, all links are full without a word
 between them. Where a rank is late, or done, the others take its share with the next report.
-
-Marks. A batch has the service class of its priority (assured forwarding, RFC 2597). Contributions
-have a higher drop precedence than sums.
 """
 
 from __future__ import annotations
@@ -24,26 +21,25 @@ from __future__ import annotations
 import numpy as np
 
 from lightning_topt.basics.jit import compiled
-from lightning_topt.communication.bounded_loss.control_messages import (
+from lightning_topt.communication.bounded_loss.messages import (
     AGAIN,
     BODY,
-    DONT_WAIT,
-    INTERRUPTED,
-    NO_SIGNAL,
-    answer_nanoseconds,
-    send_control,
-    write_ancillary,
-    write_message,
-)
-from lightning_topt.communication.bounded_loss.datagram import (
     CONTRIBUTION,
+    DONT_WAIT,
     HEADER_BYTES,
+    INTERRUPTED,
     MORE,
+    NO_SIGNAL,
     PROBE,
     RESULT,
     SYNC,
+    answer_nanoseconds,
+    send_control,
     write_header,
+    write_message,
+    write_segment_bytes,
 )
+from lightning_topt.communication.bounded_loss.part_progress import has_bit, segment_elements
 from lightning_topt.communication.bounded_loss.rate_rule import pacing_rate
 from lightning_topt.communication.bounded_loss.raw_memory import (
     CLOCK_REALTIME,
@@ -56,7 +52,6 @@ from lightning_topt.communication.bounded_loss.raw_memory import (
     store8,
     store64,
 )
-from lightning_topt.communication.bounded_loss.shard_sum import has_bit, segment_elements
 from lightning_topt.communication.bounded_loss.tables import (
     NEVER,
     OUT_CONTRIBUTION,
@@ -88,7 +83,6 @@ LEAST_IN_FLIGHT = 16  # datagrams
 BUCKET_BYTES = 15_500
 IO_ERROR, INVALID, NO_BUFFERS = 5, 22, 105  # errno
 BLOCKED, REFUSED = -1, -2  # by the socket; by a queue of this host
-CAPABLE = 2  # ECN: packets may be marked instead of dropped
 
 
 @inner
@@ -255,12 +249,11 @@ def _send_batch(t: Root, slot: int, peer: int, way: int, most: int, now: int) ->
     config, counters, row = config_of(t), counters_of(t), peer_of(t, peer)
     flow = flow_of(t, slot, peer, way)
     before = flow.next
-    count, tos = _fill_batch(t, slot, peer, way, most, nanoseconds(CLOCK_REALTIME, t.work))
-    sent = _transmit(t, peer, count, tos) if count else 0
+    count = _fill_batch(t, slot, peer, way, most, nanoseconds(CLOCK_REALTIME, t.work))
+    sent = _transmit(t, peer, count) if count else 0
     if sent == REFUSED:
         flow.next = before
         link_of(t).refused += count
-        counters.refused_datagrams += count
         return REFUSED
     if sent < count:  # the rest again: find the first that did not leave
         first_left = load32(t.send_headers + HEADER_BYTES * sent + 20) - flow.first
@@ -278,18 +271,13 @@ def _send_batch(t: Root, slot: int, peer: int, way: int, most: int, now: int) ->
         send_probe(t, slot, peer, way, now)
     if sent < count:
         config.writable = 0
-        counters.blocked += 1
         return BLOCKED
     return nbytes
 
 
 @inner
-def _fill_batch(t: Root, slot: int, peer: int, way: int, most: int, clock: int) -> tuple[int, int]:
-    """Write headers and pieces of the next segments that are missing, at most `most`.
-
-    Returns:
-        How many they are, and their byte of DSCP and ECN (-1 for none).
-    """
+def _fill_batch(t: Root, slot: int, peer: int, way: int, most: int, clock: int) -> int:
+    # Write headers and pieces of the next segments that are missing, at most `most`; how many
     config, row, flow = config_of(t), slot_of(t, slot), flow_of(t, slot, peer, way)
     each = config.segment_elements
     kind = CONTRIBUTION if way == OUT_CONTRIBUTION else RESULT
@@ -315,13 +303,11 @@ def _fill_batch(t: Root, slot: int, peer: int, way: int, most: int, clock: int) 
     if count:
         more = flow.to_send > count or _has_other_data(t, slot, peer, way)
         store8(t.send_headers + HEADER_BYTES * (count - 1) + 1, more)
-    # assured forwarding: class 1 to 4 for priority 0 to 3, precedence 1 or 3
-    service = (8 * (row.priority + 1) + (2 if way == OUT_RESULT else 6)) << 2 | CAPABLE
-    return count, service if config.marking else -1
+    return count
 
 
 @inner
-def _transmit(t: Root, peer: int, count: int, tos: int) -> int:
+def _transmit(t: Root, peer: int, count: int) -> int:
     """Send the batch: in one piece that the kernel cuts, or one by one.
 
     Returns:
@@ -330,10 +316,9 @@ def _transmit(t: Root, peer: int, count: int, tos: int) -> int:
     """
     config, ancillary, pieces = config_of(t), t.send_ancillary, t.send_pieces
     name, flags = source_address(t, peer), np.int32(DONT_WAIT | NO_SIGNAL)
-    counters_of(t).send_calls += 1
     if config.offload:
-        used = write_ancillary(ancillary, config.datagram_bytes if count > 1 else 0, tos)
-        write_message(sent_message(t, 0), name, pieces, 2 * count, ancillary, used)
+        write_segment_bytes(ancillary, config.datagram_bytes)
+        write_message(sent_message(t, 0), name, pieces, 2 * count, ancillary if count > 1 else 0)
         if send_message(np.int32(config.udp_socket), t.send, flags) >= 0:
             return count
         error = error_number()
@@ -344,10 +329,9 @@ def _transmit(t: Root, peer: int, count: int, tos: int) -> int:
         if error != IO_ERROR and error != INVALID:
             return count
         config.offload = 0  # a device or kernel without it says so only here
-    used = write_ancillary(ancillary, 0, tos)
     for index in range(count):
         first = pieces + 2 * PIECE_STRUCT * index  # header and elements
-        write_message(sent_message(t, index), name, first, 2, ancillary, used)
+        write_message(sent_message(t, index), name, first, 2, 0)
     sent = send_messages(np.int32(config.udp_socket), t.send, np.uint32(count), flags)
     if sent >= 0:
         return sent

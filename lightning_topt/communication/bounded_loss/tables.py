@@ -49,7 +49,6 @@ from lightning_topt.communication.bounded_loss.raw_memory import (
     load64,
     new_record,
     record_at,
-    store64,
 )
 
 # The ways of one slot and peer: this rank's contribution to the peer's shard, the peer's
@@ -81,7 +80,6 @@ class Config:
     datagram_bytes: int  # of a full segment, with its header
     segment_elements: int
     halves: int  # elements are words of two bfloat16
-    marking: int  # DSCP and ECN are set
     offload: int  # the kernel cuts what is sent
     shard_words: int  # dimensions of `bits` and `exact`
     part_words: int
@@ -107,23 +105,12 @@ class Counters:
     sent_datagrams: int
     sent_bytes: int
     resent_datagrams: int
-    control_sent: int
-    send_calls: int
-    blocked: int  # the socket took no more
-    refused_datagrams: int  # by a full queue of this host
     probes_repeated: int
     stalled_ns: int
     received_datagrams: int
-    marked_datagrams: int
-    receive_calls: int
     late: int
     duplicates: int
-    rejected: int  # in all, then by reason
-    wrong_key: int
-    wrong_size: int
-    wrong_place: int
-    wrong_source: int
-    truncated: int
+    rejected: int  # cut off, or with a wrong key, size, place or source
     contributed_elements: int
     lost_elements: int
 
@@ -133,11 +120,9 @@ class PeerState:
 
     closed: int  # it left, or nothing takes what is sent to its port
     failed_rank: int  # 1 + a rank that it says is gone; -1 - a slot that has another size there
-    left: int  # it closed the exchange
     # data from it
     highest_seen: int  # sequence number
     seen: int
-    marked: int
     unreported: int
     reported_ns: int
     stamp: int  # clock of its last datagram, 0 once it was sent back
@@ -230,11 +215,6 @@ class Root:
 
 CONFIG, COUNTERS, PEER = layout_of(Config), layout_of(Counters), layout_of(PeerState)
 SLOT, FLOW, ROOT = layout_of(Slot), layout_of(Flow), layout_of(Root)
-# Why a message is dropped: where its counter is, in bytes from the first.
-WRONG_KEY, WRONG_SIZE, WRONG_PLACE, WRONG_SOURCE, TRUNCATED = (
-    8 * list(Counters.__annotations__).index(reason)
-    for reason in ("wrong_key", "wrong_size", "wrong_place", "wrong_source", "truncated")
-)
 
 
 # ---- as Python sees them
@@ -263,7 +243,7 @@ class Tables(NamedTuple):
     send: Array  # (SEND_AT_ONCE, 8): struct mmsghdr
     send_pieces: Array  # (2 * SEND_AT_ONCE, 2): struct iovec
     send_headers: Array  # (SEND_AT_ONCE, 5)
-    send_ancillary: Array  # (64,) uint8: two ancillary messages
+    send_ancillary: Array  # (24,) uint8: an ancillary message
     message: Array  # (RECEIVE_BYTES,) uint8: a control message
     files: Array  # (2,): struct pollfd
     work: Array  # (16,): for system calls
@@ -301,7 +281,7 @@ def make_tables(*, world_size: int, slots: int, segments: int) -> Tables:
         send=zeros(SEND_AT_ONCE, 8),
         send_pieces=zeros(2 * SEND_AT_ONCE, 2),
         send_headers=zeros(SEND_AT_ONCE, 5),
-        send_ancillary=memory(64),
+        send_ancillary=memory(24),
         message=memory(RECEIVE_BYTES),
         files=zeros(2),
         work=zeros(16),
@@ -364,13 +344,6 @@ def config_of(t: Root) -> Config:
 def counters_of(t: Root) -> Counters:
     """Return the counters."""
     return _counters_at(t.counters)
-
-
-@inner
-def reject(t: Root, reason: int) -> None:
-    """Count a message that is dropped, in total and by reason: `WRONG_KEY` and so on."""
-    counters_of(t).rejected += 1
-    store64(t.counters + reason, load64(t.counters + reason) + 1)
 
 
 @inner

@@ -34,7 +34,7 @@ from typing_extensions import override
 from lightning_topt.basics.argument_checks import check_flag, check_real
 from lightning_topt.communication import exchange_method
 from lightning_topt.communication.bounded_loss.delivery import Handle, Outcome
-from lightning_topt.communication.bounded_loss.over_store import connect_over_store
+from lightning_topt.communication.bounded_loss.exchange import connect_over_store
 from lightning_topt.communication.bucket import (
     Bucket,
     BucketExchange,
@@ -234,15 +234,14 @@ class LossyBuckets(BucketExchange):
         entry = self.store.open(bucket, start=start, stop=start + own.numel())
         in_place = own.dtype == torch.float32 and own.device.type == "cpu"
         out = own if in_place else torch.empty(own.numel())
-        # what is pending
-        values = out
-        if not finite:
-            self._subtract_delivered(bucket.index)
-            out.fill_(torch.nan)  # whatever is lost of it, all ranks see it
-        elif self.method.error_feedback:
+        # what is pending, (n,)
+        if finite and self.method.error_feedback:
             values = self._accumulate(bucket.index, entry, gradient.cpu(), weight=weight)
         else:
-            out.copy_(gradient).mul_(weight)
+            self._subtract_delivered(bucket.index)
+            values = torch.empty(own.numel()).copy_(gradient).mul_(weight)
+        if not finite:
+            values.fill_(torch.nan)  # whatever is lost of it, all ranks see it
         parts, handles = self._start_datagrams(bucket, values, out, start=start)
         yield together(*handles)
         outcome = _merge_outcomes([handle.wait() for handle in handles], parts)
@@ -276,20 +275,20 @@ class LossyBuckets(BucketExchange):
         self._last_index = bucket.index if bucket.is_last else max(self._last_index, bucket.index)
         priority = round(FIRST_PRIORITY * bucket.index / max(1, self._last_index))
         # the parts, as the bucket is laid out now, and the transport's number of the first
-        known = self._parts.get(bucket.index)
-        if known is None or known[0] is not bucket.layout:
+        split = self._parts.get(bucket.index)
+        if split is None or split[0] is not bucket.layout:
             least = self.transport.options.values / max(self.method.tolerance, 1e-9)
             stop = start + values.numel()
             made = split_into_parts(bucket.layout, start=start, stop=stop, least=least)
-            known = self._parts[bucket.index] = bucket.layout, self._next_number, made
+            split = self._parts[bucket.index] = bucket.layout, self._next_number, made
             self._next_number += len(made)
-        _, first, parts = known
-        given, taken = values.numpy(), None if out is values else out.numpy()
+        _, first, parts = split
+        pending, mean = values.numpy(), out.numpy()
         handles = [
             self.transport.start(
                 number,
-                given[part.start : part.stop],
-                out=None if taken is None else taken[part.start : part.stop],
+                pending[part.start : part.stop],
+                out=mean[part.start : part.stop],
                 tolerance=self.method.tolerance,
                 exact=part.exact,
                 scale=bucket.loss_scale / self.holders,

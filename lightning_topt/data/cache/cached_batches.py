@@ -5,8 +5,8 @@ leaf. Every entry is read piece by piece into its rows: there is no tensor per s
 but the one from the cache. Three ways, the fastest first:
 
     all entries mapped and verified     one `index_select` per leaf (`_read_at_once`)
-    some in the mapped memory           copied row by row (`BatchRows.fill_from`)
-    the rest                            read from this node's tiers, other nodes, or the source
+    some in this node's memory          one system call per entry (`SampleCache.read_into`)
+    the rest                            read from disk, other nodes, or the source
 
 The memory of large batches is reused (`BatchMemory`).
 """
@@ -19,7 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
@@ -35,20 +35,17 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lightning_topt.data.cache.cached_dataset import CachedDataset
-from lightning_topt.data.cache.determinism import marked_method
+from lightning_topt.data.cache.cached_dataset import CachedDataset, marked_method
 from lightning_topt.data.cache.sample_cache import SampleCache
 from lightning_topt.data.cache.sample_codec import (
     TORCH_DTYPES,
     EntryLayout,
     Parts,
     Spec,
-    UnsupportedSample,
     header_of,
     in_one_piece,
     layout_of,
     leaves_of,
-    record_class,
 )
 
 _NUMBERS = {
@@ -158,13 +155,12 @@ def read_batch(dataset: CachedDataset, indices: Sequence[int]) -> ReadyBatch | l
     ready = _read_at_once(cache, layout, chosen)
     if ready is not None:
         return ready
-    # Row by row: mapped memory, then this node's memory, then all else.
+    # Row by row: this node's memory, then all else.
     items, rows = chosen.tolist(), BatchRows(layout, len(chosen))
-    unmapped = np.flatnonzero(~rows.fill_from(cache, items)).tolist()
-    missing = [i for i in unmapped if not cache.read_into(items[i], rows.buffers(i))]
+    missing = [i for i, item in enumerate(items) if not cache.read_into(item, rows.buffers(i))]
     rest = dict(zip(missing, dataset.entries([items[i] for i in missing]), strict=True))
     cache.verify_new()
-    if all(rows.fill(i, rest[i]) if i in rest else rows.is_filled(i) for i in unmapped):
+    if all(rows.fill(i, rest[i]) if i in rest else rows.is_filled(i) for i in range(len(items))):
         return ReadyBatch(rows.batch())
     # Layouts differ: samples of what was read, for no entry is read or counted twice.
     return [
@@ -216,81 +212,26 @@ class BatchRows:
     """The tensors of a batch of `size` entries of one layout, to be filled row by row."""
 
     def __init__(self, layout: EntryLayout, size: int) -> None:
-        self.layout, self.size = layout, size
+        self.layout = layout
         self.rows = [_empty(size, leaf.nbytes) for leaf in layout.leaves]
-
-    # Made on demand: `_bytes` is enough where mapped memory has all entries.
-    @cached_property
-    def _bytes(self) -> list[Bytes]:
-        return [rows.numpy() for rows in self.rows]
-
-    @cached_property
-    def _head(self) -> Bytes:
-        start = self.layout.leaves[0].start if self.layout.leaves else self.layout.nbytes
-        return np.empty((self.size, start), np.uint8)
-
-    @cached_property
-    def _padding(self) -> list[Bytes]:
-        ends = [leaf.start for leaf in self.layout.leaves[1:]] + [self.layout.nbytes]
-        leaves = zip(self.layout.leaves, ends, strict=True)
-        return [
-            np.empty((self.size, end - leaf.start - leaf.nbytes), np.uint8) for leaf, end in leaves
+        self._bytes: list[Bytes] = [rows.numpy() for rows in self.rows]
+        # an entry is its header, then each leaf and what pads it
+        starts = [*(leaf.start for leaf in layout.leaves), layout.nbytes]
+        self._head = np.empty((size, starts[0]), np.uint8)
+        self._padding = [
+            np.empty((size, end - leaf.start - leaf.nbytes), np.uint8)
+            for leaf, end in zip(layout.leaves, starts[1:], strict=True)
         ]
-
-    @cached_property
-    def _expected(self) -> Bytes:
-        return np.frombuffer(_entry_start(self.layout), np.uint8)
+        self._expected = np.frombuffer(_entry_start(layout), np.uint8)
 
     def buffers(self, row: int) -> list[Bytes]:
         """Return where the entry of one row goes, piece by piece."""
-        # The same order as in an entry: header, then each leaf and its padding.
         pieces = [self._head[row]]
         for rows, padding in zip(self._bytes, self._padding, strict=True):
             pieces.append(rows[row])
             if padding.size:
                 pieces.append(padding[row])
         return pieces
-
-    def fill_from(self, cache: SampleCache, items: Sequence[int]) -> npt.NDArray[np.bool_]:
-        """Copy the entries that are in the mapped memory of `cache`.
-
-        Returns which they are, (size,).
-        """
-        if cache.mapped is None:
-            return np.zeros(self.size, np.bool_)
-        mapped, header = cache.mapped, _entry_start(self.layout)
-        offsets, fresh = mapped.find(items, header=header, nbytes=self.layout.nbytes)
-        leaves = list(zip(self.layout.leaves, self._bytes, strict=True))
-        large = [
-            (leaf.start, leaf.nbytes, rows.ctypes.data)
-            for leaf, rows in leaves
-            if leaf.nbytes > _SMALL
-        ]
-
-        def copy(rows: npt.NDArray[np.int64]) -> None:
-            for start, nbytes, target in large:
-                mapped.copy(
-                    (offsets[rows] + start).tolist(), nbytes, (target + nbytes * rows).tolist()
-                )
-
-        # Large leaves; entries read for the first time are verified just before.
-        copy(np.flatnonzero((offsets > 0) & ~fresh))
-        for row in np.flatnonzero(fresh).tolist():
-            if mapped.verify(items[row], header=header):
-                copy(np.array([row]))
-            else:
-                offsets[row] = 0
-        # Small leaves, all rows at once.
-        found: npt.NDArray[np.bool_] = offsets > 0
-        for leaf, target in leaves:
-            if 0 < leaf.nbytes <= _SMALL:
-                target[found] = mapped.gather(offsets[found] + leaf.start, leaf.nbytes)
-        if not found.all():  # `entry` may be called, and needs these
-            self._head[found] = self._expected
-            for padding in self._padding:
-                padding[found] = 0
-        cache.count_memory_hits(int(found.sum()))
-        return found
 
     def entry(self, row: int) -> Bytes:
         """Return what was read into a row, in one piece."""
@@ -375,12 +316,6 @@ def _stackable(spec: Spec) -> bool:
             return False
     if kind == "dict":
         return all(_stackable(item) for _, item in spec[1])
-    if kind == "record":  # of NamedTuples; default_collate refuses dataclasses
-        try:
-            is_tuple = issubclass(record_class(spec), tuple)
-        except UnsupportedSample:
-            return False
-        return is_tuple and all(_stackable(item) for _, item in spec[2])
     return kind in ("list", "tuple") and all(map(_stackable, spec[1]))
 
 
@@ -392,8 +327,6 @@ def _nested(spec: Spec, tensors: Iterator[Tensor]) -> Any:
         return [_nested(item, tensors) for item in spec[1]]
     if kind == "numbers":
         return list(next(tensors).t().contiguous().unbind(0))
-    if kind == "record":
-        return record_class(spec)(*(_nested(item, tensors) for _, item in spec[2]))
     return next(tensors)
 
 

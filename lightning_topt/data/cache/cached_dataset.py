@@ -3,30 +3,82 @@
     dataset = CachedDataset(Pictures(), cache)
     dataset[3]          # from the cache, or from the source and then kept
 
-Some misses are drawn twice under other random states: what differs must not be cached.
+`deterministic` marks the part that is worth caching. Some misses are drawn twice under
+other random states: what differs must not be cached.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import contextlib
+import functools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch.utils.data import Dataset
 
-from lightning_topt.data.cache.determinism import (
-    NotDeterministicError,
-    marked_method,
-    other_randomness,
-    put_cache_before,
-)
 from lightning_topt.data.cache.sample_cache import SampleCache
-from lightning_topt.data.cache.sample_codec import Parts, UnsupportedSample, decode, encode
+from lightning_topt.data.cache.sample_codec import Parts, decode, encode
+from lightning_topt.data.resumable_loader import restored_random_states
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+MARK = "_topt_deterministic"
+IGNORED = "ignored_by_cache"  # attribute with names of attributes that samples do not depend on
+HOOK = "_topt_cached_load"  # attribute of an instance whose marked method goes through a cache
 # Misses that are drawn twice: the first ones of a job, then one of so many in a process.
 FIRST_CHECKS, CHECK_EVERY = 16, 512
 _MISSING = object()
+
+
+class NotDeterministicError(ValueError):
+    """Two draws of one sample differ: it cannot be cached."""
+
+
+def deterministic(method: Method) -> Method:
+    """Mark a data set's method ``load(self, index)`` as deterministic and worth caching.
+
+    It returns the same sample whenever it is called. ``__getitem__`` calls it and then does what is
+    random. Without a mark the whole ``__getitem__`` counts as deterministic.
+
+        class Pictures(Dataset):
+            @deterministic
+            def load(self, index):
+                return decode(self.paths[index])
+
+            def __getitem__(self, index):
+                return random_crop(self.load(index))
+    """
+
+    @functools.wraps(method)
+    def through_cache(self: object, index: int) -> Any:
+        hook = getattr(self, "__dict__", {}).get(HOOK)
+        return method(self, index) if hook is None else hook(index, functools.partial(method, self))
+
+    setattr(through_cache, MARK, True)
+    return through_cache  # type: ignore[return-value]
+
+
+def marked_method(dataset: object) -> str | None:
+    """Return the name of the marked method of `dataset`, None if it has none.
+
+    Raises:
+        ValueError: there is more than one.
+    """
+    found = {
+        name
+        for base in type(dataset).__mro__
+        for name, value in vars(base).items()
+        if hasattr(value, MARK)
+    }
+    if len(found) > 1:
+        raise ValueError(
+            f"{type(dataset).__name__} has {len(found)} methods marked @deterministic, "
+            f"{', '.join(sorted(found))}: mark one"
+        )
+    return next(iter(found), None)
 
 
 class CachedDataset(Dataset[object]):
@@ -46,7 +98,7 @@ class CachedDataset(Dataset[object]):
         # Misses of this process, and whether the job still checks its first ones.
         self._misses, self._is_new = 0, True
         if self.is_marked:
-            put_cache_before(dataset, self.load)
+            vars(dataset)[HOOK] = self.load  # `through_cache` looks for it
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -124,7 +176,7 @@ class CachedDataset(Dataset[object]):
         self, items: Sequence[int], entries: Sequence[object], original: Callable[[int], object]
     ) -> list[object]:
         # The samples of entries, and from `original` where there is none
-        samples = [_MISSING if entry is None else _decoded(entry) for entry in entries]
+        samples = [_MISSING if entry is None else decode(entry) for entry in entries]
         missing = [i for i, sample in enumerate(samples) if sample is _MISSING]
         if missing:
             for i, sample in zip(
@@ -170,7 +222,7 @@ class CachedDataset(Dataset[object]):
 
     def _check(self, item: int, parts: Parts, original: Callable[[int], object]) -> None:
         # Draw a second time under other random states, and compare byte by byte
-        with other_randomness(7919 * self._misses + item):
+        with _other_randomness(7919 * self._misses + item):
             sample = original(item)
         if b"".join(map(bytes, parts)) == b"".join(map(bytes, encode(sample))):
             return
@@ -184,9 +236,12 @@ class CachedDataset(Dataset[object]):
         raise NotDeterministicError(reason)
 
 
-def _decoded(entry: object) -> object:
-    try:
-        return decode(entry)
-    except UnsupportedSample:
-        # A NamedTuple or dataclass that this process does not know yet: reading the source helps.
-        return _MISSING
+@contextlib.contextmanager
+def _other_randomness(seed: int) -> Iterator[None]:
+    # Seed the global random states inside, and restore them afterwards
+    with restored_random_states():
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        # The CPU's only; torch.manual_seed would initialize GPUs.
+        torch.default_generator.manual_seed(seed)
+        yield

@@ -4,13 +4,19 @@
 
 It is a hash of code and state in a canonical form: no memory addresses, no order of sets, no
 pickle. What cannot be brought into that form raises, rather than sharing a name with something
-else. Code goes by its module: Python's own and installed packages by version; the user's own by its
-instructions, followed wherever they lead. Each piece of code is hashed alone, and refers to others
-by name. Files that the state names count by size and time of last change, not by content.
+else.
+
+    Python, installed packages     their versions
+    the user's functions, classes  instructions, and what they refer to, wherever that leads
+    imports inside of functions    the text of the user's module, and of those that it imports
+    files that the state names     size and time of last change, not the content
+
+Each piece of code is hashed alone, and refers to others by name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import dis
 import functools
@@ -23,9 +29,9 @@ import sysconfig
 import types
 from collections.abc import Iterator, Mapping
 from importlib import metadata
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +39,7 @@ import xxhash
 from torch import Tensor
 
 from lightning_topt.data.cache import sample_codec
-from lightning_topt.data.cache.determinism import HOOK, IGNORED
+from lightning_topt.data.cache.cached_dataset import HOOK, IGNORED
 
 _PLAIN = (int, float, complex, bool, str, bytes, bytearray, type(None), type(Ellipsis), range)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -66,13 +72,6 @@ class UnnamableError(ValueError):
     """Part of a data set has no canonical form."""
 
 
-class Named(NamedTuple):
-    """A `fingerprint`, and a hash of each attribute of the data set."""
-
-    name: str
-    attributes: dict[str, bytes]
-
-
 def fingerprint(dataset: object, *, data_version: str | None = None) -> str:
     """Return 32 hexadecimal digits for `dataset`.
 
@@ -89,37 +88,8 @@ def fingerprint(dataset: object, *, data_version: str | None = None) -> str:
         UnnamableError: some state has no canonical form (an open file, a lock). Keep it out of the
             pickled state (``__getstate__``), or make it on first use.
     """
-    return named(dataset, data_version=data_version).name
-
-
-def named(
-    dataset: object, *, data_version: str | None = None, before: Named | None = None
-) -> Named:
-    """Return the fingerprint and the hashes of attributes.
-
-    An attribute that cannot be named now, such as a file opened on first use, counts as it did
-    `before`.
-    """
     hasher = _Hasher(look_at_files=data_version is None)
-    attributes = hasher.attributes_of(dataset)
-    if attributes is None:
-        return Named(hasher.finished(hasher.hash_of(dataset), data_version), {})
-    hashes: dict[str, bytes] = {}
-    for key, value in attributes.items():
-        seen: Any = [(each, len(each)) for each in (hasher.known, hasher.code)]
-        try:
-            hashes[key] = hasher.hash_of(value)
-        except UnnamableError:
-            if before is None:
-                raise
-            # as if the attribute had not been looked at
-            for each, size in seen:
-                while len(each) > size:
-                    each.popitem()
-            if key in before.attributes:
-                hashes[key] = before.attributes[key]
-    rest = [hasher.hash_of(type(dataset)), *hashes.keys(), *hashes.values()]
-    return Named(hasher.finished(_digest(rest), data_version), hashes)
+    return hasher.finished(hasher.hash_of(dataset), data_version)
 
 
 def _digest(words: Any) -> bytes:
@@ -220,7 +190,7 @@ class _Hasher:
         yield self.hash_of(type(value))
         if isinstance(value, set | frozenset):
             yield from sorted(map(self.hash_of, value))
-            yield self.hash_of(lasting_state(getattr(value, "__dict__", None), value))
+            yield self.hash_of(_lasting_state(getattr(value, "__dict__", None), value))
             return
         reduced = self._reduced(value)
         if reduced is None:
@@ -232,7 +202,7 @@ class _Hasher:
             parts: list[Any] = [*reduced, None, None, None]
             function, arguments, state, items, pairs = parts[:5]
             yield from (self.hash_of(function), self.hash_of(arguments))
-            yield self.hash_of(lasting_state(state, value))
+            yield self.hash_of(_lasting_state(state, value))
             yield self.hash_of([None if each is None else list(each) for each in (items, pairs)])
 
     def _reduced(self, value: Any) -> Any:
@@ -248,20 +218,8 @@ class _Hasher:
                 ) from error
             return None
 
-    def attributes_of(self, dataset: object) -> dict[str, Any] | None:
-        """Return the attributes that are its whole state, if that is so."""
-        if type(dataset) in _PLAIN or isinstance(dataset, type | types.FunctionType):
-            return None
-        reduced = self._reduced(dataset)
-        if not isinstance(reduced, tuple) or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
-            return None
-        state = reduced[2] if len(reduced) > 2 else None
-        if len(reduced[1]) > 1 or any(reduced[3:]) or not isinstance(state, dict | None):
-            return None
-        return lasting_state(state, dataset) or {}
-
     def _see_file(self, path: str | bytes | PurePath) -> None:
-        if self.look_at_files and (found := hash_of_file(path)) is not None:
+        if self.look_at_files and (found := _hash_of_file(path)) is not None:
             self.files.add(found)
 
     # ---- code ------------------------------------------------------------------------------------
@@ -278,8 +236,8 @@ class _Hasher:
         return _digest(["code", _module(code), name, *own])
 
     def _hash_of_code(self, code: Any) -> bytes:
-        if isinstance(code, _Later):
-            return _digest([code.name, *self._later_module(code.name)])
+        if isinstance(code, str):
+            return _digest([code, *self._text_of_module(code)])
         return _digest([self._name_of_code(code), *self._parts_of_code(code)])
 
     def _parts_of_code(self, code: Any) -> Iterator[bytes | str]:
@@ -314,10 +272,16 @@ class _Hasher:
                 yield self.hash_of(constant)
         used = list(dict.fromkeys(_names_in(code)))
         yield from self._referred(used, names, set())
-        for module in _imports_in(code, package=_package_of(names)):
-            # not imported here, for the function may never be called
+        name = names.get("__name__") or ""
+        yield from self._imported(
+            code, package=name if "__path__" in names else name.rpartition(".")[0]
+        )
+
+    def _imported(self, code: types.CodeType, *, package: str) -> Iterator[bytes | str]:
+        # Hash what instructions import. The modules may never be needed: they are only read.
+        for module in _imports_in(code, package=package):
             if not is_library(module):
-                self.code.setdefault(module, _Later(module))
+                self.code.setdefault(module, module)
             yield from (module, version(module))
 
     def _referred(
@@ -325,8 +289,8 @@ class _Hasher:
     ) -> Iterator[bytes | str]:
         # Hash what names mean, also as attributes of the user's modules among them
         for name in used:
-            value = names.get(name, _referred_missing)
-            if value is _referred_missing:
+            value = names.get(name, _MISSING)
+            if value is _MISSING:
                 continue
             yield name
             if not isinstance(value, types.ModuleType):
@@ -337,32 +301,25 @@ class _Hasher:
                 seen.add(id(value))
                 yield from self._referred(used, vars(value), seen)
 
-    def _later_module(self, name: str) -> Iterator[bytes | str]:
-        # Hash a module by what is imported when a function runs
-        spec = _spec(name)
-        try:
-            code = spec.loader.get_code(name)  # type: ignore[union-attr]
-        except Exception:  # no such module, or unreadable: importing it will fail too
-            code = None
-        if spec is not None and code is not None:
-            is_package = spec.submodule_search_locations is not None
-            package = name if is_package else name.rpartition(".")[0]
-            yield from self._instructions(code, {"__package__": package})
+    def _text_of_module(self, name: str) -> Iterator[bytes | str]:
+        # The text of a user's module that is imported when a function runs, and its imports
+        file = _file(name)
+        if not file.endswith(".py"):  # no such module, whose import will fail too
+            return
+        text = Path(file).read_bytes()
+        yield text
+        package = name if Path(file).stem == "__init__" else name.rpartition(".")[0]
+        with contextlib.suppress(SyntaxError, ValueError):
+            yield from self._imported(compile(text, file, "exec"), package=package)
 
 
-class _Later(NamedTuple):
-    """A module that is imported when a function runs."""
-
-    name: str
+_MISSING = object()
 
 
-_referred_missing = object()
-
-
-def lasting_state(state: Any, value: object) -> Any:
-    """Return the state of `value` without what exists only after the first use, or is ignored."""
+def _lasting_state(state: Any, value: object) -> Any:
+    # The state of `value` without what exists only after the first use, or is ignored
     if isinstance(state, tuple) and len(state) == 2:  # the second part is that of __slots__
-        return lasting_state(state[0], value), state[1]
+        return _lasting_state(state[0], value), state[1]
     if not isinstance(state, dict):
         return state
     cls = type(value)
@@ -381,11 +338,8 @@ def _texts(given: Any) -> set[str]:
     return {given} if isinstance(given, str) else set(given or ())
 
 
-def hash_of_file(path: str | bytes | PurePath) -> bytes | None:
-    """Return a hash of the name, size and time of last change of the file at `path`.
-
-    None where there is no such file.
-    """
+def _hash_of_file(path: str | bytes | PurePath) -> bytes | None:
+    # A hash of the name, size and time of last change of a file; None where there is none
     if isinstance(path, str | bytes) and not 0 < len(path) <= 4096:
         return None
     try:
@@ -411,7 +365,7 @@ def _module(value: object) -> str:
     return "__main__" if name == "__mp_main__" else name  # as spawned processes call it
 
 
-def _spec(name: str) -> ModuleSpec | None:
+def _spec(name: str) -> Any:
     # Where a module is, without importing it or the packages above it
     above = name.rpartition(".")[0]
     try:
@@ -478,31 +432,19 @@ def _names_in(code: types.CodeType) -> list[str]:
     return [*code.co_names, *(name for each in inner for name in _names_in(each))]
 
 
-def _package_of(names: Mapping[str, Any]) -> str:
-    # Where the relative imports of a module start, given its globals
-    name = names.get("__name__") or ""
-    above = name if "__path__" in names else name.rpartition(".")[0]
-    package = names.get("__package__")
-    return str(above if package is None else package)
-
-
 def _imports_in(code: types.CodeType, *, package: str) -> list[str]:
-    # The modules that instructions import when they run
+    # The modules that instructions import when they run; relative names start in `package`
     constants: list[Any] = []
     found: list[str] = []
-    for instruction in dis.get_instructions(code):
-        # level and names are the constants before the import
-        if instruction.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
-            constants.append(instruction.argval)
-        elif instruction.opname == "IMPORT_NAME":
-            level, wanted = constants[-2:]
-            try:
-                module = importlib.util.resolve_name("." * level + instruction.argval, package)
-            except ImportError:  # and it will be when it runs
-                continue
-            # a.b.c: a, a.b and a.b.c; what is taken from a module may be one too
-            found += [module[:end] for end, letter in enumerate(module + ".") if letter == "."]
-            if not is_library(module):
-                parts = [f"{module}.{part}" for part in wanted or ()]
-                found += [part for part in parts if _spec(part) is not None]
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
+            constants.append(step.argval)
+            if isinstance(step.argval, types.CodeType):
+                found += _imports_in(step.argval, package=package)
+        elif step.opname == "IMPORT_NAME":
+            level, names = constants[-2:]  # which are loaded just before
+            with contextlib.suppress(ImportError):  # as when it runs
+                module = importlib.util.resolve_name("." * level + step.argval, package)
+                # what is taken from a module may be one too
+                found += [module, *(f"{module}.{name}" for name in names or ())]
     return list(dict.fromkeys(found))

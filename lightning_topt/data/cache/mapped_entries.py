@@ -9,7 +9,6 @@ and adds the addresses of the rows that it fills.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import mmap
 import os
@@ -22,8 +21,14 @@ import xxhash
 from torch import Tensor
 
 from lightning_topt.data.cache.sample_codec import header_of
-from lightning_topt.data.cache.segment_store import STORED, SegmentStore, checksum
-from lightning_topt.data.cache.store_file import BYTES_MASK, PAGE, RECORD
+from lightning_topt.data.cache.segment_store import (
+    BYTES_MASK,
+    PAGE,
+    RECORD,
+    STORED,
+    SegmentStore,
+    checksum,
+)
 
 # Headers are numbered from 1. Of an entry: not verified yet, or its header has no number. Of a
 # header: there are no more numbers.
@@ -38,8 +43,8 @@ HEAD_BYTES = 4096  # of an entry, read for its header
 class MappedEntries:
     """The entries of a memory store, mapped into this process. `close` it before the file.
 
-    An entry is verified, record and bytes, when this process first reads it. From then on it is
-    only checked that the entry is still there.
+    An entry is verified, record and bytes, before it is first read here. From then on it is only
+    checked that the entry is still there.
 
     Raises:
         OSError: the file cannot be mapped.
@@ -54,7 +59,6 @@ class MappedEntries:
         fcntl.fcntl(file.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         self._map: mmap.mmap | None = mmap.mmap(file.descriptor, size)
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
-        self._address: int = self._bytes.ctypes.data
         index = self._bytes[PAGE : PAGE + RECORD.size * file.num_items]
         self._records: npt.NDArray[np.uint64] = index.view("<u8").reshape(-1, 4)
         # By item: the number of its header, once verified.
@@ -72,37 +76,15 @@ class MappedEntries:
         is_there = number > 0 and self._records[item, 1] >> np.uint64(56) == STORED
         return self._by_number[number - 1] if is_there else None
 
-    def find(
-        self, items: Sequence[int], *, header: bytes, nbytes: int
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Return where the entries of `items` are in the map, and which are to be verified first.
-
-        The offset is 0 for entries that are not there with this header and size. Copy an entry that
-        is to be verified right after `verify`: then it is in the processor's cache.
+    def find_all(
+        self, items: npt.NDArray[np.int64], *, header: bytes, nbytes: int
+    ) -> npt.NDArray[np.int64] | None:
+        """Return where entries are in the map, where all are there and verified; else None.
 
         Args:
             items: numbers of items.
             header: as it stands at the beginning of an entry.
-            nbytes: of the whole entry.
-        """
-        # Records (items, 4); an entry counts if it is stored, has this size and lies in the map.
-        chosen = np.asarray(items, np.int64)
-        records, numbers = self._records[chosen], self._headers[chosen]
-        states, offsets = records[:, 1], records[:, 0].astype(np.int64)
-        there = (states == np.uint64(STORED << 56 | nbytes)) & (
-            offsets + nbytes <= len(self._bytes)
-        )
-        unknown = numbers <= UNKNOWN
-        return np.where(
-            there & ((numbers == self._number(header)) | unknown), offsets, 0
-        ), there & unknown
-
-    def find_all(
-        self, items: npt.NDArray[np.int64], *, header: bytes, nbytes: int
-    ) -> npt.NDArray[np.int64] | None:
-        """Return the same where all entries are there and verified, else None.
-
-        That is the usual case, and faster.
+            nbytes: of the entry.
         """
         # (items, 4): offset, state and size, checksums
         records = self._records[items]
@@ -112,20 +94,6 @@ class MappedEntries:
             return None
         offsets = records[:, 0]
         return offsets.astype(np.int64) if offsets.max() <= len(self._bytes) - nbytes else None
-
-    def verify(self, item: int, *, header: bytes) -> bool:
-        """Return whether an entry that `find` found is whole and has `header`.
-
-        A damaged one is read again, and dropped, elsewhere.
-        """
-        entry = self._entry(item, trusted=self._store.is_verified(item))
-        if entry is None:
-            return False
-        own = entry[: len(header)].tobytes()
-        self._headers[item] = (
-            max(self._number(own), UNNUMBERED) if own == header else self._numbers.get(own, UNKNOWN)
-        )
-        return own == header
 
     def _entry(self, item: int, *, trusted: bool) -> npt.NDArray[np.uint8] | None:
         """Return the entry in place, verified unless `trusted`.
@@ -158,7 +126,7 @@ class MappedEntries:
         entries of other processes are verified, among the next `_WINDOW` items in turn.
         """
         for item in own:
-            self._verify_ahead(item, trusted=True)
+            self.note(item)
         # Others': a window of the index that moves on once it has no more of them.
         limit = _AHEAD * len(own)
         window = slice(self._next, self._next + _WINDOW)
@@ -169,8 +137,12 @@ class MappedEntries:
         for item in found.tolist():
             self._verify_ahead(item, trusted=self._store.is_verified(item))
 
+    def note(self, item: int) -> None:
+        """Note the header of an entry that this process has just found or written whole."""
+        if self._headers[item] == UNKNOWN:
+            self._verify_ahead(item, trusted=True)
+
     def _verify_ahead(self, item: int, *, trusted: bool) -> None:
-        # Note the header of an entry that was stored lately
         entry = self._entry(item, trusted=trusted)
         if entry is None:
             return  # damaged, which is found when it is read
@@ -206,12 +178,6 @@ class MappedEntries:
             )
             self._rows[start, nbytes] = rows
         torch.index_select(rows, 0, torch.from_numpy(offsets), out=out)
-
-    def copy(self, offsets: Sequence[int], nbytes: int, targets: Sequence[int]) -> None:
-        """Copy `nbytes` bytes from each offset to an address."""
-        memmove, address = ctypes.memmove, self._address
-        for offset, target in zip(offsets, targets, strict=True):
-            memmove(target, address + offset, nbytes)
 
     def gather(self, offsets: npt.NDArray[np.int64], nbytes: int) -> npt.NDArray[np.uint8]:
         """Return `nbytes` bytes at each offset, (offsets, nbytes); for few bytes."""

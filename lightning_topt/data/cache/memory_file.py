@@ -21,7 +21,7 @@ import psutil
 import xxhash
 
 from lightning_topt.basics.own_files import is_own, made
-from lightning_topt.data.cache.store_file import RETRY_SECONDS, LockTimeout, StoreLock
+from lightning_topt.data.cache.segment_store import RETRY_SECONDS, LockTimeout, StoreLock
 
 PREFIX = "lightning-topt-"  # of memory files and of registries in shared memory
 REGISTRY = "memory.holders"

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,6 @@ import torch
 from lightning_topt.basics.argument_checks import check_size
 from lightning_topt.basics.own_files import NotOwn, made, open_own
 from lightning_topt.data.cache import memory_file
-from lightning_topt.data.cache.disk_writer import DiskWriter
 from lightning_topt.data.cache.mapped_entries import HEAD_BYTES, MappedEntries
 from lightning_topt.data.cache.memory_file import (
     MemoryHandle,
@@ -43,8 +42,16 @@ from lightning_topt.data.cache.memory_file import (
     open_memory,
 )
 from lightning_topt.data.cache.sample_codec import Parts, header_of, size_of
-from lightning_topt.data.cache.segment_store import SegmentStore, checksum, warn_once
-from lightning_topt.data.cache.store_file import LockTimeout, StoreFile
+from lightning_topt.data.cache.segment_store import (
+    LockTimeout,
+    SegmentStore,
+    StoreFile,
+    checksum,
+    warn_once,
+)
+
+if TYPE_CHECKING:
+    from lightning_topt.data.peers.client import Peers
 
 T = TypeVar("T")
 Entry = npt.NDArray[np.uint8]  # bytes, verified and writable
@@ -83,25 +90,6 @@ class CacheStatistics:
     disk_bytes: int
 
 
-class PartitionPeers(Protocol):
-    """The other nodes' part of a partitioned cache."""
-
-    def is_own(self, item: int) -> bool:
-        """Return whether this node stores the item."""
-
-    def fetch(self, items: Sequence[int]) -> Sequence[Entry | None]:
-        """Fetch the entries of other nodes' items.
-
-        None where the owner has none or does not answer in time.
-        """
-
-    def push(self, entries: Mapping[int, Parts]) -> None:
-        """Give entries to their owners, in a limited time."""
-
-    def close(self) -> None:
-        """Hang up."""
-
-
 class SampleCache:
     """Entries (see `sample_codec`) of the items 0 .. `num_items` - 1.
 
@@ -116,8 +104,6 @@ class SampleCache:
             no such tier. The index takes 32 bytes per item besides.
         disk_bytes: the same on disk.
         peers: the other nodes' parts; this node then stores only its own items.
-        write_behind: a separate process copies from memory to disk when the machine is idle, at the
-            latest in `close`. The last samples of a killed job may be missing on disk.
 
     Raises:
         ValueError: both sizes are 0, one is no size, or `directory` is a file.
@@ -133,8 +119,7 @@ class SampleCache:
         num_items: int,
         memory_bytes: int | str,
         disk_bytes: int | str,
-        peers: PartitionPeers | None = None,
-        write_behind: bool = False,
+        peers: Peers | None = None,
     ) -> None:
         self.memory_bytes = check_size(memory_bytes, name="memory_bytes", least=0)
         self.disk_bytes = check_size(disk_bytes, name="disk_bytes", least=0)
@@ -149,22 +134,8 @@ class SampleCache:
         self._left_out: tuple[str, ...] = ()
         self._memory_handle: MemoryHandle | None = None
         self._open_tiers()
-        self.write_behind = write_behind and self.memory is not None and self.disk is not None
-        # a process of its own copies from memory to disk
-        if self.write_behind:
-            assert self.memory is not None and self.disk is not None
-            try:
-                self._writer: DiskWriter | None = DiskWriter(self.memory, self.disk)
-            except OSError as error:
-                self.write_behind = False
-                warnings.warn(
-                    "the disk cache is written at once, no process could be started for it: "
-                    f"{error}",
-                    stacklevel=3,
-                )
 
     def _open_tiers(self) -> None:
-        self._writer = None
         # Items that this process has stored in memory since `verify_new`. Not all reads call that.
         self._new: deque[int] = deque(maxlen=_MOST_NEW)
         self._check_refusal()
@@ -193,7 +164,7 @@ class SampleCache:
 
     def __getstate__(self) -> dict[str, object]:
         # what holds descriptors is opened again by the process that gets the state
-        left_out = ("memory", "mapped", "disk", "tiers", "_finalizer", "_writer")
+        left_out = ("memory", "mapped", "disk", "tiers", "_finalizer")
         state = {name: value for name, value in vars(self).items() if name not in left_out}
         # The memory by its handle: a worker needs no registry and waits for no lock.
         memory = None if self.memory is None else self.memory.file
@@ -263,6 +234,8 @@ class SampleCache:
             return False
         if not self._checked(self.memory, self.memory.read_into(item, buffers)):
             return False
+        if self.mapped is not None:
+            self.mapped.note(item)  # the next time its batch may be read at once
         self._counters.add("memory_hits")
         return True
 
@@ -286,13 +259,8 @@ class SampleCache:
             [item for item in entries if tier.may_take(item, sizes[item])] for tier in self.tiers
         ]
         digests = {item: checksum(entries[item], item=item) for item in set().union(*wanted)}
-        # The fastest tier first. Behind it the disk only claims places.
         stored: set[int] = set()
-        for tier, items in zip(self.tiers, wanted, strict=True):
-            if self.write_behind and tier is self.disk:
-                behind = [item for item in items if item in stored]  # the writer copies these
-                tier.claim(behind, [sizes[item] for item in behind])
-                items = [item for item in items if item not in stored]
+        for tier, items in zip(self.tiers, wanted, strict=True):  # the fastest tier first
             there = tier.write_many(
                 items, [entries[item] for item in items], [digests[item] for item in items]
             )
@@ -350,12 +318,8 @@ class SampleCache:
 
         Calling it again does nothing.
         """
-        # The writer still reads the memory; then the tiers themselves.
         if self.peers is not None:
             self.peers.close()
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
         if self.mapped is not None:
             self.mapped.close()
         self.tiers, self.memory, self.mapped, self.disk = [], None, None, None

@@ -14,32 +14,28 @@ are leaves, so that samples which differ only in values have the same header:
     ["numbers", "list" or "tuple", "int" or "float", length]    one leaf for all of them
     ["image", mode, size, nbytes, spec]                         the pixels; palette and info
     ["list" or "tuple", specs], ["dict", [[key, spec], ...]]
-    ["record", class, [[field, spec], ...]]                     of a NamedTuple or dataclass
     ["none"]                                                    which has no leaf
 
 What is described comes back equal, of the same type, and shares no memory with other values; all
-else is refused. Records are taken apart and put together as they are: their own code has run once
-and does not run again. The reader knows their classes by name, and imports nothing.
+else is refused.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import importlib
 import json
 import math
 import struct
 import sys
 from collections.abc import Callable, Sequence, Sized
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-FORMAT = 3  # entries of another format cannot be read
+FORMAT = 4  # entries of another format cannot be read
 ALIGNMENT = 16  # bytes: the largest element of a dtype
 PREFIX = struct.Struct("<I")  # of an entry: the size of its header
 FIXED = {"int": struct.Struct("<q"), "float": struct.Struct("<d"), "bool": struct.Struct("<?")}
@@ -68,7 +64,7 @@ def encode(sample: object) -> Parts:
 
     - a tensor, a NumPy array or scalar, or a PIL image;
     - str, bytes, int (of 64 bits), float, bool or None;
-    - a list, tuple, dict (keys str or int), NamedTuple or dataclass of samples.
+    - a list, tuple or dict (keys str or int) of samples.
 
     Types are exact, for what is decoded has the same ones, but for two: `np.memmap` comes back as
     an array, and every class of PIL as its plain image. Tensors and arrays come back contiguous. Of
@@ -103,8 +99,7 @@ def decode(entry: Any) -> Any:
     """Return the sample of `entry`, a writable buffer; tensors and arrays are views of it.
 
     Raises:
-        UnsupportedSample: it has a NamedTuple or dataclass whose module is not imported here or
-            that has other fields, or it is of another version.
+        UnsupportedSample: it is of another version, or an image where there is no pillow.
         ValueError: these bytes are no entry.
     """
     view = memoryview(entry).cast("B")
@@ -136,7 +131,7 @@ class Leaf(NamedTuple):
     spec: Spec
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class EntryLayout:
     """What a header says.
 
@@ -237,8 +232,8 @@ def _place(spec: Spec, leaves: list[Leaf], start: int) -> int:
         nbytes, inner = int(spec[3]), [spec[4]]
     elif kind in ("list", "tuple"):
         inner = spec[1]
-    elif kind in ("dict", "record"):
-        inner = [item for _, item in spec[-1]]
+    elif kind == "dict":
+        inner = [item for _, item in spec[1]]
     if nbytes is not None:
         leaves.append(Leaf(start, nbytes, spec))
         start += -(-nbytes // ALIGNMENT) * ALIGNMENT
@@ -262,15 +257,13 @@ def describe(value: Any, leaves: Parts) -> Spec:
         return known(value, leaves)
     if isinstance(value, np.generic) and kind is value.dtype.type:
         return _describe_array(value, leaves)
-    if fields := fields_of(kind):
-        return _describe_record(value, fields, leaves)
     pil = sys.modules.get("PIL.Image")  # a class derived from theirs may hold more
     if pil is not None and isinstance(value, pil.Image) and kind.__module__.startswith("PIL."):
         return _describe_image(value, leaves)
     raise UnsupportedSample(
-        f"a sample holds a {_name(kind)}, which a cache cannot store as plain data: return "
-        "tensors, arrays, PIL images, numbers, texts, bytes, and lists, tuples, dicts, NamedTuples "
-        "or dataclasses of them, none of derived classes"
+        f"a sample holds a {kind.__module__}.{kind.__qualname__}, which a cache cannot store as "
+        "plain data: return tensors, arrays, PIL images, numbers, texts, bytes, and lists, tuples "
+        "or dicts of them, none of derived classes"
     )
 
 
@@ -340,18 +333,6 @@ def _describe_dict(value: dict[Any, Any], leaves: Parts) -> Spec:
     return ["dict", pairs]
 
 
-def _describe_record(value: Any, fields: Sequence[str], leaves: Parts) -> Spec:
-    kind = type(value)
-    extra = getattr(value, "__dict__", {}).keys() - set(fields)
-    if extra or not all(hasattr(value, name) for name in fields) or _class(_name(kind)) is not kind:
-        raise UnsupportedSample(
-            f"a {_name(kind)} of a sample holds more or less than its fields {list(fields)}, or is "
-            "not found by this name: give it fields, in a class of a module"
-        )
-    pairs = [[name, describe(getattr(value, name), leaves)] for name in fields]
-    return ["record", _name(kind), pairs]
-
-
 def _describe_image(value: Any, leaves: Parts) -> Spec:
     """Describe an image: its pixels, its palette and the plain data of `info`.
 
@@ -410,7 +391,7 @@ def build(spec: Spec, take: Take) -> Any:
 
     Raises:
         ValueError: the kind is unknown.
-        UnsupportedSample: a class is unknown.
+        UnsupportedSample: an image, where there is no pillow.
     """
     make = _BUILD.get(spec[0])
     if make is None:
@@ -464,18 +445,6 @@ def _build_image(spec: Spec, take: Take) -> object:
     return image
 
 
-def _build_record(spec: Spec, take: Take) -> object:
-    kind, names = record_class(spec), [name for name, _ in spec[2]]
-    values = [build(item, take) for _, item in spec[2]]
-    # Without the class's own __new__ and __init__, which may change their arguments.
-    if issubclass(kind, tuple):
-        return tuple.__new__(kind, values)
-    made = object.__new__(kind)
-    for name, value in zip(names, values, strict=True):
-        object.__setattr__(made, name, value)  # not setattr: a frozen dataclass refuses it
-    return made
-
-
 _BUILD: dict[str, Callable[[Spec, Take], object]] = {
     "tensor": _build_tensor,
     **dict.fromkeys(("array", "scalar"), _build_array),
@@ -486,52 +455,5 @@ _BUILD: dict[str, Callable[[Spec, Take], object]] = {
     "list": lambda spec, take: [build(item, take) for item in spec[1]],
     "tuple": lambda spec, take: tuple([build(item, take) for item in spec[1]]),
     "dict": lambda spec, take: {key: build(item, take) for key, item in spec[1]},
-    "record": _build_record,
     "none": lambda spec, take: None,
 }
-
-
-# ---- NamedTuples and dataclasses -----------------------------------------------------------------
-
-
-def record_class(spec: Spec) -> type:
-    """Return the class of a record.
-
-    Raises:
-        UnsupportedSample: its module is not imported here, or it has other fields.
-    """
-    kind = _class(spec[1])
-    names = tuple(name for name, _ in spec[2])
-    if not isinstance(kind, type) or fields_of(kind) != names:
-        raise UnsupportedSample(
-            f"a cached sample has a {spec[1]} of the fields {names}, which is not known here: "
-            "import its module"
-        )
-    return kind
-
-
-@lru_cache(maxsize=1024)
-def fields_of(kind: type) -> tuple[str, ...]:
-    """Return the fields of a NamedTuple, or of a dataclass derived from no built-in class."""
-    if issubclass(kind, tuple):
-        return tuple(getattr(kind, "_fields", ()))
-    if not dataclasses.is_dataclass(kind) or issubclass(kind, enum.Enum):
-        return ()
-    try:
-        object.__new__(kind)  # refused where a built-in class keeps something of its own
-    except TypeError:
-        return ()
-    return tuple(field.name for field in dataclasses.fields(kind))
-
-
-def _name(kind: type) -> str:
-    module = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__  # of spawned ones
-    return f"{module}:{kind.__qualname__}"
-
-
-def _class(name: str) -> Any:
-    module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in path.split("."):
-        found = getattr(found, part, None)
-    return found

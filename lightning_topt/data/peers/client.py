@@ -20,7 +20,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -50,26 +49,6 @@ LEAST_SECONDS = 1.0  # for the bytes of an answer that has started
 IDLE_CONNECTIONS = 4  # kept per process and owner, for threads that share them
 _MASK = (1 << 64) - 1
 Entry = npt.NDArray[np.uint8]
-
-
-@dataclass
-class PeerCounts:
-    """Entries that one process asked other nodes for, or gave them, since it began.
-
-    Args:
-        fetched: received and whole, of `fetched_bytes` together.
-        absent: the owner had none.
-        damaged: refused here, because of their checksum.
-        unanswered: the owner is down.
-        stored: given to their owners and kept there.
-    """
-
-    fetched: int = 0
-    fetched_bytes: int = 0
-    absent: int = 0
-    damaged: int = 0
-    unanswered: int = 0
-    stored: int = 0
 
 
 class Peers:
@@ -123,13 +102,11 @@ class Peers:
 
     def _begin(self) -> None:
         # Start without connections or threads, in a new process
-        self.counts = PeerCounts()
         self._links: dict[int, OwnerLink] = {}
-        self._lock = threading.Lock()
         _instances.add(self)
 
     def __getstate__(self) -> dict[str, object]:
-        left_out = ("counts", "_links", "_lock", "_owners")
+        left_out = ("_links", "_owners")
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -206,27 +183,12 @@ class Peers:
                 link.release(channel)
             except PeerError as error:
                 link.failed(channel, error)
-        # The owner is down: these are misses.
-        if answer is None:
-            self._count(unanswered=len(positions))
+        if answer is None:  # the owner is down: these are misses
             return []
-        found = {
-            i: entry for i, entry in zip(now, answer, strict=True) if isinstance(entry, np.ndarray)
-        }
-        for i, entry in found.items():
-            entries[i] = entry
-        self._count(
-            fetched=len(found),
-            fetched_bytes=sum(map(len, found.values())),
-            absent=sum(entry is None for entry in answer),
-            damaged=sum(entry is Damaged for entry in answer),
-        )
+        for i, entry in zip(now, answer, strict=True):
+            if not isinstance(entry, type):
+                entries[i] = entry
         return [i for i, entry in zip(now, answer, strict=True) if entry is Later] + later
-
-    def _count(self, **numbers: int) -> None:
-        with self._lock:
-            for name, number in numbers.items():
-                setattr(self.counts, name, getattr(self.counts, name) + number)
 
     def push(self, entries: Mapping[int, Sequence[Any]]) -> None:
         """Give entries (each as buffers) to their owners.
@@ -249,7 +211,7 @@ class Peers:
                 channel, deadline = acquired
                 try:
                     some = offers[first : first + self.limits.offers]
-                    self._count(stored=offer(channel, some, deadline=deadline))
+                    offer(channel, some, deadline=deadline)
                     link.release(channel)
                 except PeerError as error:
                     link.failed(channel, error)
@@ -349,12 +311,7 @@ class OwnerLink:
         self._lock = threading.Lock()
         self._retry_at: float | None = None  # None: not down
         self._is_probing = self._is_closed = False
-        self.failures = 0
-
-    @property
-    def is_down(self) -> bool:
-        """Whether the node did not answer the last time."""
-        return self._retry_at is not None
+        self._has_warned = False
 
     def acquire(self) -> tuple[Channel, float] | None:
         """Return a connection for one exchange and the deadline for the start of its answer.
@@ -402,9 +359,8 @@ class OwnerLink:
         """Mark the node as down after a failed exchange. Warns the first time."""
         with self._lock:
             # down from its first failure on, and idle connections are no better than this one
-            self.failures += 1
-            first = self.failures == 1
-            if not self.is_down:
+            first, self._has_warned = not self._has_warned, True
+            if self._retry_at is None:
                 self._retry_at = time.monotonic() + self.retry_seconds
             idle, self._idle = self._idle, []
         for old in [*idle, *([channel] if channel is not None else [])]:
@@ -456,10 +412,6 @@ class Later:
     """Stands for an entry that the owner wants to be requested again."""
 
 
-class Damaged:
-    """Stands for an entry whose bytes do not match its checksum."""
-
-
 def ask(channel: Channel, items: Sequence[int], *, deadline: float) -> None:
     """Send a GET request for `items`."""
     channel.send(
@@ -469,8 +421,8 @@ def ask(channel: Channel, items: Sequence[int], *, deadline: float) -> None:
 
 def receive_answer(
     channel: Channel, items: Sequence[int], *, deadline: float, limits: PeerLimits
-) -> list[Entry | type[Later] | type[Damaged] | None]:
-    """Receive the answer to `ask`; every entry is verified. None stands for one that is absent.
+) -> list[Entry | type[Later] | None]:
+    """Receive the answer to `ask`; None stands for an entry that is absent or damaged.
 
     Raises:
         PeerTimeout: nothing came by `deadline`, or less than a megabyte per second afterwards.
@@ -491,12 +443,12 @@ def receive_answer(
     ]
     deadline = max(deadline, time.monotonic() + LEAST_SECONDS) + total / SLOWEST_BYTES_PER_SECOND
     channel.receive_into([buffer for buffer in buffers if buffer is not None], deadline=deadline)
-    answer: list[Entry | type[Later] | type[Damaged] | None] = []
+    answer: list[Entry | type[Later] | None] = []
     for item, (state, _, digest), buffer in zip(items, states, buffers, strict=True):
         if buffer is None:
             answer.append(Later if state == DEFERRED else None)
         else:
-            answer.append(buffer if checksum([buffer], item=item) == digest else Damaged)
+            answer.append(buffer if checksum([buffer], item=item) == digest else None)
     return answer
 
 

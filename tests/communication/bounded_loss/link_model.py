@@ -23,14 +23,13 @@ REPORT_SECONDS = 5e-4
 
 @dataclass
 class Sender:
-    """One flow: datagrams sent, delivered, lost and marked so far; fractions wait for the next
+    """One flow: datagrams sent, delivered and lost so far; fractions wait for the next
     step.
     """
 
     window: float = 10.0
     sent: float = 0.0
     lost: float = 0.0
-    marked: float = 0.0
     delivered: float = 0.0
     reports: deque = field(default_factory=deque)
     last_report: float = 0.0
@@ -39,7 +38,7 @@ class Sender:
         """Datagrams per second."""
         return self.window / round_trip
 
-    def take(self, now: float, trip: float, highest: int, lost: int, marked: int) -> None:
+    def take(self, now: float, trip: float, highest: int, lost: int) -> None:
         raise NotImplementedError
 
 
@@ -56,10 +55,10 @@ class Ours(Sender):
     def rate(self, round_trip: float) -> float:
         return pacing_rate(self.row, 1)
 
-    def take(self, now: float, trip: float, highest: int, lost: int, marked: int) -> None:
+    def take(self, now: float, trip: float, highest: int, lost: int) -> None:
         self.row.limited = 1.0
         measure_trip(self.path, self.row, trip)
-        take_report(self.path, self.row, highest, lost, marked, highest + 1 - lost, 1 + now, now)
+        take_report(self.path, self.row, highest, lost, highest + 1 - lost, 1 + now, now)
 
 
 class Cubic(Sender):
@@ -69,7 +68,7 @@ class Cubic(Sender):
         super().__init__()
         self.most, self.reno, self.since, self.round_ends, self.known_lost = 0.0, 10.0, 0.0, 0.0, 0
 
-    def take(self, now: float, trip: float, highest: int, lost: int, marked: int) -> None:
+    def take(self, now: float, trip: float, highest: int, lost: int) -> None:
         if now < self.round_ends:
             return
         seconds = trip
@@ -94,7 +93,6 @@ def run_link(
     queue: float,
     seconds: float,
     loss: float = 0.0,
-    mark_above: float = np.inf,
     starts: list[float] | None = None,
     step: float = 1e-4,
 ) -> list[float]:
@@ -128,8 +126,6 @@ def run_link(
         for index, sender in enumerate(senders):
             if total > 0:
                 sender.delivered += served * waiting[index] / total
-                if total - served > mark_above:
-                    sender.marked += served * waiting[index] / total
                 waiting[index] *= 1 - served / total
         over = sum(waiting) - queue
         if over > 0:
@@ -148,8 +144,8 @@ def _report(senders: list[Sender], now: float, trip: float) -> None:
     for sender in senders:
         if now - sender.last_report >= REPORT_SECONDS and sender.sent >= 1:
             sender.last_report = now
-            state = (now + trip, trip, int(sender.sent) - 1, int(sender.lost), int(sender.marked))
+            state = (now + trip, trip, int(sender.sent) - 1, int(sender.lost))
             sender.reports.append(state)
         while sender.reports and sender.reports[0][0] <= now:
-            _, measured, highest, lost, marked = sender.reports.popleft()
-            sender.take(now, measured, highest, min(lost, highest + 1), min(marked, highest + 1))
+            _, measured, highest, lost = sender.reports.popleft()
+            sender.take(now, measured, highest, min(lost, highest + 1))

@@ -12,8 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from lightning_topt.communication.bounded_loss.delivery import Outcome
-from lightning_topt.communication.bounded_loss.endpoint import open_endpoint
-from lightning_topt.communication.bounded_loss.exchange import BoundedLossExchange, WireOptions
+from lightning_topt.communication.bounded_loss.exchange import (
+    BoundedLossExchange,
+    WireOptions,
+    open_endpoint,
+)
 from tests.communication.bounded_loss.datagram_proxy import DatagramProxy, Faults
 
 SECONDS = 30.0

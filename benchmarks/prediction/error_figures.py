@@ -17,8 +17,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from benchmarks.prediction.training_runs import TrainingRun
-from lightning_topt.costs.cluster import ErrorFigure
-from lightning_topt.costs.intervals import LEVEL, Domain, quantile_of
+from lightning_topt.costs.accuracy import LEVEL, Domain, ErrorFigure, quantile_of
 
 
 def figure_of(

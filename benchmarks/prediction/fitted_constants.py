@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.prediction.error_figures import figure_of
+from lightning_topt.costs.accuracy import ErrorFigure
 from lightning_topt.costs.chain_table import Array
-from lightning_topt.costs.cluster import Cluster, ErrorFigure
+from lightning_topt.costs.cluster import Cluster
 
 Predict = Callable[[Cluster], Sequence[float]]  # seconds of each step
 

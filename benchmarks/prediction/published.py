@@ -24,8 +24,8 @@ from benchmarks.prediction.error_figures import domain_of, figure_of
 from benchmarks.prediction.fitted_constants import Constant, fit_constants
 from benchmarks.prediction.run_prices import RunPrices, clusters_of, completed
 from benchmarks.prediction.training_runs import TrainingRun, read_run_file
-from lightning_topt.costs.cluster import Accuracy, Cluster
-from lightning_topt.costs.intervals import Interval
+from lightning_topt.costs.accuracy import Accuracy, Interval
+from lightning_topt.costs.cluster import Cluster
 
 # TFLOP/s of the data sheets in bfloat16 (dense), and bytes/s of memory
 PEAKS = {"a100": (312e12, 2.04e12), "h100": (989e12, 3.35e12)}

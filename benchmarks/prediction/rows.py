@@ -41,8 +41,8 @@ from benchmarks.prediction.run_prices import (
     measured_runs,
 )
 from benchmarks.prediction.training_runs import RunsAgain, TrainingRun, read_run_file
-from lightning_topt.costs.cluster import Accuracy, Cluster, ErrorFigure, sentence_of
-from lightning_topt.costs.intervals import Interval
+from lightning_topt.costs.accuracy import Accuracy, ErrorFigure, Interval, sentence_of
+from lightning_topt.costs.cluster import Cluster
 
 # parts of an iteration, and how they are printed
 PARTS = {

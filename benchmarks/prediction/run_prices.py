@@ -48,7 +48,8 @@ from benchmarks.prediction.repeated_blocks import RepeatedBlocks, repeat_blocks
 from benchmarks.prediction.training_runs import ModelSizes, RunsAgain, TrainingRun, read_run_file
 from benchmarks.prediction.transformer import RankTransformer, TransformerSizes, takes_fused_softmax
 from hydra_plugins.lightning_topt_searchpath import conf_dir
-from lightning_topt.costs.cluster import Cluster, Device, ErrorFigure, Link
+from lightning_topt.costs.accuracy import ErrorFigure
+from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.communication import Group, estimate_collective_seconds
 from lightning_topt.costs.optimizer import OptimizerProfile, ParameterUpdate
 from lightning_topt.costs.plain_values import names, shown

@@ -39,7 +39,7 @@ from benchmarks.prediction.run_prices import (
     measured_runs,
 )
 from benchmarks.prediction.training_runs import TrainingRun, read_run_file
-from lightning_topt.costs.cluster import ErrorFigure
+from lightning_topt.costs.accuracy import ErrorFigure
 
 Priced = tuple[TrainingRun, RunPrice]
 Choice = Callable[[Sequence[Priced]], TrainingRun]

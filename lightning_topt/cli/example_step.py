@@ -28,13 +28,11 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_topt.basics.argument_checks import check_whole
 from lightning_topt.basics.units import format_bytes, format_count
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.graph.accelerator_kernels import OnAccelerator
-from lightning_topt.graph.capture import capture
+from lightning_topt.graph.capture import capture, observe_step
 from lightning_topt.graph.errors import CaptureError, may_need_values
-from lightning_topt.graph.fused_chains import fused
+from lightning_topt.graph.kernels import OnAccelerator
 from lightning_topt.graph.module_copy import build_on_meta, is_on_meta
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.graph.step_observer import observe_step
 from lightning_topt.graph.structures import batch_sizes
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.plan_options import (
@@ -47,15 +45,6 @@ from lightning_topt.plugins.planning import first_batch
 from lightning_topt.plugins.requirements import noted_reads
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
-
-# what kind of step was predicted, by `OpGraph.predicted_as`
-PREDICTED_AS = {
-    "eager": "Predicted as eager: each operator is a kernel (compiled=true: as torch.compile).",
-    "compiled": (
-        "Predicted as compiled: chains of elementwise operators are one kernel, as torch.compile "
-        "makes them; memory is that of the eager step."
-    ),
-}
 
 
 class NeedsValues(Exception):
@@ -109,9 +98,7 @@ class ModelSetup:
         )
         return cls(model, make_model, datamodule, trainer)
 
-    def capture(
-        self, *, splits: bool = False, accelerator: bool = False, compiled: bool = False
-    ) -> ExampleStep:
+    def capture(self, *, splits: bool = False, accelerator: bool = False) -> ExampleStep:
         """Return the step of the model on a batch of its data.
 
         The trainer is the model's from then on.
@@ -119,7 +106,6 @@ class ModelSetup:
         Args:
             splits: return it as a step that can be split as well.
             accelerator: it will run on accelerators, whatever this machine has.
-            compiled: it will run as `torch.compile` runs it (`graph.fused_chains`).
 
         Raises:
             ValueError: the model must be real, and is larger than the memory of this machine.
@@ -131,9 +117,8 @@ class ModelSetup:
         self.datamodule.prepare_data()
         self.datamodule.setup("fit")
         batch = first_batch(CombinedLoader(self.datamodule.train_dataloader()), trainer)
-        kind = {"accelerator": accelerator, "compiled": compiled}
         try:
-            return _capture(self.model, batch, trainer, splits=splits, **kind)
+            return _capture(self.model, batch, trainer, splits=splits, accelerator=accelerator)
         except NeedsValues as reason:
             # parameters and their gradients
             size = 2 * sum(p.nbytes for p in self.model.parameters())
@@ -149,7 +134,7 @@ class ModelSetup:
         self.model = self.make_model()
         trainer._data_connector.attach_data(self.model, datamodule=self.datamodule)
         trainer.strategy.connect(self.model)
-        return _capture(self.model, batch, trainer, splits=False, **kind)
+        return _capture(self.model, batch, trainer, splits=False, accelerator=accelerator)
 
 
 def _capture(
@@ -159,7 +144,6 @@ def _capture(
     *,
     splits: bool,
     accelerator: bool,
-    compiled: bool,
 ) -> ExampleStep:
     start = time.perf_counter()
     # the model computes in the trainer's precision, on its kind of device
@@ -194,9 +178,7 @@ def _capture(
             graph = capture(model, batch, batch_scaling=False, **traced)
         samples = graph.batch_size
     # a split model reuses the trace of the functions that the capture has called
-    given["compiled"] = compiled
     split = None if trace is None else SplitModel(model, batch, graph, trace, **given)
-    graph = fused(graph) if compiled else graph
     return ExampleStep(
         graph,
         samples,

@@ -27,13 +27,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from lightning_topt.basics.argument_checks import check_flag
 from lightning_topt.cli import what_if
 from lightning_topt.cli.example_step import has_accelerators
 from lightning_topt.cli.plan_steps import PlanSetup, UnpricedSearch, report_plan
 from lightning_topt.cli.search_space import SearchedMeshes
 from lightning_topt.communication.started_ranks import leave_to_rank_0
-from lightning_topt.costs.cluster import sentence_of
+from lightning_topt.costs.accuracy import sentence_of
 from lightning_topt.graph.capture import no_collection
 from lightning_topt.plan.choose import OBJECTIVES, TIME_TO_LOSS, check_objective
 from lightning_topt.plan.micro_batches import ModelFacts, of_steps
@@ -81,7 +80,6 @@ def _plan_once(config: DictConfig) -> None:
     example = setup.capture(
         splits=meshes.tensor,
         accelerator=has_accelerators(request.cluster),
-        compiled=bool(check_flag(config.compiled, name="compiled")),
     )
     # data.batch_size is that of each rank: of those of the trainer, where several numbers are given
     ranks = trainer.world_size if len(meshes.device_counts) > 1 else meshes.device_counts[0]

@@ -27,7 +27,6 @@ from rich.console import Console
 
 from lightning_topt.cli.calibrate import run_on_ranks
 from lightning_topt.cli.example_step import (
-    PREDICTED_AS,
     ExampleStep,
     ModelSetup,
     model_name,
@@ -261,14 +260,14 @@ def report_plan(
     step = None if plan.schedule is None else step_of_plan(stage_blocks(search, plan), plan)
 
     # files
-    limit, kind = memory_limit_of(request, search.cluster), PREDICTED_AS[search.graph.predicted_as]
+    limit = memory_limit_of(request, search.cluster)
     _, title = save_frontier_page(
         folder,
         planning,
         model=model_name(planning.graph),
         where=search.cluster.name,
         memory_limit=limit,
-        notes=[kind, *notes],
+        notes=notes,
         step=step,
     )
     plan.save(folder / "plan.yaml")
@@ -278,7 +277,7 @@ def report_plan(
     console = Console()
     console.print(title, style="bold", highlight=False, markup=False)
     print_table(points, planning.chosen, console=console, memory_limit=limit)
-    console.print(f"{plan.summary()}\n{plan.reason}\n{kind}", highlight=False)
+    console.print(f"{plan.summary()}\n{plan.reason}", highlight=False)
     if plan.accumulate > 1:
         console.print(
             f"A step has {plan.accumulate} micro-batches: trainer.accumulate_grad_batches="

@@ -18,17 +18,16 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from rich.console import Console
 
-from lightning_topt.basics.argument_checks import check_flag
 from lightning_topt.basics.units import format_bytes, format_seconds
 from lightning_topt.cli.example_step import (
-    PREDICTED_AS,
     ExampleStep,
     ModelSetup,
     has_accelerators,
     on_ranks,
     read_given_plan,
 )
-from lightning_topt.costs.cluster import Accuracy, Cluster, ErrorFigure, sentence_of
+from lightning_topt.costs.accuracy import Accuracy, ErrorFigure, sentence_of
+from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.costs.plain_values import number, parse_json, read_text
 from lightning_topt.plan.explanation import PricedPlan, price_plan
@@ -109,7 +108,6 @@ def predict_plan(config: DictConfig, cluster: Cluster, *, console: Console) -> N
         # a step that can be split, where the plan splits it
         splits=isinstance(given, ParallelPlan) and bool(given.mesh.tensor_axes),
         accelerator=has_accelerators(cluster),
-        compiled=bool(check_flag(config.compiled, name="compiled")),
     )
     optimizers, named = make_fake_optimizers(setup.model, device=torch.device("cpu"))
     profile = read_optimizer(optimizers, named_parameters=named)
@@ -124,7 +122,6 @@ def predict_plan(config: DictConfig, cluster: Cluster, *, console: Console) -> N
     costs = priced.predicted.step_seconds, priced.predicted.peak_bytes
     sure = KnownErrors.of(cluster, example.graph).intervals(priced.plan, *costs)
     _print_priced(priced, cluster, sure, console=console)
-    console.print(PREDICTED_AS[example.graph.predicted_as], highlight=False)
     if config.out is not None:
         out = Path(config.out)
         out.parent.mkdir(parents=True, exist_ok=True)

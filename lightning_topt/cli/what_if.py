@@ -25,7 +25,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from lightning_topt.basics.argument_checks import check_flag, check_real, check_whole
+from lightning_topt.basics.argument_checks import check_real, check_whole
 from lightning_topt.basics.core_wait import usable_cores
 from lightning_topt.basics.units import parse_seconds
 from lightning_topt.cli.calibrate import start_method
@@ -212,7 +212,6 @@ def _searches(
     example = setup.capture(
         splits=any(each.tensor for each in meshes),
         accelerator=has_accelerators(*(request.cluster for request in requests)),
-        compiled=bool(check_flag(config.compiled, name="compiled")),
     )
     STATUS.clear()
     length = config.model.get("seq_len")

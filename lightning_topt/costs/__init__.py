@@ -2,9 +2,9 @@
 
 In seconds and bytes. The way through this folder:
 
-    the machines    cluster, failures; measured by calibrate, timers, measurements
+    the machines    cluster, accuracy; measured by calibrate (with measuring), kept by measurements
     one operator    compute (kernels), communication (collectives), exchange_model (compressed)
     one step        training_step, with segments, lifetimes, sizes, optimizer and
                     reserved_memory (CUDA)
-    the search      chain_table, stage_table, schedule_rates
+    the search      chain_table, stage_table
 """

@@ -61,29 +61,6 @@ class BlockCosts:
     held: Array | None = None
     forward_hump: Array | None = None
 
-    def __post_init__(self) -> None:
-        if not self.configs:
-            raise ValueError("a block has no configuration")
-        # one number for each configuration
-        for name in (*_COSTS, *_FORWARD):
-            value = getattr(self, name)
-            if value is not None and value.shape != (len(self.configs),):
-                raise ValueError(f"{name} has shape {value.shape}, expected {(len(self.configs),)}")
-        names = (*_COSTS, *_FORWARD)
-        # (name, config)
-        every = np.array([self.cost(name) for name in names])
-        if not (every > -np.inf).all():
-            wrong = names[int((~(every > -np.inf)).any(axis=1).argmax())]
-            raise ValueError(
-                f"{wrong} holds NaN or minus infinity; forbid configurations with plus infinity"
-            )
-        allowed = np.isfinite(every) & (every >= 0)
-        for name, is_allowed in zip(names, allowed.all(axis=1).tolist(), strict=True):
-            if name not in ("seconds", "static") and not is_allowed:
-                raise ValueError(f"{name} must be finite and not negative")
-        if (self.backward > self.seconds).any():
-            raise ValueError("backward is a part of seconds and cannot be more")
-
     def cost(self, name: str) -> Array:
         """Return the costs (config,) of this name.
 
@@ -113,16 +90,6 @@ class ChainTable:
     fixed_bytes: float = 0.0
     update_bytes: float = 0.0
     names: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.names and len(self.names) != len(self.order):
-            raise ValueError(
-                f"{len(self.order)} blocks need {len(self.order)} names, got {len(self.names)}"
-            )
-        if any(not 0 <= index < len(self.blocks) for index in self.order):
-            raise ValueError(
-                f"order names blocks from 0 to {len(self.blocks) - 1}, got {self.order}"
-            )
 
     def block(self, n: int) -> BlockCosts:
         """Return the costs of block `n` of the chain."""

@@ -11,14 +11,9 @@ data sheet; each file says how it got there.
     Device            rates and memory of one accelerator, or of a rank's share of a CPU
     Link              latency and bandwidth that one rank gets; `DatagramPath` of datagrams
     CollectiveCurve   measured seconds of a collective by message size
-    Accuracy          errors of predictions with these numbers
+    Failures          how often devices are lost, and how much longer a run takes (`run_time`)
 
-Errors of predictions against what was measured stand beside new predictions:
-
-    error of a run    |predicted / measured - 1|
-    median, p90       the error that half of the runs, and nine of ten, stay below (`intervals`)
-    fitted runs       residuals of a fit are too small: of n runs and k constants times
-                      sqrt(n / (n - k))
+`costs.accuracy` has the errors of predictions with these numbers.
 """
 
 from __future__ import annotations
@@ -30,21 +25,20 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from lightning_topt.basics.units import parse_bandwidth, parse_bytes, parse_flops, parse_seconds
-from lightning_topt.costs.failures import Failures
-from lightning_topt.costs.intervals import (
+from lightning_topt.costs.accuracy import (
+    CPU_BYTES,
     LEVEL,
-    Domain,
+    USUAL_MARGIN,
+    Accuracy,
+    ErrorFigure,
     Interval,
     interval_of,
-    quantile_of,
+    read_accuracy,
     share_at,
 )
 from lightning_topt.costs.plain_values import (
     ValueReader,
-    check_plain,
     dump_yaml,
     list_of,
     number,
@@ -61,10 +55,6 @@ from lightning_topt.costs.plain_values import (
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send_recv")
 CurveKey = tuple[str, int, int]  # collective, size and stride of the group
-UNKNOWN = (
-    "How far predictions for this cluster are from the truth is not known: no run on it was "
-    "compared (`topt predict runs=FOLDER` compares those of run.json files)."
-)
 
 
 class ClusterError(ValueError):
@@ -212,7 +202,6 @@ class Cluster:
         Raises ClusterError that names the wrong entry.
         """
         try:
-            check_plain(data)
             return _cluster(data)
         except ClusterError:
             raise
@@ -370,121 +359,140 @@ class CollectiveCurve:
         return float(y0 * (y1 / y0) ** share)  # a straight line on logarithmic axes
 
 
-# ---- How far predictions are from what was measured
+# ---- Failures, checkpoints and restarts: how much longer a run takes than its steps
+#
+#     equation                                                       function
+#     M = 1 / (r * devices)                                          Failures.seconds_between
+#     C = checkpoint bytes / B                                       checkpoint_seconds
+#     tau = sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + C / 2M / 9) - C      daly_interval
+#           for C < 2M, else M
+#     T = M exp(R / M) (exp((tau + C) / M) - 1) T_s / tau            expected_seconds
+#
+# Daly, FGCS 22(3), 2006. Failures are independent.
+#
+# r failures per device and second, M mean seconds between failures of any device, C seconds to
+# write a checkpoint (training waits), R seconds from a failure to training again, B bytes/s of the
+# store for all ranks together, tau seconds of training between two checkpoints, T_s seconds of
+# steps alone, T seconds of the run. Failures are a Poisson process; what was trained since the last
+# checkpoint is lost, and one failure stops the run whichever device it hits.
 
-
-_NO_SIZES: Mapping[str, float] = {}
+_MOST = 700.0  # exponents that a float takes
 
 
 @dataclass(frozen=True)
-class ErrorFigure:
-    """Shares of what was measured: `median` and `p90` of the errors of `runs` predictions.
+class Failures:
+    """How often devices of a cluster are lost, and what that costs.
 
-    `above`: nine of ten measured values were above what was predicted by at most this share.
+    Args:
+        per_device_hour: failures of a device per hour; 0: none.
+        restart_seconds: from a failure to the first step after it, but for reading the checkpoint.
+        checkpoint_bandwidth: bytes per second that all ranks together write to, and read from, the
+            store of checkpoints; None: they take no time.
+
+    Raises ValueError for negative numbers, and a bandwidth of 0.
     """
 
-    median: float
-    p90: float
-    runs: int
-    above: float | None = None
+    per_device_hour: float = 0.0
+    restart_seconds: float = 0.0
+    checkpoint_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
-        if self.above is not None and self.above < 0:
-            raise ValueError(f"above is a share of at least 0, got {self.above}")
-        if not (0 <= self.median <= self.p90 and self.runs >= 1):
-            raise ValueError(
-                f"an error figure has 0 <= median <= p90 of at least 1 run, got {self.median}, "
-                f"{self.p90}, {self.runs}"
-            )
+        if min(self.per_device_hour, self.restart_seconds) < 0:
+            raise ValueError("failures: rates and restart_seconds are at least 0")
+        if self.checkpoint_bandwidth is not None and not self.checkpoint_bandwidth > 0:
+            raise ValueError("failures.checkpoint_bandwidth is positive")
 
-    @classmethod
-    def of(
-        cls, predicted: Sequence[float], measured: Sequence[float], *, above: bool = False
-    ) -> ErrorFigure:
-        """Return the figure of predictions; with `above` it has that share too."""
-        ratios = np.log(np.asarray(predicted, float) / np.asarray(measured, float))
-        errors = np.expm1(np.abs(ratios))
-        p90 = quantile_of(errors.tolist())
-        over = quantile_of(np.expm1(np.maximum(-ratios, 0.0)).tolist()) if above else None
-        return cls(min(float(np.median(errors)), p90), p90, len(errors), over)
+    def seconds_between(self, devices: int) -> float:
+        """Return the mean seconds between failures of any of `devices` devices.
 
-    def to_dict(self) -> dict[str, float]:
-        """Return plain values, without what is not known."""
-        return {name: value for name, value in vars(self).items() if value is not None}
-
-    def __str__(self) -> str:
-        return (
-            f"half of {self.runs} runs within {_percent(self.median)}, nine of ten within "
-            f"{_percent(self.p90)}"
-        )
+        Infinite without failures.
+        """
+        rate = self.per_device_hour * devices
+        return 3600.0 / rate if rate > 0 else math.inf
 
 
 @dataclass(frozen=True)
-class Accuracy:
-    """Errors of predictions with the constants of a cluster.
+class RunTime:
+    """The seconds of a run.
 
-    `seconds` of a step, `bytes` at its peak (None: not known), the `source` of the runs, and their
-    `domain` (None: not known, so that nothing is outside); `bytes_domain` is that of the peaks.
-    `difference`: errors of the ratio of two times, of pairs of plans for one job; what both have in
-    common is not in it (None: not known).
+    Attributes:
+        step_seconds: of its steps alone.
+        seconds: with checkpoints, failures and restarts.
+        interval_seconds: of training between checkpoints; infinite: none is written.
+        checkpoint_seconds: to write one.
+        failures: how many are expected.
     """
 
-    seconds: ErrorFigure
-    bytes: ErrorFigure | None = None
-    source: str = ""
-    domain: Domain | None = None
-    difference: ErrorFigure | None = None
-    bytes_domain: Domain | None = None
+    step_seconds: float
+    seconds: float
+    interval_seconds: float = math.inf
+    checkpoint_seconds: float = 0.0
+    failures: float = 0.0
 
-    def interval(
-        self,
-        seconds: float,
-        sizes: Mapping[str, float] = _NO_SIZES,
-        techniques: Sequence[str] = (),
-        *,
-        level: float = LEVEL,
-    ) -> Interval:
-        """Return the interval of predicted seconds of a run with these sizes and techniques."""
-        outside = {} if self.domain is None else self.domain.outside(sizes, techniques)
-        return interval_of(seconds, error=self.seconds.p90, outside=outside, level=level)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, as a cluster file has them."""
-        data: dict[str, Any] = {
-            "seconds": self.seconds.to_dict(),
-            "bytes": None if self.bytes is None else self.bytes.to_dict(),
-            "source": self.source,
-        }
-        if self.difference is not None:
-            data["difference"] = self.difference.to_dict()
-        for name, domain in (("domain", self.domain), ("bytes_domain", self.bytes_domain)):
-            if domain is not None:
-                sizes = {size: [*ends] for size, ends in domain.sizes.items()}
-                data[name] = {"sizes": sizes, "techniques": [*domain.techniques]}
-        return data
-
-    def sentence(self) -> str:
-        """Return a line for people."""
-        memory = "" if self.bytes is None else f"; peak memory: {self.bytes}"
-        return (
-            "Measured before: step times "
-            f"{self.seconds}{memory}{f' ({self.source})' if self.source else ''}."
-        )
+    @property
+    def overhead(self) -> float:
+        """The share of the steps that checkpoints and failures add."""
+        return self.seconds / self.step_seconds - 1 if self.step_seconds else 0.0
 
 
-# Of CPU ranks, of which no own file says more: 47 plans on 2 and 4 ranks
-# (benchmarks/results/uncertainty.md). The margin keeps their limits at the usual level.
-CPU_BYTES = ErrorFigure(median=0.010, p90=0.075, runs=47, above=0.024)
-USUAL_MARGIN = 0.05
+def daly_interval(checkpoint_seconds: float, *, seconds_between: float) -> float:
+    """Return Daly's seconds of training between checkpoints; infinite without failures."""
+    if math.isinf(seconds_between):
+        return math.inf
+    ratio = checkpoint_seconds / (2 * seconds_between)
+    if ratio >= 1:
+        return seconds_between
+    young = math.sqrt(2 * checkpoint_seconds * seconds_between)
+    return young * (1 + math.sqrt(ratio) / 3 + ratio / 9) - checkpoint_seconds
 
 
-def sentence_of(accuracy: Accuracy | None) -> str:
-    """Return what is known about the error of predictions, as a line for people."""
-    return UNKNOWN if accuracy is None else accuracy.sentence()
+def expected_seconds(
+    step_seconds: float,
+    *,
+    interval_seconds: float,
+    checkpoint_seconds: float,
+    restart_seconds: float,
+    seconds_between: float,
+) -> float:
+    """Return the expected seconds of a run of `step_seconds`.
+
+    Infinite where it would hardly ever reach a checkpoint.
+    """
+    if math.isinf(seconds_between):
+        return step_seconds
+    segment = (interval_seconds + checkpoint_seconds) / seconds_between
+    again = restart_seconds / seconds_between
+    if segment + again > _MOST:
+        return math.inf
+    return seconds_between * math.exp(again) * math.expm1(segment) * step_seconds / interval_seconds
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %" if share < 0.0995 else f"{100 * share:.0f} %"
+def run_time(
+    step_seconds: float,
+    *,
+    failures: Failures | None,
+    devices: int,
+    checkpoint_bytes: float,
+) -> RunTime:
+    """Return what a run of `step_seconds` seconds of steps takes on `devices` devices.
+
+    With checkpoints at Daly's interval. `checkpoint_bytes` are those of one checkpoint of all
+    ranks. Without `failures`, or their rate, nothing is added.
+    """
+    if failures is None or failures.per_device_hour == 0:
+        return RunTime(step_seconds, step_seconds)
+    between = failures.seconds_between(devices)
+    rate = math.inf if failures.checkpoint_bandwidth is None else failures.checkpoint_bandwidth
+    writing = max(checkpoint_bytes / rate, 1e-3)  # nothing is written in no time
+    interval = min(daly_interval(writing, seconds_between=between), max(step_seconds, 1e-9))
+    total = expected_seconds(
+        step_seconds,
+        interval_seconds=interval,
+        checkpoint_seconds=writing,
+        restart_seconds=failures.restart_seconds + writing,
+        seconds_between=between,
+    )
+    return RunTime(step_seconds, total, interval, writing, total / between)
 
 
 # ---- The entries of a YAML file
@@ -554,23 +562,6 @@ _failures = record(
     restart_seconds=parse_seconds,
     checkpoint_bandwidth=parse_bandwidth,
 )
-
-
-def _ranges(data: Any, *, name: str) -> dict[str, tuple[float, float]]:
-    # The least and the most of each size
-    if not isinstance(data, Mapping):
-        raise ValueError(f"{name} maps sizes to the least and the most, got {shown(data)}")
-    found = {}
-    for key, value in data.items():
-        ends = list_of(number)(value, name=f"{name}.{key}")
-        if len(ends) != 2:
-            raise ValueError(f"{name}.{key} is the least and the most, got {shown(value)}")
-        found[text(key, name=name)] = (ends[0], ends[1])
-    return found
-
-
-_domain = record(Domain, sizes=_ranges, techniques=list_of(text))
-_error_figure = record(ErrorFigure, median=number, p90=number, runs=whole, above=number)
 _READERS: dict[str, ValueReader[Any]] = {
     "device": _device,
     "devices_per_node": whole,
@@ -583,14 +574,6 @@ _READERS: dict[str, ValueReader[Any]] = {
     "backend": text,
     "source": text,
     "failures": _failures,
-    "accuracy": record(
-        Accuracy,
-        seconds=_error_figure,
-        bytes=_error_figure,
-        source=text,
-        domain=_domain,
-        difference=_error_figure,
-        bytes_domain=_domain,
-    ),
+    "accuracy": read_accuracy,
     "busy_share": number,
 }

@@ -182,23 +182,11 @@ def check_world_size(cluster: Cluster, *, world_size: int) -> None:
 class Group:
     """`size` ranks of distance `stride`.
 
-    The groups of a mesh axis fill all ranks and work at the same time. Raises ValueError for
-    numbers below 1.
+    The groups of a mesh axis fill all ranks and work at the same time.
     """
 
     size: int
     stride: int = 1
-
-    def __post_init__(self) -> None:
-        if (
-            type(self.size) is not int
-            or type(self.stride) is not int
-            or min(self.size, self.stride) < 1
-        ):
-            raise ValueError(
-                f"a group has a size and a stride of at least 1, got {self.size!r} and "
-                f"{self.stride!r}"
-            )
 
     @property
     def span(self) -> int:

@@ -122,54 +122,35 @@ def estimate_kernel_seconds(
     return seconds * estimate / reference if reference > 0 else seconds
 
 
-def estimate_kernels_seconds(
-    kernels: Iterable[Kernel],
-    *,
-    batch_size: float,
-    device: Device,
-    measured: Mapping[KernelKey, float] | None = None,
-    measured_batch_size: float | None = None,
-) -> float:
-    """Return the seconds of all calls (`count` times each), one after another."""
-    return sum(
-        kernel.count
-        * estimate_kernel_seconds(
-            kernel,
-            batch_size=batch_size,
-            device=device,
-            measured=measured,
-            measured_batch_size=measured_batch_size,
-        )
-        for kernel in kernels
-    )
+def estimate_kernels_seconds(kernels: Iterable[Kernel], **options: Any) -> float:
+    """Return the seconds of all calls one after another; see `estimate_kernel_seconds`."""
+    return sum(kernel.count * estimate_kernel_seconds(kernel, **options) for kernel in kernels)
 
 
 def estimate_pass_seconds(
     kernels: Iterable[Kernel],
     *,
-    batch_size: float,
     device: Device,
-    measured: Mapping[KernelKey, float] | None = None,
-    measured_batch_size: float | None = None,
     collectives: Sequence[float] = (),
     launches: float = 1.0,
     more_launches: float = 0.0,
+    **options: Any,
 ) -> float:
     """Return the seconds of one pass of a block whose kernels are `kernels`.
 
-    Forward or backward, with the host that issues them; `collectives` are the seconds of each of
-    those in the pass, which later kernels wait for, `launches` what the host takes for a kernel, in
-    launches, `more_launches` what it does besides. Give whole blocks: a host that is late for one
-    operator may be ahead again at the next.
+    Forward or backward, with the host that issues them. Give whole blocks: a host that is late for
+    one operator may be ahead again at the next.
+
+    Args:
+        kernels: in any order.
+        device: that runs them.
+        collectives: seconds of each of those in the pass, which later kernels wait for.
+        launches: what the host takes for a kernel, in launches.
+        more_launches: what it does besides.
+        options: of `estimate_kernel_seconds`.
     """
     kernels = list(kernels)
-    seconds = estimate_kernels_seconds(
-        kernels,
-        batch_size=batch_size,
-        device=device,
-        measured=measured,
-        measured_batch_size=measured_batch_size,
-    )
+    seconds = estimate_kernels_seconds(kernels, device=device, **options)
     calls = sum(kernel.count for kernel in kernels)
     # kernels that run again are measured with their casts
     own = calls * launches if launches != 1 else launches_of(kernels)
@@ -186,27 +167,14 @@ def overlapped_seconds(products: float, exchanges: float, *, parts: int) -> floa
     return max(products, exchanges) + min(products, exchanges) / parts
 
 
-def product_seconds(
-    kernels: Iterable[Kernel],
-    *,
-    batch_size: float,
-    device: Device,
-    measured: Mapping[KernelKey, float] | None = None,
-    measured_batch_size: float | None = None,
-) -> float:
+def product_seconds(kernels: Iterable[Kernel], *, batch_size: float, **options: Any) -> float:
     """Return the seconds of the matrix products among `kernels`, without attention."""
     products = [
         kernel
         for kernel in kernels
         if kernel.flops.at(batch_size) > 0 and "_scaled_dot_product_" not in kernel.name
     ]
-    return estimate_kernels_seconds(
-        products,
-        batch_size=batch_size,
-        device=device,
-        measured=measured,
-        measured_batch_size=measured_batch_size,
-    )
+    return estimate_kernels_seconds(products, batch_size=batch_size, **options)
 
 
 def launches_of(kernels: Iterable[Kernel]) -> float:

@@ -165,10 +165,8 @@ def _shifted(phase: Phase, by: int) -> Phase:
 
 
 def _indices_per_segment(phase: Phase) -> int:
-    """Return by how many indices the phase of the next segment is later.
-
-    Backward runs from the last segment to the first.
-    """
+    # By how many indices the phase of the next segment is later. Backward runs from the last
+    # segment to the first.
     if phase in ONCE:
         return 0
     return len(FORWARD) if phase[0] in FORWARD else -len(BACKWARD)

@@ -9,22 +9,19 @@
 All ranks get the same. Rank 0 reads and writes one file per set-up (`describe_setup`) in the user's
 cache directory. The file holds rates, curves and times by hashes; no names:
 
-    {"version": 7, "setup": {...}, "refreshed": t, "entries": {name: {"time": t, "value": ...,
-     "busy": share}}}
+    {"version": 8, "setup": {...}, "entries": {name: {"time": t, "value": ..., "busy": share}}}
 
-`t` are seconds since 1970. It is read only as this user's own, written whole, and merged with other
-jobs'. Measuring again is always possible: what goes wrong with the file costs a warning, never
-more.
+`t` are seconds since 1970. It is read only as this user's own, replaced in one go, and merged with
+other jobs'. Measuring again is always possible: what goes wrong with the file costs a warning,
+never more.
 
 What was measured while other programs had the cores has `busy`, the share of the time without one.
-It serves as long as the machine is busy, is measured again by the first start that finds it quiet,
-and never takes the place of what was measured on a quiet machine.
+It serves for an hour, and never takes the place of what was measured on a quiet machine.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import math
@@ -32,11 +29,10 @@ import os
 import platform
 import secrets
 import socket
-import stat
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -46,7 +42,7 @@ import torch.distributed as dist
 from torch.cuda import nccl
 
 from lightning_topt.basics.core_wait import CoreWait, usable_cores
-from lightning_topt.basics.own_files import not_own_reason
+from lightning_topt.basics.own_files import made, open_own
 from lightning_topt.costs.calibrate import (
     USUAL_COLLECTIVES,
     busy_share,
@@ -61,7 +57,6 @@ from lightning_topt.costs.measuring import (
     from_rank_0,
     gather,
     most,
-    on_all_ranks,
     own_rank,
     time_once,
     world_size,
@@ -73,12 +68,9 @@ _CHANGED = 6.0  # a link that is so many times faster or slower than measured is
 _CHECK_BYTES, _CHECK_SECONDS, _CHECK_REPEATS = 1 << 18, 0.02, 4
 _PATIENCE_SECONDS = 0.5  # with a machine that is busy for a moment
 _KERNELS_SECONDS = 2.0
-_LOOK_SECONDS, _LOOK_WIDTH = 0.1, 256  # of products that find out whether the machine is busy
-VERSION = 7
-MAX_AGE_SECONDS = 30 * 24 * 3600.0
+VERSION = 8
+MAX_AGE_SECONDS, BUSY_AGE_SECONDS = 30 * 24 * 3600.0, 3600.0
 _MAX_BYTES, _MAX_ENTRIES = 1 << 25, 50_000
-_LOCK_SECONDS = 2.0
-_SUFFIX = ".json"
 # Of the environment, what libraries read that compute, allocate or communicate. The number of
 # threads is known as such.
 _PREFIXES = (
@@ -130,12 +122,12 @@ class Measurements:
         device: torch.device,
         entries: Entries,
         directory: Path | None,
-        refreshed: float | None,
+        refresh: bool,
         progress: Progress | None,
     ) -> None:
         self.setup, self.device, self.entries, self.directory = setup, device, entries, directory
-        self._refreshed, self._progress = refreshed, progress
-        self.busy_share, self._opened, self._says_busy = 0.0, time.time(), True
+        self._refresh, self._progress = refresh, progress
+        self.busy_share = 0.0
 
     @classmethod
     def open(
@@ -147,10 +139,9 @@ class Measurements:
         directory: Path | str | None = None,
         progress: Progress | None = None,
     ) -> Measurements:
-        """Read what is stored for this set-up, not older than 30 days. Collective.
+        """Read what is stored for this set-up and not too old. Collective.
 
         A file that is damaged or belongs to another user is not used, with a warning on rank 0.
-        What was measured on a busy machine is not used once that is quiet.
 
         Args:
             device: what ranks train on.
@@ -169,30 +160,29 @@ class Measurements:
         except RuntimeError:  # a user without a home
             folder = None
 
-        options: dict[str, Any] = {"device": device, "directory": folder, "progress": progress}
-        if refresh:
-            return cls(setup, entries={}, refreshed=time.time(), **options)
-
-        def read() -> Entries:
-            return load_entries(folder, setup) if own_rank() == 0 and folder is not None else {}
-
+        stored: Entries = {}
+        if not refresh and folder is not None and own_rank() == 0:
+            stored = load_entries(folder, setup)
         # rank 0's file counts: ranks that disagree would measure different things, and wait forever
-        stored = from_rank_0(on_all_ranks(read))
-        quiet = {name: entry for name, entry in stored.items() if not entry.busy}
-        if len(quiet) < len(stored) and not _machine_is_busy(ranks=world_size() // num_nodes):
-            stored = quiet
-        return cls(setup, entries=stored, refreshed=None, **options)
+        return cls(
+            setup,
+            entries=from_rank_0(stored),
+            refresh=refresh,
+            device=device,
+            directory=folder,
+            progress=progress,
+        )
 
     @property
     def path(self) -> Path | None:
         """The file of this set-up; None where the user has no directory for it."""
-        return None if self.directory is None else self.directory / file_name(self.setup)
+        return None if self.directory is None else file_of(self.directory, self.setup)
 
     def cluster(self) -> Cluster:
         """Return the cluster as stored, else as `calibrate` measures it now (about 2 s).
 
-        With `refresh` all collectives and datagrams are measured (about 4 s). What is stored is
-        measured again where one exchange now takes six times as long as it should, or a sixth.
+        With `refresh` all collectives are measured (about 4 s). What is stored is measured again
+        where one exchange now takes six times as long as it should, or a sixth.
         """
         stored = self._stored_cluster()
         if stored is not None and _links_are_as_in(stored, self.device):
@@ -204,16 +194,13 @@ class Measurements:
             else " again, since exchanges take another time than when it was measured"
         )
         self._tell(f"measuring this machine{again} (about 2 s)")
-        ops = USUAL_COLLECTIVES if self._refreshed is None else COLLECTIVES
-        datagrams = self._refreshed is not None
         cluster = calibrate(
             device=self.device,
             num_nodes=self.setup["num_nodes"],
-            collectives=ops,
-            datagrams=datagrams,
+            collectives=COLLECTIVES if self._refresh else USUAL_COLLECTIVES,
         )
         if cluster.busy_share:  # what was measured on a quiet machine stays
-            self._refreshed = None
+            self._refresh = False
         self._add({self._name("cluster"): cluster.to_dict()}, busy=cluster.busy_share)
         return cluster
 
@@ -280,13 +267,11 @@ class Measurements:
         A failure costs a warning.
         """
         if own_rank() == 0 and self.directory is not None:
-            save_entries(self.directory, self.setup, self.entries, refreshed=self._refreshed)
+            save_entries(self.directory, self.setup, self.entries, merge=not self._refresh)
 
     def _watched(self, measure: Callable[[], T]) -> tuple[T, float]:
-        """Return what computing ranks `measure`, and the share without a core if that is too much.
-
-        An accelerator's times are its own, whoever has the cores.
-        """
+        # What computing ranks `measure`, and the share without a core if that is too much. An
+        # accelerator's times are its own, whoever has the cores.
         watch = CoreWait(threads=torch.get_num_threads())
         found = measure()
         share = most(watch.share())
@@ -295,13 +280,12 @@ class Measurements:
 
     def _use(self, busy: float) -> None:
         # Note that what is used was measured so, and tell once where the machine was busy
-        self.busy_share = max(self.busy_share, busy)
-        if self.busy_share and self._says_busy:
-            self._says_busy = False
+        if busy and not self.busy_share:
             self._tell(
-                "this machine was busy while it was measured, so predictions may be too slow; a "
-                "later start that finds it quiet measures again"
+                "this machine was busy while it was measured, so predictions may be too slow; it "
+                "is measured again after an hour"
             )
+        self.busy_share = max(self.busy_share, busy)
 
     def _add(self, values: dict[str, Any], *, busy: float, save: bool = True) -> None:
         now = time.time()
@@ -347,10 +331,8 @@ class Measurements:
 
 
 def _links_are_as_in(cluster: Cluster, device: torch.device) -> bool:
-    """Return whether one small all_reduce takes about as long as `cluster` says.
-
-    Collective: the same answer on all ranks.
-    """
+    # Whether one small all_reduce takes about as long as `cluster` says. Collective: the same
+    # answer on all ranks.
     ranks = world_size()
     curve = cluster.collectives.get(("all_reduce", ranks, 1))
     if curve is None:
@@ -372,19 +354,6 @@ def _links_are_as_in(cluster: Cluster, device: torch.device) -> bool:
         least = min(least, seconds)
         if least <= _CHANGED * expected or waited > _PATIENCE_SECONDS:
             return expected / _CHANGED <= least <= _CHANGED * expected
-
-
-def _machine_is_busy(*, ranks: int) -> bool:
-    """Return whether other programs have cores that these `ranks` of a machine need, just now.
-
-    All ranks compute for a tenth of a second. Collective: the same answer on all ranks.
-    """
-    matrix = torch.ones(_LOOK_WIDTH, _LOOK_WIDTH, dtype=torch.float32)
-    average([0.0])  # all ranks at once
-    watch, end = CoreWait(threads=torch.get_num_threads()), time.perf_counter() + _LOOK_SECONDS
-    while time.perf_counter() < end:
-        matrix @ matrix
-    return busy_share(most(watch.share()), ranks=ranks) > 0
 
 
 # ---- The set-up: equal set-ups may share measurements
@@ -434,10 +403,8 @@ def _machine(device: torch.device) -> dict[str, Any]:
 
 
 def _fp32_precisions() -> list[str]:
-    """Return the precision of products, convolutions and recurrent layers in float32.
-
-    `torch.get_float32_matmul_precision` raises once one of these was set by itself.
-    """
+    # The precision of products, convolutions and recurrent layers in float32.
+    # `torch.get_float32_matmul_precision` raises once one of these was set by itself.
     backends: Any = torch.backends
     parts = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
     parts += [backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn]
@@ -467,11 +434,8 @@ def _cpu_model() -> str:
 
 
 def _network() -> str:
-    """Return the network namespace: containers on one machine have links of their own.
-
-    Its number is given to another one when it ends, its cookie (Linux 5.14) never before the next
-    boot.
-    """
+    # The network namespace: containers on one machine have links of their own. Its number is given
+    # to another one when it ends, its cookie (Linux 5.14) never before the next boot.
     try:
         number = os.readlink("/proc/self/ns/net")
     except OSError:  # no Linux
@@ -507,22 +471,22 @@ def default_directory() -> Path:
     return caches / "lightning_topt" / "measurements"
 
 
-def file_name(setup: Mapping[str, Any]) -> str:
-    """Return the name of the file for a set-up (of JSON values)."""
-    return hashlib.sha256(json.dumps(setup, sort_keys=True).encode()).hexdigest()[:32] + _SUFFIX
+def file_of(directory: Path, setup: Mapping[str, Any]) -> Path:
+    """Return the path of the file for a set-up (of JSON values)."""
+    text = json.dumps(setup, sort_keys=True)
+    return directory / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
 def load_entries(directory: Path, setup: Mapping[str, Any]) -> Entries:
-    """Return the entries for `setup` that are not older than 30 days.
+    """Return the entries for `setup` that are not too old: 30 days, of a busy machine an hour.
 
     None, with a warning, where they cannot be read or trusted.
     """
     try:
-        with _opened(directory) as folder:
-            return _read(folder, setup)[0]
+        return _read(directory, setup)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         _warn(
             f"measurements in {directory} are not used, so this machine is measured again: {error}"
         )
@@ -530,157 +494,65 @@ def load_entries(directory: Path, setup: Mapping[str, Any]) -> Entries:
 
 
 def save_entries(
-    directory: Path, setup: Mapping[str, Any], entries: Entries, *, refreshed: float | None = None
+    directory: Path, setup: Mapping[str, Any], entries: Entries, *, merge: bool = True
 ) -> None:
-    """Merge `entries` with those in the file for `setup`, of each the newer one.
+    """Write `entries` to the file for `setup`.
 
-    One of a busy machine replaces none of a quiet one. All from before `refreshed` are dropped.
-    Other jobs may do the same at the same time. A directory that cannot be written costs a warning.
+    With `merge` what else is there stays, and what a quiet machine gave is not replaced by what a
+    busy one gives. A directory that cannot be written costs a warning.
     """
+    stored: Entries = {}
+    if merge:
+        with contextlib.suppress(OSError, ValueError):
+            stored = _read(directory, setup)
+    stays = {name for name, entry in stored.items() if not entry.busy}
+    better = {name: e for name, e in entries.items() if not (e.busy and name in stays)}
+    newest = sorted((stored | better).items(), key=lambda item: -item[1].time)[:_MAX_ENTRIES]
+    data = {"version": VERSION, "setup": dict(setup)}
+    data["entries"] = {name: entry._asdict() for name, entry in newest}
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _opened(directory) as folder, _locked(folder):
-            try:
-                stored, limit = _read(folder, setup)
-            except (OSError, ValueError, RecursionError):
-                stored, limit = {}, 0.0
-            limit = max(limit, refreshed or 0.0)
-            merged = {name: entry for name, entry in stored.items() if entry.time >= limit}
-            for name, entry in entries.items():
-                if entry.time >= limit and _is_better(entry, merged.get(name)):
-                    merged[name] = entry
-            newest = sorted(merged, key=lambda name: -merged[name].time)[:_MAX_ENTRIES]
-            _replace(folder, setup, {name: merged[name] for name in newest}, limit)
-            _remove_old(folder)
+        path = file_of(made(directory), setup)
+        # a new file beside the old one takes its name: readers see one or the other
+        temporary = path.with_suffix(f".{secrets.token_hex(8)}.tmp")
+        try:
+            with open(open_own(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
+                json.dump(data, file)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        # files that nobody writes any more, such as those of containers that are gone
+        for old in directory.iterdir():
+            if old.suffix in (".json", ".tmp"):
+                with contextlib.suppress(OSError):
+                    if time.time() - old.lstat().st_mtime > 2 * MAX_AGE_SECONDS:
+                        old.unlink()
     except (OSError, ValueError) as error:
         _warn(
             f"measurements cannot be kept in {directory}, so the next start measures again: {error}"
         )
 
 
-def _is_better(entry: Entry, stored: Entry | None) -> bool:
-    # Whether `entry` takes the place of the one that is `stored`, if any
-    if stored is None or bool(stored.busy) != bool(entry.busy):
-        return stored is None or not entry.busy
-    return stored.time < entry.time
-
-
-@contextlib.contextmanager
-def _opened(directory: Path) -> Iterator[int]:
-    # Yield a descriptor of the folder, which is this user's and nobody else's to write
-    folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        _check_own(folder, str(directory))
-        yield folder
-    finally:
-        os.close(folder)
-
-
-def _check_own(descriptor: int, name: str) -> os.stat_result:
-    # The status of a file or folder; raise PermissionError where it is not our own
-    status = os.fstat(descriptor)
-    if reason := not_own_reason(status, also_root=False):
-        raise PermissionError(f"{name}: {reason}")
-    return status
-
-
-def _read(folder: int, setup: Mapping[str, Any]) -> tuple[Entries, float]:
-    """Return the entries of the file, and before when everything was dropped.
-
-    Raises ValueError, OSError for a file that is not ours.
-    """
-    name = file_name(setup)
-    descriptor = os.open(
-        name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder
-    )
-    with open(descriptor, "rb") as file:
-        status = _check_own(descriptor, name)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_BYTES:
-            raise ValueError(f"{name} is no file of measurements")
+def _read(directory: Path, setup: Mapping[str, Any]) -> Entries:
+    # Raise ValueError, OSError for a file that is not ours
+    path = file_of(directory, setup)
+    if path.exists():
+        made(directory)  # which checks whose it is
+    with open(open_own(path, os.O_RDONLY), "rb") as file:
         text = file.read(_MAX_BYTES + 1)
     try:
         data = json.loads(text)
         if data["version"] != VERSION or data["setup"] != dict(setup):
             raise ValueError("it is of another version or set-up")
-        oldest = max(_time(data["refreshed"]), time.time() - MAX_AGE_SECONDS)
-        entries = {
-            str(key): Entry(_time(entry["time"]), entry["value"], _time(entry.get("busy", 0.0)))
-            for key, entry in data["entries"].items()
-        }
+        entries = {str(name): Entry(**entry) for name, entry in data["entries"].items()}
+        return {name: entry for name, entry in entries.items() if _is_fresh(entry)}
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{name} cannot be read ({type(error).__name__}: {error})") from None
-    latest = time.time() + 60  # a clock that was wrong must not keep entries for ever
-    return {key: entry for key, entry in entries.items() if oldest <= entry.time <= latest}, _time(
-        data["refreshed"]
-    )
+        raise ValueError(f"{path.name} cannot be read ({type(error).__name__}: {error})") from None
 
 
-def _time(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{value!r} is no time")
-    return float(value)
-
-
-def _replace(folder: int, setup: Mapping[str, Any], entries: Entries, refreshed: float) -> None:
-    """Write a new file beside the old one and give it its name.
-
-    Readers see one or the other, never a part.
-    """
-    data = {"version": VERSION, "setup": dict(setup), "refreshed": refreshed}
-    data["entries"] = {name: entry._asdict() for name, entry in entries.items()}
-    name = file_name(setup)
-    temporary = f"{name}.{secrets.token_hex(8)}.tmp"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(temporary, flags, 0o600, dir_fd=folder)
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(json.dumps(data).encode())
-            file.flush()
-            os.fsync(descriptor)
-        os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary, dir_fd=folder)
-        raise
-
-
-@contextlib.contextmanager
-def _locked(folder: int) -> Iterator[None]:
-    """Wait for other writers, but not for ever.
-
-    Without the lock the last writer wins, with a whole file all the same.
-    """
-    descriptor = os.open(
-        ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder
-    )
-    try:
-        deadline = time.monotonic() + _LOCK_SECONDS
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.01)
-            except OSError:  # a file system without locks
-                break
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _remove_old(folder: int) -> None:
-    """Remove files that nobody has written for twice the age of their entries.
-
-    Such as those of containers that are gone.
-    """
-    for name in os.listdir(folder):
-        if name.endswith((_SUFFIX, ".tmp")):
-            with contextlib.suppress(OSError):
-                if (
-                    time.time() - os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime
-                    > 2 * MAX_AGE_SECONDS
-                ):
-                    os.unlink(name, dir_fd=folder)
+def _is_fresh(entry: Entry) -> bool:
+    # a clock that was wrong must not keep entries for ever
+    age = time.time() - entry.time
+    return -60 < age < (BUSY_AGE_SECONDS if entry.busy else MAX_AGE_SECONDS)
 
 
 def _warn(message: str) -> None:

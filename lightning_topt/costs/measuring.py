@@ -124,10 +124,6 @@ def time_issue(call: Callable[[], Any], *, device: torch.device) -> float:
 # ---- Numbers and texts that all ranks of the default process group agree on
 
 
-class MeasuringError(RuntimeError):
-    """A measurement failed on another rank; the message says on which one and why."""
-
-
 def world_size() -> int:
     """Return the number of ranks; 1 without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -197,27 +193,6 @@ def from_rank_0(value: T) -> T:
     box = [value]
     dist.broadcast_object_list(box, 0)
     return box[0]
-
-
-def on_all_ranks(function: Callable[[], T]) -> T:
-    """Return this rank's result of `function`, which calls no collective; collective itself.
-
-    Where it fails on one rank, all raise: the error itself where it happened, MeasuringError with
-    its text elsewhere.
-    """
-    result: Any = None
-    error: Exception | None = None
-    try:
-        result = function()
-    except Exception as caught:
-        error = caught
-    messages = gather(None if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
-        raise error
-    for rank, message in enumerate(messages):
-        if message is not None:
-            raise MeasuringError(f"measuring failed on rank {rank}: {message}")
-    return result  # type: ignore[no-any-return]
 
 
 # ---- Generators and modes of the whole process

@@ -4,20 +4,22 @@
     profile.state_bytes("layers.0.weight")
     times = time_updates([optimizer], named_parameters=..., device=device)
 
-Nothing is looked up in a table of optimizers: the same optimizer object is copied onto small real
-tensors (`optimizer_copy`), stepped, and watched: its state, traffic, operator calls, temporaries.
-So every option (fused, foreach, momentum, amsgrad, several groups) counts as it is. Only whether
-the update treats elements one by one cannot be seen from outside; see `optim.update_rule`.
+Nothing is looked up in a table of optimizers: a copy of the same optimizer object, over small real
+tensors, is stepped and watched: its state, traffic, operator calls, temporaries. So every option
+(fused, foreach, momentum, amsgrad, several groups) counts as it is. Only whether the update treats
+elements one by one cannot be seen from outside; see `optim.update_rule`.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import math
 import weakref
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,19 +29,20 @@ import torch
 from torch import Tensor, nn, optim
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_topt.basics.core_wait import CoreWait
 from lightning_topt.costs.cluster import Device
 from lightning_topt.costs.measuring import kept_global_state, time_kernel
-from lightning_topt.costs.optimizer_copy import OptimizerCopy, OptimizerError, no_global_hooks
 from lightning_topt.graph.kernels import is_collective, skip_collective
 from lightning_topt.optim.shard_step import count_exchanges
 from lightning_topt.optim.update_rule import (
     BY_PARAMETER,
     ELEMENTWISE,
     collective_in_step,
+    empty_states,
     is_one_of,
 )
 
@@ -51,8 +54,14 @@ _PRIMES = tuple(n for n in range(5, 320) if all(n % d for d in range(2, math.isq
 _PROBE_NUMEL, _PROBE_COUNT = 4096, 4
 _MAX_DIMS = 6  # of a parameter; the product of seven primes is too many elements for a trial
 _SEED = 20131
+_WAY_OUT = "Give the plan explicitly, for instance plan='ddp'"
+_LEFT_OUT = ("params", "param_names", "consolidate_state_dict")
 # elements of an update that is timed; memory of a step in tensors of as many elements, with room
 _MAX_NUMEL, _TENSORS = {"cpu": 1 << 22, "cuda": 1 << 27}, 16
+
+
+class OptimizerError(ValueError):
+    """An optimizer that cannot be profiled, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,7 @@ class OptimizerProfile:
         elementwise: slices of parameters may be updated by different ranks (ZeRO 2 and 3 are
             exact).
         by_parameter: whole parameters may (ZeRO 1).
-        updates: by parameter name; none for a frozen parameter.
+        updates: by the name of each trained parameter.
         seconds_per_element: measurements by parameter name, if there are any
             (`time_updates`).
         probes: what trial steps have shown, by the name of each trained parameter.
@@ -173,7 +182,6 @@ def read_optimizer(
     exchanges = {id(optimizer): exchanges_of_whole(optimizer) for optimizer in optimizers}
     for optimizer, group, parameter, name in updated_parameters(optimizers, named_parameters):
         if not parameter.requires_grad:
-            updates[name] = frozen_update(optimizer, parameter)
             continue
         # one trial for all parameters that a step treats alike
         key = (id(optimizer), options_key(group), parameter.ndim, parameter.dtype)
@@ -204,18 +212,8 @@ def exchanges_of_whole(optimizer: Optimizer) -> int | None:
     """
     if is_one_of(optimizer, ELEMENTWISE):
         return None
-    with kept_global_state(), no_global_hooks():
+    with kept_global_state(), _no_global_hooks():
         return count_exchanges(optimizer)
-
-
-def frozen_update(optimizer: Optimizer, parameter: nn.Parameter) -> ParameterUpdate:
-    """Return the update of a frozen parameter.
-
-    It is never stepped, but some optimizers (Adagrad) make its state when built.
-    """
-    existing = tree_leaves(optimizer.state.get(parameter, {}))
-    nbytes = sum(value.nbytes for value in existing if torch.is_tensor(value))
-    return ParameterUpdate(nbytes, 0.0, 0.0, 0.0, False)
 
 
 def is_adaptive(optimizer: Optimizer) -> bool:
@@ -364,7 +362,7 @@ class UpdateKind:
 
 @kept_global_state()
 def _communicates(optimizer: Optimizer) -> bool:
-    with no_global_hooks():
+    with _no_global_hooks():
         return collective_in_step(optimizer) is not None
 
 
@@ -511,7 +509,9 @@ def probe_group(
     device = torch.device("cpu")
     if device_type == "cuda" and torch.cuda.is_available():
         device = torch.device("cuda")
-    copied = partial(_copy, optimizer, group, dtype=dtype, device_type=device_type, device=device)
+    copied = partial(
+        _TrialCopy, optimizer, group, dtype=dtype, device_type=device_type, device=device
+    )
     dims = _PRIMES[:ndim]
     # the first step on a parameter of distinct dims shows the shapes of its state
     with _SkippedCollectives():  # type: ignore[no-untyped-call]
@@ -520,11 +520,11 @@ def probe_group(
     # the second step on one and on several parameters shows traffic, calls and temporaries
     watched = []
     for count in (1, _PROBE_COUNT):
-        copy = copied(shapes=[shape] * count)
+        trial = copied(shapes=[shape] * count)
         with _SkippedCollectives():  # type: ignore[no-untyped-call]
-            copy.step()
+            trial.step()
             with _KernelCounter() as watch:
-                copy.step()
+                trial.step()
         watched.append(watch)
     one, many = watched
     adds = many.peak_bytes >= _PROBE_COUNT * one.peak_bytes
@@ -566,105 +566,119 @@ def make_step(
     """
     shape = (math.isqrt(numel), numel // math.isqrt(numel)) if ndim == 2 else (numel,)
     _check_can_be_tried(optimizer, ndim=ndim)
-    copy = _copy(
+    trial = _TrialCopy(
         optimizer, group, shapes=[shape], dtype=dtype, device_type=device.type, device=device
     )
-    copy.step()
-    return copy.step
+    trial.step()
+    return trial.step
 
 
 def _check_can_be_tried(optimizer: Optimizer, *, ndim: int) -> None:
-    name, way_out = type(optimizer).__name__, "Give the plan explicitly, for instance plan='ddp'"
+    name = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise OptimizerError(
             f"the step of {name} needs a closure: it runs the model itself, as often as it wants, "
-            f"so the cost of a step is not known. {way_out}"
+            f"so the cost of a step is not known. {_WAY_OUT}"
         )
-    check_dense(optimizer)
+    if isinstance(optimizer, optim.SparseAdam):
+        raise OptimizerError(
+            f"{name} updates the rows of one batch from sparse gradients, so the cost of a step is "
+            f"not known. {_WAY_OUT}"
+        )
     if ndim > _MAX_DIMS:
         raise OptimizerError(
             f"{name} updates a parameter of {ndim} dims; trial steps are made with at most "
-            f"{_MAX_DIMS}. {way_out}"
+            f"{_MAX_DIMS}. {_WAY_OUT}"
         )
 
 
-def check_dense(optimizer: Optimizer) -> None:
-    """Raise OptimizerError for an optimizer that is made for sparse gradients."""
-    if isinstance(optimizer, optim.SparseAdam):
-        raise OptimizerError(
-            f"{type(optimizer).__name__} updates the rows of one batch from sparse gradients, so "
-            "the cost of a step is not known. Give the plan explicitly, for instance plan='ddp'"
-        )
+class _TrialCopy:
+    """A copy of `optimizer` over fresh parameters of `shapes`, with the options of `group`.
 
-
-def _copy(
-    optimizer: Optimizer,
-    group: Mapping[str, Any],
-    *,
-    shapes: Sequence[tuple[int, ...]],
-    dtype: torch.dtype,
-    device_type: str,
-    device: torch.device,
-) -> _Steps:
-    """Return `optimizer` over fresh parameters of `shapes`, not yet stepped.
-
-    With the options of `group`.
+    Stepping it cannot reach the original: what that refers to is copied too, its state is empty.
     """
-    try:
-        parameters = [nn.Parameter(_random(shape, dtype, device)) for shape in shapes]
-        for parameter in parameters:
-            parameter.grad = _random(parameter.shape, dtype, device)
-    except RuntimeError as error:
-        raise OptimizerError(
-            f"a trial step of {type(optimizer).__name__} on parameters of {dtype} is not possible: "
-            f"{error}. Give the plan explicitly, for instance plan='ddp'"
-        ) from error
-    copy = OptimizerCopy(optimizer, group, parameters=parameters)
-    for options in copy.optimizer.param_groups:
-        if options.get("capturable") and device.type == "cpu":
-            # needs an accelerator; changes where `step` lives, not what is kept
-            options["capturable"] = False
-        if (
-            device_type != "cpu"
-            and "foreach" in options
-            and options["foreach"] is None
-            and not options.get("fused")
-        ):
-            options["foreach"] = True  # torch's default there
-    return _Steps(copy, parameters)
 
-
-def _random(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    drawn = dtype if dtype.is_complex else torch.float32
-    generator = torch.Generator(device).manual_seed(_SEED)
-    return torch.rand(tuple(shape), dtype=drawn, device=device, generator=generator).to(dtype)
-
-
-class _Steps:
-    """A copied optimizer whose failures name it."""
-
-    def __init__(self, copy: OptimizerCopy, parameters: Sequence[nn.Parameter]) -> None:
-        self.optimizer, self.states = copy.optimizer, copy.states
-        self._given = [(parameter, parameter.grad) for parameter in parameters]
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        group: Mapping[str, Any],
+        *,
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype,
+        device_type: str,
+        device: torch.device,
+    ) -> None:
+        self._name = type(optimizer).__name__
+        self.states: list[Any] = []  # of it and of all optimizers that it wraps
+        try:
+            parameters = [nn.Parameter(_random(shape, dtype, device)) for shape in shapes]
+            self._gradients = [(p, _random(p.shape, dtype, device)) for p in parameters]
+            # parameters of other groups stay out of the trial; a rate in a tensor may have no value
+            groups, outside = optimizer.param_groups, nn.Parameter(torch.zeros(1), False)
+            memo: dict[int, Any] = {id(p): outside for every in groups for p in every["params"]}
+            memo |= {id(p): new for p, new in zip(group["params"], parameters, strict=False)}
+            values = [
+                v for every in (*groups, getattr(optimizer, "defaults", {})) for v in every.values()
+            ]
+            memo |= {id(value): 0.5 for value in values if isinstance(value, Tensor)}
+            options = {
+                name: copy.deepcopy(value, memo)
+                for name, value in group.items()
+                if name not in _LEFT_OUT
+            }
+            if options.get("capturable") and device.type == "cpu":
+                # needs an accelerator; changes where `step` lives, not what is kept
+                options["capturable"] = False
+            if device_type != "cpu" and options.get("foreach", 0) is None:
+                options["foreach"] = None if options.get("fused") else True  # torch's default
+            memo[id(optimizer.param_groups)] = [{**options, "params": parameters}]
+            self.optimizer: Any = self._copied(optimizer, memo)
+        except Exception as error:
+            raise OptimizerError(
+                f"{self._name} cannot be copied for a trial step on parameters of {dtype}, so what "
+                f"it needs is not known: {error}. {_WAY_OUT}"
+            ) from error
+        self._ask_for_gradients()
         # some of those that nobody knows ask for the gradients again
         is_known = is_one_of(self.optimizer, BY_PARAMETER)
         takes_closure = "closure" in inspect.signature(type(self.optimizer).step).parameters
-        self._options = {"closure": self._closure} if takes_closure and not is_known else {}
+        asks = takes_closure and not is_known
+        self._closure = {"closure": self._ask_for_gradients} if asks else {}
 
-    def _closure(self) -> Tensor:
-        for parameter, gradient in self._given:
+    def _copied(self, original: Any, memo: dict[int, Any]) -> Any:
+        kind: Any = type(original)
+        made = memo[id(original)] = kind.__new__(kind)
+        for name, value in vars(original).items():
+            if isinstance(value, nn.Module):
+                raise ValueError(f"it refers to a module, {type(value).__name__}")
+            # methods on the instance are a scheduler's or a wrapper's; hooks are of the real run
+            if name.endswith("_hooks"):
+                vars(made)[name] = OrderedDict()
+            elif name == "state":
+                if id(value) not in memo:  # wrappers share the state of what they wrap
+                    memo[id(value)] = empty_states(made)
+                    self.states.append(memo[id(value)])
+                vars(made)[name] = memo[id(value)]
+            elif isinstance(value, Optimizer):
+                vars(made)[name] = memo.get(id(value)) or self._copied(value, memo)
+            elif not (callable(value) and hasattr(type(original), name)) and name not in _LEFT_OUT:
+                vars(made)[name] = copy.deepcopy(value, memo)
+        return made
+
+    def _ask_for_gradients(self) -> Tensor:
+        for parameter, gradient in self._gradients:
             parameter.grad = gradient
         return torch.ones(())
 
     def kept(self) -> list[Tensor]:
         """Return the tensors of the states, and those that the optimizer has beside them."""
-        own = [
+        beside = [
             value
             for name, value in vars(self.optimizer).items()
             if name not in ("state", "param_groups")
         ]
-        leaves = tree_leaves([*map(dict, self.states), own])
+        leaves = tree_leaves([*map(dict, self.states), beside])
         return [
             leaf
             for leaf in leaves
@@ -682,13 +696,33 @@ class _Steps:
     def step(self) -> None:
         """Take a step, without the hooks of the real run."""
         try:
-            with no_global_hooks():
-                self.optimizer.step(**self._options)
+            with _no_global_hooks():
+                self.optimizer.step(**self._closure)
         except Exception as error:
             raise OptimizerError(
-                f"a trial step of {type(self.optimizer).__name__} failed, so its memory is not "
-                f"known: {error}. Give the plan explicitly, for instance plan='ddp'"
+                f"a trial step of {self._name} failed, so its memory is not known: {error}. "
+                f"{_WAY_OUT}"
             ) from error
+
+
+@contextmanager
+def _no_global_hooks() -> Iterator[None]:
+    # hooks on the steps of all optimizers belong to the real run
+    registries: tuple[Any, ...] = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    hooks_before = [dict(hooks) for hooks in registries]
+    for hooks in registries:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in zip(registries, hooks_before, strict=True):
+            hooks.update(before)
+
+
+def _random(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    drawn = dtype if dtype.is_complex else torch.float32
+    generator = torch.Generator(device).manual_seed(_SEED)
+    return torch.rand(tuple(shape), dtype=drawn, device=device, generator=generator).to(dtype)
 
 
 class _SkippedCollectives(TorchDispatchMode):

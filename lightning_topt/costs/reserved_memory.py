@@ -38,8 +38,7 @@ from lightning_topt.costs.lifetimes import (
 )
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh
-from lightning_topt.graph.op_graph import Parameter
-from lightning_topt.graph.step_memory import StepMemory, backward_owners, stretches_of
+from lightning_topt.graph.op_graph import Parameter, StepMemory, backward_owners, stretches_of
 
 _SMALLEST, _SMALL = 512, 1 << 20
 _SMALL_SEGMENT, _LARGE_SEGMENT = 2 << 20, 20 << 20
@@ -352,11 +351,9 @@ class StepSpans:
                 yield parameter.name, total * parameter.nbytes / whole / count
 
     def _buckets(self, lifetimes: Sequence[tuple[str, Lifetime]]) -> Iterator[Span]:
-        """Yield DDP's buckets, which take gradients of several blocks.
-
-        The one of the first step is given back before the second, which makes new ones: of 1 MiB,
-        then of 25, in the order of gradients (torch 2.13 `reducer.cpp`, `rebuild_buckets`).
-        """
+        # Yield DDP's buckets, which take gradients of several blocks. The one of the first step is
+        # given back before the second, which makes new ones: of 1 MiB, then of 25, in the order of
+        # gradients (torch 2.13 `reducer.cpp`, `rebuild_buckets`).
         blocks = {block for block, each in lifetimes if each.kind == "gradient buckets"}
         some = [p for block in blocks for p in self.step.parameters(block) if p.trainable]
         some.sort(key=lambda p: (self._gradients.get(p.name, math.inf), p.name))

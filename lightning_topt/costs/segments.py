@@ -17,17 +17,18 @@ from lightning_topt.basics import once_per_object
 from lightning_topt.costs.sizes import ITEM_BYTES, ROOT
 from lightning_topt.graph.blocks import block_of
 from lightning_topt.graph.op_graph import (
+    Amount,
     Kernel,
     Op,
     OpGraph,
     Parameter,
+    TensorSpec,
 )
-from lightning_topt.graph.step_memory import Amount, TensorSpec
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Positions on ``graph.step_memory``, from 0.
+    """Positions on ``graph.timeline``, from 0.
 
     Attributes:
         count: of all segments.
@@ -251,10 +252,8 @@ def chain_of(graph: OpGraph) -> tuple[str, ...]:
 def _spans(
     graph: OpGraph, place_of: Mapping[str, int], *, last: int
 ) -> dict[_Source, tuple[int, int]]:
-    """Return the first and the last block that need what units return.
-
-    The first makes it. What the end of the step needs, the last block does.
-    """
+    # The first and the last block that need what units return. The first makes it. What the end of
+    # the step needs, the last block does.
     ops = {op.name: op for op in graph.ops}
     inside = _inside_units(graph)
     # operators outside of units run on every stage that needs them: what they read goes through
@@ -280,10 +279,8 @@ def _spans(
 
 
 def _inside_units(graph: OpGraph) -> dict[str, bool]:
-    """Return whether each operator runs inside of a unit.
-
-    Then a module around it is a block, or contains none.
-    """
+    # Whether each operator runs inside of a unit. Then a module around it is a block, or contains
+    # none.
     blocks = {block.name for block in graph.blocks} - {ROOT}
     around = {
         ".".join(parts[:n])

@@ -28,8 +28,7 @@ from collections.abc import Collection, Container, Hashable, Iterable
 from dataclasses import replace
 from functools import cached_property
 
-from lightning_topt.graph.op_graph import Block, OpGraph
-from lightning_topt.graph.step_memory import ModuleCall, StepMemory
+from lightning_topt.graph.op_graph import Block, ModuleCall, OpGraph, StepMemory
 
 MIN_PARAMETER_SHARE = 0.05
 MIN_KEPT_SHARE = 0.10

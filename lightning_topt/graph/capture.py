@@ -13,38 +13,20 @@ How it goes:
 thrown away, since nothing that user code leaves behind is put back.
 `techniques.tensor_parallel.split_model` captures the step on slices. The graph goes to
 `costs.training_step`, which prices it, in a `SearchRequest`.
-
-[Note: second calls] A forward pass runs on a fresh copy. When it is over, every candidate is called
-again with the arguments of its first call, the last one first, as in a backward pass. Its forward
-may be recomputed if this call
-- runs the same operators on the same memory: tensors that the call makes count as the same when
-  they are made at the same place; a tensor left by the first call, or memory that was written to
-  meanwhile, does not;
-- leaves attributes, arguments and the globals of its file as they were; a new tensor of the same
-  shape counts as the same (a loss that each call stores);
-- draws no random numbers but those of torch's default generators, which a recomputation sets back;
-- talks to no other rank, and raises nothing.
-Candidates inside of a candidate that passes are called by it: of them only what they leave behind
-is compared. Where it does not pass they are called by themselves.
 """
 
 from __future__ import annotations
 
 import gc
 import inspect
-import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lightning_topt.graph.blocks import choose_blocks, mark_repeatable, repeat_candidates
 from lightning_topt.graph.errors import (
@@ -55,22 +37,10 @@ from lightning_topt.graph.errors import (
     explain_transform,
     raised_by_user,
 )
-from lightning_topt.graph.kernels import (
-    QUERIES,
-    Frozen,
-    freeze,
-    is_collective,
-    is_strided,
-    skip_collective,
-    written_tensors,
-)
-from lightning_topt.graph.op_graph import Block, OpGraph
-from lightning_topt.graph.python_state import describe, host_random_state
+from lightning_topt.graph.module_copy import filled_copy
+from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.recorder import Recorder
 from lightning_topt.graph.recording import (
-    PRIME,
-    GraphValues,
-    OneRecording,
     Recording,
     assemble,
     changed,
@@ -82,9 +52,11 @@ from lightning_topt.graph.repetition import (
     short_copy,
     with_all_layers,
 )
+from lightning_topt.graph.second_calls import find_repeatable
 from lightning_topt.graph.structures import (
     batch_sizes,
     common_size,
+    copied_batch,
     fake_batch,
     nbytes_of,
     tensors_in,
@@ -104,7 +76,6 @@ def capture(
     batch_scaling: bool = True,
     adapt: Adapt | None = None,
     like: OpGraph | None = None,
-    one_recording: bool = False,
     stacks: Sequence[Stack] | None = None,
 ) -> OpGraph:
     """Return the operator graph of one training step of `module`.
@@ -128,8 +99,6 @@ def capture(
             returns a context around its forward, inside of `forward_context`.
         like: the graph of the same module without `adapt`: its blocks are taken, and what it says
             of second calls.
-        one_recording: of fake tensors, at a large batch size, instead of two where that says as
-            much; for `like` that `one_is_enough`.
         stacks: what `repeated_layers` says of the step; None: it is asked.
 
     Raises:
@@ -158,7 +127,6 @@ def capture(
         second_batch=second_batch,
         batch_scaling=batch_scaling,
         like=like,
-        one_recording=one_recording,
     )
     with no_collection():
         if stacks:
@@ -176,36 +144,10 @@ def _captured(
     second_batch: object | None,
     batch_scaling: bool,
     like: OpGraph | None,
-    one_recording: bool,
 ) -> OpGraph:
     if not batch_scaling:
         return graph_of_one_size(step, batch, like)
-    # two sizes from one recording, where that is enough
-    if like is not None and one_recording:
-        found = _from_one_recording(step, batch, like)
-        if found is not None:
-            return found
     return _capture_two_sizes(step, batch, second_batch, like)
-
-
-def one_is_enough(
-    module: nn.Module,
-    batch: object,
-    like: OpGraph,
-    *,
-    forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
-    device: torch.device | str = "cpu",
-    stacks: Sequence[Stack] = (),
-) -> bool:
-    """Return whether one recording of a step says all that `like` does.
-
-    `like` is what `capture` made of two, given the same module, batch, context and device.
-    """
-    if not like.batch_scaling:
-        return False
-    step = StepRun(module, forward_context, torch.device(device), stacks=tuple(stacks))
-    with no_collection():
-        return _from_one_recording(step, batch, like) == like
 
 
 def repeated_layers(
@@ -234,6 +176,20 @@ def repeated_layers(
         return stacks if outlined(()) == outlined(stacks) else ()
     except Exception:
         return ()
+
+
+def observe_step(
+    module: nn.Module,
+    batch: object,
+    *,
+    forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> OpGraph:
+    """Run a step of a copy of `module` on the CPU, and return its graph.
+
+    The graph holds for batches of the size of `batch`. Raises CaptureError as `capture` does.
+    """
+    check_can_run(module)
+    return graph_of_one_size(StepRun(module, forward_context, is_real=True), batch)
 
 
 @contextmanager
@@ -291,31 +247,6 @@ def _capture_two_sizes(
     return _finish(graph, step, small[0], samples=(small[1], sizes[0]), like=like)
 
 
-def _from_one_recording(step: StepRun, batch: object, like: OpGraph) -> OpGraph | None:
-    # The graph at the sizes of `like`; None where one recording does not say
-    sizes = like.step.batch_sizes
-    try:
-        many = batch_sizes(batch, None)[0], PRIME * sizes[0]
-        copied, recording, _ = step.record(batch, samples=many, resizes=True)
-        values = GraphValues(sizes, OneRecording(recording))
-    except Exception:
-        # torch refuses some large sizes; errors of the step itself are raised for a batch that
-        # users know
-        return None
-    small, large = (int(like.input_bytes.at(size)) for size in sizes)
-    graph = assemble(
-        copied,
-        (recording, recording),
-        name=type(step.module).__name__,
-        sizes=sizes,
-        input_bytes=(small, large),
-        values=values,
-        repeatable={m.path for m in like.step.modules if m.repeatable},
-        blocks=_blocks_in(copied, like),
-    )
-    return step.with_all_layers(graph)
-
-
 def _finish(
     graph: OpGraph,
     step: StepRun,
@@ -324,23 +255,34 @@ def _finish(
     samples: tuple[int, int] = (1, 1),
     like: OpGraph | None = None,
 ) -> OpGraph:
-    """Return the graph cut into its default blocks, with what second calls of its modules did.
-
-    With `like` both are taken from there.
-    """
+    # The graph cut into its default blocks, with what second calls of its modules did. With `like`
+    # both are taken from there.
     if like is not None:
         graph = step.with_all_layers(graph)
         repeatable = {m.path for m in like.step.modules if m.repeatable}
         return mark_repeatable(graph, repeatable).with_blocks(like.blocks)
-    found = find_repeatable(step, batch, candidates=repeat_candidates(graph), samples=samples)
-    graph = step.with_all_layers(mark_repeatable(graph, found))
+    repeatable = _repeatable(step, batch, candidates=repeat_candidates(graph), samples=samples)
+    graph = step.with_all_layers(mark_repeatable(graph, repeatable))
     return graph.with_blocks(choose_blocks(graph))
 
 
-def _blocks_in(module: nn.Module, like: OpGraph) -> tuple[Block, ...]:
-    # The blocks of `like` that `module` has
-    paths = {path for path, _ in module.named_modules()}
-    return tuple(block for block in like.blocks if block.name in paths)
+def _repeatable(
+    step: StepRun, batch: object, *, candidates: Sequence[str], samples: tuple[int, int]
+) -> set[str]:
+    # A step that runs only once has none. Which kernels run holds for second calls too, unlike the
+    # rest of the context (`OnAccelerator`).
+    kernels, eager = getattr(step.forward_context, "kernels", nullcontext), "force_eager"
+    try:
+        with step.prepared(batch, samples=samples) as made, torch.compiler.set_stance(eager):
+            run = partial(call_training_step, made.module, made.batch)
+            return find_repeatable(
+                *(made.module, made.batch, run),
+                candidates=candidates,
+                first=step.forward_context,
+                second=kernels,
+            )
+    except Exception:
+        return set()
 
 
 def check_can_run(module: nn.Module) -> None:
@@ -362,16 +304,15 @@ def check_can_run(module: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Copies of a module and of a batch, and the mode under which a step of fake ones runs."""
+    """Copies of a module and of a batch."""
 
     module: nn.Module
     batch: object
-    mode: FakeTensorMode | None = None
 
 
 @dataclass(eq=False)
 class StepRun:
-    """Training steps of `module` on fake copies.
+    """Training steps of `module` on copies.
 
     Args:
         module: whose step runs.
@@ -380,6 +321,7 @@ class StepRun:
         adapt: may change the copy that is recorded before anything reads it, and returns a context
             around its forward, inside of the other.
         stacks: layers of which five are recorded.
+        is_real: on copies with memory of their own, on the CPU; the size of a batch stays.
     """
 
     module: nn.Module
@@ -387,6 +329,7 @@ class StepRun:
     device: torch.device = CPU
     adapt: Adapt | None = None
     stacks: tuple[Stack, ...] = ()
+    is_real: bool = False
 
     @contextmanager
     def prepared(self, batch: object, *, samples: tuple[int, int] = (1, 1)) -> Iterator[Prepared]:
@@ -395,9 +338,12 @@ class StepRun:
         `samples` resizes the batch, see `fake_batch`.
         """
         with torch.enable_grad():
+            if self.is_real:
+                yield Prepared(filled_copy(self.module), copied_batch(batch))
+                return
             copied, mode = short_copy(self.module, self.stacks, device=self.device)
             with mode:
-                yield Prepared(copied, fake_batch(batch, samples=samples, device=self.device), mode)
+                yield Prepared(copied, fake_batch(batch, samples=samples, device=self.device))
 
     def with_all_layers(self, graph: OpGraph) -> OpGraph:
         """Return `graph` with the layers that were not recorded."""
@@ -407,7 +353,7 @@ class StepRun:
         return changed(with_all_layers(graph, self.stacks), buffer_bytes=size)
 
     def record(
-        self, batch: object, *, samples: tuple[int, int] = (1, 1), resizes: bool = False
+        self, batch: object, *, samples: tuple[int, int] = (1, 1)
     ) -> tuple[nn.Module, Recording, int]:
         """Return the copy that ran, what it did with `batch`, and the bytes of this batch.
 
@@ -416,14 +362,13 @@ class StepRun:
         Args:
             batch: what `training_step` takes.
             samples: resizes it, see `fake_batch`.
-            resizes: the batch is of `PRIME` batches, see [Note: one recording] in `recording`.
         """
         recorder: Recorder | None = None
         try:
             with self.prepared(batch, samples=samples) as prepared:
                 copied, leaves = prepared.module, list(tensors_in(prepared.batch))
                 inner = nullcontext() if self.adapt is None else self.adapt(copied)
-                recorder = Recorder(copied, leaves, resizes=prepared.mode if resizes else None)
+                recorder = Recorder(copied, leaves)
                 # the step itself; compiled modules run eagerly
                 with torch.compiler.set_stance("force_eager"):
                     with recorder.forward(), self.forward_context(), inner:
@@ -481,303 +426,3 @@ def loss_of(output: object) -> Tensor:
             f"{WAY_OUT}"
         )
     return loss
-
-
-# ---- second calls --------------------------------------------------------------------------------
-
-
-def find_repeatable(
-    step: StepRun, batch: object, *, candidates: Iterable[str], samples: tuple[int, int]
-) -> set[str]:
-    """Return those of `candidates` whose second call does what the first did.
-
-    See [Note: second calls]. A step that runs only once has none.
-
-    Args:
-        step: what runs.
-        batch: what `training_step` takes.
-        candidates: paths of modules.
-        samples: resizes the batch, see `fake_batch`.
-    """
-    wanted = list(candidates)
-    # which kernels run holds for second calls too, unlike the rest of the context (`OnAccelerator`)
-    kernels = getattr(step.forward_context, "kernels", nullcontext)
-    if not wanted:
-        return set()
-    try:
-        eager = torch.compiler.set_stance("force_eager")
-        with step.prepared(batch, samples=samples) as prepared, eager:
-            copied, inputs = prepared.module, prepared.batch
-            outside = [*copied.parameters(), *copied.buffers(), *tensors_in(inputs)]
-            trace = CallTracer(outside)
-            # first calls: one forward pass, with hooks of ours in the place of `forward`
-            run = _Run()
-            calls = {path: _Candidate(copied.get_submodule(path)) for path in wanted}
-            for candidate in calls.values():
-                candidate.watch(trace, run)
-            with step.forward_context(), trace:
-                call_training_step(copied, inputs)
-            # second calls, of the modules that were called once
-            counts = Counter(map(id, run.order))
-            run.is_over = True
-            with kernels(), trace:
-                _repeat([candidate for candidate in run.order if counts[id(candidate)] == 1], trace)
-            return {path for path, candidate in calls.items() if candidate.passed}
-    except Exception:
-        return set()  # a step that runs only once
-
-
-def _repeat(candidates: list[_Candidate], trace: CallTracer) -> None:
-    """Call the outermost of `candidates` again, the last one first.
-
-    Those inside of one are called by themselves only where it does not pass.
-    """
-    numbers = {*map(id, candidates)}
-    nested = {id(inner) for outer in candidates for inner in outer.inside}
-    for candidate in reversed(candidates):
-        if id(candidate) in nested:
-            continue
-        inside = [inner for inner in candidate.inside if id(inner) in numbers]
-        # what ran inside counts for the inner candidates, if this one passes
-        for inner in inside:
-            inner.calls, inner.leaves = 0, False
-        if candidate.repeats(trace):
-            candidate.passed = True
-            for inner in inside:
-                inner.passed = inner.calls == 1 and not inner.leaves
-        else:
-            _repeat(inside, trace)
-
-
-@dataclass(eq=False)
-class _Run:
-    """One forward pass.
-
-    `order` are the first calls in the order of time, `under_way` those that have not ended.
-    """
-
-    order: list[_Candidate] = field(default_factory=list)
-    under_way: list[_Candidate] = field(default_factory=list)
-    is_over: bool = False
-
-
-@dataclass(eq=False)
-class _Candidate:
-    """A module, its first call and the candidates called inside of it.
-
-    `calls` counts the calls by a second call around it, `leaves` says whether they left anything.
-    """
-
-    module: nn.Module
-    args: tuple[object, ...] = ()
-    kwargs: dict[str, object] = field(default_factory=dict)
-    first: CallTrace | None = None
-    around: _Around | None = None
-    forward: Any = None
-    inside: list[_Candidate] = field(default_factory=list)
-    calls: int = 0
-    leaves: bool = False
-    passed: bool = False
-
-    def watch(self, trace: CallTracer, run: _Run) -> None:
-        """Note every call of the module in `run`, and its arguments."""
-        self.forward = self.module.forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if run.is_over:
-                # the operators are compared in the call around: here only what is left behind
-                self.calls += 1
-                roots = [self.module, args, kwargs]
-                before = describe(roots)
-                out = self.forward(*args, **kwargs)
-                self.leaves |= describe(roots) != before
-                return out
-            for outer in run.under_way:
-                outer.inside.append(self)
-            run.order.append(self)
-            run.under_way.append(self)
-            self.args, self.kwargs, self.around = args, kwargs, _Around()
-            try:
-                with trace.call() as self.first:
-                    return self.forward(*args, **kwargs)
-            finally:
-                run.under_way.pop()
-
-        # hooks stay outside, as in a recomputation
-        self.module.forward = forward
-
-    def repeats(self, trace: CallTracer) -> bool:
-        """Return whether a call with the same arguments does the same."""
-        assert self.first is not None and self.around is not None
-        roots = [self.module, self.args, self.kwargs]
-        before, drawn = describe(roots), host_random_state()
-        try:
-            with self.around.again(), torch.enable_grad(), trace.call() as second:
-                self.forward(*self.args, **self.kwargs)
-        except Exception:
-            return False
-        same_python = describe(roots) == before and host_random_state() == drawn
-        return same_python and not second.has_effects and second.equals(self.first)
-
-
-class _Around:
-    """What `torch.utils.checkpoint` sets back before it calls again: autocast, random numbers."""
-
-    def __init__(self) -> None:
-        uses_cuda = torch.cuda.is_initialized()
-        kinds = ("cpu", "cuda") if uses_cuda else ("cpu",)
-        self.casts = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in kinds
-        ]
-        with _disable_current_modes():
-            self.drawn = torch.get_rng_state()
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        with _disable_current_modes():
-            torch.set_rng_state(self.drawn)
-        with ExitStack() as stack:
-            for kind, enabled, dtype in self.casts:
-                stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
-            yield
-
-
-# ---- what one call does, to be compared ----------------------------------------------------------
-
-
-class Source(NamedTuple):
-    """Memory that an operator reads.
-
-    Args:
-        kind: ``"made"`` by this call, ``"met"`` in it first, or ``"known"`` before.
-        place: counts what a call makes, or what it meets.
-        serial: counts all memory.
-        version: counts the writes to it.
-        offset: of the tensor in its storage.
-    """
-
-    kind: str
-    place: int
-    serial: int
-    version: int
-    offset: int
-
-    def equals(self, other: Source) -> bool:
-        """Return whether two calls read the same.
-
-        Memory of their own at the same place, or the very same memory.
-        """
-        if self.offset != other.offset:
-            return False
-        # made by the calls themselves, at the same place
-        if "made" in (self.kind, other.kind):
-            return (self.kind, self.place) == (other.kind, other.place)
-        # the very same memory, with no write in between
-        if (self.serial, self.version) == (other.serial, other.version):
-            return True
-        # constants that every call writes anew
-        return self.kind == other.kind == "met" and self.place == other.place
-
-
-@dataclass
-class CallTrace:
-    """The operators that one call runs, and the memory that each of them reads.
-
-    `own` are (kind, place) by serial, `places` counts them by kind. `has_effects`: it drew from a
-    generator of its own or talked to other ranks.
-    """
-
-    operators: list[tuple[OpOverload, Frozen]] = field(default_factory=list)
-    sources: list[list[Source]] = field(default_factory=list)
-    own: dict[int, tuple[str, int]] = field(default_factory=dict)
-    places: Counter[str] = field(default_factory=Counter)
-    has_effects: bool = False
-
-    def equals(self, other: CallTrace) -> bool:
-        """Return whether both calls ran the same operators on the same memory."""
-        return self.operators == other.operators and all(
-            len(mine) == len(others) and all(a.equals(b) for a, b in zip(mine, others, strict=True))
-            for mine, others in zip(self.sources, other.sources, strict=True)
-        )
-
-
-class CallTracer(TorchDispatchMode):
-    """A mode that traces the calls within `call`; `outside` are tensors that exist before."""
-
-    def __init__(self, outside: Iterable[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._open: list[CallTrace] = []
-        self._serials: dict[int, int] = {}
-        self._references: dict[int, object] = {}
-        self._versions: dict[int, int] = {}
-        self._count = 0
-        self._outside = [tensor for tensor in outside if is_strided(tensor)]
-        for tensor in self._outside:
-            self._serial(tensor, "met")
-
-    @contextmanager
-    def call(self) -> Iterator[CallTrace]:
-        """Trace what runs inside, also what runs in calls inside of it."""
-        self._open.append(CallTrace())
-        try:
-            yield self._open[-1]
-        finally:
-            self._open.pop()
-
-    def __torch_dispatch__(
-        self, func: OpOverload, types: object, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Run `func` and note what it reads and writes."""
-        kwargs = kwargs or {}
-        if func._schema.name in QUERIES:  # made by some calls of a module and not by others
-            return func(*args, **kwargs)
-        written = written_tensors(func, args, kwargs)
-        if self._open:
-            self._note(func, args, kwargs)
-        out = skip_collective(func, args, kwargs) if is_collective(func) else func(*args, **kwargs)
-        # a write makes a new version of the memory
-        for tensor in written:
-            serial = self._serial(tensor, "made")
-            self._versions[serial] = self._versions.get(serial, 0) + 1
-        for tensor in tensors_in(out):
-            if is_strided(tensor):
-                self._serial(tensor, "made")
-        return out
-
-    def _note(self, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        tensors: list[Tensor] = []
-        operator = func, freeze((args, tuple(kwargs.items())), tensors)
-        has_effects = is_collective(func) or any(
-            isinstance(v, torch.Generator) for v in (*args, *kwargs.values())
-        )
-        for call in self._open:
-            call.operators.append(operator)
-            call.sources.append([self._source(call, tensor) for tensor in tensors])
-            call.has_effects |= has_effects
-
-    def _source(self, call: CallTrace, tensor: Tensor) -> Source:
-        serial = self._serial(tensor, "met")
-        kind, place = call.own.get(serial, ("known", 0))
-        return Source(
-            kind, place, serial, self._versions.get(serial, 0), int(tensor.storage_offset())
-        )
-
-    def _serial(self, tensor: Tensor, kind: str) -> int:
-        # The number of the memory of `tensor`; new memory is noted as `kind`
-        memory = tensor.untyped_storage()
-        address = memory._cdata
-        if address in self._serials:  # known: made or met before
-            return self._serials[address]
-        self._count += 1
-        self._serials[address] = self._count
-        # new for all calls under way, at the next place in each
-        for call in self._open:
-            call.own[self._count] = kind, call.places[kind]
-            call.places[kind] += 1
-
-        def freed(_: object) -> None:
-            del self._serials[address], self._references[address]
-
-        self._references[address] = weakref.ref(memory, freed)
-        return self._count

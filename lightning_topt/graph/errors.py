@@ -277,27 +277,7 @@ def _is_users(name: str) -> bool:
 
 
 def is_installed(file: str) -> bool:
-    """Return whether `file` is of Python, of this package, or of one that was installed.
-
-    Packages count as installed in any folder of the path.
-    """
+    """Return whether `file` is of Python, of this package, or of one that was installed."""
     file = os.path.abspath(file)
-    if file.startswith(LIBRARIES):
-        return True
-    folders = [os.path.join(os.path.abspath(folder), "") for folder in sys.path]
-    inside = [(folder, file[len(folder) :]) for folder in folders if file.startswith(folder)]
-    return any(rest.partition(os.sep)[0] in _installed_in(folder) for folder, rest in inside)
-
-
-@functools.cache
-def _installed_in(folder: str) -> frozenset[str]:
-    """Return the files and folders that ``pip install --target`` has put into `folder`.
-
-    Others beside them may be the user's.
-    """
-    records = Path(folder).glob("*.dist-info/RECORD")
-    return frozenset(
-        line.partition(",")[0].partition("/")[0]
-        for each in records
-        for line in each.open(encoding="utf-8")
-    )
+    is_in_site = not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+    return is_in_site or file.startswith(LIBRARIES)

@@ -45,7 +45,7 @@ from lightning_topt.graph.errors import (
 )
 from lightning_topt.graph.kernels import is_collective, is_strided, is_view, written_tensors
 from lightning_topt.graph.module_copy import fake_copy, runs_metrics
-from lightning_topt.graph.python_state import host_random_state
+from lightning_topt.graph.second_calls import host_random_state
 from lightning_topt.graph.step_flow import (
     Draw,
     LeafSpec,
@@ -457,10 +457,8 @@ class FlowRecorder(TorchDispatchMode):
         return self._returned(call, result)
 
     def _returned(self, call: FlowReader, result: object) -> Any:
-        """Note what a call returned, and return the same with other tensor objects.
-
-        What is seen of them inside of the call is kept apart in this way.
-        """
+        # Note what a call returned, and return the same with other tensor objects. What is seen of
+        # them inside of the call is kept apart in this way.
         leaves, call.structure = tree_flatten(result)
         seen: dict[int, int] = {}
         for number, leaf in enumerate(leaves):

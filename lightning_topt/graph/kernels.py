@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,8 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.library import Library
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from lightning_topt.graph.op_graph import Kernel
@@ -62,6 +65,7 @@ _ON_HOST = {
 # Per unit and step of a sample, by cuDNN's number of the kind: of ReLU, tanh, LSTM and GRU.
 _CUDNN_VALUES = (2, 2, 6, 5)
 _CHANNEL_BLOCK = 16  # floats of a 512-bit register
+_WIDEST_HEAD = 256  # of flash attention
 # Allocate and touch nothing.
 ALLOCATIONS = {
     *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted"),
@@ -122,10 +126,8 @@ def measure(
 
 
 def _is_causal(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-    """Return whether the call is attention that leaves out later positions.
-
-    Kernels pass over them; torch counts all.
-    """
+    # Whether the call is attention that leaves out later positions. Kernels pass over them; torch
+    # counts all.
     place = _argument_place(func, "is_causal")
     if place is None:
         return False
@@ -192,11 +194,9 @@ def _workspace(func: OpOverload, args: tuple[Any, ...], given: list[Tensor], out
 def _copied_again(
     func: OpOverload, args: tuple[Any, ...], given: list[Tensor], out: object
 ) -> float:
-    """Return what a convolution takes and gives back before or after its `_workspace`.
-
-    oneDNN copies all tensors for each pass: forward is one pass, backward one for the input and one
-    for the weight. Counted as page faults.
-    """
+    # What a convolution takes and gives back before or after its `_workspace`. oneDNN copies all
+    # tensors for each pass: forward is one pass, backward one for the input and one for the weight.
+    # Counted as page faults.
     name = func._schema.name
     # argument 6: transposed; 10: which gradients are wanted (input, weight, bias)
     if name == "aten::convolution":
@@ -335,11 +335,9 @@ _MODES = ("relu", "tanh", "lstm", "gru")
 
 
 def _recurrent_call(arguments: list[Any], device: torch.device, more: int) -> Callable[[], None]:
-    """Return a call of recurrent layers; with `more` arguments before the mode, of their gradients.
-
-    Many small kernels that the host launches one by one: it is timed with them, as it may be what
-    takes long.
-    """
+    # A call of recurrent layers; with `more` arguments before the mode, of their gradients. Many
+    # small kernels that the host launches one by one: it is timed with them, as it may be what
+    # takes long.
     given = [_revive(value, device) for value in (*arguments[:2], *arguments[4:6])]
     x, weights, hidden, cells = given
     mode, units, projected, layers, batch_first, dropout, train, both_ways, sizes = arguments[
@@ -600,6 +598,97 @@ _GROUPS = (
 REPLAYABLE = {f"aten::{name}" for group in (*_GROUPS, _POOLING) for name in group.split()}
 
 
+# ---- kernels that an accelerator would run, where a step for it is captured on a CPU -------------
+#
+# Most operators are the same on every device. Attention is not: on CPUs
+# `torch.nn.functional.scaled_dot_product_attention` with dropout takes the path that writes all
+# scores, which costs several times the memory. CUDA chooses among these (torch 2.11 to 2.14,
+# `sdp_utils.cpp`, defaults):
+#
+#     half precision, no mask, heads of at most 256     flash attention
+#     else, up to four dims                             memory-efficient attention
+
+
+@dataclass(frozen=True)
+class OnAccelerator:
+    """The context of a step, made by `forward_context`, as it would run on an accelerator."""
+
+    forward_context: Callable[[], AbstractContextManager[object]]
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Enter both."""
+        with self.forward_context(), self.kernels():
+            yield
+
+    def kernels(self) -> AbstractContextManager[object]:
+        """Return what of it holds for the backward pass as well: which kernels run."""
+        return AcceleratorAttention()
+
+
+class AcceleratorAttention(TorchFunctionMode):
+    """Within, attention of fake or meta tensors on a CPU calls the kernel that CUDA would."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return _as_on_cuda(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _as_on_cuda(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if query.dim() != 4:
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+    # autocast lowers all that attention is given, as it does for the function that is replaced
+    query, key, value = (_lowered(each) for each in (query, key, value))
+    if enable_gqa and key.shape[1] != query.shape[1]:  # heads that share keys
+        count = query.shape[1] // key.shape[1]
+        key, value = (each.repeat_interleave(count, dim=1) for each in (key, value))
+    aten = torch.ops.aten
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    if attn_mask is None and is_half and query.shape[-1] <= _WIDEST_HEAD:
+        flash = aten._scaled_dot_product_flash_attention
+        found: Tensor = flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        return found
+    if attn_mask is not None:
+        shape = *query.shape[:3], key.shape[2]
+        attn_mask = attn_mask.to(query.dtype).expand(shape)
+    efficient = aten._scaled_dot_product_efficient_attention
+    found = efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+    return found
+
+
+def _lowered(tensor: Tensor) -> Tensor:
+    # `tensor` in the dtype of autocast where that is on; float64 stays
+    kind = tensor.device.type
+    if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))
+
+
 # ---- FLOPs that torch.utils.flop_counter lacks ---------------------------------------------------
 
 
@@ -618,16 +707,6 @@ def _attention_backward(
 def _for_each_head(shared: Tensor, query: Tensor) -> tuple[int, ...]:
     # (sample, head, step, channel): in grouped-query attention several heads of queries share one
     return (*shared.shape[:-3], query.shape[-3], *shared.shape[-2:])
-
-
-def _matrix_vector(matrix: Tensor, vector: Tensor, *args: object, **kwargs: object) -> int:
-    return 2 * matrix.numel()
-
-
-def _add_matrix_vector(
-    start: Tensor, matrix: Tensor, vector: Tensor, *args: object, **kwargs: object
-) -> int:
-    return 2 * matrix.numel()
 
 
 def _add_matrices(
@@ -669,20 +748,13 @@ _ATTENTION = """
 
 
 def _extra_formulas() -> dict[object, Callable[..., int]]:
-    """Return the FLOPs of operators that torch.utils.flop_counter lacks.
-
-    It has some kinds of attention, but does not know heads that share keys.
-    """
+    # The FLOPs of operators that torch.utils.flop_counter lacks. It has some kinds of attention,
+    # but does not know heads that share keys.
     formulas: dict[str, Callable[..., int]] = {}
     for kind in _ATTENTION.split():
         formulas[f"_scaled_dot_product_{kind}"] = _attention
         formulas[f"_scaled_dot_product_{kind}_backward"] = _attention_backward
     formulas |= {
-        "dot": _matrix_vector,
-        "vdot": _matrix_vector,
-        "mv": _matrix_vector,
-        "addmv": _add_matrix_vector,
-        "addbmm": _add_matrices,
         "_addmm_activation": _add_matrices,
         "_grouped_mm": _product_of_groups,
         "_cudnn_rnn": _rnn,

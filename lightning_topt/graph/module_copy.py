@@ -21,8 +21,7 @@ import functools
 import threading
 import types
 from abc import abstractmethod
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -44,8 +43,6 @@ from lightning_topt.graph.errors import CaptureError
 
 T = TypeVar("T", bound=nn.Module)
 VALUE_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
-ATOMS = {int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device}
-REGISTRIES = ("_parameters", "_buffers", "_modules")
 SHARED_TYPES: tuple[type, ...] = (
     *(types.ModuleType, types.GeneratorType, ProcessGroup),
     *(type(threading.Lock()), type(threading.RLock())),
@@ -75,11 +72,9 @@ def fake_copy(module: T, *, device: torch.device | str = "cpu") -> tuple[T, Fake
 
 @functools.cache
 def _start_autograd() -> None:
-    """Let the engine of autograd count its devices before a mode of fake tensors is entered.
-
-    Under such a mode torch 2.14, built with CUDA, sees eight devices where it has none. A first
-    backward there would start a thread for each, and forks of this process could run no other.
-    """
+    # Let the engine of autograd count its devices before a mode of fake tensors is entered. Under
+    # such a mode torch 2.14, built with CUDA, sees eight devices where it has none. A first
+    # backward there would start a thread for each, and forks of this process could run no other.
     with torch.inference_mode(False), torch.enable_grad():
         torch.zeros((), requires_grad=True).backward()
 
@@ -133,10 +128,6 @@ def copy_module(module: T, copies: TensorCopies, *, fake: bool) -> T:
                 )
             if tensor is not None and id(tensor) not in memo:
                 memo[id(tensor)] = copies.convert(tensor)
-    # plain modules first, children before parents: `copy.deepcopy` then finds them in the memo
-    for submodule in reversed(list(module.modules())):
-        if (plain := _plain_copy(submodule, memo)) is not None:
-            memo[id(submodule)] = plain
     with copies, _reducers():
         copied = _deepcopy(module, memo)
     # the copy is as its original, but silent and on its device
@@ -247,51 +238,9 @@ def _is_shared(cls: type) -> bool:
     return of_lightning or issubclass(cls, (Dataset, DataLoader, Sampler))
 
 
-def _plain_copy(module: nn.Module, memo: Mapping[int, object]) -> nn.Module | None:
-    """Return what `copy.deepcopy` makes of a module of plain values, in a tenth of its time.
-
-    None for other modules. `memo` has the copies of its tensors and children.
-    """
-    cls: Any = type(module)
-    # a class that says itself how it is copied is copied that way
-    own = getattr(cls, "__deepcopy__", None), cls.__reduce_ex__, cls.__reduce__
-    states = cls.__getstate__, cls.__setstate__
-    if own != (None, object.__reduce_ex__, object.__reduce__):
-        return None
-    if states != (nn.Module.__getstate__, nn.Module.__setstate__):
-        return None
-    # plain values, empty registries of hooks, and tensors and children that are copied already
-    attributes: dict[str, object] = {}
-    for name, value in vars(module).items():
-        kind = type(value)
-        if kind in ATOMS:
-            attributes[name] = value
-        elif kind is OrderedDict and not value:
-            attributes[name] = OrderedDict()
-        elif (
-            name in REGISTRIES
-            and kind is dict
-            and all(v is None or id(v) in memo for v in value.values())
-        ):
-            attributes[name] = {
-                key: memo[id(item)] if item is not None else None for key, item in value.items()
-            }
-        elif kind is set and all(type(item) is str for item in value):
-            attributes[name] = set(value)
-        elif kind is tuple and all(type(item) in ATOMS for item in value):
-            attributes[name] = value
-        else:
-            return None
-    copied: nn.Module = cls.__new__(cls)
-    vars(copied).update(attributes)
-    return copied
-
-
 def _deepcopy(module: T, memo: dict[int, object]) -> T:
-    """Do `copy.deepcopy`, and share every attribute that cannot be copied.
-
-    The search for these attributes is slow, so it runs only where the plain call fails.
-    """
+    # Do `copy.deepcopy`, and share every attribute that cannot be copied. The search for these
+    # attributes is slow, so it runs only where the plain call fails.
     try:
         return copy.deepcopy(module, dict(memo))
     except Exception:
@@ -336,10 +285,8 @@ def _reducers() -> Iterator[None]:
 
 
 def _generator_like(generator: torch.Generator) -> torch.Generator:
-    """Return a generator of torch with the same state.
-
-    `copy.deepcopy` would set a fake state, which fails without an error.
-    """
+    # A generator of torch with the same state. `copy.deepcopy` would set a fake state, which fails
+    # without an error.
     made = torch.Generator(device=generator.device)
     made.set_state(generator.get_state())
     return made
@@ -508,10 +455,8 @@ class ShapeMode(FakeTensorMode):
         return super().dispatch(func, types, args, kwargs)
 
     def _recurrent_gradients(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Return gradients of the input, both states and the weights.
-
-        cuDNN computes the former whether or not the mask asks for them.
-        """
+        # Gradients of the input, both states and the weights. cuDNN computes the former whether or
+        # not the mask asks for them.
         # by their places in the operator's schema
         x, weights, states, wanted = args[0], args[1], args[4:6], args[21]
         found = [None if tensor is None else self._dense(tensor) for tensor in (x, *states)]

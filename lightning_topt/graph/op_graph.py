@@ -1,12 +1,20 @@
-"""The operator graph of one training step: frozen values, validated once.
+"""The operator graph of one training step: frozen values, and its memory block by block.
 
     graph.ops          operators in execution order, with their kernels and parameters
     graph.edges        who feeds whom
     graph.blocks       the modules that a plan decides about; "" is everything outside of them
-    graph.step         order of the kernels, lifetimes of all tensors (`step_memory`)
+    graph.step         order of the kernels, lifetimes of all tensors (`Step`)
+    graph.timeline     what each block keeps for backward, and the peaks on the way (`segments`)
 
-Nothing here knows how a graph was captured or what it will be used for. Between processes it is
-pickled.
+Quantities are linear in the batch size (`Amount`): a step is recorded at two batch sizes, and all
+else lies on the line through both. Lifetimes are counted in kernels:
+
+    position    0   1   2   3 | 4   5   6   7        one kernel each; backward starts at 4
+    tensor a    |-----------------------|            kept: made in forward, alive at 4
+    tensor b        |---|                            not kept
+
+An interval ``first <= position < end`` includes its first position and not its end. Nothing here
+knows how a graph was captured or what it will be used for. Between processes it is pickled.
 """
 
 from __future__ import annotations
@@ -14,28 +22,63 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from lightning_topt.graph.step_memory import (
-    NOTHING,
-    Amount,
-    Segment,
-    Step,
-    TensorSpec,
-    segments,
-)
+from lightning_topt.basics import once_per_object
+
+Item = TypeVar("Item", "Op", "Parameter")
+Array = NDArray[np.float64]
+Indices = NDArray[np.int64]
+Stretch = tuple[str, int, int, "ModuleCall | None"]  # block, first position, end, its call
+
+
+@dataclass(frozen=True)
+class Amount:
+    """A quantity that is linear in the batch size: ``fixed + per_sample * batch_size``."""
+
+    fixed: float = 0.0
+    per_sample: float = 0.0
+
+    def at(self, batch_size: float) -> float:
+        """Return the quantity for `batch_size` samples per rank."""
+        return self.fixed + self.per_sample * batch_size
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(self.fixed + other.fixed, self.per_sample + other.per_sample)
+
+    @classmethod
+    def fit(cls, batch_sizes: tuple[int, int], values: tuple[float, float]) -> Amount:
+        """Return the line through two measurements; a constant when both batch sizes are equal."""
+        (b0, b1), (v0, v1) = batch_sizes, values
+        per_sample = 0.0 if b0 == b1 else (v1 - v0) / (b1 - b0)
+        return cls(v0 - per_sample * b0, per_sample)
+
+
+NOTHING = Amount()
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype (``"float32"``) of a tensor at the captured batch size.
+
+    Dimension `batch_dim` grows with the batch; None for a tensor that does not.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    batch_dim: int | None = None
 
 
 @dataclass(frozen=True)
 class OpGraph:
     """One training step of `model`: its operators, parameters, blocks and tensors.
-
-    Raises ValueError when the parts contradict one another.
 
     Args:
         model: class name of the module.
@@ -51,8 +94,6 @@ class OpGraph:
         unused: trainable parameters that the step gave no gradient.
         whole_model: the step is that of one rank, whose parameters are slices of those of the
             model with this fingerprint.
-        compiled: chains of elementwise operators are one kernel each (`fused_chains`); else each
-            operator is its own, as the step runs eagerly.
     """
 
     model: str
@@ -67,33 +108,6 @@ class OpGraph:
     batch_scaling: bool = True
     unused: tuple[str, ...] = ()
     whole_model: str | None = None
-    compiled: bool = False
-
-    def __post_init__(self) -> None:
-        # names are unique, and everything that refers to one of them finds it
-        names = [op.name for op in self.ops]
-        blocks = {block.name for block in self.blocks}
-        known = set(names)
-        if len(known) != len(names):
-            raise ValueError("two operators have the same name")
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
-        # edges, blocks and the step name what exists
-        for edge in self.edges:
-            if edge.source not in known or edge.target not in known:
-                raise ValueError(
-                    f"edge {edge.source!r} -> {edge.target!r} names an operator that does not exist"
-                )
-        items: list[Op | Parameter] = [*self.ops, *self.parameters]
-        for item in items:
-            if item.block not in blocks:
-                raise ValueError(f"{item} is in block {item.block!r}, which does not exist")
-        self.step.check(known, count=len(names))
-
-    @property
-    def predicted_as(self) -> str:
-        """What its costs are those of: an "eager" step, or a "compiled" one."""
-        return "compiled" if self.compiled else "eager"
 
     @cached_property
     def fingerprint(self) -> str:
@@ -159,9 +173,6 @@ class OpGraph:
         for parameter in self.parameters:
             found.setdefault(parameter.block, []).append(parameter)
         return found
-
-
-Item = TypeVar("Item", "Op", "Parameter")
 
 
 def model_fingerprint(model: str, parameters: Iterable[tuple[str, tuple[int, ...], str]]) -> str:
@@ -282,3 +293,278 @@ class Block:
     name: str
     group: int
     recomputable: bool
+
+
+# ---- the step: order of kernels, lifetimes of tensors ----------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """The order of kernels in a step, and the tensors they leave in memory.
+
+    Args:
+        batch_sizes: the two at which the step ran, where amounts are exact; equal for one run.
+        order: index (into ``graph.ops``) of the operator whose kernel runs at each position.
+        backward_start: position of the first kernel of the backward pass.
+        tensors: all that were allocated, in the order in which they were made.
+        calls: forward calls of modules, in the order of their beginnings.
+        modules: the submodules, parents before children.
+        workspaces: (position, bytes) that kernels take inside and give back.
+    """
+
+    batch_sizes: tuple[int, int]
+    order: tuple[int, ...] = ()
+    backward_start: int = 0
+    tensors: tuple[StepTensor, ...] = ()
+    calls: tuple[ModuleCall, ...] = ()
+    modules: tuple[Module, ...] = ()
+    workspaces: tuple[tuple[int, Amount], ...] = ()
+
+    def is_kept(self, tensor: StepTensor) -> bool:
+        """Return whether `tensor` is made in forward and alive when backward starts."""
+        return tensor.first < self.backward_start < tensor.end and tensor.gradient_of is None
+
+
+@dataclass(frozen=True)
+class StepTensor:
+    """A tensor and its views, alive at the positions ``first <= p < end``.
+
+    producer      operator that made it, or wrote to it last
+    spec          shape and dtype as it was made; the dimension that follows the batch
+    bytes         of its memory, which may be more than its elements take
+    end           one more than the number of positions where the step leaves it behind
+    saved_by      operator whose backward asked for it first; None where backward does not need it
+    gradient_of   parameter whose gradient it is or was added to; None for all else
+    """
+
+    producer: str
+    spec: TensorSpec
+    bytes: Amount
+    first: int
+    end: int
+    saved_by: str | None = None
+    gradient_of: str | None = None
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """One forward call of `module` at the positions ``first <= p < end``.
+
+    `inputs` and `outputs` index the step's tensors; parameters, buffers and the batch are not among
+    them. `writes_outside`: it changed a tensor that is older than the call.
+    """
+
+    module: str
+    first: int
+    end: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    needs_grad: bool
+    writes_outside: bool = False
+
+
+@dataclass(frozen=True)
+class Module:
+    """A submodule by its path; a parent comes before its children.
+
+    Modules of equal `structure` have the same tree of classes, parameter shapes and dtypes.
+    `repeatable`: a second call with the arguments of the first did the same and left nothing
+    behind; False where this was not tried.
+    """
+
+    path: str
+    structure: int
+    repeatable: bool = False
+
+
+# ---- block by block ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of the forward pass that belongs to one block, with its memory on one device.
+
+    All in bytes; parameters, their gradients, buffers and the batch are not counted.
+
+    kept           allocated in its forward and still live when the backward pass starts (what
+                   backward needs, and its output where somebody saved it)
+    output         what stays instead of `kept` when the segment is recomputed: its output where it
+                   is still live, and its input where recomputing is all that needs it
+    forward_peak   highest live memory during its forward, minus the `kept` of those before it
+    backward_peak  highest live memory during its backward, minus the `kept` of the segments up to
+                   and including it; the gradient of its output is in it
+    cast           of `kept`: parameters in 16 bits, as autocast makes them
+
+    Live memory is thus a sum: ``sum(kept of earlier segments) + forward_peak`` in the forward pass
+    of a segment, ``sum(kept of earlier segments and its own) + backward_peak`` in its backward
+    pass. Recomputing an earlier segment replaces that segment's `kept` by its `output`; during its
+    own backward a recomputed segment has all of its `kept`.
+    """
+
+    block: str
+    kept_bytes: Amount
+    output_bytes: Amount
+    forward_peak_bytes: Amount
+    backward_peak_bytes: Amount
+    cast_bytes: Amount = NOTHING
+
+
+def segments(
+    step: Step,
+    blocks: Iterable[str],
+    *,
+    casts: Sequence[int] = (),
+) -> tuple[Segment, ...]:
+    """Cut the forward pass of `step` at the calls of the modules `blocks`, in forward order.
+
+    What lies between these calls is block ``""``. `casts` are the tensors that are parameters in 16
+    bits.
+    """
+    stretches = stretches_of(step, blocks)
+    # exact bytes at both batch sizes: amounts are the lines through them
+    small, large = (_sizes(StepMemory(step, size), stretches, casts) for size in step.batch_sizes)
+    return tuple(
+        Segment(block, *(Amount.fit(step.batch_sizes, values) for values in zip(a, b, strict=True)))
+        for (block, *_), a, b in zip(stretches, small, large, strict=True)
+    )
+
+
+def stretches_of(step: Step, blocks: Iterable[str]) -> list[Stretch]:
+    """Cut the forward pass at calls of `blocks`; pieces without a kernel are dropped."""
+    # Calls are in the order of their beginnings: an outer block comes before what is inside of it.
+    named = set(blocks) - {""}
+    stretches: list[Stretch] = []
+    position = 0
+    for call in step.calls:
+        if call.module in named and call.first >= position:  # not inside another call of a block
+            stretches += [
+                ("", position, call.first, None),
+                (call.module, call.first, call.end, call),
+            ]
+            position = call.end
+    stretches.append(("", position, step.backward_start, None))
+    return [stretch for stretch in stretches if stretch[1] < stretch[2]]
+
+
+def _sizes(
+    memory: StepMemory, stretches: list[Stretch], casts: Sequence[int]
+) -> list[tuple[int, int, int, int, int]]:
+    # The bytes (kept, output, forward peak, backward peak, casts) of each stretch
+    made = [(memory.step.tensors[i].first, int(memory.bytes[i])) for i in casts]
+    # peaks are above what earlier segments keep (in backward: and this one)
+    peaks = _backward_peaks(memory, stretches)
+    rows = []
+    for index, (_, first, end, call) in enumerate(stretches):
+        # all of this stretch and of those before it, at the start of the backward pass
+        before, kept = memory.kept(0, first), memory.kept(first, end)
+        output = kept if call is None else memory.output(call)
+        forward_peak = int(memory.live[first:end].max()) - before
+        backward_peak = peaks[index] - before - kept if index in peaks else 0
+        cast = sum(size for position, size in made if first <= position < end)
+        rows.append((kept, output, forward_peak, backward_peak, cast))
+    return rows
+
+
+def _backward_peaks(memory: StepMemory, stretches: list[Stretch]) -> dict[int, int]:
+    # The highest live bytes in the backward of each stretch that has one
+    if not stretches:
+        return {}
+    current = backward_owners(memory.step, stretches)
+    peaks = np.zeros(len(stretches), np.int64)
+    np.maximum.at(peaks, current, memory.live[memory.step.backward_start :])
+    return {index: int(peaks[index]) for index in np.unique(current).tolist()}
+
+
+def backward_owners(step: Step, stretches: Sequence[Stretch]) -> Indices:
+    """Return the stretch of the kernel at each position of the backward pass."""
+    # which stretch owns the kernel at each position of the backward pass, -1 for none
+    order, start = np.array(step.order, np.int64), step.backward_start
+    stretch_of_op = np.full(order.max(initial=-1) + 1, -1)
+    for index, (_, first, end, _) in enumerate(stretches):
+        stretch_of_op[order[first:end]] = index
+    own = stretch_of_op[order[start:]]
+    # An operator that only made views in forward has no position there; its backward is beside that
+    # of its neighbour.
+    last = np.maximum.accumulate(np.where(own >= 0, np.arange(len(own)), -1))
+    owners: Indices = np.where(last >= 0, own[last], len(stretches) - 1)
+    return owners
+
+
+class StepMemory:
+    """The bytes of a step's tensors for `batch_size` samples."""
+
+    def __init__(self, step: Step, batch_size: float) -> None:
+        self.step, self._tensors = step, _columns(step)
+        fixed, per_sample = self._tensors.fixed, self._tensors.per_sample
+        self.bytes = np.rint(fixed + per_sample * batch_size).astype(np.int64)
+        self._workspaces = [
+            (position, round(amount.at(batch_size))) for position, amount in step.workspaces
+        ]
+
+    @cached_property
+    def live(self) -> Indices:
+        """Bytes live at each position (positions,).
+
+        Workspaces are included, gradients of parameters are not.
+        """
+        positions, tensors = len(self.step.order), self._tensors
+        # + at the first position of each tensor, - at its end: the running sum is what is live
+        change = np.zeros(positions + 2, dtype=np.int64)
+        sizes = np.where(tensors.counted, self.bytes, 0)
+        np.add.at(change, tensors.first, sizes)
+        np.subtract.at(change, tensors.end, sizes)
+        live: Indices = np.cumsum(change)[:positions]
+        for position, size in self._workspaces:
+            live[position] += size
+        return live
+
+    @cached_property
+    def _kept_until(self) -> Indices:
+        # Bytes kept for backward of what is made before each position (backward_start + 1,)
+        tensors, start = self._tensors, self.step.backward_start
+        sizes = np.zeros(start + 1, np.int64)
+        kept = (tensors.first < start) & (start < tensors.end) & tensors.counted  # `Step.is_kept`
+        np.add.at(sizes, tensors.first[kept] + 1, self.bytes[kept])
+        total: Indices = np.cumsum(sizes)
+        return total
+
+    def kept(self, first: int, end: int) -> int:
+        """Return the bytes made at ``first <= position < end`` that are live at backward start."""
+        return int(self._kept_until[end] - self._kept_until[first])
+
+    def output(self, call: ModuleCall) -> int:
+        """Return the bytes that stay when `call` is recomputed.
+
+        These are its outputs that are kept, and its inputs that nothing else keeps.
+        """
+        tensors = self.step.tensors
+        # kept outputs that the call made itself; inputs that only recomputing keeps alive
+        own = [
+            i
+            for i in call.outputs
+            if self.step.is_kept(tensors[i]) and tensors[i].first >= call.first
+        ]
+        inputs = [i for i in call.inputs if not self.step.is_kept(tensors[i])]
+        return int(self.bytes[[*own, *inputs]].sum())
+
+
+@dataclass(frozen=True, eq=False)
+class _Columns:
+    """Bytes, fixed and per sample, and lifetimes of the tensors of a step, each (tensors,)."""
+
+    fixed: Array
+    per_sample: Array
+    first: Indices
+    end: Indices
+    counted: NDArray[np.bool_]  # no gradient of a parameter
+
+
+@once_per_object
+def _columns(step: Step) -> _Columns:
+    tensors = step.tensors
+    sizes = np.array(
+        [(tensor.bytes.fixed, tensor.bytes.per_sample) for tensor in tensors], float
+    ).reshape(-1, 2)
+    lives = np.array([(tensor.first, tensor.end) for tensor in tensors], np.int64).reshape(-1, 2)
+    counted = np.array([tensor.gradient_of is None for tensor in tensors], bool)
+    return _Columns(sizes[:, 0], sizes[:, 1], lives[:, 0], lives[:, 1], counted)

@@ -19,25 +19,19 @@ A recorder watches a copy, on fake tensors or, where a step reads values, on rea
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
-    _get_current_dispatch_mode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
 )
 
 from lightning_topt.graph.kernels import (
@@ -54,7 +48,7 @@ from lightning_topt.graph.kernels import (
     skip_collective,
     written_tensors,
 )
-from lightning_topt.graph.module_copy import Like, empty_fake, fake_device
+from lightning_topt.graph.module_copy import fake_device
 from lightning_topt.graph.recording import (
     OUTSIDE,
     CallRecord,
@@ -62,30 +56,10 @@ from lightning_topt.graph.recording import (
     Recording,
     Shape,
     StorageRecord,
-    measure_at_sizes,
 )
 from lightning_topt.graph.structures import tensors_in
 
 SUM_OF_GRADIENTS = "aten::add"
-
-
-@contextmanager
-def entered(mode: TorchDispatchMode) -> Iterator[None]:
-    """Enter `mode`, and at the end leave it, wherever it is by then.
-
-    User code may have entered modes that it has not left.
-    """
-    mode.__enter__()
-    try:
-        yield
-    finally:
-        above = []
-        if mode in _get_current_dispatch_mode_stack():
-            while _get_current_dispatch_mode() is not mode:
-                above.append(_pop_mode())
-            mode.__exit__(None, None, None)
-            for other in reversed(above):
-                _push_mode(other)
 
 
 class _Frame:
@@ -101,25 +75,16 @@ class Recorder(TorchDispatchMode):
     Args:
         module: what will run; hooks are put on its submodules and its parameters.
         outside: further tensors that exist before the pass (the batch).
-        resizes: the mode of a pass on `PRIME` batches, whose kernels are measured at other sizes
-            too (see [Note: one recording] in `recording`).
 
     Attributes:
         failed: the operator that was running when an error was raised.
         current: the operator that runs, or ran last.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        outside: Iterable[Tensor],
-        *,
-        resizes: FakeTensorMode | None = None,
-    ) -> None:
+    def __init__(self, module: nn.Module, outside: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
         self.failed: OpOverload | None = None
-        self._resizes = resizes
         # where the step is
         self.is_backward, self.current = False, 0
         outside = list(outside)
@@ -145,7 +110,7 @@ class Recorder(TorchDispatchMode):
     def forward(self) -> Iterator[None]:
         """Wrap the forward pass."""
         saved = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
-        with entered(self), saved:
+        with self, saved:
             yield
         self._claim_saved(self.current)
         self.nodes.claim(self.current)
@@ -157,7 +122,7 @@ class Recorder(TorchDispatchMode):
         # the first kernel of the pass has no node of its own: it belongs to the loss
         self.current = self.nodes.op_of(loss.grad_fn, self.current)
         self.recording.backward_start = len(self.recording.kernel_ops)
-        with entered(self):
+        with self:
             yield
 
     def _hook(self, module: nn.Module) -> None:
@@ -233,17 +198,13 @@ class Recorder(TorchDispatchMode):
         # The operator is found before the call, since its autograd nodes follow.
         index = self._backward_op() if self.is_backward else self._forward_op(func)
         self.failed = func
-        frozen: FrozenCall | None = None
         if is_collective(func):
             self.recording.has_collectives = True
             out = skip_collective(func, args, kwargs)
-        elif makes_new_tensors(func):
-            frozen = FrozenCall.of(func, args, kwargs)
-            out = RESULTS.of(frozen, func, args, kwargs)
         else:
             out = func(*args, **kwargs)
         self.failed = None
-        self._record(index, func, args, kwargs, out, frozen)
+        self._record(index, func, args, kwargs, out)
         return out
 
     def _record(
@@ -253,15 +214,13 @@ class Recorder(TorchDispatchMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         out: object,
-        frozen: FrozenCall | None = None,
     ) -> None:
         if is_view(func):
             op = self.recording.ops[index]
             if not self.is_backward and not op.outputs:
                 op.outputs = [shape_of(tensor) for tensor in tensors_in(out)]
         else:
-            frozen = frozen or FrozenCall.of(func, args, kwargs)
-            self._record_kernel(index, func, args, kwargs, out, frozen)
+            self._record_kernel(index, func, args, kwargs, out)
 
     def _forward_op(self, func: OpOverload) -> int:
         # The operator that a call belongs to: its leaf module, or one of its own
@@ -307,17 +266,13 @@ class Recorder(TorchDispatchMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         out: Any,
-        frozen: FrozenCall,
     ) -> None:
         # one `Measured` for all equal calls
-        tensors = frozen.tensors
-        kernel = self._measured.get(frozen.key)
+        tensors: list[Tensor] = []
+        key = frozen_call(func, args, kwargs, tensors)
+        kernel = self._measured.get(key)
         if kernel is None:
-            kernel = self._measured[frozen.key] = measure(func, args, kwargs, out)
-            if self._resizes is not None:
-                self.recording.measured_at[id(kernel)] = measure_at_sizes(
-                    func, args, kwargs, out, self._resizes
-                )
+            kernel = self._measured[key] = measure(func, args, kwargs, out)
         record, op, tick = self.recording, self.recording.ops[index], len(self.recording.kernel_ops)
         # allocations take no time, but their memory counts
         if func._schema.name not in ALLOCATIONS:
@@ -477,111 +432,8 @@ class AutogradNodes:
         return bool(torch._C._autograd._get_sequence_nr() == self._next)
 
 
-# ---- results of calls that were made before ------------------------------------------------------
-
-# Layers of a model make the same calls, and so do the steps of ranks that hold slices. What a call
-# returns on fake tensors follows from the operator, its plain arguments, and the shapes, strides,
-# dtypes and devices of its tensors: new tensors like those of the first call, made without torch's
-# dispatch. Left to torch is what may do more: operators that write or return views, tensors with
-# values (`FakeTensor.constant`), complex ones, and results that are not dense.
-_MOST = 8192  # calls that are known
-
-
-class FrozenCall(NamedTuple):
-    """A call to be compared with others: equal keys for equal calls; and its tensors."""
-
-    key: Frozen
-    tensors: list[Tensor]
-
-    @classmethod
-    def of(cls, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FrozenCall:
-        """Return the call ``func(*args, **kwargs)``."""
-        tensors: list[Tensor] = []
-        key = func, freeze(args, tensors), freeze(tuple(kwargs.items()), tensors)
-        return cls(key, tensors)
-
-
-@functools.cache
-def makes_new_tensors(func: OpOverload) -> bool:
-    """Return whether `func` writes to nothing, and all that it returns is new."""
-    schema = func._schema
-    values = (*schema.arguments, *schema.returns)
-    unknown = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-    return (
-        func.namespace == "aten"
-        and not is_view(func)
-        and not any(value.alias_info is not None for value in values)
-        and all(str(value.type) == "Tensor" for value in schema.returns)
-        and unknown.isdisjoint(func.tags)
-    )
-
-
-@dataclass(eq=False)
-class FakeResults:
-    """What calls returned, by their keys: how to make it again, or None where torch is asked."""
-
-    _known: dict[Any, tuple[Like, ...] | None] = field(default_factory=dict)
-
-    def of(
-        self, call: FrozenCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Return what ``func(*args, **kwargs)`` returns."""
-        device = _device_of(call.tensors)
-        if device is None:
-            return func(*args, **kwargs)
-        key = call.key, device, kwargs.get("device"), torch.get_default_dtype()
-        if key in self._known:
-            likes = self._known[key]
-            if likes is None:
-                return func(*args, **kwargs)
-            mode = call.tensors[0].fake_mode  # type: ignore[attr-defined]
-            made = tuple(empty_fake(mode, like=like) for like in likes)
-            return made if len(func._schema.returns) > 1 else made[0]
-        out = func(*args, **kwargs)
-        if len(self._known) < _MOST:
-            self._known[key] = _likes(out, call)
-        return out
-
-
-RESULTS = FakeResults()
-
-
-def _device_of(tensors: list[Tensor]) -> torch.device | None:
-    # The device of all `tensors`; None where there is none, or some are not plain
-    found: torch.device | None = None
-    for tensor in tensors:
-        if type(tensor) is not FakeTensor or tensor.constant is not None:
-            return None
-        found = found or tensor.fake_device
-        if tensor.fake_device != found or tensor.dtype.is_complex:
-            return None
-    return found
-
-
-def _likes(out: object, call: FrozenCall) -> tuple[Like, ...] | None:
-    """Return how to make `out` again.
-
-    None where it is not plain, or the call cannot be compared.
-    """
-    made = out if isinstance(out, tuple) else (out,)
-    if not made or _is_opaque(call.key[1:]):
-        return None
-    memory = {tensor.untyped_storage()._cdata for tensor in call.tensors}
-    likes: list[Like] = []
-    for tensor in made:
-        if type(tensor) is not FakeTensor or tensor.constant is not None or not is_strided(tensor):
-            return None
-        storage, address = tensor.untyped_storage(), tensor.untyped_storage()._cdata
-        # memory of its own, and no more of it than its elements take
-        if address in memory or tensor._is_view() or storage.nbytes() != tensor.nbytes:
-            return None
-        memory.add(address)
-        likes.append((tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.fake_device))
-    return tuple(likes)
-
-
-def _is_opaque(value: Frozen) -> bool:
-    # Whether a part of frozen arguments stands for something that it does not tell
-    return isinstance(value, tuple) and (
-        value[:1] == ("opaque",) or any(_is_opaque(part) for part in value)
-    )
+def frozen_call(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+) -> Frozen:
+    """Return a key that is equal for equal calls; the tensors of the call go to `tensors`."""
+    return func, freeze(args, tensors), freeze(tuple(kwargs.items()), tensors)

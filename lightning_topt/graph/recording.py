@@ -5,48 +5,33 @@
 
 Time is counted in kernels: tick t is the moment after the t-th low-level call that computes
 something.
-
-[Note: one recording] One recording on fake tensors may stand for two. Its batch is `PRIME` times as
-large as the first: a size that is a multiple of `PRIME` follows the batch then, one of its square
-twice, and all others do not; strides, counts and bytes likewise. What this leaves open (a part of a
-batch, a batch and one more) raises `Unclear`. That other operators run on a batch as large is not
-found here: `capture.one_is_enough` compares with two recordings of the step without changes.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch import nn
 
 from lightning_topt.graph.errors import WAY_OUT, CaptureError
-from lightning_topt.graph.kernels import Measured, measure
+from lightning_topt.graph.kernels import Measured
 from lightning_topt.graph.op_graph import (
+    Amount,
     Block,
     Kernel,
+    Module,
+    ModuleCall,
     Op,
     OpGraph,
     Parameter,
-    TensorEdge,
-    block_of_op,
-    block_of_parameter,
-)
-from lightning_topt.graph.step_memory import (
-    Amount,
-    Module,
-    ModuleCall,
     Step,
     StepTensor,
+    TensorEdge,
     TensorSpec,
 )
 
@@ -70,7 +55,6 @@ class Recording:
         backward_start: tick of the first kernel of the backward pass.
         with_gradient: parameters that the backward pass gave a gradient.
         has_collectives: the step talked to other ranks.
-        measured_at: kernels at other batch sizes, by identity.
     """
 
     ops: list[OpRecord] = field(default_factory=list)
@@ -83,7 +67,6 @@ class Recording:
     backward_start: int = 0
     with_gradient: set[str] = field(default_factory=set)
     has_collectives: bool = False
-    measured_at: dict[int, tuple[Measured, ...]] = field(default_factory=dict)
 
     def sequence(self) -> Sequence[tuple[object, ...]]:
         """Return what two comparable runs share: every operator, the names of its kernels."""
@@ -171,9 +154,6 @@ def assemble(
     name: str,
     sizes: Sizes,
     input_bytes: tuple[int, int],
-    values: GraphValues | None = None,
-    repeatable: Collection[str] = (),
-    blocks: tuple[Block, ...] = (Block("", group=0, recomputable=False),),
 ) -> OpGraph:
     """Return the graph of `module` from its recordings at two batch sizes.
 
@@ -185,9 +165,6 @@ def assemble(
         name: of the model in the graph.
         sizes: samples of the two batches.
         input_bytes: bytes of the two batches.
-        values: makes the values of the graph; None: of both recordings.
-        repeatable: paths of the modules that may be called again.
-        blocks: of the graph; one by default.
     """
     _check_equal(recordings, sizes)
     first, second = recordings
@@ -199,8 +176,8 @@ def assemble(
         for index, op in enumerate(first.ops)
         if op.forward or op.backward or index in runs or op.saved_bytes
     }
-    values, names = values or GraphValues(sizes), {block.name for block in blocks} - {""}
-    ops = [values.op(first.ops[index], second.ops[index], blocks=names) for index in kept]
+    values = GraphValues(sizes)
+    ops = [values.op(first.ops[index], second.ops[index]) for index in kept]
     return OpGraph(
         model=name,
         batch_size=sizes[0],
@@ -210,14 +187,13 @@ def assemble(
             for (i, j), shape in first.edges.items()
             if i in kept and j in kept
         ),
-        parameters=tuple(_parameters(module, names)),
-        blocks=blocks,
+        parameters=tuple(_parameters(module)),
+        blocks=(Block("", group=0, recomputable=False),),
         step=_step(
             module,
             recordings,
             values,
             numbers={index: number for number, index in enumerate(kept)},
-            repeatable=repeatable,
         ),
         buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
         input_bytes=Amount.fit(sizes, input_bytes),
@@ -258,13 +234,10 @@ def _check_equal(recordings: tuple[Recording, Recording], sizes: Sizes) -> None:
 
 
 class GraphValues:
-    """Values of the graph from two recordings, or from `one` that stands for both.
+    """Values of the graph from two recordings; what is the same object in both is made once."""
 
-    What is the same object in both recordings is made once.
-    """
-
-    def __init__(self, sizes: Sizes, one: OneRecording | None = None) -> None:
-        self.sizes, self._one = sizes, one
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
         self._amounts: dict[tuple[float, float], Amount] = {}
         self._specs: dict[tuple[Shape, Shape], TensorSpec] = {}
         self._kernels: dict[tuple[int, int], tuple[str, Kernel]] = {}
@@ -277,18 +250,10 @@ class GraphValues:
             self._amounts[key] = Amount.fit(self.sizes, key)
         return self._amounts[key]
 
-    def amount(self, first: float, second: float) -> Amount:
-        """Return what an amount of both recordings is in the graph."""
-        if self._one is not None:
-            first, second = number_at(TIMES[0], first), number_at(TIMES[1], second)
-        return self.line(first, second)
-
     def spec(self, first: Shape, second: Shape) -> TensorSpec:
         """Return what a shape of both recordings is in the graph."""
         key = first, second
         if key not in self._specs:
-            if self._one is not None:
-                first, second = shape_at(TIMES[0], first), shape_at(TIMES[1], second)
             # the dim that follows the batch is the first that differs
             differing = [
                 dim for dim, (m, n) in enumerate(zip(first[0], second[0], strict=True)) if m != n
@@ -296,31 +261,20 @@ class GraphValues:
             self._specs[key] = TensorSpec(first[0], first[1], differing[0] if differing else None)
         return self._specs[key]
 
-    def saved(self, first: OpRecord, second: OpRecord) -> Amount:
-        """Return the bytes that an operator saved."""
-        if self._one is not None:
-            return self.line(*self._one.saved(first))
-        return self.line(first.saved_bytes, second.saved_bytes)
-
-    def workspace(self, first: Measured, second: Measured) -> Amount:
-        """Return the bytes that a kernel takes inside."""
-        first, second = self._measured(first, second)
-        return self.line(first.workspace, second.workspace)
-
-    def op(self, first: OpRecord, second: OpRecord, *, blocks: Collection[str]) -> Op:
-        """Return an operator of both recordings, in one of `blocks` or outside of them."""
+    def op(self, first: OpRecord, second: OpRecord) -> Op:
+        """Return an operator of both recordings, outside of all blocks."""
         return Op(
             name=first.name,
             kind=first.kind,
             module=first.stack[-1] if first.stack else "",
-            block=block_of_op(first.stack, blocks),
+            block="",
             parameters=tuple(first.parameters),
             outputs=tuple(
                 self.spec(a, b) for a, b in zip(first.outputs, second.outputs, strict=True)
             ),
             forward=self.kernels(first.forward, second.forward),
             backward=self.kernels(first.backward, second.backward),
-            saved_bytes=self.saved(first, second),
+            saved_bytes=self.line(first.saved_bytes, second.saved_bytes),
             stack=first.stack,
         )
 
@@ -342,9 +296,7 @@ class GraphValues:
         # recorders make one object for all equal calls
         found = self._kernels.get((id(first), id(second)))
         if found is None:
-            found = self._kernels[id(first), id(second)] = self._made(
-                *self._measured(first, second)
-            )
+            found = self._kernels[id(first), id(second)] = self._made(first, second)
         return found
 
     def _made(self, first: Measured, second: Measured) -> tuple[str, Kernel]:
@@ -357,11 +309,8 @@ class GraphValues:
         text = json.dumps([first.name, first.arguments, flops.per_sample, size.per_sample])
         return text, Kernel(first.name, first.arguments, flops, size, allocated=allocated)
 
-    def _measured(self, first: Measured, second: Measured) -> tuple[Measured, Measured]:
-        return (first, second) if self._one is None else self._one.measured(first)
 
-
-def _parameters(module: nn.Module, blocks: Collection[str]) -> list[Parameter]:
+def _parameters(module: nn.Module) -> list[Parameter]:
     # tied parameters are one, under the first of their names
     names: dict[int, list[str]] = {}
     tensors = {}
@@ -373,7 +322,7 @@ def _parameters(module: nn.Module, blocks: Collection[str]) -> list[Parameter]:
             name=first,
             shape=tuple(tensors[key].shape),
             dtype=str(tensors[key].dtype).removeprefix("torch."),
-            block=block_of_parameter(first, blocks),
+            block="",
             trainable=tensors[key].requires_grad,
             aliases=tuple(aliases),
         )
@@ -387,7 +336,6 @@ def _step(
     values: GraphValues,
     *,
     numbers: Mapping[int, int],
-    repeatable: Collection[str],
 ) -> Step:
     first, second = recordings
     ticks = len(first.kernel_ops)
@@ -402,9 +350,9 @@ def _step(
             for a, b in zip(first.storages, second.storages, strict=True)
         ),
         calls=tuple(_calls(first, indices)),
-        modules=tuple(_modules(module, repeatable)),
+        modules=tuple(_modules(module)),
         workspaces=tuple(
-            (tick, values.workspace(a, b))
+            (tick, values.line(a.workspace, b.workspace))
             for tick, (a, b) in enumerate(zip(first.kernels, second.kernels, strict=True))
             if a.workspace or b.workspace
         ),
@@ -425,7 +373,7 @@ def _tensor(
         {
             "producer": names[first.op].name,
             "spec": values.spec(first.shape, second.shape),
-            "bytes": values.amount(first.bytes, second.bytes),
+            "bytes": values.line(first.bytes, second.bytes),
             "first": first.born,
             "end": ticks + 1 if first.is_left else max(first.born, int(min(first.died, ticks + 1))),
             "saved_by": None if first.saved_by is None else names[first.saved_by].name,
@@ -451,7 +399,7 @@ def _calls(recording: Recording, indices: Mapping[int, int]) -> Iterable[ModuleC
         )
 
 
-def _modules(root: nn.Module, repeatable: Collection[str]) -> Iterable[Module]:
+def _modules(root: nn.Module) -> Iterable[Module]:
     # The submodules, parents first; see `Module` for what makes them equal
     numbers: dict[Hashable, int] = {}
     found: list[Module] = []
@@ -472,131 +420,8 @@ def _modules(root: nn.Module, repeatable: Collection[str]) -> Iterable[Module]:
         # equal numbers for modules of equal class, parameters and children
         structure = numbers.setdefault((type(module), parameters, children), len(numbers))
         if path:
-            found.insert(position, Module(path, structure, repeatable=path in repeatable))
+            found.insert(position, Module(path, structure))
         return structure
 
     visit(root, "", frozenset({id(root)}))
     return found
-
-
-PRIME = 1_048_583
-TIMES = 1, 2  # the two sizes, in batches
-_LARGEST = PRIME // 4  # a larger size that is no multiple may be a part of the batch
-
-
-class Unclear(Exception):
-    """It is not clear whether a size follows the batch."""
-
-
-# ---- one recording for two sizes ----------------------------------------------------------------
-
-
-class OneRecording:
-    """A recording of `PRIME` batches that stands for two; see [Note: one recording].
-
-    Raises Unclear.
-    """
-
-    def __init__(self, recording: Recording) -> None:
-        self._at_sizes = recording.measured_at
-        # bytes that each operator saved, by its storages: then, and at both sizes
-        saved = [[0, 0, 0] for _ in recording.ops]
-        for storage in recording.storages:
-            if storage.saved_by is not None:
-                total = saved[storage.saved_by]
-                total[0] += storage.bytes
-                for place, times in enumerate(TIMES):
-                    total[1 + place] += number_at(times, storage.bytes)
-        # bytes without a tensor have no shape from which the new size would follow
-        if any(total[0] != op.saved_bytes for total, op in zip(saved, recording.ops, strict=True)):
-            raise Unclear("bytes were saved that are in no tensor")
-        self._saved = {
-            id(op): (small, large)
-            for (_, small, large), op in zip(saved, recording.ops, strict=True)
-        }
-        # shapes are clear also of operators and edges that a graph leaves out
-        outputs = {shape for op in recording.ops for shape in op.outputs}
-        for shape in {*recording.edges.values(), *outputs, *(s.shape for s in recording.storages)}:
-            shape_at(TIMES[0], shape)
-
-    def saved(self, op: OpRecord) -> tuple[int, int]:
-        """Return the bytes that an operator saves at both sizes."""
-        return self._saved[id(op)]
-
-    def measured(self, kernel: Measured) -> tuple[Measured, Measured]:
-        """Return a kernel at both sizes."""
-        small, large = self._at_sizes[id(kernel)]
-        return small, large
-
-
-def measure_at_sizes(
-    func: OpOverload,
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
-    out: object,
-    mode: FakeTensorMode,
-) -> tuple[Measured, ...]:
-    """Return what `measure` does, of the call with each of `TIMES` batches.
-
-    Raises Unclear.
-    """
-    return tuple(
-        measure(func, resized.of(args), resized.of(kwargs), resized.of(out))
-        for resized in (_Resized(times, mode) for times in TIMES)
-    )
-
-
-class _Resized:
-    """Make fake tensors of other sizes; those that share memory do so again."""
-
-    def __init__(self, times: int, mode: FakeTensorMode) -> None:
-        self._times, self._mode = times, mode
-        self._memory: dict[int, Tensor] = {}
-
-    def of(self, value: object) -> Any:
-        if isinstance(value, Tensor):
-            return self._tensor(value) if value.layout is torch.strided else value
-        if isinstance(value, dict):
-            return {key: self.of(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            items = [self.of(item) for item in value]
-            return items if isinstance(value, list) else tuple(items)
-        return number_at(self._times, value)
-
-    def _tensor(self, tensor: Tensor) -> Tensor:
-        # shape, strides, offset and memory follow the batch by the same rule
-        storage = tensor.untyped_storage()
-        shape, _ = shape_at(self._times, (tuple(tensor.shape), ""))
-        stride = [number_at(self._times, step) for step in tensor.stride()]
-        offset = number_at(self._times, tensor.storage_offset())
-        with _disable_current_modes():
-            if storage._cdata not in self._memory:
-                size = number_at(self._times, storage.nbytes())
-                self._memory[storage._cdata] = torch.empty(size, dtype=torch.uint8, device="meta")
-            view = torch.empty(0, dtype=tensor.dtype, device="meta")
-            view.set_(self._memory[storage._cdata].untyped_storage(), offset, shape, stride)
-            return FakeTensor(self._mode, view, tensor.device)
-
-
-def size_at(times: int, size: int) -> int:
-    """Return a size with `times` batches instead of `PRIME`. Raises Unclear."""
-    if size % PRIME and size > _LARGEST:
-        raise Unclear(f"{size} may be a part of {PRIME} batches")
-    found: int = number_at(times, size)
-    return found
-
-
-def number_at(times: int, number: Any) -> Any:
-    """Return an argument of a call likewise; what is no multiple or no number stays."""
-    if type(number) is not int and not (type(number) is float and number.is_integer()):
-        return number
-    # products of several dims may have the batch more than once
-    while number and not number % PRIME:
-        number = number // PRIME * times
-    return number
-
-
-@functools.lru_cache(maxsize=2**14)
-def shape_at(times: int, shape: Shape) -> Shape:
-    """Return a shape likewise. Raises Unclear."""
-    return tuple(size_at(times, size) for size in shape[0]), shape[1]

@@ -37,10 +37,18 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_topt.graph.kernels import QUERIES
 from lightning_topt.graph.module_copy import fake_copy
-from lightning_topt.graph.op_graph import Block, Op, OpGraph, Parameter, TensorEdge
-from lightning_topt.graph.recorder import FrozenCall
+from lightning_topt.graph.op_graph import (
+    Block,
+    Module,
+    ModuleCall,
+    Op,
+    OpGraph,
+    Parameter,
+    StepTensor,
+    TensorEdge,
+)
+from lightning_topt.graph.recorder import frozen_call
 from lightning_topt.graph.recording import changed
-from lightning_topt.graph.step_memory import Module, ModuleCall, StepTensor
 
 LEAST = 7  # layers of a run of which some are left out
 PLAIN = (bool, int, str, bytes, type(None))
@@ -261,7 +269,7 @@ class _LayerOutline(TorchDispatchMode):
     ) -> Any:
         """Run `func` and note it, but for what layers run."""
         if not self._is_inside and func._schema.name not in QUERIES:
-            self._events.append(FrozenCall.of(func, args, kwargs or {}).key)
+            self._events.append(frozen_call(func, args, kwargs or {}, []))
         return func(*args, **(kwargs or {}))
 
     def _call(

@@ -93,12 +93,9 @@ def copied_batch(batch: object) -> object:
 
 
 def _fields(value: object) -> dict[str, object]:
-    """Return the attributes of `value` that are part of a batch.
-
-    Of a dataclass these are all fields; of another object those that hold tensors or move to
-    devices as it does. An object may refer to all of the program: what else it holds is not part of
-    the batch.
-    """
+    # The attributes of `value` that are part of a batch. Of a dataclass these are all fields; of
+    # another object those that hold tensors or move to devices as it does. An object may refer to
+    # all of the program: what else it holds is not part of the batch.
     if isinstance(value, (type, nn.Module)):
         return {}
     if dataclasses.is_dataclass(value):

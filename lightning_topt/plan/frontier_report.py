@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from lightning_topt.basics.units import format_bytes, format_seconds
-from lightning_topt.costs.intervals import Interval
+from lightning_topt.costs.accuracy import Interval
 from lightning_topt.costs.plain_values import dump_yaml
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan

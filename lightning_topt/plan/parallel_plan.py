@@ -24,7 +24,6 @@ from lightning_topt.communication.exchange_method import GradientMethod, LocalMe
 from lightning_topt.costs.plain_values import (
     ValueReader,
     anything,
-    check_plain,
     dump_yaml,
     list_of,
     one_line,
@@ -388,7 +387,6 @@ def preset_plan(
 def _arguments(data: object) -> dict[str, Any]:
     if not isinstance(data, Mapping):
         raise ValueError(f"a plan is a mapping, got {type(data).__name__}")
-    check_plain(data)
     version = data.get("version")
     if type(version) is not int or version != VERSION:
         raise ValueError(

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_topt.costs.intervals import Interval
+from lightning_topt.costs.accuracy import Interval
 from lightning_topt.costs.plain_values import one_line, parse_json
 from lightning_topt.graph.errors import PlanError
 from lightning_topt.graph.mesh_axes import Mesh
@@ -127,7 +127,6 @@ class PlanFrontier:
         uniform: plans that treat all blocks alike, whether others beat them or not: a choice may
             prefer them (see `choose`). With split parameters, where some plan of that split may be
             on the frontier.
-        predicted_as: the step whose costs these are, "eager" or "compiled".
         left_out: where the time to a loss is the objective, the ways of training whose steps are
             not known, each with the reason, as clauses. Time is then that to the loss.
     """
@@ -138,7 +137,6 @@ class PlanFrontier:
     search_seconds: float
     error_bound: float = 0.0
     uniform: tuple[PlanPoint, ...] = ()
-    predicted_as: str = "eager"
     left_out: tuple[str, ...] = ()
 
     @property
@@ -161,7 +159,6 @@ class PlanFrontier:
         capture_seconds: float = 0.0,
         search_seconds: float = 0.0,
         error_bound: float = 0.0,
-        predicted_as: str = "eager",
         left_out: Iterable[str] = (),
     ) -> PlanFrontier:
         """Return the frontier of any points: those that others for as many devices beat go."""
@@ -181,7 +178,6 @@ class PlanFrontier:
             search_seconds,
             error_bound,
             tuple(uniform),
-            predicted_as,
             tuple(left_out),
         )
 

@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lightning_topt.basics.units import format_bytes, format_seconds
+from lightning_topt.costs.accuracy import LEVEL, Interval
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.intervals import LEVEL, Interval
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint

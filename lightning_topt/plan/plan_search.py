@@ -190,7 +190,6 @@ def search_plans(
         capture_seconds=request.capture_seconds,
         search_seconds=time.perf_counter() - start,
         error_bound=error_bound,
-        predicted_as=request.graph.predicted_as,
     )
 
 

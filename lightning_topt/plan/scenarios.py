@@ -9,7 +9,7 @@ An `Estimate` is what a plan takes in a scenario: time, memory, money.
 
     equation                                      function             source
     steps = tokens / (batch * tokens per sample)  Workload.steps_of
-    run = expected_seconds(steps * T)             estimate             costs/failures.py
+    run = expected_seconds(steps * T)             estimate             costs/cluster.py
     money = run / 3600 * devices * price          estimate
 """
 
@@ -31,9 +31,8 @@ from lightning_topt.basics.units import (
     format_money,
     format_seconds,
 )
-from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.failures import RunTime, run_time
-from lightning_topt.costs.intervals import LEVEL, Interval
+from lightning_topt.costs.accuracy import LEVEL, Interval
+from lightning_topt.costs.cluster import Cluster, RunTime, run_time
 from lightning_topt.plan.choose import (
     OBJECTIVES,
     TIME_ERROR,

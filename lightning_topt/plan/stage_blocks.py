@@ -37,9 +37,8 @@ from lightning_topt.costs.sizes import ROOT, gradient_bytes, parameter_bytes
 from lightning_topt.costs.stage_table import StageBlock, StageChain
 from lightning_topt.costs.training_step import SPLIT_CALL_SECONDS, TrainingStep, temporaries_seconds
 from lightning_topt.graph.mesh_axes import Mesh
-from lightning_topt.graph.op_graph import OpGraph, Parameter
+from lightning_topt.graph.op_graph import Amount, OpGraph, Parameter
 from lightning_topt.graph.step_flow import LEAST_SHARED_BYTES
-from lightning_topt.graph.step_memory import Amount
 
 # what of a chain follows from the graph and its segments alone
 _OF_THE_GRAPH = (

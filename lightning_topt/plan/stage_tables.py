@@ -33,14 +33,15 @@ from lightning_topt.costs.chain_table import Array
 from lightning_topt.costs.cluster import Cluster, Link
 from lightning_topt.costs.communication import Group, estimate_collective_seconds
 from lightning_topt.costs.reserved_memory import COMMUNICATOR_BYTES, CUBLAS_BYTES
-from lightning_topt.costs.schedule_rates import ScheduleRates, rates_of
 from lightning_topt.costs.sizes import parameter_bytes
 from lightning_topt.costs.stage_table import (
+    ScheduleRates,
     StageChain,
     StageKind,
     StageLink,
     StageTable,
     StageVariant,
+    rates_of,
 )
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.plan.parallel_plan import ParallelPlan

@@ -375,7 +375,6 @@ def search_each_way(
         capture_seconds=request.capture_seconds,
         search_seconds=sum(each.search_seconds for each in found),
         error_bound=max(each.error_bound for each in found),
-        predicted_as=found[0].predicted_as,
     )
 
 

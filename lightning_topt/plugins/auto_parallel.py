@@ -18,8 +18,8 @@ from typing_extensions import override
 
 from lightning_topt import plugins
 from lightning_topt.communication.hook import CompressedExchange, ExchangeStatistics
+from lightning_topt.costs.accuracy import LEVEL
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.intervals import LEVEL
 from lightning_topt.execution.memory import MemoryMeter
 from lightning_topt.graph.errors import explain_shards
 from lightning_topt.plan.parallel_plan import ParallelPlan

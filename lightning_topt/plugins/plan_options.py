@@ -22,8 +22,8 @@ from lightning_topt.basics.units import parse_bytes
 from lightning_topt.communication.exchange_method import (
     GradientMethod,
 )
+from lightning_topt.costs.accuracy import LEVEL, check_level
 from lightning_topt.costs.cluster import Cluster, ClusterError
-from lightning_topt.costs.intervals import LEVEL, check_level
 from lightning_topt.costs.plain_values import shown
 from lightning_topt.graph.mesh_axes import (
     DATA_AXES,

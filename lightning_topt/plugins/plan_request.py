@@ -50,8 +50,8 @@ from lightning_topt.communication.exchange_method import (
 )
 from lightning_topt.communication.method_registry import method_classes, read_method
 from lightning_topt.communication.topology import Topology
-from lightning_topt.costs.cluster import USUAL_MARGIN, Cluster
-from lightning_topt.costs.intervals import LEVEL, share_at
+from lightning_topt.costs.accuracy import LEVEL, USUAL_MARGIN, share_at
+from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.measuring import device_memory_bytes, usable_memory_bytes
 from lightning_topt.costs.plain_values import shown
 from lightning_topt.plan.choose import TIME_TO_LOSS

@@ -38,12 +38,11 @@ from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.execution.pipeline.stage_layout import written_buffers
 from lightning_topt.execution.pipeline.step_flows import StepFlows
 from lightning_topt.graph.blocks import why_not_recomputed
-from lightning_topt.graph.capture import capture
+from lightning_topt.graph.capture import capture, observe_step
 from lightning_topt.graph.errors import WAY_OUT, CaptureError, StepError, may_need_values, one_line
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.module_copy import fake_copy
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.graph.step_observer import observe_step
 from lightning_topt.plan import step_factors
 from lightning_topt.plan.choose import (
     TIME_TO_LOSS,

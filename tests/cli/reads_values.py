@@ -35,24 +35,3 @@ class Hidden(ByteGPT):
         super().__init__(**options)
         for block in self.blocks:
             block.mlp_out = Unseen(block.mlp_out.in_features, block.mlp_out.out_features)
-
-
-class Chained(nn.Module):
-    """A linear layer, then a chain of elementwise functions."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.linear = linear
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x)
-        return y * torch.sigmoid(1.702 * y)
-
-
-class Elementwise(ByteGPT):
-    """Its perceptrons have chains that a compiler makes one kernel."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        for block in self.blocks:
-            block.mlp_in = Chained(block.mlp_in)

@@ -8,13 +8,18 @@ import random
 
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.optimizer import OptimizerProfile, ParameterUpdate
-from lightning_topt.graph.op_graph import Block, Kernel, Op, OpGraph, Parameter, TensorEdge
-from lightning_topt.graph.step_memory import (
+from lightning_topt.graph.op_graph import (
     Amount,
+    Block,
+    Kernel,
     ModuleCall,
+    Op,
+    OpGraph,
+    Parameter,
     Segment,
     Step,
     StepTensor,
+    TensorEdge,
     TensorSpec,
 )
 

@@ -1,19 +1,21 @@
 import os
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_topt.basics import core_wait
 from lightning_topt.costs import calibrate as calibrations
 from lightning_topt.costs.calibrate import (
     USUAL_COLLECTIVES,
     calibrate,
+    collective_timers,
     fastest,
+    fit_link,
     measure_kernels,
+    measure_page_faults,
+    process_groups,
     repeat_parts,
     usual,
 )
@@ -24,12 +26,9 @@ from lightning_topt.costs.communication import (
     ranks_of_groups,
 )
 from lightning_topt.costs.measuring import usable_memory_bytes
-from lightning_topt.costs.timers import collective_timers, fit_link, process_groups
 from lightning_topt.graph.kernels import encode_arguments
-from lightning_topt.graph.op_graph import Block, Kernel, Op, OpGraph
-from lightning_topt.graph.step_memory import Amount, Step
+from lightning_topt.graph.op_graph import Amount, Block, Kernel, Op, OpGraph, Step
 from tests.launch import run_ranks
-from tests.test_core_wait import linux, other_programs
 
 
 def graph():
@@ -84,20 +83,9 @@ def test_one_process_needs_no_group():
 
 def inter_on_rank(rank, collectives):
     before = dict(dist.distributed_c10d._world.pg_map)
-    cluster = calibrate(num_nodes=2, budget_seconds=0.1, collectives=collectives, datagrams=True)
+    cluster = calibrate(num_nodes=2, budget_seconds=0.1, collectives=collectives)
     assert dict(dist.distributed_c10d._world.pg_map) == before
     return cluster
-
-
-def test_ranks_on_two_nodes_measure_the_network_between():
-    cluster = run_ranks(inter_on_rank, 2, COLLECTIVES)[0]
-    assert (cluster.devices_per_node, cluster.num_nodes) == (1, 2)
-    assert {key[1:] for key in cluster.collectives} == {(2, 1)}
-    assert cluster.inter is not None and cluster.inter.datagrams is not None
-    assert (
-        cluster.inter.datagrams == cluster.intra.datagrams
-        and cluster.inter.datagrams.bandwidth > 1e5
-    )
 
 
 def test_several_ranks_on_two_nodes_measure_the_link_inside_too():
@@ -110,11 +98,8 @@ def test_several_ranks_on_two_nodes_measure_the_link_inside_too():
     assert set(cluster.collectives) == {
         (op, group.size, group.stride) for op in two for group in groups
     }
-    links = [cluster.intra, cluster.inter]
-    assert [replace(link, datagrams=None) for link in links] == [
-        fit_link(cluster.collectives, group) for group in groups[1:]
-    ]
-    assert all(link.datagrams is not None and link.datagrams.bandwidth > 1e5 for link in links)
+    links = [fit_link(cluster.collectives, group) for group in groups[1:]]
+    assert [cluster.intra, cluster.inter] == links
 
 
 def usable_on_rank(rank):
@@ -163,6 +148,11 @@ def test_every_kind_of_group_is_timed_in_its_own_ranks():
         assert all(
             len(points) == 4 and all(size % 16 == 0 for size in points) for points in times.values()
         )
+
+
+def test_page_faults_cost_time_on_cpus_only():
+    assert 0 <= measure_page_faults(torch.device("cpu")) < 1e-5  # seconds per byte
+    assert measure_page_faults(torch.device("cuda", 0)) == 0.0
 
 
 def states():
@@ -228,11 +218,9 @@ def test_repeating_is_bounded_by_rounds_and_by_time():
     assert fastest(repeat_parts({"a": part(*never)}, seconds_left=lambda: -1.0)["a"]) == {"t": 0.5}
 
 
-@linux
 def test_a_calibration_among_other_programs_is_marked(monkeypatch):
-    """On every core three of them: at best it has a quarter of the time."""
-    monkeypatch.setattr(calibrations, "is_busy", core_wait.is_busy)
-    with other_programs(os.sched_getaffinity(0), on_each=3):
-        cluster = calibrate(budget_seconds=0.3)
-    assert cluster.busy_share > core_wait.BUSY_SHARE
+    monkeypatch.setattr(calibrations, "is_busy", lambda share, **_: share > 0.2)
+    monkeypatch.setattr(calibrations.CoreWait, "share", lambda self: 0.4)
+    cluster = calibrate(budget_seconds=0.1)
+    assert cluster.busy_share == 0.4
     assert Cluster.from_dict(cluster.to_dict()) == cluster

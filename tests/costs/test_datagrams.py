@@ -1,12 +1,9 @@
-"""Seconds of exchanges that may lose datagrams: against a simulation of rounds, and as the search
-and calibration use them.
-"""
+"""Seconds of exchanges that may lose datagrams: against a simulation of rounds, and in searches."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from lightning_topt.communication import BoundedLoss, Topology
@@ -28,10 +25,8 @@ from lightning_topt.costs.exchange_model import (
     phase_seconds,
     resent_rounds,
 )
-from lightning_topt.costs.timers import measure_datagrams
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
 from tests.costs.graphs import profile_of, random_graph
-from tests.launch import run_ranks
 
 DEVICE = Device("toy", 10**6, {"float32": 1e6}, 1e6)
 PATH = DatagramPath(2e-3, 0.05, 1e6)
@@ -137,17 +132,3 @@ def test_it_is_chosen_where_the_all_reduce_suffers_and_datagrams_do_not() -> Non
     assert fastest(machines(good, seconds_per_byte=1e-4)) == BoundedLoss(hierarchical=False)
     assert fastest(machines(good, seconds_per_byte=1e-9)) is None
     assert fastest(machines(replace(good, bandwidth=1.0), seconds_per_byte=1e-4)) is None
-
-
-def measured(rank: int) -> DatagramPath | None:
-    return measure_datagrams(Group(2), budget_seconds=0.1)
-
-
-def test_two_ranks_measure_the_same_path() -> None:
-    first, second = run_ranks(measured, 2)
-    assert first is not None and first == second
-    assert (
-        0 <= first.loss < 0.5
-        and 1e5 < first.bandwidth < 1e12
-        and np.isfinite(first.round_trip_seconds)
-    )

@@ -29,8 +29,7 @@ from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.graph.op_graph import Block, Op, OpGraph, Parameter
-from lightning_topt.graph.step_memory import Amount, Segment
+from lightning_topt.graph.op_graph import Amount, Block, Op, OpGraph, Parameter, Segment
 from lightning_topt.techniques.plan_costs import PlanCosts, explain
 from tests.costs.graphs import graph_of, profile_of
 from tests.launch import run_ranks

@@ -8,8 +8,16 @@ import statistics
 
 import pytest
 
-from lightning_topt.costs.cluster import Cluster, ClusterError, Device, Link
-from lightning_topt.costs.failures import Failures, daly_interval, expected_seconds, run_time
+from lightning_topt.costs.cluster import (
+    Cluster,
+    ClusterError,
+    Device,
+    Failures,
+    Link,
+    daly_interval,
+    expected_seconds,
+    run_time,
+)
 
 
 def played(

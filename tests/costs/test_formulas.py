@@ -11,8 +11,7 @@ from lightning_topt.costs.compute import (
     kernel_dtype,
     kernel_key,
 )
-from lightning_topt.graph.op_graph import Kernel
-from lightning_topt.graph.step_memory import Amount
+from lightning_topt.graph.op_graph import Amount, Kernel
 
 NOTHING = Amount()
 DEVICE = Device("d", 1, {"float32": 100.0, "bfloat16": 200.0}, 10.0, 0.5)

@@ -7,23 +7,21 @@ import random
 
 import pytest
 
-from lightning_topt.costs.cluster import (
+from lightning_topt.costs.accuracy import (
     CPU_BYTES,
-    UNKNOWN,
-    Accuracy,
-    Cluster,
-    ErrorFigure,
-    sentence_of,
-)
-from lightning_topt.costs.intervals import (
     LEVEL,
+    UNKNOWN,
     WIDER,
+    Accuracy,
     Domain,
+    ErrorFigure,
     check_level,
     interval_of,
     quantile_of,
+    sentence_of,
     share_at,
 )
+from lightning_topt.costs.cluster import Cluster
 from tests.costs.test_formulas import cluster
 
 

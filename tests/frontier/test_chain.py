@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lightning_topt.costs.chain_table import BlockCosts, ChainTable
+from lightning_topt.costs.chain_table import ChainTable
 from lightning_topt.frontier import layer_search, search_chain
 from tests.frontier.tables import (
     assert_costs_are_evaluated,
@@ -100,17 +100,7 @@ def test_time_that_is_up_leaves_what_is_known():
     assert_costs_are_evaluated(table, found)
 
 
-def test_bad_tables_and_limits_are_refused():
-    one = np.ones(1)
-    block = BlockCosts((0,), *[one] * 7)
-    with pytest.raises(ValueError, match="no configuration"):
-        BlockCosts((), *[np.ones(0)] * 7)
-    with pytest.raises(ValueError, match="kept has shape"):
-        BlockCosts((0,), one, one, one, one, np.ones(2), one, one)
-    with pytest.raises(ValueError, match="NaN"):
-        BlockCosts((0,), one * np.nan, one, one, one, one, one, one)
-    with pytest.raises(ValueError, match="from 0 to 0"):
-        ChainTable((block,), (0, 1))
+def test_bad_limits_are_refused():
     nothing = ChainTable((), ())
     for limit in ({"max_points": 0}, {"max_seconds": 0}, {"max_bytes": -1}):
         with pytest.raises(ValueError, match="at least 1"):

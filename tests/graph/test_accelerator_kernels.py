@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_topt.graph.accelerator_kernels import OnAccelerator
 from lightning_topt.graph.capture import capture
+from lightning_topt.graph.kernels import OnAccelerator
 
 
 class Attention(nn.Module):

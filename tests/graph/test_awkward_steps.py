@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
-from lightning_topt.graph.capture import capture
+from lightning_topt.graph.capture import capture, observe_step
 from lightning_topt.graph.errors import may_need_values
-from lightning_topt.graph.step_observer import observe_step
 from tests.graph.measure import flops_of
 from tests.graph.test_steps_with_values import Net
 from tests.launch import run_ranks

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from lightning_topt.graph.capture import capture
-from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.graph.step_memory import StepMemory
+from lightning_topt.graph.op_graph import OpGraph, StepMemory
 from tests.graph.measure import BlockMemory, allocator_peaks, flops_of, run_step, saved_bytes
 from tests.models import GPT, MLP, Branching, CalledTwice, ConvNet, DictBatch, batch_for
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -13,7 +11,7 @@ import torchmetrics
 from torch import Tensor, nn
 
 from lightning_topt.graph.capture import capture
-from lightning_topt.graph.errors import CaptureError, is_users
+from lightning_topt.graph.errors import CaptureError
 from tests.graph.measure import flops_of
 from tests.graph.test_steps_with_values import Net
 from tests.models import MLP, batch_for
@@ -253,28 +251,3 @@ def test_transforms_of_functions() -> None:
 
     refuse(Vmapped(), X, "torch.func", "# by rows", WAY_OUT)
     refuse(Gradients(), X, "torch.func", "# by samples", WAY_OUT)
-
-
-# ---- whose code it is
-
-
-def test_packages_may_be_installed_anywhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By ``pip install --target``; the user's files may lie beside them."""
-    for name in (
-        "topt_installed/__init__.py",
-        "topt_installed/part.py",
-        "topt_alone.py",
-        "topt_own.py",
-    ):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    (tmp_path / "some-1.0.dist-info").mkdir()
-    (tmp_path / "some-1.0.dist-info" / "RECORD").write_text(
-        "topt_installed/__init__.py,,\ntopt_alone.py,sha256=1,0\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    names = ("topt_installed.part", "topt_alone", "topt_own")
-    users = {name: is_users(importlib.import_module(name).__name__) for name in names}
-    assert users == {"topt_installed.part": False, "topt_alone": False, "topt_own": True}

@@ -4,9 +4,7 @@ runs.
 
 from __future__ import annotations
 
-import collections
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import lightning as L
@@ -70,16 +68,6 @@ class Normalized(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(super().forward(x)).relu_()
-
-
-class Nested(Block):
-    """The number of a layer tells blocks apart, what is inside them is alike."""
-
-    def prepare(self, index: int) -> None:
-        self.index, self.inner = index, Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.inner(x)) + self.index
 
 
 class Frozen(Block):
@@ -155,18 +143,6 @@ LEFT_OUT = {
 # ---- what only looks alike -----------------------------------------------------------------------
 
 
-class Appends(Block):
-    """Its third call would have appended as well."""
-
-    def prepare(self, index: int) -> None:
-        self.seen: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        self.seen.append(y.mean())
-        return y
-
-
 class AppendsToGlobal(Block):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -178,8 +154,7 @@ class Collects(Net):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         AUX.clear()
         loss = super().training_step(batch, batch_idx)
-        seen = [tensor for block in self.blocks for tensor in getattr(block, "seen", [])]
-        return loss + sum(AUX) + sum(seen)
+        return loss + sum(AUX)
 
 
 class OddOne(Block):
@@ -192,13 +167,6 @@ class OddOne(Block):
         return super().forward(x) ** self.power
 
 
-class SharedPart(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.blocks:
-            block.down = self.blocks[0].down
-
-
 class TiedWeight(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -208,24 +176,6 @@ class TiedWeight(Net):
 class Twice(Net):
     def run(self, x: Tensor) -> Tensor:
         return super().run(super().run(x))
-
-
-class Regularized(Net):
-    """Parameters are read outside of the blocks too."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) + sum(
-            p.square().sum() for p in self.parameters()
-        )
-
-
-class Skips(Net):
-    """Every block's input is read once more."""
-
-    def run(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x) + x.sin()
-        return x
 
 
 class Hidden(Net):
@@ -268,64 +218,6 @@ class Differently(Net):
         return x
 
 
-class Remembers(Block):
-    """An older call has left a tensor of the same shape where this one leaves its own."""
-
-    def prepare(self, index: int) -> None:
-        self.aux = torch.zeros(())
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        self.aux = y.square().mean()
-        return y
-
-
-KEEP = partial(collections.deque[Tensor](maxlen=1).append)  # what is in it is not looked at
-
-
-class Keeps(Block):
-    """Python holds what it made until the next block runs, where nobody sees it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            KEEP(x * 3)
-        return super().forward(x)
-
-
-class Remembered(Net):
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) + sum(block.aux for block in self.blocks)
-
-
-class InPlace(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.mul_(2))
-
-
-class SameInput(Net):
-    """All blocks read one tensor."""
-
-    def run(self, x: Tensor) -> Tensor:
-        return sum(block(x) for block in self.blocks)
-
-
-class Scaled(Block):
-    def prepare(self, index: int) -> None:
-        self.scale = 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.scale if self.scale > 1 else super().forward(x)
-
-
-class ScalesLast(Net):
-    """The step changes a block before it calls it."""
-
-    def run(self, x: Tensor) -> Tensor:
-        self.blocks[3].scale = 2.0
-        self.blocks[4].up.requires_grad_(False)
-        return super().run(x)
-
-
 class Counts(Block):
     def prepare(self, index: int) -> None:
         self.calls = 0
@@ -341,43 +233,23 @@ class ReadsCounts(Net):
         return x.exp() if all(block.calls for block in self.blocks) else x
 
 
-class Unused(Net):
-    """The results of two blocks are dropped."""
-
-    def run(self, x: Tensor) -> Tensor:
-        for index, block in enumerate(self.blocks):
-            x = x if index > 2 and block(x) is None else block(x) if index < 3 else x
-        return x
-
-
 RUN = {
-    "numbered": lambda: Net(Nested),
-    "appends": lambda: Collects(Appends),
     "appends-to-global": lambda: Collects(AppendsToGlobal),
     "odd-one": lambda: Net(OddOne),
-    "shared-part": SharedPart,
     "tied-weight": TiedWeight,
     "twice": Twice,
-    "regularized": Regularized,
-    "skips": Skips,
     "hidden": Hidden,
     "penalty": Penalty,
     "checkpointed": Checkpointed,
     "hooked": Hooked,
     "differently": Differently,
-    "remembers": lambda: Remembered(Remembers),
-    "keeps": lambda: Net(Keeps),
-    "in-place": lambda: Net(InPlace),
-    "same-input": SameInput,
-    "scales-last": lambda: ScalesLast(Scaled),
     "counts": lambda: ReadsCounts(Counts),
-    "unused": Unused,
     "encoder-decoder": EncoderDecoder,
 }
 
 
 # runs of equal layers that do odd things, each the same
-ODD_BUT_ALIKE = {"odd-one", "checkpointed", "keeps", "in-place", "counts"}
+ODD_BUT_ALIKE = {"odd-one", "checkpointed", "counts"}
 
 
 def full(module: Any, batch: Any, **kwargs: Any) -> OpGraph:
@@ -395,7 +267,7 @@ def left_out(module: Any, **kwargs: Any) -> OpGraph | None:
     try:
         context = kwargs.pop("forward_context", nullcontext)
         step = StepRun(module, context, stacks=stacks)
-        given = {"second_batch": None, "batch_scaling": True, "like": None, "one_recording": False}
+        given = {"second_batch": None, "batch_scaling": True, "like": None}
         return _captured(step, batch=batch_of(module), **{**given, **kwargs}) if stacks else None
     except Exception:
         return None

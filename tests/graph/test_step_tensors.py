@@ -10,8 +10,7 @@ import pytest
 
 from lightning_topt.graph.blocks import choose_blocks
 from lightning_topt.graph.capture import capture
-from lightning_topt.graph.op_graph import Block
-from lightning_topt.graph.step_memory import Step, StepTensor
+from lightning_topt.graph.op_graph import Block, Step, StepTensor
 from tests.graph.test_capture import MODEL_IDS, MODELS
 from tests.models import GPT, batch_for
 

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from lightning_topt.graph.capture import capture
+from lightning_topt.graph.capture import capture, observe_step
 from lightning_topt.graph.errors import CaptureError, may_need_values
-from lightning_topt.graph.step_observer import observe_step
 from tests.graph.measure import flops_of
 from tests.launch import run_ranks
 

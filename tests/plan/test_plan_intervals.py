@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lightning_topt.costs.cluster import CPU_BYTES, Accuracy, Cluster, Device, ErrorFigure, Link
-from lightning_topt.costs.intervals import WIDER, Domain, Interval
+from lightning_topt.costs.accuracy import CPU_BYTES, WIDER, Accuracy, Domain, ErrorFigure, Interval
+from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import OpGraph

@@ -10,8 +10,7 @@ import torch
 from rich.console import Console
 
 from lightning_topt.basics.units import format_seconds
-from lightning_topt.costs.cluster import Cluster, Device, Link
-from lightning_topt.costs.failures import Failures
+from lightning_topt.costs.cluster import Cluster, Device, Failures, Link
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import data_mesh

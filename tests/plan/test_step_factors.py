@@ -16,8 +16,8 @@ import pytest
 from benchmarks.exchange import step_factors as harness
 from benchmarks.exchange.paired_runs import keep_row
 from lightning_topt.communication import BF16, TopK
+from lightning_topt.costs.accuracy import Interval
 from lightning_topt.costs.cluster import Link
-from lightning_topt.costs.intervals import Interval
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.choose import NoPlanFitsError

@@ -20,7 +20,8 @@ from lightning_topt import (
     ParallelOptimizerStep,
 )
 from lightning_topt.communication import ExchangeSettings, TopK
-from lightning_topt.costs.cluster import Accuracy, Cluster, ErrorFigure
+from lightning_topt.costs.accuracy import Accuracy, ErrorFigure
+from lightning_topt.costs.cluster import Cluster
 from lightning_topt.plugins import plan_request
 from lightning_topt.plugins.monitors import ExchangeMonitor, StepMonitor
 from lightning_topt.plugins.plan_options import (

@@ -19,8 +19,15 @@ from lightning_topt.costs.sizes import (
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.graph.op_graph import Block, Op, Parameter, TensorEdge
-from lightning_topt.graph.step_memory import Amount, Segment, TensorSpec
+from lightning_topt.graph.op_graph import (
+    Amount,
+    Block,
+    Op,
+    Parameter,
+    Segment,
+    TensorEdge,
+    TensorSpec,
+)
 from lightning_topt.optim.pieces import Share, assign_pieces
 from lightning_topt.techniques.plan_costs import Explanation, PlanCosts, explain
 from tests.costs.graphs import cluster_of, graph_of, profile_of, random_graph

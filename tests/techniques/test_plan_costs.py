@@ -14,7 +14,7 @@ from lightning_topt.costs.compute import kernel_key
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import data_mesh, hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.graph.step_memory import Amount
+from lightning_topt.graph.op_graph import Amount
 from lightning_topt.plan.plan_values import describe_config
 from lightning_topt.techniques.plan_costs import PlanCosts, explain
 from tests.costs.graphs import cluster_of, profile_of, random_graph

@@ -23,14 +23,13 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import Group
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.graph.blocks import block_of
-from lightning_topt.graph.capture import capture, one_is_enough, repeated_layers
+from lightning_topt.graph.capture import capture, repeated_layers
 from lightning_topt.graph.errors import WAY_OUT, StepError
-from lightning_topt.graph.fused_chains import fused
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.module_copy import contiguous_stride, empty_fake
 from lightning_topt.graph.op_config import Placements, Replicate, Shard
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.graph.recording import TIMES, changed, number_at
+from lightning_topt.graph.recording import changed
 from lightning_topt.graph.repetition import Stack
 from lightning_topt.graph.structures import tensors_in
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
@@ -84,8 +83,7 @@ class _SplitCache:
 class SplitModel:
     """A model whose step was captured unsharded as `graph`, under `trace`.
 
-    With `compiled` the graphs of split steps are as if they were compiled (`fused_chains`). The
-    other arguments are what `capture` was given.
+    The other arguments are what `capture` was given.
     """
 
     module: nn.Module
@@ -95,7 +93,6 @@ class SplitModel:
     second_batch: Any | None = None
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
     device: torch.device | str = "cpu"
-    compiled: bool = False
     _known: _SplitCache = field(default_factory=_SplitCache, compare=False, repr=False)
 
     @property
@@ -178,27 +175,15 @@ class SplitModel:
                     second_batch=self.second_batch,
                     forward_context=self.forward_context,
                     device=self.device,
-                    one_recording=self._one_recording_suffices,
                     stacks=self._stacks,
                 )
-                self._known.graphs[key] = fused(graph) if self.compiled else graph
+                self._known.graphs[key] = graph
             except ValueError as error:  # code that cannot run on slices
                 self._known.graphs[key] = None
                 # without the advice to plan nothing
                 reason = str(error).replace(WAY_OUT, "").strip().removesuffix(".")
                 self._known.refusals[key] = reason
         return self._known.graphs[key]
-
-    @cached_property
-    def _one_recording_suffices(self) -> bool:
-        return one_is_enough(
-            self.module,
-            self.batch,
-            self.graph,
-            forward_context=self.forward_context,
-            device=self.device,
-            stacks=self._stacks,
-        )
 
     @cached_property
     def _stacks(self) -> tuple[Stack, ...]:
@@ -318,7 +303,6 @@ def capture_split(
     second_batch: Any | None = None,
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     device: torch.device | str = "cpu",
-    one_recording: bool = False,
     stacks: Sequence[Stack] = (),
 ) -> OpGraph:
     """Return the graph of the step that one rank of `axes` (without groups) runs.
@@ -337,7 +321,6 @@ def capture_split(
         second_batch: as in `capture`
         forward_context: as in `capture`
         device: as in `capture`
-        one_recording: `like` is one that `one_is_enough`
         stacks: as in `capture`; those whose layers are split differently are captured in full
 
     Raises:
@@ -361,7 +344,7 @@ def capture_split(
         if stack.is_alike(placements.items())
         and stack.is_alike((path, repr(replace(rule, block=""))) for path, rule in by_block.items())
     ]
-    options |= {"one_recording": one_recording, "stacks": alike}
+    options |= {"stacks": alike}
     try:
         graph = capture(
             module,
@@ -378,15 +361,8 @@ def capture_split(
             f"module {run.under_way[-1] if run.under_way else ''!r} does not run with its "
             f"parameters split: {error.__cause__}; {_ADVICE}"
         ) from error.__cause__
-    # The user must see the same shapes as without a split; where one recording stands for two,
-    # those of the second one's samples.
-    _check_results(
-        [
-            (path, tuple(tuple(number_at(TIMES[1], size) for size in shape) for shape in shapes))
-            for path, shapes in run.results
-        ],
-        trace.results(),
-    )
+    # the user must see the same shapes as without a split
+    _check_results(run.results, trace.results())
     return changed(graph, whole_model=like.fingerprint)
 
 

@@ -125,7 +125,7 @@ def full_states(
 
 @dataclass(frozen=True)
 class _Outline:
-    """Shape and dtype of a tensor that is on another rank."""
+    # Shape and dtype of a tensor that is on another rank.
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -140,7 +140,7 @@ def _outline(leaf: object) -> Any:
 
 @dataclass(frozen=True)
 class _Move:
-    """Brings a leaf from its owner to rank `to`, or to all; returns None on other ranks."""
+    # Brings a leaf from its owner to rank `to`, or to all; returns None on other ranks.
 
     group: dist.ProcessGroup | None
     to: int | None

@@ -596,7 +596,7 @@ def packed(pieces: Sequence[Piece], parameters: Sequence[Tensor]) -> Iterator[li
 
 @dataclass(frozen=True)
 class _Message:
-    """One broadcast: `buffer` is the memory of its only piece, or `parts` are views into it."""
+    # One broadcast: `buffer` is the memory of its only piece, or `parts` are views into it.
 
     owner: int
     pieces: list[Piece]

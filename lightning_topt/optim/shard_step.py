@@ -156,10 +156,8 @@ def _local(value: object) -> Any:
 
 
 def _as_shards(local: State, before: State, parameter: Tensor, key: Tensor) -> State:
-    """Return the `local` state of a shard as DTensors.
-
-    Those of `before` where their memory is still in use.
-    """
+    # Return the `local` state of a shard as DTensors.
+    # Those of `before` where their memory is still in use.
     assert isinstance(parameter, DTensor)
 
     def placed(name: str, value: object) -> Any:
@@ -331,7 +329,7 @@ def count_exchanges(optimizer: Optimizer) -> int:
 
 
 class _RowsOfRanks(NamedTuple):
-    """The rows of one parameter that each rank of a group has."""
+    # The rows of one parameter that each rank of a group has.
 
     by_rank: list[slice]
     beside_owner: list[int]  # ranks that have all rows together, the owner among them

@@ -541,10 +541,8 @@ def empty_states(optimizer: Optimizer) -> defaultdict[Any, Any]:
 
 
 class _AdagradStates(defaultdict[Any, Any]):
-    """States that torch 2.11 makes when Adagrad is built, and later releases in the first step.
-
-    Here a parameter's is made when it is first asked for.
-    """
+    # States that torch 2.11 makes when Adagrad is built, and later releases in the first step.
+    # Here a parameter's is made when it is first asked for.
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(dict)
@@ -602,7 +600,7 @@ def _step(clone: Optimizer, closure: _Closure) -> None:
 
 
 class _NoCollectives(TorchDispatchMode):
-    """Refuses collectives: ranks may be in other trials, or in none, and would not answer."""
+    # Refuses collectives: ranks may be in other trials, or in none, and would not answer.
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -191,10 +191,8 @@ class ParallelOptimizerStep(pl.Callback):
 
 
 def _named(run_stage: Callable[[], Any], watch: RankWatch | None) -> Callable[[], Any]:
-    """Return `run_stage` of ranks that Lightning forked or spawned.
-
-    There, it asks no callback what to do with an error.
-    """
+    # Return `run_stage` of ranks that Lightning forked or spawned.
+    # There, it asks no callback what to do with an error.
 
     def run() -> Any:
         try:

@@ -99,7 +99,7 @@ def loss_with_gradients(
 
 
 class _CarriedGradients(torch.autograd.Function):
-    """The value of one tensor and the graph of another; see `loss_with_gradients`."""
+    # The value of one tensor and the graph of another; see `loss_with_gradients`.
 
     @staticmethod
     def forward(

@@ -50,10 +50,7 @@ from lightning_topt.techniques.technique import (
 class DataParallel(Technique):
     """The technique of blocks of which nothing is sharded."""
 
-    @property
-    @override
-    def name(self) -> str:
-        return "data parallelism"
+    name = "data parallelism"
 
     @override
     def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:
@@ -69,10 +66,6 @@ class DataParallel(Technique):
         return [OpConfig.zero(0, axes=len(step.mesh.axes))]
 
     # ---- what it costs ---------------------------------------------------------------------------
-
-    @override
-    def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
-        return bool(self.claims(config, step.mesh))
 
     @override
     def lifetimes(
@@ -162,11 +155,9 @@ def has_buckets(step: TrainingStep) -> bool:
 def _own_gradient_lifetimes(
     step: TrainingStep, parameters: Sequence[Parameter]
 ) -> Iterator[Lifetime]:
-    """Yield gradients that are tensors of their own.
-
-    Those of the last step live until zero_grad, which comes after forward. New ones live from the
-    backward of the last segment that uses the parameter.
-    """
+    # Yield gradients that are tensors of their own.
+    # Those of the last step live until zero_grad, which comes after forward. New ones live from the
+    # backward of the last segment that uses the parameter.
     spans = step.segments.of_parameter
     yield Lifetime("gradients", sum(map(gradient_bytes, parameters)), REBUILD, FORWARD_OVER)
     # by segment: gradients that begin there, and the largest second part
@@ -186,11 +177,9 @@ def _own_gradient_lifetimes(
 def _loose_gradient_lifetimes(
     step: TrainingStep, parameters: Sequence[Parameter]
 ) -> Iterator[Lifetime]:
-    """Yield gradients outside DDP's buckets: the largest of a segment.
-
-    That of a parameter used in several segments waits from the first of their backwards to the
-    last, where the second part is added.
-    """
+    # Yield gradients outside DDP's buckets: the largest of a segment.
+    # That of a parameter used in several segments waits from the first of their backwards to the
+    # last, where the second part is added.
     spans = step.segments.of_parameter
     done: dict[int, int] = {}
     for parameter in parameters:
@@ -251,9 +240,7 @@ def _names_for_ddp(names: Collection[str]) -> list[str]:
 
 @torch.no_grad()
 def _move(model: ParallelModel, whole: Mapping[str, nn.Parameter]) -> None:
-    """Move the module to its device, except for parameters that are to be sharded.
-
-    Those may be too large to be there unsharded.
-    """
+    # Move the module to its device, except for parameters that are to be sharded.
+    # Those may be too large to be there unsharded.
     for tensor in (*whole.values(), *model.module.buffers()):
         tensor.data = tensor.data.to(model.device)

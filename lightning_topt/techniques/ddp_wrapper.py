@@ -105,11 +105,9 @@ def wrap_in_ddp(
 
 
 def _is_equal(module: nn.Module, ignored: Collection[str], group: dist.ProcessGroup | None) -> bool:
-    """Return whether all ranks have the same parameters and buffers, on the host.
-
-    Then DDP need not send those of rank 0, which takes five times as long as their checksums. A
-    collective call.
-    """
+    # Return whether all ranks have the same parameters and buffers, on the host.
+    # Then DDP need not send those of rank 0, which takes five times as long as their checksums. A
+    # collective call.
     left_out = {*names_to_ignore(module), *ignored}
     named = itertools.chain(module.named_parameters(), module.named_buffers())
     tensors = {name: each for name, each in named if name not in left_out}
@@ -158,10 +156,8 @@ def _ignoring(module: nn.Module, names: Collection[str]) -> Generator[None, None
 
 @contextmanager
 def _side_stream(device: torch.device) -> Generator[None, None, None]:
-    """Run on a side stream, on which DDP on CUDA has to be made.
-
-    Source: pytorch.org/docs/stable/notes/cuda.html, "CUDA Graphs".
-    """
+    # Run on a side stream, on which DDP on CUDA has to be made.
+    # Source: pytorch.org/docs/stable/notes/cuda.html, "CUDA Graphs".
     if device.type != "cuda":
         yield
         return

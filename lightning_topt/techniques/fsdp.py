@@ -109,10 +109,6 @@ class FsdpTechnique(Technique):
     # ---- what it costs ---------------------------------------------------------------------------
 
     @override
-    def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
-        return bool(self.claims(config, step.mesh))
-
-    @override
     def lifetimes(
         self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours
     ) -> Iterator[Lifetime]:
@@ -151,6 +147,15 @@ class FsdpTechnique(Technique):
             return 0.0
         return 3 * gradient_bytes(parameter) / step.mesh.ranks_along(self.axes(step.mesh))
 
+    # ---- how it is applied -----------------------------------------------------------------------
+
+    @override
+    def apply(self, model: ParallelModel) -> Applied | None:
+        if not (blocks := model.blocks_of(self)):
+            return None
+        inner = model.mesh.ranks_along(self.axes(model.mesh))
+        return shard_blocks(model, blocks, mesh=model.device_mesh(inner=inner))
+
     def _sharded(
         self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours
     ) -> ShardedBlock:
@@ -160,32 +165,17 @@ class FsdpTechnique(Technique):
 class FullSharding(FsdpTechnique):
     """Gradients, and at level 3 parameters, are sharded along all data axes."""
 
-    @property
-    @override
-    def name(self) -> str:
-        return "full sharding"
+    name = "full sharding"
 
     @override
     def axes(self, mesh: Mesh) -> tuple[int, ...]:
         return mesh.data_axes if has_data_axes(mesh) else ()
 
-    @override
-    def apply(self, model: ParallelModel) -> Applied | None:
-        blocks = model.blocks_of(self)
-        return (
-            shard_blocks(model, blocks, mesh=model.device_mesh(inner=model.mesh.data_parallel_size))
-            if blocks
-            else None
-        )
-
 
 class HybridSharding(FsdpTechnique):
     """Gradients, and at level 3 parameters, are sharded along the last of several data axes."""
 
-    @property
-    @override
-    def name(self) -> str:
-        return "hybrid sharding"
+    name = "hybrid sharding"
 
     @override
     def axes(self, mesh: Mesh) -> tuple[int, ...]:
@@ -193,24 +183,16 @@ class HybridSharding(FsdpTechnique):
 
     @override
     def apply(self, model: ParallelModel) -> Applied | None:
-        blocks = model.blocks_of(self)
-        if not blocks:
+        if (applied := super().apply(model)) is None:
             return None
-        applied = shard_blocks(
-            model,
-            blocks,
-            mesh=model.device_mesh(inner=model.mesh.ranks_along(self.axes(model.mesh))),
-        )
-        modules = sharded_modules(model, blocks)
+        modules = sharded_modules(model, model.blocks_of(self))
         return replace(applied, no_sync=lambda: _within_groups(modules))
 
 
 @contextmanager
 def _within_groups(modules: list[nn.Module]) -> Generator[None, None, None]:
-    """Scatter gradients inside the inner groups only, without the all-reduce between these.
-
-    The shards stay there; the next backward outside adds them to its own exchange.
-    """
+    # Scatter gradients inside the inner groups only, without the all-reduce between these.
+    # The shards stay there; the next backward outside adds them to its own exchange.
     for module in modules:
         assert isinstance(module, FSDPModule)
         # each sharded module is in the list itself
@@ -303,7 +285,7 @@ def sharded_modules(model: ParallelModel, blocks: Sequence[str]) -> list[nn.Modu
 
 
 class _Sharding:
-    """Some blocks of one model under FSDP2, and the way back to the plain module."""
+    # Some blocks of one model under FSDP2, and the way back to the plain module.
 
     def __init__(self, model: ParallelModel, blocks: Sequence[str], mesh: DeviceMesh) -> None:
         self.module = model.module
@@ -409,16 +391,14 @@ class _Sharding:
         self._before.update({module: _Snapshot(module) for module in modules})
 
     def replaced(self) -> dict[Tensor, Tensor]:
-        """Return the sharded parameter in the place of each original one."""
+        # Return the sharded parameter in the place of each original one.
         now = dict(self.module.named_parameters(remove_duplicate=False))
         return {original: now[name] for name, original in self._originals.items()}
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Restore the unsharded parameters (on the CPU), in the same Parameter objects.
-
-        A collective call.
-        """
+        # Restore the unsharded parameters (on the CPU), in the same Parameter objects.
+        # A collective call.
         set_replaced(self._originals.values(), False)
         # gather first: it needs FSDP2 as it is
         whole: dict[nn.Parameter, Tensor] = {}
@@ -445,7 +425,7 @@ class _Sharding:
             vars(original).pop("_fsdp_orig_uid", None)
 
     def reshard(self) -> None:
-        """Release all gathered parameters; the next forward gathers what the shards then hold."""
+        # Release all gathered parameters; the next forward gathers what the shards then hold.
         for module in self.root.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -494,7 +474,7 @@ def _shard(
 
 
 class _Snapshot:
-    """What FSDP2 changes on one module: class, hooks, parameters and attributes."""
+    # What FSDP2 changes on one module: class, hooks, parameters and attributes.
 
     def __init__(self, module: nn.Module) -> None:
         self.cls = module.__class__

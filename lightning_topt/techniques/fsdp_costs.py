@@ -66,7 +66,7 @@ HOOK_SECONDS, HOOK_PARAMETER_SECONDS = 7.5e-4, 2.5e-5
 
 
 class _Sizes(NamedTuple):
-    """Bytes of a block that some ranks share, as `ShardedBlock` has them."""
+    # Bytes of a block that some ranks share, as `ShardedBlock` has them.
 
     flat: float
     flat_gradients: float

@@ -9,7 +9,7 @@ The second technique here is for ranks that exchange no gradients, but meet once
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -24,7 +24,6 @@ from lightning_topt.costs.lifetimes import REBUILD, REDUCE_LAST, UPDATE, Lifetim
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.graph.op_graph import Block
 from lightning_topt.techniques.data_parallel import add_exchange
 from lightning_topt.techniques.ddp_wrapper import names_to_ignore
 from lightning_topt.techniques.technique import (
@@ -44,14 +43,7 @@ class GradientCompression(Technique):
     The exchange outlives `undo`, for checkpoints, until it is closed.
     """
 
-    @property
-    @override
-    def name(self) -> str:
-        return "gradient exchange"
-
-    @override
-    def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:
-        return frozenset()
+    name = "gradient exchange"
 
     @override
     def check(
@@ -69,14 +61,6 @@ class GradientCompression(Technique):
                 "gradient_exchange: a single rank along the data axes exchanges nothing; leave it "
                 "out"
             )
-
-    # ---- what is legal ---------------------------------------------------------------------------
-
-    @override
-    def configs(
-        self, step: TrainingStep, block: Block, so_far: Sequence[OpConfig]
-    ) -> list[OpConfig]:
-        return []
 
     # ---- what it costs ---------------------------------------------------------------------------
 
@@ -157,10 +141,8 @@ class GradientCompression(Technique):
 
 @dataclass(frozen=True)
 class _Slices:
-    """`communication.checkpoint.Slices` for the named parameters of a module.
-
-    Some of them are slices, cut as `split` says.
-    """
+    # `communication.checkpoint.Slices` for the named parameters of a module.
+    # Some of them are slices, cut as `split` says.
 
     parameters: Mapping[str, nn.Parameter]
     split: Mapping[Tensor, SplitTensor]
@@ -198,20 +180,7 @@ class LocalTraining(Technique):
     What is kept between outer steps outlives `undo`, for checkpoints, until it is closed.
     """
 
-    @property
-    @override
-    def name(self) -> str:
-        return "local steps"
-
-    @override
-    def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:
-        return frozenset()
-
-    @override
-    def check(
-        self, mesh: Mesh, configs: Mapping[str, OpConfig], exchange: GradientMethod | None
-    ) -> None:
-        """Nothing: a plan checks its `local_steps` itself."""
+    name = "local steps"
 
     # ---- what it costs ---------------------------------------------------------------------------
 

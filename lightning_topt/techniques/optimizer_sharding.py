@@ -57,10 +57,7 @@ _SMALL_BYTES = 1 << 20  # parameters below it are broadcast together (`PieceGath
 class OptimizerSharding(Technique):
     """The optimizer state is sharded along all data axes."""
 
-    @property
-    @override
-    def name(self) -> str:
-        return "sharded optimizer state"
+    name = "sharded optimizer state"
 
     @override
     def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:
@@ -84,10 +81,6 @@ class OptimizerSharding(Technique):
         return [OpConfig.zero(1, axes=len(mesh.axes), over=mesh.data_axes)]
 
     # ---- what it costs ---------------------------------------------------------------------------
-
-    @override
-    def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
-        return bool(self.claims(config, step.mesh))
 
     @override
     def lifetimes(

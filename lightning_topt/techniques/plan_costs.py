@@ -40,7 +40,7 @@ RESULTS = "updated parameters"
 
 @dataclass(frozen=True)
 class _BlockLifetimes:
-    """What a block keeps that stands at the segment `home`."""
+    # What a block keeps that stands at the segment `home`.
 
     home: int
     lifetimes: list[Lifetime]
@@ -49,7 +49,7 @@ class _BlockLifetimes:
 
 @dataclass
 class _PlanCache:
-    """What `PlanCosts` has worked out so far; blocks alike share entries."""
+    # What `PlanCosts` has worked out so far; blocks alike share entries.
 
     configs: dict[tuple[int, bool, bool], list[OpConfig]] = field(default_factory=dict)
     techniques: dict[OpConfig, tuple[Technique, ...]] = field(default_factory=dict)
@@ -321,10 +321,8 @@ class PlanCosts:
         }
 
     def _beside(self, block: str) -> tuple[float, float]:
-        """Return the computation beside which a block is gathered, in forward and in backward.
-
-        That is the segment which runs just before it.
-        """
+        # Return the computation beside which a block is gathered, in forward and in backward.
+        # That is the segment which runs just before it.
         if block == ROOT:
             return 0.0, float(self._all_backward[1]) if len(self._all_backward) > 1 else 0.0
         # in backward the segment after it in forward order comes before

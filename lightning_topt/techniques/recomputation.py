@@ -33,10 +33,7 @@ from lightning_topt.techniques.technique import (
 class Recomputation(Technique):
     """Blocks whose configuration says `recompute`."""
 
-    @property
-    @override
-    def name(self) -> str:
-        return "recomputation"
+    name = "recomputation"
 
     @override
     def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:
@@ -64,10 +61,6 @@ class Recomputation(Technique):
     # ---- what it costs ---------------------------------------------------------------------------
 
     @override
-    def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
-        return bool(self.claims(config, step.mesh))
-
-    @override
     def lifetimes(
         self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours
     ) -> Iterator[Lifetime]:
@@ -91,7 +84,7 @@ class Recomputation(Technique):
 
 
 class _RecomputedForward:
-    """A module's forward under `torch.utils.checkpoint`; the plain one without gradients."""
+    # A module's forward under `torch.utils.checkpoint`; the plain one without gradients.
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.forward = forward

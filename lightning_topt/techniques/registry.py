@@ -34,14 +34,7 @@ class PipelineStages(Technique):
     (ZeRO levels 0 and 1), averaged once all microbatches have passed.
     """
 
-    @property
-    @override
-    def name(self) -> str:
-        return "pipeline stages"
-
-    @override
-    def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:
-        return frozenset()
+    name = "pipeline stages"
 
     @override
     def check(

@@ -145,10 +145,8 @@ def watch(
 
 
 class _WatchedGroup:
-    """The parameters that FSDP2 gathers and releases together.
-
-    Its methods take the places of the group's own.
-    """
+    # The parameters that FSDP2 gathers and releases together.
+    # Its methods take the places of the group's own.
 
     def __init__(self, group: Any, watched: Sequence[_Watched]) -> None:
         self._group, self._watched = group, watched
@@ -194,7 +192,7 @@ class _WatchedGroup:
 
 
 class _Watched:
-    """One parameter: `of` is what FSDP2 knows of it."""
+    # One parameter: `of` is what FSDP2 knows of it.
 
     def __init__(self, name: str, of: Any, original: nn.Parameter) -> None:
         self._name, self._of, self._original = name, of, original
@@ -213,7 +211,7 @@ class _Watched:
             self._reset()
 
     def gathered(self) -> None:
-        """Note what is there now. Raises PlanError for hooks that would see shards."""
+        # Note what is there now. Raises PlanError for hooks that would see shards.
         shard, whole = self._of.sharded_param, self._of._unsharded_param
         self._whole = whole.detach()
         self._version = shard._version
@@ -233,7 +231,7 @@ class _Watched:
         return gradient
 
     def written(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Yield this rank's shard and what the gathered parameter has for it now."""
+        # Yield this rank's shard and what the gathered parameter has for it now.
         shard, whole = self._of.sharded_param, self._of._unsharded_param
         assert self._whole is not None
         values = whole.data

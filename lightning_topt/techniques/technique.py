@@ -283,14 +283,14 @@ ALONE = Neighbours()
 class Technique(ABC):
     """One way of training a model on several ranks."""
 
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """The name in messages and reports."""
+    name: str  # in messages and reports
 
-    @abstractmethod
     def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:
-        """Return the entries of `config` that it takes care of on `mesh`, such as ``"storage"``."""
+        """Return the entries of `config` that it takes care of on `mesh`, such as ``"storage"``.
+
+        None by default.
+        """
+        return frozenset()
 
     def check(  # noqa: B027
         self, mesh: Mesh, configs: Mapping[str, OpConfig], exchange: GradientMethod | None
@@ -312,8 +312,8 @@ class Technique(ABC):
     # ---- what it costs ---------------------------------------------------------------------------
 
     def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
-        """Return whether it adds to the costs of blocks under `config`; False by default."""
-        return False
+        """Return whether it adds to the costs of blocks under `config`; by default where it claims."""
+        return bool(self.claims(config, step.mesh))
 
     def lifetimes(
         self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours

@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_topt.communication.exchange_method import GradientMethod
+from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig, Partial, Placements, Replicate
 from lightning_topt.techniques.technique import Applied, ParallelModel, Technique
@@ -56,10 +57,7 @@ from lightning_topt.techniques.tensor_parallel.user_code import keep_whole, plac
 class TensorParallelism(Technique):
     """The technique of blocks whose configuration places parameters along tensor axes."""
 
-    @property
-    @override
-    def name(self) -> str:
-        return "tensor parallelism"
+    name = "tensor parallelism"
 
     @override
     def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:
@@ -81,6 +79,10 @@ class TensorParallelism(Technique):
                     f"block {block!r} gathers parameters along axis {unknown[0]!r}, which is no "
                     "tensor axis of the mesh: leave it out; ZeRO levels shard along data axes"
                 )
+
+    @override
+    def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
+        return False  # the step on slices has the costs of split blocks
 
     # ---- how it is applied -----------------------------------------------------------------------
 

@@ -18,14 +18,11 @@ from lightning_topt.communication import FP16, GradientMethod, TopK
 from lightning_topt.communication.topology import Topology
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.sharded_checkpoint import EXCHANGE_AT, open_sharded, save_sharded
-from lightning_topt.graph.op_config import Shard
-from lightning_topt.plan.parallel_plan import PlanError, uniform_plan
+from lightning_topt.plan.parallel_plan import uniform_plan
 from lightning_topt.techniques.technique import RunOptions
 from tests.execution.test_tensor_plans import (
     CPU,
-    TENSOR,
     Net,
-    bad_plan,
     data,
     loss_of,
     one_process,
@@ -162,15 +159,3 @@ def test_what_is_held_back_is_saved_of_whole_parameters(tmp_path: Path) -> None:
     elsewhere = run_on_pool(under_ddp, 2, saved)[0]
     for own, other in zip(ranks, elsewhere["ranks"], strict=True):
         assert all(torch.equal(own["residual"][name], other["residual"][name]) for name in split)
-
-
-def refused(rank: int) -> str:
-    plan = replace(bad_plan({"head.weight": Shard(0)}), gradient_exchange=TOP_K)
-    with pytest.raises(PlanError) as caught:
-        Engine(plan, Net(), device=CPU)
-    return str(caught.value)
-
-
-def test_without_a_data_axis_there_is_nothing_to_exchange() -> None:
-    assert TENSOR.data_parallel_size == 1
-    assert "exchanges nothing" in run_on_pool(refused, 4)[0]

@@ -2,40 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
 
 from lightning_topt.optim.clipping import clip_norm_, clip_value_
 from lightning_topt.optim.parallel_step import install_parallel_step
-from tests.host_waits import HostWaits, fake_device, no_host_waits, waits_of
+from tests.host_waits import fake_device, no_host_waits, waits_of
 from tests.launch import run_ranks
 from tests.optim.parallel_cases import loss_of, make_net, pieces_for
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda t: t.tolist(),
-        lambda t: t[0].item(),
-        lambda t: bool(t[0]),
-        torch.nonzero,
-        lambda t: float(t.sum()),
-    ],
-)
-def test_waits_fail(call: Any) -> None:
-    with pytest.raises(HostWaits), no_host_waits():
-        call(torch.ones(3))
-
-
-def test_copies_to_the_host_fail() -> None:
-    with fake_device() as device, pytest.raises(HostWaits), no_host_waits():
-        torch.ones(3, device=device).cpu()
-    with fake_device() as device, no_host_waits():
-        torch.ones(3, device=device).to(device, torch.bfloat16).clone()
 
 
 def test_clipping_on_a_device() -> None:

@@ -165,21 +165,6 @@ def test_writes_after_a_step_hold(write: str):
     same(run_on_pool(_outside, 2, write), train(module, after_step=lambda _: module.move()))
 
 
-def _bad_memory(rank: int) -> str:
-    def rebind(net: nn.Module) -> None:
-        net.first.weight.data = torch.zeros(3, 4)
-
-    with pytest.raises(PlanError) as error:
-        train(Net(), preset="zero3", blocks=["first"], after_backward=rebind)
-    return str(error.value)
-
-
-def test_plain_memory_for_shards_is_an_error():
-    for message in run_on_pool(_bad_memory, 2):
-        assert message.startswith("p.data = ... gives a parameter in shards other memory")
-        assert "in rebind: net.first.weight.data = torch.zeros(3, 4)" in message
-
-
 def _clipped(rank: int, preset: str) -> dict[str, Tensor]:
     return train(Net(Clipped), preset=preset, blocks=["first", "last"])
 
@@ -224,39 +209,6 @@ def test_hooks_of_parameters_get_whole_gradients(when: str):
     wanted = train(module, after_step=register)
     assert not torch.allclose(wanted["first.weight"], train(Net())["first.weight"])
     same(run_on_pool(_hooked, 2, when), wanted)
-
-
-def _post_hook(rank: int, when: str) -> str:
-    module = Net()
-
-    def register(net: nn.Module) -> None:
-        net.first.weight.register_post_accumulate_grad_hook(lambda p: None)
-
-    if when == "before":
-        register(module)
-    with pytest.raises(PlanError) as error:
-        train(module, preset="zero3", blocks=["first"], after_step=register)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("when", ["before", "later"])
-def test_post_accumulate_hooks_are_an_error(when: str):
-    for message in run_on_pool(_post_hook, 2, when):
-        assert "hook of parameter 'first.weight'" in message and "use register_hook" in message
-
-
-def _shared_memory(rank: int) -> str:
-    module = Net()
-    module.twin = nn.Linear(4, 3)
-    module.twin.weight = nn.Parameter(module.first.weight.data)
-    with pytest.raises(PlanError) as error:
-        train(module, preset="zero3", blocks=["first"])
-    return str(error.value)
-
-
-def test_parameters_that_share_memory_are_an_error():
-    for message in run_on_pool(_shared_memory, 2):
-        assert "'first.weight' and 'twin.weight' share memory" in message
 
 
 class Tied(nn.Module):
@@ -362,7 +314,38 @@ def test_clipping_of_user_code_scales_by_the_whole_norm():
     same(run_on_pool(_clipped_by_user, 2), wanted)
 
 
-# ---- explanations --------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
+
+
+class Held(Net):
+    """Penalizes parameters that it has put into a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = [*self.first.parameters()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(p.square().sum() for p in self.held)
+
+
+def twins() -> Net:
+    module = Net()
+    module.twin = nn.Linear(4, 3)
+    module.twin.weight = nn.Parameter(module.first.weight.data)
+    return module
+
+
+def add_hook(net: nn.Module) -> Any:
+    net.first.weight.register_post_accumulate_grad_hook(lambda p: None)
+    return net
+
+
+def nothing(net: nn.Module) -> None:
+    pass
+
+
+def other_memory(net: nn.Module) -> None:
+    net.first.weight.data = torch.zeros(3, 4)
 
 
 def mix(net: nn.Module) -> None:
@@ -377,46 +360,33 @@ def differentiate(net: nn.Module) -> None:
     torch.autograd.grad(net.last.weight.sum(), net.first.weight)
 
 
-def _explained(rank: int, use: Callable[[nn.Module], Any]) -> str:
-    with pytest.raises(RuntimeError) as error:
-        train(Net(), preset="zero3", blocks=["first"], after_backward=use)
-    explain_shards(error.value)
-    return str(error.value)
+# a module, what is done to it after backward, and words of the error
+ERRORS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], str]] = {
+    "a hook": (lambda: add_hook(Net()), nothing, "use register_hook"),
+    "a later hook": (Net, add_hook, "use register_hook"),
+    "shared memory": (twins, nothing, "'first.weight' and 'twin.weight' share memory"),
+    "other memory": (Net, other_memory, "in other_memory: net.first.weight.data = torch.zeros"),
+    "plain tensors": (Net, mix, ", in mix: "),
+    "views": (Net, flatten, ", in flatten: "),
+    "gradients": (Net, differentiate, ", in differentiate: "),
+    "held": (Held, nothing, "in <genexpr>: "),
+}
 
 
-@pytest.mark.parametrize("use", [mix, flatten, differentiate])
-def test_what_shards_cannot_do_is_explained_with_the_line(use: Callable[[nn.Module], Any]):
-    for message in run_on_pool(_explained, 2, use):
-        assert "in shards" in message and "plan='zero1'" in message
-        assert f", in {use.__name__}: " in message
+def _errors(rank: int) -> dict[str, str]:
+    found = {}
+    for name, (make, use, _) in ERRORS.items():
+        with pytest.raises((PlanError, RuntimeError)) as error:
+            train(make(), preset="zero3", blocks=["first"], after_backward=use)
+        explain_shards(error.value)
+        found[name] = str(error.value)
+    return found
 
 
-class Held(Net):
-    """Penalizes parameters that it has put into a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held = [*self.first.parameters()]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + sum(p.square().sum() for p in self.held)
-
-
-def _held(rank: int) -> tuple[str, list[str]]:
-    module = Held()
-    own = module.held[0]
-    with pytest.raises(PlanError) as error:
-        train(module, preset="zero3", blocks=["first"])
-    back = Held()
-    train(Net(), preset="zero3", blocks=["first"])
-    return str(error.value), [type(own).__name__, type(back.held[0]).__name__]
-
-
-def test_parameters_that_user_code_holds_are_explained():
-    for message, kinds in run_on_pool(_held, 2):
-        assert message.startswith("code computes with a parameter that it has held")
-        assert "in <genexpr>: " in message
-        assert kinds == ["Replaced", "Parameter"]
+def test_what_shards_cannot_do_is_an_error_with_the_line() -> None:
+    for found in run_on_pool(_errors, 2):
+        for name, (*_, words) in ERRORS.items():
+            assert words in found[name] and "plan=" in found[name], (name, found[name])
 
 
 def _given_back(rank: int) -> dict[str, Tensor]:

@@ -175,10 +175,8 @@ def _cost(
     *,
     splits: Placement | None,
 ) -> tuple[float, float, bool]:
-    """Return the elements that travel per rank, of parameters and of all; and a tie-break.
-
-    Forward and backward count. Parameters come first, since the plan has placed them.
-    """
+    # Return the elements that travel per rank, of parameters and of all; and a tie-break.
+    # Forward and backward count. Parameters come first, since the plan has placed them.
     is_split = any(isinstance(placement, Shard) for placement in row.inputs)
     parameters = total = 0.0
     for before, after, operand in zip(now, row.inputs, known, strict=True):

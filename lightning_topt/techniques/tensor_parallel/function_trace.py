@@ -170,7 +170,7 @@ class FunctionTrace:
 
 
 class _Tracer(TorchFunctionMode):
-    """The mode that fills a `FunctionTrace`."""
+    # The mode that fills a `FunctionTrace`.
 
     def __init__(self, trace: FunctionTrace, module: nn.Module) -> None:
         super().__init__()

@@ -11,8 +11,7 @@
     take            own slice       all-gather
     exchange        all-to-all      all-to-all
 
-Gradients of gradients pass the same moves: in a backward that makes a graph, each calls the one
-that is its gradient.
+Gradients of gradients pass the same moves: the gradient of each is another one of them.
 
 *shared*: every rank computes something else from the gathered tensor, so its gradients are summands
 of the full one.
@@ -20,7 +19,8 @@ of the full one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ from lightning_topt.techniques.tensor_parallel.layout import (
     local_shard,
     pieces,
 )
+
+Move = Callable[[Tensor], Tensor]
 
 
 def all_reduce(tensor: Tensor, axes: TensorAxes, axis: int) -> Tensor:
@@ -86,97 +88,23 @@ def all_to_all(tensor: Tensor, source: Shard, target: Shard, axes: TensorAxes, a
     return joined(received.unbind(), source)
 
 
-class _EnterAxis(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axes: TensorAxes, axis: int) -> Tensor:
-        ctx.place = axes, axis
-        return tensor.detach()  # no view: attributes of the result must not keep it alive
+class _Moved(Function):
+    # What `run` makes of a tensor; `gradient` makes its gradient of that of the result, by a move
+    # that has a gradient too.
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        # where backward makes a graph the move has a node of its own
-        move = reduce if torch.is_grad_enabled() else all_reduce
-        return move(gradient, *ctx.place), None, None
-
-
-class _Reduce(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axes: TensorAxes, axis: int) -> Tensor:
-        ctx.place = axes, axis
-        return all_reduce(tensor, axes, axis)
+    def forward(ctx: Any, tensor: Tensor, run: Move, gradient: Move) -> Tensor:
+        ctx.gradient = gradient
+        return run(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        # the gradient itself, with a node only for gradients of gradients
-        return enter(gradient, *ctx.place), None, None
+        return ctx.gradient(gradient), None, None
 
 
-class _Gather(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, shard: Shard, shared: bool, axes: TensorAxes, axis: int
-    ) -> Tensor:
-        ctx.shared, ctx.place = shared, (shard, axes, axis)
-        return all_gather(tensor, shard, axes, axis)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        shard, axes, axis = ctx.place
-        if torch.is_grad_enabled():
-            return (
-                (scatter if ctx.shared else take)(gradient, shard, axes, axis),
-                None,
-                None,
-                None,
-                None,
-            )
-        # each rank has a gradient of the whole: their sum counts. Else all have the same
-        if ctx.shared:
-            return reduce_scatter(gradient, shard, axes, axis), None, None, None, None
-        own = cut(gradient, shard, index=axes.coordinates[axis], count=axes.sizes[axis])
-        return own.contiguous(), None, None, None, None
-
-
-class _Scatter(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, shard: Shard, axes: TensorAxes, axis: int) -> Tensor:
-        ctx.place = shard, axes, axis
-        return reduce_scatter(tensor, shard, axes, axis)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        if torch.is_grad_enabled():
-            return gather(gradient, *ctx.place, shared=True), None, None, None
-        return all_gather(gradient, *ctx.place), None, None, None
-
-
-class _Take(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, shard: Shard, axes: TensorAxes, axis: int) -> Tensor:
-        ctx.place = shard, axes, axis
-        return cut(tensor, shard, index=axes.coordinates[axis], count=axes.sizes[axis]).clone(
-            memory_format=torch.contiguous_format
-        )
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        if torch.is_grad_enabled():
-            return gather(gradient, *ctx.place, shared=False), None, None, None
-        return all_gather(gradient, *ctx.place), None, None, None
-
-
-class _Exchange(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, source: Shard, target: Shard, axes: TensorAxes, axis: int
-    ) -> Tensor:
-        ctx.place = target, source, axes, axis
-        return all_to_all(tensor, source, target, axes, axis)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        move = exchange if torch.is_grad_enabled() else all_to_all
-        return move(gradient, *ctx.place), None, None, None, None
+def _moved(tensor: Tensor, run: Move, gradient: Move) -> Tensor:
+    result: Tensor = _Moved.apply(tensor, run, gradient)  # type: ignore[no-untyped-call]
+    return result
 
 
 def enter(tensor: Tensor, axes: TensorAxes, axis: int) -> Tensor:
@@ -186,42 +114,46 @@ def enter(tensor: Tensor, axes: TensorAxes, axis: int) -> Tensor:
     """
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
-    entered: Tensor = _EnterAxis.apply(tensor, axes, axis)  # type: ignore[no-untyped-call]
-    return entered
+    # no view: attributes of the result must not keep it alive
+    return _moved(tensor, Tensor.detach, partial(reduce, axes=axes, axis=axis))
 
 
 def reduce(tensor: Tensor, axes: TensorAxes, axis: int) -> Tensor:
     """Return the sum of the ranks' summands, in full on each."""
-    result: Tensor = _Reduce.apply(tensor, axes, axis)  # type: ignore[no-untyped-call]
-    return result
+    place: Any = {"axes": axes, "axis": axis}
+    return _moved(tensor, partial(all_reduce, **place), partial(enter, **place))
 
 
 def gather(tensor: Tensor, shard: Shard, axes: TensorAxes, axis: int, *, shared: bool) -> Tensor:
     """Return the full tensor; `shared`: for different use on each rank."""
-    result: Tensor = _Gather.apply(  # type: ignore[no-untyped-call]
-        tensor, shard, shared, axes, axis
-    )
-    return result
+    place: Any = {"shard": shard, "axes": axes, "axis": axis}
+    # each rank has a gradient of the full tensor: their sum counts. Else all have the same
+    gradient = scatter if shared else take
+    return _moved(tensor, partial(all_gather, **place), partial(gradient, **place))
 
 
 def scatter(tensor: Tensor, shard: Shard, axes: TensorAxes, axis: int) -> Tensor:
     """Return this rank's slice of the sum of the ranks' summands."""
-    result: Tensor = _Scatter.apply(tensor, shard, axes, axis)  # type: ignore[no-untyped-call]
-    return result
+    place: Any = {"shard": shard, "axes": axes, "axis": axis}
+    return _moved(tensor, partial(reduce_scatter, **place), partial(gather, **place, shared=True))
 
 
 def take(tensor: Tensor, shard: Shard, axes: TensorAxes, axis: int) -> Tensor:
     """Return this rank's slice of a tensor that all ranks have in full."""
-    result: Tensor = _Take.apply(tensor, shard, axes, axis)  # type: ignore[no-untyped-call]
-    return result
+    index, count = axes.coordinates[axis], axes.sizes[axis]
+
+    def run(full: Tensor) -> Tensor:
+        own = cut(full, shard, index=index, count=count)
+        return own.clone(memory_format=torch.contiguous_format)
+
+    return _moved(tensor, run, partial(gather, shard=shard, axes=axes, axis=axis, shared=False))
 
 
 def exchange(tensor: Tensor, source: Shard, target: Shard, axes: TensorAxes, axis: int) -> Tensor:
     """Return this rank's slice along another dim."""
-    result: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
-        tensor, source, target, axes, axis
-    )
-    return result
+    forth: Any = {"source": source, "target": target, "axes": axes, "axis": axis}
+    back: Any = {**forth, "source": target, "target": source}
+    return _moved(tensor, partial(all_to_all, **forth), partial(exchange, **back))
 
 
 def move(
@@ -304,10 +236,8 @@ def bias_for(
 
 
 def _hides(inner: Placement, outer: Placement, inner_size: int, outer_size: int) -> bool:
-    """Return whether `inner` cuts pieces of what the outer axis cuts.
-
-    Then it has to be gathered before the outer axis moves.
-    """
+    # Return whether `inner` cuts pieces of what the outer axis cuts.
+    # Then it has to be gathered before the outer axis moves.
     # axes that cut different dims do not meet
     if not (isinstance(inner, Shard) and isinstance(outer, Shard) and inner.dim == outer.dim):
         return False
@@ -317,10 +247,8 @@ def _hides(inner: Placement, outer: Placement, inner_size: int, outer_size: int)
 
 
 def _can_exchange(then: Sequence[Placement], sizes: Sequence[int], axis: int) -> bool:
-    """Return whether an all-to-all can reach `then`.
-
-    `axis` must cut what the outer axes leave of the dim, and no inner axis may cut that.
-    """
+    # Return whether an all-to-all can reach `then`.
+    # `axis` must cut what the outer axes leave of the dim, and no inner axis may cut that.
     inner = zip(then[axis + 1 :], sizes[axis + 1 :], strict=True)
     hidden = any(_hides(each, then[axis], size, sizes[axis]) for each, size in inner)
     return not hidden and pieces(then, sizes) is not None

@@ -68,7 +68,7 @@ class Captured(NamedTuple):
 
 @dataclass
 class _SplitCache:
-    """What a `SplitModel` has worked out so far. Keys by `id` keep their objects in the value."""
+    # What a `SplitModel` has worked out so far. Keys by `id` keep their objects in the value.
 
     # captures by axes, placements and rules
     graphs: dict[Any, OpGraph | None] = field(default_factory=dict)
@@ -367,11 +367,9 @@ def capture_split(
 
 
 class _SplitRun:
-    """Splits copies of a module.
-
-    `results` has the calls of its modules in the last one, with the shapes seen by the user,
-    `under_way` those that have not ended.
-    """
+    # Splits copies of a module.
+    # `results` has the calls of its modules in the last one, with the shapes seen by the user,
+    # `under_way` those that have not ended.
 
     def __init__(
         self,
@@ -385,7 +383,7 @@ class _SplitRun:
         self.under_way: list[str] = []
 
     def of(self, module: nn.Module) -> SplitMode:
-        """Split `module` and return the context around its forward."""
+        # Split `module` and return the context around its forward.
         self.results, self.under_way, mode = [], [], SplitMode(self.axes, rule=self.rule)
         for name, parameter in module.named_parameters():
             _split(name, parameter, self.placements.get(name, ()), self.axes)
@@ -428,10 +426,8 @@ def _split(name: str, parameter: nn.Parameter, placements: Placements, axes: Ten
 
 
 def _check_results(split: Results, whole: Results) -> None:
-    """Raise ValueError for the first call of a module whose results differ in shape.
-
-    Calls count that both runs made.
-    """
+    # Raise ValueError for the first call of a module whose results differ in shape.
+    # Calls count that both runs made.
     expected: dict[str, list[Any]] = {}
     for path, shapes in whole:
         expected.setdefault(path, []).append(shapes)

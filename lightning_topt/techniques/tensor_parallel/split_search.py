@@ -199,18 +199,16 @@ class Point(NamedTuple):
 
 
 class _State(NamedTuple):
-    """All that later calls depend on.
-
-    `entries` are those of the tensors alive, by number; `saved` is what is kept of memory that is
-    alive.
-    """
+    # All that later calls depend on.
+    # `entries` are those of the tensors alive, by number; `saved` is what is kept of memory that is
+    # alive.
 
     entries: tuple[tuple[int, Entry], ...]
     saved: frozenset[tuple[int, bool]]
 
 
 class _SplitSearch:
-    """The walk along the calls of one region."""
+    # The walk along the calls of one region.
 
     def __init__(
         self, calls: Sequence[TracedCall], prices: SplitPrices, whole: Collection[int]
@@ -219,7 +217,7 @@ class _SplitSearch:
         self._known: dict[tuple[int, ...], list[tuple[Placement, ...]]] = {}
 
     def run(self) -> list[BlockSplit]:
-        """Walk all calls."""
+        # Walk all calls.
         # from one state without tensors, call after call
         states = {_State((), frozenset()): [Point(0.0, 0.0, 0.0, None)]}
         for index, call in enumerate(self.calls):
@@ -318,10 +316,8 @@ class _SplitSearch:
 
     @cached_property
     def _parts(self) -> dict[int, set[int]]:
-        """Numbers of parts that dims may be cut into, with the sizes of such dims.
-
-        If nothing takes a dim apart or puts it together, parts are no better than one.
-        """
+        # Numbers of parts that dims may be cut into, with the sizes of such dims.
+        # If nothing takes a dim apart or puts it together, parts are no better than one.
         found: dict[int, set[int]] = {}
         for call in self.calls:
             for parts, sizes in _parts_of(call):

@@ -387,10 +387,8 @@ def _current() -> PythonFunctionMode | None:
 
 
 def _watched_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call an autograd function, with unsharded arguments if what it computes is not known.
-
-    A reentrant checkpoint runs again in the mode.
-    """
+    # Call an autograd function, with unsharded arguments if what it computes is not known.
+    # A reentrant checkpoint runs again in the mode.
     mode = _current()
     if mode is not None and cls is checkpoint.CheckpointFunction:
         args = (_again_under(mode, args[0], args[2:]), *args[1:])
@@ -470,7 +468,7 @@ def _watched_generator(function: object, *args: Any, **options: Any) -> Any:
 
 
 class _Under(AbstractContextManager[None]):
-    """A context in the mode; it may be entered again, by a backward pass in two parts."""
+    # A context in the mode; it may be entered again, by a backward pass in two parts.
 
     def __init__(
         self,

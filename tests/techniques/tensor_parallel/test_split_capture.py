@@ -21,11 +21,20 @@ from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTra
 from lightning_topt.techniques.tensor_parallel.layout import TensorAxes
 from lightning_topt.techniques.tensor_parallel.split_model import capture_split
 from tests.models import GPT
-from tests.techniques.tensor_parallel.test_split_gpt import MEGATRON
 from tests.techniques.tensor_parallel.traced import Step
 
 WIDTH, HEADS, TIME = 32, 4, 8
 MESH = Mesh((Axis("data", 1), Axis("tensor", 2)))
+MEGATRON = {
+    "tokens.weight": (Shard(0),),
+    "qkv.weight": (Shard(0, parts=3),),
+    "qkv.bias": (Shard(0, parts=3),),
+    "project.weight": (Shard(1),),
+    "up.weight": (Shard(0),),
+    "up.bias": (Shard(0),),
+    "down.weight": (Shard(1),),
+    "head.weight": (Shard(0),),
+}
 BLOCK = {name: p for name, p in MEGATRON.items() if name not in ("tokens.weight", "head.weight")}
 
 

@@ -136,10 +136,8 @@ def _run_grouped(placed: Placed) -> Tensor:
 
 
 def _einsum(call: OpCall, ranks: int) -> Iterator[Row]:
-    """Yield rows for every letter that all its arguments can be split along.
-
-    One that is summed away leaves a Partial result.
-    """
+    # Yield rows for every letter that all its arguments can be split along.
+    # One that is summed away leaves a Partial result.
     equation = call.args[0]
     if not isinstance(equation, str) or "." in equation or "->" not in equation:
         return
@@ -279,10 +277,8 @@ def _padding_rows(call: OpCall, ranks: int) -> Iterator[Row]:
 
 
 def _batch_norm_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    """Yield splits of channels, with their weights; of samples and space without batch statistics.
-
-    Running statistics are replicated.
-    """
+    # Yield splits of channels, with their weights; of samples and space without batch statistics.
+    # Running statistics are replicated.
     x, weight, bias = call.get(0, "input"), call.get(3, "weight"), call.get(4, "bias")
     counts = call.get(5, "training", False)
     # by channels; elsewhere only without statistics over the batch
@@ -297,10 +293,8 @@ def _batch_norm_rows(call: OpCall, ranks: int) -> Iterator[Row]:
 
 
 def _run_batch_norm(placed: Placed) -> Tensor:
-    """Normalize this rank's channels, and keep running statistics of all channels on every rank.
-
-    So a checkpoint has them.
-    """
+    # Normalize this rank's channels, and keep running statistics of all channels on every rank.
+    # So a checkpoint has them.
     from_all: list[Tensor] = [
         each
         for each in (placed.get(1, "running_mean"), placed.get(2, "running_var"))
@@ -354,10 +348,8 @@ register(BATCH_NORM, (F.batch_norm,))
 
 
 def _attention_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    """Yield splits of queries, keys and values (..., head, step, channel).
-
-    All dims before the steps may be split, and the steps of queries. Heads may be grouped.
-    """
+    # Yield splits of queries, keys and values (..., head, step, channel).
+    # All dims before the steps may be split, and the steps of queries. Heads may be grouped.
     query, key, value = call.first("query", "key", "value")
     mask = call.get(3, "attn_mask")
     # samples and heads: all three are cut alike, and a mask that has them too
@@ -387,10 +379,8 @@ def _attention_rows(call: OpCall, ranks: int) -> Iterator[Row]:
 
 
 def _run_attention(placed: Placed) -> Tensor:
-    """Attend; with dropout from the equations.
-
-    Each rank then drops what one process would drop of its heads.
-    """
+    # Attend; with dropout from the equations.
+    # Each rank then drops what one process would drop of its heads.
     steps = len(placed.inputs[0].shape) - 2
     has_all = placed.ranks_along(0, steps) == 1
     # without dropout the fused kernels run; a causal mask of some queries is made for each run
@@ -403,10 +393,8 @@ def _run_attention(placed: Placed) -> Tensor:
 
 
 def _causal_by_run(placed: Placed, steps: int) -> Tensor:
-    """Attend each run of neighbouring queries of this rank to the keys up to its last one.
-
-    Keys after it are not read.
-    """
+    # Attend each run of neighbouring queries of this rank to the keys up to its last one.
+    # Keys after it are not read.
     query, key, value = placed.first("query", "key", "value")
     kwargs = {
         name: placed.kwargs[name] for name in ("scale", "enable_gqa") if name in placed.kwargs
@@ -424,10 +412,8 @@ def _causal_by_run(placed: Placed, steps: int) -> Tensor:
 
 
 def _runs(placed: Placed, steps: int) -> list[tuple[int, int, int]]:
-    """Return the runs of neighbouring queries of this rank.
-
-    For each: where it is among the own queries, its first step, its length.
-    """
+    # Return the runs of neighbouring queries of this rank.
+    # For each: where it is among the own queries, its first step, its length.
     # steps of the own queries, in order: cut as `own_slice` cuts the tensor
     indices = np.arange(placed.inputs[0].shape[steps])
     now: list[Placement] = [REPLICATE] * len(placed.axes)

@@ -207,10 +207,8 @@ def _run_norm(placed: Placed) -> Tensor:
 
 
 class _Normalized(Function):
-    """Rows with variance 1, of which each rank of the axes `cut` has a slice.
-
-    If `is_centered`, they have mean 0 too.
-    """
+    # Rows with variance 1, of which each rank of the axes `cut` has a slice.
+    # If `is_centered`, they have mean 0 too.
 
     @staticmethod
     def forward(
@@ -307,10 +305,8 @@ def _cross_entropy_rows(call: OpCall, ranks: int) -> Iterator[Row]:
 
 
 def _run_cross_entropy(placed: Placed) -> Tensor:
-    """Return the loss; logits stay where they are.
-
-    Split by class: three sums over ranks of one number per sample (Shoeybi et al., section 3).
-    """
+    # Return the loss; logits stay where they are.
+    # Split by class: three sums over ranks of one number per sample (Shoeybi et al., section 3).
     target, ignored = placed.get(1, "target"), placed.get(4, "ignore_index", -100)
     reduction = placed.get(6, "reduction", "mean")
     if placed.ranks_along(0, 1) == 1:

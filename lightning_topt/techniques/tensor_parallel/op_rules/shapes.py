@@ -243,10 +243,8 @@ register(
 
 
 def _cat_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    """Yield splits of a concatenation.
-
-    Tensors of equal size, joined along their split dim, are parts of the result.
-    """
+    # Yield splits of a concatenation.
+    # Tensors of equal size, joined along their split dim, are parts of the result.
     # (0,) may stand for any empty tensor
     joined = [operand for operand in call.operands if operand.shape != (0,)]
     if not joined or any(len(operand.shape) != len(joined[0].shape) for operand in joined):
@@ -339,10 +337,8 @@ register(
 
 
 def _items(index: object, ndim: int) -> list[Any] | None:
-    """Return one item per dim of the indexed tensor (None for new dims), without the ellipsis.
-
-    None for anything but slices, numbers, new dims and operands.
-    """
+    # Return one item per dim of the indexed tensor (None for new dims), without the ellipsis.
+    # None for anything but slices, numbers, new dims and operands.
     # the ellipsis stands for all dims that are not indexed
     items = [*index] if type(index) is tuple else [index]
     simple = (slice, int, Operand, type(None), type(...))
@@ -354,10 +350,8 @@ def _items(index: object, ndim: int) -> list[Any] | None:
 
 
 def _kept_dims(items: Sequence[object], shape: Sequence[int]) -> dict[int, int]:
-    """Return the dims that are taken in full, and which dims of the result they are.
-
-    Numbers are taken before tensors.
-    """
+    # Return the dims that are taken in full, and which dims of the result they are.
+    # Numbers are taken before tensors.
     tensors = [item for item in items if isinstance(item, Operand)]
     wide = len(broadcast(tensors)) if tensors else 0
     rest = [item for item in items if not isinstance(item, int)]

@@ -312,7 +312,7 @@ class Technique(ABC):
     # ---- what it costs ---------------------------------------------------------------------------
 
     def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
-        """Return whether it adds to the costs of blocks under `config`: by default, if it claims."""
+        """Return whether it adds to the costs of blocks under `config`: by default if it claims."""
         return bool(self.claims(config, step.mesh))
 
     def lifetimes(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -23,18 +23,6 @@ from lightning_topt.graph.op_config import LAYOUT, Partial, Placement, Replicate
 
 
 @dataclass(frozen=True)
-class CollectiveCall:
-    """One call of `op` along an axis (index); `size` in bytes.
-
-    The size is that of what one rank gives or, for a gather, gets.
-    """
-
-    op: str
-    axis: int
-    size: int
-
-
-@dataclass(frozen=True)
 class TensorAxes:
     """The tensor axes of a mesh, outermost first, as one rank sees them.
 
@@ -44,28 +32,20 @@ class TensorAxes:
         coordinates: the place of this rank
         groups: of which this rank is one, by axis; None for a rank that is looked at, not run: its
             collectives only have shapes
-        calls: a list gets every collective call of a step, forward and backward
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     coordinates: tuple[int, ...]
     groups: tuple[dist.ProcessGroup | None, ...]
-    calls: list[CollectiveCall] | None = field(default=None, compare=False)
 
     def __len__(self) -> int:
         return len(self.sizes)
 
     def note(self, op: str, axis: int, whole: torch.Tensor) -> None:
-        """Record a call on `whole`, the larger one of what is given and what is got.
-
-        Without a group a capture may see it.
-        """
-        # a capture records it as a kernel
+        """Let a capture record a call on `whole`, the larger of what is given and what is got."""
         if self.groups[axis] is None:
             show_collective(whole, op=op, axis=axis)
-        if self.calls is not None:
-            self.calls.append(CollectiveCall(op, axis, whole.numel() * whole.element_size()))
 
     @classmethod
     def of_mesh(cls, mesh: Mesh, *, rank: int) -> TensorAxes:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,6 @@ from lightning_topt.graph.op_config import Placement, Replicate, Shard
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace, TracedCall
 from lightning_topt.techniques.tensor_parallel.layout import (
-    CollectiveCall,
     Layout,
     TensorAxes,
     with_layout,
@@ -97,6 +97,13 @@ def prices(module: nn.Module, ranks: int, *, cluster: Cluster = FAST) -> SplitPr
     )
 
 
+class CollectiveCall(NamedTuple):
+    """One call of `op`; `size` in bytes of the larger of what is given and what is got."""
+
+    op: str
+    size: int
+
+
 def run(
     module: nn.Module, batch: Any, placements: Mapping[str, Placement], ranks: int
 ) -> list[CollectiveCall]:
@@ -105,8 +112,12 @@ def run(
     """
     copied, mode = fake_copy(module)
     calls: list[CollectiveCall] = []
-    axes = TensorAxes(("tensor",), (ranks,), (0,), (None,), calls)
-    with mode:
+    axes = TensorAxes(("tensor",), (ranks,), (0,), (None,))
+
+    def note(self: TensorAxes, op: str, axis: int, whole: Tensor) -> None:
+        calls.append(CollectiveCall(op, whole.nbytes))
+
+    with mode, mock.patch.object(TensorAxes, "note", note):
         for name, placement in placements.items():
             parameter, layout = (
                 copied.get_parameter(name),

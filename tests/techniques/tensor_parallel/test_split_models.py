@@ -16,7 +16,6 @@ from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import Placement, Replicate, Shard
 from lightning_topt.techniques.tensor_parallel.split_layouts import BlockRule
 from tests.launch import run_ranks
-from tests.models import Mixture
 from tests.techniques.tensor_parallel.on_ranks import check, compare
 
 OUT, IN = (Shard(0),), (Shard(1),)
@@ -63,16 +62,12 @@ def gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
-def bert(attention: str = "sdpa") -> nn.Module:
+def bert() -> nn.Module:
     config = transformers.BertConfig(
         vocab_size=48, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-        intermediate_size=64, max_position_embeddings=16, attn_implementation=attention,
+        intermediate_size=64, max_position_embeddings=16,
     )  # fmt: skip
     return transformers.BertForMaskedLM(config)
-
-
-def bert_eager() -> nn.Module:
-    return bert("eager")
 
 
 def t5() -> nn.Module:
@@ -205,16 +200,6 @@ def encoder_loss(module: nn.Module) -> Tensor:
     )
 
 
-def decoder() -> nn.Module:
-    return nn.TransformerDecoderLayer(32, 4, 64, dropout=0.0)
-
-
-def decoder_loss(module: nn.Module) -> Tensor:
-    mask = nn.Transformer.generate_square_subsequent_mask(7)
-    out = module(values(7, 2, 32), values(9, 2, 32), tgt_mask=mask, tgt_is_causal=True)
-    return F.mse_loss(out, values(2, 7, 32).transpose(0, 1))
-
-
 def attention() -> nn.Module:
     return nn.MultiheadAttention(32, 4, dropout=0.1, kdim=32, vdim=32, add_bias_kv=False)
 
@@ -252,14 +237,6 @@ class Images(nn.Module):
         return self.head(x.flatten(1))
 
 
-def mixture(how: str) -> nn.Module:
-    return Mixture(how, width=32)
-
-
-def mixture_loss(module: nn.Module) -> Tensor:
-    return F.mse_loss(module(values(4, 9, 32)), values(9, 4, 32).transpose(0, 1))
-
-
 def images_loss(module: nn.Module) -> Tensor:
     return F.cross_entropy(
         module(values(4, 3, 8, 8).double()), torch.tensor([0, 1, 2, 3]), label_smoothing=0.1
@@ -277,23 +254,17 @@ IMAGES = {
     "head.weight": IN,
 }
 
-EXPERTS = dict.fromkeys(("up", "bias", "down"), OUT)
-
 CASES: dict[str, Case] = {
     "llama": (llama, causal_loss, LLAMA),
     "gpt2": (gpt2, causal_loss, GPT2),
     "bert": (bert, masked_loss, BERT),
-    "bert, eager": (bert_eager, masked_loss, BERT),
     "t5": (t5, masked_loss, T5),
     "vit": (vit, image_loss, VIT),
     "mixtral": (mixtral, causal_loss, MIXTRAL),
     "mixtral, grouped": (grouped_mixtral, causal_loss, MIXTRAL),
     "mixtral by expert": (grouped_mixtral, causal_loss, BY_EXPERT),
     "encoder": (encoder, encoder_loss, LAYER),
-    "decoder": (decoder, decoder_loss, LAYER),
     "attention": (attention, attention_loss, ATTENTION),
-    "experts, einsum": (partial(mixture, "einsum"), mixture_loss, EXPERTS),
-    "experts, bmm": (partial(mixture, "bmm"), mixture_loss, EXPERTS),
     "images": (Images, images_loss, IMAGES),
 }
 

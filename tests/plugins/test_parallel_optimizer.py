@@ -271,7 +271,7 @@ def test_other_callbacks(others: Callable[[], list[Any]], always: bool) -> None:
     for plain, ours in results:
         assert largest_difference(plain["state"], ours["state"]) < 1e-6
         if others is unfreezing:
-            assert len(ours["optimizers"][0]["param_groups"]) == 2
+            assert len(ours["optimizers"][0]["param_groups"]) == 3
             assert ours["decisions"][0].shared
 
 

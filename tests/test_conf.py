@@ -97,16 +97,6 @@ def test_every_method_of_exchange_has_a_configuration():
     assert set(method_classes()) == composed_methods
 
 
-def test_gradient_exchange_values_are_overridden_like_any_other():
-    config = composed(
-        "train",
-        "strategy=topt_compressed",
-        "gradient_exchange=topk",
-        "gradient_exchange.bits=4",
-    )
-    assert instantiate(config.strategy).method == TopK(bits=4)
-
-
 @pytest.mark.parametrize("schedule", choices("schedule"))
 def test_every_schedule_is_one(schedule):
     config = composed("train", "strategy=topt_pipeline", f"schedule={schedule}")
@@ -131,11 +121,6 @@ def test_every_rule_of_weights_has_a_configuration():
         composed("train", "strategy=topt", "prediction=spectrain")
 
 
-def test_gradient_exchange_belongs_to_topt_compressed():
-    with pytest.raises(HydraException, match="gradient_exchange"):
-        composed("train", "strategy=ddp", "gradient_exchange=topk")
-
-
 @pytest.mark.parametrize(
     "name", [name for name in choices("cluster") if name not in ("measured", "slurm")]
 )
@@ -145,10 +130,6 @@ def test_every_cluster_is_one(name):
     config = composed("plan", f"cluster={name}")
     strategy = instantiate(config.strategy, _convert_="all")
     assert strategy.request.cluster == cluster
-
-
-def test_measured_means_none():
-    assert composed("plan", "cluster=measured").cluster is None
 
 
 def test_values_that_yaml_repeats_are_the_constructors():
@@ -266,8 +247,8 @@ def test_a_name_that_no_strategy_takes_is_refused(app):
 @pytest.mark.parametrize(
     "entry",
     [
-        *("model: gpt", "data: stdlib_bytes", "experiment: demo", "trainer: default"),
-        *("topt/model: gpt", "topt/strategy: ddp", "topt/cluster: measured"),
+        *("model: gpt", "strategy: topt", "topt/model: gpt", "topt/strategy: ddp"),
+        "topt/cluster: measured",
     ],
 )
 def test_another_app_gets_nothing_else_of_ours(entry, tmp_path):

@@ -44,20 +44,7 @@ TINY: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
         "architectures": ["LlamaForCausalLM"],
     },
-    "gpt2 without a class": {
-        "model_type": "gpt2",
-        "vocab_size": 32,
-        "n_embd": 16,
-        "n_layer": 2,
-        "n_head": 2,
-        "n_positions": 4,
-    },
     "bert": {"model_type": "bert", **SMALL, "architectures": ["BertForMaskedLM"]},
-    "bert of sentences": {
-        "model_type": "bert",
-        **SMALL,
-        "architectures": ["BertForSequenceClassification"],
-    },
     "t5": {
         "model_type": "t5",
         "vocab_size": 32,

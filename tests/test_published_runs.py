@@ -114,31 +114,6 @@ def test_rows_of_a_file_are_predicted(predict, tmp_path):
     assert all(1e9 < float(row["predicted_peak_bytes"]) < 40e9 for row in found)
 
 
-def test_constants_are_fitted_to_another_file(predict, tmp_path):
-    runs, known = write(tmp_path / "runs.csv", LINES[:1]), write(tmp_path / "known.csv", LINES[1:])
-    out, saved = tmp_path / "out.csv", tmp_path / "cluster.yaml"
-    given = "--calibrate-on", known, "--out", out, "--save-cluster", saved
-    code, output = predict(runs, "--cluster", "a100_64x8", *given)
-    assert code == 0 and "device.launch_seconds" in output and "the 3 rows of known.csv" in output
-    fitted = Cluster.load(saved)
-    assert (
-        fitted.accuracy is not None
-        and fitted.device.launch_seconds != cluster().device.launch_seconds
-    )
-    row = next(iter(csv.DictReader(out.open())))
-    predicted, low, high = (
-        float(row[name])
-        for name in ("predicted_seconds", "predicted_seconds_low", "predicted_seconds_high")
-    )
-    assert low * high == pytest.approx(predicted**2)
-    assert high / predicted >= 1 + fitted.accuracy.seconds.p90 - 1e-6
-    code, _ = predict(runs, "--cluster-file", saved, "--out", tmp_path / "again.csv")
-    again = next(iter(csv.DictReader((tmp_path / "again.csv").open())))
-    assert code == 0 and float(again["predicted_seconds"]) == pytest.approx(
-        float(row["predicted_seconds"])
-    )
-
-
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_repeated_blocks_are_the_model_of_that_depth(tensor):
     """Five layers from three of them, against five that were captured; with the head's tied weights

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchmetrics
-from lightning.pytorch.callbacks import BasePredictionWriter, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
@@ -151,36 +151,6 @@ def test_ranks_samplers_and_collectives(plan: str) -> None:
 
 
 # ---- 8, 9: clipping and accumulation beyond test_equivalence -------------------------------------
-
-
-class OwnClipping(RecordingGPT):
-    def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any
-    ) -> None:
-        self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="norm")
-        norm = torch.stack(
-            [
-                (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).norm()
-                for p in self.parameters()
-            ]
-        )
-        self.norms = [*getattr(self, "norms", []), norm.norm().item()]
-
-
-def own_clipping(rank: int, plan: str) -> Any:
-    module = OwnClipping()
-    schedule = GradientAccumulationScheduler(scheduling={0: 1, 1: 4})
-    trainer = topt_trainer(plan, callbacks=[schedule], max_epochs=2)
-    trainer.fit(module, loader(4, length=32))
-    return module.norms, trainer.global_step
-
-
-@every_kind
-def test_own_clipping_and_scheduled_accumulation(plan: str) -> None:
-    for norms, steps in on_ranks(own_clipping, plan):
-        assert steps == 4 + 1  # 4 batches a rank and epoch, then 4 to a step
-        # gradients are far larger: all are clipped to 0.01
-        assert norms == pytest.approx([0.01] * 5, rel=1e-3)
 
 
 # ---- 10: precision -------------------------------------------------------------------------------

@@ -202,10 +202,8 @@ def _sendable(error: Exception) -> Exception:
 
 
 def _isolate(keep: int) -> None:
-    """Replace all open files and sockets but `keep` by the null device.
-
-    Every write to a file fails from then on: files may have no size.
-    """
+    # Replace all open files and sockets but `keep` by the null device.
+    # Every write to a file fails from then on: files may have no size
     # numbers stay taken: a later open must not get one that old code still writes to
     nothing = os.open(os.devnull, os.O_RDWR)
     folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
@@ -221,10 +219,8 @@ def _isolate(keep: int) -> None:
 
 
 def _copy_shared_memory() -> None:
-    """Replace memory that is shared with other processes by copies of it (on Linux alone).
-
-    Raises MemoryError for more than a GiB.
-    """
+    # Replace memory that is shared with other processes by copies of it (on Linux alone).
+    # Raises MemoryError for more than a GiB
     if sys.platform != "linux":
         return
     with open("/proc/self/maps") as file:  # address range, permissions, offset, device, file

@@ -94,13 +94,9 @@ def hydra_main(command: str, run: Callable[[DictConfig], object]) -> None:
 
 
 def _words_of_rank(command: str, words: Sequence[str]) -> list[str]:
-    """Return Hydra's overrides for another rank of torchrun or srun, as Lightning's own have.
-
-    Rank 0 alone keeps the configuration, and each rank has a log of its own.
-
-    Raises:
-        ValueError: each rank would hand the jobs of a sweep to submitit.
-    """
+    # Return Hydra's overrides for another rank of torchrun or srun, as Lightning's own have.
+    # Rank 0 alone keeps the configuration, and each rank has a log of its own.
+    # Raises: ValueError: each rank would hand the jobs of a sweep to submitit
     rank, ranks = started_rank()
     if ranks > 1 and any(word.startswith("hydra/launcher=submitit") for word in words):
         raise ValueError(
@@ -147,10 +143,8 @@ def _set_process_state(arguments: list[str], full_error: str | None) -> None:
 
 
 def _sentence(error: BaseException) -> str | None:
-    """Return the message of an error that the user can mend.
-
-    None for all others, whose traceback is needed.
-    """
+    # Return the message of an error that the user can mend.
+    # None for all others, whose traceback is needed
     # what a `_target_` raised: its message, after the entry that names the target
     cause = error.__cause__
     if isinstance(error, InstantiationException) and cause is not None:

@@ -337,11 +337,9 @@ def _of_all_ranks(value: Any) -> list[Any]:
 
 
 def _between_batches(trainer: pl.Trainer) -> bool:
-    """Let Lightning's counts be those between two batches; return whether the last one counts.
-
-    A batch without an update comes again. A validation that was cut off begins anew. After the last
-    batch of an epoch its end is still to come (`_end_epoch`).
-    """
+    # Set Lightning's counts to those between two batches; return whether the last batch counts.
+    # A batch without an update comes again. A validation that was cut off begins anew. After the
+    # last batch of an epoch its end is still to come (`_end_epoch`).
     loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
     progress: Any = loop.batch_progress
     evaluation: Any = loop.val_loop.batch_progress
@@ -368,10 +366,8 @@ def _between_batches(trainer: pl.Trainer) -> bool:
 
 
 def _end_epoch(trainer: pl.Trainer) -> None:
-    """Let an epoch whose batches are all trained on end, unless a validation is to come.
-
-    Lightning would read another batch first.
-    """
+    # End an epoch whose batches are all trained on, unless a validation is to come: Lightning would
+    # read another batch first.
     loop = trainer.fit_loop.epoch_loop
     is_over = loop.restarting and loop.batch_progress.is_last_batch
 
@@ -400,8 +396,7 @@ class _Keeper:
         self._has_stepped = mmap.mmap(-1, 1)  # shared with the process that trains
         self._handlers: dict[int, Any] = {}
 
-    def note_step(self) -> None:
-        """Note that an optimizer step was made, in the process that trains."""
+    def note_step(self) -> None:  # in the process that trains
         self._has_stepped[0] = 1
 
     def keep(self) -> None:
@@ -473,20 +468,17 @@ class _Memory(NamedTuple):
     state: int
 
     @property
-    def path(self) -> str:
-        """Where the state is."""
+    def path(self) -> str:  # of the state
         return f"/proc/{self.holder}/fd/{self.state}"
 
     def _open(self) -> IO[str]:
         return open(f"/proc/{self.holder}/fd/{self.label}", "r+")
 
-    def place(self) -> Place | None:
-        """Return of which place the state is, None where there is none."""
+    def place(self) -> Place | None:  # None: there is no state
         with self._open() as label:
             return _read(label)
 
     def read(self) -> bytes:
-        """Return the state as bytes."""
         with open(self.path, "rb") as file:
             return file.read()
 
@@ -507,8 +499,8 @@ class _Memory(NamedTuple):
             label.seek(0)
             label.write(f"{place.step} {place.batches}")
 
+    # frees the memory of an older state
     def remove_before(self, place: Place) -> None:
-        """Free the memory of an older state."""
         with self._open() as label:
             _lock(label)
             before = _read(label)

@@ -88,10 +88,8 @@ class Preemption:
             self._handle(environment.requeue_signal, _REQUEUE)
 
     def _make_group(self, trainer: pl.Trainer) -> bool:
-        """Make a group on which notes travel between hosts, whatever gradients do.
-
-        False on all ranks where one cannot: signals stay Lightning's then.
-        """
+        # Make a group on which notes travel between hosts, whatever gradients do.
+        # False on all ranks where one cannot: signals stay Lightning's then
         timeout = trainer.strategy._timeout or default_pg_timeout  # type: ignore[attr-defined]
         try:
             self._group = dist.new_group(backend="gloo", timeout=timeout, group_desc="preemption")
@@ -174,10 +172,8 @@ class Preemption:
             self._agreed |= notes
 
     def _end_training(self) -> None:
-        """Stop after the last batch, if a rank was asked to; else end training as Lightning does.
-
-        All ranks have the same batches, so they come here alike.
-        """
+        # Stop after the last batch, if a rank was asked to; else end training as Lightning does.
+        # All ranks have the same batches, so they come here alike
         trainer = self._trainer
         assert trainer is not None
         self._may_stop = lambda: True  # no batch follows

@@ -266,10 +266,7 @@ def open_sharded(
         ]
     if "exchange" in others:
         section, key = EXCHANGE_AT
-        state = {
-            **others["exchange"],
-            "ranks": StoredExchange(folder, others["exchange"]["ranks"]),
-        }
+        state = {**others["exchange"], "ranks": StoredExchange(folder, others["exchange"]["ranks"])}
         checkpoint[section] = {**checkpoint.get(section, {}), key: state}
     return checkpoint
 

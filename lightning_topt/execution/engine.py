@@ -310,16 +310,14 @@ class Engine:
         with self._applied.joined(), stages:
             yield
 
-    def clip_norm(
-        self, parameters: Sequence[Tensor], max_norm: float, *, norm_type: float = 2.0
-    ) -> Tensor:
+    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """Scale gradients to a norm of at most `max_norm`; return the norm before.
 
         A collective call.
         """
         if self._stages is not None:
-            return self._stages.clip_norm(parameters, max_norm, norm_type=norm_type)
-        return clipping.clip_norm_(parameters, max_norm, norm_type=norm_type, slices=self.slices_of)
+            return self._stages.clip_norm(parameters, max_norm)
+        return clipping.clip_norm_(parameters, max_norm, slices=self.slices_of)
 
     def slices_of(self, parameter: Tensor) -> int:
         """Return into how many slices along tensor axes a present parameter is cut."""

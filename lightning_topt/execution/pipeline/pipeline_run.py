@@ -16,7 +16,7 @@ losses, values of any kind, and gradients by the plan's method.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
@@ -188,7 +188,6 @@ class PipelineRun:
         step: Step,
         *,
         weights: Sequence[float] | None = None,
-        kind: Hashable = None,
     ) -> Tensor:
         """Run forward and backward of all microbatches; return the losses (n,), on every rank.
 
@@ -196,7 +195,6 @@ class PipelineRun:
             microbatches: n of them.
             step: returns the loss of a microbatch.
             weights: of the losses in the sum that gradients are of; None: the mean.
-            kind: tells steps with the same code apart.
         """
         if self.lag_per_hop is not None:
             raise ValueError(
@@ -209,7 +207,7 @@ class PipelineRun:
             raise ValueError(
                 f"weights are one for each of the {count} microbatches, got {len(factors)}"
             )
-        flows = self.flows.of(step, microbatches, kind=kind)
+        flows = self.flows.of(step, microbatches)
         # The step of this rank: buffers as on the first data rank, actions, losses to all ranks.
         self.buffers.begin_step(flows)
         results = self._run(microbatches, step, flows, factors=factors)
@@ -222,14 +220,12 @@ class PipelineRun:
             self.exchanges.finish()
         return losses
 
-    def evaluate(self, batch: object, step: Step, *, kind: Hashable = None) -> Any:
+    def evaluate(self, batch: object, step: Step) -> Any:
         """Run ``step(module, batch)`` forward; return what the last stage returns on all ranks."""
         self.check_drained()
         # Forward passes alone; the last stage's result goes to all ranks.
         with torch.no_grad():
-            results = self._run(
-                [batch], step, self.flows.of(step, [batch], kind=kind), factors=None
-            )
+            results = self._run([batch], step, self.flows.of(step, [batch]), factors=None)
             last = self.layout.rank_of_stage[-1]
             return value_of_rank(
                 results.get(0), self.groups.pipeline_group, place=last, device=self.device
@@ -296,16 +292,14 @@ class PipelineRun:
         finally:
             self._synchronizes = before
 
-    def clip_norm(
-        self, parameters: Sequence[Tensor], max_norm: float, *, norm_type: float = 2.0
-    ) -> Tensor:
+    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """Scale all stages' gradients to a norm of at most `max_norm`; return the norm before."""
         if self.lag_per_hop is not None:
             raise ValueError(
                 f"stages are at different minibatches under {self.plan.schedule!r}: "
                 "`engine.continuous.clip_norm`"
             )
-        return self.norms.clip(parameters, max_norm, norm_type=norm_type)
+        return self.norms.clip(parameters, max_norm)
 
     @contextmanager
     def unsharded(self) -> Generator[None, None, None]:

@@ -25,7 +25,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_topt import CompressedDDPStrategy, Dense, LocalStepsStrategy, SparseLoCo, TopK
 
 EXCHANGES = {
-    "topk": lambda: CompressedDDPStrategy(TopK(density=0.01, warmup_steps=40)),
+    "topk": lambda: CompressedDDPStrategy(TopK(density=0.01)),
     "local_steps": lambda: LocalStepsStrategy(SparseLoCo(every=20, density=0.1)),
     "dense": lambda: CompressedDDPStrategy(Dense()),
 }

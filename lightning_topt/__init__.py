@@ -23,10 +23,9 @@ from topt_console import __version__ as __version__
 _HOMES = {
     "BoundedLoss": "communication.methods.bounded_loss",
     "Dense": "communication.methods.dense",
-    "BF16": "communication.methods.half",
-    "FP16": "communication.methods.half",
+    "BF16": "communication.methods.dense",
+    "FP16": "communication.methods.dense",
     "LocalSteps": "communication.methods.local_steps",
-    "QuantizedSteps": "communication.methods.local_steps",
     "SparseLoCo": "communication.methods.local_steps",
     "TopK": "communication.methods.top_k",
     "newest_checkpoint": "execution.checkpoint_files",
@@ -46,13 +45,10 @@ __all__ = [*_HOMES, "register_strategies"]
 
 if TYPE_CHECKING:  # the same for type checkers and editors, which do not run `__getattr__`
     from lightning_topt.communication.methods.bounded_loss import BoundedLoss as BoundedLoss
+    from lightning_topt.communication.methods.dense import BF16 as BF16
+    from lightning_topt.communication.methods.dense import FP16 as FP16
     from lightning_topt.communication.methods.dense import Dense as Dense
-    from lightning_topt.communication.methods.half import BF16 as BF16
-    from lightning_topt.communication.methods.half import FP16 as FP16
     from lightning_topt.communication.methods.local_steps import LocalSteps as LocalSteps
-    from lightning_topt.communication.methods.local_steps import (
-        QuantizedSteps as QuantizedSteps,
-    )
     from lightning_topt.communication.methods.local_steps import SparseLoCo as SparseLoCo
     from lightning_topt.communication.methods.top_k import TopK as TopK
     from lightning_topt.execution.checkpoint_files import newest_checkpoint as newest_checkpoint

@@ -23,8 +23,8 @@ from lightning_topt import (
     LocalStepsStrategy,
     PipelineStrategy,
 )
-from lightning_topt.communication import BF16, QuantizedSteps, SparseLoCo, TopK
-from lightning_topt.communication.method_registry import method_classes
+from lightning_topt.communication import BF16, SparseLoCo, TopK
+from lightning_topt.communication.exchange_method import method_classes
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
 from lightning_topt.weight_prediction import PREDICTIONS
@@ -79,7 +79,7 @@ def test_every_strategy_is_taken_by_the_trainer(strategy):
 def test_every_gradient_exchange_is_one(exchange):
     config = composed("train", "strategy=topt_compressed", f"gradient_exchange={exchange}")
     strategy = instantiate(config.strategy, _convert_="all")
-    local = exchange in ("diloco", "sparse_loco", "quantized_steps")
+    local = exchange in ("diloco", "sparse_loco")
     assert isinstance(strategy, LocalStepsStrategy if local else CompressedDDPStrategy)
     assert (
         instantiate(config.trainer, strategy=strategy, logger=False, _convert_="all").world_size
@@ -142,12 +142,10 @@ def test_values_that_yaml_repeats_are_the_constructors():
     assert pipeline.request == PipelineStrategy().request
     for name, method in (
         ("topk", TopK()),
-        ("topk_bf16", TopK(value_dtype="bfloat16")),
         ("topk_few_bits", TopK(density=None, bits=2)),
         ("topk_hierarchical", TopK(hierarchical=True)),
         ("diloco", LocalSteps()),
         ("sparse_loco", SparseLoCo()),
-        ("quantized_steps", QuantizedSteps()),
     ):
         config = composed("train", "strategy=topt_compressed", f"gradient_exchange={name}")
         assert instantiate(config.strategy, _convert_="all").method == method

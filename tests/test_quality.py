@@ -67,7 +67,7 @@ OVERRIDES = (
 
 def test_factors_of_ways_are_kept_and_runs_not_made_twice(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
-    few = "{method:topk,density:0.01,error_feedback:false,warmup_steps:0}"
+    few = "{method:topk,density:0.01,error_feedback:false,dense_steps:2}"
     words = "bf16", few, "--steps", "20", *OVERRIDES
     output = finished(measured(tmp_path, *words))
     model = "Validated of 7 parameters"

@@ -82,9 +82,6 @@ METHODS: dict[str, Contender] = {
         timed=18,
         rates=HIGH,
     ),
-    "4 bits, 8 steps": Contender(
-        {"method": "quantized_steps", "outer_learning_rate": 0.7, "outer_momentum": 0.6}, timed=19
-    ),
 }
 
 
@@ -327,9 +324,7 @@ class Training:
         self.rate, chosen = rate, method_of(method) if method else None
         topology = Topology.from_environment(rank=dist.get_rank(), world_size=dist.get_world_size())
         if isinstance(chosen, LocalMethod):
-            self.outer = OuterSteps(
-                self.module.named_parameters(), chosen, topology=topology, timeout_seconds=TIMEOUT
-            )
+            self.outer = OuterSteps(self.module, chosen, topology=topology, timeout_seconds=TIMEOUT)
         else:
             ddp = DistributedDataParallel(
                 self.module, gradient_as_bucket_view=True, init_sync=False
@@ -338,9 +333,8 @@ class Training:
             if chosen is not None:
                 assert isinstance(chosen, GradientMethod)
                 self.exchange = CompressedExchange(
-                    chosen, topology=topology, timeout_seconds=TIMEOUT
+                    ddp, chosen, topology=topology, timeout_seconds=TIMEOUT
                 )
-                self.exchange.register(ddp)
         # of signs: its decay is AdamW's
         if chosen is not None and chosen.name == "demo":
             self.optimizer: torch.optim.Optimizer = torch.optim.SGD(

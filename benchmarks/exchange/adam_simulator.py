@@ -29,11 +29,23 @@ from torch import Tensor
 from examples.recipes.demo import Tiles
 from examples.recipes.power_sgd import orthonormal
 from lightning_topt.basics.jit import compiled
-from lightning_topt.communication.selection.chunk_top_k import Chunks, take_chunk_top_k
-from lightning_topt.communication.wire import GROUP, LevelFormat, LevelMessage, MessageFormat
+from lightning_topt.communication.methods.local_steps import Chunks
+from lightning_topt.communication.selection import Selection
+from lightning_topt.communication.wire import LevelFormat, SparseMessage
 from lightning_topt.demo import VOCABULARY, ByteGPT, StdlibBytesDataModule
 
 PAD = 1024  # elements: the largest tile
+GROUP = 128  # values with levels of their own
+
+
+def take_chunk_top_k(added: Tensor, residual: Tensor, chunks: Chunks, *, decay: float) -> Selection:
+    """Do ``residual = decay * residual + added``, and take the largest of every chunk out."""
+    return Selection(*chunks.take(residual, added, decay=decay))
+
+
+def message_bytes(numel: int, k: int, value_bytes: int) -> int:
+    """Return the bytes of a message of `k` of `numel` values."""
+    return SparseMessage(numel, k).nbytes + (value_bytes - 4) * k
 
 
 @dataclass(frozen=True)
@@ -335,17 +347,18 @@ class TopK(Mean):
             1
         )
 
-    def message(self, k: int) -> MessageFormat | LevelMessage:
-        """The message of one rank."""
-        return MessageFormat(self.numel, k, self.dtype)
+    def arrive(self, values: Tensor) -> Tensor:
+        """Return what arrives of the values of one rank; count their bytes."""
+        nbytes = message_bytes(self.numel, values.numel(), self.dtype.itemsize)
+        self.ring(nbytes, passes=1)
+        return values.to(self.dtype).float()
 
     def sparse(self, added: Tensor, residual: Tensor, *, density: float, decay: float) -> Tensor:
         """Return what each rank sends of ``decay * residual + added``, (V, R, n); count bytes."""
         chunks = Chunks.of_density(added.numel(), chunk=self.chunk, density=density)
         chosen = take_chunk_top_k(added.reshape(-1), residual.view(-1), chunks, decay=decay)
-        form = self.message(min(self.numel, chunks.k // (self.setting.runs * self.ranks)))
-        self.ring(self.ranks * form.nbytes, passes=1)
-        values = torch.cat([form.round(values).float() for values in chosen.values.split(form.k)])
+        k = min(self.numel, chunks.k // (self.setting.runs * self.ranks))
+        values = torch.cat([self.arrive(values) for values in chosen.values.split(k)])
         residual.view(-1).index_add_(0, chosen.indices, chosen.values - values)
         sent = torch.zeros(added.numel())
         sent[chosen.indices.long()] = values
@@ -362,8 +375,9 @@ class FewBitsTopK(TopK):
         super().__init__(setting, start, density=density / setting.ranks)
         self.bits = bits
 
-    def message(self, k: int) -> LevelMessage:
-        return LevelMessage(self.numel, k, self.bits)
+    def arrive(self, values: Tensor) -> Tensor:
+        self.ring(SparseMessage(self.numel, values.numel(), self.bits).nbytes, passes=1)
+        return LevelFormat(values.numel(), self.bits).round(values)
 
 
 class MetricTopK(TopK):
@@ -456,7 +470,7 @@ class PowerSGD(Mean):
 
 def rounded(values: Tensor, *, bits: int) -> Tensor:
     """Return `values` as they arrive when `bits` of each are sent (levels of `LevelFormat`)."""
-    return LevelFormat(values.numel(), bits).round(values.reshape(-1)).view(values.shape)
+    return LevelFormat(values.numel(), bits, GROUP).round(values.reshape(-1)).view(values.shape)
 
 
 class RotatingBits(Mean):
@@ -486,7 +500,7 @@ class RotatingBits(Mean):
             own = slice(rank * size, (rank + 1) * size)
             pending[:, rank, own].add_((mean - result)[:, own], alpha=self.ranks)
         blocks.copy_(pending.view(blocks.shape))
-        self.ring(LevelFormat(self.numel, self.bits).nbytes / self.parts, passes=2)
+        self.ring(LevelFormat(self.numel, self.bits, GROUP).nbytes / self.parts, passes=2)
         whole = torch.zeros_like(gradient[:, 0])
         whole.view(whole.shape[0], -1, GROUP)[:, step % self.parts :: self.parts] = result.view(
             whole.shape[0], -1, GROUP
@@ -554,7 +568,7 @@ class SparseLoCo(LocalSteps):
         group = max(64, chunks.per_chunk)
         values = LevelFormat(chosen.values.numel(), self.bits, group=group).round(chosen.values)
         self.residual.view(-1).index_add_(0, chosen.indices, chosen.values - values)
-        indices = MessageFormat(self.numel, k, torch.bfloat16).nbytes - 2 * k
+        indices = message_bytes(self.numel, k, 0)
         self.ring(self.ranks * (indices + LevelFormat(k, self.bits, group=group).nbytes), passes=1)
         sent = torch.zeros(delta.numel())
         sent[chosen.indices.long()] = values
@@ -594,7 +608,7 @@ class FewBits(LocalSteps):
         for rank in range(self.ranks):
             own = slice(rank * size, (rank + 1) * size)
             self.residual[:, rank, own].add_((mean - result)[:, own], alpha=self.ranks)
-        self.ring(LevelFormat(self.numel, self.bits).nbytes, passes=2)
+        self.ring(LevelFormat(self.numel, self.bits, GROUP).nbytes, passes=2)
         return result
 
 
@@ -677,8 +691,7 @@ class DeMo(Method):
         chosen = take_chunk_top_k(added.view(-1), self.momentum.view(-1), chunks, decay=self.decay)
         values = chosen.values.bfloat16().float()
         k = min(self.numel, chunks.k // (self.setting.runs * self.ranks))
-        form = MessageFormat(self.numel, k, torch.bfloat16)
-        nbytes = form.nbytes
+        nbytes = message_bytes(self.numel, k, 2)
         if self.bits < 16:
             levels = LevelFormat(chosen.values.numel(), self.bits, group=max(64, chunks.per_chunk))
             values = levels.round(chosen.values)

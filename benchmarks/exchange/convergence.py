@@ -41,7 +41,6 @@ from lightning_topt.demo import ByteGPT, StdlibBytesDataModule
 
 RUNS = RESULTS / "convergence.json"
 RANKS = 2
-WARM_UP = 300
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,6 @@ TASKS = {
 METHODS: dict[str, Callable[[], Strategy]] = {
     "dense": DDPStrategy,
     "top-k 1 %": lambda: CompressedDDPStrategy(TopK(density=0.01)),
-    "top-k 1 %, warm-up": lambda: CompressedDDPStrategy(TopK(density=0.01, warmup_steps=WARM_UP)),
     # 16 % of both ranks together
     "top-k 8 %, 2 bits": lambda: CompressedDDPStrategy(TopK(density=None, bits=2)),
     "top-k 1 % of updates": lambda: LocalStepsStrategy(

@@ -33,9 +33,13 @@ from benchmarks.common import QUIET
 from benchmarks.pipelines.time_to_quality import Recurrent
 from lightning_topt import AutoParallelStrategy, LocalStepsStrategy
 from lightning_topt.basics.core_wait import usable_cores
-from lightning_topt.communication.exchange_method import ExchangeMethod, GradientMethod, LocalMethod
-from lightning_topt.communication.method_registry import read_method
-from lightning_topt.communication.wire import LevelFormat, MessageFormat
+from lightning_topt.communication.exchange_method import (
+    ExchangeMethod,
+    GradientMethod,
+    LocalMethod,
+    read_method,
+)
+from lightning_topt.communication.wire import LevelFormat, SparseMessage
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import Group, estimate_collective_seconds
 from lightning_topt.costs.measurements import Measurements
@@ -474,7 +478,7 @@ def outer_seconds(way: Way, cluster: Cluster, numel: int) -> float:
         op, size = "all_reduce", 4.0 * part
     else:  # of each node, levels and codes beside the indices
         k = round(density * part)
-        indices = MessageFormat(part, k, torch.bfloat16).nbytes - 2 * k
+        indices = SparseMessage(part, k).nbytes - 4 * k
         op, size = "all_gather", NODES * float(indices + LevelFormat(k, 2).nbytes)
     # what all agreed on, the residual, the parameters: read and written
     passes = 10 * 4.0 * numel / cluster.device.memory_bandwidth

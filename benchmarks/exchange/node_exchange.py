@@ -26,13 +26,12 @@ from lightning_topt.communication.collectives import all_gather_into, reduce_sca
 from lightning_topt.communication.node.node_exchange import NodeExchange, SharedMemoryNodeExchange
 
 MEGABYTES = (1, 10, 100)
-TORCH, SLICES, SEGMENTS, DIRECT = (
+TORCH, SLICES, DIRECT = (
     "torch on gloo",
     "slices on gloo",
-    "memory, copied",
     "memory, read directly",
 )
-METHODS = (TORCH, SLICES, SEGMENTS, DIRECT)
+METHODS = (TORCH, SLICES, DIRECT)
 
 
 def scatter_by(node: NodeExchange) -> Callable[[Tensor], Tensor]:
@@ -78,10 +77,8 @@ def measure(rank: int, ranks: int, store: str, rounds: int, queue: Any) -> None:
     world = dist.group.WORLD
     assert world is not None
     nodes: dict[str, NodeExchange] = {
-        SEGMENTS: SharedMemoryNodeExchange(world, timeout_seconds=60, direct=False),
         DIRECT: SharedMemoryNodeExchange(world, timeout_seconds=60),
     }
-    assert isinstance(nodes[DIRECT], SharedMemoryNodeExchange) and nodes[DIRECT].direct
     seconds: dict[tuple[str, int, str], list[float]] = {}
     for megabytes in MEGABYTES:
         n = megabytes * 250_000

@@ -53,8 +53,13 @@ from lightning_topt.basics.own_files import made
 from lightning_topt.basics.units import format_duration, parse_seconds
 from lightning_topt.cli.calibrate import start_method
 from lightning_topt.cli.example_step import plain_value
-from lightning_topt.communication.exchange_method import ExchangeMethod, GradientMethod, LocalMethod
-from lightning_topt.communication.method_registry import method_classes, read_method
+from lightning_topt.communication.exchange_method import (
+    ExchangeMethod,
+    GradientMethod,
+    LocalMethod,
+    method_classes,
+    read_method,
+)
 from lightning_topt.plan.plan_frontier import factor_words
 from lightning_topt.plan.step_factors import missing_updates, own_file
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES

@@ -127,11 +127,8 @@ def _power_sgd(module: nn.Module, rank: int) -> Method:
 
 
 def _ours(module: nn.Module, **options: Any) -> Method:
-    ddp, exchange = (
-        _wrap(module),
-        CompressedExchange(method_of(options), timeout_seconds=120),
-    )
-    exchange.register(ddp)
+    ddp = _wrap(module)
+    exchange = CompressedExchange(ddp, method_of(options), timeout_seconds=120)
     return Method(ddp, 0.0, exchange)  # it counts by itself
 
 

@@ -45,7 +45,7 @@ from benchmarks.exchange.loss_ways import (
 from benchmarks.exchange.paired_runs import steps_to
 from benchmarks.exchange.step_factors import LENGTHS, RUNS, factors, kendall_tau
 from benchmarks.lab import Lab, LabError, end_on_signals
-from lightning_topt.communication.method_registry import read_method
+from lightning_topt.communication.exchange_method import read_method
 from lightning_topt.plan.step_factors import FactorRow, StepTable, nearest_in_length, pooled
 from lightning_topt.weight_prediction import Prediction, make_prediction
 

@@ -43,9 +43,8 @@ from lightning_topt.communication.bucket import (
     ExchangeContext,
     Stages,
 )
-from lightning_topt.communication.exchange_method import exempt_names
+from lightning_topt.communication.exchange_method import exempt_names, method_classes
 from lightning_topt.communication.hook import CompressedExchange
-from lightning_topt.communication.method_registry import method_classes
 from lightning_topt.communication.topology import Groups, Topology, make_groups
 
 SHAPES = [(1024, 4096), (1024,), (1024, 1024), (4096,), (1024, 1280)]  # 25 MiB of float32
@@ -184,7 +183,7 @@ def outer_columns(
 ) -> None:
     """Add what an outer step takes."""
     module = Matrices(shapes).to(device)
-    outer = OuterSteps(module.named_parameters(), method)
+    outer = OuterSteps(module, method)
     generator = torch.Generator(device).manual_seed(0)
     updates = [
         1e-3 * torch.randn(parameter.shape, device=device, generator=generator)
@@ -218,8 +217,7 @@ def thread_columns(
 ) -> None:
     """Add what one step of the exchange takes that training uses, with its thread and streams."""
     module = Matrices(shapes).to(device)
-    exchange = CompressedExchange(method, topology=ALONE, device=device, timeout_seconds=10)
-    exchange.take_over(module)
+    exchange = CompressedExchange(module, method, topology=ALONE, device=device, timeout_seconds=10)
     gradients = [torch.randn_like(parameter) for parameter in module.parameters()]
 
     def call() -> None:

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_flatten
 
 from benchmarks.gpu_report.reporting import Report, in_own_process, run_part, synchronize
 from lightning_topt.communication import GradientMethod, LocalMethod, OuterSteps
+from lightning_topt.communication.exchange_method import method_classes
 from lightning_topt.communication.hook import CompressedExchange
-from lightning_topt.communication.method_registry import method_classes
 from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.calibrate import calibrate
 from lightning_topt.execution.engine import Engine
@@ -249,7 +249,6 @@ def exchange_columns(method: GradientMethod, device: torch.device) -> dict[str, 
     later = [train_ddp(each, range(STEPS, 2 * STEPS), device) for each in (ddp, other_ddp)]
     statistics = exchange.statistics()
     for each in (exchange, other):
-        each.check_parameters()
         each.close()
     kinds = sorted({str(leaf.device.type) for leaf in tensors_of(state)})
     return {
@@ -269,8 +268,7 @@ def exchanged(
     """Return the model in a DDP whose gradients the method exchanges."""
     devices = [device.index] if device.type == "cuda" else None
     ddp = DistributedDataParallel(model, device_ids=devices, bucket_cap_mb=0.3)
-    exchange = CompressedExchange(method, topology=ALONE, device=device, timeout_seconds=10)
-    exchange.register(ddp)
+    exchange = CompressedExchange(ddp, method, topology=ALONE, device=device, timeout_seconds=10)
     return ddp, exchange
 
 
@@ -290,7 +288,7 @@ def train_ddp(ddp: nn.Module, steps: range, device: torch.device) -> list[float]
 def outer_columns(method: LocalMethod, device: torch.device) -> dict[str, Any]:
     """Train with outer steps, save their state, and load it."""
     model = make_model(device)
-    outer = OuterSteps(model.named_parameters(), method, buffers=model.named_buffers())
+    outer = OuterSteps(model, method)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
     for step in range(2 * method.every + 1):

@@ -42,7 +42,7 @@ OURS = [
     "lightning_topt",
     "lightning_topt.costs.calibrate",
     "lightning_topt.plugins.planning",
-    "lightning_topt.communication.selection.triton_kernels",
+    "lightning_topt.communication.selection_triton",
     "hydra_plugins",
     "topt_console",
 ]

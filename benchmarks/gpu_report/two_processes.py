@@ -51,7 +51,6 @@ PLANS = (
     "fp16",
     "local_steps",
     "sparse_loco",
-    "quantized_steps",
     "topk",  # numba compiles for a while
     "topt_pipeline",
     "pipeline",
@@ -70,7 +69,7 @@ RISKY = (
     "search, least memory",
 )
 COMPRESSED = ("topk", "bf16", "fp16", "bounded_loss")
-LOCAL = ("local_steps", "sparse_loco", "quantized_steps")
+LOCAL = ("local_steps", "sparse_loco")
 FEW = (REFERENCE, "ddp", "zero3", "topk", "local_steps", "tensor", "pipeline")  # with --quick
 # Seconds: that a collective call may take; of a plan, and of a risky one on CUDA; of imports; with
 # which a pair is begun.

@@ -38,7 +38,7 @@ from lightning_topt.communication.bucket import (
 )
 from lightning_topt.communication.collectives import ring_all_gather
 from lightning_topt.communication.exchange_method import CompressedMethod
-from lightning_topt.communication.wire import LevelMessage
+from lightning_topt.communication.wire import SparseMessage
 
 State = dict[str, dict[str, Tensor]]
 
@@ -50,7 +50,7 @@ class DeMo(CompressedMethod):
     - ``density``: the share of the coefficients of each tile that is sent, at least one;
     - ``decay``: of the momentum, per step;
     - ``chunk``: tiles of a matrix are at most (chunk, chunk): the largest divisors of its dims;
-    - ``bits``: of each coefficient sent, 1, 2, 4 or 8; the rest stays in the momentum.
+    - ``bits``: of each coefficient sent, 2, 4 or 8; the rest stays in the momentum.
     """
 
     name: ClassVar[str] = "demo"
@@ -63,8 +63,8 @@ class DeMo(CompressedMethod):
         super().check()
         if not (0 < self.density <= 1 and 0 <= self.decay < 1 and self.chunk >= 1):
             raise ValueError(f"density in (0, 1], decay in [0, 1), chunk from 1; got {self}")
-        if self.bits not in (1, 2, 4, 8):
-            raise ValueError(f"bits is one of 1, 2, 4, 8; got {self.bits!r}")
+        if self.bits not in (2, 4, 8):
+            raise ValueError(f"bits is one of 2, 4, 8; got {self.bits!r}")
 
     @property
     def words(self) -> str:
@@ -116,7 +116,7 @@ class DecoupledExchange(BucketExchange):
         else:
             # ---- the largest of each tile, as one message
             counts = [tiles.count(self.method.density) for *_, tiles in parts]
-            form = LevelMessage(bucket.buffer.numel(), sum(counts), self.method.bits)
+            form = SparseMessage(bucket.buffer.numel(), sum(counts), self.method.bits)
             own = torch.zeros(form.nbytes, dtype=torch.uint8, device=self.device)
             if own_finite:
                 self.pack(parts, counts, form, own)
@@ -140,7 +140,7 @@ class DecoupledExchange(BucketExchange):
         self,
         parts: list[tuple[str, slice, Tiles]],
         counts: list[int],
-        form: LevelMessage,
+        form: SparseMessage,
         out: Tensor,
     ) -> None:
         """Take the largest coefficients out of the momentum, and write them into a message."""

@@ -25,7 +25,6 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from omegaconf import DictConfig
 
 from lightning_topt.basics.argument_checks import check_choice, check_whole
-from lightning_topt.communication.started_ranks import give_step_port, named_port
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.measurements import Measurements
 
@@ -136,7 +135,6 @@ def run_on_ranks(
 
     # in a step of several tasks it is one of these
     if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        give_step_port()
         slurm = SLURMEnvironment(auto_requeue=False)
         num_nodes = int(os.environ["SLURM_STEP_NUM_NODES"])
         _set_num_threads_if_needed(num_processes=slurm.world_size() // num_nodes)
@@ -191,8 +189,7 @@ def _call_in_group(
     device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
-    with named_port():
-        dist.init_process_group("gloo" if kind == "cpu" else "nccl", **options)
+    dist.init_process_group("gloo" if kind == "cpu" else "nccl", **options)
     try:
         result = function(device, num_nodes, *arguments)
         return result if dist.get_rank() == 0 else None

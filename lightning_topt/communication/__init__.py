@@ -10,18 +10,13 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
         ExchangeMethod,
         GradientMethod,
         LocalMethod,
+        read_method,
     )
     from lightning_topt.communication.hook import CompressedExchange, ExchangeStatistics
     from lightning_topt.communication.local_sgd import OuterSteps
-    from lightning_topt.communication.method_registry import read_method
     from lightning_topt.communication.methods.bounded_loss import BoundedLoss
-    from lightning_topt.communication.methods.dense import Dense
-    from lightning_topt.communication.methods.half import BF16, FP16
-    from lightning_topt.communication.methods.local_steps import (
-        LocalSteps,
-        QuantizedSteps,
-        SparseLoCo,
-    )
+    from lightning_topt.communication.methods.dense import BF16, FP16, Dense
+    from lightning_topt.communication.methods.local_steps import LocalSteps, SparseLoCo
     from lightning_topt.communication.methods.top_k import TopK
     from lightning_topt.communication.rank_watch import PeerLostError
     from lightning_topt.communication.selection import Selection, feedback_top_k, top_k
@@ -36,13 +31,12 @@ _HOMES = {
     "ExchangeStatistics": "hook",
     "LocalMethod": "exchange_method",
     "OuterSteps": "local_sgd",
-    "read_method": "method_registry",
+    "read_method": "exchange_method",
     "BoundedLoss": "methods.bounded_loss",
     "Dense": "methods.dense",
-    "BF16": "methods.half",
-    "FP16": "methods.half",
+    "BF16": "methods.dense",
+    "FP16": "methods.dense",
     "LocalSteps": "methods.local_steps",
-    "QuantizedSteps": "methods.local_steps",
     "SparseLoCo": "methods.local_steps",
     "TopK": "methods.top_k",
     "PeerLostError": "rank_watch",
@@ -66,7 +60,6 @@ __all__ = [
     "LocalSteps",
     "OuterSteps",
     "PeerLostError",
-    "QuantizedSteps",
     "Selection",
     "SparseLoCo",
     "TopK",

@@ -7,7 +7,7 @@ A method (`exchange_method.GradientMethod`) makes a `BucketExchange`, whose `sta
         yield work                # stage 0 ends here; the worker advances other buckets meanwhile
         return bucket.buffer
 
-Rules that keep the ranks in step (`exchange_worker.ExchangeWorker` runs the stages):
+Rules that keep the ranks in step (`hook.ExchangeWorker` runs the stages):
 
 - `stages` issues collectives asynchronously and yields what it waits for; what follows a yield runs
   when that is done.
@@ -15,25 +15,26 @@ Rules that keep the ranks in step (`exchange_worker.ExchangeWorker` runs the sta
   ``groups.world[s]``; the packed exempt parameters have ``groups.exempt``, in stage 0. A method
   with several stages on ``groups.world`` says so in `num_stages`.
 - What follows depends only on what all ranks know: if one rank raises `NonFiniteGradient`, all do,
-  at the same place.
+  at the same place; `Bucket.check_finite` asks when the step ends, without a wait.
 - Ranks decode in rank order, so that the result is the same bit for bit everywhere.
 
-Buckets come from DDP, or from `OwnBuckets` where no DDP wraps the module.
+Buckets come from DDP, or from `OwnBuckets` where no DDP wraps the module. What a method does not
+send of a bucket waits in its `BucketResidual`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from lightning_topt.basics.argument_checks import check_choice, check_flag, check_real
-from lightning_topt.communication.collectives import Pending, Waitable
+from lightning_topt.basics.argument_checks import check_choice, check_real
+from lightning_topt.communication.collectives import Pending, State, Waitable
 from lightning_topt.communication.topology import Groups, Topology
 
 Stages = Generator[Waitable, None, Tensor]
@@ -43,24 +44,21 @@ HOST_DEVICES = ("cpu",)  # where reading a value takes no wait
 
 @dataclass(frozen=True)
 class ExchangeSettings:
-    """How a run waits, checks and treats infinities, whatever the method; alike on all ranks.
+    """How a run waits and treats infinities, whatever the method; alike on all ranks.
 
     - ``nonfinite``: "error" raises FloatingPointError on all ranks; "skip" makes the gradient NaN
       on all ranks, so that a GradScaler skips the step;
-    - ``timeout_seconds``: for every wait on another rank;
-    - ``debug``: before each exchange compare all parameters across ranks, bit for bit.
+    - ``timeout_seconds``: for every wait on another rank.
 
     Raises ValueError for anything else.
     """
 
     nonfinite: str = "error"
     timeout_seconds: float = 300.0
-    debug: bool = False
 
     def __post_init__(self) -> None:
         check_choice(self.nonfinite, name="nonfinite", allowed=("error", "skip"))
         check_real(self.timeout_seconds, name="timeout_seconds", positive=True)
-        check_flag(self.debug, name="debug")
 
 
 @dataclass(frozen=True)
@@ -86,6 +84,7 @@ class BucketExchange(ABC):
 
     def __init__(self, context: ExchangeContext) -> None:
         self.topology, self.groups, self.device = context.topology, context.groups, context.device
+        self.world_size = context.topology.world_size
         self.bytes_sent = 0
 
     @abstractmethod
@@ -96,7 +95,7 @@ class BucketExchange(ABC):
         """Take the mean by one all-reduce on ``groups.world[0]``, where everything is sent."""
         # Infinities of one rank reach all by the sum itself.
         own_finite = finite_flag(bucket.buffer)
-        bucket.buffer.div_(self.topology.world_size)
+        bucket.buffer.div_(self.world_size)
         self.count_ring(bucket.buffer.nbytes, passes=2)
         work = dist.all_reduce(bucket.buffer, group=self.groups.world[0], async_op=True)
         assert work is not None
@@ -122,8 +121,7 @@ class BucketExchange(ABC):
         rank of each node sends to another node. With one node it is what a rank sends.
         """
         # each pass sends (W - 1) / W of the whole
-        world_size = self.topology.world_size
-        self.bytes_sent += passes * (world_size - 1) * nbytes // world_size
+        self.bytes_sent += passes * (self.world_size - 1) * nbytes // self.world_size
 
     def count_across(self, nbytes: int, *, passes: int) -> None:
         """Count a ring over nodes; `nbytes` are of all local ranks together."""
@@ -175,9 +173,10 @@ class BucketExchange(ABC):
 
 
 class StepChecks:
-    """What is checked when a step ends, where the host waits for the step's buckets anyway.
+    """What of a step's buckets is finite, asked when the step ends.
 
-    On CUDA each answer takes a copy to the host, for which that waits: one copy for all.
+    The host waits for the buckets there anyway. On CUDA each answer takes a copy to the host, for
+    which that waits: one copy for all.
     """
 
     def __init__(self) -> None:
@@ -187,22 +186,22 @@ class StepChecks:
         """Check that `finite` () bool, equal on all ranks; `own_finite` is of this rank."""
         self._added.append((bucket, finite, own_finite))
 
-    def failed(self) -> dict[int, tuple[Bucket, bool]]:
-        """Return what was not finite, by bucket index: the bucket, and whether it is this rank's.
+    def failed(self) -> list[tuple[Bucket, bool]]:
+        """Return the buckets that are not finite, in order, and whether that is this rank's doing.
 
         Nothing is left to be checked then.
         """
         added, self._added = sorted(self._added, key=lambda each: each[0].index), []
         if not added:
-            return {}
-        device = added[0][1].device
+            return []
+        device = added[0][0].buffer.device
         flags = torch.stack([flag.to(device) for _, *both in added for flag in both]).tolist()
-        found: dict[int, tuple[Bucket, bool]] = {}
+        failed: dict[int, tuple[Bucket, bool]] = {}
         for (bucket, *_), finite, own in zip(added, flags[::2], flags[1::2], strict=True):
             if not finite:
-                _, known = found.get(bucket.index, (bucket, False))
-                found[bucket.index] = bucket, known or not own
-        return found
+                is_ours = bucket.index in failed and failed[bucket.index][1]
+                failed[bucket.index] = bucket, is_ours or not own
+        return list(failed.values())
 
 
 class NonFiniteGradient(ArithmeticError):
@@ -237,7 +236,7 @@ class ExemptMean:
         self.work.wait()
 
     def finish(self) -> None:
-        """Add the mean over ranks to the buffer, last of all. Raises `NonFiniteGradient`."""
+        """Add the mean over ranks to the buffer, last of all."""
         self._bucket.check_finite(self.packed, own=self._own_finite)
         mean = self.packed.div_(self.world_size)
         sizes = [part.numel() for part in self.parts]
@@ -249,8 +248,7 @@ class Bucket:
     """One bucket of one step.
 
     `buffer` (n,) holds this rank's gradients, multiplied by `loss_scale`, and takes the mean over
-    all ranks, multiplied alike. `step` counts exchanged steps from 0. `checks` takes what can be
-    checked when the step ends; None: everything is checked at once.
+    all ranks, multiplied alike. `step` counts exchanged steps from 0; `checks` are of the step.
     """
 
     index: int
@@ -259,26 +257,14 @@ class Bucket:
     is_last: bool
     step: int
     loss_scale: float = 1.0
-    checks: StepChecks | None = field(default=None, repr=False, compare=False)
+    checks: StepChecks = field(default_factory=StepChecks, repr=False, compare=False)
 
     def check_finite(self, mean: Tensor, *, own: Tensor) -> None:
-        """Raise `NonFiniteGradient` where `mean`, equal on all ranks, is not finite.
+        """Check, when the step ends, that `mean`, equal on all ranks, is finite.
 
-        With `checks` that is found out when the step ends, and what follows must do no harm then.
-        `own` () bool says whether this rank's gradient is finite.
+        What follows must do no harm where it is not. `own` () bool: this rank's gradient is finite.
         """
-        if self.checks is not None:
-            self.checks.add(self, device_finite_flag(mean), own)
-        elif not is_finite(mean):
-            raise NonFiniteGradient(not own)
-
-    def views(self) -> list[Tensor]:
-        """Return each parameter's part of the buffer, in the parameter's shape."""
-        layout = self.layout
-        return [
-            self.buffer[part].view(shape)
-            for part, shape in zip(layout.slices, layout.shapes, strict=True)
-        ]
+        self.checks.add(self, finite_flag(mean), own)
 
 
 @dataclass(frozen=True)
@@ -319,9 +305,9 @@ class OwnBuckets:
     Each has parameters of one dtype. Their memory is kept.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
         # parameters of each bucket, in the order of the module
-        parts: list[list[nn.Parameter]] = []
+        parts: list[list[Tensor]] = []
         for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
             filled = OWN_BUCKET_BYTES
             for parameter in (each for each in parameters if each.dtype == dtype):
@@ -336,7 +322,7 @@ class OwnBuckets:
         ]
 
     @staticmethod
-    def _allocate(place: int, parameters: Sequence[nn.Parameter], *, is_last: bool) -> OwnBucket:
+    def _allocate(place: int, parameters: Sequence[Tensor], *, is_last: bool) -> OwnBucket:
         numels = [parameter.numel() for parameter in parameters]
         flat = parameters[0].new_zeros(sum(numels), requires_grad=False)
         shapes = [parameter.shape for parameter in parameters]
@@ -375,7 +361,7 @@ class OwnBucket:
 
     place: int
     flat: Tensor
-    of_parameters: tuple[nn.Parameter, ...]
+    of_parameters: tuple[Tensor, ...]
     views: tuple[Tensor, ...]
     is_last_one: bool
 
@@ -387,7 +373,7 @@ class OwnBucket:
         """Return the gradients one after the other, (n,)."""
         return self.flat
 
-    def parameters(self) -> list[nn.Parameter]:
+    def parameters(self) -> list[Tensor]:
         """Return the parameters whose gradients it holds."""
         return list(self.of_parameters)
 
@@ -400,6 +386,151 @@ class OwnBucket:
         return self.is_last_one
 
 
+# ---- what was not sent yet ---------------------------------------------------------------------
+#
+# Units: the gradient without loss scale, averaged over the ranks of a node where the exchange sums
+# them first. The mean over all ranks (or nodes) of their residuals is thus what the model still has
+# to receive, whoever has it; a change of the world size gives each that mean. Residuals are flat,
+# in the layout of the bucket, and saved by parameter name.
+
+RESIDUAL = "residual"
+
+
+class ResidualStore:
+    """The residuals of all buckets of this rank.
+
+    When buckets are laid out anew, residuals are found again by parameter name.
+    """
+
+    def __init__(self) -> None:
+        self.buckets: dict[int, BucketResidual] = {}
+        self.unplaced: State = {}  # loaded, or of a former layout; waiting for their bucket
+
+    def fits(self, bucket: Bucket) -> bool:
+        """Return whether the bucket is laid out as it was."""
+        known = self.buckets.get(bucket.index)
+        return known is None or known.layout is bucket.layout
+
+    def open(self, bucket: Bucket, *, start: int, stop: int) -> BucketResidual:
+        """Start a step: return the residual of elements `start` to `stop` of the bucket."""
+        if bucket.index not in self.buckets:
+            self.buckets[bucket.index] = self._place(bucket, start, stop)
+        entry = self.buckets[bucket.index]
+        assert (entry.start, entry.stop) == (start, stop) and entry.layout is bucket.layout
+        entry.begin()
+        return entry
+
+    def _place(self, bucket: Bucket, start: int, stop: int) -> BucketResidual:
+        # A new bucket's residual, with what waits for its parameters by name
+        zeros = torch.zeros(stop - start, device=bucket.buffer.device)
+        waiting, is_found = self.unplaced.get(RESIDUAL, {}), False
+        for name, (first, part) in named_parts(bucket.layout, zeros, start=start).items():
+            if name in waiting:
+                part.copy_(waiting[name][first : first + part.numel()])
+                is_found = True
+        # what has found its bucket waits no more
+        for name in bucket.layout.names:
+            waiting.pop(name, None)
+        return BucketResidual(bucket.layout, start, stop, residual=zeros if is_found else None)
+
+    def collect(self, complete: Callable[[BucketResidual, Tensor], Tensor]) -> State:
+        """Return everything by name.
+
+        `complete` makes a full bucket (n,) from the elements of this rank.
+        """
+        # what still waits for its bucket, then what the buckets have
+        state: State = {kind: dict(tensors) for kind, tensors in self.unplaced.items()}
+        for index in sorted(self.buckets):
+            entry = self.buckets[index]
+            if (flat := entry.pending()) is not None:
+                parts = named_parts(entry.layout, complete(entry, flat))
+                state.setdefault(RESIDUAL, {}).update(
+                    {name: part.clone() for name, (_, part) in parts.items()}
+                )
+        return state
+
+    def replace(self, state: State) -> None:
+        """Forget all buckets; `state` waits for new ones."""
+        self.buckets.clear()
+        self.unplaced = {kind: dict(tensors) for kind, tensors in state.items()}
+
+    def put_back(self) -> None:
+        """Put back what the last step sent: that step was thrown away."""
+        for entry in self.buckets.values():
+            entry.put_back()
+
+    def norm(self) -> float:
+        """Return the L2 norm of everything that was not sent."""
+        pending = [entry.pending() for entry in self.buckets.values()]
+        total = sum(float(torch.dot(flat, flat)) for flat in pending if flat is not None)
+        return float(total**0.5)
+
+
+@dataclass
+class BucketResidual:
+    """Elements `start` to `stop` of one bucket: what this rank has not sent of them."""
+
+    layout: BucketLayout
+    start: int
+    stop: int
+    residual: Tensor | None = None  # (stop - start,) float32; None: zeros
+    spent: bool = False  # all of the residual was sent: it reads as zeros
+    # values (k,) and indices (k,) of the last step, as the others received them
+    sent: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+
+    def begin(self) -> None:
+        """Begin a new step: what the last one sent has arrived."""
+        if self.spent and self.residual is not None:
+            self.residual.zero_()
+        self.spent, self.sent = False, None
+
+    def allocated(self, like: Tensor) -> Tensor:
+        """Return the residual (stop - start,), zeros at first."""
+        if self.residual is None:
+            self.residual = torch.zeros(self.stop - self.start, device=like.device)
+        return self.residual
+
+    def everything(self, gradient: Tensor, *, scale: float) -> Tensor:
+        """Return all that is pending, to be sent whole: ``scale * gradient`` (stop - start,) too.
+
+        The residual then reads as zeros. Returns `gradient` itself where nothing else is pending
+        and `scale` is 1.
+        """
+        if self.residual is None:
+            return gradient if scale == 1 else gradient.float() * scale
+        self.spent = True
+        return self.residual.add_(gradient, alpha=scale)
+
+    def put_back(self) -> None:
+        """Put back what the last step sent, which was thrown away."""
+        if self.sent is not None and self.residual is not None:
+            values, indices = self.sent
+            self.residual.index_add_(0, indices, values)
+        self.spent, self.sent = False, None
+
+    def pending(self) -> Tensor | None:
+        """Return the residual, None where it is zero."""
+        return None if self.spent else self.residual
+
+
+def named_parts(
+    layout: BucketLayout, flat: Tensor, *, start: int = 0
+) -> dict[str, tuple[int, Tensor]]:
+    """Return (first element in the parameter, values) of `flat`, per parameter touched.
+
+    `flat` holds elements from `start` of a bucket.
+    """
+    parts: dict[str, tuple[int, Tensor]] = {}
+    for name, offset, numel in zip(layout.names, layout.offsets, layout.numels, strict=True):
+        first, last = max(offset, start), min(offset + numel, start + flat.numel())
+        if first < last:
+            parts[name] = (first - offset, flat[first - start : last - start])
+    return parts
+
+
+# ---- small parts --------------------------------------------------------------------------------
+
+
 def together(*works: Waitable | None) -> Pending:
     """Return several works as one, without those that are None."""
     return Pending([work for work in works if work is not None])
@@ -409,13 +540,9 @@ def finite_flag(tensor: Tensor) -> Tensor:
     """Return () bool, on the device, of what `is_finite` says; the host does not wait on CUDA."""
     if tensor.device.type in HOST_DEVICES:
         return torch.tensor(is_finite(tensor))
-    return device_finite_flag(tensor)
-
-
-def device_finite_flag(tensor: Tensor) -> Tensor:
-    """Do what `finite_flag` does, in one pass: the largest magnitude is NaN where any is."""
     if not tensor.numel():
         return torch.ones((), dtype=torch.bool, device=tensor.device)
+    # one pass: the largest magnitude is NaN where any is
     return torch.isfinite(torch.linalg.vector_norm(tensor, torch.inf))
 
 

@@ -7,11 +7,12 @@
         ByNodes                     may sum inside each node first
       LocalMethod                   averages parameters that ranks train alone
 
-Each is a module or a folder in `methods`, where `method_registry` finds it by itself. A new one
-that averages gradients has, with `methods/half.py` as the shortest example:
+`method_classes` lists them. A new one that averages gradients has, with `BF16` in
+`methods/dense.py` as the shortest example:
 
     methods/NAME.py                       the class, with `name`, `words`, `make_exchange`, `work`;
                                           the `BucketExchange` that it makes
+    METHOD_MODULES below                  its module
     conf/gradient_exchange/NAME.yaml      its options on the command line
     METHODS in                            the contract: among others, the first step is the exact
       tests/communication/test_methods.py   mean (`CompressedMethod`), and states go on alike
@@ -33,11 +34,13 @@ itself moves.
 
 from __future__ import annotations
 
+import importlib
+import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -45,12 +48,20 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import Self, override
 
-from lightning_topt.basics.argument_checks import check_flag, check_real, check_texts, check_whole
+from lightning_topt.basics.argument_checks import (
+    check_choice,
+    check_flag,
+    check_real,
+    check_texts,
+    check_whole,
+)
 from lightning_topt.communication.bucket import BucketExchange, BucketLayout, ExchangeContext
 from lightning_topt.communication.topology import Topology
 
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that methods of exchange take
-VALUE_DTYPES = ("float32", "bfloat16", "float16")  # that a message may have
+DEFAULT_METHOD = "topk"
+# of all methods: those that average gradients, then local steps
+METHOD_MODULES = ("top_k", "dense", "bounded_loss", "local_steps")
 
 COMPILED_BYTES = 16 << 20  # kernels of one method of exchange, measured: 15 and 16 MiB per process
 
@@ -71,7 +82,6 @@ class ExchangeMethod(ABC):
     """
 
     name: ClassVar[str]  # in files, on command lines and in checkpoints
-    not_in_plans: ClassVar[tuple[str, ...]] = ()  # options that a plan cannot fix
 
     def __post_init__(self) -> None:
         self.check()
@@ -87,7 +97,7 @@ class ExchangeMethod(ABC):
     def as_mapping(self) -> dict[str, Any]:
         """Return ``{"method": name, option: value, ...}`` of plain values.
 
-        `method_registry.read_method` reads it.
+        `read_method` reads it.
         """
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {"method": self.name} | {
@@ -122,10 +132,6 @@ class GradientMethod(ExchangeMethod):
 
     # ---- what planner, strategies and checkpoints ask
 
-    def is_dense_step(self, step: int) -> bool:
-        """Return whether step `step` (from 0) sends everything."""
-        return False
-
     def density_at(self, step: int) -> float:
         """Return the share of entries that step `step` (from 0) sends."""
         return 1.0
@@ -159,20 +165,12 @@ class GradientMethod(ExchangeMethod):
         return ""
 
     def check_in_plan(self) -> None:
-        """Raise ValueError for options that a plan does not fix, and a method without a price."""
+        """Raise ValueError for a method without a price, and options that no plan has."""
         if type(self).work is GradientMethod.work:
             raise ValueError(
                 f"{type(self).__name__} has no price, so plans cannot have it: give it to "
                 "CompressedDDPStrategy"
             )
-        for field in fields(self):
-            if field.name in self.not_in_plans and getattr(self, field.name) != field.default:
-                known = ", ".join(
-                    each.name for each in fields(self) if each.name not in self.not_in_plans
-                )
-                raise ValueError(
-                    f"{field.name} is not part of a plan; its entries for {self.name} are {known}"
-                )
 
     @property
     def exempt_rules(self) -> tuple[str, ...] | None:
@@ -202,8 +200,8 @@ class CompressedMethod(GradientMethod):
         super().check()
         check_whole(self.dense_steps, name="dense_steps", least=1)
 
-    @override
     def is_dense_step(self, step: int) -> bool:
+        """Return whether step `step` (from 0) sends everything."""
         return step < self.dense_steps
 
 
@@ -464,3 +462,77 @@ class LocalMethod(ExchangeMethod):
     def sent_share(self) -> float:
         """The share of entries that an outer step sends."""
         return 1.0
+
+
+# ---- methods by name -----------------------------------------------------------------------------
+
+
+def read_method(given: ExchangeMethod | str | Mapping[str, Any]) -> ExchangeMethod:
+    """Return a method from itself, its name, or ``{"method": name, option: value, ...}``.
+
+    Without a name it is top-k.
+
+    Raises:
+        ValueError: for a name or an option that there is not, and for options out of range.
+    """
+    if isinstance(given, ExchangeMethod):
+        return given
+    if not isinstance(given, str | Mapping):
+        raise ValueError(
+            "a method of exchange is a name, a mapping such as {method: topk, density: 0.01}, or "
+            "an object such as "
+            f"TopK(density=0.01); got {reprlib.repr(given)}"
+        )
+    # the name, then the options that are left
+    options = {"method": given} if isinstance(given, str) else dict(given)
+    name = check_choice(
+        options.pop("method", DEFAULT_METHOD), name="method", allowed=method_classes()
+    )
+    kind = method_classes()[name]
+    known = [field.name for field in fields(kind)]
+    if unknown := [option for option in options if option not in known]:
+        raise ValueError(
+            f"method {name!r} has no option {reprlib.repr(unknown[0])}; its options are "
+            f"{', '.join(known) or 'none'}"
+        )
+    return kind(**options)
+
+
+def read_gradient_method(given: ExchangeMethod | str | Mapping[str, Any]) -> GradientMethod:
+    """Return what `read_method` gives where it averages gradients.
+
+    Raises:
+        ValueError: where it does not.
+    """
+    method = read_method(given)
+    if not isinstance(method, GradientMethod):
+        raise ValueError(
+            f"{type(method).__name__} averages parameters that ranks train alone, not gradients: "
+            f"give it to LocalStepsStrategy, or choose one of {', '.join(gradient_methods())}"
+        )
+    return method
+
+
+@cache
+def method_classes() -> Mapping[str, type[ExchangeMethod]]:
+    """Return all methods by name: the classes with a `name` that their modules define."""
+    methods: dict[str, type[ExchangeMethod]] = {}
+    for module_name in METHOD_MODULES:
+        module = importlib.import_module(f"lightning_topt.communication.methods.{module_name}")
+        for value in vars(module).values():
+            if (
+                isinstance(value, type)
+                and issubclass(value, ExchangeMethod)
+                and value.__module__ == module.__name__
+                and "name" in vars(value)
+            ):
+                methods[value.name] = value
+    return methods
+
+
+@cache
+def gradient_methods() -> tuple[str, ...]:
+    """Return the names of those that average gradients."""
+    return tuple(
+        name for name, kind in method_classes().items() if issubclass(kind, GradientMethod)
+    )

@@ -1,35 +1,35 @@
 """The DDP communication hook: gradients averaged by an exchange of one's choice.
 
-    exchange = CompressedExchange(TopK(density=0.01))
-    exchange.register(ddp)        # before the first backward pass
+    exchange = CompressedExchange(ddp, TopK(density=0.01))   # before the first backward pass
     loss.backward()               # gradients are now averaged by the method
 
-What happens to a bucket: DDP gives it to `_hook`, `ModuleExchange.submit` starts its stages in the
-exchange's worker (`exchange_worker`), and `finish_step`, queued at the end of the backward pass,
-waits until the buckets of the step are back. Under `TopK`, where each rank sends for itself, the
-stages are
+What happens to a bucket: DDP gives it to `_hook`, `submit` starts its stages in the exchange's
+worker thread, and `finish_step`, queued at the end of the backward pass, waits until the buckets of
+the step are back. Under `TopK`, where each rank sends for itself, the stages are
 
     SparseExchange.stages    all of it, in the worker's thread; other buckets run while it waits
-    BucketResidual.select    adds the gradient to what is left over and takes the k largest out
-    feedback_top_k           the same in one pass, what `select` calls by default
-    MessageFormat.pack       the values and their indices as bytes
+    feedback_top_k           adds the gradient to what is left over and takes the k largest out
+    SparseMessage.pack       the values and their indices as bytes
     ring_all_gather          the messages of all ranks to all ranks
-    ScatterMean.add          reads a message (`MessageFormat.unpack`) and adds it into the bucket
+    ScatterMean.add          reads a message (`SparseMessage.unpack`) and adds it into the bucket
 
-in `methods.top_k`, `residual`, `selection.vector_top_k`, `wire` and `collectives`; the worker's
-side of a bucket is in `exchange_worker` and `bucket`. What is compiled
-for a CPU, `selection.kernels` and `wire_kernels`, does what plain torch does elsewhere
-(`_feedback_torch`, `MessageFormat._pack_indices`), so it need not be read.
+in `bucket`, `methods.top_k`, `selection`, `wire` and `collectives`. What is compiled for a CPU, in
+`selection_kernels` and at the end of `wire`, does what plain torch does elsewhere, so it need not
+be read.
 
-A module that no DDP wraps is taken over with `take_over`; `average` then exchanges the gradients
-that are in ``.grad``.
+Gradients of a module that no DDP wraps, those in ``.grad``, are exchanged by `average`.
 """
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with classes.
 import itertools
+import queue
+import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
+from math import inf
+from time import monotonic, perf_counter
 from typing import Any
 
 import torch
@@ -52,21 +52,29 @@ from lightning_topt.communication.bucket import (
     Stages,
     StepChecks,
 )
-from lightning_topt.communication.checkpoint import (
+from lightning_topt.communication.collectives import (
     Slices,
+    State,
+    Waitable,
+    check_equal_on_ranks,
     gather_state,
     own_state,
     sharded_state,
     unsharded_state,
+    values_of_group,
 )
-from lightning_topt.communication.collectives import check_equal_on_ranks, ring_all_gather
 from lightning_topt.communication.exchange_method import GradientMethod, exempt_names
-from lightning_topt.communication.exchange_worker import ExchangeWorker, make_streams
-from lightning_topt.communication.rank_watch import PeerMonitor, ranks_that, within_limit
+from lightning_topt.communication.rank_watch import (
+    POLL_SECONDS,
+    RankWatch,
+    watch_ranks,
+    within_limit,
+)
 from lightning_topt.communication.topology import Topology, make_groups
 
-Merge = Callable[[list[dict[str, dict[str, Tensor]]]], list[dict[str, dict[str, Tensor]]]]
+Merge = Callable[[list[State]], list[State]]
 MOST_WAITS = 64  # pairs of marks that are kept before they are added up
+SHORTEST_PAUSE, LONGEST_PAUSE = 2e-5, 1e-3  # seconds between two checks of works in flight
 _made = itertools.count()  # exchanges are made in the same order on all ranks
 
 
@@ -93,372 +101,139 @@ class ExchangeStatistics:
     details: Mapping[str, float] = field(default_factory=dict)
 
 
-class CompressedExchange:
-    """Exchanges the gradients of one DistributedDataParallel module by `method`.
+@dataclass
+class _Step:
+    """One backward pass."""
 
-    Made alike on all ranks. Set `loss_scale` to the GradScaler's scale before each backward pass.
+    futures: list[torch.futures.Future[Tensor]] = field(default_factory=list)
+    ended: bool = False
+    callback: bool = False  # queued at the end of the backward pass
+    checks: StepChecks = field(default_factory=StepChecks)
+
+
+class CompressedExchange:
+    """Exchanges the gradients of one module by `method`. Making one is a collective call.
+
+    Made alike on all ranks. It is the communication hook of a DistributedDataParallel `module`,
+    from before its first backward pass; gradients of another module are exchanged by `average`.
+    Set `loss_scale` to the GradScaler's scale before each backward pass.
 
     Args:
+        module: whose gradients are averaged.
         method: how gradients are exchanged.
         topology: which ranks share a node; from the environment if None.
         device: where the gradients are.
         nonfinite: as in `ExchangeSettings`.
         timeout_seconds: as in `ExchangeSettings`; no longer than the run's own time limit.
-        debug: as in `ExchangeSettings`.
+        ignored: names of parameters that are left alone, besides those that DDP ignores.
         slices: of which parameters this rank has slices, where the module is one of several parts
             of the run; the state that is saved is of full parameters.
         merge: for parts that have different parameters: a collective call that gives rank 0 the
             states of all.
+        watch: over all ranks of the run, where there is one; None: one is made, until `end`.
 
     Raises:
-        ValueError: for a world size that is not nodes x ranks per node.
+        ValueError: for a world size that is not nodes x ranks per node, and where ranks differ in
+            their options or topology.
     """
 
-    # as ranks do between the outer steps of a `LocalExchange`
+    # as ranks do between the outer steps of `OuterSteps`
     trains_alone = False
 
     def __init__(
         self,
+        module: nn.Module,
         method: GradientMethod,
         *,
         topology: Topology | None = None,
         device: torch.device | None = None,
         nonfinite: str = ExchangeSettings.nonfinite,
         timeout_seconds: float = ExchangeSettings.timeout_seconds,
-        debug: bool = ExchangeSettings.debug,
+        ignored: Collection[str] = (),
         slices: Slices | None = None,
         merge: Merge | None = None,
+        watch: RankWatch | None = None,
     ) -> None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        given = ExchangeSettings(nonfinite, timeout_seconds, debug)
         # Nobody waits for a lost rank longer than the run allows its collective calls.
-        self.settings = ExchangeSettings(nonfinite, within_limit(given.timeout_seconds), debug)
-        self.device = device or torch.device("cpu")
+        given = ExchangeSettings(nonfinite, timeout_seconds)
+        self.settings = ExchangeSettings(nonfinite, within_limit(given.timeout_seconds))
+        device = device or torch.device("cpu")
         self.topology = topology or Topology.from_environment(rank=rank, world_size=world_size)
         self.topology.check(world_size)
         self.method = method.on(self.topology)
         self.slices, self._merge = slices, merge
         self.loss_scale = 1.0
-        self._name = f"lightning_topt/exchange/{next(_made)}/{self.topology.part}"
-        self._loaded: Mapping[str, Any] | None = None
-        self._module: ModuleExchange | None = None
-        self._reset_at = (0, 0, 0, 0.0)  # steps, bytes sent, bytes of DDP, busy seconds
-
-    def synchronize(self) -> None:
-        """Nothing: ranks have equal parameters after every step."""
-
-    def register(self, ddp: DistributedDataParallel) -> None:
-        """Collective call: take over the gradients of `ddp`, once, before its first backward pass.
-
-        Raises:
-            TypeError: for another wrapper.
-            ValueError: where ranks differ in their options or topology.
-        """
-        if not isinstance(ddp, DistributedDataParallel):
-            raise TypeError(
-                f"gradients of a {type(ddp).__name__} cannot be exchanged compressed: this needs "
-                "torch.nn.parallel.DistributedDataParallel (FSDP shards its gradients by "
-                "reduce-scatter and has no such hook); wrap the module in DistributedDataParallel"
-            )
-        if self._module is not None:
-            raise ValueError(
-                "this exchange is registered already: make one per DistributedDataParallel module"
-            )
-        # Parameters that no part has slices of are sent whole: another choice of entries in each
-        # part would make them differ.
-        uncut = () if self.slices is None else self.slices.uncut
-        self._start(ddp.module, ignored=ddp.parameters_to_ignore, exempt=uncut)
-        ddp.register_comm_hook(state=self, hook=_hook)
-        if self._loaded is not None:
-            self.load_state_dict(self._loaded)
-
-    def take_over(self, module: nn.Module, *, ignored: Collection[str] = ()) -> None:
-        """Collective call: prepare to `average` the gradients of `module`, which no DDP wraps.
-
-        Parameters named in `ignored` are left out.
-        """
-        started = self._start(module, ignored=ignored)
-        self._buckets = OwnBuckets(list(started.parameters.values()))
-
-    def _start(
-        self, module: nn.Module, *, ignored: Collection[str], exempt: Collection[str] = ()
-    ) -> "ModuleExchange":
         check_equal_options(self.method, self.settings, topology=self.topology)
-        self._module = ModuleExchange(
-            module,
-            self.method,
-            self.settings,
-            topology=self.topology,
-            device=self.device,
-            name=self._name,
-            ignored=ignored,
-            exempt=exempt,
-        )
-        return self._module
-
-    def average(self) -> None:
-        """Collective call: average the gradients that are in ``.grad``, after `take_over`."""
-        module = self._needed()
-        for bucket in self._buckets.filled():
-            module.submit(bucket, loss_scale=self.loss_scale)
-        module.finish_step()
-        self._buckets.write_back()
-
-    @property
-    def error(self) -> Exception | None:
-        """Why the exchange ended (`PeerLostError`, ...), None while it works.
-
-        `backward` raises it.
-        """
-        return self._module.worker.error if self._module else None
-
-    @property
-    def monitor(self) -> PeerMonitor:
-        """Says who is gone, also when a collective outside of the exchange fails."""
-        return self._needed().worker.monitor
-
-    def sign_in(self) -> None:
-        """Tell ranks that wait in the exchange that this one is alive, but does not come."""
-        self.monitor.sign_in()
-
-    def step_skipped(self) -> None:
-        """Put back into the residual what was sent: the last step's gradients were thrown away.
-
-        A GradScaler does so.
-        """
-        self._needed().put_back()
-
-    def check_parameters(self) -> None:
-        """Collective call: raise RuntimeError naming the first parameter that differs."""
-        self._needed().check_parameters()
-
-    def statistics(self, *, reset: bool = True) -> ExchangeStatistics:
-        """Return what was exchanged since the last reset."""
-        module = self._needed()
-        steps, sent = module.step, module.exchange.bytes_sent
-        dense, busy = module.dense_bytes, module.worker.busy_seconds
-        before = self._reset_at
-        exposed = module.exposed_seconds(reset=reset)
-        if reset:
-            self._reset_at = (steps, sent, dense, busy)
-        return ExchangeStatistics(
-            steps=steps - before[0],
-            bytes_sent=sent - before[1],
-            dense_bytes=dense - before[2],
-            exposed_seconds=exposed,
-            exchange_seconds=busy - before[3],
-            residual_norm=module.exchange.residual_norm(),
-            density=self.method.density_at(steps),
-            details=module.exchange.telemetry(steps=max(1, steps - before[0]), reset=reset),
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Collective call: the state of all ranks, complete on rank 0 (elsewhere `ranks` is empty).
-
-        `ranks` has one entry per rank, per node where hierarchical: kind ("residual", ...) ->
-        parameter name -> tensor.
-        """
-        module = self._needed()
-        module.finish_step()
-        own = unsharded_state(module.exchange.state_dict(), self.slices)
-        # Without `merge` all parts have the same state: the first one gathers it.
-        ranks: list[dict[str, dict[str, Tensor]]] = []
-        if self._merge is not None or not self.topology.part:
-            ranks = gather_state(own, senders=self._holders(), group=module.groups.state)
-        if self._merge is not None:
-            ranks = self._merge(ranks)
-        return {"step": module.step, "method": self.method.name, "ranks": ranks}
-
-    def own_state_dict(self) -> dict[str, Any]:
-        """Return this rank's part of `state_dict`: its entry of `ranks` as `state`.
-
-        `position` says which of the `holders` entries that is. It is None, and `state` empty, where
-        another rank of the node, or of another part, has it. Collective where there are slices.
-        """
-        module, holders = self._needed(), self._holders()
-        module.finish_step()
-        position = holders.index(self.topology.rank) if self.topology.rank in holders else None
-        state = (
-            {} if position is None else unsharded_state(module.exchange.state_dict(), self.slices)
-        )
-        if self.topology.part and self._merge is None:
-            position, state = None, {}
-        return {
-            "step": module.step,
-            "method": self.method.name,
-            "holders": len(holders),
-            "position": position,
-            "state": state,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what rank 0 saved, given to all ranks.
-
-        On another number of ranks each gets the mean of the residuals.
-
-        Raises:
-            ValueError: for the state of another method or model.
-        """
-        if self._module is None:
-            self._loaded = state
-            return
-        if state["method"] != self.method.name:
-            raise ValueError(
-                f"the saved exchange state is of method={state['method']!r}, this exchange has "
-                f"{self.method.name!r}"
-            )
-        # this rank's entry of what was saved, for full parameters, then cut to its slices
-        holders, rank = self._holders(), self.topology.rank
-        position = self.topology.node if len(holders) < self.topology.world_size else rank
-        numels = {name: parameter.numel() for name, parameter in self._module.parameters.items()}
-        if self.slices is not None:
-            numels = {name: self.slices.numel(name, own) for name, own in numels.items()}
-        ranks = state["ranks"]
-        if self._merge is not None:
-            # other parts have parameters that this one lacks
-            ranks = [
-                {kind: {n: t for n, t in of.items() if n in numels} for kind, of in each.items()}
-                for each in ranks
-            ]
-        full = own_state(ranks, position=position, holders=len(holders), numels=numels)
-        own = sharded_state(full, self.slices)
-        self._module.finish_step()
-        if own:
-            self._module.exchange.load_state_dict(own)
-        self._module.step = state["step"]
-        self._reset_at = (state["step"], *self._reset_at[1:])
-
-    def close(self) -> None:
-        """Do what `end` does, and destroy the process groups of the exchange.
-
-        To be called on all ranks alike: with NCCL destroying a group may wait for its ranks. Where
-        the exchange has failed the groups are left to the end of the run's.
-        """
-        if self._module is not None:
-            self._module.close()
-
-    def end(self) -> None:
-        """End the exchange's thread and release shared memory; the hook cannot be used any more.
-
-        Its process groups stay until `close` or the end of the run's, so a rank may do so alone.
-        """
-        if self._module is not None:
-            self._module.end()
-
-    def _holders(self) -> list[int]:
-        # One rank for each separate state
-        by_nodes = self.method.sums_in_nodes(self.topology)
-        step = self.topology.ranks_per_node if by_nodes else 1
-        return list(range(0, self.topology.world_size, step))
-
-    def _needed(self) -> "ModuleExchange":
-        if self._module is None:
-            raise ValueError("register the exchange on a DistributedDataParallel module first")
-        return self._module
-
-
-def _hook(exchange: CompressedExchange, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    # Start the exchange of a bucket; what DDP calls
-    return exchange._needed().submit(bucket, loss_scale=exchange.loss_scale)
-
-
-# ---- one module, step by step
-
-
-@dataclass
-class _Step:
-    """One backward pass."""
-
-    futures: list[torch.futures.Future[Tensor]] = field(default_factory=list)
-    finite: bool = True  # set by the worker's thread
-    ended: bool = False
-    callback: bool = False  # queued at the end of the backward pass
-    checks: StepChecks | None = None
-
-
-class ModuleExchange:
-    """Exchanges the gradients of one module. Making one is a collective call.
-
-    Methods are called from the training (autograd) thread, except where they say otherwise.
-
-    Args:
-        module: has the parameters.
-        method: how gradients are exchanged.
-        settings: how the run waits and checks.
-        topology: which ranks share a node.
-        device: where the gradients are.
-        name: unused so far, and alike on all ranks.
-        ignored: names of parameters that this exchange leaves alone.
-        exempt: names of parameters that are sent whole, by methods that exempt any.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        method: GradientMethod,
-        settings: ExchangeSettings,
-        *,
-        topology: Topology,
-        device: torch.device,
-        name: str,
-        ignored: Collection[str] = (),
-        exempt: Collection[str] = (),
-    ) -> None:
-        # parameters by name, and which of them are exempt
-        self.settings, self.topology = settings, topology
+        # parameters by name, and which of them are exempt. Those that no part has slices of are
+        # sent whole: another choice of entries in each part would make them differ.
+        ddp = module if isinstance(module, DistributedDataParallel) else None
+        if ddp is not None:
+            module, ignored = ddp.module, {*ignored, *ddp.parameters_to_ignore}
         self.parameters = averaged_parameters(module, ignored)
-        self.names = {id(parameter): n for n, parameter in self.parameters.items()}
+        self._names = {id(parameter): n for n, parameter in self.parameters.items()}
         rules = method.exempt_rules
-        self.exempt = exempt_names(module, () if rules is None else (*rules, *exempt))
+        uncut = () if slices is None else slices.uncut
+        self._exempt = exempt_names(module, () if rules is None else (*rules, *uncut))
         # the method's exchange, with process groups and keys of the store of its own
-        self.store = PrefixStore(name, _get_default_store())
-        timeout_seconds = settings.timeout_seconds
         self.groups = make_groups(
-            topology,
-            num_stages=method.num_stages(topology),
-            hierarchical=method.sums_in_nodes(topology),
-            timeout_seconds=timeout_seconds,
+            self.topology,
+            num_stages=method.num_stages(self.topology),
+            hierarchical=method.sums_in_nodes(self.topology),
+            timeout_seconds=self.settings.timeout_seconds,
             with_exempt=rules is not None,
         )
-        own_store = PrefixStore("exchange", self.store)
-        context = ExchangeContext(topology, self.groups, device, timeout_seconds, own_store)
-        self.exchange = method.make_exchange(context)
+        key = f"lightning_topt/exchange/{next(_made)}/{self.topology.part}"
+        context = ExchangeContext(
+            self.topology,
+            self.groups,
+            device,
+            self.settings.timeout_seconds,
+            PrefixStore(key, _get_default_store()),
+        )
+        self.exchange = self.method.make_exchange(context)
         # the thread that runs it
-        self.streams = make_streams(device)
-        ranks = topology.members  # in the run
-        monitor = PeerMonitor(
-            self.store, rank=ranks[topology.rank], world_size=topology.world_size, ranks=ranks
-        )
+        own_watch = watch_ranks() if watch is None else None
+        self.streams = Streams(device)
         self.worker = ExchangeWorker(
-            streams=self.streams, monitor=monitor, timeout_seconds=timeout_seconds
+            streams=self.streams,
+            watch=watch or own_watch,
+            timeout_seconds=self.settings.timeout_seconds,
         )
-        # Also when the module is dropped and at exit: a thread inside torch while the interpreter
+        # Also when the exchange is dropped and at exit: a thread inside torch while the interpreter
         # ends can abort the process.
-        self._finalizer = weakref.finalize(self, _close, self.worker, self.exchange)
+        self._finalizer = weakref.finalize(self, _close, self.worker, self.exchange, own_watch)
         self.exchange.warm_up()
         # by bucket index: identities of the parameters, layout
         self.layouts: dict[int, tuple[list[int], BucketLayout]] = {}
-        # On CUDA a check makes the host wait: once in a step, at its end.
-        self.checks_at_end = device.type == "cuda"
         self.step = 0  # exchanged steps that are over
         self.current: _Step | None = None
-        self.dense_bytes = 0
-        self.exposed = 0.0
+        self._dense_bytes, self._exposed = 0, 0.0
         # pairs of marks: a backward pass ends, its gradients are there
-        self.waits: list[tuple[Any, Any]] = []
+        self._waits: list[tuple[Any, Any]] = []
+        self._reset_at = (0, 0, 0, 0.0)  # steps, bytes sent, bytes of DDP, busy seconds
+        if ddp is None:
+            self._buckets = OwnBuckets(list(self.parameters.values()))
+        else:
+            ddp.register_comm_hook(state=self, hook=_hook)
 
-    def submit(
-        self, given: GradBucket | OwnBucket, *, loss_scale: float
-    ) -> torch.futures.Future[Tensor]:
+    # ---- one step; called from the training (autograd) thread
+
+    def average(self) -> None:
+        """Collective call: average the gradients that are in ``.grad``; without DDP."""
+        for bucket in self._buckets.filled():
+            self.submit(bucket)
+        self.finish_step()
+        self._buckets.write_back()
+
+    def submit(self, given: GradBucket | OwnBucket) -> torch.futures.Future[Tensor]:
         """Start the exchange of one bucket; return the future of its buffer.
 
         Raises what ended the exchange.
         """
         if given.index() == 0:  # a new step
             self.finish_step()
-            if self.settings.debug and self.step:
-                self.check_parameters()
-            self.current = _Step(checks=StepChecks() if self.checks_at_end else None)
+            self.current = _Step()
         assert self.current is not None
         step = self.current
         bucket = Bucket(
@@ -467,17 +242,17 @@ class ModuleExchange:
             self._layout(given),
             given.is_last(),
             self.step,
-            loss_scale,
+            self.loss_scale,
             step.checks,
         )
         # Where DDP laid out its buckets anew, residuals move to them first.
         if not self.exchange.prepare(bucket):
             self.worker.drain()
             self.exchange.relayout()
-        world_size = self.topology.world_size
-        self.dense_bytes += 2 * (world_size - 1) * bucket.buffer.nbytes // world_size
+        world_size = self.exchange.world_size
+        self._dense_bytes += 2 * (world_size - 1) * bucket.buffer.nbytes // world_size
         # The worker's thread takes it from here.
-        future = self.worker.submit(self._guarded(bucket, step))
+        future = self.worker.submit(self._stages(bucket))
         step.futures.append(future)
         # The step ends with the backward pass, where errors of the worker are raised.
         # The graph task is -1 where DDP hands out buckets of unused parameters in the forward pass.
@@ -485,6 +260,15 @@ class ModuleExchange:
             step.callback = True
             Variable._execution_engine.queue_callback(self.finish_step)
         return future
+
+    def _stages(self, bucket: Bucket) -> Stages:
+        # In the worker's thread: what is not finite is dealt with when the step ends
+        try:
+            return (yield from self.exchange.stages(bucket))
+        except NonFiniteGradient as error:
+            no = torch.tensor(False)
+            bucket.checks.add(bucket, no, torch.tensor(not error.own))
+            return bucket.buffer
 
     def finish_step(self) -> None:
         """Wait until the buckets of this step are back; ends the backward pass, before DDP does.
@@ -500,115 +284,227 @@ class ModuleExchange:
         start = self.streams.mark()
         self.worker.drain()
         with self.streams.worker():
-            self.waits.append((start, self.streams.mark()))
-        if len(self.waits) >= MOST_WAITS:
-            self.exposed_seconds(reset=False)
+            self._waits.append((start, self.streams.mark()))
+        if len(self._waits) >= MOST_WAITS:
+            self._add_up_waits()
         for future in step.futures:
             future.wait()
         # They hold DDP's buckets, of which it makes others after the first step.
         step.futures.clear()
-        if step.checks is not None:
-            for bucket, own in step.checks.failed().values():
-                try:
-                    self._nonfinite(bucket, step, own=own)
-                except (RuntimeError, TimeoutError) as error:
-                    raise self.worker.monitor.diagnose(error) from error
-        if not step.finite:
+        if failed := step.checks.failed():
             self.exchange.put_back()
+            if self.settings.nonfinite == "error":
+                self._raise_nonfinite(*failed[0])
+            for bucket, _ in failed:
+                bucket.buffer.fill_(torch.nan)
 
-    def _guarded(self, bucket: Bucket, step: _Step) -> Stages:
-        """Run the stages of `bucket`, and do what `settings.nonfinite` asks for.
-
-        In the worker's thread.
-        """
+    def _raise_nonfinite(self, bucket: Bucket, is_ours: bool) -> None:
+        # On all ranks, which learn from each other whose gradient it is
         try:
-            return (yield from self.exchange.stages(bucket))
-        except NonFiniteGradient as error:
-            return self._nonfinite(bucket, step, own=error.own)
-
-    def _nonfinite(self, bucket: Bucket, step: _Step, *, own: bool) -> Tensor:
-        # Do what `settings.nonfinite` asks for; on all ranks. `own`: this rank's is not finite.
-        step.finite = False
-        if self.settings.nonfinite == "skip":
-            return bucket.buffer.fill_(torch.nan)
-        # All ranks get here: by the store they learn whose gradient it is.
-        positions = ranks_that(
-            own,
-            store=self.store,
-            rank=self.topology.rank,
-            world_size=self.topology.world_size,
-            key=f"nonfinite/{bucket.step}/{bucket.index}",
-            seconds=self.settings.timeout_seconds,
-        )
-        ranks = [self.topology.members[position] for position in positions]
+            flags = values_of_group(is_ours, self.groups.state)
+        except (RuntimeError, TimeoutError) as error:
+            raise self.worker.diagnosed(error) from error
+        ranks = [rank for rank, flag in zip(self.topology.members, flags, strict=True) if flag]
         names = bucket.layout.names
         raise FloatingPointError(
             f"the gradient on rank {', '.join(map(str, ranks))} has NaN or infinities in a "
             f"bucket of {len(names)} parameters, {names[0]} to {names[-1]}; with a GradScaler "
             "use nonfinite='skip'"
-        ) from None
+        )
 
     def _layout(self, given: GradBucket | OwnBucket) -> BucketLayout:
         # The layout; the same object as long as the bucket holds the same parameters
         parameters = given.parameters()
-        known, layout = self.layouts.get(given.index(), ([], None))
+        before, layout = self.layouts.get(given.index(), ([], None))
         identities = [id(parameter) for parameter in parameters]
-        if layout is None or known != identities:
+        if layout is None or before != identities:
             # gradients are views of the bucket's buffer
-            names = tuple(self.names[identity] for identity in identities)
+            names = tuple(self._names[identity] for identity in identities)
             first = given.buffer().storage_offset()
             layout = BucketLayout(
                 names,
                 tuple(int(gradient.storage_offset() - first) for gradient in given.gradients()),
                 tuple(parameter.numel() for parameter in parameters),
                 tuple(parameter.shape for parameter in parameters),
-                tuple(name in self.exempt for name in names),
+                tuple(name in self._exempt for name in names),
             )
             assert sum(layout.numels) == given.buffer().numel()
             self.layouts[given.index()] = identities, layout
         return layout
 
-    def put_back(self) -> None:
-        """Put back into the residual what the last step sent: that step was thrown away.
+    def synchronize(self) -> None:
+        """Nothing: ranks have equal parameters after every step."""
 
-        Doing it twice is doing it once.
+    def step_skipped(self) -> None:
+        """Put back into the residual what was sent: the last step's gradients were thrown away.
+
+        A GradScaler does so. Doing it twice is doing it once.
         """
         self.finish_step()
         self.exchange.put_back()
 
-    def check_parameters(self) -> None:
-        """Collective call: raise RuntimeError where parameters differ between ranks."""
-        check_equal_parameters(self.parameters, group=self.groups.state, step=self.step)
+    @property
+    def error(self) -> Exception | None:
+        """Why the exchange ended (`PeerLostError`, ...), None while it works.
 
-    def exposed_seconds(self, *, reset: bool) -> float:
-        """Return how long the training thread waited for gradients since the last reset."""
-        self.exposed += sum(
-            max(0.0, self.streams.seconds_between(start, stop)) for start, stop in self.waits
+        `backward` raises it.
+        """
+        return self.worker.error
+
+    def statistics(self, *, reset: bool = True) -> ExchangeStatistics:
+        """Return what was exchanged since the last reset."""
+        self._add_up_waits()
+        now = self.step, self.exchange.bytes_sent, self._dense_bytes, self.worker.busy_seconds
+        steps, sent, dense, busy = (
+            value - before for value, before in zip(now, self._reset_at, strict=True)
         )
-        self.waits.clear()
-        seconds = self.exposed
+        exposed = self._exposed
         if reset:
-            self.exposed = 0.0
-        return seconds
+            self._reset_at, self._exposed = now, 0.0
+        return ExchangeStatistics(
+            steps=int(steps),
+            bytes_sent=int(sent),
+            dense_bytes=int(dense),
+            exposed_seconds=exposed,
+            exchange_seconds=busy,
+            residual_norm=self.exchange.residual_norm(),
+            density=self.method.density_at(self.step),
+            details=self.exchange.telemetry(steps=max(1, int(steps)), reset=reset),
+        )
 
-    def end(self) -> None:
-        """End the thread and release shared memory."""
-        self._finalizer()
+    def _add_up_waits(self) -> None:
+        # How long the training thread waited for gradients
+        self._exposed += sum(
+            max(0.0, self.streams.seconds_between(start, stop)) for start, stop in self._waits
+        )
+        self._waits.clear()
+
+    # ---- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collective call: the state of all ranks, complete on rank 0 (elsewhere `ranks` is empty).
+
+        `ranks` has one entry per rank, per node where hierarchical: kind ("residual", ...) ->
+        parameter name -> tensor.
+        """
+        self.finish_step()
+        own = unsharded_state(self.exchange.state_dict(), self.slices)
+        # Without `merge` all parts have the same state: the first one gathers it.
+        ranks: list[State] = []
+        if self._merge is not None or not self.topology.part:
+            ranks = gather_state(own, senders=self._holders(), group=self.groups.state)
+        if self._merge is not None:
+            ranks = self._merge(ranks)
+        return {"step": self.step, "method": self.method.name, "ranks": ranks}
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of `state_dict`: its entry of `ranks` as `state`.
+
+        `position` says which of the `holders` entries that is. It is None, and `state` empty, where
+        another rank of the node, or of another part, has it. Collective where there are slices.
+        """
+        holders, rank = self._holders(), self.topology.rank
+        self.finish_step()
+        position = holders.index(rank) if rank in holders else None
+        state: State = {}
+        if position is not None:
+            state = unsharded_state(self.exchange.state_dict(), self.slices)
+        if self.topology.part and self._merge is None:
+            position, state = None, {}
+        return {
+            "step": self.step,
+            "method": self.method.name,
+            "holders": len(holders),
+            "position": position,
+            "state": state,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what rank 0 saved, given to all ranks.
+
+        On another number of ranks each gets the mean of the residuals.
+
+        Raises:
+            ValueError: for the state of another method or model.
+        """
+        if state["method"] != self.method.name:
+            raise ValueError(
+                f"the saved exchange state is of method={state['method']!r}, this exchange has "
+                f"{self.method.name!r}"
+            )
+        # this rank's entry of what was saved, for full parameters, then cut to its slices
+        holders, rank = self._holders(), self.topology.rank
+        position = self.topology.node if len(holders) < self.topology.world_size else rank
+        numels = {name: parameter.numel() for name, parameter in self.parameters.items()}
+        if self.slices is not None:
+            numels = {name: self.slices.numel(name, own) for name, own in numels.items()}
+        ranks = state["ranks"]
+        if self._merge is not None:
+            # other parts have parameters that this one lacks
+            ranks = [
+                {kind: {n: t for n, t in of.items() if n in numels} for kind, of in each.items()}
+                for each in ranks
+            ]
+        full = own_state(ranks, position=position, holders=len(holders), numels=numels)
+        own = sharded_state(full, self.slices)
+        self.finish_step()
+        if own:
+            self.exchange.load_state_dict(own)
+        self.step = state["step"]
+        self._reset_at = (state["step"], *self._reset_at[1:])
+
+    def _holders(self) -> list[int]:
+        # One rank for each separate state
+        by_nodes = self.method.sums_in_nodes(self.topology)
+        step = self.topology.ranks_per_node if by_nodes else 1
+        return list(range(0, self.topology.world_size, step))
+
+    # ---- the end
 
     def close(self) -> None:
-        """Do so, and destroy the groups; all ranks alike. Groups that failed are left alone."""
+        """Do what `end` does, and destroy the process groups of the exchange.
+
+        To be called on all ranks alike: with NCCL destroying a group may wait for its ranks. Where
+        the exchange has failed the groups are left to the end of the run's.
+        """
         self.end()
-        if self.worker.error is None:
+        if self.error is None:
             self.groups.destroy()
 
+    def end(self) -> None:
+        """End the exchange's thread and release shared memory; the hook cannot be used any more.
 
-def _close(worker: ExchangeWorker, exchange: BucketExchange) -> None:
+        Its process groups stay until `close` or the end of the run's, so a rank may do so alone.
+        """
+        self._finalizer()
+
+
+def _hook(exchange: CompressedExchange, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    # Start the exchange of a bucket; what DDP calls
+    return exchange.submit(bucket)
+
+
+def _close(worker: "ExchangeWorker", exchange: BucketExchange, watch: RankWatch | None) -> None:
     # End the thread, then release what the exchange holds
     worker.close()
     exchange.close()
+    if watch is not None:
+        watch.stop()
 
 
-# ---- parameters that DDP has
+def check_equal_options(
+    method: GradientMethod, settings: ExchangeSettings, *, topology: Topology
+) -> None:
+    """Collective call: raise ValueError where a rank's options or topology differ from rank 0's.
+
+    It is raised on all ranks.
+    """
+    options: dict[str, Any] = {"method": method.name, **asdict(method), **asdict(settings)}
+    options |= {"num_nodes": topology.num_nodes, "ranks_per_node": topology.ranks_per_node}
+    check_equal_on_ranks(options, doing="the gradient exchange")
+
+
+# ---- parameters that DDP has ---------------------------------------------------------------------
 
 
 def averaged_parameters(module: nn.Module, ignored: Collection[str]) -> dict[str, nn.Parameter]:
@@ -640,48 +536,206 @@ def equal_parameters(module: nn.Module, ignored: Collection[str]) -> dict[str, n
     }
 
 
-# ---- checks that all ranks agree, which name who does not
+# ---- the worker's thread -------------------------------------------------------------------------
+#
+# One thread carries all buckets of an exchange, in order and overlapped. A bucket's exchange is a
+# generator that yields what it waits for (`bucket.Stages`). While one bucket waits for the network,
+# the thread starts the next:
+#
+#     bucket 0   select | all-gather ......... | decode
+#     bucket 1            select | all-gather ......... | decode
+#
+# All ranks must issue the works of one process group in the same order whatever the timing, so each
+# stage has its own group and a bucket enters a stage only after the bucket before it has. No
+# collective runs in a callback (on gloo those abort the process), no thread is started per bucket.
 
 
-def check_equal_options(
-    method: GradientMethod, settings: ExchangeSettings, *, topology: Topology
-) -> None:
-    """Collective call: raise ValueError where a rank's options or topology differ from rank 0's.
+class ExchangeWorker:
+    """Runs `Stages` one after the other in one daemon thread, which starts with the first.
 
-    It is raised on all ranks.
+    After an error, or a wait longer than `timeout_seconds`, the worker is over: `error` says why,
+    and every future and every later call raises it.
     """
-    options: dict[str, Any] = {"method": method.name, **asdict(method), **asdict(settings)}
-    options |= {"num_nodes": topology.num_nodes, "ranks_per_node": topology.ranks_per_node}
-    check_equal_on_ranks(options, doing="the gradient exchange")
 
+    def __init__(
+        self, *, streams: "Streams", watch: RankWatch | None, timeout_seconds: float
+    ) -> None:
+        self.streams, self.watch, self.timeout_seconds = streams, watch, timeout_seconds
+        self.error: Exception | None = None
+        self.busy_seconds = 0.0  # with at least one bucket in flight
+        self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._in_flight, self._busy_since = 0, 0.0  # under `_lock`
+        self._thread: threading.Thread | None = None
 
-def check_equal_parameters(
-    parameters: Mapping[str, nn.Parameter], *, group: dist.ProcessGroup, step: int
-) -> None:
-    """Collective call on `group`: raise RuntimeError naming the first parameter that differs.
-
-    It is raised on all ranks. All bits are compared.
-    """
-    # (ranks, parameters, 2)
-    own = torch.stack([_checksum(parameter) for parameter in parameters.values()])
-    everyone = torch.empty(
-        (dist.get_world_size(group), *own.shape), dtype=own.dtype, device=own.device
-    )
-    ring_all_gather(everyone, own, group=group).wait()
-    for index, name in enumerate(parameters):
-        for rank, sums in enumerate(everyone[:, index]):
-            if not torch.equal(sums, everyone[0, index]):
-                raise RuntimeError(
-                    f"parameter {name} differs between rank 0 and rank {rank} after {step} "
-                    "exchanged steps: something other than the averaged gradient changes it, or a "
-                    "rank steps when others do not"
+    def submit(self, stages: Stages) -> torch.futures.Future[Tensor]:
+        """Queue one bucket; return the future of its result. Raises the worker's `error`."""
+        task = _Task(stages, self.streams.future(), self.streams.mark())
+        with self._lock:
+            if self.error:
+                raise self.error
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="gradient-exchange", daemon=True
                 )
+                self._thread.start()
+            if not self._in_flight:
+                self._busy_since = perf_counter()
+            self._in_flight += 1
+            self._idle.clear()
+            self._queue.put(task)
+        return task.future
+
+    def drain(self) -> None:
+        """Block until no bucket is in flight. Raises the worker's `error`."""
+        self._idle.wait()  # the thread's own deadline bounds this
+        if self.error:
+            raise self.error
+
+    def close(self) -> None:
+        """End the thread, after what is in flight; at most a few seconds."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._queue.put(None)
+            # not where the thread itself drops the last reference
+            if thread is not threading.current_thread():
+                thread.join(timeout=5)
+
+    def diagnosed(self, error: Exception) -> Exception:
+        """Return an error that says which rank is lost, or `error` where nobody watches."""
+        return error if self.watch is None else self.watch.diagnose(error)
+
+    def _run(self) -> None:
+        tasks: list[_Task] = []
+        pause = SHORTEST_PAUSE
+        with self.streams.worker():
+            while self._receive(tasks, pause if tasks else POLL_SECONDS):
+                try:
+                    moved = self._advance_all(tasks)
+                    if not moved and self.watch is not None and self.watch.others_failed():
+                        raise RuntimeError("another rank reported a failure")
+                except Exception as error:
+                    self._fail(tasks, self.diagnosed(error))
+                    return
+                pause = SHORTEST_PAUSE if moved else min(2 * pause, LONGEST_PAUSE)
+
+    def _receive(self, tasks: "list[_Task]", seconds: float) -> bool:
+        # Take what was submitted, waiting up to `seconds` for the first; False: end the thread
+        try:
+            task = self._queue.get(timeout=seconds)
+            while task is not None:
+                tasks.append(task)
+                task = self._queue.get_nowait()
+        except queue.Empty:
+            return True
+        return False
+
+    def _advance_all(self, tasks: "list[_Task]") -> bool:
+        # Advance buckets that are ready by a stage, oldest first; return whether any was
+        moved, reached = False, inf  # reached: the stage of the bucket before
+        for task in tasks[:]:
+            if task.stage + 1 <= reached and self._is_ready(task):
+                moved = True
+                self._advance(task)
+                if task.waits_for is None:
+                    tasks.remove(task)
+                    self._finished()
+            reached = task.stage
+        return moved
+
+    def _is_ready(self, task: "_Task") -> bool:
+        # Whether the bucket waits for nothing. Raises TimeoutError after its deadline.
+        if task.waits_for is None or task.waits_for.is_completed():
+            return True
+        if monotonic() > task.deadline:
+            raise TimeoutError(f"waited longer than {self.timeout_seconds:g} s for another rank")
+        return False
+
+    def _advance(self, task: "_Task") -> None:
+        # Run one stage; afterwards `task.waits_for` is None where it was the last
+        try:
+            if task.waits_for is None:
+                self.streams.after(task.mark)
+            else:
+                task.waits_for.wait()
+            # until it yields what it waits for
+            task.waits_for = next(task.stages)
+            task.stage += 1
+            task.deadline = monotonic() + self.timeout_seconds
+        except StopIteration as stop:
+            task.waits_for, task.stage = None, inf
+            task.future.set_result(stop.value)
+
+    def _finished(self) -> None:
+        # Count a bucket that is back; wake `drain` after the last
+        with self._lock:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self.busy_seconds += perf_counter() - self._busy_since
+                self._idle.set()
+
+    def _fail(self, tasks: "list[_Task]", error: Exception) -> None:
+        # Give `error` to every bucket in flight or queued, and to all later calls
+        with self._lock:
+            self.error = error
+            self._receive(tasks, SHORTEST_PAUSE)
+            for task in tasks:
+                task.future.set_exception(error)  # type: ignore[arg-type]
+            self._in_flight = 0
+            self._idle.set()
 
 
-def _checksum(tensor: Tensor) -> Tensor:
-    # Two int64 sums (2,) over the bits of `tensor`: of all, and of every second element
-    flat = tensor.detach().contiguous().view(-1)
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    bits = bits.view(integers[bits.element_size()])
-    return torch.stack([bits.sum(dtype=torch.int64), bits[::2].sum(dtype=torch.int64)])
+@dataclass
+class _Task:
+    """One bucket in the worker."""
+
+    stages: Stages
+    future: torch.futures.Future[Tensor]
+    mark: Any  # when the gradients are there
+    stage: float = -1  # the stage it has entered
+    waits_for: Waitable | None = None
+    deadline: float = inf
+
+
+class Streams:
+    """The order of operations between the calling thread and the worker.
+
+    The worker's operations come after the gradient's, the optimizer's after the worker's. On a CPU
+    they are done when they return; on CUDA the worker has a stream of its own, and marks are events
+    of the calling thread's stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def mark(self) -> Any:
+        """Mark where the calling thread is now, for `after`."""
+        if self.stream is None:
+            return perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def after(self, mark: Any) -> None:
+        """Let the worker's next operations start when `mark` has been reached."""
+        if self.stream is not None:
+            self.stream.wait_event(mark)
+
+    def worker(self) -> AbstractContextManager[Any]:
+        """Return the context around everything that the worker does."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def future(self) -> torch.futures.Future[Tensor]:
+        """Return a future that is complete once the worker's operations before it are done."""
+        return torch.futures.Future(devices=None if self.stream is None else [self.device])
+
+    def seconds_between(self, start: Any, stop: Any) -> float:
+        """Return the seconds from one mark to another; waits for both."""
+        if self.stream is None:
+            return float(stop - start)
+        start.synchronize()
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) / 1e3

@@ -9,9 +9,7 @@ with theta the parameters that all ranks last agreed on,
 
 `OuterSteps` does this on a module *without* DistributedDataParallel:
 
-    outer = OuterSteps(
-        module.named_parameters(), LocalSteps(every=100), buffers=module.named_buffers()
-    )
+    outer = OuterSteps(module, LocalSteps(every=100))
     for batch in batches:
         loss(module, batch).backward()
         optimizer.step()
@@ -22,29 +20,36 @@ with theta the parameters that all ranks last agreed on,
 How the mean is taken is the method's: a `LocalMethod` (in `methods.local_steps`) makes a
 `MeanOverRanks`, which reads an `OuterGradient` and yields the mean piece by piece. With
 `NodeReplicas` the ranks of a node train one replica together, and outer steps are between nodes.
+Strategies and plans ask of it what they ask of a `CompressedExchange`, by the same names.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_topt.basics.argument_checks import check_real
 from lightning_topt.communication.bucket import OwnBuckets, finite_flag
-from lightning_topt.communication.collectives import Waitable, check_equal_on_ranks
+from lightning_topt.communication.collectives import (
+    State,
+    Waitable,
+    check_equal_on_ranks,
+    gather_state,
+    own_state,
+)
 from lightning_topt.communication.exchange_method import LocalMethod
+from lightning_topt.communication.hook import ExchangeStatistics, equal_parameters
 from lightning_topt.communication.node.node_exchange import shard_bounds
-from lightning_topt.communication.rank_watch import RankWatch
+from lightning_topt.communication.rank_watch import RankWatch, watch_ranks, within_limit
 from lightning_topt.communication.topology import (
     Topology,
     destroy_groups,
@@ -52,15 +57,13 @@ from lightning_topt.communication.topology import (
     whole_run,
 )
 
+TIMEOUT_SECONDS = 600.0
 PAUSE_SECONDS = 1e-3  # between two checks of a work in flight
-_made = itertools.count()  # made in the same order on all ranks
-
-Named = Iterable[Tensor | tuple[str, Tensor]]
 Wait = Callable[[Waitable | None], None]
 
 
 class OuterSteps:
-    """Trains a replica per rank and brings them together as `method` says.
+    """Trains a replica of `module` per rank and brings them together as `method` says.
 
     Made alike on all ranks (a collective call: parameters and buffers of rank 0 go to all). After
     an outer step parameters are equal on all ranks bit for bit. Buffers of floating point (running
@@ -69,71 +72,69 @@ class OuterSteps:
     one more where the method has a residual.
 
     Args:
-        parameters: the trained tensors or (name, tensor) pairs, of one device.
+        module: of one device, without a DistributedDataParallel around it.
         method: what is exchanged, and when.
-        buffers: as `parameters`.
+        ignored: names of parameters and buffers that each rank has for itself.
         topology: of all ranks, where the method has the ranks of a node train one replica
             (`LocalMethod.hierarchical`); `average_gradients` then comes between ``backward`` and
             the optimizer's step. None: each rank is a node.
-        process_group: the ranks; None: all.
-        timeout_seconds: how long to wait for another rank.
-        watch: over all ranks, where there is one; None: one is made, until `close`, unless there is
-            one rank only.
+        timeout_seconds: how long to wait for another rank; no longer than the run's own limit.
+        watch: over all ranks, where there is one; None: one is made, until `end`.
 
     Raises:
         ValueError: for methods that differ between ranks, and without parameters.
     """
 
+    error: Exception | None = None  # of a worker: there is none, errors are raised where they arise
+    loss_scale = 1.0
+    trains_alone = True
+
     def __init__(
         self,
-        parameters: Named,
+        module: nn.Module,
         method: LocalMethod,
         *,
-        buffers: Named = (),
+        ignored: Collection[str] = (),
         topology: Topology | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        timeout_seconds: float = 600.0,
+        timeout_seconds: float = TIMEOUT_SECONDS,
         watch: RankWatch | None = None,
     ) -> None:
-        self.method, self.group = method, process_group
-        self.timeout_seconds = check_real(timeout_seconds, name="timeout_seconds", positive=True)
-        self.parameters, self.buffers = NamedTensors(parameters), NamedTensors(buffers)
+        self.method, self._module, self._ignored = method, module, ignored
+        check_real(timeout_seconds, name="timeout_seconds", positive=True)
+        self.timeout_seconds = within_limit(timeout_seconds)
+        self.parameters = NamedTensors(equal_parameters(module, ignored))
+        self.buffers = NamedTensors({n: b for n, b in module.named_buffers() if n not in ignored})
         if not self.parameters.numel:
-            raise ValueError(
-                "OuterSteps was given no parameters; an iterator (module.parameters()) can be used "
-                "only once"
-            )
+            raise ValueError("local steps need a module with trained parameters")
         options = method.as_mapping() | {"number of elements": self.parameters.numel}
-        check_equal_on_ranks(options, doing="local steps", group=process_group)
-        # Ranks are numbered, and named in errors, as in the group.
-        ranks = "-".join(map(str, dist.get_process_group_ranks(self.group or dist.group.WORLD)))
-        prefix = f"lightning_topt/outer_steps/{next(_made)}/{ranks}"
-        self._own_watch = None
-        rank, world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        if watch is None and world_size > 1:
-            default: Any = _get_default_store()
-            store = PrefixStore(prefix, default.clone())
-            watch = self._own_watch = RankWatch(store, rank=rank, world_size=world_size)
-        self.watch = watch
-        # all start from rank 0's values
-        for tensor in (*self.parameters.tensors.values(), *self.buffers.tensors.values()):
-            take_from_first(tensor, group=process_group, wait=self._wait)
+        check_equal_on_ranks(options, doing="local steps")
+        self._own_watch = watch_ranks() if watch is None else None
+        self.watch = watch or self._own_watch
+        # all start from rank 0's values; frozen parameters are made equal here, once
+        frozen = [
+            parameter
+            for name, parameter in module.named_parameters()
+            if not parameter.requires_grad and name not in ignored
+        ]
+        tensors = self.parameters.tensors, self.buffers.tensors
+        for tensor in (*tensors[0].values(), *tensors[1].values(), *frozen):
+            take_from_first(tensor, wait=self._wait)
         # theta (n,), and the outer momentum (n,)
         self.anchor = self.parameters.read()
         self.momentum = torch.zeros_like(self.anchor) if method.outer_momentum else None
         self.replicas: NodeReplicas | None = None
         # what is exchanged between outer steps: everything, or this rank's shard between nodes
-        numel, group = self.parameters.numel, process_group
+        numel, group = self.parameters.numel, None
         if topology is not None and method.joins_nodes(topology):
-            assert process_group is None, "a topology is of all ranks"
             topology.check(dist.get_world_size())
-            tensors = list(self.parameters.tensors.values())
-            self.replicas = NodeReplicas(topology, numel=numel, parameters=tensors)
+            self.replicas = NodeReplicas(topology, self.parameters)
             numel, group = self.replicas.stop - self.replicas.start, self.replicas.across
         self._mean: MeanOverRanks = method.make_mean(numel, device=self.anchor.device, group=group)
         self.pending_steps = 0  # local steps since the last outer step
         self.local_steps = self.outer_steps = self._other_bytes = 0
         self._exchange_seconds = 0.0
+        self._hook: RemovableHandle | None = None
+        self._has_ended = False
 
     @property
     def residual(self) -> Tensor | None:
@@ -147,7 +148,37 @@ class OuterSteps:
     def holders(self) -> list[int]:
         """One rank for each separate replica."""
         size = 1 if self.replicas is None else self.replicas.topology.ranks_per_node
-        return list(range(0, dist.get_world_size(self.group), size))
+        return list(range(0, dist.get_world_size(), size))
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Count the steps of `optimizer`, which trains the module, by `after_step`.
+
+        Each rank makes every step: a GradScaler that skips one on a rank alone would leave the
+        others waiting.
+
+        Raises:
+            ValueError: an optimizer is followed already.
+        """
+        if self._hook is not None:
+            raise ValueError(
+                "local steps are steps of one optimizer, and there are several: use one with "
+                "several parameter groups, or a plan without local_steps"
+            )
+
+        def count(*_: Any) -> None:
+            self.after_step()
+
+        self._hook = optimizer.register_step_post_hook(count)
+
+    def leave(self) -> None:
+        """Stop following, with replicas that are equal. A collective call, unless it has ended."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        if not self._has_ended:
+            self.synchronize()
 
     def average_gradients(self) -> None:
         """Collective call, after `backward`: average the gradients of this node's ranks.
@@ -165,12 +196,25 @@ class OuterSteps:
         """
         if self.watch is not None and self.watch.others_failed():
             raise self.watch.diagnose(RuntimeError("another rank reported a failure"))
+        for name in equal_parameters(self._module, self._ignored):
+            if name not in self.parameters.tensors:
+                raise ValueError(
+                    f"{name} was frozen at the start and is trained now, so ranks would never "
+                    "exchange it: begin with it trainable, or start another fit"
+                )
         self.pending_steps += 1
         self.local_steps += 1
         due = self.pending_steps >= self.method.every
         if due:
             self.synchronize()
         return due
+
+    def step_skipped(self) -> None:
+        """Raise RuntimeError: a step that is skipped on one rank alone breaks the count."""
+        raise RuntimeError(
+            "a GradScaler has skipped a step, and ranks that train alone have to make every step: "
+            "use precision bf16-mixed or 32-true"
+        )
 
     def synchronize(self) -> None:
         """Collective call: take an outer step now, if there was a local step since the last.
@@ -187,7 +231,7 @@ class OuterSteps:
         start = time.perf_counter()
         with self._named_errors():
             self._check_finite()
-            self._other_bytes += mean_of_buffers(self.buffers, group=self.group, wait=self._wait)
+            self._other_bytes += mean_of_buffers(self.buffers, wait=self._wait)
             # the outer optimizer steps, then replicas start from theta again
             outer_update(self.anchor, self._exchange(), momentum=self.momentum, method=self.method)
         self.parameters.write(self.anchor)
@@ -222,11 +266,11 @@ class OuterSteps:
 
     def _check_finite(self) -> None:
         # Raise FloatingPointError, on all ranks, where some rank's parameters are not finite
-        rank, world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        rank, world_size = dist.get_rank(), dist.get_world_size()
         # (ranks,): 1 where the parameters are not finite
         flags = torch.zeros(world_size, dtype=torch.int32, device=self.anchor.device)
         flags[rank] = ~self.parameters.finite()
-        self._wait_here(dist.all_reduce(flags, group=self.group, async_op=True))
+        self._wait_here(dist.all_reduce(flags, async_op=True))
         self._other_bytes += 2 * (world_size - 1) * flags.nbytes // world_size
         # the one place of an outer step at which the host waits
         ranks = [rank for rank, flag in enumerate(flags.tolist()) if flag]
@@ -236,22 +280,6 @@ class OuterSteps:
                 f"{self.local_steps} local steps: lower the learning rate, clip gradients, or "
                 "return to a checkpoint"
             )
-
-    def close(self) -> None:
-        """Destroy the process groups that were made, and end the watch that was.
-
-        No outer step is possible any more.
-
-        To be called on all ranks alike, after a training that did not fail.
-        """
-        if self.replicas is not None:
-            self.replicas.close()
-        self.end()
-
-    def end(self) -> None:
-        """End the watch that was made; this rank may do so alone."""
-        if self._own_watch is not None:
-            self._own_watch.stop()
 
     def _wait(self, work: Waitable | None) -> None:
         # Let what follows come after `work`: on CUDA, where the host goes on, on the stream
@@ -275,74 +303,110 @@ class OuterSteps:
             time.sleep(PAUSE_SECONDS)
         work.wait()
 
-    @property
-    def statistics(self) -> OuterStatistics:
-        """What was exchanged so far."""
-        world_size = dist.get_world_size(self.group)
+    # ---- what strategies ask of any exchange -----------------------------------------------------
+
+    def statistics(self, *, reset: bool = True) -> ExchangeStatistics:
+        """Return what was exchanged since the start, by this rank.
+
+        Outer steps are too rare for shorter periods, so that `reset` changes nothing.
+        """
+        world_size = dist.get_world_size()
         nbytes = sum(tensor.nbytes for tensor in self.parameters.tensors.values())
-        return OuterStatistics(
-            local_steps=self.local_steps,
-            outer_steps=self.outer_steps,
+        return ExchangeStatistics(
+            steps=self.local_steps,
             bytes_sent=self._mean.bytes_sent + self._other_bytes,
             dense_bytes=self.local_steps * 2 * (world_size - 1) * nbytes // world_size,
+            exposed_seconds=self._exchange_seconds,
             exchange_seconds=self._exchange_seconds,
             residual_norm=float(self.residual.norm()) if self.residual is not None else 0.0,
+            density=self.method.sent_share,
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's outer state, by parameter name.
+        """Collective call: the outer state of all replicas, complete on rank 0.
 
-        Residuals differ between ranks: save one state per rank, or per node where its ranks train
-        one replica (a collective call then). Between outer steps the parameters differ as well;
-        `synchronize` first to save one set for all.
+        `ranks` has one entry per replica: kind -> parameter name -> tensor. Each has the replica's
+        "residual"; the first has what is equal on all ("momentum", "anchor"). Replicas meet before.
         """
-        state: dict[str, Any] = {"pending_steps": self.pending_steps}
-        state |= {"local_steps": self.local_steps, "outer_steps": self.outer_steps}
-        for kind, flat in self._flat_state().items():
-            if kind == "residual" and self.replicas is not None:
-                flat = self.replicas.whole(flat, wait=self._wait)
-            state[kind] = {name: part.clone() for name, part in self.parameters.split(flat).items()}
-        return state
+        ranks = gather_state(self._own_state(), senders=self.holders, group=whole_run())
+        return {"step": self.local_steps, "method": self.method.name, "ranks": ranks}
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of `state_dict`, as its `state`. A collective call."""
+        state, rank, holders = self._own_state(), dist.get_rank(), self.holders
+        return {
+            "step": self.local_steps,
+            "method": self.method.name,
+            "holders": len(holders),
+            "position": holders.index(rank) if rank in holders else None,
+            "state": state if rank in holders else {},
+        }
+
+    def _own_state(self) -> State:
+        self.synchronize()
+        flat: dict[str, Tensor | None] = {"residual": self.residual}
+        if self.residual is not None and self.replicas is not None:
+            flat["residual"] = self.replicas.whole(self.residual, wait=self._wait)
+        if dist.get_rank() == 0:
+            flat["momentum"] = self.momentum
+            # of float32, the anchor is the parameters
+            if any(p.dtype != torch.float32 for p in self.parameters.tensors.values()):
+                flat["anchor"] = self.anchor
+        return {
+            kind: {name: part.clone() for name, part in self.parameters.split(tensor).items()}
+            for kind, tensor in flat.items()
+            if tensor is not None
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave on this rank; load the parameters themselves too.
+        """Take over what rank 0 saved, given to all ranks; parameters are loaded before.
 
-        They may be loaded before or after. Momentum or residual that the state lacks start at zero.
+        On another number of replicas each gets the mean of the residuals.
 
         Raises:
-            ValueError: for the state of another model.
+            ValueError: for the state of another method or model.
         """
-        for kind, flat in self._flat_state().items():
-            flat.zero_()
-            if kind in state:
-                whole = torch.zeros_like(self.anchor)
-                self.parameters.load(whole, state[kind], what=kind)
-                if kind == "residual" and self.replicas is not None:
-                    whole = whole[self.replicas.start : self.replicas.stop]
-                flat.copy_(whole)
-        self.pending_steps, self.local_steps = state["pending_steps"], state["local_steps"]
-        self.outer_steps = state["outer_steps"]
+        if state["method"] != self.method.name:
+            raise ValueError(
+                f"the saved exchange state is of method={state['method']!r}, this exchange has "
+                f"{self.method.name!r}"
+            )
+        ranks, holders = state["ranks"], len(self.holders)
+        # what is equal on all; the anchor is the parameters where it was not saved
+        self.anchor.copy_(self.parameters.read())
+        for kind, flat in (("anchor", self.anchor), ("momentum", self.momentum)):
+            if flat is not None and kind in ranks[0]:
+                self.parameters.load(flat, ranks[0][kind], what=kind)
+        # the residual of this rank's replica
+        own = own_state(
+            [{kind: of for kind, of in each.items() if kind == "residual"} for each in ranks],
+            position=dist.get_rank() * holders // dist.get_world_size(),
+            holders=holders,
+            numels={name: p.numel() for name, p in self.parameters.tensors.items()},
+        )
+        if self.residual is not None and "residual" in own:
+            full = torch.zeros_like(self.anchor)
+            self.parameters.load(full, own["residual"], what="residual")
+            if self.replicas is not None:
+                full = full[self.replicas.start : self.replicas.stop]
+            self.residual.copy_(full)
+        self.pending_steps, self.local_steps = 0, state["step"]
+        self.outer_steps = self.local_steps // self.method.every
 
-    def _flat_state(self) -> dict[str, Tensor]:
-        # what outer steps keep, by kind, (n,) each; the residual may be of a shard
-        flat = {"anchor": self.anchor, "momentum": self.momentum, "residual": self.residual}
-        return {kind: tensor for kind, tensor in flat.items() if tensor is not None}
+    def close(self) -> None:
+        """Do what `end` does, and destroy the process groups that were made.
 
+        To be called on all ranks alike, after a training that did not fail.
+        """
+        if self.replicas is not None:
+            self.replicas.close()
+        self.end()
 
-@dataclass(frozen=True)
-class OuterStatistics:
-    """What was exchanged since the start; bytes are payload of this rank.
-
-    `dense_bytes` is what DDP's ring all-reduce of every step had sent; `exchange_seconds` includes
-    the wait for slower ranks; `residual_norm` (L2) is 0 where all is sent.
-    """
-
-    local_steps: int
-    outer_steps: int
-    bytes_sent: int
-    dense_bytes: int
-    exchange_seconds: float
-    residual_norm: float
+    def end(self) -> None:
+        """End the watch that was made; this rank may do so alone. Replicas do not meet any more."""
+        self._has_ended = True
+        if self._own_watch is not None:
+            self._own_watch.stop()
 
 
 # ---- what a method is asked for
@@ -449,31 +513,31 @@ def outer_update(
             anchor[place].sub_(moving, alpha=rate * coefficient)
 
 
-def mean_of_buffers(buffers: NamedTensors, *, group: dist.ProcessGroup | None, wait: Wait) -> int:
+def mean_of_buffers(buffers: NamedTensors, *, wait: Wait) -> int:
     """Average buffers of floating point over ranks; others become those of rank 0.
 
     Floating buffers are running statistics and the like. Returns the payload bytes that this rank
     sent.
     """
     # all that can be averaged at once, then the others one by one
-    floating = NamedTensors([(n, t) for n, t in buffers.tensors.items() if t.is_floating_point()])
+    floating = NamedTensors({n: t for n, t in buffers.tensors.items() if t.is_floating_point()})
     others = [tensor for tensor in buffers.tensors.values() if not tensor.is_floating_point()]
-    world_size, sent = dist.get_world_size(group), 0
+    world_size, sent = dist.get_world_size(), 0
     if floating.numel:
         values = floating.read().div_(world_size)
-        wait(dist.all_reduce(values, group=group, async_op=True))
+        wait(dist.all_reduce(values, async_op=True))
         floating.write(values)
         sent += 2 * values.nbytes
     for tensor in others:
-        take_from_first(tensor, group=group, wait=wait)
+        take_from_first(tensor, wait=wait)
         sent += tensor.nbytes
     return sent * (world_size - 1) // world_size
 
 
-def take_from_first(tensor: Tensor, *, group: dist.ProcessGroup | None, wait: Wait) -> None:
-    """Give every rank's `tensor` the values of rank 0 of the group."""
+def take_from_first(tensor: Tensor, *, wait: Wait) -> None:
+    """Give every rank's `tensor` the values of rank 0."""
     values = tensor.detach().contiguous()
-    wait(dist.broadcast(values, group=group, group_src=0, async_op=True))
+    wait(dist.broadcast(values, 0, async_op=True))
     tensor.detach().copy_(values)
 
 
@@ -481,16 +545,16 @@ class NodeReplicas:
     """Ranks of one node that train one replica together, and their peers in other nodes.
 
     Inside a node gradients are averaged in every step, dense, over its fast links; between nodes an
-    outer step exchanges what each node did. `numel` parameters are cut into one shard per local
-    rank; this rank's is from `start` to `stop`. Every local rank exchanges its own shard with the
-    same local rank of the other nodes, all at once, and the shards are gathered inside the node:
-    what leaves a node is what one rank alone would send.
+    outer step exchanges what each node did. The parameters are cut into one shard per local rank;
+    this rank's is from `start` to `stop`. Every local rank exchanges its own shard with the same
+    local rank of the other nodes, all at once, and the shards are gathered inside the node: what
+    leaves a node is what one rank alone would send.
 
     Made alike on all ranks, a collective call. It makes up to two groups: in the node, and between
     nodes; a communicator of NCCL takes 389 MiB of an H100 until `close`.
     """
 
-    def __init__(self, topology: Topology, *, numel: int, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, topology: Topology, parameters: NamedTensors) -> None:
         self.topology = topology
         size = topology.ranks_per_node
         ranks = topology.members
@@ -500,11 +564,9 @@ class NodeReplicas:
         self.node = self.made[0] if self.made else whole_run()
         self.across = own_group([ranks[local::size] for local in range(size)])
         self.made.append(self.across)
-        self.bounds = shard_bounds(numel, local_size=size)
+        self.bounds = shard_bounds(parameters.numel, local_size=size)
         self.start, self.stop = self.bounds[topology.local_rank]
-        # buckets for gradients of what is trained
-        trained = [parameter for parameter in parameters if isinstance(parameter, nn.Parameter)]
-        self._buckets = OwnBuckets(trained)
+        self._buckets = OwnBuckets(list(parameters.tensors.values()))
 
     def average_gradients(self, *, wait: Wait) -> None:
         """Collective call: gradients in ``.grad`` become the mean of the node's."""
@@ -542,17 +604,8 @@ class NodeReplicas:
 class NamedTensors:
     """Tensors of one device with their names, seen as one flat float32 vector (n,)."""
 
-    def __init__(self, tensors: Named) -> None:
-        pairs = [
-            item if isinstance(item, tuple) else (str(index), item)
-            for index, item in enumerate(tensors)
-        ]
-        self.tensors = dict(pairs)
-        if len(self.tensors) < len(pairs):
-            raise ValueError(
-                "two parameters or buffers have the same name: give them as "
-                "module.named_parameters() does"
-            )
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = dict(tensors)
         devices = {tensor.device for tensor in self.tensors.values()}
         if len(devices) > 1:
             raise ValueError(

@@ -1,24 +1,19 @@
-"""Lost ranks: who is gone when a collective fails, and a fresh store when all begin anew.
+"""Lost ranks: who is gone when a collective call fails.
 
-A failed collective says that some connection broke, not whose. So survivors sign in at the job's
-store, and those that do not are named in a `PeerLostError`. Two signers:
+A failed collective call says that some connection broke, not whose. So survivors sign in at the
+job's store, and those that do not are named in a `PeerLostError`. A `RankWatch` is one thread on
+each rank that answers for it: the main thread may be anywhere when another rank's call fails, in a
+collective call itself, in a long step, in the user's code. The thread reads the store once a
+second, over a connection of its own, and answers whatever the main thread does; a process that is
+killed or stopped does not. No rank is asked before something fails. Calls of NCCL may not raise:
+its own watchdog ends the process.
 
-- `RankWatch`, for any collective call (`plugins.lost_ranks`; `plugins.parallel_optimizer` under
-  Lightning's own ddp): one thread on each rank answers for it. The main thread may
-  be anywhere when another rank's collective fails: in a collective itself, in a long step, in the
-  user's code. The thread reads the store once a second, over a connection of its own, and answers
-  whatever the main thread does; a process that is killed or stopped does not. No rank is asked
-  before something fails. Calls of NCCL may not raise: its own watchdog ends the process.
-- `PeerMonitor`, for an exchange that polls anyway (`exchange_worker`): its own worker signs in, no
-  thread.
-
-    key             written by                            says
-    failed          the first that sees a failure         sign in
-    alive/RANK      each survivor                         where it is; "": it failed too
-    learned/RANK    each survivor                         it knows who is lost
-    asks/RANK       each survivor with a `PeerMonitor`    it will learn it
-    ended/RANK      a rank that ends with an error        which error
-    process/RANK    each watch, when it starts            which process it is
+    key             written by                        says
+    failed          the first that sees a failure     sign in
+    alive/RANK      each survivor                     it lives
+    learned/RANK    each survivor                     it knows who is lost
+    ended/RANK      a rank that ends with an error    which error
+    process/RANK    each watch, when it starts        which process it is
 
 Rank 0 may host the store, and its error may end its process. So it first waits until the other
 survivors have learned who is lost.
@@ -32,16 +27,12 @@ import atexit
 import contextlib
 import itertools
 import json
-import logging
 import os
-import queue
 import re
 import secrets
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -52,15 +43,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-log = logging.getLogger(__name__)
-
 FAILED = "failed"
 POLL_SECONDS = 1.0  # between two checks whether another rank reported a failure
 # survivors check every POLL_SECONDS, also while idle: who has not signed in by then is gone
 GRACE_SECONDS = 5.0
 STORE_SECONDS = 5.0  # longer than any answer of a store that works
-_INTRODUCTION_SECONDS = 0.05
-_END_SECONDS = 3.0  # that a killed process may take to end, on a busy machine
 
 OF_COLLECTIVES = re.compile(
     r"gloo/|gloo connect|pair closure|closed by peer|reset by peer|broken pipe|remote process "
@@ -69,17 +56,14 @@ OF_COLLECTIVES = re.compile(
 )
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 PROCESS_SPACE = Path("/proc/self/ns/pid")
-INSTALLED = ("site-packages", "dist-packages", f"{os.sep}lib{os.sep}python", "<frozen", "<string>")
 ATTEMPT_PAUSE_SECONDS = 0.02
 ATTEMPT = "lightning_topt/attempt"  # keys of `attempt_store`
 
 _made = itertools.count()  # watches are made in the same order on all ranks
 
-Request = Callable[[], Any]
-
 
 class PeerLostError(RuntimeError):
-    """An exchange failed because of other ranks.
+    """A collective call failed because of other ranks.
 
     It names those that did not sign in, where it is `diagnosed`.
     """
@@ -112,7 +96,8 @@ def watch_ranks() -> RankWatch | None:
 class RankWatch:
     """Answers for `rank`, and says who is lost when a collective call has failed.
 
-    It does so until `stop` or the end of the process.
+    It does so until `stop` or the end of the process. Its thread alone touches `store`: the main
+    thread may be stuck in a connection of its own.
 
     Args:
         store: the job's, with keys of this watch alone.
@@ -122,44 +107,49 @@ class RankWatch:
 
     def __init__(self, store: Store, *, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-        self._answering = _Answering(store, rank, world_size)
+        self.survivors: Survivors | None = None  # once somebody failed
+        self._own_end = ""  # the error that this rank ends with
+        self._asks = self._stops = False
+        self._wake, self._done = threading.Event(), threading.Event()
         self._thread = threading.Thread(
-            target=_serve, args=(self._answering, self._requests), name="rank-watch", daemon=True
+            target=self._answer, args=(store,), name="rank-watch", daemon=True
         )
         self._thread.start()
         # a thread inside torch while the interpreter ends can abort the process
         atexit.register(self.stop)
 
-    def diagnose(
-        self, error: BaseException, *, grace_seconds: float | None = None
-    ) -> PeerLostError:
+    def diagnose(self, error: BaseException) -> PeerLostError:
         """Say who is lost now that `error` has ended a collective call.
 
         Waits at most a few seconds for answers, whatever the ranks do meanwhile.
         """
-        # the watch's thread asks; the main thread may be stuck in the store's own connection
-        grace = GRACE_SECONDS if grace_seconds is None else grace_seconds
-        cause = str(error)
+        self._asks = True
+        self._wake.set()
         # as long again for the thread's own question, and for others to learn
-        found = self._ask(lambda: self._answering.find(grace), seconds=2 * grace + STORE_SECONDS)
-        if found is None:
-            lost = PeerLostError(f"{self._answering.host()}; seen by rank {self.rank}: {cause}")
+        self._done.wait(2 * GRACE_SECONDS + STORE_SECONDS)
+        if self._stops and self.survivors is None:
+            lost = "a collective call failed after the run, which nobody watches"
+        elif self.survivors is None:
+            host = "rank 0"
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                host = "torchrun on the first node"
+            lost = f"{host} did not answer: the job's store, which it hosts, is gone"
         else:
-            lost = PeerLostError(describe_lost(found, rank=self.rank, cause=cause))
-        lost.diagnosed, lost.__cause__ = True, error
-        return lost
+            lost = self.survivors.describe()
+        named = PeerLostError(f"{lost}; seen by rank {self.rank}: {error}")
+        named.diagnosed, named.__cause__ = True, error
+        return named
 
     def others_failed(self) -> bool:
         """Return whether another rank reported a failure."""
-        return self._answering.found is not None
+        return self.survivors is not None
 
     def tell(self, error: BaseException) -> None:
         """Record that this rank ends with `error`, for ranks whose collective calls then fail."""
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        self._ask(
-            lambda: self._answering.record_end(text.partition("\n")[0][:500]), seconds=POLL_SECONDS
-        )
+        self._own_end = text.partition("\n")[0][:500]
+        self._wake.set()
+        self._done.wait(POLL_SECONDS)
 
     def stop(self) -> None:
         """End the thread and its connection.
@@ -167,147 +157,71 @@ class RankWatch:
         What it left in the store is taken back, unless ranks were lost.
         """
         atexit.unregister(self.stop)
-        self._requests.put(None)
+        self._stops = True
+        self._wake.set()
         self._thread.join(timeout=STORE_SECONDS)
 
-    def _ask(self, request: Request, *, seconds: float) -> Any:
-        """Return what `request` returns in the watch's thread.
+    # ---- the watch's thread
 
-        None where the store does not answer in `seconds`.
-        """
-        answer: Future[Any] = Future()
+    def _answer(self, store: Store) -> None:
+        # A store that is gone is no error: its host may simply have finished before.
+        with contextlib.suppress(RuntimeError):
+            store.set(f"process/{self.rank}", own_identity())
+            # until somebody fails, or this rank ends
+            while not self._stops and not self._own_end:
+                if self._asks or store.check([FAILED]):
+                    self._learn(store)
+                    break
+                self._wake.wait(POLL_SECONDS)
+            if self._own_end:
+                store.set(f"ended/{self.rank}", self._own_end)
+            elif self.survivors is None:
+                store.delete_key(f"process/{self.rank}")
+        self._done.set()
 
-        def run() -> None:
-            try:
-                answer.set_result(request())
-            except RuntimeError:
-                answer.set_result(None)
-
-        if not self._thread.is_alive():
-            return None
-        self._requests.put(run)
-        try:
-            return answer.result(timeout=seconds)
-        except TimeoutError:
-            return None
-
-
-def _serve(answering: _Answering, requests: queue.SimpleQueue[Request | None]) -> None:
-    # Answer other ranks and do what this one requests; the watch's thread
-    answering.check()
-    while True:
-        try:
-            request = requests.get(timeout=answering.pause)
-        except queue.Empty:
-            answering.check()
-            continue
-        if request is None:
-            answering.leave()
-            return
-        request()
-
-
-@dataclass
-class _Answering:
-    """What the watch's thread does; it alone touches `store`."""
-
-    store: Store
-    rank: int
-    world_size: int
-    reachable: bool = True
-    answered: bool = False  # somebody failed, and knows that this rank lives; or this rank has
-    found: Survivors | None = None  # once somebody failed
-    introduced: bool = False
-    host_identity: str = ""
-
-    @property
-    def pause(self) -> float:
-        """Seconds until the next check: short as long as it is not known who hosts the store."""
-        return POLL_SECONDS if self.host_identity or not self.reachable else _INTRODUCTION_SECONDS
-
-    def check(self) -> None:
-        """Answer where somebody asks.
-
-        A store that is gone is no error: its host may simply have finished before.
-        """
-        if not self.reachable:
-            return
-        try:
-            self.introduce()
-            # somebody failed: answer, once, and learn who is lost while the store is there
-            if not self.answered and self.store.check([FAILED]):
-                self.store.set(f"alive/{self.rank}", position_of_main_thread() or "-")
-                self.learn(GRACE_SECONDS)
-        except RuntimeError:
-            self.reachable = False
-
-    def introduce(self) -> None:
-        """Say who this rank is, and learn who hosts the store."""
-        if not self.introduced:
-            self.store.set(f"process/{self.rank}", own_identity())
-            self.introduced = True
-        if not self.host_identity and self.store.check(["process/0"]):
-            self.host_identity = self.store.get("process/0").decode()
-
-    def find(self, grace_seconds: float) -> Survivors:
-        """Ask all ranks, and wait for their answers. Raises RuntimeError without a store.
-
-        Where this rank has learned it already the store may be gone.
-        """
-        if self.found is None:
-            self.introduce()
-            self.store.set(f"alive/{self.rank}", "")
-            self.store.set(FAILED, "1")
-            self.learn(grace_seconds)
-        assert self.found is not None
+    def _learn(self, store: Store) -> None:
+        # Sign in, find out who is lost, and let the others do so
+        store.set(f"alive/{self.rank}", "1")
+        store.set(FAILED, "1")
+        self.survivors = found = find_survivors(store, self.world_size)
+        store.set(f"learned/{self.rank}", "1")
         if self.rank == 0:
-            gone = {0, *self.found.missing, *self.found.ended}
-            wait_for_learners(self.store, set(range(self.world_size)) - gone)
-        return self.found
+            gone = {0, *found.missing, *found.ended}
+            wait_for_learners(store, set(range(self.world_size)) - gone)
 
-    def learn(self, grace_seconds: float) -> None:
-        """Find out who is lost, and say that this rank knows it."""
-        self.answered = True
-        self.found = find_survivors(self.store, self.world_size, grace_seconds=grace_seconds)
-        self.found.positions.pop(self.rank, None)
-        self.store.set(f"learned/{self.rank}", "1")
 
-    def record_end(self, text: str) -> None:
-        """Record the error that this rank ends with."""
-        self.answered = True
-        self.store.set(f"ended/{self.rank}", text)
+@dataclass(frozen=True)
+class Survivors:
+    """What the ranks answered when one asked.
 
-    def leave(self) -> None:
-        """Take back what this rank left in the store, unless somebody failed."""
-        if self.reachable and not self.answered:
-            try:
-                self.store.delete_key(f"process/{self.rank}")
-            except RuntimeError:
-                self.reachable = False
+    `ended` are the errors of ranks that ended; `missing` gave no answer; `fates` has what is known
+    of their processes.
+    """
 
-    def host(self) -> str:
-        """Say who is gone with the store."""
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            return (
-                "the job's store does not answer: torchrun, which hosts it, is gone or stopped on "
-                "the first node"
-            )
-        fate, waited = fate_of(self.host_identity), 0.0
-        while not fate and waited < _END_SECONDS:  # its sockets close before it has ended
-            time.sleep(POLL_SECONDS)
-            fate, waited = fate_of(self.host_identity), waited + POLL_SECONDS
+    ended: dict[int, str]
+    missing: list[int]
+    fates: dict[int, str]
+
+    def describe(self) -> str:
+        """Say who is lost."""
+        if self.ended:
+            return "; ".join(f"rank {rank} ended with {text}" for rank, text in self.ended.items())
+        if self.missing:
+            who = ", ".join(f"rank {rank}" for rank in self.missing)
+            fates = ", ".join(f"rank {rank}: {fate}" for rank, fate in self.fates.items())
+            return f"{who} did not answer in a collective call{f' ({fates})' if fates else ''}"
         return (
-            "rank 0 did not answer: the job's store, which it hosts, does "
-            f"not{f' ({fate})' if fate else ''}"
+            "a collective call failed although all ranks are alive: one of them is slow, hangs, or "
+            "makes other calls; if one is slow, raise the strategy's timeout"
         )
 
 
-def find_survivors(store: Store, world_size: int, *, grace_seconds: float) -> Survivors:
+def find_survivors(store: Store, world_size: int) -> Survivors:
     """Wait until every rank has answered, or is known to be gone.
 
     Answers are ``alive/RANK`` or ``ended/RANK``; ``process/RANK`` says which process it is.
     """
-    deadline = time.monotonic() + grace_seconds
+    deadline = time.monotonic() + GRACE_SECONDS
     missing, fates = list(range(world_size)), dict[int, str]()
     # until all have answered, the others have ended, or the time is over
     while True:
@@ -316,26 +230,17 @@ def find_survivors(store: Store, world_size: int, *, grace_seconds: float) -> Su
             for r in missing
             if not store.check([f"alive/{r}"]) and not store.check([f"ended/{r}"])
         ]
-        known = {
-            rank: store.get(f"process/{rank}").decode()
-            for rank in missing
-            if store.check([f"process/{rank}"])
-        }
-        fates = {rank: fate for rank, identity in known.items() if (fate := fate_of(identity))}
+        identities = _read(store, "process", missing)
+        fates = {rank: fate for rank, text in identities.items() if (fate := fate_of(text))}
         if len(fates) == len(missing) or time.monotonic() > deadline:
-            break
+            return Survivors(_read(store, "ended", range(world_size)), missing, fates)
         time.sleep(0.05)
-    answers = {
-        kind: {
-            rank: store.get(f"{kind}/{rank}").decode()
-            for rank in range(world_size)
-            if store.check([f"{kind}/{rank}"])
-        }
-        for kind in ("alive", "ended")
-    }
-    return Survivors(
-        {r: text for r, text in answers["alive"].items() if text}, answers["ended"], missing, fates
-    )
+
+
+def _read(store: Store, kind: str, ranks: Iterable[int]) -> dict[int, str]:
+    # What ranks have written of a kind
+    keys = {rank: f"{kind}/{rank}" for rank in ranks}
+    return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
 
 
 def wait_for_learners(store: Store, ranks: Iterable[int]) -> None:
@@ -347,146 +252,6 @@ def wait_for_learners(store: Store, ranks: Iterable[int]) -> None:
     with contextlib.suppress(RuntimeError):  # torchrun, which hosted it, is gone
         while keys and not store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.05)
-
-
-@dataclass(frozen=True)
-class Survivors:
-    """What the ranks answered when one asked.
-
-    `positions` are those of ranks that did not fail themselves; `ended` are the errors of others;
-    `missing` gave no answer; `fates` has what is known of their processes.
-    """
-
-    positions: dict[int, str]
-    ended: dict[int, str]
-    missing: list[int]
-    fates: dict[int, str]
-
-
-def describe_lost(found: Survivors, *, rank: int, cause: str) -> str:
-    """Say who is lost, as `rank` sees it after the error `cause`."""
-    seen = f"seen by rank {rank}: {cause}"
-    if found.ended:
-        ends = "; ".join(f"rank {other} ended with {text}" for other, text in found.ended.items())
-        return f"{ends}; {seen}"
-    if found.missing:
-        who = ", ".join(f"rank {other}" for other in found.missing)
-        fates = ", ".join(f"rank {other}: {fate}" for other, fate in found.fates.items())
-        return f"{who} did not answer in a collective call{f' ({fates})' if fates else ''}; {seen}"
-    places = "; ".join(
-        f"rank {other} is at {place}" for other, place in found.positions.items() if place != "-"
-    )
-    return (
-        "a collective call failed although all ranks are alive: one of them is slow, hangs, or "
-        f"makes other calls{f' ({places})' if places else ''}; if one is slow, raise the "
-        f"strategy's timeout; {seen}"
-    )
-
-
-# ---- for exchanges that poll by themselves
-
-
-class PeerMonitor:
-    """Finds out who is gone when a collective of an exchange fails, on all surviving ranks.
-
-    Args:
-        store: the job's, with keys of this exchange alone.
-        rank: this rank.
-        world_size: number of ranks.
-        ranks: those that share the store, if not all of `world_size`.
-    """
-
-    def __init__(
-        self, store: Store, *, rank: int, world_size: int, ranks: Sequence[int] | None = None
-    ) -> None:
-        self.store, self.rank, self.world_size = store, rank, world_size
-        self.ranks = range(world_size) if ranks is None else ranks
-        self.asked_at = time.monotonic()
-        self.reachable = True
-
-    def others_failed(self) -> bool:
-        """Return whether another rank reported a failure.
-
-        Asks the store at most every `POLL_SECONDS`.
-        """
-        if not self.reachable or time.monotonic() - self.asked_at < POLL_SECONDS:
-            return False
-        self.asked_at = time.monotonic()
-        try:
-            return bool(self.store.check([FAILED]))
-        except RuntimeError:
-            # The store's host may simply have finished before; a collective that fails reports it.
-            self.reachable = False
-            return False
-
-    def diagnose(
-        self, error: BaseException, *, grace_seconds: float | None = None
-    ) -> PeerLostError:
-        """Sign in, wait for the other survivors, and say who did not come.
-
-        `error` is the cause; `grace_seconds` is how long to wait (None: `GRACE_SECONDS`).
-        """
-        grace = GRACE_SECONDS if grace_seconds is None else grace_seconds
-        lost = PeerLostError(self._describe(error, grace))
-        lost.diagnosed, lost.__cause__ = True, error
-        return lost
-
-    def sign_in(self) -> None:
-        """Say that this rank lives, and that the exchange has failed.
-
-        Raises RuntimeError without a store.
-        """
-        self.store.set(f"alive/{self.rank}", "1")
-        self.store.set(FAILED, "1")
-
-    def _describe(self, error: BaseException, grace_seconds: float) -> str:
-        try:
-            self.store.set(f"asks/{self.rank}", "1")
-            self.sign_in()
-            missing = self._missing(grace_seconds)
-            self.store.set(f"learned/{self.rank}", "1")
-            # one that only signed in does not ask
-            if self.rank == 0:
-                asking = [rank for rank in self.ranks if self.store.check([f"asks/{rank}"])]
-                wait_for_learners(self.store, asking)
-        except Exception:
-            return (
-                f"rank {self.rank} lost the job's store in an exchange of gradients: the rank that "
-                f"hosts it (rank 0, unless torchrun does) is gone; {error}"
-            )
-        if missing:
-            who = ", ".join(f"rank {rank}" for rank in missing)
-            return (
-                f"{who} did not answer in an exchange of gradients; seen by rank {self.rank}: "
-                f"{error}"
-            )
-        return (
-            f"an exchange of gradients failed on rank {self.rank} although all {len(self.ranks)} "
-            f"ranks are alive: {error}; if one is slow, raise timeout_seconds"
-        )
-
-    def _missing(self, grace_seconds: float) -> list[int]:
-        # The ranks that do not sign in within `grace_seconds`
-        deadline = time.monotonic() + grace_seconds
-        missing = list(self.ranks)
-        while missing and time.monotonic() < deadline:
-            missing = [rank for rank in missing if not self.store.check([f"alive/{rank}"])]
-            if missing:
-                time.sleep(0.05)
-        return missing
-
-
-def ranks_that(
-    flag: bool, *, store: Store, rank: int, world_size: int, key: str, seconds: float
-) -> list[int]:
-    """Return the ranks with a true `flag`; all ranks call this with the same, unused `key`.
-
-    Raises DistStoreError after `seconds`.
-    """
-    store.set(f"{key}/{rank}", "1" if flag else "0")
-    keys = [f"{key}/{other}" for other in range(world_size)]
-    store.wait(keys, timedelta(seconds=seconds))
-    return [other for other, name in enumerate(keys) if store.get(name) == b"1"]
 
 
 # ---- time limits of process groups
@@ -560,22 +325,6 @@ def process_state(process: int) -> tuple[str, str]:
     except OSError:
         return "", ""
     return fields[0], fields[19]
-
-
-def position_of_main_thread() -> str:
-    """Return the innermost line of the user's code that the main thread is at.
-
-    As ``file.py:12 in function``; empty if there is none.
-    """
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    # outwards from the innermost frame, past this package and installed ones
-    package = str(Path(__file__).parents[1])
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(package) and not any(part in name for part in INSTALLED):
-            return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
-    return ""
 
 
 # ---- restarts by torchrun

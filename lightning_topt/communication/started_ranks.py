@@ -2,7 +2,6 @@
 
     started_rank()      this rank, and how many there are      their variables
     leave_to_rank_0()   the others end here                    a command that one rank does
-    give_step_port()    MASTER_PORT of a SLURM step            where ranks of several steps meet
     run_name(name, of)  one name of a run on all ranks         folders, which had the rank's time
 
 srun says who is a rank by the variables of the step, torchrun by its own. A process that a rank of
@@ -13,15 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Generator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
-import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-# Lightning's port of a job is in 15000-24999; the kernel gives ports from 32768 to connections.
-_FIRST_PORT, _PORTS = 25000, 7000
 _NAME_SECONDS = 60.0  # for torchrun's store to answer
 
 
@@ -39,41 +34,6 @@ def leave_to_rank_0() -> None:
     """End this process, with success, where it is another rank that torchrun or srun started."""
     if started_rank()[0] > 0:
         raise SystemExit(0)
-
-
-# ---- the port of a SLURM step
-
-
-def give_step_port(environment: MutableMapping[str, str] | None = None) -> None:
-    """Set MASTER_PORT where this is a later step of a SLURM job, which may run beside others.
-
-    Lightning's port is that of the job, so that of all its steps; the first one keeps it. Ranks
-    find the port without a word to each other: it comes from the numbers of job and step.
-    """
-    environment = os.environ if environment is None else environment
-    job, step = environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_STEP_ID", "")
-    if "MASTER_PORT" in environment or "TORCHELASTIC_RUN_ID" in environment:
-        return
-    # some numbers stand for steps that srun has not started, such as the batch script
-    if job.isdecimal() and step.isdecimal() and 0 < int(step) < 2**31:
-        # neighbours differ: steps of one job by 1, jobs by a prime
-        environment["MASTER_PORT"] = str(_FIRST_PORT + (int(job) * 101 + int(step)) % _PORTS)
-
-
-@contextmanager
-def named_port() -> Generator[None, None, None]:
-    """Let an error of a port that is in use say what gives ranks another one."""
-    try:
-        yield
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        port = os.environ.get("MASTER_PORT", "of MASTER_PORT")
-        raise dist.DistNetworkError(
-            f"port {port}, where ranks are to meet, is in use on this machine, as by another step "
-            "of the same job that was given MASTER_PORT: give each step its own, such as "
-            f"MASTER_PORT=$((20000 + RANDOM % 10000)) srun ... ({error})"
-        ) from error
 
 
 # ---- one name of a run

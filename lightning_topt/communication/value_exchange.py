@@ -70,20 +70,10 @@ def value_for_rank(
     The rank at place `source` of `group` has all of them, in the order of the group; on the other
     ranks `values` is None. A collective call. Raises what pickle raises there.
     """
-    if dist.get_rank(group) == source:
-        assert values is not None
-        for place, value in enumerate(values):
-            if place != source:
-                _send(value, group, place, device)
-        return values[source]
-    pickled: list[Any] = [None]
-    dist.recv_object_list(pickled, group=group, group_src=source, device=device)
-    data, forms = pickled[0]
-    tensors = [torch.empty(form.shape, dtype=form.dtype, device=device) for form in forms]
-    for tensor in tensors:
-        if tensor.numel():
-            dist.recv(tensor.view(-1).view(torch.uint8), group=group, group_src=source)
-    return _unpickled(data, tensors, forms, device)
+    packed = None if values is None else [pack_value(value) for value in values]
+    own: list[Any] = [None]
+    dist.scatter_object_list(own, packed, group=group, group_src=source)
+    return unpack_value(own[0], device=device) if values is None else values[source]
 
 
 def check_packs(value: Any) -> None:
@@ -187,17 +177,6 @@ def _placed(tensor: Tensor, form: _Form, device: torch.device) -> Tensor:
 
 
 # ---- sending -------------------------------------------------------------------------------------
-
-
-def _send(value: Any, group: dist.ProcessGroup, place: int, device: torch.device) -> None:
-    packer = _Packer(value)
-    dist.send_object_list(
-        [(packer.pickled, packer.forms)], group=group, group_dst=place, device=device
-    )
-    for tensor in packer.tensors:
-        if tensor.numel():
-            sent = tensor.to(device).contiguous().view(-1).view(torch.uint8)
-            dist.send(sent, group=group, group_dst=place)
 
 
 def _received(

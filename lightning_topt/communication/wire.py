@@ -1,70 +1,49 @@
 """What travels: selected values and their indices, or all values in few bits.
 
-Three formats; sizes are known from the number of values alone, because all ranks send equally many
+Two formats; sizes are known from the number of values alone, because all ranks send equally many
 bytes (gloo's all-gather needs that):
 
-- `MessageFormat`: k values of `numel` and their ascending indices;
-- `LevelFormat`: all values in 1, 2, 4 or 8 bits;
-- `LevelMessage`: indices as in the first, values as in the second.
+- `SparseMessage`: k values of `numel` and their ascending indices;
+- `LevelFormat`: all values in 2, 4 or 8 bits, also of the values of a `SparseMessage`.
 
-Sections of a `MessageFormat`, each padded to 4 bytes: header (first byte 1: the sender's gradient
+Sections of a `SparseMessage`, each padded to 4 bytes: header (first byte 1: the sender's gradient
 was not finite) | values | low bits | upper bits. The indices are in the smallest of
 
     bitmap       n bits
-    Elias-Fano   (Elias 1974) the low 4, 8 or 16 bits of each index as they are, and the upper
-                 ones in unary: bit (upper part + i) is set for the i-th index, at most
-                 k + n / 2**low bits. 9.4 bits per index at a density of 1 %, 5.6 at 10 %
+    Elias-Fano   (Elias 1974) the low 4 or 8 bits of each index as they are, and the upper ones in
+                 unary: bit (upper part + i) is set for the i-th index, at most k + n / 2**low bits.
+                 9.4 bits per index at a density of 1 %, 5.6 at 10 %
     int32        4 bytes per index
 
 A `LevelFormat` has a few levels for each group of values, in bfloat16, then codes:
 
-    1 bit    the sign; level: the mean magnitude
     2 bits   the sign, and whether the magnitude is above the group's mean; levels: the mean of
              those below and of those above
     4, 8     -7 .. 7, -127 .. 127 in steps of the largest magnitude / 7 (/ 127)
 
-What rounding takes away is for the caller's residual. On a CPU `wire_kernels` does the packing,
-elsewhere plain torch.
+What rounding takes away is for the caller's residual. On a CPU kernels at the end, compiled by
+Numba, pass once over values while they are in the first-level cache, where torch takes up to
+fifteen passes over all of them; on other devices plain torch does the same.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_topt.communication.wire_kernels import (
-    decode_groups,
-    encode_groups,
-    pack_indices,
-    unpack_indices,
-)
+from lightning_topt.basics.jit import compiled, kernel
+from lightning_topt.communication.selection_kernels import lowest_one
 
 HEADER_BYTES = 4
-BITMAP, INT32 = 0, 32  # besides 4, 8 and 16, the number of low bits
-GROUP = 128  # values with levels of their own
-BITS = (1, 2, 4, 8)
-
-
-def message_of_share(
-    numel: int,
-    *,
-    compressible: float,
-    density: float,
-    value_dtype: torch.dtype,
-    bits: int | None = None,
-) -> MessageFormat | LevelMessage:
-    """Return the message of the share `density` of `compressible` elements among `numel`.
-
-    At least one value travels where any element is compressible; values have `bits` each (None:
-    `value_dtype`).
-    """
-    k = max(1, round(density * compressible)) if compressible else 0
-    return MessageFormat(numel, k, value_dtype) if bits is None else LevelMessage(numel, k, bits)
+BITMAP, INT32 = 0, 32  # besides 4 and 8, the number of low bits
+GROUP = 64  # values with levels of their own
+BITS = (2, 4, 8)
+WORD_BITS = 32  # index sections are padded to these
 
 
 class Unpacked(NamedTuple):
@@ -80,15 +59,30 @@ class Unpacked(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MessageFormat:
+class SparseMessage:
     """Where everything is in the message of `k` of `numel` elements.
 
-    Without a `value_dtype` it is a message of indices alone; the values travel in another form.
+    Values are float32, or in `bits` each by the levels of a `LevelFormat`.
     """
 
     numel: int
     k: int
-    value_dtype: torch.dtype | None = torch.float32
+    bits: int | None = None
+
+    @classmethod
+    def of_share(
+        cls, numel: int, *, compressible: float, density: float, bits: int | None
+    ) -> SparseMessage:
+        """Return the message of the share `density` of `compressible` elements among `numel`.
+
+        At least one value travels where any element is compressible.
+        """
+        return cls(numel, max(1, round(density * compressible)) if compressible else 0, bits)
+
+    @cached_property
+    def levels(self) -> LevelFormat | None:
+        """The form of the values; None: float32."""
+        return None if self.bits is None else LevelFormat(self.k, self.bits)
 
     def _index_bytes(self, low_bits: int) -> tuple[int, int]:
         # The bytes of the two index sections
@@ -101,16 +95,15 @@ class MessageFormat:
 
     @cached_property
     def low_bits(self) -> int:
-        """How indices are encoded: 0 a bitmap, 4, 8 or 16 Elias-Fano, 32 plain."""
-        return min((BITMAP, 4, 8, 16, INT32), key=lambda low_bits: sum(self._index_bytes(low_bits)))
+        """How indices are encoded: 0 a bitmap, 4 or 8 Elias-Fano, 32 plain."""
+        return min((BITMAP, 4, 8, INT32), key=lambda low_bits: sum(self._index_bytes(low_bits)))
 
     @cached_property
     def cuts(self) -> tuple[int, int, int]:
         """First byte of the low bits, of the upper bits, and the size of the message."""
         if not self.k:
             return HEADER_BYTES, HEADER_BYTES, HEADER_BYTES
-        value_bytes = 0 if self.value_dtype is None else self.k * self.value_dtype.itemsize
-        low = HEADER_BYTES + _padded(value_bytes)
+        low = HEADER_BYTES + (4 * self.k if self.levels is None else self.levels.nbytes)
         low_bytes, upper_bytes = self._index_bytes(self.low_bits)
         return low, low + low_bytes, low + low_bytes + upper_bytes
 
@@ -118,12 +111,6 @@ class MessageFormat:
     def nbytes(self) -> int:
         """Size of the message; equal on all ranks."""
         return self.cuts[2]
-
-    def round(self, values: Tensor) -> Tensor:
-        """Return what of float32 `values` arrives, in `value_dtype`; finite values stay finite."""
-        if self.value_dtype == torch.float16:
-            values = values.clamp(-65504.0, 65504.0)
-        return values if self.value_dtype is None else values.to(self.value_dtype)
 
     def pack(self, values: Tensor, indices: Tensor, *, out: Tensor) -> None:
         """Write `values` (k,) at ascending `indices` (k,) into `out`, uint8, at least (nbytes,).
@@ -135,32 +122,34 @@ class MessageFormat:
         out[:HEADER_BYTES].zero_()
         if not self.k:
             return
-        if self.value_dtype is not None:
-            out[HEADER_BYTES:low].view(self.value_dtype)[: self.k].copy_(self.round(values))
+        if self.levels is None:
+            out[HEADER_BYTES:low].view(torch.float32).copy_(values)
+        else:
+            self.levels.encode(values, out=out[HEADER_BYTES:low])
         if self.low_bits == INT32:
             out[low:upper].view(torch.int32).copy_(indices)
             return
         out[low:end].zero_()
         if out.device.type == "cpu":
             lows, words = out[low:upper].numpy(), out[upper:end].numpy().view(np.uint32)
-            pack_indices(indices.numpy(), self.low_bits, lows, words)
+            _pack_sorted(indices.numpy(), self.low_bits, lows, words)
         else:
             self._pack_indices(indices.long(), out)
 
     def _pack_indices(self, indices: Tensor, out: Tensor) -> None:
-        # Do what `pack_indices` does, in torch; into an `out` that is zeros there
+        # Do what `_pack_sorted` does, in torch; into an `out` that is zeros there
         low, upper, end = self.cuts
         # one byte for each bit of the upper section
         bits = torch.zeros(8 * (end - upper), dtype=torch.uint8, device=out.device)
         if self.low_bits == BITMAP:
             bits.index_fill_(0, indices, 1)
         else:
-            # low bits of several indices to a word, the first in the lowest bits
-            lows, each = indices & (1 << self.low_bits) - 1, 16 // self.low_bits
+            # low bits of one or two indices to a byte, the first in the lowest bits
+            lows, each = indices & (1 << self.low_bits) - 1, 8 // self.low_bits
             lows = torch.nn.functional.pad(lows, (0, -self.k % each)).view(-1, each)
-            shifts = torch.arange(0, 16, self.low_bits, device=out.device)
-            words = (lows << shifts).sum(dim=1).to(torch.int16)
-            out[low:upper].view(torch.int16)[: words.numel()].copy_(words)
+            shifts = torch.arange(0, 8, self.low_bits, device=out.device)
+            packed = (lows << shifts).sum(dim=1).to(torch.uint8)
+            out[low : low + packed.numel()].copy_(packed)
             # upper bits in unary
             places = (indices >> self.low_bits) + torch.arange(self.k, device=out.device)
             bits.index_fill_(0, places, 1)
@@ -172,10 +161,9 @@ class MessageFormat:
         out[0] = 1
 
     def values(self, message: Tensor) -> Tensor:
-        """Read the values (k,) as float32; none where they travel in another form."""
-        if self.value_dtype is None:
-            return torch.empty(0, device=message.device)
-        return message[HEADER_BYTES : self.cuts[0]].view(self.value_dtype)[: self.k].float()
+        """Read the values (k,) of a message, as float32."""
+        part = message[HEADER_BYTES : self.cuts[0]]
+        return part.view(torch.float32) if self.levels is None else self.levels.decode(part)
 
     def unpack(self, message: Tensor, *, known_finite: bool = False) -> Unpacked:
         """Read a message: uint8, at least (nbytes,), 4-byte aligned.
@@ -198,7 +186,7 @@ class MessageFormat:
             return Unpacked(True, values, self._unpack_indices(message))
         lows, words = message[low:upper].numpy(), message[upper:end].numpy().view(np.uint32)
         indices = torch.empty(self.k, dtype=torch.int64)
-        if unpack_indices(lows, words, self.low_bits, indices.numpy()) < self.k:
+        if _unpack_sorted(lows, words, self.low_bits, indices.numpy()) < self.k:
             raise ValueError(
                 f"a message of {self.k} entries has fewer: it is of another number of elements, or "
                 "damaged"
@@ -206,17 +194,15 @@ class MessageFormat:
         return Unpacked(True, values, indices)
 
     def _unpack_indices(self, message: Tensor) -> Tensor:
-        # Do what `unpack_indices` does, in torch
+        # Do what `_unpack_sorted` does, in torch
         low, upper, end = self.cuts
         bits = unpack_codes(message[upper:end], 1, 8 * (end - upper))
         # the i-th set bit is at upper part + i
         positions = torch.nonzero_static(bits, size=self.k).view(-1)
         if self.low_bits == BITMAP:
             return positions
-        # (words, indices per word), then one low part for each index
-        shifts = torch.arange(0, 16, self.low_bits, device=message.device)
-        words = message[low:upper].view(torch.int16).long().view(-1, 1)
-        lows = ((words >> shifts) & (1 << self.low_bits) - 1).view(-1)[: self.k]
+        # one low part for each index
+        lows = unpack_codes(message[low:upper], self.low_bits, self.k).long()
         return (positions - torch.arange(self.k, device=message.device) << self.low_bits) | lows
 
 
@@ -270,7 +256,7 @@ class LevelFormat:
             levels = np.zeros(self.groups * self.levels_each, np.float32)
             codes = out[self.level_bytes : self.nbytes].numpy()
             flat = values.contiguous().numpy()
-            encode_groups(flat, self.bits, self.group, levels, levels.view(np.int32), codes)
+            _encode_groups(flat, self.bits, self.group, levels, levels.view(np.int32), codes)
             out[: self.level_bytes].view(torch.bfloat16)[: levels.size].copy_(
                 torch.from_numpy(levels)
             )
@@ -278,7 +264,7 @@ class LevelFormat:
             self._encode_torch(values, out)
 
     def _encode_torch(self, values: Tensor, out: Tensor) -> None:
-        # Do what `encode_groups` does, in torch
+        # Do what `_encode_groups` does, in torch
         padded = torch.nn.functional.pad(values, (0, self.groups * self.group - self.numel))
         levels, codes = self._levels_and_codes(padded.view(-1, self.group))
         out[: self.level_bytes].view(torch.bfloat16)[: levels.numel()].copy_(levels.view(-1))
@@ -292,17 +278,15 @@ class LevelFormat:
         if message.device.type == "cpu":
             result = torch.empty(self.numel)
             packed = message[self.level_bytes : self.nbytes].numpy()
-            decode_groups(levels.numpy(), packed, self.bits, self.group, result.numpy())
+            _decode_groups(levels.numpy(), packed, self.bits, self.group, result.numpy())
             return result
         return self._decode_torch(levels.view(self.groups, -1), message)
 
     def _decode_torch(self, levels: Tensor, message: Tensor) -> Tensor:
-        # Do what `decode_groups` does, in torch
+        # Do what `_decode_groups` does, in torch
         codes = unpack_codes(message[self.level_bytes : self.nbytes], self.bits, self.numel)
         # (numel, levels each)
         of_group = levels.repeat_interleave(self.group, dim=0)[: self.numel]
-        if self.bits == 1:
-            return torch.where(codes == 1, -of_group[:, 0], of_group[:, 0])
         if self.bits == 2:
             magnitude = torch.where(codes >= 2, of_group[:, 1], of_group[:, 0])
             return torch.where(codes & 1 == 1, -magnitude, magnitude)
@@ -333,9 +317,7 @@ class LevelFormat:
             return steps, (rows * inverse).round_().clamp_(-half, half).add_(half).to(torch.uint8)
         total = magnitudes.sum(1, keepdim=True)
         mean = total / sizes
-        # 1 bit: the mean magnitude; 2 bits: the means below and above it
-        if self.bits == 1:
-            return mean.to(torch.bfloat16), negative
+        # 2 bits: the means below and above the mean
         above = magnitudes > mean
         count = above.sum(1, keepdim=True)
         high_total = (magnitudes * above).sum(1, keepdim=True)
@@ -366,66 +348,160 @@ def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
     return codes.view(-1)[:count]
 
 
-@dataclass(frozen=True)
-class LevelMessage:
-    """`k` of `numel` elements, in `bits` each (1, 2, 4 or 8) by levels of `group` values."""
-
-    numel: int
-    k: int
-    bits: int
-    group: int = 64
-
-    @cached_property
-    def form(self) -> MessageFormat:
-        """Where header and indices are."""
-        return MessageFormat(self.numel, self.k, None)
-
-    @cached_property
-    def levels(self) -> LevelFormat:
-        """The values, behind header and indices."""
-        return LevelFormat(self.k, self.bits, self.group)
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Size of the message; equal on all ranks."""
-        return self.form.nbytes + self.levels.nbytes
-
-    def pack(self, values: Tensor, indices: Tensor, *, out: Tensor) -> None:
-        """Write `values` (k,) at ascending `indices` (k,) into `out`, uint8, at least (nbytes,).
-
-        Values are rounded by this.
-        """
-        self.form.pack(values, indices, out=out)
-        self.levels.encode(values, out=out[self.form.nbytes : self.nbytes])
-
-    def pack_nonfinite(self, *, out: Tensor) -> None:
-        """Write the message of a rank whose gradient is not finite."""
-        self.form.pack_nonfinite(out=out)
-
-    def unpack(self, message: Tensor, *, known_finite: bool = False) -> Unpacked:
-        """Read a message: uint8, at least (nbytes,), 4-byte aligned; as that of a `form`."""
-        found = self.form.unpack(message, known_finite=known_finite)
-        return found._replace(values=self.values(message)) if found.finite else found
-
-    def values(self, message: Tensor) -> Tensor:
-        """Read the values (k,) of a message, as float32."""
-        return self.levels.decode(message[self.form.nbytes : self.nbytes])
-
-
 def check_bits(bits: int) -> None:
     """Raise ValueError where `bits` is none of `BITS`."""
     if isinstance(bits, bool) or bits not in BITS:
         raise ValueError(f"bits is one of {', '.join(map(str, BITS))}; got {bits!r}")
 
 
-def warm_up_wire() -> None:
-    """Compile the CPU kernels for indices now rather than in the first step."""
-    form, indices = MessageFormat(1000, 10), torch.arange(10, dtype=torch.int32)
+def warm_up(bits: int | None) -> None:
+    """Compile the CPU kernels now rather than in the first step."""
+    form, indices = SparseMessage(1000, 10, bits), torch.arange(10, dtype=torch.int32)
     message = torch.empty(form.nbytes, dtype=torch.uint8)
     form.pack(torch.zeros(10), indices, out=message)
     form.unpack(message)
 
 
-def warm_up_levels(bits: int) -> None:
-    """Compile the CPU kernels for levels now rather than in the first step."""
-    LevelFormat(10, bits).round(torch.arange(10.0))
+# ---- kernels for a CPU: the first value is in the lowest bit
+#
+# indices: sections are zeros before
+# levels: `levels` (groups * levels each,) float32 and `level_bits`, the same memory as int32, hold
+# numbers of bfloat16; `codes` are bytes
+
+
+def _level_kernel(function: Any) -> Any:
+    return compiled(function, error_model="numpy", boundscheck=False, fastmath={"reassoc"})
+
+
+@kernel
+def _pack_sorted(indices: Any, low_bits: int, lows: Any, words: Any) -> None:
+    """Write ascending `indices` (k,) into the bytes `lows` and the uint32 `words`."""
+    for j in range(indices.shape[0]):
+        index = indices[j]
+        if low_bits == 4:
+            lows[j >> 1] |= (index & 15) << (4 * (j & 1))
+        elif low_bits == 8:
+            lows[j] = index & 255
+        place = (index >> low_bits) + j if low_bits else index
+        words[place // WORD_BITS] |= 1 << (place % WORD_BITS)
+
+
+@kernel
+def _unpack_sorted(lows: Any, words: Any, low_bits: int, indices: Any) -> int:
+    """Write the first k indices of a message into `indices` (k,); return how many there are."""
+    word: int
+    count, k = 0, indices.shape[0]
+    for number in range(words.shape[0]):
+        word = words[number]
+        while word != 0 and count < k:
+            place = number * WORD_BITS + lowest_one(word)
+            word &= word - 1
+            upper = (place - count if low_bits else place) << low_bits
+            if low_bits == 4:
+                indices[count] = upper | ((lows[count >> 1] >> (4 * (count & 1))) & 15)
+            elif low_bits == 8:
+                indices[count] = upper | lows[count]
+            else:
+                indices[count] = upper
+            count += 1
+    return count
+
+
+@_level_kernel
+def _round_level(level_bits: Any, place: int) -> None:
+    # Round a level to bfloat16: to nearest, ties to even
+    bits = level_bits[place]
+    level_bits[place] = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+
+
+@_level_kernel
+def _pack_group(unpacked: Any, count: int, bits: int, codes: Any, first: int) -> None:
+    # Pack the codes of one group into bytes from `first`; those beyond `count` are zeros
+    each = 8 // bits
+    for place in range((count + each - 1) // each):
+        byte = np.uint8(0)
+        for j in range(each):
+            if place * each + j < count:
+                byte |= np.uint8(unpacked[place * each + j] << (bits * j))
+        codes[first + place] = byte
+
+
+@_level_kernel
+def _encode_steps(
+    values: Any,
+    start: int,
+    stop: int,
+    half: Any,
+    levels: Any,
+    level_bits: Any,
+    group: int,
+    out: Any,
+) -> None:
+    # Write the values of one group as signed steps of the largest magnitude / half
+    largest = np.float32(0)
+    for i in range(start, stop):
+        largest = max(largest, abs(values[i]))
+    levels[group] = largest / half
+    _round_level(level_bits, group)
+    inverse = np.float32(1) / levels[group] if levels[group] > 0 else np.float32(0)
+    for i in range(start, stop):
+        scaled = np.rint(values[i] * inverse)
+        out[i - start] = np.uint8(min(max(scaled, -half), half) + half)
+
+
+@_level_kernel
+def _encode_halves(
+    values: Any, start: int, stop: int, levels: Any, level_bits: Any, group: int, out: Any
+) -> None:
+    """Write signs and whether magnitudes are above the group's mean.
+
+    The two levels are the means of those below and of those above.
+    """
+    total, count = np.float32(0), np.float32(stop - start)
+    for i in range(start, stop):
+        total += abs(values[i])
+    mean = total / count
+    high, above = np.float32(0), 0
+    for i in range(start, stop):
+        is_above = abs(values[i]) > mean
+        high += abs(values[i]) if is_above else np.float32(0)
+        above += is_above
+        out[i - start] = np.uint8(values[i] < 0) + 2 * np.uint8(is_above)
+    low = max(total - high, np.float32(0)) / max(count - np.float32(above), np.float32(1))
+    levels[2 * group] = low
+    levels[2 * group + 1] = high / np.float32(above) if above else low
+    _round_level(level_bits, 2 * group)
+    _round_level(level_bits, 2 * group + 1)
+
+
+@_level_kernel
+def _encode_groups(
+    values: Any, bits: int, size: int, levels: Any, level_bits: Any, codes: Any
+) -> None:
+    """Write the levels and codes of `values` (n,) in groups of `size`, a multiple of 8."""
+    numel, unpacked = values.shape[0], np.zeros(size, np.uint8)
+    half = np.float32((1 << (bits - 1)) - 1)
+    for group in range((numel + size - 1) // size):
+        start = group * size
+        stop = min(start + size, numel)
+        if bits == 2:
+            _encode_halves(values, start, stop, levels, level_bits, group, unpacked)
+        else:
+            _encode_steps(values, start, stop, half, levels, level_bits, group, unpacked)
+        _pack_group(unpacked, stop - start, bits, codes, start * bits // 8)
+
+
+@_level_kernel
+def _decode_groups(levels: Any, codes: Any, bits: int, size: int, out: Any) -> None:
+    """Write the values (n,) that `levels` and `codes` stand for into `out`."""
+    half, mask = (1 << (bits - 1)) - 1, (1 << bits) - 1
+    table = np.zeros(256, np.float32)
+    for group in range((out.shape[0] + size - 1) // size):
+        start = group * size
+        if bits == 2:
+            table[0], table[1] = levels[2 * group], -levels[2 * group]
+            table[2], table[3] = levels[2 * group + 1], -levels[2 * group + 1]
+        for i in range(start, min(start + size, out.shape[0])):
+            place = i * bits
+            code = (np.int32(codes[place >> 3]) >> (place & 7)) & mask
+            out[i] = table[code] if bits < 3 else np.float32(code - half) * levels[group]

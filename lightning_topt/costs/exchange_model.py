@@ -11,7 +11,7 @@ predicted.
 
 M memory bandwidth, F FLOP/s, o seconds a kernel costs at least. Passes over memory compete with the
 backward pass: they are in its way. Of what the worker's thread does
-(`communication.exchange_worker`: it waits for the network and starts kernels) the share `overlap`
+(`communication.hook`: it waits for the network and starts kernels) the share `overlap`
 runs beside it.
 
 Datagrams, of which a share may be lost (`communication.bounded_loss`): N ranks, V bytes of the

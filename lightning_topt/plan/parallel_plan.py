@@ -45,7 +45,6 @@ from lightning_topt.plan.plan_values import (
     StepEstimate,
     config_to_dict,
     describe_config,
-    exchange_to_dict,
     mesh_to_list,
     read_estimate,
     read_exchange,
@@ -197,14 +196,6 @@ class ParallelPlan:
             found.setdefault(block.block, block.config)
         return found
 
-    def check_world_size(self, world_size: int) -> None:
-        """Raise PlanError unless the plan is for `world_size` ranks."""
-        if self.mesh.size != world_size:
-            raise PlanError(
-                f"the plan is for {self.mesh.size} ranks, this run has {world_size}; start "
-                f"{self.mesh.size} ranks (devices x num_nodes) or make a plan for {world_size}"
-            )
-
     @property
     def weight_prediction(self) -> WeightPrediction | None:
         """The rule for the weights of passes, if the plan names one.
@@ -292,8 +283,8 @@ class ParallelPlan:
         # what most plans do not have is left out
         rare = {
             "accumulate": None if self.accumulate == 1 else self.accumulate,
-            "gradient_exchange": None if exchange is None else exchange_to_dict(exchange),
-            "local_steps": None if local is None else exchange_to_dict(local),
+            "gradient_exchange": None if exchange is None else exchange.as_mapping(),
+            "local_steps": None if local is None else local.as_mapping(),
             "schedule": self.schedule,
             "num_microbatches": None if count == 1 else count,
             "own_batches": self.own_batches or None,

@@ -7,8 +7,8 @@ checkpoints hold them as plain values. Each pair of functions here writes and re
     mesh               mesh_to_list            read_mesh            [{name: data, size: 4}]
     stage              `ParallelPlan.to_dict`  stage_reader         {blocks: [{block: a, ...}]}
     block's OpConfig   config_to_dict          config_reader        {parameters: shard(0), ...}
-    gradient exchange  exchange_to_dict        read_given_exchange  {method: topk, density: 0.01}
-    local steps        exchange_to_dict        read_given_local_steps  {method: local_steps, ...}
+    gradient exchange  as_mapping              read_given_exchange  {method: topk, density: 0.01}
+    local steps        as_mapping              read_given_local_steps  {method: local_steps, ...}
     expected costs     `dataclasses.asdict`    read_estimate        {step_seconds: 0.1, ...}
 
 A placement on a mesh is one word where it is the same along all axes (``shard(0)``), else a mapping
@@ -24,8 +24,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from lightning_topt.communication.exchange_method import ExchangeMethod, GradientMethod, LocalMethod
-from lightning_topt.communication.method_registry import (
+from lightning_topt.communication.exchange_method import (
+    ExchangeMethod,
+    GradientMethod,
+    LocalMethod,
     gradient_methods,
     method_classes,
     read_gradient_method,
@@ -294,18 +296,6 @@ read_estimate = record(
 )
 
 
-def exchange_to_dict(method: ExchangeMethod) -> dict[str, object]:
-    """Return plain values of the method and of the options that a plan fixes.
-
-    How a run waits, checks and treats infinities (`ExchangeSettings`) is not part of a plan.
-    """
-    return {
-        name: value
-        for name, value in method.as_mapping().items()
-        if name not in method.not_in_plans
-    }
-
-
 def read_exchange(given: ExchangeMethod | str | Mapping[str, object]) -> GradientMethod:
     """Return a method that a plan can have, from any of the forms of `read_method`.
 
@@ -339,7 +329,7 @@ def read_local_steps(given: ExchangeMethod | str | Mapping[str, object]) -> Loca
 
 
 def read_given_local_steps(value: Any, /, *, name: str) -> LocalMethod:
-    """Read what `exchange_to_dict` wrote of local steps, or a part of it."""
+    """Read what `ExchangeMethod.as_mapping` wrote of local steps, or a part of it."""
     if not isinstance(value, Mapping) or "method" not in value:
         raise ValueError(
             f"{name} must be a mapping such as {{method: local_steps, every: 50}}, got "
@@ -352,7 +342,7 @@ def read_given_local_steps(value: Any, /, *, name: str) -> LocalMethod:
 
 
 def read_given_exchange(value: Any, /, *, name: str) -> GradientMethod:
-    """Read what `exchange_to_dict` wrote, or a part of it."""
+    """Read what `ExchangeMethod.as_mapping` wrote, or a part of it."""
     if not isinstance(value, Mapping):
         raise ValueError(
             f"{name} must be a mapping such as {{method: topk, density: 0.01}}, got {shown(value)}"

@@ -27,8 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_topt.basics.units import format_seconds
-from lightning_topt.communication.exchange_method import ByNodes, ExchangeMethod, LocalMethod
-from lightning_topt.communication.method_registry import read_method
+from lightning_topt.communication.exchange_method import (
+    ByNodes,
+    ExchangeMethod,
+    LocalMethod,
+    read_method,
+)
 from lightning_topt.plan.choose import NoPlanFitsError, choose_place
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint, TimeToLoss

@@ -47,7 +47,7 @@ from lightning_topt.plugins.training_data import TrainingData
 from lightning_topt.techniques.ddp_wrapper import register_hook, wrap_in_ddp
 
 if TYPE_CHECKING:
-    from lightning_topt.communication.local_exchange import LocalExchange
+    from lightning_topt.communication.local_sgd import OuterSteps
     from lightning_topt.plugins.elastic import ElasticRun
     from lightning_topt.plugins.searched_plan import Planning
 
@@ -246,7 +246,7 @@ class AutoParallelStrategy(DataParallelHooks):
         return self._checkpoints.form
 
     @property
-    def exchange(self) -> CompressedExchange | LocalExchange | None:
+    def exchange(self) -> CompressedExchange | OuterSteps | None:
         """The exchange of the plan's gradients or replicas, None where that has none."""
         return self._guard.exchange
 
@@ -312,7 +312,7 @@ class AutoParallelStrategy(DataParallelHooks):
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
         explain_shards(exception)
-        self._guard.give_up(exception)
+        self._guard.close(alone=True)
         self.rank_watch.name(exception)
         super().on_exception(exception)
         name_own_strategy(exception, type(self).__name__)

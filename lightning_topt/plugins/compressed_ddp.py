@@ -18,14 +18,15 @@ from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_whole
 from lightning_topt.communication.bucket import ExchangeSettings
-from lightning_topt.communication.exchange_method import GRADIENT_DTYPES, ExchangeMethod
-from lightning_topt.communication.hook import CompressedExchange, ExchangeStatistics
-from lightning_topt.communication.method_registry import (
+from lightning_topt.communication.exchange_method import (
     DEFAULT_METHOD,
+    GRADIENT_DTYPES,
+    ExchangeMethod,
     gradient_methods,
     method_classes,
     read_gradient_method,
 )
+from lightning_topt.communication.hook import CompressedExchange, ExchangeStatistics
 from lightning_topt.communication.topology import Topology
 from lightning_topt.plugins.data_parallel_hooks import (
     DataParallelHooks,
@@ -54,7 +55,7 @@ class CompressedDDPStrategy(DataParallelHooks):
     Args:
         method: how gradients travel: an object such as ``TopK(density=0.01)``, a name for its
             defaults, or a mapping such as ``{"method": "topk", "density": 0.01}``.
-        nonfinite, timeout_seconds, debug: as in `ExchangeSettings`; `nonfinite` None: "skip" with a
+        nonfinite, timeout_seconds: as in `ExchangeSettings`; `nonfinite` None: "skip" with a
             GradScaler (precision ``16-mixed``), "error" otherwise.
         nodes, ranks_per_node: who shares a node, where it is not what the Trainer has as
             `num_nodes` and `devices`.
@@ -72,7 +73,6 @@ class CompressedDDPStrategy(DataParallelHooks):
         *,
         nonfinite: str | None = None,
         timeout_seconds: float = ExchangeSettings.timeout_seconds,
-        debug: bool = ExchangeSettings.debug,
         nodes: int | None = None,
         ranks_per_node: int | None = None,
         uneven: str | None = "stop",
@@ -82,7 +82,7 @@ class CompressedDDPStrategy(DataParallelHooks):
         super().__init__(**checked_ddp_options(ddp_options, strategy=type(self).__name__))
         self.method = read_gradient_method(method)
         self.settings = ExchangeSettings(
-            "error" if nonfinite is None else nonfinite, timeout_seconds, debug
+            "error" if nonfinite is None else nonfinite, timeout_seconds
         )
         # Who shares a node, for methods that exchange between nodes.
         for name, size in (("nodes", nodes), ("ranks_per_node", ranks_per_node)):
@@ -125,16 +125,16 @@ class CompressedDDPStrategy(DataParallelHooks):
             nodes=self._nodes, ranks_per_node=self._ranks_per_node, rank=self.global_rank,
             trainer_nodes=self.num_nodes, world_size=self.world_size,
         )  # fmt: skip
+        # On every device: torch runs hooks on gloo too, which Lightning drops silently.
         exchange = CompressedExchange(
+            self.model,
             self.method,
             topology=topology,
             device=self.root_device,
             nonfinite=self._nonfinite_for_precision(),
             timeout_seconds=self.settings.timeout_seconds,
-            debug=self.settings.debug,
+            watch=self.rank_watch.ranks,
         )
-        # On every device: torch runs hooks on gloo too, which Lightning drops silently.
-        exchange.register(self.model)
         self._guard.open(exchange)
         assert self.lightning_module is not None
         add_monitor(self.lightning_module.trainer)
@@ -175,7 +175,7 @@ class CompressedDDPStrategy(DataParallelHooks):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
-        self._guard.give_up(exception)
+        self._guard.close(alone=True)
         self.rank_watch.name(exception)
         super().on_exception(exception)
         name_own_strategy(exception, type(self).__name__)

@@ -62,8 +62,7 @@ class DataParallelHooks(DDPStrategy):
     @override
     def setup_environment(self) -> None:
         check_devices(self)
-        with self.rank_watch.meeting():
-            super().setup_environment()
+        super().setup_environment()
         self.rank_watch.begin()
 
     @override

@@ -6,13 +6,13 @@ A strategy has an `ExchangeGuard`, to which its hooks delegate:
     backward                    `begin_backward`: the exchange knows the loss scale
     optimizer_step              in `step`: it knows of steps that a GradScaler has skipped
     save_checkpoint             `add_state`: residuals are part of checkpoints
-    on_exception                `give_up`: ranks that wait in the exchange do not wait for this one
+    on_exception                `close`, by this rank alone
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -25,7 +25,7 @@ from lightning_topt.communication.topology import at_exit
 from lightning_topt.plugins.lost_ranks import LostRankWatch
 
 if TYPE_CHECKING:
-    from lightning_topt.communication.local_exchange import LocalExchange
+    from lightning_topt.communication.local_sgd import OuterSteps
 
 
 # In checkpoints: what is ours, and of that the exchange's state.
@@ -44,11 +44,11 @@ class ExchangeGuard:
     """
 
     def __init__(self, rank_watch: LostRankWatch) -> None:
-        self.exchange: CompressedExchange | LocalExchange | None = None
+        self.exchange: CompressedExchange | OuterSteps | None = None
         self._call_off: Callable[[], None] | None = None
         self._rank_watch = rank_watch
 
-    def open(self, exchange: CompressedExchange | LocalExchange | None) -> None:
+    def open(self, exchange: CompressedExchange | OuterSteps | None) -> None:
         """Take `exchange` in place of the last one."""
         self.close()
         self.exchange = exchange
@@ -66,24 +66,6 @@ class ExchangeGuard:
             else:
                 self.exchange.close()
             self.exchange = None
-
-    def give_up(self, error: BaseException) -> None:
-        """End the exchange after `error`, which ends the run."""
-        self._tell_waiting(error)
-        self.close(alone=True)
-
-    def _tell_waiting(self, error: BaseException) -> None:
-        """Tell ranks that wait in the exchange that this one does not come.
-
-        Its collective call elsewhere has failed.
-        """
-        if (
-            self.exchange is not None
-            and is_of_collective(error)
-            and not isinstance(error, PeerLostError)
-        ):
-            with suppress(RuntimeError):
-                self.exchange.sign_in()
 
     def statistics(self) -> ExchangeStatistics | None:
         """Return what was exchanged since the last call; None without an exchange."""
@@ -104,7 +86,6 @@ class ExchangeGuard:
             reason = None if self.exchange is None else self.exchange.error
             # Another collective failed: somebody is lost.
             if reason is None and is_of_collective(error) and not isinstance(error, PeerLostError):
-                self._tell_waiting(error)
                 reason = self._rank_watch.diagnose(error)
             if reason is None or error is reason:
                 raise
@@ -149,11 +130,8 @@ class ExchangeGuard:
             assert self.exchange is not None
             checkpoint.setdefault(CHECKPOINT_KEY, {})[EXCHANGE_KEY] = self.exchange.state_dict()
 
-    def load_state(self, checkpoint: Mapping[str, Any], *, own_optimizers: bool = False) -> None:
-        """Give the exchange what `checkpoint` has of it.
-
-        `own_optimizers`: ranks that train alone have loaded optimizer states of their own.
-        """
+    def load_state(self, checkpoint: Mapping[str, Any]) -> None:
+        """Give the exchange what `checkpoint` has of it."""
         state = checkpoint.get(CHECKPOINT_KEY, {}).get(EXCHANGE_KEY)
         if state is None:
             return
@@ -161,7 +139,7 @@ class ExchangeGuard:
         method = None if self.exchange is None else self.exchange.method.name
         if self.exchange is not None and state["method"] == method:
             self.exchange.load_state_dict(state)
-            if self.exchange.trains_alone and not own_optimizers:
+            if self.exchange.trains_alone:
                 rank_zero_warn(
                     "topt: ranks that train alone have optimizers of their own, and the checkpoint "
                     "has that of rank 0: all go on with it"

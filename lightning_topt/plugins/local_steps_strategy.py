@@ -7,19 +7,19 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_real, check_whole
-from lightning_topt.communication.checkpoint import State, gather_state
-from lightning_topt.communication.exchange_method import ExchangeMethod, LocalMethod
+from lightning_topt.communication.exchange_method import (
+    DEFAULT_METHOD,
+    ExchangeMethod,
+    LocalMethod,
+    read_method,
+)
 from lightning_topt.communication.hook import ExchangeStatistics
-from lightning_topt.communication.local_exchange import LocalExchange
-from lightning_topt.communication.local_sgd import OuterSteps
-from lightning_topt.communication.method_registry import DEFAULT_METHOD, read_method
+from lightning_topt.communication.local_sgd import TIMEOUT_SECONDS, OuterSteps
 from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy
 from lightning_topt.plugins.data_parallel_hooks import (
     DataParallelHooks,
@@ -27,15 +27,12 @@ from lightning_topt.plugins.data_parallel_hooks import (
     make_topology,
 )
 from lightning_topt.plugins.equal_batches import EqualBatches
-from lightning_topt.plugins.exchange_guard import CHECKPOINT_KEY, EXCHANGE_KEY, ExchangeGuard
+from lightning_topt.plugins.exchange_guard import ExchangeGuard
 from lightning_topt.plugins.lost_ranks import LostRankWatch
 from lightning_topt.plugins.monitors import add_monitor
 from lightning_topt.plugins.preemption import Preemption
 from lightning_topt.plugins.training_data import TrainingData
 from lightning_topt.techniques.ddp_wrapper import names_to_ignore
-
-# Rank 0 holds the optimizer states of all replicas while it saves: no more bytes of them than this.
-_MOST_STATE_BYTES = 1 << 30
 
 
 class LocalStepsStrategy(DataParallelHooks):
@@ -48,8 +45,7 @@ class LocalStepsStrategy(DataParallelHooks):
     Besides every so many steps there is an outer step before each validation, before a checkpoint
     is saved and at the end of the fit. So all ranks validate and save the same parameters. A
     checkpoint has the outer momentum and the residual of all ranks (redistributed on another number
-    of ranks). It has the optimizer states of all replicas where they take at most 1 GiB together,
-    else that of rank 0. Adam's is two copies of the parameters.
+    of ranks), and the optimizer state of rank 0, with which all go on.
 
     Args:
         method: an object such as ``LocalSteps(every=50)``, a name for its defaults, or a mapping
@@ -69,7 +65,7 @@ class LocalStepsStrategy(DataParallelHooks):
         self,
         method: ExchangeMethod | str | Mapping[str, Any] = "local_steps",
         *,
-        timeout_seconds: float = 600.0,
+        timeout_seconds: float = TIMEOUT_SECONDS,
         nodes: int | None = None,
         ranks_per_node: int | None = None,
         uneven: str | None = "stop",
@@ -92,16 +88,11 @@ class LocalStepsStrategy(DataParallelHooks):
         self._batches = EqualBatches(uneven)
 
     @property
-    def exchange(self) -> LocalExchange | None:
-        """The exchange of the last fit, None before the first one."""
-        exchange = self._guard.exchange
-        assert exchange is None or isinstance(exchange, LocalExchange)
-        return exchange
-
-    @property
-    def outer(self) -> OuterSteps | None:
+    def exchange(self) -> OuterSteps | None:
         """The outer steps of the last fit, None before the first one."""
-        return None if self.exchange is None else self.exchange.outer
+        exchange = self._guard.exchange
+        assert exchange is None or isinstance(exchange, OuterSteps)
+        return exchange
 
     def exchange_statistics(self) -> ExchangeStatistics | None:
         """Return what was exchanged since the fit began, None outside of a fit.
@@ -120,9 +111,9 @@ class LocalStepsStrategy(DataParallelHooks):
         if self._failed:
             self._guard.close(alone=True)
         self._failed = False
-        exchange = LocalExchange(
-            self.method,
+        exchange = OuterSteps(
             module,
+            self.method,
             ignored=names_to_ignore(module),
             topology=make_topology(
                 nodes=self._nodes,
@@ -181,10 +172,10 @@ class LocalStepsStrategy(DataParallelHooks):
     @override
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         super().post_backward(closure_loss)
-        if self._fitting and self.outer is not None:
+        if self._fitting and self.exchange is not None:
             # In each of several micro-batches: the mean of what is a mean already, and the new
             # part, is the mean of both.
-            self.outer.average_gradients()
+            self.exchange.average_gradients()
 
     @override
     def optimizer_step(
@@ -208,69 +199,12 @@ class LocalStepsStrategy(DataParallelHooks):
 
     @override
     def add_state(self, checkpoint: dict[str, Any]) -> None:
-        if self._guard.saves_state(checkpoint, self.lightning_module):
-            assert self.exchange is not None
-            state = self.exchange.state_dict() | {"optimizers": self._other_optimizers()}
-            # hooks may keep theirs
-            own = {**checkpoint.get(CHECKPOINT_KEY, {}), EXCHANGE_KEY: state}
-            checkpoint[CHECKPOINT_KEY] = own
-
-    def _other_optimizers(self) -> list[dict[int, dict[str, Any]]]:
-        """Return the states of the optimizers of all replicas but the first, on rank 0.
-
-        None of them where they are too large together. A collective call.
-        """
-        outer = self.outer
-        assert outer is not None and dist.group.WORLD is not None
-        if not self.optimizers:
-            return []
-        # Tensors one at a time, then what is no tensor.
-        tensors: State = {}
-        plain: dict[int, dict[str, Any]] = {}
-        for index, values in self.optimizers[0].state_dict().get("state", {}).items():
-            plain[index] = {}
-            for name, value in values.items():
-                if isinstance(value, torch.Tensor):
-                    tensors.setdefault(str(index), {})[name] = value
-                else:
-                    plain[index][name] = value
-        others = outer.holders[1:]
-        sizes: list[Any] = [None] * self.world_size
-        own = sum(value.nbytes for values in tensors.values() for value in values.values())
-        dist.all_gather_object(sizes, own)
-        if sum(sizes[holder] for holder in outer.holders) > _MOST_STATE_BYTES:
-            return []
-        gathered = gather_state(tensors, senders=others, group=dist.group.WORLD)
-        plains: list[Any] = [None] * self.world_size
-        dist.gather_object(plain, plains if self.global_rank == 0 else None)
-        return [
-            {
-                index: {**values, **of_holder.get(str(index), {})}
-                for index, values in plains[holder].items()
-            }
-            for holder, of_holder in zip(others, gathered, strict=bool(gathered))
-        ]
+        self._guard.add_state(checkpoint, self.lightning_module)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        state = checkpoint.get(CHECKPOINT_KEY, {}).get(EXCHANGE_KEY)
-        if state is None or self.outer is None:
-            super().load_optimizer_state_dict(checkpoint)
-            return
-        # The optimizer of this rank, or of any where there were other ranks.
-        holders = self.outer.holders
-        position = self.global_rank * len(holders) // self.world_size
-        states, others = [*checkpoint["optimizer_states"]], state.get("optimizers", [])
-        missing = len(holders) - 1 - len(others)
-        if missing > 0 and states and states[0].get("state"):
-            rank_zero_warn(
-                f"the optimizers of {missing} of {len(holders)} replicas go on with the state of "
-                f"another replica: the checkpoint has {1 + len(others)}"
-            )
-        if states and (source := position % (1 + len(others))):
-            states[0] = {**states[0], "state": others[source - 1]}
-        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
-        self._guard.load_state(checkpoint, own_optimizers=True)
+        super().load_optimizer_state_dict(checkpoint)
+        self._guard.load_state(checkpoint)
 
 
 def compressed_strategy(

@@ -13,7 +13,6 @@ import faulthandler
 import gc
 import logging
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -55,7 +54,7 @@ LAST_SECONDS = (
     2 * GRACE_SECONDS + STORE_SECONDS + 5
 )  # for the main process to end with its own error
 
-_END_SECONDS = 5.0  # for a process group to end after an error, and for ranks after an interrupt
+_END_SECONDS = 5.0  # for a process group to end after an error
 _cut_off: list[bool] = []  # whether an error has ended the last run
 
 # ---- of sweeps
@@ -123,18 +122,6 @@ class LostRankWatch:
             device_id=device,
         )
 
-    @contextmanager
-    def meeting(self) -> Generator[None, None, None]:
-        """Let ranks meet at a port of their own, or say that it is in use."""
-        from lightning_topt.communication.started_ranks import (  # noqa: PLC0415  (fits alone)
-            give_step_port,
-            named_port,
-        )
-
-        give_step_port()
-        with named_port():
-            yield
-
     def begin(self) -> None:
         """Watch the ranks of this process group, which ends before the interpreter does."""
         # That of an earlier fit.
@@ -191,30 +178,9 @@ def name_lost(error: BaseException, watch: RankWatch | None) -> None:
 class NamingLauncher(_MultiProcessingLauncher):
     """Lightning's start of ranks by fork or spawn, whose errors reach the strategy.
 
-    Lightning's own asks it in the main process only. An interrupt may reach that alone, as in a
-    notebook; then Lightning leaves the ranks running. What they have decided comes back with the
+    Lightning's own asks it in the main process only. What ranks have decided comes back with the
     weights.
     """
-
-    @override
-    def launch(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return super().launch(*args, **kwargs)
-        except KeyboardInterrupt:
-            self._end_ranks()
-            raise
-
-    def _end_ranks(self) -> None:
-        # Let the ranks end by themselves, as Ctrl-C lets them, and kill those that do not
-        deadline = time.monotonic() + _END_SECONDS
-        try:
-            self.kill(signal.SIGINT)
-            for process in self.procs:
-                process.join(max(deadline - time.monotonic(), 0.0))
-        finally:  # also where the user interrupts this
-            self.kill(signal.SIGKILL)
-            for process in self.procs:
-                process.join(_END_SECONDS)
 
     @override
     def get_extra_results(self, trainer: pl.Trainer) -> dict[str, Any]:

@@ -47,8 +47,9 @@ from lightning_topt.communication.exchange_method import (
     ExchangeMethod,
     GradientMethod,
     LocalMethod,
+    method_classes,
+    read_method,
 )
-from lightning_topt.communication.method_registry import method_classes, read_method
 from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.accuracy import LEVEL, USUAL_MARGIN, share_at
 from lightning_topt.costs.cluster import Cluster

@@ -430,4 +430,5 @@ def run_options(strategy: DDPStrategy) -> RunOptions:
         hook_state=strategy._ddp_comm_state,
         topology=Topology(nodes, strategy.world_size // nodes, strategy.global_rank),
         nonfinite="error" if scaler_of(strategy.precision_plugin) is None else "skip",
+        watch=strategy.rank_watch.ranks,  # type: ignore[attr-defined]
     )

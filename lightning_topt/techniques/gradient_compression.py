@@ -129,19 +129,20 @@ class GradientCompression(Technique):
             slices = _Slices(dict(model.root.module.named_parameters()), model.split)
         # the exchange becomes the hook of DDP
         exchange = CompressedExchange(
+            model.root,
             model.exchange,
             topology=topology,
             device=model.device,
             nonfinite=model.options.nonfinite,
             slices=slices,
+            watch=model.options.watch,
         )
-        exchange.register(model.root)
         return Applied(undo=lambda: None, exchange=exchange)
 
 
 @dataclass(frozen=True)
 class _Slices:
-    # `communication.checkpoint.Slices` for the named parameters of a module.
+    # `communication.collectives.Slices` for the named parameters of a module.
     # Some of them are slices, cut as `split` says.
 
     parameters: Mapping[str, nn.Parameter]
@@ -205,8 +206,12 @@ class LocalTraining(Technique):
         if model.local_steps is None:
             return None
         # importing it takes what only such plans need
-        from lightning_topt.communication.local_exchange import LocalExchange  # noqa: PLC0415
+        from lightning_topt.communication.local_sgd import OuterSteps  # noqa: PLC0415
 
-        ignored = names_to_ignore(model.module)
-        exchange = LocalExchange(model.local_steps, model.module, ignored=ignored)
+        exchange = OuterSteps(
+            model.module,
+            model.local_steps,
+            ignored=names_to_ignore(model.module),
+            watch=model.options.watch,
+        )
         return Applied(undo=exchange.leave, attach=exchange.follow, exchange=exchange)

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from lightning_topt.communication.exchange_method import GradientMethod, LocalMethod
 from lightning_topt.communication.hook import CompressedExchange
+from lightning_topt.communication.rank_watch import RankWatch
 from lightning_topt.communication.topology import Topology, own_group
 from lightning_topt.costs.lifetimes import Lifetime
 from lightning_topt.costs.training_step import TrainingStep
@@ -40,7 +41,7 @@ from lightning_topt.optim.parallel_step import ParallelStep
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
 
 if TYPE_CHECKING:
-    from lightning_topt.communication.local_exchange import LocalExchange
+    from lightning_topt.communication.local_sgd import OuterSteps
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class RunOptions:
         hook: the user's communication hook for it, with its `hook_state`
         topology: of the plan's gradient exchange; None: from the environment
         nonfinite: what the exchange does with gradients that are not finite, see `ExchangeSettings`
+        watch: over the ranks of the run
     """
 
     ddp: Mapping[str, Any] = field(default_factory=dict)
@@ -59,6 +61,7 @@ class RunOptions:
     hook_state: Any = None
     topology: Topology | None = None
     nonfinite: str = "error"
+    watch: RankWatch | None = None
 
 
 @dataclass
@@ -225,7 +228,7 @@ class Applied:
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
     reshard: Callable[[], None] = lambda: None
     joined: Callable[[], AbstractContextManager[Any]] = nullcontext
-    exchange: CompressedExchange | LocalExchange | None = None
+    exchange: CompressedExchange | OuterSteps | None = None
 
 
 def replaced_by(applied: Iterable[Applied]) -> dict[Tensor, Tensor]:

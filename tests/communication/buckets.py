@@ -18,6 +18,7 @@ from lightning_topt.communication.bucket import (
     BucketExchange,
     BucketLayout,
     ExchangeContext,
+    NonFiniteGradient,
     Stages,
 )
 from lightning_topt.communication.topology import Topology, make_groups
@@ -107,6 +108,8 @@ def exchange_step(
         if not exchange.prepare(bucket):
             exchange.relayout()
         result = run_stages(exchange.stages(bucket))
+        for _, is_ours in bucket.checks.failed():
+            raise NonFiniteGradient(own=is_ours)
         assert result.data_ptr() == buffer.data_ptr()
         means.update(
             {

@@ -56,10 +56,7 @@ def wrap(
     """
     ddp_options = {"bucket_cap_mb": 0.005, **ddp_options}
     ddp = DistributedDataParallel(model or make_model(), **ddp_options)
-    exchange = CompressedExchange(
-        method, topology=topology, device=torch.device("cpu"), **(settings or {})
-    )
-    exchange.register(ddp)
+    exchange = CompressedExchange(ddp, method, topology=topology, **(settings or {}))
     return ddp, exchange
 
 
@@ -153,7 +150,7 @@ class Simulation:
 
 def bucket_names(exchange: CompressedExchange) -> list[list[str]]:
     """The buckets of the last step."""
-    layouts = exchange._needed().layouts
+    layouts = exchange.layouts
     return [list(layouts[index][1].names) for index in sorted(layouts)]
 
 

@@ -19,9 +19,7 @@ def in_few_bits(values: list[float], bits: int, group: int) -> list[float]:
         high = [abs(v) for v in part if abs(v) > mean]
         for v in part:
             sign = -1 if v < 0 else 1
-            if bits == 1:
-                result.append(sign * _bf16(mean))
-            elif bits == 2:
+            if bits == 2:
                 members = high if abs(v) > mean else low
                 result.append(sign * _bf16(sum(members) / len(members)))
             else:

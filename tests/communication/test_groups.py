@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.distributed_c10d import _world
 
 from lightning_topt.communication import GradientMethod, LocalMethod, OuterSteps, topology
+from lightning_topt.communication.exchange_method import method_classes
 from lightning_topt.communication.hook import CompressedExchange
-from lightning_topt.communication.method_registry import method_classes
 from lightning_topt.communication.topology import Topology, abort_groups, make_groups
 from tests.launch import run_ranks
 
@@ -50,9 +50,8 @@ def counts_of_exchanges(rank: int, nodes: int) -> dict[str, tuple[int, int, int]
         given: dict[str, Any] = {"hierarchical": True} if nodes > 1 else {}
         method, module, before = kind(**given), module_with_bias(), count()
         exchange = CompressedExchange(
-            method, topology=Topology(nodes, size // nodes, rank), timeout_seconds=30, debug=True
+            module, method, topology=Topology(nodes, size // nodes, rank), timeout_seconds=30
         )
-        exchange.take_over(module)
         averaged(exchange, module, rank, steps=3)
         exchange.state_dict()
         in_use = count()
@@ -84,7 +83,7 @@ def counts_of_outer_steps(rank: int, nodes: int) -> dict[str, tuple[int, int, in
     for name, kind in LOCAL_METHODS.items():
         size, module, before = dist.get_world_size(), module_with_bias(), count()
         outer = OuterSteps(
-            module.named_parameters(),
+            module,
             kind(every=1, hierarchical=True),
             topology=Topology(nodes, size // nodes, rank),
             timeout_seconds=30,
@@ -112,9 +111,8 @@ def test_outer_steps_leave_no_groups(nodes: int, made: int) -> None:
 def end_alone(rank: int) -> int:
     module = module_with_bias()
     exchange = CompressedExchange(
-        GRADIENT_METHODS["bf16"](), topology=Topology(1, 2, rank), timeout_seconds=30
+        module, GRADIENT_METHODS["bf16"](), topology=Topology(1, 2, rank), timeout_seconds=30
     )
-    exchange.take_over(module)
     averaged(exchange, module, rank, steps=1)
     exchange.end()
     return count()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_topt.communication.wire import BITS, LevelFormat, LevelMessage
+from lightning_topt.communication.wire import BITS, LevelFormat
 from tests.communication.few_bits import in_few_bits
 
 
@@ -43,21 +43,3 @@ def test_other_devices_say_the_same(bits):
 def test_zeros_arrive(bits):
     form = LevelFormat(130, bits)
     assert torch.equal(form.round(torch.zeros(130)).abs(), torch.zeros(130))
-
-
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("k", [135, 7, 0])
-def test_messages_arrive(bits, k):
-    torch.manual_seed(0)
-    form = LevelMessage(1000, k, bits)
-    values, indices = torch.randn(k), torch.randperm(1000)[:k].sort().values.int()
-    message = torch.full((form.nbytes + 8,), 255, dtype=torch.uint8)
-    form.pack(values, indices, out=message)
-    found = form.unpack(message)
-    assert (
-        found.finite
-        and torch.equal(found.values, form.levels.round(values))
-        and torch.equal(found.indices, indices.long())
-    )
-    form.pack_nonfinite(out=message)
-    assert not form.unpack(message).finite or not k

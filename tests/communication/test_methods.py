@@ -14,7 +14,7 @@ from examples.recipes.demo import DeMo
 from examples.recipes.power_sgd import PowerSGD
 from examples.recipes.sign import Sign
 from lightning_topt.communication.bucket import NonFiniteGradient
-from lightning_topt.communication.method_registry import gradient_methods, read_gradient_method
+from lightning_topt.communication.exchange_method import gradient_methods, read_gradient_method
 from tests.communication.buckets import (
     ONE_BUCKET,
     SHAPES,

@@ -10,7 +10,6 @@ import torch
 
 from lightning_topt.communication import GradientMethod, TopK
 from lightning_topt.communication.methods import top_k
-from lightning_topt.communication.node import node_channel, node_kernels
 from lightning_topt.communication.node.node_exchange import (
     CollectiveNodeExchange,
     NodeExchange,
@@ -21,16 +20,9 @@ from tests.communication.exchange_ranks import assert_equal_on_all_ranks, train,
 from tests.launch import run_ranks
 
 
-def reading_forbidden(process: int, *arguments: int) -> int:
-    """Copy inside this process only."""
-    return errno.EPERM if process else node_kernels.fetch(process, *arguments)
-
-
 def parameters_after(rank: int, form: str, options: GradientMethod) -> torch.Tensor:
     """Four steps on two nodes of two ranks; all parameters."""
-    if form == "segments":
-        node_channel.fetch = reading_forbidden
-    elif form == "collectives":
+    if form == "collectives":
         os.posix_fallocate = no_room
     made: list[NodeExchange] = []
     original = top_k.make_node_exchange
@@ -48,7 +40,6 @@ def parameters_after(rank: int, form: str, options: GradientMethod) -> torch.Ten
     assert isinstance(
         node, CollectiveNodeExchange if form == "collectives" else SharedMemoryNodeExchange
     )
-    assert form == "collectives" or node.direct is (form == "direct")
     return torch.cat([parameter.detach().view(-1) for parameter in ddp.parameters()])
 
 
@@ -57,13 +48,9 @@ def no_room(descriptor: int, start: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("density", [0.02, 0.5], ids=["messages shared", "sums shared"])
-def test_same_bits_by_memory_segments_and_collectives(density: float) -> None:
+def test_same_bits_by_memory_and_collectives(density: float) -> None:
     options = TopK(density=density)
-    results = {
-        form: run_ranks(parameters_after, 4, form, options)
-        for form in ("direct", "segments", "collectives")
-    }
-    for form in ("segments", "collectives"):
-        assert all(
-            torch.equal(a, b) for a, b in zip(results[form], results["direct"], strict=True)
-        ), form
+    memory, collectives = (
+        run_ranks(parameters_after, 4, form, options) for form in ("memory", "collectives")
+    )
+    assert all(torch.equal(a, b) for a, b in zip(memory, collectives, strict=True))

@@ -14,16 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_topt.communication.node import node_channel, node_kernels
-from lightning_topt.communication.node.node_channel import LocalPeerLost, NodeMemoryUnavailable
+from lightning_topt.communication.node import node_channel
+from lightning_topt.communication.node.node_channel import NodeMemoryUnavailable
 from lightning_topt.communication.node.node_exchange import SharedMemoryNodeExchange, shard_bounds
 from tests.launch import run_on_pool, run_ranks
 
 
-def exchange(*, direct: bool = True, timeout_seconds: float = 20) -> SharedMemoryNodeExchange:
-    return SharedMemoryNodeExchange(
-        dist.group.WORLD, timeout_seconds=timeout_seconds, direct=direct
-    )
+def exchange() -> SharedMemoryNodeExchange:
+    return SharedMemoryNodeExchange(dist.group.WORLD, timeout_seconds=20)
 
 
 def bucket_of(rank: int, n: int, dtype: torch.dtype) -> Tensor:
@@ -37,8 +35,8 @@ def sum_in_rank_order(n: int, dtype: torch.dtype) -> Tensor:
     return total
 
 
-def all_methods(rank: int, direct: bool, sizes: list[int]) -> None:
-    node = exchange(direct=direct)
+def all_methods(rank: int, sizes: list[int]) -> None:
+    node = exchange()
     all_methods_of(node, rank, sizes)
     node.close()
     node.close()
@@ -68,14 +66,12 @@ def all_methods_of(node: SharedMemoryNodeExchange, rank: int, sizes: list[int]) 
         )
 
 
-@pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_equal_to_torch(ranks: int, direct: bool) -> None:
+def test_equal_to_torch(ranks: int) -> None:
     block = node_channel.BLOCK_BYTES // 4 * ranks
     run_on_pool(
         all_methods,
         ranks,
-        direct,
         [1, 0, 2, 5, 1001, 2 * block, block - 1, 3, 2 * block + 7, 400_000],
     )
 
@@ -101,9 +97,9 @@ def test_every_sixteen_bit_value_infinities_and_nan() -> None:
     run_on_pool(special_values, 2)
 
 
-def many_in_flight(rank: int, direct: bool) -> None:
+def many_in_flight(rank: int) -> None:
     """More buckets than fit, methods interleaved differently per rank, results asked for late."""
-    node, ranks = exchange(direct=direct), dist.get_world_size()
+    node, ranks = exchange(), dist.get_world_size()
     sizes = [3000 + 997 * (i % 5) for i in range(2 * node_channel.MOST_IN_FLIGHT)]
     flats = [bucket_of(rank, n, torch.float32) for n in sizes]
     messages = [torch.full((i,), 10 * i + rank, dtype=torch.uint8) for i in range(8)]
@@ -124,9 +120,8 @@ def many_in_flight(rank: int, direct: bool) -> None:
         assert pending.result().tolist() == [[10 * i + other] * i for other in range(ranks)]
 
 
-@pytest.mark.parametrize("direct", [True, False])
-def test_many_operations_in_flight(direct: bool) -> None:
-    run_on_pool(many_in_flight, 3, direct)
+def test_many_operations_in_flight() -> None:
+    run_on_pool(many_in_flight, 3)
 
 
 def not_completed_before_all_have_read(rank: int) -> None:
@@ -181,8 +176,8 @@ def memory_held() -> list[str]:
     ]
 
 
-def held_after_close(rank: int, direct: bool) -> tuple[int, list[str]]:
-    node = exchange(direct=direct)
+def held_after_close(rank: int) -> tuple[int, list[str]]:
+    node = exchange()
     all_methods_of(node, rank, [100_000])
     held = len(memory_held())
     node.close()
@@ -191,9 +186,8 @@ def held_after_close(rank: int, direct: bool) -> tuple[int, list[str]]:
     return held, memory_held()
 
 
-@pytest.mark.parametrize("direct", [True, False])
-def test_close_releases_all_memory(direct: bool) -> None:
-    for held, afterwards in run_ranks(held_after_close, 2, direct):
+def test_close_releases_all_memory() -> None:
+    for held, afterwards in run_ranks(held_after_close, 2):
         assert held > 0 and not afterwards
 
 
@@ -208,6 +202,8 @@ def unavailable(rank: int, case: str) -> str:
         node_channel.BOOT = Path(__file__).parent / (
             "test_collectives.py" if rank else "__init__.py"
         )
+    elif case == "forbidden" and rank == 1:
+        node_channel.fetch = lambda process, *arguments: errno.EPERM
     elif case == "namespaces" and rank == 1:
         node_channel.map_of = lambda process, descriptor, size: node_channel.map_shared(
             node_channel.reserve(size), size=size
@@ -230,48 +226,10 @@ def unavailable(rank: int, case: str) -> str:
         ),
         ("machines", "local rank 1 .*not on the machine of local rank 0"),
         ("namespaces", "local rank 1 .*another process namespace"),
+        ("forbidden", "local rank 1 .*reading the memory of local rank 0"),
     ],
 )
 def test_all_ranks_learn_why_memory_cannot_be_shared(case: str, message: str) -> None:
     messages = run_ranks(unavailable, 2, case)
     assert messages[0] == messages[1]
     assert re.search(message, messages[0])
-
-
-def reading_forbidden(process: int, *arguments: int) -> int:
-    """Copy inside this process only."""
-    return errno.EPERM if process else node_kernels.fetch(process, *arguments)
-
-
-def forbidden(rank: int) -> str:
-    if rank == 1:
-        node_channel.fetch = reading_forbidden
-    node = exchange()
-    assert not node.direct
-    all_methods_of(node, rank, [5, 70_000])
-    return node.page.unreadable
-
-
-def test_where_reading_is_forbidden_ranks_copy_through_segments() -> None:
-    reasons = run_ranks(forbidden, 2)
-    assert (
-        reasons == ["local rank 1: reading the memory of local rank 0: Operation not permitted"] * 2
-    )
-
-
-def no_room(rank: int) -> None:
-    node = exchange(direct=False)
-    if rank == 1:
-
-        def full(descriptor: int, start: int, size: int) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        os.posix_fallocate = full
-    with pytest.raises(
-        (OSError, LocalPeerLost), match=r"cannot reserve \d+ bytes|local rank 1 .*has left"
-    ):
-        node.reduce_scatter(torch.ones(100)).wait()
-
-
-def test_no_room_for_a_segment() -> None:
-    run_ranks(no_room, 2)

@@ -20,12 +20,10 @@ from tests.launch import run_ranks
 from tests.shared_memory import shared_files
 
 
-def survive(
-    rank: int, store: str, direct: bool, polls: bool, publishes: bool, queue: SimpleQueue
-) -> None:
+def survive(rank: int, store: str, polls: bool, publishes: bool, queue: SimpleQueue) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
-    node = SharedMemoryNodeExchange(dist.group.WORLD, direct=direct, timeout_seconds=60)
+    node = SharedMemoryNodeExchange(dist.group.WORLD, timeout_seconds=60)
     node.gather_shards(torch.ones(300_000)).wait()
     if rank == 1:
         if publishes:
@@ -44,15 +42,15 @@ def survive(
 
 
 @pytest.mark.parametrize("publishes", [False, True])
-@pytest.mark.parametrize(("direct", "polls"), [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize("polls", [False, True])
 def test_a_killed_rank_is_named_and_leaves_nothing(
-    tmp_path: Path, direct: bool, polls: bool, publishes: bool
+    tmp_path: Path, polls: bool, publishes: bool
 ) -> None:
     """Whether it dies before the others can read what it sent, or before it sends."""
     before = shared_files()
     context = mp.get_context("fork")
     queue = context.SimpleQueue()
-    arguments = (str(tmp_path / "store"), direct, polls, publishes, queue)
+    arguments = (str(tmp_path / "store"), polls, publishes, queue)
     ranks = [
         context.Process(target=survive, args=(rank, *arguments), daemon=True) for rank in range(3)
     ]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import numba
-import numpy as np
 import pytest
 import torch
 
 from lightning_topt.basics.jit import compiled
-from lightning_topt.communication.selection import NonFiniteError, feedback_top_k, top_k
-from lightning_topt.communication.selection.vector_top_k import _feedback_torch, mstopk_indices
+from lightning_topt.communication.selection import (
+    NonFiniteError,
+    _feedback_torch,
+    feedback_top_k,
+    top_k,
+)
 
-EXACT = ["auto", "sampled", "torch"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DATA = {
     "normal": lambda n: torch.randn(n),
@@ -58,31 +60,26 @@ def test_exactly_the_k_largest_and_of_equal_ones_the_first(dtype, data):
         order = x.abs().sort(descending=True, stable=True).indices
         for k in sorted({0, 1, n // 1000, n // 10, n - 1, n}):
             expected = order[:k].sort().values
-            for method in EXACT:
-                values, indices = top_k(x, k, method=method)
-                assert indices.dtype == torch.int64 and values.dtype == dtype, (n, k, method)
-                assert torch.equal(indices, expected), (n, k, method)
-                assert torch.equal(values, x[indices]), (n, k, method)
+            values, indices = top_k(x, k)
+            assert indices.dtype == torch.int64 and values.dtype == dtype, (n, k)
+            assert torch.equal(indices, expected) and torch.equal(values, x[indices]), (n, k)
 
 
-@pytest.mark.parametrize("method", [*EXACT, "mstopk"])
-def test_any_shape_and_strides(method):
+def test_any_shape_and_strides():
     x = torch.randn(40, 50, 6)[::2, :, 1::2].transpose(0, 1)
-    values, indices = top_k(x, 30, method=method)
+    values, indices = top_k(x, 30)
     assert not x.is_contiguous() and torch.equal(values, x.flatten()[indices])
     assert values.abs().min() >= x.abs().flatten().sort().values[-31]
 
 
-@pytest.mark.parametrize("method", [*EXACT, "mstopk"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_values_that_are_not_finite_are_refused(method, bad):
-    whole = torch.randn(70_010)
+def test_values_that_are_not_finite_are_refused(bad):
     for where in (0, 17, 70_002, 70_009):
-        x = whole.clone()
+        x = torch.randn(70_010)
         x[where] = bad
-        for k in (1 if method == "mstopk" else 0, 5):
+        for k in (0, 5):
             with pytest.raises(NonFiniteError):
-                top_k(x, k, method=method)
+                top_k(x, k)
 
 
 def test_wrong_arguments():
@@ -90,8 +87,6 @@ def test_wrong_arguments():
     for k in (-1, 6):
         with pytest.raises(ValueError, match="between 0 and"):
             top_k(x, k)
-    with pytest.raises(ValueError, match="method"):
-        top_k(x, 1, method="best")
     with pytest.raises(ValueError, match="float32, bfloat16"):
         top_k(x.double(), 1)
     with pytest.raises(ValueError, match="residual"):
@@ -151,15 +146,6 @@ def test_a_sum_that_overflows_leaves_what_it_was_added_to(where):
     with pytest.raises(NonFiniteError):
         feedback_top_k(gradient, residual, 10)
     torch.testing.assert_close(residual, before, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize(("rounds", "recall"), [(10, 0.95), (30, 1.0)])
-def test_bisection_gives_exactly_k_and_nearly_the_largest(rounds, recall):
-    x = torch.randn(1_000_000)
-    found = mstopk_indices(x, 1000, rounds=rounds, start=0)
-    assert found.unique().numel() == 1000
-    shared = np.intersect1d(found.numpy(), slow_indices(x, 1000).numpy())
-    assert len(shared) >= recall * 1000
 
 
 def test_kernels_compile_where_no_cache_can_be_written(monkeypatch):

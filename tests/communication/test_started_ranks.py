@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from datetime import timedelta
 
@@ -10,9 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_topt.communication.started_ranks import (
-    give_step_port,
     leave_to_rank_0,
-    named_port,
     run_name,
     started_rank,
 )
@@ -44,54 +41,6 @@ def test_other_ranks_leave_with_success(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(SystemExit) as left:
         leave_to_rank_0()
     assert left.value.code == 0
-
-
-def test_later_steps_have_ports_of_their_own() -> None:
-    ports = set()
-    for job in (4711, 4712):
-        for step in range(1, 40):
-            variables = {**STEP, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
-            again = dict(variables)
-            give_step_port(variables)
-            give_step_port(again)
-            assert variables == again  # on all ranks
-            assert 25000 <= int(variables["MASTER_PORT"]) < 32000
-            ports.add(variables["MASTER_PORT"])
-    assert len(ports) == 2 * 39
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [
-        STEP,  # the first: Lightning's port, as users and their firewalls know it
-        {**STEP, "SLURM_STEP_ID": "1", "MASTER_PORT": "29500"},
-        {**STEP, "SLURM_STEP_ID": "1", **TORCHRUN},
-        {**STEP, "SLURM_STEP_ID": "4294967291"},  # the batch script
-        {"SLURM_JOB_ID": "4711"},
-        {},
-    ],
-)
-def test_other_ports_stay(variables: dict[str, str]) -> None:
-    given = dict(variables)
-    give_step_port(given)
-    assert given == variables
-
-
-def test_a_port_in_use_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket(socket.AF_INET6) as server:
-        server.bind(("", 0))
-        server.listen()
-        port = server.getsockname()[1]
-        monkeypatch.setenv("MASTER_PORT", str(port))
-        with (
-            pytest.raises(dist.DistNetworkError, match=f"port {port}.*give each step its own"),
-            named_port(),
-        ):
-            dist.TCPStore("localhost", port, 1, is_master=True)
-    other = dist.DistNetworkError("the other end is gone")
-    with pytest.raises(dist.DistNetworkError) as seen, named_port():
-        raise other
-    assert seen.value is other
 
 
 COMMAND = ["seed=1"]

@@ -17,7 +17,7 @@ from lightning_topt.communication import BF16, Dense, GradientMethod, TopK
 from lightning_topt.communication.exchange_method import exempt_names
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.topology import Topology
-from lightning_topt.communication.wire import LevelMessage, MessageFormat
+from lightning_topt.communication.wire import SparseMessage
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.exchange_model import (
     ExchangeModel,
@@ -42,7 +42,7 @@ WEIGHT, BIAS = 40 * 30, 30
 BASE = TopK(density=0.1)
 OPTIONS = [
     replace(BASE, hierarchical=False),
-    replace(BASE, hierarchical=True, value_dtype="bfloat16"),
+    replace(BASE, hierarchical=True, bits=8),
     replace(BASE, hierarchical=True, density=0.9),
     replace(BASE, hierarchical=False, error_feedback=False, exempt=()),
     Dense(hierarchical=True),
@@ -99,10 +99,8 @@ def world_ring(size: float, *, passes: int = 1) -> float:
     return passes * ring_pass([size] * 6, WORLD)
 
 
-def message_of(options: TopK, numel: int, k: int) -> MessageFormat | LevelMessage:
-    if options.bits is not None:
-        return LevelMessage(numel, k, options.bits)
-    return MessageFormat(numel, k, getattr(torch, options.value_dtype))
+def message_of(options: TopK, numel: int, k: int) -> SparseMessage:
+    return SparseMessage(numel, k, options.bits)
 
 
 def seconds_by_hand(options: GradientMethod) -> float:
@@ -183,7 +181,7 @@ def test_memory_of_an_exchange() -> None:
         return dict(explain(step, configs).phases)
 
     whole = phases(None)
-    form = MessageFormat(400, 40)
+    form = SparseMessage(400, 40)
     held, buffers = 4 * 400 + 8 * 40, 5 * form.nbytes
     difference = {
         name: size - whole[name] for name, size in phases(replace(BASE, hierarchical=False)).items()
@@ -222,8 +220,7 @@ def really_sent(rank: int, options: GradientMethod) -> tuple[int, int]:
     torch.manual_seed(0)
     module = Small()
     ddp = DistributedDataParallel(module, gradient_as_bucket_view=True)
-    exchange = CompressedExchange(options, topology=Topology(2, 1, rank))
-    exchange.register(ddp)
+    exchange = CompressedExchange(ddp, options, topology=Topology(2, 1, rank))
     for step in range(3):
         if step == 2:
             exchange.statistics()

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_topt.communication import GradientMethod, LocalMethod, OuterSteps, read_method
+from lightning_topt.communication.exchange_method import method_classes
 from lightning_topt.communication.hook import CompressedExchange
-from lightning_topt.communication.method_registry import method_classes
 from lightning_topt.communication.topology import Topology
 from tests.communication.buckets import SHAPES, gradients_of
 from tests.launch import run_ranks
@@ -124,9 +124,8 @@ def start(rank: int, name: str, device: torch.device) -> tuple[nn.Module, Compre
     method = read_method(name)
     assert isinstance(method, GradientMethod)
     exchange = CompressedExchange(
-        method, topology=Topology(2, 1, rank), device=device, timeout_seconds=30
+        module, method, topology=Topology(2, 1, rank), device=device, timeout_seconds=30
     )
-    exchange.take_over(module)
     return module, exchange
 
 
@@ -144,14 +143,16 @@ def step_on(rank: int, name: str, device: torch.device) -> dict[str, Tensor]:
     """Parameters after three outer steps, between which ranks go where their gradients say."""
     method = read_method({"method": name, "every": 2})
     assert isinstance(method, LocalMethod)
-    parameters = {key: torch.zeros(shape, device=device) for key, shape in SHAPES.items()}
-    outer = OuterSteps(parameters.items(), method, timeout_seconds=30)
+    parameters = nn.ParameterDict(
+        {key: torch.zeros(shape, device=device) for key, shape in SHAPES.items()}
+    )
+    outer = OuterSteps(parameters, method, timeout_seconds=30)
     for step in range(3 * method.every):
         for key, gradient in gradients_of(rank, step).items():
-            parameters[key] -= 0.1 * gradient.to(device)
+            parameters[key].data -= 0.1 * gradient.to(device)
         outer.after_step()
     outer.synchronize()
-    return {key: parameter.cpu() for key, parameter in parameters.items()}
+    return {key: parameter.detach().cpu() for key, parameter in parameters.items()}
 
 
 def in_full(device: str) -> torch.device:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_topt.communication import LocalSteps, QuantizedSteps, SparseLoCo, TopK
+from lightning_topt.communication import LocalSteps, SparseLoCo, TopK
 from lightning_topt.costs.communication import Group, estimate_collective_seconds
 from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh, hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig
@@ -121,7 +121,7 @@ def staged() -> ParallelPlan:
     return ParallelPlan(mesh, stages, schedule="1f1b", num_microbatches=2)
 
 
-@pytest.mark.parametrize("method", [DILOCO, SparseLoCo(every=5), QuantizedSteps()])
+@pytest.mark.parametrize("method", [DILOCO, SparseLoCo(every=5)])
 def test_files_hold_local_steps(method, tmp_path):
     plan = replace(uniform_plan(0, data_parallel_size=2), local_steps=method)
     assert plan.local_steps == replace(method, hierarchical=False)

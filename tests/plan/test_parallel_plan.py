@@ -125,7 +125,7 @@ stages:
   - {block: "", parameters: replicate, gradients: replicate, optimizer_state: replicate}
 """
 EXCHANGES = [
-    TopK(hierarchical=True, density=0.001, value_dtype="bfloat16", warmup_steps=10, dense_steps=3),
+    TopK(hierarchical=True, density=0.001, bits=4, dense_steps=3),
     TopK(error_feedback=False, exempt=()),
     Dense(hierarchical=True),
     BF16(),
@@ -155,7 +155,6 @@ def test_hand_written_gradient_exchange() -> None:
 @pytest.mark.parametrize(
     ("exchange", "stage", "says"),
     [
-        (TopK(selection="torch"), 0, "selection is not part of a plan"),
         (Dense(hierarchical=False), 0, "needs hierarchical"),
     ],
 )

@@ -41,24 +41,19 @@ EXCHANGE: dict[str, list[Any]] = {
     "density": [0, -0.1, 1.1, *NO_NUMBER[:-1]],
     "bits": [3, 16, True, "2", [2]],
     "hierarchical": NO_FLAG,
-    "selection": ["quick", None, 1],
-    "value_dtype": ["int8", None, 32],
     "error_feedback": [*NO_FLAG, None],
-    "warmup_steps": [n for n in NO_COUNT if n != 0 or n is False],
     "dense_steps": NO_COUNT,
     "exempt": ["norm", 3, None, [1], ["norm", None], {"norm"}],
 }
 SETTINGS: dict[str, list[Any]] = {
     "nonfinite": ["stop", 1],
     "timeout_seconds": [0, -1, *NO_NUMBER],
-    "debug": [*NO_FLAG, None],
 }
 METHOD = {"method": ["top", 3, None, ["topk"], {"method": 3}, {"method": ["topk"]}]}
 LOCAL: dict[str, list[Any]] = {
     "every": NO_COUNT,
     "outer_learning_rate": [0, -1, *NO_NUMBER],
     "outer_momentum": [-0.1, 1, *NO_NUMBER],
-    "value_dtype": ["int8", None, 32],
 }
 STEP: dict[str, list[Any]] = {
     "always": [*NO_FLAG, None],

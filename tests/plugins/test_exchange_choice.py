@@ -11,7 +11,7 @@ import torch
 
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.communication import BF16, FP16, Dense, TopK
-from lightning_topt.communication.method_registry import method_classes
+from lightning_topt.communication.exchange_method import method_classes
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.plan.parallel_plan import PlanError, uniform_plan
 from lightning_topt.plugins import plan_request
@@ -82,7 +82,6 @@ def profile_of_optimizer(make):
         ([], "empty list"),
         ({"method": "topk", "densty": 0.1}, "method 'topk' has no option 'densty'"),
         ("dense", "hierarchical"),
-        (TopK(selection="torch"), "selection is not part of a plan"),
     ],
 )
 def test_wrong_permissions_say_what_is_wrong(allow, says):

@@ -75,9 +75,6 @@ class Loses(LoggingGPT):
                 halt(int(victim.read_text()), self.number)
             dist.distributed_c10d._set_pg_timeout(SHORT)
 
-    def setup(self, stage: str) -> None:
-        self._reach("setup")
-
     def configure_optimizers(self) -> Any:
         self._reach("planning")
         return super().configure_optimizers()
@@ -160,22 +157,15 @@ CASES: dict[str, tuple[Any, str, int]] = {
     "pipeline": (pipeline, "training", STOP),
     "compressed": (compressed, "training", STOP),
     "compressed, validation": (compressed, "validation", KILL),
-    "pipeline, killed": (pipeline, "training", KILL),
     "pipeline, error": (pipeline, "training", RAISE),
     "pipeline, error in a block": (pipeline, "block", RAISE),
     "pipeline, validation": (pipeline, "validation", KILL),
     "ddp": (topt("ddp"), "training", KILL),
     "ddp, error": (topt("ddp"), "training", RAISE),
-    "zero1, error": (topt("zero1"), "validation", RAISE),
-    "zero3, error": (topt("zero3"), "training", RAISE),
-    "ddp, stopped in setup": (topt("ddp"), "setup", STOP),
-    "zero1": (topt("zero1"), "training", STOP),
-    "zero2, validation": (topt("zero2"), "validation", KILL),
     "zero3+recompute": (topt("zero3+recompute"), "training", STOP),
     "zero3, checkpoint": (topt("zero3"), "checkpoint", KILL),
     "search": (topt(None), "planning", KILL),
     "local steps": (local, "training", KILL),
-    "local steps, stopped": (local, "training", STOP),
     "shared step": (shared(), "training", KILL),
 }
 
@@ -339,11 +329,7 @@ def test_processes_that_lightning_started_name_the_killed_one(tmp_path: Path) ->
             deadline = time.monotonic() + 120
             while says not in (text := Path(out.name).read_text()) and time.monotonic() < deadline:
                 time.sleep(0.2)
-            assert (
-                f"seen by rank {survivor}" in text
-                and "has ended" in text
-                and "FINISHED" not in text
-            ), text[-3000:]
+            assert f"seen by rank {survivor}" in text and "FINISHED" not in text, text[-3000:]
             assert job.wait(timeout=60) == (1 if dead else -signal.SIGKILL)
     finally:
         for job, out, _, _ in jobs:

@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.exchange.paired_runs import keep_row
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.communication import Dense, GradientMethod, TopK
-from lightning_topt.communication.method_registry import read_gradient_method
+from lightning_topt.communication.exchange_method import read_gradient_method
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_config import OpConfig

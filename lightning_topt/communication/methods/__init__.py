@@ -1,5 +1,5 @@
-"""The ways for replicas to stay together: one module or folder each, with the method's class.
+"""The ways for replicas to stay together: a module for each kind.
 
-`method_registry` finds them here by itself. What several methods share is beside this folder. What
-a new one needs is listed in `exchange_method`.
+What several methods share is beside this folder. What a new one needs is listed in
+`exchange_method`.
 """

@@ -39,20 +39,21 @@ from lightning_topt.communication.bucket import (
     Bucket,
     BucketExchange,
     BucketLayout,
+    BucketResidual,
     ExchangeContext,
     NonFiniteGradient,
+    ResidualStore,
     Stages,
     is_finite,
     together,
 )
-from lightning_topt.communication.collectives import Waitable
+from lightning_topt.communication.collectives import State, Waitable
 from lightning_topt.communication.exchange_method import (
     ENCODE_CALLS,
     BucketGradients,
     Work,
 )
 from lightning_topt.communication.node.node_exchange import make_node_exchange, shard_bounds
-from lightning_topt.communication.residual import BucketResidual, FeedbackRule, ResidualStore, State
 from lightning_topt.communication.topology import Topology
 
 MOST_LOSS = 0.5
@@ -161,7 +162,7 @@ class LossyBuckets(BucketExchange):
             timeout_seconds=context.timeout_seconds,
             bits=method.bits,
         )
-        self.store = ResidualStore(FeedbackRule(method.error_feedback))
+        self.store = ResidualStore()
         # by bucket index: its layout, the transport's number of its first part, its parts
         self._parts: dict[int, tuple[BucketLayout, int, list[LossyPart]]] = {}
         self._next_number = self._last_index = self._counted_bytes = 0

@@ -1,23 +1,16 @@
 """Local steps: ranks train alone, and send how far they went once in many steps.
 
-Three methods for `local_sgd.OuterSteps`, which says what an outer step is. With delta = parameters
+Two methods for `local_sgd.OuterSteps`, which says what an outer step is. With delta = parameters
 that all agreed on - this rank's, after `every` local steps,
 
-    LocalSteps      DiLoCo, arXiv 2311.08105: mean = mean of delta, whole, by one all-reduce
+    LocalSteps   DiLoCo, arXiv 2311.08105: mean = mean of delta, all of it, by one all-reduce
 
-    SparseLoCo      arXiv 2508.15706, algorithm 1: the largest entries of every chunk, in few bits
-                        residual = residual_decay * residual + delta
-                        sent = the largest of each chunk;  residual = residual - sent
-                    The residual that fades takes the place of the outer momentum: what one step
-                    does not send pushes in the same direction later.
-
-    QuantizedSteps  everything in few bits, which does not grow with the number of ranks
-                        residual = residual + delta
-                        sent = residual in `bits`;  residual = residual - sent
-                    Rank r makes part r of the mean of what all ranks sent, in `bits`, and adds W
-                    times the error of that rounding to its residual. A sum of W numbers of b bits
-                    is no number of b bits, so parts are exchanged all to all, added, rounded again
-                    and gathered: 2 (W - 1) / W times the bytes of one message.
+    SparseLoCo   arXiv 2508.15706, algorithm 1: the largest entries of every chunk, in few bits
+                     residual = residual_decay * residual + delta
+                     sent = the largest of each chunk;  residual = residual - sent
+                 Equal numbers from each chunk: every layer is sent at every outer step, however
+                 small its gradient. The residual that fades takes the place of the outer momentum:
+                 what one step does not send pushes in the same direction later.
 """
 
 from __future__ import annotations
@@ -26,59 +19,39 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_topt.basics.argument_checks import check_choice, check_real, check_whole
+from lightning_topt.basics.argument_checks import check_real, check_whole
+from lightning_topt.communication import wire
 from lightning_topt.communication.collectives import ring_all_gather
 from lightning_topt.communication.exchange_method import (
     DECODE_BYTES_PER_ENTRY,
     DECODE_CALLS,
     ENCODE_CALLS,
     PACK_BYTES_PER_ENTRY,
-    VALUE_DTYPES,
     LocalMethod,
     Work,
 )
 from lightning_topt.communication.local_sgd import MeanOverRanks, OuterGradient, Wait
-from lightning_topt.communication.selection.chunk_top_k import (
-    Chunks,
-    take_chunk_top_k,
-    warm_up_chunks,
-)
-from lightning_topt.communication.wire import (
-    GROUP,
-    LevelFormat,
-    LevelMessage,
-    check_bits,
-    warm_up_levels,
-    warm_up_wire,
-)
+from lightning_topt.communication.selection_kernels import take_chunks
+from lightning_topt.communication.wire import SparseMessage, check_bits
 
 # Elements of a part: on a CPU 8 MB, in the last cache until what rounding took is put back;
 # elsewhere, what int32 counts.
 PART, DEVICE_PART = 1 << 21, 1 << 28
-BLOCK = 1 << 16  # elements of the outer gradient at a time, in the second-level cache
 
 # ---- DiLoCo
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSteps(LocalMethod):
-    """Ranks train alone, then take an outer step together, with all that they have done.
-
-    ``value_dtype``: of the values sent: "float32", "bfloat16" or "float16".
-    """
+    """Ranks train alone, then take an outer step together, with all that they have done."""
 
     name: ClassVar[str] = "local_steps"
-    value_dtype: str = "float32"
-
-    @override
-    def check(self) -> None:
-        super().check()
-        check_choice(self.value_dtype, name="value_dtype", allowed=VALUE_DTYPES)
 
     @property
     @override
@@ -89,31 +62,26 @@ class LocalSteps(LocalMethod):
     def make_mean(
         self, numel: int, *, device: torch.device, group: dist.ProcessGroup | None
     ) -> MeanOverRanks:
-        return DenseMean(value_dtype=getattr(torch, self.value_dtype), group=group)
+        return DenseMean(group=group)
 
     @override
     def mean_work(self, numel: int, ranks: int) -> Work:
-        # anchor - parameters (12 n), divided (8 n), rounded; the mean is added to each target
-        size, targets = getattr(torch, self.value_dtype).itemsize, 1 + bool(self.outer_momentum)
-        rounded = (4 + size) * numel if size < 4 else 0
+        # anchor - parameters (12 n), divided (8 n); the mean is added to each target
+        targets = 1 + bool(self.outer_momentum)
         return Work(
-            (20 + 12 * targets) * numel + rounded,
+            (20 + 12 * targets) * numel,
             ENCODE_CALLS,
-            (("world", "all_reduce", float(size * numel)),),
-            buffer_bytes=(4 + (size if size < 4 else 0)) * numel,
+            (("world", "all_reduce", 4.0 * numel),),
+            buffer_bytes=4 * numel,
         )
 
 
 class DenseMean(MeanOverRanks):
-    """One all-reduce in `value_dtype`; what rounding takes away is lost."""
-
-    def __init__(self, *, value_dtype: torch.dtype, group: dist.ProcessGroup | None) -> None:
-        super().__init__(group=group)
-        self.value_dtype = value_dtype
+    """One all-reduce."""
 
     def mean(self, gradient: OuterGradient, *, wait: Wait) -> Iterator[Tensor]:
         """Yield the mean of all of it."""
-        message = gradient.whole().div_(self.world_size).to(self.value_dtype)
+        message = gradient.whole().div_(self.world_size)
         self.count_ring(message.nbytes, passes=2)
         wait(dist.all_reduce(message, group=self.group, async_op=True))
         yield message
@@ -127,7 +95,7 @@ class SparseLoCo(LocalMethod):
     """Ranks train alone; an outer step adds the mean of the largest entries of how far they went.
 
     - ``density``: the share of each chunk's entries that is sent;
-    - ``bits``: of each value: 1, 2, 4 or 8 (`wire`); what rounding takes away stays in the
+    - ``bits``: of each value: 2, 4 or 8 (`wire`); what rounding takes away stays in the
       residual;
     - ``chunk``: elements, of parameters one after the other;
     - ``residual_decay``: what is left of the residual after an outer step.
@@ -176,7 +144,7 @@ class SparseLoCo(LocalMethod):
         # anchor - parameters, in the cache (8 n); the residual is read and written (8 n); the mean
         # of a part is zeroed, divided and added to each target, in the cache
         k = Chunks.of_density(numel, chunk=self.chunk, density=self.density).k
-        nbytes = LevelMessage(numel, k, self.bits).nbytes
+        nbytes = SparseMessage(numel, k, self.bits).nbytes
         targets = 1 + bool(self.outer_momentum)
         packed = PACK_BYTES_PER_ENTRY + DECODE_BYTES_PER_ENTRY * ranks
         return Work(
@@ -213,12 +181,11 @@ class ChunkMean(MeanOverRanks):
         self.size = max(1, most // chunks.chunk) * chunks.chunk
         sizes = [min(self.size, numel - start) for start in range(0, numel, self.size)]
         self.parts = [Chunks(size, chunks.chunk, chunks.per_chunk) for size in sizes]
-        self.forms = [LevelMessage(part.numel, part.k, method.bits) for part in self.parts]
+        self.forms = [SparseMessage(part.numel, part.k, method.bits) for part in self.parts]
         self.residual = torch.zeros(numel, device=device)
         if device.type == "cpu":
-            warm_up_chunks()
-            warm_up_levels(method.bits)
-            warm_up_wire()
+            wire.warm_up(method.bits)
+            Chunks(10, 4, 1).take(torch.zeros(10), torch.ones(10), decay=1.0)
 
     def mean(self, gradient: OuterGradient, *, wait: Wait) -> Iterator[Tensor]:
         """Yield the mean of what was selected, part after part."""
@@ -227,16 +194,16 @@ class ChunkMean(MeanOverRanks):
         blocks, residuals = gradient.blocks(self.size), torch.split(self.residual, self.size)
         parts = zip(blocks, residuals, self.parts, self.forms, strict=True)
         for block, residual, chunks, form in parts:
-            chosen = take_chunk_top_k(block, residual, chunks, decay=self.decay)
+            values, indices = chunks.take(residual, block, decay=self.decay)
             # (bytes,) of this rank, (ranks, bytes) of all
             message = torch.empty(form.nbytes, dtype=torch.uint8, device=residual.device)
-            form.pack(chosen.values, chosen.indices, out=message)
+            form.pack(values, indices, out=message)
             messages = message.new_empty((self.world_size, message.numel()))
             self.count_ring(messages.nbytes, passes=1)
             work = ring_all_gather(messages, message, group=self.group)
             gathers.append((form, messages, work))
             # while they are under way: what rounding took goes back
-            residual.index_add_(0, chosen.indices, chosen.values - form.values(message))
+            residual.index_add_(0, indices, values - form.values(message))
         for _, _, work in gathers:
             wait(work)
         # add up in the order of ranks
@@ -249,107 +216,74 @@ class ChunkMean(MeanOverRanks):
             yield part.div_(self.world_size)
 
 
-# ---- quantized steps
+@dataclass(frozen=True)
+class Chunks:
+    """Consecutive pieces of `chunk` elements of `numel`.
 
-
-@dataclass(frozen=True, kw_only=True)
-class QuantizedSteps(LocalMethod):
-    """Ranks train alone for a few steps; an outer step adds the mean of how far they went.
-
-    ``bits`` of each number on both ways: 1, 2, 4 or 8 (`wire`); what rounding takes away is sent
-    later.
+    Of each piece `per_chunk` entries are taken. A last piece that is shorter gives its share of
+    them, rounded up.
     """
 
-    name: ClassVar[str] = "quantized_steps"
-    every: int = 8
-    outer_learning_rate: float = 1.0
-    outer_momentum: float = 0.0
-    hierarchical: bool | None = None
-    bits: int = 4
+    numel: int
+    chunk: int
+    per_chunk: int
 
-    @override
-    def check(self) -> None:
-        super().check()
-        check_bits(self.bits)
+    @classmethod
+    def of_density(cls, numel: int, *, chunk: int, density: float) -> Chunks:
+        """Return chunks of which the share `density` is taken, at least one entry of each."""
+        chunk = max(1, min(chunk, numel))
+        return cls(numel, chunk, min(chunk, max(1, round(density * chunk))))
 
     @property
-    @override
-    def words(self) -> str:
-        return f"outer steps every {self.every} steps in {self.bits} bits"
+    def rest(self) -> int:
+        """Elements of a last, shorter chunk; 0 where there is none."""
+        return self.numel % self.chunk
 
-    @override
-    def make_mean(
-        self, numel: int, *, device: torch.device, group: dist.ProcessGroup | None
-    ) -> MeanOverRanks:
-        return QuantizedMean(numel, bits=self.bits, device=device, group=group)
+    @property
+    def of_rest(self) -> int:
+        """Entries taken of the last, shorter chunk."""
+        return -(-self.per_chunk * self.rest // self.chunk)
 
-    @override
-    def mean_work(self, numel: int, ranks: int) -> Work:
-        # added to the residual (16 n), encoded (4 n) and decoded there (12 n); the parts of all
-        # ranks are decoded and added up (12 n), their sums encoded (16 n / ranks), and decoded
-        size = -(-numel // (ranks * GROUP)) * GROUP
-        sent = float(ranks * LevelFormat(size, self.bits, GROUP).nbytes)
-        targets = 1 + bool(self.outer_momentum)
-        return Work(
-            (44 + 16 / ranks + 12 * targets) * numel,
-            2 * (ENCODE_CALLS + DECODE_CALLS * ranks),
-            (("world", "all_to_all", ranks * sent), ("world", "all_gather", sent)),
-            kept_bytes=4 * numel,
-            buffer_bytes=2 * sent + 8 * size,
+    @property
+    def k(self) -> int:
+        """Entries taken in all."""
+        return self.numel // self.chunk * self.per_chunk + self.of_rest
+
+    def take(self, residual: Tensor, added: Tensor, *, decay: float) -> tuple[Tensor, Tensor]:
+        """Do ``residual = decay * residual + added``, and take the largest of each chunk out.
+
+        Both are (numel,) float32. Returns values (k,) and indices (k,) int32, ascending.
+        """
+        if residual.device.type == "cpu":
+            values, indices = np.empty(self.k, np.float32), np.empty(self.k, np.int32)
+            kept = residual.numpy()
+            take_chunks(
+                kept, kept.view(np.int32), added.numpy(), np.float32(decay), self.chunk,
+                self.per_chunk, indices, values,
+            )  # fmt: skip
+            return torch.from_numpy(values), torch.from_numpy(indices)
+        return self.take_in_torch(residual, added, decay=decay)
+
+    def take_in_torch(
+        self, residual: Tensor, added: Tensor, *, decay: float
+    ) -> tuple[Tensor, Tensor]:
+        """Do what `take_chunks` does, on every device."""
+        residual.mul_(decay).add_(added)
+        full = self.numel - self.rest
+        # full chunks (chunks, chunk), then the rest (1, rest)
+        indices = torch.cat(
+            [
+                _largest(residual[:full].view(-1, self.chunk), self.per_chunk),
+                _largest(residual[full:].view(1, -1), self.of_rest) + full,
+            ]
         )
+        taken = residual[indices]
+        residual.index_fill_(0, indices, 0)
+        return taken, indices.int()
 
 
-class QuantizedMean(MeanOverRanks):
-    """The mean in few bits, by an all-to-all and an all-gather of equal parts.
-
-    The last part may be shorter, or empty.
-    """
-
-    residual: Tensor
-
-    def __init__(
-        self, numel: int, *, bits: int, device: torch.device, group: dist.ProcessGroup | None
-    ) -> None:
-        super().__init__(group=group)
-        # a part of full groups for each rank
-        self.size = -(-numel // (self.world_size * GROUP)) * GROUP
-        starts = [rank * self.size for rank in range(self.world_size)]
-        sizes = [min(max(numel - start, 0), self.size) for start in starts]
-        self.forms = tuple(LevelFormat(size, bits, GROUP) for size in sizes)
-        self.residual = torch.zeros(numel, device=device)
-        if device.type == "cpu":
-            warm_up_levels(bits)
-
-    def mean(self, gradient: OuterGradient, *, wait: Wait) -> Iterator[Tensor]:
-        """Yield the mean, added up in the order of ranks, part after part."""
-        # add the outer gradient to the residual, block by block in the cache
-        blocks = zip(gradient.blocks(BLOCK), torch.split(self.residual, BLOCK), strict=True)
-        for block, pending in blocks:
-            pending.add_(block)
-        # one message (bytes,) for the part of each rank; what it leaves out stays in the residual
-        shape = (self.world_size, self.forms[0].nbytes)
-        messages = self.residual.new_zeros(shape, dtype=torch.uint8)
-        parts = torch.split(self.residual, self.size)
-        for message, form, part in zip(messages, self.forms, parts, strict=False):
-            form.encode(part, out=message)
-            part.sub_(form.decode(message))
-        # every rank receives its part of all, adds them up, and gives the sum to all
-        received = torch.empty_like(messages)
-        self.count_ring(messages.nbytes, passes=2)
-        flat = received.view(-1), messages.view(-1)
-        wait(dist.all_to_all_single(*flat, group=self.group, async_op=True))
-        wait(ring_all_gather(messages, self._sum(received), group=self.group))
-        for message, form in zip(messages, self.forms, strict=True):
-            yield form.decode(message)
-
-    def _sum(self, received: Tensor) -> Tensor:
-        # The message of this rank's part of the mean; what rounding it takes away goes to the
-        # residual.
-        rank = dist.get_rank(self.group)
-        form, part = self.forms[rank], self.residual[rank * self.size : (rank + 1) * self.size]
-        total, message = torch.zeros_like(part), torch.zeros_like(received[0])
-        for one in received:
-            total.add_(form.decode(one))
-        form.encode(total.div_(self.world_size), out=message)
-        part.add_(total.sub_(form.decode(message)), alpha=self.world_size)
-        return message
+def _largest(rows: Tensor, k: int) -> Tensor:
+    # Flat indices (rows * k,), ascending, of the k largest magnitudes of each row
+    columns = rows.abs().topk(k, dim=1, sorted=False).indices.sort(dim=1).values
+    starts = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1) * rows.shape[1]
+    return (columns + starts).view(-1)

@@ -10,8 +10,7 @@ nodes (`HierarchicalExchange`), HiTopKComm, arXiv 2010.10458, section 3.2:
     5  all-gather in the node: of the received messages where they are smaller than the shards,
        else of the summed shards
 
-What it takes, with k entries and b bytes of a message (`wire.MessageFormat`, in few bits
-`wire.LevelMessage`):
+What it takes, with k entries and b bytes of a message (`wire.SparseMessage`):
 
                    bytes moved on the device                collectives                 function
     flat           (s + 8) n + pack(k) + s n + decode(W k)  all_gather(W b)             _flat
@@ -33,19 +32,22 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Self, override
 
-from lightning_topt.basics.argument_checks import check_choice, check_real, check_whole
+from lightning_topt.basics.argument_checks import check_real
+from lightning_topt.communication import selection, wire
 from lightning_topt.communication.bucket import (
     Bucket,
     BucketExchange,
+    BucketResidual,
     ExchangeContext,
     ExemptMean,
     NonFiniteGradient,
+    ResidualStore,
     Stages,
     finite_flag,
     is_finite,
     together,
 )
-from lightning_topt.communication.collectives import Waitable, ring_all_gather
+from lightning_topt.communication.collectives import State, Waitable, ring_all_gather
 from lightning_topt.communication.exchange_method import (
     COMPILED_BYTES,
     DECODE_BYTES_PER_ENTRY,
@@ -53,35 +55,22 @@ from lightning_topt.communication.exchange_method import (
     ENCODE_CALLS,
     EXEMPT_PASSES,
     PACK_BYTES_PER_ENTRY,
-    VALUE_DTYPES,
     BucketGradients,
     ByNodes,
     FeedbackMethod,
     Work,
 )
 from lightning_topt.communication.node.node_exchange import make_node_exchange, shard_bounds
-from lightning_topt.communication.residual import BucketResidual, FeedbackRule, ResidualStore, State
-from lightning_topt.communication.selection import NonFiniteError, warm_up
+from lightning_topt.communication.selection import NonFiniteError, feedback_top_k, top_k
 from lightning_topt.communication.topology import Topology
-from lightning_topt.communication.wire import (
-    LevelMessage,
-    MessageFormat,
-    check_bits,
-    message_of_share,
-    warm_up_levels,
-    warm_up_wire,
-)
+from lightning_topt.communication.wire import SparseMessage, check_bits
 
-Form = MessageFormat | LevelMessage
 Steps = Generator[Waitable, None, None]
 
-SELECTIONS = ("auto", "mstopk", "sampled", "torch")
 # of all who send; less ends worse under AdamW (benchmarks/results/adam_compression.md)
 DENSITY_TOGETHER = 0.16
 # of a training; those of 6000 end 2 % worse with so much (the same benchmark)
 STEPS_UNDER_ADAM = 12000
-# where a warm-up starts; Deep Gradient Compression (arXiv 1712.01887), section 3.3
-WARMUP_DENSITY = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,20 +81,14 @@ class TopK(ByNodes, FeedbackMethod):
 
     - ``density``: the fraction of a bucket's entries that each node (by itself, each rank) sends,
       in (0, 1]; None: 0.16 divided by their number, as many as training with AdamW needs;
-    - ``selection``: the method of `top_k`; "auto" is the one fused with error feedback;
-    - ``value_dtype``: of the values sent; what rounding takes away stays in the residual;
-    - ``bits``: of the values sent, by levels: 1, 2, 4 or 8 (`wire`); None: as `value_dtype`;
-    - ``warmup_steps``: the density falls geometrically from 0.25 to `density` over so many steps.
+    - ``bits``: of the values sent, by levels: 2, 4 or 8 (`wire`); None: float32. What rounding
+      takes away stays in the residual.
     """
 
     name: ClassVar[str] = "topk"
     process_bytes: ClassVar[int] = COMPILED_BYTES
-    not_in_plans: ClassVar[tuple[str, ...]] = ("selection",)
     density: float | None = 0.01
-    selection: str = "auto"
-    value_dtype: str = "float32"
     bits: int | None = None
-    warmup_steps: int = 0
 
     @override
     def check(self) -> None:
@@ -114,31 +97,18 @@ class TopK(ByNodes, FeedbackMethod):
             raise ValueError(
                 f"density is the fraction sent, above 0 and at most 1; got {self.density}"
             )
-        check_choice(self.selection, name="selection", allowed=SELECTIONS)
-        check_choice(self.value_dtype, name="value_dtype", allowed=VALUE_DTYPES)
         if self.bits is not None:
             check_bits(self.bits)
-            if self.value_dtype != "float32":
-                raise ValueError(
-                    f"values are sent in bits={self.bits} or as {self.value_dtype}: give one of "
-                    "the two"
-                )
-        check_whole(self.warmup_steps, name="warmup_steps", least=0)
 
     @override
     def density_at(self, step: int) -> float:
-        """Return the density of step `step` (from 0): 1 if dense, the warm-up, `density`.
+        """Return the density of step `step` (from 0): 1 if dense, else `density`.
 
         Raises ValueError where the density depends on who sends (`on`).
         """
-        if self.is_dense_step(step):
-            return 1.0
         if self.density is None:
             raise ValueError("this density depends on the number of ranks: ask TopK.on(topology)")
-        # geometrically from the warm-up's density
-        start = max(WARMUP_DENSITY, self.density)
-        done = min(1.0, (step - self.dense_steps) / self.warmup_steps) if self.warmup_steps else 1.0
-        return float(self.density * (start / self.density) ** (1 - done))
+        return 1.0 if step < self.dense_steps else self.density
 
     @override
     def on(self, topology: Topology) -> Self:
@@ -172,8 +142,7 @@ class TopK(ByNodes, FeedbackMethod):
             if self.density is None
             else f"{100 * self.density:g} %"
         )
-        values = f" in {self.value_dtype}" if self.value_dtype != "float32" else ""
-        values = values if self.bits is None else f" in {self.bits} bits"
+        values = "" if self.bits is None else f" in {self.bits} bits"
         nodes = " between nodes" if self.hierarchical else ""
         return f"top-k {share}{values}{nodes}{self.feedback_words}"
 
@@ -199,49 +168,58 @@ class FeedbackExchange(BucketExchange):
 
     def __init__(self, options: TopK, context: ExchangeContext) -> None:
         super().__init__(context)
-        self.options = options
-        self.store = ResidualStore(FeedbackRule(options.error_feedback, options.selection))
-        self.value_dtype: torch.dtype = getattr(torch, options.value_dtype)
+        self.options, self.store = options, ResidualStore()
+        assert options.density is not None
+        self.density = options.density
 
-    def message_format(self, bucket: Bucket, *, start: int, stop: int) -> Form:
-        """Return the message for elements `start` to `stop`.
-
-        It has the share `density` of those that are not exempt, at least one.
-        """
-        return message_of_share(
+    def message(self, bucket: Bucket, *, start: int, stop: int) -> SparseMessage:
+        """Return the form of the message for elements `start` to `stop`."""
+        return SparseMessage.of_share(
             stop - start,
             compressible=bucket.layout.compressible(start, stop),
-            density=self.options.density_at(bucket.step),
-            value_dtype=self.value_dtype,
+            density=self.density,
             bits=self.options.bits,
         )
 
     def select_into(
-        self, message: Tensor, gradient: Tensor, *, entry: BucketResidual, form: Form, scale: float
+        self,
+        message: Tensor,
+        gradient: Tensor,
+        *,
+        entry: BucketResidual,
+        form: SparseMessage,
+        scale: float,
     ) -> None:
-        """Select from ``scale * gradient`` and the residual, and write the message.
+        """Add ``scale * gradient`` to the residual, and move the largest entries to `message`.
 
-        Where the sum is not finite, the message says so.
+        `gradient` is (n,), `message` (bytes,). Where the sum is not finite, the message says so.
         """
         if not form.k:
             form.pack(gradient[:0], gradient[:0].long(), out=message)
             return
         try:
-            chosen = entry.select(gradient, form.k, scale=scale)
+            if self.options.error_feedback:
+                residual = entry.allocated(gradient)
+                entry.sent = feedback_top_k(gradient, residual, form.k, scale=scale)
+                values, indices = entry.sent
+            else:
+                values, indices = top_k(gradient, form.k)
+                values = values.float() * scale
         except NonFiniteError:
             form.pack_nonfinite(out=message)
-        else:
-            form.pack(chosen.values, chosen.indices, out=message)
-            if self.value_dtype != torch.float32 or self.options.bits is not None:
-                entry.keep_rounding(form.values(message))
+            return
+        form.pack(values, indices, out=message)
+        # what rounding takes away stays in the residual
+        if self.options.bits is not None and self.options.error_feedback:
+            arrived = form.values(message)
+            residual.index_add_(0, indices, values - arrived)
+            entry.sent = arrived, indices
 
     def warm_up(self) -> None:
-        """Compile the selection."""
+        """Compile the selection and the message."""
         if self.device.type == "cpu":
-            warm_up()
-            warm_up_wire()
-            if self.options.bits is not None:
-                warm_up_levels(self.options.bits)
+            selection.warm_up()
+            wire.warm_up(self.options.bits)
 
     def put_back(self) -> None:
         """Put back into the residual what the last step sent."""
@@ -283,20 +261,18 @@ class SparseExchange(FeedbackExchange):
         # exempt parameters go their own way; the rest whole, or its largest entries
         entry = self.store.open(bucket, start=0, stop=bucket.buffer.numel())
         exempt = self.start_exempt(bucket)
-        if self.options.is_dense_step(bucket.step):
+        if bucket.step < self.options.dense_steps:
             return (yield from self._send_all(bucket, entry, exempt))
-        form = self.message_format(bucket, start=0, stop=bucket.buffer.numel())
+        form = self.message(bucket, start=0, stop=bucket.buffer.numel())
         message = torch.empty(form.nbytes, dtype=torch.uint8, device=bucket.buffer.device)
         self.select_into(
             message, bucket.buffer, entry=entry, form=form, scale=1 / bucket.loss_scale
         )
-        rows = torch.empty(
-            (self.topology.world_size, form.nbytes), dtype=torch.uint8, device=message.device
-        )
+        rows = torch.empty((self.world_size, form.nbytes), dtype=torch.uint8, device=message.device)
         self.count_ring(rows.nbytes, passes=1)
         work = ring_all_gather(rows, message, group=self.groups.world[0])
         # zeroed while messages are under way
-        total = ScatterMean(bucket.buffer, scale=bucket.loss_scale / self.topology.world_size)
+        total = ScatterMean(bucket.buffer, scale=bucket.loss_scale / self.world_size)
         yield together(work, exempt)
         # decode in rank order
         if rows[:, 0].any():
@@ -313,7 +289,7 @@ class SparseExchange(FeedbackExchange):
         own_finite = is_finite(bucket.buffer)
         if own_finite:  # otherwise the sum is not finite, which all ranks see
             bucket.buffer.copy_(entry.everything(bucket.buffer, scale=1 / bucket.loss_scale))
-            bucket.buffer.mul_(bucket.loss_scale / self.topology.world_size)
+            bucket.buffer.mul_(bucket.loss_scale / self.world_size)
         self.count_ring(bucket.buffer.nbytes, passes=2)
         yield together(
             dist.all_reduce(bucket.buffer, group=self.groups.world[0], async_op=True), exempt
@@ -346,7 +322,7 @@ class HierarchicalExchange(FeedbackExchange):
         pending = self.node.reduce_scatter(bucket.buffer)
         yield together(pending, exempt)
         shard, scale = pending.result(), 1 / (bucket.loss_scale * topology.ranks_per_node)
-        if self.options.is_dense_step(bucket.step):
+        if bucket.step < self.options.dense_steps:
             return (yield from self._send_all(bucket, entry, exempt, shard, scale))
         # stage 1: select from the shard, gather between nodes
         forms = self.forms(bucket)
@@ -366,7 +342,7 @@ class HierarchicalExchange(FeedbackExchange):
             exempt.finish()
         return bucket.buffer
 
-    def _share_messages(self, bucket: Bucket, rows: Tensor, forms: list[Form]) -> Steps:
+    def _share_messages(self, bucket: Bucket, rows: Tensor, forms: list[SparseMessage]) -> Steps:
         """Do step 5, sparse: decode the messages (nodes, bytes) of all local ranks.
 
         Every rank does so in node order.
@@ -382,7 +358,9 @@ class HierarchicalExchange(FeedbackExchange):
                 total.add(message, form=form, start=start, known_finite=True)
         total.write()
 
-    def _share_sums(self, bucket: Bucket, entry: BucketResidual, rows: Tensor, form: Form) -> Steps:
+    def _share_sums(
+        self, bucket: Bucket, entry: BucketResidual, rows: Tensor, form: SparseMessage
+    ) -> Steps:
         """Do step 5, dense: decode the messages (nodes, bytes) of the own shard, and share the sum.
 
         It is NaN where one of them is not finite.
@@ -429,12 +407,9 @@ class HierarchicalExchange(FeedbackExchange):
         """Return the shards of the bucket."""
         return shard_bounds(bucket.buffer.numel(), local_size=self.topology.ranks_per_node)
 
-    def forms(self, bucket: Bucket) -> list[Form]:
+    def forms(self, bucket: Bucket) -> list[SparseMessage]:
         """Return the message of every local rank."""
-        return [
-            self.message_format(bucket, start=start, stop=stop)
-            for start, stop in self.bounds(bucket)
-        ]
+        return [self.message(bucket, start=start, stop=stop) for start, stop in self.bounds(bucket)]
 
     def whole(self, entry: BucketResidual, flat: Tensor) -> Tensor:
         """Gather the full residual from the ranks of the node; nothing else is in flight."""
@@ -465,7 +440,7 @@ class ScatterMean:
         self.total.zero_()
 
     def add(
-        self, message: Tensor, *, form: Form, start: int = 0, known_finite: bool = False
+        self, message: Tensor, *, form: SparseMessage, start: int = 0, known_finite: bool = False
     ) -> None:
         """Add one message about the elements from `start`."""
         _, values, indices = form.unpack(message, known_finite=known_finite)
@@ -523,14 +498,13 @@ def _by_nodes(gradients: BucketGradients, options: TopK, topology: Topology) -> 
     )
 
 
-def _message(numel: float, compressible: float, options: TopK) -> Form:
+def _message(numel: float, compressible: float, options: TopK) -> SparseMessage:
     # The message about the share `density` of `compressible` elements
     assert options.density is not None
-    return message_of_share(
+    return SparseMessage.of_share(
         max(1, round(numel)),
         compressible=compressible,
         density=options.density,
-        value_dtype=getattr(torch, options.value_dtype),
         bits=options.bits,
     )
 

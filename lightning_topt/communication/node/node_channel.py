@@ -22,15 +22,14 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_topt.communication.collectives import PendingResult
+from lightning_topt.communication.collectives import PendingResult, values_of_group
 from lightning_topt.communication.node.node_kernels import (
     FUTEX_CALL,
     Array,
@@ -41,17 +40,13 @@ from lightning_topt.communication.node.node_kernels import (
 )
 from lightning_topt.communication.rank_watch import BOOT, process_start
 
-T = TypeVar("T")
 Reader = Callable[[Array, Array], tuple[int, int]]  # (processes, addresses) -> (rank, error number)
 
 # Words of a channel on the page: two counters, each in a cache line of its own, then records of
 # what is in flight.
 PUBLISHED, FINISHED, RECORDS = 0, 8, 16
-# a record: address, size, descriptor and capacity of a segment
-RECORD_WORDS, MOST_IN_FLIGHT = 4, 16
-SEGMENTS = 2  # where ranks copy into segments: one is written while another is read
+RECORD_WORDS, MOST_IN_FLIGHT = 2, 16  # a record: address and size
 CHANNEL_WORDS = RECORDS + RECORD_WORDS * MOST_IN_FLIGHT
-SEGMENT_ROUNDING = 1 << 20  # bytes
 
 # read at a time from each rank: large enough for the system call, small enough for the cache
 BLOCK_BYTES = 1 << 17
@@ -127,15 +122,11 @@ class Operation(PendingResult[Tensor]):
 class NodeChannel:
     """Operations of one kind: numbered alike on all ranks, completed in order.
 
-    With `direct` the others read what is sent where it is; else it is copied into shared segments.
+    The others read what is sent where it is.
     """
 
-    def __init__(self, page: NodePage, *, base: int, direct: bool) -> None:
+    def __init__(self, page: NodePage, *, base: int) -> None:
         self.page, self.base = page, base
-        self.segments = [] if direct else [SharedSegment() for _ in range(SEGMENTS)]
-        self.in_flight = MOST_IN_FLIGHT if direct else SEGMENTS
-        # (rank, slot): descriptor and memory of another rank's segment
-        self.mapped: dict[tuple[int, int], tuple[int, Array]] = {}
         self.pending: deque[Operation] = deque()
         self.submitted = self.published = self.completed = 0
         self.error: Exception | None = None
@@ -158,12 +149,6 @@ class NodeChannel:
                 return self.error is not None
         return True
 
-    def close(self) -> None:
-        """Give memory back."""
-        for segment in self.segments:
-            segment.close()
-        self.mapped.clear()
-
     def _guard(self, act: Callable[[], bool]) -> bool:
         # Do `act`; keep its error, and let no other rank wait for this one
         if self.error is not None:
@@ -178,20 +163,13 @@ class NodeChannel:
             return False
 
     def _record(self, number: int) -> int:
-        return self.base + RECORDS + RECORD_WORDS * (number % self.in_flight)
+        return self.base + RECORDS + RECORD_WORDS * (number % MOST_IN_FLIGHT)
 
     def _publish(self) -> bool:
         # Publish what was submitted, as far as there are free records
-        while self.published < self.submitted and self.published - self.completed < self.in_flight:
-            sent = self.pending[self.published - self.completed].sent
-            size, number = sent.numel() * sent.element_size(), self.published + 1
-            address, descriptor, capacity = sent.data_ptr(), -1, 0
-            if self.segments:
-                segment = self.segments[number % self.in_flight]
-                segment.hold(size)
-                fetch(0, int(segment.memory.ctypes.data), address, size, self.page.vector_address)
-                address, descriptor, capacity = 0, segment.descriptor, segment.memory.size
-            self.page.write(self._record(number), [address, size, descriptor, capacity])
+        while self.published < self.submitted and self.published - self.completed < MOST_IN_FLIGHT:
+            sent, number = self.pending[self.published - self.completed].sent, self.published + 1
+            self.page.write(self._record(number), [sent.data_ptr(), sent.nbytes])
             self.published = number
             self.page.set(self.base + PUBLISHED, number)
         return True
@@ -230,75 +208,31 @@ class NodeChannel:
 
     def _read(self, operation: Operation, number: int) -> None:
         # Read what the others published for operation `number`
-        # (ranks,): addresses, and whose; process 0 is this one, which has the others' segments
-        # mapped
+        # (ranks,): addresses, and whose
         sources = np.zeros(self.page.size, dtype=np.int64)
-        processes = np.zeros(self.page.size, dtype=np.int64)
+        processes = np.array([other.process for other in self.page.ranks], dtype=np.int64)
         for rank, expected in enumerate(operation.expected):
-            address, size, descriptor, capacity = self.page.read(
-                rank, self._record(number), RECORD_WORDS
-            )
+            sources[rank], size = self.page.read(rank, self._record(number), RECORD_WORDS)
             if size != expected:
                 raise RuntimeError(
                     f"local rank {rank} sends {size} bytes where local rank {self.page.rank} "
                     f"expects {expected}: all ranks of a node must exchange the same buckets in "
                     "the same order"
                 )
-            if rank == self.page.rank:
-                continue
-            if descriptor < 0:
-                sources[rank], processes[rank] = address, self.page.ranks[rank].process
-            else:
-                sources[rank] = self._map(rank, number % self.in_flight, descriptor, capacity)
         failed, error = operation.read(processes, sources)
         if error:
             self.page.check(failed, self.base + FINISHED, number)
             raise OSError(error, f"reading the memory of local rank {failed}: {os.strerror(error)}")
 
-    def _map(self, rank: int, slot: int, descriptor: int, capacity: int) -> int:
-        # The address of another rank's segment; map it where it is a new one
-        known, memory = self.mapped.get((rank, slot), (-1, np.empty(0, dtype=np.uint8)))
-        if known != descriptor or memory.size != capacity:
-            try:
-                memory = map_of(self.page.ranks[rank].process, descriptor, size=capacity)
-            except OSError:
-                self.page.check(rank, self.base + FINISHED, self.completed + 1)
-                raise
-            self.mapped[rank, slot] = (descriptor, memory)
-        return int(memory.ctypes.data)
-
-
-@dataclass
-class SharedSegment:
-    """Shared memory of this rank that grows; the others map it by its `descriptor`."""
-
-    memory: Array = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
-    descriptor: int = -1
-
-    def hold(self, size: int) -> None:
-        """Make room for `size` bytes; what was in it is gone. Raises OSError."""
-        if self.descriptor >= 0 and size <= self.memory.size:
-            return
-        capacity = SEGMENT_ROUNDING * max(1, -(-size // SEGMENT_ROUNDING))
-        self.close()
-        self.descriptor = reserve(capacity)
-        self.memory = map_shared(self.descriptor, size=capacity)
-
-    def close(self) -> None:
-        """Give the memory back, once nobody maps it."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-        self.memory, self.descriptor = np.empty(0, dtype=np.uint8), -1
-
 
 class NodePage:
     """The shared page: `words` int64 for each rank, written by that rank only, zero at first.
 
-    Making one is a collective call on `group`, whose ranks must be the node's. `unreadable` says
-    why ranks may not read each other's memory; it is empty where they may.
+    Making one is a collective call on `group`, whose ranks must be the node's.
 
     Raises:
-        NodeMemoryUnavailable: on all ranks, where they cannot share a page.
+        NodeMemoryUnavailable: on all ranks, where they cannot share a page, or may not read each
+            other's memory.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, words: int, timeout_seconds: float) -> None:
@@ -311,19 +245,15 @@ class NodePage:
         self.probe = np.frombuffer(secrets.token_bytes(16), dtype=np.int64).copy()
         # Everyone says where it is, maps rank 0's page, and tries to read the others' memory.
         introduction = self._introduce()
-        self.ranks = _everyone(introduction, group)
-        problem = self._open()
-        outcomes = _everyone((problem, problem or self._read_probes()), group)
+        self.ranks = values_of_group(introduction, group)
+        problems = values_of_group(self._open() or self._read_probes(), group)
         if introduction.descriptor >= 0:
             os.close(introduction.descriptor)
-        for rank, (problem, _) in enumerate(outcomes):
+        for rank, problem in enumerate(problems):
             if problem:
                 raise NodeMemoryUnavailable(
                     f"local rank {rank} shares no memory with the others: {problem}"
                 )
-        self.unreadable = next(
-            (f"local rank {rank}: {why}" for rank, (_, why) in enumerate(outcomes) if why), ""
-        )
 
     def _introduce(self) -> Introduction:
         # What the others must know of this rank; rank 0 reserves the page
@@ -443,13 +373,6 @@ class NodePage:
         """Leave: nobody waits for this rank any more; record which rank it missed."""
         if not self.get(self.rank, self.left_word):
             self.set(self.left_word, LEFT if because_of is None else BLAMES + because_of)
-
-
-def _everyone(value: T, group: dist.ProcessGroup) -> list[T]:
-    # Every rank's `value`, in rank order
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 @dataclass(frozen=True)

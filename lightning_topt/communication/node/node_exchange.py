@@ -8,8 +8,7 @@ local rank i, and sizes differ by at most one element (`shard_bounds`); nothing 
 - `SharedMemoryNodeExchange`: CPU ranks read straight from each other's memory (`process_vm_readv`,
   as MPI libraries do), without sockets. A reduce-scatter reads (ranks - 1) / ranks of a bucket in
   blocks that stay in the cache and adds them up there; an all-gather is one copy per message. Where
-  the kernel forbids reading (`ptrace` rights), ranks copy what they send into shared segments
-  first.
+  the kernel forbids reading (`ptrace` rights), collectives do it.
 """
 
 from __future__ import annotations
@@ -213,17 +212,14 @@ class SharedMemoryNodeExchange(NodeExchange):
     Args:
         group: the ranks of the node.
         timeout_seconds: how long `wait` waits for a rank that is alive.
-        direct: read the others' memory where that is allowed; False: always copy through segments.
 
     Raises:
-        NodeMemoryUnavailable: on all ranks, where they are on several machines or in containers
-            that do not see each other.
+        NodeMemoryUnavailable: on all ranks, where they are on several machines, in containers that
+            do not see each other, or may not read each other's memory.
         ValueError: for a node of one rank.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, *, timeout_seconds: float, direct: bool = True
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, timeout_seconds: float) -> None:
         super().__init__(local_rank=dist.get_rank(group), local_size=dist.get_world_size(group))
         if self.local_size < 2:
             raise ValueError(
@@ -231,13 +227,9 @@ class SharedMemoryNodeExchange(NodeExchange):
                 "does nothing then"
             )
         self.page = NodePage(group, words=3 * CHANNEL_WORDS, timeout_seconds=timeout_seconds)
-        if direct and self.page.unreadable:
-            log.warning("ranks of this node copy through shared segments: %s", self.page.unreadable)
-        self.direct = direct and not self.page.unreadable
         # one channel per method: each keeps its own sequence
         self.scatters, self.shards, self.messages = (
-            NodeChannel(self.page, base=index * CHANNEL_WORDS, direct=self.direct)
-            for index in range(3)
+            NodeChannel(self.page, base=index * CHANNEL_WORDS) for index in range(3)
         )
         self.sums, self.rows = Buffers(), Buffers()
         # (ranks, bytes): blocks of the others' memory
@@ -325,8 +317,6 @@ class SharedMemoryNodeExchange(NodeExchange):
     def close(self) -> None:
         """Leave: other ranks' waits for this one end with an error. May be called twice."""
         self.page.leave()
-        for channel in (self.scatters, self.shards, self.messages):
-            channel.close()
 
 
 def _checked(flat: Tensor) -> Tensor:

@@ -30,7 +30,6 @@ YIELDS = 60  # some 30 us on an idle core; where ranks share cores, each one let
 
 _long, _int = types.int64, types.int32
 _read_process = ExternalFunction("process_vm_readv", _long(_int, _long, _long, _long, _long, _long))
-_copy = ExternalFunction("memcpy", _long(_long, _long, _long))
 _errno_location = ExternalFunction("__errno_location", _long())
 _yield = ExternalFunction("sched_yield", _int())
 _syscall = ExternalFunction("syscall", _long(_long, _long, _long, _long, _long, _long, _long))
@@ -100,13 +99,10 @@ def widen(typing: Any, value: Any) -> Any:
 
 @compiled
 def fetch(process: int, target: int, source: int, size: int, vector: int) -> int:
-    """Copy `size` bytes of `process` at `source` to `target`; process 0 is this one.
+    """Copy `size` bytes of `process` at `source` to `target`.
 
     `vector` is the address of four int64 to work with. Returns 0 or an error number.
     """
-    if process == 0:
-        _copy(target, source, size)
-        return 0
     while size > 0:
         part = min(size, MOST_AT_ONCE)
         store_release(vector, target)

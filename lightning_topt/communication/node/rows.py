@@ -61,13 +61,8 @@ class NodeRows:
 
     def __init__(self, group: dist.ProcessGroup, *, timeout_seconds: float) -> None:
         self.page = NodePage(group, words=CHANNEL_WORDS, timeout_seconds=timeout_seconds)
-        if self.page.unreadable:
-            self.page.leave()
-            raise NodeMemoryUnavailable(
-                f"ranks may not read each other's memory: {self.page.unreadable}"
-            )
         self.rank, self.size = self.page.rank, self.page.size
-        self.tables = NodeChannel(self.page, base=0, direct=True)
+        self.tables = NodeChannel(self.page, base=0)
 
     def gather_rows(self, parts: Mapping[int, Sequence[Tensor]]) -> Operation:
         """Give ``parts[r]``, contiguous CPU tensors, the values that they have on rank r.
@@ -105,4 +100,3 @@ class NodeRows:
     def close(self) -> None:
         """Leave: other ranks' waits for this one end with an error. May be called twice."""
         self.page.leave()
-        self.tables.close()

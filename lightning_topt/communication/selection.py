@@ -1,29 +1,17 @@
-"""Top-k by magnitude of a whole vector: one interface, and the fastest exact way for each device.
+"""Top-k by magnitude of a vector: one interface, and the fastest exact way for each device.
 
 `top_k` selects; `feedback_top_k` is one step of error feedback, which accumulates, selects and
-takes out. All exact ways are one pass over memory and a little: a sample gives a bound that is
-almost surely a little below the k-th largest magnitude, one pass keeps what reaches it, and the k
-largest of the survivors are the answer.
+takes out. Both are one pass over memory and a little: a sample gives a bound that is almost surely
+a little below the k-th largest magnitude (MSTopK, arXiv 2010.10458, bisects for it), one pass keeps
+what reaches it, and the k largest of the survivors are the answer.
 
-- In plain torch, on every device: fewer than k survivors, and the bound falls until there are
-  enough. On a CPU the pass works in chunks that stay in the cache: temporaries of the size of the
-  data would cost ten times the pass.
-- On a CPU around its compiled `kernels`. Where the sample misled: fewer survivors than k (large
-  values lie in clusters, which the sample met too often) are one more pass with the bound corrected
-  by what the first found; more than there is room for, one more for what lies strictly above the
-  bound (many values equal it then, such as zeros, and the first ones are known from the pass
-  before); where even that fails, histograms of all the data, four more passes.
-- On CUDA around its kernel (`triton_kernels`). The threshold stays on the device; where the sample
-  misled, `torch.topk`.
-
-`mstopk_indices` is MSTopK (arXiv 2010.10458, algorithm 1 as in the authors' code): bisection of a
-threshold by counting, approximate. It is kept for comparison: it reads the data about N + 2 times.
-
-    symbol      paper                                             here
-    d, k        elements, elements wanted                         magnitudes.numel(), k
-    N           number of bisections                              rounds
-    thres1, k1  least threshold that at most k elements reach     enough
-    thres2, k2  greatest threshold that more than k reach         too_low
+- On a CPU around its compiled `selection_kernels`. Where the sample misled: fewer survivors than k
+  (large values lie in clusters, which the sample met too often) are one more pass with the bound
+  corrected by what the first found; more than there is room for, one more for what lies strictly
+  above the bound (many values equal it then, such as zeros, and the first ones are known from the
+  pass before); where even that fails, histograms of all the data, four more passes.
+- On CUDA around its kernel (`selection_triton`). The threshold stays on the device; where the
+  sample misled, `torch.topk`, as on a device without Triton.
 """
 
 from __future__ import annotations
@@ -38,9 +26,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_topt.communication.selection import triton_kernels
-from lightning_topt.communication.selection.kernels import (
+from lightning_topt.communication import selection_triton
+from lightning_topt.communication.selection_kernels import (
     BLOCK,
+    GROUP,
+    INFINITY_BITS,
+    MAGNITUDE_MASK,
     collect,
     collect_sum,
     exact_threshold,
@@ -48,19 +39,16 @@ from lightning_topt.communication.selection.kernels import (
     take,
     zero_at,
 )
-from lightning_topt.communication.selection.lanes import GROUP, INFINITY_BITS, MAGNITUDE_MASK
 
-METHODS = ("auto", "mstopk", "sampled", "torch")
 MAX_NUMEL = 2**31 - 1  # indices are int32 inside
 SAMPLE_SHARE = 0.005
 RUN = 64  # sampled elements that lie together: a cache line or several
 SIGMAS = 4  # standard deviations by which the expected rank in the sample is exceeded
-CHUNK = 1 << 16
-ROUNDS = 30
+FEW = 1 << 16  # elements, of which all are the sample
 
 Array = npt.NDArray[Any]
 Chosen = tuple[Tensor, Tensor]  # values (k,) float32 and indices (k,) int32, ascending
-_VIEWED = {torch.float16: torch.uint16, torch.bfloat16: torch.int16}  # see lanes.py
+_VIEWED = {torch.float16: torch.uint16, torch.bfloat16: torch.int16}  # see selection_kernels
 _NO_POSITIONS = np.empty(0, np.int32)
 
 
@@ -75,47 +63,32 @@ class NonFiniteError(ArithmeticError):
     """A NaN or an infinity among the values: there is no top k."""
 
 
-def top_k(x: Tensor, k: int, *, method: str = "auto") -> Selection:
+def top_k(x: Tensor, k: int) -> Selection:
     """Return the k entries of largest magnitude.
 
     Args:
         x: any shape and strides; indices count its elements in row-major order. float32, bfloat16
             or float16.
         k: between 0 and the number of elements. Of equal magnitudes the first are taken.
-        method: "auto" is exact and the fastest for the device: a sampled lower bound, one pass, and
-            exact selection among the survivors (compiled on a CPU and on CUDA). "sampled" is the
-            same in plain torch, "torch" is `torch.topk`, "mstopk" the approximate bisection of
-            arXiv 2010.10458.
 
     Returns:
         signed `values` (k,) of the dtype of `x`, and `indices` (k,), int64, ascending.
 
     Raises:
-        ValueError: for a k, dtype or method that cannot be.
+        ValueError: for a k or dtype that cannot be.
         NonFiniteError: when `x` has a NaN or an infinity.
     """
     _check(x, k)
-    if method not in METHODS:
-        raise ValueError(f"method is one of {', '.join(METHODS)}; got {method!r}")
-    # one way for each method and device: indices, then the values at them
     flat = x.detach().reshape(-1)
-    if method == "mstopk" and flat.numel():
-        indices = mstopk_indices(flat, k)
-    elif method == "torch":
-        if not bool(torch.isfinite(flat).all()):
-            raise NonFiniteError("top-k of values that are not finite")
-        indices = first_largest(flat.abs(), k) if k else flat.new_empty(0, dtype=torch.int64)
-    elif method == "sampled" or (flat.device.type != "cpu" and not _has_triton(flat)):
-        indices = sampled_indices(flat, k)
-    elif flat.device.type == "cpu":
-        found = _select(flat.contiguous(), k)
-        if found is None:
-            raise NonFiniteError("top-k of values that are not finite")
-        return Selection(
-            found[0].to(flat.dtype), torch.from_numpy(found[1].numpy().astype(np.int64))
-        )
+    if flat.device.type == "cpu":
+        chosen = _select(flat.contiguous(), k)
+        indices = None if chosen is None else chosen[1].long()
+    elif _has_triton(flat):
+        indices = _triton_select(flat, None, k)
     else:
-        indices = _triton_indices(flat, k)
+        indices = first_largest(flat.abs(), k) if bool(torch.isfinite(flat).all()) else None
+    if indices is None:
+        raise NonFiniteError("top-k of values that are not finite")
     return Selection(flat[indices], indices)
 
 
@@ -153,6 +126,7 @@ def feedback_top_k(gradient: Tensor, residual: Tensor, k: int, *, scale: float =
 
 
 def _has_triton(x: Tensor) -> bool:
+    # torch for CPUs comes without it
     return x.device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
@@ -186,36 +160,28 @@ def _check_residual(gradient: Tensor, residual: Tensor) -> None:
 def _feedback_torch(added: Tensor, residual: Tensor, k: int, *, scale: float) -> Selection | None:
     # Do `feedback_top_k` in plain torch; None: not finite, unchanged
     total = torch.add(residual, added, alpha=scale)
-    try:
-        indices = sampled_indices(total, k)
-    except NonFiniteError:
+    if not bool(torch.isfinite(total).all()):
         return None
+    indices = first_largest(total.abs(), k)
     values = total[indices]
-    total.index_fill_(0, indices, 0)
-    residual.copy_(total)
+    residual.copy_(total.index_fill_(0, indices, 0))
     return Selection(values, indices.int())
 
 
-def sampled_indices(x: Tensor, k: int) -> Tensor:
-    """Return the indices (k,) of the k largest magnitudes of the flat `x`, ascending.
+def first_largest(magnitudes: Tensor, k: int) -> Tensor:
+    """Return the positions (k,), ascending, of the k largest; of equal ones the first.
 
-    Of equal magnitudes the first are taken. Raises NonFiniteError.
+    Counts stay on the device: the host does not wait.
     """
-    if k == 0:
-        if not all(bool(torch.isfinite(chunk).all()) for chunk in torch.split(x, CHUNK)):
-            raise NonFiniteError("top-k of values that are not finite")
-        return torch.empty(0, dtype=torch.int64, device=x.device)
-    rank = expected_rank(x.numel(), k)
-    sample = sample_of(x).abs()
-    # lower the threshold until k survive
-    while True:
-        threshold = bound_of(sample, rank)
-        indices, magnitudes = _reaching(x, threshold)
-        if not bool(torch.isfinite(magnitudes).all()):
-            raise NonFiniteError("top-k of values that are not finite")
-        if indices.numel() >= k:
-            return indices[first_largest(magnitudes, k)]
-        rank *= 4
+    if not k:
+        return magnitudes.new_empty(0, dtype=torch.int64)
+    least = magnitudes.topk(k, sorted=False).values.min()
+    above, equal = magnitudes > least, magnitudes == least
+    chosen = above | (equal & (equal.cumsum(0) <= k - above.sum()))
+    return torch.nonzero_static(chosen, size=k).view(-1)
+
+
+# ---- the sample, and the bound that follows from it
 
 
 def sample_of(x: Tensor) -> Tensor:
@@ -244,76 +210,7 @@ def expected_rank(numel: int, k: int) -> int:
 
 def sample_share(numel: int) -> float:
     """Return the share of the elements in the sample: all of them where they are few."""
-    return 1.0 if numel <= CHUNK else SAMPLE_SHARE
-
-
-def _reaching(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
-    # Indices and magnitudes of what reaches `threshold`, or is not finite
-    if x.device.type != "cpu":
-        magnitudes = x.abs()
-        indices = (~(magnitudes < threshold)).nonzero().view(-1)
-        return indices, magnitudes[indices]
-    # chunk by chunk, in the cache
-    found_indices, found = [], []
-    for number, chunk in enumerate(torch.split(x, CHUNK)):
-        magnitudes = chunk.abs()
-        indices = (~(magnitudes < threshold)).nonzero().view(-1)
-        found.append(magnitudes[indices])
-        found_indices.append(indices.add_(number * CHUNK))
-    return torch.cat(found_indices), torch.cat(found)
-
-
-def first_largest(magnitudes: Tensor, k: int) -> Tensor:
-    """Return the positions (k,), ascending, of the k largest; of equal ones the first."""
-    if magnitudes.device.type != "cpu":
-        return first_largest_counted(magnitudes, k)
-    least = magnitudes.topk(k, sorted=False).values.min()
-    above = magnitudes > least
-    equal = (magnitudes == least).nonzero().view(-1)[: k - int(above.sum())]
-    above[equal] = True
-    return above.nonzero().view(-1)
-
-
-def first_largest_counted(magnitudes: Tensor, k: int) -> Tensor:
-    """Do what `first_largest` does, with counts that stay on the device: the host does not wait."""
-    least = magnitudes.topk(k, sorted=False).values.min()
-    above, equal = magnitudes > least, magnitudes == least
-    chosen = above | (equal & (equal.cumsum(0) <= k - above.sum()))
-    return torch.nonzero_static(chosen, size=k).view(-1)
-
-
-def mstopk_indices(x: Tensor, k: int, *, rounds: int = ROUNDS, start: int | None = None) -> Tensor:
-    """Return the indices (k,) of about the k largest magnitudes of the flat `x` (d,), ascending.
-
-    All that reach the final threshold, and a contiguous run of those between it and the next lower
-    one, from the `start`-th of them (None: at random). Raises NonFiniteError.
-    """
-    magnitudes = x.abs().float()
-    base, top = magnitudes.mean().item(), magnitudes.max().item()
-    if not (math.isfinite(base) and math.isfinite(top)):
-        raise NonFiniteError("top-k of values that are not finite")
-    # bisect between the mean and the largest magnitude
-    low, high = 0.0, 1.0
-    enough, too_low = (0, math.inf), (x.numel(), 0.0)
-    reached = torch.empty_like(magnitudes, dtype=torch.bool)
-    for _ in range(rounds):
-        ratio = (low + high) / 2
-        threshold = base + ratio * (top - base)
-        count = int(torch.count_nonzero(torch.ge(magnitudes, threshold, out=reached)))
-        if count <= k:
-            high = ratio
-            if count > enough[0]:
-                enough = (count, threshold)
-        else:
-            low = ratio
-            if count < too_low[0]:
-                too_low = (count, threshold)
-    # all above, then enough of those between the two thresholds
-    chosen = (magnitudes >= enough[1]).nonzero().view(-1)
-    between = ((magnitudes >= too_low[1]) & (magnitudes < enough[1])).nonzero().view(-1)
-    missing = k - chosen.numel()
-    first = int(torch.randint(0, between.numel() - missing + 1, ())) if start is None else start
-    return torch.cat([chosen, between[first : first + missing]]).sort().values
+    return 1.0 if numel <= FEW else SAMPLE_SHARE
 
 
 # ---- the selection on a CPU
@@ -465,17 +362,6 @@ def _elements(x: Tensor) -> Array:
 # ---- the selection on CUDA
 
 
-def _triton_indices(x: Tensor, k: int) -> Tensor:
-    """Return the indices (k,) int64 of the k largest magnitudes of the flat CUDA tensor `x`.
-
-    They ascend. Raises NonFiniteError.
-    """
-    indices = _triton_select(x, None, k)
-    if indices is None:
-        raise NonFiniteError("top-k of values that are not finite")
-    return indices
-
-
 def _triton_feedback(added: Tensor, residual: Tensor, k: int, *, scale: float) -> Selection | None:
     # Do ``residual += scale * added``, then take out the k largest. None: not finite, undone.
     indices = _triton_select(residual, added, k, scale=scale)
@@ -497,9 +383,9 @@ def _triton_select(
     numel = values.numel()
     threshold = _triton_bound(values, values if added is None else added, k, scale)
     excess = expected_rank(numel, k) / sample_share(numel) - k
-    room = min(numel, 2 * k + int(4 * excess)) + triton_kernels.BLOCK
+    room = min(numel, 2 * k + int(4 * excess)) + selection_triton.BLOCK
     indices = torch.empty(room, dtype=torch.int32, device=values.device)
-    count, infinite = triton_kernels.collect(
+    count, infinite = selection_triton.collect(
         values, added, threshold, indices, scale=scale
     ).tolist()
     if infinite:

@@ -7,6 +7,5 @@ states                 states in full form, stored, and the parts of ranks
 sharded_checkpoint     checkpoints as a folder
 pipeline/              plans with stages
 memory                 the peak of a rank
-plan_checks            whether a plan belongs to this module and these ranks
 verify_plan            what a plan will do, before its ranks exist
 """

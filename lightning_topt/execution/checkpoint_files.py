@@ -37,11 +37,7 @@ import torch
 import xxhash
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as RemoteFiles
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
-from torch.distributed.checkpoint.filesystem import (
-    FileSystemReader,
-    FileSystemWriter,
-    _StorageInfo,
-)
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,

@@ -44,15 +44,16 @@ from lightning_topt.execution.pipeline.pipeline_run import (
     exchange_between_rows,
 )
 from lightning_topt.execution.pipeline.stage_layout import PipelineGroups
-from lightning_topt.execution.plan_checks import (
-    check_world_size,
-    checked_parameters,
-    warn_where_nodes_differ,
-)
 from lightning_topt.execution.states import load_module_state, module_state
 from lightning_topt.optim import clipping
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
-from lightning_topt.techniques.registry import TECHNIQUES
+from lightning_topt.techniques.registry import (
+    TECHNIQUES,
+    check_blocks,
+    check_runs,
+    check_tied,
+    parameters_by_block,
+)
 from lightning_topt.techniques.technique import Applied, ParallelModel, RunOptions, forget_meshes
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class Engine:
         device: torch.device,
         options: RunOptions | None = None,
     ) -> None:
-        check_world_size(plan, dist.get_world_size())
+        plan.check_world_size(dist.get_world_size())
         self.plan, self.module, self.device = plan, module, device
         options = options or RunOptions()
         self._options = _with_views(options) if plan.gradient_views else options
@@ -93,7 +94,7 @@ class Engine:
         self.data_group: dist.ProcessGroup | None = None
         # of the plan's gradients, or of replicas that train alone, once applied
         self.exchange: CompressedExchange | OuterSteps | None = None
-        self._parameters = checked_parameters(plan, module)
+        self._parameters = _checked_parameters(plan, module)
         self._applied = AppliedTechniques(self._parameters)
 
     @property
@@ -134,13 +135,18 @@ class Engine:
         }
         # Stages: this rank keeps the parameters of its own.
         if self.plan.schedule is not None:
-            self._stages = stages = PipelineRun.start(
-                self.plan,
-                self.module,
-                groups=self.make_stage_groups(),
-                device=self.device,
-                example=example,
-            )
+            if example is None:
+                raise PlanError(
+                    "a plan with stages needs an example of its steps: "
+                    "apply(example=Example(loss_fn, microbatch))"
+                )
+            groups, device = self.make_stage_groups(), self.device
+            try:
+                self._stages = stages = PipelineRun(
+                    self.plan, self.module, groups=groups, device=device, example=example
+                )
+            except ValueError as error:
+                raise PlanError(str(error)) from error
             self._applied.add(Applied(undo=stages.release, no_sync=stages.no_sync))
             parameters = stages.kept_of(parameters)
         # Techniques, in the order of the registry.
@@ -173,7 +179,6 @@ class Engine:
             if applied is not None:
                 self._applied.add(applied)
                 self.exchange = applied.exchange
-        warn_where_nodes_differ(self.plan, self._options.topology)
         return self._model
 
     def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
@@ -305,16 +310,14 @@ class Engine:
         with self._applied.joined(), stages:
             yield
 
-    def clip_norm(
-        self, parameters: Sequence[Tensor], max_norm: float, *, norm_type: float = 2.0
-    ) -> Tensor:
+    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """Scale gradients to a norm of at most `max_norm`; return the norm before.
 
         A collective call.
         """
         if self._stages is not None:
-            return self._stages.clip_norm(parameters, max_norm, norm_type=norm_type)
-        return clipping.clip_norm_(parameters, max_norm, norm_type=norm_type, slices=self.slices_of)
+            return self._stages.clip_norm(parameters, max_norm)
+        return clipping.clip_norm_(parameters, max_norm, slices=self.slices_of)
 
     def slices_of(self, parameter: Tensor) -> int:
         """Return into how many slices along tensor axes a present parameter is cut."""
@@ -457,6 +460,22 @@ class Engine:
         if self.exchange is not None:
             self.exchange.close()
             self.exchange = None
+
+
+# The parameters of each block of `plan`, by all their names in `module`; a PlanError where the plan
+# does not belong to the module, or nothing runs it.
+def _checked_parameters(
+    plan: ParallelPlan, module: nn.Module
+) -> dict[str, dict[str, nn.Parameter]]:
+    configs = plan.configs
+    try:
+        check_runs(plan.mesh, configs, plan.gradient_exchange)
+        check_blocks(configs, module, made_for=plan.model)
+        parameters = parameters_by_block(module, configs)
+        check_tied(parameters, configs)
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    return parameters
 
 
 def run_one_by_one(

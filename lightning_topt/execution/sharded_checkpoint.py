@@ -13,9 +13,6 @@ The files are those of `checkpoint_files`, on a disk or in an object store:
 
 World size and plan may change between writing and reading: what is read are the mappings of
 `states`.
-
-A save has two parts, `collect_state` and `write_state`. The second may come later, in another
-thread with a process group of its own, from a copy of what the first has found.
 """
 
 from __future__ import annotations
@@ -60,6 +57,11 @@ EXCHANGE_AT = ("lightning_topt", "gradient_exchange")
 # ---- saving --------------------------------------------------------------------------------------
 
 
+def _save_plain(state: Any, path: str) -> None:
+    with place_of(path).open("wb") as file:
+        torch.save(state, file)
+
+
 def save_sharded(
     path: str | os.PathLike[str],
     *,
@@ -67,7 +69,7 @@ def save_sharded(
     optimizers: Sequence[Mapping[str, Any]],
     exchange: Mapping[str, Any] | None = None,
     rest: Mapping[str, object],
-    save_rest: Callable[[Any, str], object] = torch.save,
+    save_rest: Callable[[Any, str], object] = _save_plain,
 ) -> None:
     """Write the states that ranks keep, and rank 0's `rest`, to a folder. A collective call.
 
@@ -81,23 +83,49 @@ def save_sharded(
         rest: whatever else is to be saved.
         save_rest: writes it to a file.
     """
-    state = collect_state(module=module, optimizers=optimizers, exchange=exchange, rest=rest)
-    write_state(path, state, save_rest=save_rest)
+    target = place_of(path)
+    # Tensors by their keys; everything else on rank 0, where some of it is not yet.
+    tensors, others = _divided(module, optimizers)
+    if exchange is not None:
+        for kind, values in exchange["state"].items():
+            for name, value in values.items():
+                tensors[f"exchange.{exchange['position']}.{kind}.{name}"] = value
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(others, gathered if dist.get_rank() == 0 else None)
+
+    # Rank 0 makes the folder that all write to.
+    def begin() -> tuple[str, str]:
+        folder = begin_folder(target)
+        return folder.parent.name, folder.name
+
+    home, name = _on_first(begin)
+    folder = target / name
+    if not isinstance(target, RemotePath):
+        folder = target.with_name(home) / name
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    save(tensors, storage_writer=writer_of(folder), planner=planner)
+
+    # What is no tensor, and then the manifest, by which the files are the checkpoint.
+    def finish() -> None:
+        joined = _joined(gathered)
+        if exchange is not None:
+            names = {"step": "step", "method": "method", "ranks": "holders"}
+            joined["exchange"] = {name: exchange[given] for name, given in names.items()}
+        save_rest({**rest, _OTHERS: joined}, str(folder / REST))
+        if not isinstance(folder, RemotePath):
+            sync(folder / REST)
+        commit(folder, target)
+
+    _on_first(finish)
 
 
-def collect_state(
-    *,
-    module: Mapping[str, object],
-    optimizers: Sequence[Mapping[str, Any]],
-    exchange: Mapping[str, Any] | None,
-    rest: Mapping[str, object],
-) -> State:
-    """Return what `write_state` writes, of the arguments of `save_sharded`. A collective call."""
-    # Tensors by their keys, everything else apart.
+# the tensors of states by their keys, and what is no tensor: the module's, then by optimizer
+def _divided(
+    module: Mapping[str, object], optimizers: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, Tensor], list[Any]]:
     tensors = {
         f"module.{name}": value for name, value in module.items() if isinstance(value, Tensor)
     }
-    # What is no tensor: the module's first, then one entry for each optimizer.
     others: list[Any] = [
         {name: value for name, value in module.items() if not isinstance(value, Tensor)}
     ]
@@ -110,77 +138,24 @@ def collect_state(
                 else:
                     plain.setdefault(index, {})[name] = value
         others.append({"values": plain, "param_groups": optimizer["param_groups"]})
-    if exchange is not None:
-        for kind, values in exchange["state"].items():
-            for name, value in values.items():
-                tensors[f"exchange.{exchange['position']}.{kind}.{name}"] = value
-    # Some of it is with one rank only.
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object(others, gathered if dist.get_rank() == 0 else None)
-    if dist.get_rank() != 0:
-        return {"tensors": tensors, "rest": None}
-    joined = _joined(gathered)
-    if exchange is not None:
-        joined["exchange"] = {
-            "step": exchange["step"],
-            "method": exchange["method"],
-            "ranks": exchange["holders"],
-        }
-    return {"tensors": tensors, "rest": {**rest, _OTHERS: joined}}
+    return tensors, others
 
 
-def write_state(
-    path: str | os.PathLike[str],
-    state: State,
-    *,
-    save_rest: Callable[[Any, str], object] = torch.save,
-    group: dist.ProcessGroup | None = None,
-) -> None:
-    """Write what `collect_state` returned. A collective call on `group`, None: of all ranks."""
-    target = place_of(path)
-
-    def begin() -> tuple[str, str]:
-        folder = begin_folder(target)
-        return folder.parent.name, folder.name
-
-    # Rank 0 makes the folder that all write to.
-    home, name = _on_first(begin, group)
-    folder = target / name
-    if not isinstance(target, RemotePath):
-        folder = target.with_name(home) / name
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    save(state["tensors"], storage_writer=writer_of(folder), planner=planner, process_group=group)
-
-    def finish() -> None:
-        if isinstance(folder, RemotePath) and save_rest is torch.save:
-            with (folder / REST).open("wb") as file:
-                torch.save(state["rest"], file)
-        else:
-            save_rest(state["rest"], str(folder / REST))
-        if not isinstance(folder, RemotePath):
-            sync(folder / REST)
-        commit(folder, target)
-
-    _on_first(finish, group)
-
-
-def _on_first(action: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
-    # Return what `action` returns on rank 0, on all ranks. A collective call.
-    # An error of it is raised on all ranks.
-    found, said, error = None, "", None
-    if dist.get_rank(group) == 0:
+# What `action` returns on rank 0, on all ranks; an error of it is raised on all ranks. Collective.
+def _on_first(action: Callable[[], Any]) -> Any:
+    result, said, error = None, "", None
+    if dist.get_rank() == 0:
         try:
-            found = action()
+            result = action()
         except Exception as raised:
             error, said = raised, f"{type(raised).__name__}: {raised}"
-    of_first: list[Any] = [found, said]
-    dist.broadcast_object_list(of_first, group=group)
+    of_first: list[Any] = [result, said]
+    dist.broadcast_object_list(of_first)
     if error is not None:
         raise error
-    found, said = of_first
-    if said:
-        raise RuntimeError(f"rank 0 could not save the checkpoint: {said}")
-    return found
+    if of_first[1]:
+        raise RuntimeError(f"rank 0 could not save the checkpoint: {of_first[1]}")
+    return of_first[0]
 
 
 def _joined(gathered: Sequence[object]) -> State:
@@ -266,10 +241,7 @@ def open_sharded(
         ]
     if "exchange" in others:
         section, key = EXCHANGE_AT
-        state = {
-            **others["exchange"],
-            "ranks": StoredExchange(folder, others["exchange"]["ranks"]),
-        }
+        state = {**others["exchange"], "ranks": StoredExchange(folder, others["exchange"]["ranks"])}
         checkpoint[section] = {**checkpoint.get(section, {}), key: state}
     return checkpoint
 

@@ -34,11 +34,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
@@ -539,19 +535,9 @@ def chunks_of(value: object, split: SplitTensor | None) -> Any:
         return value
     if not isinstance(value, DTensor):
         return TensorChunks(value, spans=split.spans, full_shape=split.layout.shape)
-    # a shard of a slice
-    return _shard_of(value, split.spans, split.layout.shape)
-
-
-def chunks_of_shard(value: DTensor) -> TensorChunks:
-    """Return a shard as the chunk that it is of its full tensor."""
-    return _shard_of(value, [(Span(0, 0, size),) for size in value.shape], value.shape)
-
-
-def _shard_of(value: DTensor, spans: Spans, full_shape: Sequence[int]) -> TensorChunks:
-    # Narrow the spans of what was divided to those of the shard.
-    narrow = list(spans)
+    # A shard of a slice: narrow the spans of what was divided to those of the shard.
+    spans = list(split.spans)
     (shard,) = value.__create_chunk_list__()
     for dim, (offset, size) in enumerate(zip(shard.offsets, shard.sizes, strict=True)):
-        narrow[dim] = narrowed(narrow[dim], offset, size)
-    return TensorChunks(value.to_local(), spans=narrow, full_shape=full_shape)
+        spans[dim] = narrowed(spans[dim], offset, size)
+    return TensorChunks(value.to_local(), spans=spans, full_shape=split.layout.shape)

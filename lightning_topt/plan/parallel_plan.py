@@ -196,6 +196,14 @@ class ParallelPlan:
             found.setdefault(block.block, block.config)
         return found
 
+    def check_world_size(self, world_size: int) -> None:
+        """Raise PlanError unless the plan is for `world_size` ranks."""
+        if self.mesh.size != world_size:
+            raise PlanError(
+                f"the plan is for {self.mesh.size} ranks, this run has {world_size}; start "
+                f"{self.mesh.size} ranks (devices x num_nodes) or make a plan for {world_size}"
+            )
+
     @property
     def weight_prediction(self) -> WeightPrediction | None:
         """The rule for the weights of passes, if the plan names one.

@@ -335,10 +335,7 @@ class ContinuousRunner(StepRunner):
     def _as_in_training(self) -> Generator[None, None, None]:
         # Let the loop and the modules be as in the last step.
         # Recomputation runs modules again, and hooks may log.
-        trainer, before = (
-            self._module.trainer,
-            [(part, part.training) for part, _ in self._modes],
-        )
+        trainer, before = (self._module.trainer, [(part, part.training) for part, _ in self._modes])
         stage, trainer.training = trainer.state.stage, True
         for part, mode in self._modes:
             part.training = mode

@@ -190,7 +190,7 @@ class GroupRunner(StepRunner):
         passes = _StagePasses(steps, inputs, scale=scale, batch_idx=index_in(inputs[0].args))
         # Each pass draws as its rank would.
         with (
-            self.engine.stages.random_starts([each.states for each in inputs]) as ends,
+            self.engine.stages.flows.order.starting_from([each.states for each in inputs]) as ends,
             as_nonzero_rank(),
         ):
             self.engine.run_step(passes.microbatches, passes.loss)

@@ -63,10 +63,7 @@ from lightning_topt.plugins.step_records import (
 )
 from lightning_topt.plugins.step_runner import Step, StepRunner, evaluating
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
-from lightning_topt.techniques.tensor_parallel.random_states import (
-    random_states,
-    set_random_states,
-)
+from lightning_topt.techniques.tensor_parallel.random_states import random_states, set_random_states
 
 Found = tuple[Any, tuple[LoggedCall, ...]]  # what a step returned, and its calls
 
@@ -316,12 +313,7 @@ class _Passes:
     """
 
     def __init__(
-        self,
-        steps: StageSteps,
-        parts: Parts,
-        weights: Sequence[float],
-        *,
-        batch_idx: int | None,
+        self, steps: StageSteps, parts: Parts, weights: Sequence[float], *, batch_idx: int | None
     ) -> None:
         self._steps, self._weights, self._batch_idx = steps, weights, batch_idx
         self.microbatches = [(batch,) for batch in parts.batches]

@@ -41,7 +41,6 @@ from lightning_topt.communication.rank_watch import is_of_collective
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.optimizer import UpdateTime, time_updates
-from lightning_topt.execution.plan_checks import check_world_size
 from lightning_topt.graph.blocks import block_of, choose_blocks
 from lightning_topt.graph.errors import CaptureError, one_line, with_user_lines
 from lightning_topt.graph.mesh_axes import Mesh
@@ -147,7 +146,7 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer) -> PlanDecision:
         _check_manual(given)
     # A complete plan.
     if isinstance(given, ParallelPlan):
-        check_world_size(given, world_size)
+        given.check_world_size(world_size)
         _check_model(given, module)
         if given.schedule is not None or given.brings_batches:
             check_step = partial(_check_step, given, request, trainer)

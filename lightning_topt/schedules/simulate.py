@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_topt.schedules.schedules import Action, Schedule
-from lightning_topt.schedules.timing import Edge, StageCosts, Times, Transfer, Walk, timed_walk
+from lightning_topt.schedules.timing import Edge, StageCosts, Times, Walk, timed_walk
 
 
 def simulate(schedule: Schedule, costs: StageCosts) -> Simulation:
@@ -46,14 +46,6 @@ class PassSpan(NamedTuple):
     end: float
 
 
-class TransferSpan(NamedTuple):
-    """A transfer, from `start` to `end` in seconds since the step began."""
-
-    transfer: Transfer
-    start: float
-    end: float
-
-
 class MemoryCurve(NamedTuple):
     """Bytes of a rank over time, (points,) each.
 
@@ -66,7 +58,7 @@ class MemoryCurve(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """A simulated step: its time, its passes and transfers, and the memory of each rank."""
+    """A simulated step: its time, its passes, and the memory of each rank."""
 
     schedule: Schedule
     costs: StageCosts
@@ -92,14 +84,6 @@ class Simulation:
         )
 
     @cached_property
-    def transfers(self) -> tuple[TransferSpan, ...]:
-        """All that moved between ranks.
-
-        Where transfers occupy ranks, from the start of sending to the end of receiving.
-        """
-        return tuple(map(TransferSpan, self.walk.transfers, self.times.sent, self.times.arrived))
-
-    @cached_property
     def busy_seconds(self) -> tuple[float, ...]:
         """Seconds in which each rank runs passes, (ranks,)."""
         busy = [0.0] * self.schedule.num_ranks
@@ -108,18 +92,10 @@ class Simulation:
         return tuple(busy)
 
     @property
-    def idle_seconds(self) -> tuple[float, ...]:
-        """Seconds in which each rank runs no pass, (ranks,).
-
-        It waits, or sends and receives where that occupies it.
-        """
-        return tuple(self.step_seconds - busy for busy in self.busy_seconds)
-
-    @property
     def bubble_fraction(self) -> float:
         """The share of all ranks' time in which they run no pass, 0 to 1."""
         total = self.step_seconds * self.schedule.num_ranks
-        return sum(self.idle_seconds) / total if total > 0 else 0.0
+        return 1 - sum(self.busy_seconds) / total if total > 0 else 0.0
 
     @cached_property
     def memory(self) -> tuple[MemoryCurve, ...]:
@@ -148,13 +124,13 @@ def memory_curves(simulation: Simulation) -> tuple[MemoryCurve, ...]:
         # received: until it is part of the activations, or for all of a backward pass
         for number, _ in step.received:
             changes.hold_tensor(
-                rank, walk.transfers[number].edge, times.sent[number], start if is_forward else end
+                rank, walk.transfers[number], times.sent[number], start if is_forward else end
             )
         changes.run_pass(rank, action, start, end)
         # the outputs of a forward pass are among its activations
         if not is_forward:
             for number, _, _ in step.sent:
-                changes.hold_tensor(rank, walk.transfers[number].edge, end, times.arrived[number])
+                changes.hold_tensor(rank, walk.transfers[number], end, times.arrived[number])
     return tuple(changes.curve(rank) for rank in range(schedule.num_ranks))
 
 

@@ -176,14 +176,6 @@ def timed_walk(schedule: Schedule, costs: StageCosts) -> tuple[Walk, Times]:
 # ---- The walk: passes in an order in which they can run, with the transfers that they wait for.
 
 
-class Transfer(NamedTuple):
-    """A tensor between two ranks: along `edge` forward, or back along it as a gradient."""
-
-    edge: Edge
-    is_gradient: bool
-    microbatch_index: int
-
-
 class TimedPass(NamedTuple):
     """A pass of a walk.
 
@@ -201,12 +193,13 @@ class TimedPass(NamedTuple):
 class Walk:
     """The passes of a schedule in an order in which they can run, and its transfers.
 
-    `actions` are (rank, action) of the `steps`, `kinds` the kinds of passes among them.
+    `actions` are (rank, action) of the `steps`, `kinds` the kinds of passes among them. `transfers`
+    are the edges along which tensors move forward, or gradients back.
     """
 
     steps: tuple[TimedPass, ...]
     actions: tuple[tuple[int, Action], ...]
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[Edge, ...]
     num_links: int
     kinds: frozenset[Kind]
 
@@ -265,10 +258,7 @@ def walk_of(schedule: Schedule, edges: tuple[Edge, ...]) -> Walk:
             TimedPass(rank, _KINDS.index(kind) * schedule.num_stages + stage, received, sent)
         )
     # places behind those of all edges are of gradients
-    moved = tuple(
-        Transfer(edges[place % len(edges)], place >= len(edges), index)
-        for place, index in transfers
-    )
+    moved = tuple(edges[place % len(edges)] for place, _ in transfers)
     return Walk(
         tuple(steps), tuple(order), moved, len(links), frozenset(action.kind for _, action in order)
     )

@@ -237,23 +237,11 @@ def write_array(net: Net) -> None:
 
 REFUSED: dict[str, tuple[Callable[[], Net], str]] = {
     "hook on a parameter": (parameter_hook, "up.weight"),
-    "data of another shape": (
-        lambda: Net(set_wrong_shape),
-        "(16, 32)",
-    ),
-    "view of a copy": (
-        lambda: Net(lambda net: net.up.weight[1].mul_(2)),
-        "view",
-    ),
-    "out=": (
-        lambda: Net(lambda net: torch.mul(net.up.weight, 0.9, out=net.up.weight)),
-        "in place",
-    ),
+    "data of another shape": (lambda: Net(set_wrong_shape), "(16, 32)"),
+    "view of a copy": (lambda: Net(lambda net: net.up.weight[1].mul_(2)), "view"),
+    "out=": (lambda: Net(lambda net: torch.mul(net.up.weight, 0.9, out=net.up.weight)), "in place"),
     "array": (lambda: Net(write_array), "read-only"),
-    "copy of a module": (
-        lambda: Sizes(lambda net, h: h + copy.deepcopy(net.up).bias),
-        "copied",
-    ),
+    "copy of a module": (lambda: Sizes(lambda net, h: h + copy.deepcopy(net.up).bias), "copied"),
     "table of small norm": (MaxNorm, "embedding"),
     "grad": (
         lambda: Sizes(

@@ -422,11 +422,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     ),
     "plateau": (lambda: Plateau(sgd), {}, "ReduceLROnPlateau"),
     "lbfgs": (lambda: Repeats(sgd), {}, "LBFGS"),
-    "by time": (
-        lambda: Net(sgd),
-        {"val_check_interval": {"seconds": 1}},
-        "clock",
-    ),
+    "by time": (lambda: Net(sgd), {"val_check_interval": {"seconds": 1}}, "clock"),
     "no mesh": (
         lambda: Net(sgd),
         {"strategy": lambda: AutoParallelStrategy(allow_staleness=True, cluster=cluster(2))},

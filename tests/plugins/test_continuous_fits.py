@@ -207,13 +207,7 @@ FITS = {
     ),
     # the first two updates wait, the third begins an asynchronous part
     "late start": Fit(
-        {
-            "prediction": {
-                "rule": "two_versions",
-                "error_feedback": True,
-                "synchronous_updates": 2,
-            }
-        },
+        {"prediction": {"rule": "two_versions", "error_feedback": True, "synchronous_updates": 2}},
         {"max_epochs": 2, "accumulate_grad_batches": 3},
         ends=(3, 6, 10),
         make=adamw,

@@ -9,12 +9,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_topt.schedules.check import ScheduleError, check_schedule
-from lightning_topt.schedules.schedules import (
-    Action,
-    Schedule,
-    continuous_schedule,
-    every,
-)
+from lightning_topt.schedules.schedules import Action, Schedule, continuous_schedule, every
 from lightning_topt.schedules.simulate import held_counts, simulate
 from lightning_topt.schedules.staleness import running_staleness, staleness
 from lightning_topt.schedules.timing import StageCosts

@@ -7,12 +7,7 @@ import logging
 
 import pytest
 
-from lightning_topt.schedules.schedules import (
-    SCHEDULES,
-    Action,
-    forward_schedule,
-    make_schedule,
-)
+from lightning_topt.schedules.schedules import SCHEDULES, Action, forward_schedule, make_schedule
 from tests.schedules.slow_interpreter import runs
 
 TORCH_NAMES = {

@@ -180,10 +180,7 @@ def test_held_counts_give_the_peak_of_activations() -> None:
     [
         (StageCosts([1.0], [1.0, 1.0]), "each of 2 stages"),
         (StageCosts([1.0, 1.0], [1.0, 1.0]), "backward_input"),
-        (
-            StageCosts([1.0] * 2, [1.0] * 2, [1.0] * 2, [1.0] * 2, {(1, 0): 1.0}),
-            "stages before it",
-        ),
+        (StageCosts([1.0] * 2, [1.0] * 2, [1.0] * 2, [1.0] * 2, {(1, 0): 1.0}), "stages before it"),
     ],
 )
 def test_costs_that_do_not_fit_are_refused(costs: StageCosts, message: str) -> None:

@@ -43,7 +43,7 @@ In the order of this module: the run, the passes of its stage, and parameters th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -166,7 +166,6 @@ class ContinuousRun:
         remaining: int | None = None,
         last_completes: bool = True,
         payload: Callable[[], bytes] | None = None,
-        kind: Hashable = None,
         meets: bool = False,
     ) -> BackwardResult:
         """Run forward of a new minibatch, and backward of the one that has come back.
@@ -185,7 +184,6 @@ class ContinuousRun:
                 has.
             payload: called on the last stage after its forward pass; what it returns travels back
                 to all others.
-            kind: tells steps with the same code apart (see `StepFlows.of`).
             meets: whether all stages make a collective call of their own between iterations, as
                 where each batch is sent by the first rank. Everything that was sent has begun to be
                 received by then. It takes effect in the first iteration of a drained run.
@@ -215,7 +213,6 @@ class ContinuousRun:
                 powers=self._powers,
                 weight=weight,
                 payload=payload,
-                kind=kind,
                 begins_early=self._begins_early,
             )
             self.minibatches += 1
@@ -273,7 +270,6 @@ class ContinuousRun:
         max_norm: float,
         *,
         parameters: Sequence[Tensor] | None = None,
-        norm_type: float = 2.0,
     ) -> Tensor:
         """Scale this stage's gradients by the norm over all stages; return the norm before.
 
@@ -284,14 +280,12 @@ class ContinuousRun:
         assert result is self._latest and result.values is not None and result.is_open, (
             "within the result's update, or before it"
         )
-        # Powers add up: those of stages behind came with the minibatch, those of stages before with
+        # Squares add up: those of stages behind came with the minibatch, of stages before with
         # the latest activations.
         given = list(self._parameters if parameters is None else parameters)
         powers = result.values.powers.clamp(min=0.0)  # (stages,)
         powers[: self.stage] = self._powers[: self.stage]
-        total, own = self._staged.norms.clip_with(
-            given, max_norm, others=powers, own=self.stage, norm_type=norm_type
-        )
+        total, own = self._staged.norms.clip_with(given, max_norm, others=powers, own=self.stage)
         # This stage's power travels on, and all that are known now serve later minibatches.
         result.values.powers[self.stage] = own
         is_newer = result.values.powers.isfinite() & (result.values.powers >= 0)
@@ -455,7 +449,6 @@ class MinibatchPasses:
         powers: Tensor,
         weight: float,
         payload: Callable[[], bytes] | None,
-        kind: Hashable,
         begins_early: bool,
     ) -> None:
         """Run forward of ``step(module, batch)`` with the `weights` for it.
@@ -465,7 +458,7 @@ class MinibatchPasses:
         arguments are those of `ContinuousRun.advance`.
         """
         # What the step calls on this batch, and what this stage exchanges for it.
-        (flow,) = self._staged.flows.of(step, [batch], kind=kind)
+        (flow,) = self._staged.flows.of(step, [batch])
         self._staged.buffers.changed_by([flow])
         stage = self._links.stage
         flying = self._flying[minibatch] = _Flying(

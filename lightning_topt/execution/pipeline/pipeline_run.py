@@ -1,6 +1,6 @@
 """A plan with stages on one rank: what it keeps of the model, and the steps that it runs.
 
-    run = PipelineRun.start(plan, module, device=device, example=Example(step, microbatch))
+    run = PipelineRun(plan, module, groups=groups, device=device, example=Example(step, batch))
     run.follow(applied)                           # techniques, on the parameters that are kept
     losses = run.run_step(microbatches, step)     # (n,), on every rank
     run.clip_norm(parameters, 1.0)
@@ -16,7 +16,7 @@ losses, values of any kind, and gradients by the plan's method.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
@@ -56,10 +56,10 @@ from lightning_topt.execution.pipeline.step_flows import (
 )
 from lightning_topt.execution.states import load_module_state, module_state
 from lightning_topt.graph.step_flow import TensorRef
-from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
+from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.technique import Applied, RunOptions
-from lightning_topt.techniques.tensor_parallel.random_states import RandomStates, draw_alike
+from lightning_topt.techniques.tensor_parallel.random_states import draw_alike
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
 
 
@@ -108,10 +108,13 @@ class PipelineRun:
         self.flows = StepFlows(module, names, device=device, order=order, shares_casts=shares_casts)
         (first,) = self.flows.of(example.step, [example.microbatch])
         ranks = self.schedule.rank_of_stage
-        self._carried = first.flow.carried
+        # buffers that steps change, and those of them that steps also compute with: a microbatch
+        # depends on the one before through these
+        self.carried_buffers = sorted(first.flow.carried)
         self.layout = StageLayout.of_flow(
             first.flow, first.stage_of_call, module, rank_of_stage=ranks
         )
+        self.changed_buffers = sorted(self.layout.buffers)
         # Connect, and keep the parameters that the stages of this rank need.
         is_asynchronous = self.lag_per_hop is not None
         pairs = linked_ranks(self.layout, first.crossings, is_asynchronous=is_asynchronous)
@@ -130,27 +133,6 @@ class PipelineRun:
         self._split: Callable[[], Mapping[str, SplitTensor]] = dict
         self.exchanges: StageExchanges
         self.norms: StageNorms
-
-    @classmethod
-    def start(
-        cls,
-        plan: ParallelPlan,
-        module: nn.Module,
-        *,
-        groups: PipelineGroups,
-        device: torch.device,
-        example: Example | None,
-    ) -> PipelineRun:
-        """Return the run; raise PlanError for all that is wrong, and without an example."""
-        if example is None:
-            raise PlanError(
-                "a plan with stages needs an example of its steps: apply(example=Example(loss_fn, "
-                "microbatch))"
-            )
-        try:
-            return cls(plan, module, groups=groups, device=device, example=example)
-        except ValueError as error:
-            raise PlanError(str(error)) from error
 
     def follow(self, applied: AppliedTechniques) -> None:
         """Follow what techniques did to the parameters of this rank, before the first step."""
@@ -206,7 +188,6 @@ class PipelineRun:
         step: Step,
         *,
         weights: Sequence[float] | None = None,
-        kind: Hashable = None,
     ) -> Tensor:
         """Run forward and backward of all microbatches; return the losses (n,), on every rank.
 
@@ -214,7 +195,6 @@ class PipelineRun:
             microbatches: n of them.
             step: returns the loss of a microbatch.
             weights: of the losses in the sum that gradients are of; None: the mean.
-            kind: tells steps with the same code apart.
         """
         if self.lag_per_hop is not None:
             raise ValueError(
@@ -227,7 +207,7 @@ class PipelineRun:
             raise ValueError(
                 f"weights are one for each of the {count} microbatches, got {len(factors)}"
             )
-        flows = self.flows.of(step, microbatches, kind=kind)
+        flows = self.flows.of(step, microbatches)
         # The step of this rank: buffers as on the first data rank, actions, losses to all ranks.
         self.buffers.begin_step(flows)
         results = self._run(microbatches, step, flows, factors=factors)
@@ -240,14 +220,12 @@ class PipelineRun:
             self.exchanges.finish()
         return losses
 
-    def evaluate(self, batch: object, step: Step, *, kind: Hashable = None) -> Any:
+    def evaluate(self, batch: object, step: Step) -> Any:
         """Run ``step(module, batch)`` forward; return what the last stage returns on all ranks."""
         self.check_drained()
         # Forward passes alone; the last stage's result goes to all ranks.
         with torch.no_grad():
-            results = self._run(
-                [batch], step, self.flows.of(step, [batch], kind=kind), factors=None
-            )
+            results = self._run([batch], step, self.flows.of(step, [batch]), factors=None)
             last = self.layout.rank_of_stage[-1]
             return value_of_rank(
                 results.get(0), self.groups.pipeline_group, place=last, device=self.device
@@ -314,38 +292,14 @@ class PipelineRun:
         finally:
             self._synchronizes = before
 
-    def random_starts(
-        self, states: Sequence[RandomStates]
-    ) -> AbstractContextManager[dict[int, RandomStates]]:
-        """Return a context in which microbatch m of a step draws from ``states[m]``.
-
-        It gives the states at the end of each microbatch.
-        """
-        return self.flows.order.starting_from(states)
-
-    @property
-    def changed_buffers(self) -> list[str]:
-        """Return the buffers that a step changes."""
-        return sorted(self.layout.buffers)
-
-    @property
-    def carried_buffers(self) -> list[str]:
-        """Return those of them that it also computes with.
-
-        A microbatch depends on the one before through these.
-        """
-        return sorted(self._carried)
-
-    def clip_norm(
-        self, parameters: Sequence[Tensor], max_norm: float, *, norm_type: float = 2.0
-    ) -> Tensor:
+    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """Scale all stages' gradients to a norm of at most `max_norm`; return the norm before."""
         if self.lag_per_hop is not None:
             raise ValueError(
                 f"stages are at different minibatches under {self.plan.schedule!r}: "
                 "`engine.continuous.clip_norm`"
             )
-        return self.norms.clip(parameters, max_norm, norm_type=norm_type)
+        return self.norms.clip(parameters, max_norm)
 
     @contextmanager
     def unsharded(self) -> Generator[None, None, None]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 import torch
@@ -236,91 +235,61 @@ class StageNorms:
     slices_of: Callable[[Tensor], int]
 
     @torch.no_grad()
-    def total(self, parameters: Iterable[Tensor], *, norm_type: float = 2.0) -> Tensor:
-        """Return the norm of all gradients together, ().
+    def clip(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+        """Scale gradients as torch's ``clip_grad_norm_`` does, and return the norm before, ().
 
-        As ``torch.nn.utils.get_total_norm`` of the full gradients, in another order of summation.
+        The norm is that of the full gradients, in another order of summation.
         """
-        power = float(norm_type)
-        is_largest = power == inf
-        total = self._of_rank(parameters, power)
-        operation = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
-        dist.all_reduce(total, operation, group=self.groups.pipeline_group)
-        return total if is_largest else total ** (1 / power)
-
-    def _of_rank(self, parameters: Iterable[Tensor], power: float) -> Tensor:
-        # The norm of what this rank counts, to the `power` unless that is infinite
-        counted = [p for p in parameters if p.grad is not None and p not in self.counted_elsewhere]
-        is_largest = power == inf
-        operation = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
-        uncut = self._partial([p for p in counted if self.slices_of(p) == 1], power)
-        if self.groups.tensor is None:
-            return uncut
-        # slices are summed over the ranks of the tensor axes, each slice once
-        cut = self._of_slices(counted, power, ranks=dist.get_world_size(self.groups.tensor))
-        dist.all_reduce(cut, operation, group=self.groups.tensor)
-        return torch.maximum(uncut, cut) if is_largest else uncut + cut
+        given = list(parameters)
+        square = self._of_rank(given)
+        dist.all_reduce(square, group=self.groups.pipeline_group)
+        total = square**0.5
+        clip_grads_with_norm_([p for p in given if p.grad is not None], max_norm, total)
+        return total
 
     @torch.no_grad()
     def clip_with(
-        self,
-        parameters: Iterable[Tensor],
-        max_norm: float,
-        *,
-        others: Tensor,
-        own: int,
-        norm_type: float = 2.0,
+        self, parameters: Iterable[Tensor], max_norm: float, *, others: Tensor, own: int
     ) -> tuple[Tensor, Tensor]:
         """Scale this rank's gradients by the norm over all ranks, those of others being known.
 
         Args:
             parameters: of this rank.
             max_norm: the most that the norm may be.
-            others: norms of the ranks of the pipeline, (ranks,), to the power `norm_type` unless
-                that is infinite.
+            others: squares of the norms of the ranks of the pipeline, (ranks,).
             own: this rank's place in `others`.
-            norm_type: of ``clip_grad_norm_``.
 
         Returns:
-            The norm before, and this rank's norm to the power. A collective call of the ranks
+            The norm before, and the square of this rank's norm. A collective call of the ranks
             along tensor axes.
         """
-        given, power = list(parameters), float(norm_type)
-        powers = others.clone()
+        given, squares = list(parameters), others.clone()
         # This rank's norm is new, those of others are as they were sent.
-        powers[own] = self._of_rank(given, power)
-        total = powers.amax() if power == inf else powers.sum() ** (1 / power)
-        total = total.to(torch.float32)
-        clip_grads_with_norm_(
-            [parameter for parameter in given if parameter.grad is not None], max_norm, total
-        )
-        return total, powers[own]
+        squares[own] = self._of_rank(given)
+        total = (squares.sum() ** 0.5).to(torch.float32)
+        clip_grads_with_norm_([p for p in given if p.grad is not None], max_norm, total)
+        return total, squares[own]
 
-    def clip(
-        self, parameters: Iterable[Tensor], max_norm: float, *, norm_type: float = 2.0
-    ) -> Tensor:
-        """Scale gradients as torch's ``clip_grad_norm_`` does, and return the norm before."""
-        given = list(parameters)
-        total = self.total(given, norm_type=norm_type)
-        clip_grads_with_norm_(
-            [parameter for parameter in given if parameter.grad is not None], max_norm, total
-        )
-        return total
+    # the square of the norm of what this rank counts, in float32
+    def _of_rank(self, parameters: Iterable[Tensor]) -> Tensor:
+        counted = [p for p in parameters if p.grad is not None and p not in self.counted_elsewhere]
+        by_slices: dict[int, list[Tensor]] = {}
+        for parameter in counted:
+            by_slices.setdefault(self.slices_of(parameter), []).append(parameter)
+        uncut = self._square(by_slices.pop(1, []))
+        if self.groups.tensor is None:
+            return uncut
+        # Slices are summed over the ranks of the tensor axes, each slice once: of so many slices
+        # several ranks hold the same.
+        ranks = dist.get_world_size(self.groups.tensor)
+        cut = torch.zeros((), device=self.device)
+        for count, alike in sorted(by_slices.items()):
+            cut = cut + self._square(alike) * count / ranks
+        dist.all_reduce(cut, group=self.groups.tensor)
+        return uncut + cut
 
-    def _of_slices(self, parameters: Sequence[Tensor], power: float, *, ranks: int) -> Tensor:
-        # This rank's part of the norm of parameters in slices, which `ranks` ranks hold
-        found = [torch.zeros((), device=self.device)]
-        for count in sorted({count for p in parameters if (count := self.slices_of(p)) > 1}):
-            part = self._partial([p for p in parameters if self.slices_of(p) == count], power)
-            # so many ranks hold the same slice
-            found.append(part if power == inf else part * count / ranks)
-        stacked = torch.stack(found)
-        return stacked.amax() if power == inf else stacked.sum()
-
-    def _partial(self, parameters: Iterable[Tensor], power: float) -> Tensor:
-        # The norm of the gradients, to the `power` unless that is infinite, in float32
+    def _square(self, parameters: Iterable[Tensor]) -> Tensor:
         gradients = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
         if not gradients:
             return torch.zeros((), device=self.device)
-        part = get_total_norm(gradients, power).to(self.device, torch.float32)
-        return part if power == inf else part**power
+        return get_total_norm(gradients).to(self.device, torch.float32) ** 2

@@ -19,12 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_topt.communication.collectives import travel_device
-from lightning_topt.communication.topology import (
-    abort_groups,
-    at_exit,
-    destroy_groups,
-    group_of,
-)
+from lightning_topt.communication.topology import abort_groups, at_exit, destroy_groups, group_of
 from lightning_topt.execution.pipeline.step_flows import StageFlow
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.step_flow import StepFlow

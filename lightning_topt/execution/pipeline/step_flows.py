@@ -131,13 +131,8 @@ class StepFlows:
         """The named blocks."""
         return [block for blocks in self._stages for block in blocks]
 
-    def of(
-        self, step: Step, microbatches: Sequence[object], *, kind: Hashable = None
-    ) -> list[StageFlow]:
-        """Return the flow of `step` on each microbatch.
-
-        `kind` tells steps apart; None: their code does.
-        """
+    def of(self, step: Step, microbatches: Sequence[object]) -> list[StageFlow]:
+        """Return the flow of `step` on each microbatch."""
         # Modes of modules and frozen parameters may change what a step calls.
         modes = (
             tuple([submodule.training for submodule in self._submodules]),
@@ -146,7 +141,7 @@ class StepFlows:
         # A step is known by its code, or by its class.
         function = getattr(step, "__func__", step)
         code: Hashable = getattr(function, "__code__", type(step).__qualname__)
-        common = (code if kind is None else kind, torch.is_grad_enabled(), modes)
+        common = (code, torch.is_grad_enabled(), modes)
         found = []
         for microbatch in microbatches:
             key = (common, signature(microbatch))

@@ -13,8 +13,8 @@ collectives' own gradients.
 
     layout            where a tensor is on every tensor axis, and this rank's place there
     moves             collectives between placements, with their gradients
-    op_rules          which placements a function admits: one table for the search and the run
-    decisions         which of these a call takes; whether samples meet in it
+    op_rules          which placements a function admits, and which of these a call takes: one table
+                      for the search and the run
     split_mode        calls functions on split tensors, and remembers tensors that it moved
     user_code         what user code may ask of a split tensor beside torch functions
     split_parameters  slices of parameters, and the way back

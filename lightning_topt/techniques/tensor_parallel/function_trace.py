@@ -25,9 +25,12 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_topt.graph.structures import tensors_in as tensors_anywhere
-from lightning_topt.techniques.tensor_parallel.decisions import is_in_place
 from lightning_topt.techniques.tensor_parallel.op_rules import KINDS
-from lightning_topt.techniques.tensor_parallel.op_rules.rules import replaced, tensors_in
+from lightning_topt.techniques.tensor_parallel.op_rules.rules import (
+    is_in_place,
+    replaced,
+    tensors_in,
+)
 from lightning_topt.techniques.tensor_parallel.user_code import ATTRIBUTES, LOCAL, body_of
 
 _NUMBERS = "_topt_numbers"  # attribute: numbers of a tensor and of its memory

@@ -27,13 +27,6 @@ from typing_extensions import override
 
 from lightning_topt.graph.op_config import LAYOUT, Partial, Placement, Placements, Shard
 from lightning_topt.techniques.tensor_parallel import moves
-from lightning_topt.techniques.tensor_parallel.decisions import (
-    CallDecision,
-    call_of,
-    decide,
-    is_in_place,
-    known_of,
-)
 from lightning_topt.techniques.tensor_parallel.layout import (
     REPLICATE,
     Layout,
@@ -46,9 +39,14 @@ from lightning_topt.techniques.tensor_parallel.layout import (
 )
 from lightning_topt.techniques.tensor_parallel.op_rules import KINDS
 from lightning_topt.techniques.tensor_parallel.op_rules.rules import (
+    CallDecision,
     Kind,
     OpCall,
     Placed,
+    call_of,
+    decide,
+    is_in_place,
+    known_of,
     replaced,
     tensors_in,
 )

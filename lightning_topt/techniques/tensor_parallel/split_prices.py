@@ -22,16 +22,16 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import Group, estimate_collective_seconds
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.graph.op_config import Partial, Placement, Shard
-from lightning_topt.techniques.tensor_parallel.decisions import (
+from lightning_topt.techniques.tensor_parallel.function_trace import Ref, TracedCall
+from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, Layout
+from lightning_topt.techniques.tensor_parallel.op_rules import KINDS
+from lightning_topt.techniques.tensor_parallel.op_rules.reductions import NORM
+from lightning_topt.techniques.tensor_parallel.op_rules.rules import (
     Argument,
     CallDecision,
     call_of,
     decide,
 )
-from lightning_topt.techniques.tensor_parallel.function_trace import Ref, TracedCall
-from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, Layout
-from lightning_topt.techniques.tensor_parallel.op_rules import KINDS
-from lightning_topt.techniques.tensor_parallel.op_rules.reductions import NORM
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 
 from lightning_topt.graph.op_config import Placement, Shard
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.techniques.tensor_parallel.decisions import Argument, call_of
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace, Ref, TracedCall
 from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, Layout
 from lightning_topt.techniques.tensor_parallel.op_rules import KINDS
 from lightning_topt.techniques.tensor_parallel.op_rules.reductions import NORM
+from lightning_topt.techniques.tensor_parallel.op_rules.rules import Argument, call_of
 from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout
 from lightning_topt.techniques.tensor_parallel.split_prices import (
     BlockSplit,

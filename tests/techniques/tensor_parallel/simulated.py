@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from lightning_topt.graph.op_config import Partial, Replicate, Shard
-from lightning_topt.techniques.tensor_parallel.decisions import Argument, call_of
 from lightning_topt.techniques.tensor_parallel.layout import Layout, TensorAxes, cut, joined
 from lightning_topt.techniques.tensor_parallel.op_rules import KINDS
 from lightning_topt.techniques.tensor_parallel.op_rules.rules import (
+    Argument,
     Placed,
     Row,
+    call_of,
     replaced,
     tensors_in,
 )

@@ -87,7 +87,7 @@ def layout_axes(layout: str, ranks: int) -> tuple[Axis, ...]:
     """Return the tensor axes of `layout` over `ranks` ranks, as equal as possible.
 
     Raises:
-        ValueError: `ranks` is no product of two or three numbers above 1; says which near it are
+        ValueError: `ranks` is no product of two or three numbers above 1
     """
     if layout in ("tensor", "tensor_sequence"):
         return (Axis("tensor", ranks),)
@@ -96,12 +96,9 @@ def layout_axes(layout: str, ranks: int) -> tuple[Axis, ...]:
     count = 2 if layout == "tensor_2d" else 3
     sizes = _factors(ranks, count)
     if sizes is None:
-        others = [str(n) for n in range(4, 4 * ranks + 33) if _factors(n, count) is not None]
-        near = sorted(others, key=lambda text: abs(int(text) - ranks))[:3]
         raise ValueError(
             f"{layout} needs a number of ranks that is a product of {count} numbers above 1, and "
-            f"{ranks} is not: start {', '.join(sorted(near, key=int))} ranks, or choose "
-            "plan='tensor'"
+            f"{ranks} is not: start another number, or choose plan='tensor'"
         )
     # the longest axis is outermost
     names = ("tensor_tokens", "tensor_rows", "tensor_columns")[-count:]

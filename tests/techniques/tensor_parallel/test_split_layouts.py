@@ -154,14 +154,9 @@ def test_layouts_run_as_one_process() -> None:
 def test_numbers_of_ranks_that_are_no_product_are_refused() -> None:
     assert [axis.size for axis in layout_axes("tensor_3d", 16)] == [4, 2, 2]
     assert [axis.size for axis in layout_axes("tensor_2d", 12)] == [4, 3]
-    with pytest.raises(
-        ValueError, match="product of 3 numbers above 1, and 4 is not: start 8, 12, 16 ranks"
-    ):
-        layout_axes("tensor_3d", 4)
-    with pytest.raises(
-        ValueError, match="product of 2 numbers above 1, and 7 is not: start 6, 8, 9 ranks"
-    ):
-        layout_axes("tensor_2d", 7)
+    for layout, ranks in (("tensor_3d", 4), ("tensor_2d", 7)):
+        with pytest.raises(ValueError, match=f"{ranks} is not"):
+            layout_axes(layout, ranks)
 
 
 @pytest.mark.parametrize(
@@ -171,11 +166,7 @@ def test_a_border_that_does_not_divide_names_the_dims_that_would_have_to(
     layout: str, dims: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(RANKS, layout, {"tensor_sequence": 3, "tensor_2d": 9}[layout])
-    words = (
-        rf"splits {dims} of tensors .* does not divide for 3( x 3)? ranks: choose a size that "
-        rf"does \(samples are dim 0"
-    )
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=f"splits {dims} of tensors"):
         layout_of_model(split_model("llama"), layout)
 
 

@@ -5,7 +5,6 @@ does.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import Group
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.demo import ByteGPT
@@ -88,24 +86,20 @@ LEFT_OUT = {
 }
 
 
-def split_model(
-    name: str, context: Callable[[], AbstractContextManager[Any]] = nullcontext
-) -> SplitModel:
+def split_model(name: str) -> SplitModel:
     make, batch = MODELS[name]
     module, trace = make(), FunctionTrace()
-    graph = capture(module, batch(), adapt=trace.of, batch_scaling=False, forward_context=context)
-    return SplitModel(module, batch(), graph, trace, forward_context=context)
+    graph = capture(module, batch(), adapt=trace.of, batch_scaling=False)
+    return SplitModel(module, batch(), graph, trace)
 
 
-def layout_of_model(
-    model: SplitModel, layout: str, *, cluster: Cluster = FAST
-) -> tuple[SplitLayout, tuple[Axis, ...]]:
+def layout_of_model(model: SplitModel, layout: str) -> tuple[SplitLayout, tuple[Axis, ...]]:
     along = layout_axes(layout, RANKS[layout])
     module = model.module
     optimizer = read_optimizer(
         [torch.optim.Adam(module.parameters())], named_parameters=module.named_parameters()
     )
-    prices = SplitPrices(cluster, optimizer, Group(along[-2:][0].size))
+    prices = SplitPrices(FAST, optimizer, Group(along[-2:][0].size))
     return model.layout(layout, prices, along), along
 
 
@@ -168,10 +162,6 @@ def test_a_border_that_does_not_divide_names_the_dims_that_would_have_to(
     monkeypatch.setitem(RANKS, layout, {"tensor_sequence": 3, "tensor_2d": 9}[layout])
     with pytest.raises(ValueError, match=f"splits {dims} of tensors"):
         layout_of_model(split_model("llama"), layout)
-
-
-def bfloat16() -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("layout", ["tensor_sequence", "tensor_2d"])

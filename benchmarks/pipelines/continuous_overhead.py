@@ -44,8 +44,7 @@ from benchmarks.pipelines.shared import Iteration, iterations
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.schedules.schedules import make_schedule
-from lightning_topt.schedules.simulate import simulate
-from lightning_topt.schedules.timing import StageCosts
+from lightning_topt.schedules.timing import StageCosts, simulate
 from lightning_topt.weight_prediction import Prediction, make_prediction, prediction_to_value
 
 THEIRS = ("gpipe", "1f1b", "interleaved", "zero_bubble")

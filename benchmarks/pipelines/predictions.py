@@ -37,8 +37,7 @@ from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.execution.pipeline.stage_pass import StagePass
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.schedules.schedules import SCHEDULES, Schedule, make_schedule
-from lightning_topt.schedules.simulate import simulate
-from lightning_topt.schedules.timing import StageCosts
+from lightning_topt.schedules.timing import StageCosts, simulate
 
 RUN = "benchmarks.pipelines.predictions"
 SETTINGS = {

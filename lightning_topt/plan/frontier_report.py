@@ -34,7 +34,7 @@ from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.plan_report import schedule_svg
 from lightning_topt.plan.plan_values import config_to_dict, describe_config
 from lightning_topt.plan.report_table import block_ranges, table
-from lightning_topt.schedules.simulate import Simulation
+from lightning_topt.schedules.timing import Simulation
 
 Points = Sequence[PlanPoint]
 _KIND = ("runs", "parameters", "gradients", "optimizer_state")  # what a page says of a block

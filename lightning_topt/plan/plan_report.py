@@ -20,7 +20,7 @@ from lightning_topt.basics.units import format_bytes, format_seconds
 from lightning_topt.plan.explanation import PlanExplanation, StageExplanation
 from lightning_topt.plan.report_table import block_ranges, table
 from lightning_topt.schedules.schedules import Kind
-from lightning_topt.schedules.simulate import MemoryCurve, Simulation
+from lightning_topt.schedules.timing import MemoryCurve, Simulation
 from lightning_topt.techniques.plan_costs import BlockExplanation
 
 _ROWS = 8  # kinds of blocks that are shown

@@ -40,8 +40,13 @@ from lightning_topt.plan.stage_tables import (
     transfer_seconds,
 )
 from lightning_topt.schedules.schedules import Schedule, make_schedule
-from lightning_topt.schedules.simulate import Simulation, held_counts, simulate
-from lightning_topt.schedules.timing import StageCosts, many_rank_seconds
+from lightning_topt.schedules.timing import (
+    Simulation,
+    StageCosts,
+    held_counts,
+    many_rank_seconds,
+    simulate,
+)
 
 MOST_PASSES = 2**14  # of all stages; longer schedules are priced by their formulas
 _ROUNDS = 16  # of moves

@@ -6,8 +6,7 @@ import pytest
 
 from lightning_topt.costs.stage_table import fits, rates_of
 from lightning_topt.schedules.schedules import SCHEDULES, make_schedule
-from lightning_topt.schedules.simulate import held_counts
-from lightning_topt.schedules.timing import StageCosts, step_seconds
+from lightning_topt.schedules.timing import StageCosts, held_counts, step_seconds
 
 
 def sizes(name):

@@ -9,8 +9,7 @@ from pathlib import Path
 from lightning_topt.plan.frontier_report import save_html
 from lightning_topt.plan.plan_report import schedule_svg
 from lightning_topt.schedules.schedules import continuous_schedule, make_schedule
-from lightning_topt.schedules.simulate import Simulation, simulate
-from lightning_topt.schedules.timing import StageCosts
+from lightning_topt.schedules.timing import Simulation, StageCosts, simulate
 from tests.plan.test_frontier_report import frontier
 
 

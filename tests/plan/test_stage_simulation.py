@@ -33,7 +33,7 @@ from lightning_topt.plan.stage_simulation import (
     with_moves,
 )
 from lightning_topt.plan.stage_tables import PipelineShape, shape_of_plan, stage_table
-from lightning_topt.schedules.simulate import simulate
+from lightning_topt.schedules.timing import simulate
 from tests.models import GPT
 from tests.plan.test_pipelines import NODES, make_request
 

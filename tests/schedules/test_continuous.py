@@ -10,9 +10,8 @@ import pytest
 
 from lightning_topt.schedules.check import ScheduleError, check_schedule
 from lightning_topt.schedules.schedules import Action, Schedule, continuous_schedule, every
-from lightning_topt.schedules.simulate import held_counts, simulate
 from lightning_topt.schedules.staleness import running_staleness, staleness
-from lightning_topt.schedules.timing import StageCosts
+from lightning_topt.schedules.timing import StageCosts, held_counts, simulate
 
 
 def texts(actions: tuple[Action, ...]) -> str:

@@ -15,8 +15,13 @@ from lightning_topt.schedules.schedules import (
     continuous_schedule,
     make_schedule,
 )
-from lightning_topt.schedules.simulate import held_counts, simulate
-from lightning_topt.schedules.timing import StageCosts, many_rank_seconds, step_seconds
+from lightning_topt.schedules.timing import (
+    StageCosts,
+    held_counts,
+    many_rank_seconds,
+    simulate,
+    step_seconds,
+)
 from tests.schedules.slow_simulator import SlowSimulator
 
 

@@ -34,7 +34,6 @@ from lightning_topt.communication.topology import Topology
 from lightning_topt.communication.value_exchange import value_of_rank
 from lightning_topt.execution.applied_techniques import AppliedTechniques
 from lightning_topt.execution.pipeline.p2p import MessageExchange, RankLinks
-from lightning_topt.execution.pipeline.random_order import OneStageOrder, RandomOrder
 from lightning_topt.execution.pipeline.stage_gradients import StageExchanges, StageNorms
 from lightning_topt.execution.pipeline.stage_layout import (
     PipelineGroups,
@@ -43,7 +42,7 @@ from lightning_topt.execution.pipeline.stage_layout import (
     average_over_data_ranks,
     place_parameters,
 )
-from lightning_topt.execution.pipeline.stage_pass import StagePass
+from lightning_topt.execution.pipeline.stage_pass import OneStageOrder, RandomOrder, StagePass
 from lightning_topt.execution.pipeline.step_flows import (
     Crossings,
     Message,

@@ -41,8 +41,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_topt.execution.pipeline.random_order import RandomOrder
-from lightning_topt.execution.pipeline.stage_pass import StagePass
+from lightning_topt.execution.pipeline.stage_pass import RandomOrder, StagePass
 from lightning_topt.graph.flow_trace import trace_flow
 from lightning_topt.graph.step_flow import LeafSpec, StepFlow, TensorRef, assign_calls
 from lightning_topt.graph.structures import PLAIN, tensors_in

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_topt.execution.pipeline.random_order import RandomOrder
 from lightning_topt.execution.pipeline.stage_layout import StageLayout
-from lightning_topt.execution.pipeline.stage_pass import StagePass
+from lightning_topt.execution.pipeline.stage_pass import RandomOrder, StagePass
 from lightning_topt.graph.capture import call_training_step, loss_of
 from lightning_topt.graph.flow_trace import trace_flow
 from lightning_topt.graph.step_flow import StepFlow, TensorRef, assign_calls

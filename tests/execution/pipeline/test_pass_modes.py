@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_topt.execution.pipeline import stage_pass as stage_pass_module
-from lightning_topt.execution.pipeline.random_order import RandomOrder
-from lightning_topt.execution.pipeline.stage_pass import StagePass
+from lightning_topt.execution.pipeline.stage_pass import RandomOrder, StagePass
 from lightning_topt.graph.capture import call_training_step
 from lightning_topt.graph.errors import CaptureError
 from lightning_topt.graph.flow_trace import trace_flow

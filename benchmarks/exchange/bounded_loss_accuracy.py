@@ -72,7 +72,6 @@ METHODS = {
         )
         for loss in (0.01, 0.03)
     },
-    "3 %, rescaled": Method({"tolerance": 0.03, "error_feedback": False, "rescale": True}, 0.03),
 }
 
 

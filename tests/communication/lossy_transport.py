@@ -36,7 +36,6 @@ class LossyTransport:
         tolerance: float,
         exact: Sequence[tuple[int, int]],
         scale: float,
-        rescale: bool,
         priority: int,
     ) -> Handle:
         generator = np.random.default_rng([self.rank, self.starts, bucket])
@@ -47,18 +46,14 @@ class LossyTransport:
         for start, stop in exact:
             lost[start:stop] = False
         total = torch.from_numpy(np.where(lost, np.float32(0), values))
-        arrived = torch.from_numpy((~lost).astype(np.float32))
-        for tensor in (total, arrived):
-            dist.all_reduce(tensor, group=self.group)
-        if rescale:
-            total.mul_(self.world_size).div_(arrived.clamp(min=1))
+        dist.all_reduce(total, group=self.group)
         edges = np.flatnonzero(np.diff(np.concatenate([[0], lost.astype(np.int8), [0]]))).reshape(
             -1, 2
         )
         outcome = Outcome(edges.astype(np.int64), values[lost].copy(), len(values))
         out[:] = total.mul_(scale).numpy()
         self.bytes_sent += 4 * len(values)
-        handle = Handle(bucket, values, out, tolerance, scale, rescale, priority, outcome=outcome)
+        handle = Handle(bucket, values, out, tolerance, scale, priority, outcome=outcome)
         handle.done.set()
         return handle
 

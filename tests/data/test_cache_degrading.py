@@ -20,7 +20,7 @@ from lightning_topt.data.cache.memory_file import MemoryUnavailable
 from lightning_topt.data.cache.sample_cache import RefusedCacheError
 from tests.data.test_sample_cache import ITEMS, epoch, make
 
-FORK, SPAWN = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
+FORK = multiprocessing.get_context("fork")
 CODES = [errno.ENOSPC, errno.EACCES]
 NAMES = [errno.errorcode[code] for code in CODES]
 EVERYTHING = list(range(ITEMS))
@@ -150,11 +150,11 @@ def _work_on_a_full_disk(directory, pickled, out):
 
 
 def test_workers_that_start_when_the_disk_is_full_share_the_memory(tmp_path):
-    caches, out = [make(tmp_path / str(disk), disk=disk) for disk in (0, ITEMS)], SPAWN.Queue()
+    caches, out = [make(tmp_path / str(disk), disk=disk) for disk in (0, ITEMS)], FORK.Queue()
     for cache in caches:
         epoch(cache)
     pickled = [pickle.dumps(cache) for cache in caches]
-    worker = SPAWN.Process(target=_work_on_a_full_disk, args=(tmp_path, pickled, out))
+    worker = FORK.Process(target=_work_on_a_full_disk, args=(tmp_path, pickled, out))
     worker.start()
     for cache in caches:
         assert out.get(timeout=120) == ([], os.fstat(cache.memory.file.descriptor).st_ino, [])

@@ -305,14 +305,13 @@ def as_pair(samples):
     return (samples, {"name": ["photograph"], "image": np.arange(3, dtype=np.uint8)})
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_batches_of_any_kind_in_processes_that_are_not_forked(tmp_path, method):
+def test_batches_of_any_kind_in_processes_that_are_not_forked(tmp_path):
     loader = loader_of(
         [3, 4, 5],
         tmp_path / "meet",
         batches=Thirds(),
         collate_fn=as_pair,
-        multiprocessing_context=method,
+        multiprocessing_context="forkserver",
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # they reach the coordinator

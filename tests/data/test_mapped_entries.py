@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from lightning_topt.data.cache import mapped_entries
+from lightning_topt.data.cache import sample_cache
 from lightning_topt.data.cache.cached_batches import BatchDataset
 from lightning_topt.data.cache.cached_dataset import CachedDataset
 from lightning_topt.data.cache.sample_cache import SampleCache
@@ -176,7 +176,7 @@ def test_batches_are_on_the_cpu_whatever_the_default_device(cache):
 
 
 def test_a_kernel_that_cannot_map_ahead(cache, monkeypatch):
-    monkeypatch.setattr(mapped_entries, "_MADV_POPULATE_READ", 4711)
+    monkeypatch.setattr(sample_cache, "_MADV_POPULATE_READ", 4711)
     samples = Samples()
     batches = BatchDataset(CachedDataset(samples, cache))
     batches.__getitems__(list(range(ITEMS)))
@@ -187,7 +187,7 @@ def test_samples_of_equal_size_with_more_layouts_than_there_are_numbers(cache, m
     """Shapes (30, 5) and (5, 30) have as many bytes; neither may be taken for the other where
     layouts have no numbers left.
     """
-    monkeypatch.setattr(mapped_entries, "_MOST_HEADERS", 1)
+    monkeypatch.setattr(sample_cache, "_MOST_HEADERS", 1)
 
     class Turned(Samples):
         def __getitem__(self, index):

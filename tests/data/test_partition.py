@@ -50,12 +50,6 @@ def test_numbers_that_never_change():
     assert three.dtype == np.int32
 
 
-@pytest.mark.parametrize(("num_items", "num_nodes"), [(5, 0), (5, -1), (-1, 2)])
-def test_partitions_that_cannot_be(num_items, num_nodes):
-    with pytest.raises(ValueError, match="at least one node"):
-        owners(num_items, num_nodes=num_nodes, seed=0)
-
-
 def sample(item):
     return torch.full((25 + item,), float(item)), item
 

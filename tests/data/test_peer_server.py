@@ -10,7 +10,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,10 +22,8 @@ import lightning_topt
 from lightning_topt.data import light_process
 from lightning_topt.data.cache.segment_store import checksum
 from lightning_topt.data.light_process import BOOT
-from lightning_topt.data.peers.client import Peers
 from lightning_topt.data.peers.protocol import (
     ENTRY,
-    MAGIC,
     OFFER,
     REQUEST,
     PeerError,
@@ -36,8 +33,8 @@ from lightning_topt.data.peers.protocol import (
 )
 from lightning_topt.data.peers.server import PeerServer
 from tests.data.test_peer_faults import THEIRS, friend, hung_up, is_well, pair, soon
-from tests.data.test_peers import HERE, ITEMS, SECRET, Node, client, nodes, payload, plain
-from tests.processes import halt, wait_until
+from tests.data.test_peers import HERE, SECRET, Node, client, nodes, payload
+from tests.processes import wait_until
 
 FORK = multiprocessing.get_context("fork")
 __all__ = ["nodes", "pair"]  # fixtures
@@ -68,18 +65,6 @@ def hung_up_some_time(channel):
         while True:
             channel.receive(1, deadline=soon())
     channel.close()
-
-
-def test_a_stranger_who_speaks_slowly_is_thrown_out(pair):
-    newcomer = connect(pair[1].server.address, deadline=soon())
-    newcomer.receive(len(MAGIC) + 32, deadline=soon())
-    end = soon()
-    with pytest.raises(PeerError):
-        while time.monotonic() < end:
-            newcomer.send([b"x"], deadline=soon())
-            time.sleep(0.25)  # 64 bytes would take 16 s
-    newcomer.close()
-    assert is_well(client(pair))
 
 
 def test_no_more_connections_than_allowed(pair):
@@ -113,11 +98,6 @@ def test_offers_that_are_too_large_or_have_no_room_are_refused(nodes):
     item = THEIRS[0]
     assert offered(enemy, (item, 2**63, 0), (item, 3001, 0), (item, 3000, 0)) == [0, 0, 1]
     enemy.close()
-
-
-def test_an_answer_that_is_larger_than_this_node_allows_is_not_read(pair):
-    with pytest.warns(UserWarning, match="larger than the limits"):
-        assert client(pair, limits=PeerLimits(entry_bytes=100)).fetch(THEIRS[:1]) == [None]
 
 
 def test_half_an_entry_or_a_wrong_one_is_not_stored(nodes):
@@ -187,28 +167,6 @@ def test_it_ends_with_the_process_that_started_it(tmp_path, closes):
     os.kill(worker, signal.SIGKILL)
 
 
-def test_a_forked_process_neither_ends_it_nor_keeps_it(pair):
-    child, other = (
-        FORK.Process(target=time.sleep, args=[seconds], daemon=True) for seconds in (0, 60)
-    )
-    child.start()
-    other.start()
-    child.join(30)
-    assert child.exitcode == 0 and pair[1].server.is_alive and is_well(client(pair))
-    pair[1].server.close()
-    assert pair[1].server.process.returncode == 0  # not killed
-    other.kill()
-    other.join()
-
-
-def test_it_ends_although_it_hangs_when_it_is_closed(pair, monkeypatch):
-    monkeypatch.setattr("lightning_topt.data.peers.server.END_SECONDS", 0.1)
-    halt(pair[1].server.process.pid, signal.SIGSTOP)
-    pair[1].server.close()
-    pair[1].server.close()
-    assert not pair[1].server.is_alive
-
-
 def test_it_imports_neither_torch_nor_what_could_unpickle(pair):
     process = pair[1].server.process.pid
     maps = Path(f"/proc/{process}/maps").read_text()
@@ -246,22 +204,3 @@ def test_it_imports_neither_torch_nor_what_could_unpickle(pair):
             isinstance(node, ast.Attribute) and node.attr in ("load", "save")
             for node in ast.walk(tree)
         )
-
-
-def test_addresses_of_another_family(nodes):
-    if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
-        pytest.skip("this machine has no IPv6")
-    two = nodes(1)
-    server = PeerServer([two[0].memory], host="::1", secret=SECRET, fingerprint="f")
-    two[0].memory.write(THEIRS[0], [payload(THEIRS[0])])
-    peers = Peers(
-        [None, server.address],
-        node=0,
-        num_items=ITEMS,
-        seed=3,
-        secret=SECRET,
-        fingerprint="f",
-        timeout_seconds=10,
-    )
-    assert plain(peers.fetch(THEIRS[:1])) == [payload(THEIRS[0])]
-    server.close()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ import torch
 from lightning_topt.data.cache.memory_file import REGISTRY, open_shared
 from lightning_topt.data.cache.sample_cache import RefusedCacheError, SampleCache
 from lightning_topt.data.cache.sample_codec import decode, encode, size_of
-from tests.preloaded import preloaded_topt
 from tests.shared_memory import shared_files
 
 ITEMS = 50
@@ -85,34 +82,27 @@ def _worker(cache, out):
     out.put((epoch(cache), cache.statistics().memory_hits))
 
 
-@pytest.mark.parametrize("context", [FORK, SPAWN], ids=["fork", "spawn"])
-def test_processes_share_one_memory(tmp_path, context):
-    cache, out = make(tmp_path, disk=0), context.Queue()
-    first = context.Process(target=_worker, args=(cache, out))
-    first.start()
-    assert out.get(timeout=120)[0] == list(range(ITEMS))
-    first.join()
+def test_processes_share_one_memory(tmp_path):
+    cache, out = make(tmp_path, disk=0), FORK.Queue()
+    for expected in (list(range(ITEMS)), []):
+        process = FORK.Process(target=_worker, args=(cache, out))
+        process.start()
+        assert out.get(timeout=120)[0] == expected
+        process.join()
     assert epoch(cache) == []
-    if context is SPAWN:  # that a spawned one finds what is there: see test_cache_degrading
-        return
-    second = context.Process(target=_worker, args=(cache, out))
-    second.start()
-    assert out.get(timeout=120)[0] == []
-    second.join()
+
+
+def _another(tmp_path, out):
+    out.put(epoch(make(tmp_path, disk=0)))
 
 
 def test_another_job_finds_the_memory(tmp_path):
-    cache = make(tmp_path, disk=0)
+    cache, out = make(tmp_path, disk=0), FORK.Queue()
     epoch(cache)
-    code = (
-        f"from tests.data.test_sample_cache import *; print(len(epoch(make({str(tmp_path)!r}, "
-        "disk=0))))"
-    )
-    root = Path(__file__).parents[2]
-    job = subprocess.run(
-        [preloaded_topt(), "-c", code], cwd=root, capture_output=True, text=True, check=True
-    )
-    assert job.stdout.strip() == "0"
+    job = FORK.Process(target=_another, args=(tmp_path, out))
+    job.start()
+    assert out.get(timeout=120) == []
+    job.join()
 
 
 def _fill_and_hang(tmp_path, filled):

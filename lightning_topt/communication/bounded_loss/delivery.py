@@ -105,7 +105,6 @@ class Handle:
     out: Array
     tolerance: float
     scale: float
-    rescale: bool
     priority: int
     parts_left: int = 0
     error: Exception | None = None
@@ -272,7 +271,6 @@ def fill_slot(t: Tables, part: Part, handle: Handle) -> None:
     slots["values"][slot] = handle.sent.ctypes.data + 4 * part.start
     slots["out"][slot] = handle.taken.ctypes.data + 4 * part.start
     slots["priority"][slot] = handle.priority
-    slots["rescale"][slot] = handle.rescale
     t.scales[slot] = handle.scale
 
 

@@ -217,11 +217,6 @@ class BoundedLossExchange:
         """Bytes of datagrams and control messages that left this rank, retransmissions included."""
         return 0 if self._thread is None else int(self._thread.t.counters.sent_bytes)
 
-    @property
-    def error(self) -> Exception | None:
-        """The error that ended the exchange, None while it works."""
-        return None if self._thread is None else self._thread.error
-
     def start(
         self,
         bucket: int,
@@ -231,7 +226,6 @@ class BoundedLossExchange:
         tolerance: float = 0.01,
         exact: Sequence[tuple[int, int]] = (),
         scale: float = 1.0,
-        rescale: bool = False,
         priority: int = 0,
     ) -> Handle:
         """Begin to sum `values` over ranks; all ranks do, with the same n.
@@ -245,7 +239,6 @@ class BoundedLossExchange:
             tolerance: share of each rank's contribution to each shard that may be left out.
             exact: ranges of elements of which nothing is left out.
             scale: what the sum is multiplied by.
-            rescale: multiply an element's sum by ranks / ranks that arrived.
             priority: 3 goes first, 0 last.
 
         Raises:
@@ -260,9 +253,7 @@ class BoundedLossExchange:
                 f"bucket {bucket} has {self._known[bucket][0]} elements and its exact ranges in "
                 "every step"
             )
-        handle = Handle(
-            bucket, values, out, float(tolerance), float(scale), bool(rescale), priority
-        )
+        handle = Handle(bucket, values, out, float(tolerance), float(scale), priority)
         if self._thread is None or not len(values):
             np.multiply(values, np.float32(scale), out=out)
             handle.outcome = Outcome(

@@ -27,8 +27,7 @@ every peer there are four flows (`tables`). For one shard, between its owner and
   answer to a probe, so any of them may be lost.
 
 The owner of a shard adds up all contributions in rank order, so sums do not depend on the order of
-arrival. What a contribution lacks counts as 0, or is made up for with ``rescale``. Sums are made in
-float32, also of halves.
+arrival. What a contribution lacks counts as 0. Sums are made in float32, also of halves.
 """
 
 from __future__ import annotations
@@ -453,18 +452,16 @@ def sum_segments(t: Root, slot: int, first: int, begin: int, count: int) -> None
         size = segment_elements(t, slot, first + index)
         words = floats(row.shard_sum + 4 * index * each, size)
         total = sums[: 2 * size] if config.halves else words
-        arrived = 0
         for peer in range(world):
             if peer == rank:
                 part = floats(row.values + 4 * (first + index) * each, size)
             else:
                 part = floats(inbox_address(t, slot, peer) + 4 * index * each, size)
-            arrived += peer == rank or has_bit(bits_of(t, slot, peer, IN_CONTRIBUTION), index)
             if config.halves:
                 unpack_halves(part.view(np.uint32), wide[: 2 * size])
                 part = wide[: 2 * size]
             _add(part, total, peer == 0)
-        scale = np.float32(scale_of(t, slot) * (world / arrived if row.rescale else 1.0))
+        scale = np.float32(scale_of(t, slot))
         if scale != np.float32(1.0):
             for i in range(len(total)):
                 total[i] *= scale

@@ -148,7 +148,6 @@ class Slot:
     numel: int
     segments: int
     priority: int
-    rescale: int
     values: int  # address of this rank's contribution
     out: int  # address of the part's sums
     shard_sum: int  # address of this rank's shard of the sums

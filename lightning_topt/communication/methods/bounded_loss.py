@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from typing_extensions import override
 
-from lightning_topt.basics.argument_checks import check_flag, check_real
+from lightning_topt.basics.argument_checks import check_real
 from lightning_topt.communication import exchange_method
 from lightning_topt.communication.bounded_loss.delivery import Handle, Outcome
 from lightning_topt.communication.bounded_loss.exchange import connect_over_store
@@ -71,8 +71,6 @@ class BoundedLoss(exchange_method.ByNodes, exchange_method.FeedbackMethod):
     - ``tolerance``: the share of each parameter's gradient that may be lost, at least 0 and at most
       0.5;
     - ``error_feedback``: what was lost is added to the next gradient; without, it counts as 0;
-    - ``rescale``: the sum of each element is multiplied by (ranks / ranks whose contribution
-      arrived), instead of error feedback;
     - ``exempt``: parameters of which nothing may be lost;
     - ``bits`` of a value on its way: 32, or 16 (bfloat16). Sums are made in float32 and rounded
       again; what rounding takes away is not added to later gradients.
@@ -82,7 +80,6 @@ class BoundedLoss(exchange_method.ByNodes, exchange_method.FeedbackMethod):
     process_bytes: ClassVar[int] = exchange_method.COMPILED_BYTES
 
     tolerance: float = 0.01
-    rescale: bool = False
     bits: int = 32
 
     @override
@@ -94,22 +91,16 @@ class BoundedLoss(exchange_method.ByNodes, exchange_method.FeedbackMethod):
                 f"tolerance is the share that may be lost, at least 0 and at most {MOST_LOSS}; got "
                 f"{self.tolerance}"
             )
-        check_flag(self.rescale, name="rescale")
         if self.bits not in (16, 32):
             raise ValueError(f"bits of a value on its way are 16 or 32; got {self.bits}")
-        if self.rescale and self.error_feedback:
-            raise ValueError(
-                "rescale makes up for lost gradients at once and error_feedback later: choose one "
-                "of them (rescale=True, error_feedback=False)"
-            )
 
     @property
     @override
     def words(self) -> str:
         nodes = " between nodes" if self.hierarchical else ""
         nodes += ", in 16 bits" if self.bits == 16 else ""
-        rest = ", rescaled" if self.rescale else self.feedback_words
-        return f"by datagrams{nodes}, {100 * self.tolerance:g} % may be lost{rest}"
+        share = f"{100 * self.tolerance:g} % may be lost"
+        return f"by datagrams{nodes}, {share}{self.feedback_words}"
 
     @override
     def make_exchange(self, context: ExchangeContext) -> LossyBuckets:
@@ -293,7 +284,6 @@ class LossyBuckets(BucketExchange):
                 tolerance=self.method.tolerance,
                 exact=part.exact,
                 scale=bucket.loss_scale / self.holders,
-                rescale=self.method.rescale,
                 priority=priority,
             )
             for number, part in enumerate(parts, start=first)

@@ -201,7 +201,7 @@ def test_a_folder_that_is_removed_while_it_is_used(tmp_path, disk, silent):
     assert locks[0] == locks[1] != locks[2]
     shutil.rmtree(tmp_path / "f")
     cache.refuse("two draws differ")
-    assert twin.peek(0) is None and other.peek(0) is not None
+    assert twin.memory.read(0) is None and other.memory.read(0) is not None
 
 
 def test_a_disk_that_cannot_be_read_gives_misses(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import default_collate
 
 from lightning_topt.data.cache import sample_cache
-from lightning_topt.data.cache.cached_batches import BatchDataset
+from lightning_topt.data.cache.cached_batches import BatchDataset, collate
 from lightning_topt.data.cache.cached_dataset import CachedDataset
 from lightning_topt.data.cache.sample_cache import SampleCache
 from lightning_topt.data.cache.sample_codec import encode, size_of
@@ -199,7 +199,7 @@ def test_samples_of_equal_size_with_more_layouts_than_there_are_numbers(cache, m
     for _ in range(2):
         for start in range(3):
             items = list(range(start, ITEMS, 3))
-            assert equal(batches.__getitems__(items).batch, expected(samples, items))
+            assert equal(collate(batches.__getitems__(items)), expected(samples, items))
             mixed = [*range(start, ITEMS), *range(start)]
             assert all(
                 map(equal_samples, batches.__getitems__(mixed), [samples[item] for item in mixed])

@@ -27,7 +27,7 @@ same root (`with_more_slots`).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -183,37 +183,8 @@ class Flow:
     opened_step: int  # the last one that the receiver has opened
 
 
-class Root:
-    """The address of each table."""
-
-    config: int
-    counters: int
-    peers: int
-    link: int
-    paths: int
-    sources: int
-    slots: int
-    scales: int
-    flows: int
-    bits: int
-    exact: int
-    inboxes: int
-    receive: int
-    receive_pieces: int
-    receive_memory: int
-    receive_names: int
-    receive_ancillary: int
-    send: int
-    send_pieces: int
-    send_headers: int
-    send_ancillary: int
-    message: int
-    files: int
-    work: int
-
-
 CONFIG, COUNTERS, PEER = layout_of(Config), layout_of(Counters), layout_of(PeerState)
-SLOT, FLOW, ROOT = layout_of(Slot), layout_of(Flow), layout_of(Root)
+SLOT, FLOW = layout_of(Slot), layout_of(Flow)
 
 
 # ---- as Python sees them
@@ -247,6 +218,19 @@ class Tables(NamedTuple):
     files: Array  # (2,): struct pollfd
     work: Array  # (16,): for system calls
     root: Root  # for compiled code
+
+
+class Root:
+    """The address of each table, for compiled code: a field for each one of `Tables`."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> int: ...
+
+    __annotations__ = {name: int for name in Tables._fields if name != "root"}
+
+
+ROOT = layout_of(Root)
 
 
 def make_tables(*, world_size: int, slots: int, segments: int) -> Tables:

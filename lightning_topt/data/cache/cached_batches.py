@@ -170,17 +170,8 @@ def read_batch(dataset: CachedDataset, indices: Sequence[int]) -> ReadyBatch | l
 
 
 def _layout_in_memory(cache: SampleCache, item: int) -> EntryLayout | None:
-    seen = None if cache.mapped is None else cache.mapped.header(item)
-    if seen is not None:
-        return layout_of(seen)
-    header, where = cache.peek(item), None if cache.memory is None else cache.memory.locate(item)
-    if header is None or where is None:
-        return None
-    try:
-        layout = layout_of(header)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        return None  # damaged, which is handled where the whole entry is read
-    return layout if layout.nbytes == where.nbytes else None
+    header = None if cache.mapped is None else cache.mapped.header(item)
+    return None if header is None else layout_of(header)
 
 
 def _read_at_once(

@@ -230,17 +230,6 @@ class SampleCache:
             return entry
         return None
 
-    def peek(self, item: int) -> bytes | None:
-        """Return the header of an entry in this node's memory, None where there is none.
-
-        It is neither verified nor counted as a hit.
-        """
-        start = None if self.memory is None else self.memory.head(item, HEAD_BYTES)
-        try:
-            return None if start is None else header_of(start)
-        except ValueError:  # longer, or damaged
-            return None
-
     def read_into(self, item: int, buffers: Sequence[object]) -> bool:
         """Fill `buffers` with the entry of `item` from this node's memory.
 
@@ -513,7 +502,9 @@ class MappedEntries:
         self._can_populate = hasattr(self._map, "madvise")
 
     def header(self, item: int) -> bytes | None:
-        """Return the header of an entry that is there and was verified here, else None."""
+        """Return the header of an entry that is there and intact, else None."""
+        if self._headers[item] == UNKNOWN:
+            self._verify_ahead(item, trusted=self._store.is_verified(item))
         number = self._headers[item]
         is_there = number > 0 and self._records[item, 1] >> np.uint64(56) == STORED
         return self._by_number[number - 1] if is_there else None

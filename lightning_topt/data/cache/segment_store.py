@@ -153,18 +153,6 @@ class SegmentStore:
         if self._verified is not None:
             self._verified[item] = True
 
-    def head(self, item: int, nbytes: int) -> bytes | None:
-        """Return the first `nbytes` of an entry, not verified; None where it is absent."""
-        where = self.locate(item)
-        try:
-            return (
-                None
-                if where is None
-                else os.pread(where.descriptor, min(nbytes, where.nbytes), where.offset)
-            )
-        except OSError:
-            return None
-
     def locate(self, item: int) -> Location | None:
         """Return where the entry is, not verified; None where it is absent."""
         state, offset, nbytes, digest = self._record(item)

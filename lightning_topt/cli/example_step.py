@@ -33,7 +33,7 @@ from lightning_topt.graph.errors import CaptureError, may_need_values
 from lightning_topt.graph.kernels import OnAccelerator
 from lightning_topt.graph.module_copy import build_on_meta, is_on_meta
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.graph.structures import batch_sizes
+from lightning_topt.graph.structures import batch_size
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.plan_options import (
     MeshPlan,
@@ -162,7 +162,7 @@ def _capture(
         # a batch twice as large tells how the step grows with the batch
         with noted_reads() as reads:
             graph = capture(model, batch, **traced)
-        samples, _ = batch_sizes(batch, None)
+        samples = batch_size(batch)
     except Exception as error:
         reads_values = may_need_values(error)
         if not reads_values and not isinstance(error, CaptureError):

@@ -39,7 +39,6 @@ from typing import Any, NamedTuple, TypeVar
 import psutil
 import torch
 import torch.distributed as dist
-from torch.cuda import nccl
 
 from lightning_topt.basics.core_wait import CoreWait, usable_cores
 from lightning_topt.basics.own_files import made, open_own
@@ -362,9 +361,9 @@ def _links_are_as_in(cluster: Cluster, device: torch.device) -> bool:
 def describe_setup(device: torch.device, *, num_nodes: int) -> dict[str, Any]:
     """Return the set-up as JSON values, the same on all ranks. Collective.
 
-    Machines with their processors, devices, drivers and threads per rank; ranks and nodes; backend;
-    versions of torch, of what it calls on CUDA and of this package; a hash of the environment
-    variables that matter; settings of torch.
+    Machines with their cores, devices, drivers and threads per rank; ranks and nodes; backend;
+    versions of torch and of this package; a hash of the environment variables that matter; settings
+    of torch.
     """
     machines: list[Any] = []
     for machine in gather(_machine(device)):
@@ -390,14 +389,17 @@ def describe_setup(device: torch.device, *, num_nodes: int) -> dict[str, Any]:
 
 
 def _machine(device: torch.device) -> dict[str, Any]:
+    driver = ""
+    if device.type == "cuda":
+        with contextlib.suppress(OSError):
+            driver = _DRIVER.read_text().strip()
     return {
         "host": platform.node(),
-        "cpu": _cpu_model(),
         "cores": usable_cores(),
         "memory": psutil.virtual_memory().total,
         "network": _network(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "libraries": _cuda_libraries() if device.type == "cuda" else [],
+        "driver": driver,
         "threads": torch.get_num_threads(),
     }
 
@@ -409,28 +411,6 @@ def _fp32_precisions() -> list[str]:
     parts = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
     parts += [backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn]
     return [part.fp32_precision for part in parts]
-
-
-def _cuda_libraries() -> list[Any]:
-    # The versions of the driver, CUDA, cuDNN and NCCL, as far as they are known
-    try:
-        driver = _DRIVER.read_text().strip()
-    except OSError:
-        driver = ""
-    found = nccl.version() if dist.is_nccl_available() else ()
-    cudnn = torch.backends.cudnn.version()
-    return [driver, torch.version.cuda, cudnn, list(found)]
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        lines = []
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
-        platform.machine(),
-    )
 
 
 def _network() -> str:

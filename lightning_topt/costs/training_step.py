@@ -21,10 +21,13 @@ from lightning_topt.costs.chain_table import Array
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import (
     Collective,
+    ExchangeModel,
     Group,
     check_world_size,
     estimate_collective_seconds,
+    estimate_outer_seconds,
     estimate_wait_seconds,
+    make_exchange_model,
 )
 from lightning_topt.costs.compute import (
     RECOMPUTED_LAUNCHES,
@@ -33,11 +36,6 @@ from lightning_topt.costs.compute import (
     launches_of_step,
     overlapped_seconds,
     product_seconds,
-)
-from lightning_topt.costs.exchange_model import (
-    ExchangeModel,
-    estimate_outer_seconds,
-    make_exchange_model,
 )
 from lightning_topt.costs.lifetimes import Lifetime, Phases, phases_of
 from lightning_topt.costs.optimizer import OptimizerProfile

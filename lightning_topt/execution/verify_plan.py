@@ -39,8 +39,7 @@ from torch.optim import Optimizer
 
 from lightning_topt.basics.units import format_bytes
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.communication import check_world_size
-from lightning_topt.costs.exchange_model import check_exchange
+from lightning_topt.costs.communication import check_exchange, check_world_size
 from lightning_topt.costs.optimizer import OptimizerError, OptimizerProfile, read_optimizer
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.execution.pipeline.stage_layout import StageLayout

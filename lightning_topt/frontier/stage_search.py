@@ -32,7 +32,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from lightning_topt.costs.stage_table import (
+from lightning_topt.costs.chain_table import (
     COLUMNS,
     StageBlock,
     StageChain,

@@ -54,7 +54,7 @@ from lightning_topt.graph.repetition import (
 )
 from lightning_topt.graph.second_calls import find_repeatable
 from lightning_topt.graph.structures import (
-    batch_sizes,
+    batch_size,
     common_size,
     copied_batch,
     fake_batch,
@@ -70,7 +70,6 @@ def capture(
     module: nn.Module,
     batch: object,
     *,
-    second_batch: object | None = None,
     forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
     device: torch.device | str = "cpu",
     batch_scaling: bool = True,
@@ -81,14 +80,14 @@ def capture(
     """Return the operator graph of one training step of `module`.
 
     ``module.training_step(batch, 0)`` and the backward pass of its loss run on fake tensors (shapes
-    without memory) at two batch sizes; what differs between the two runs scales with the batch.
+    without memory) at two batch sizes, that of `batch` and twice as much; what differs between the
+    two runs scales with the batch.
     Any Python control flow is followed as this one step takes it. It runs on a copy of `module`;
     what it does elsewhere stays, so call this in a process that is thrown away.
 
     Args:
         module: a LightningModule with automatic optimization.
         batch: what `training_step` takes; tensors anywhere inside. One sample is captured as two.
-        second_batch: a batch of another size; None doubles dimension 0 of every tensor of `batch`.
         forward_context: makes a context around `training_step`, such as autocast.
         device: the type of device that will train. It decides which kernels run and what autocast
             casts; a type other than ``"cpu"`` needs such a device in this machine, but none of its
@@ -116,18 +115,10 @@ def capture(
         raise ValueError(
             f"a capture for {kind!r} needs such a device in this machine; capture for 'cpu' here"
         )
-    if second_batch is not None and not batch_scaling:
-        raise ValueError("batch_scaling=False captures one batch; leave out second_batch")
     step = StepRun(module, forward_context, torch.device(device), adapt)
     if stacks is None:
         stacks = repeated_layers(module, batch, forward_context=forward_context, device=device)
-    made = partial(
-        _captured,
-        batch=batch,
-        second_batch=second_batch,
-        batch_scaling=batch_scaling,
-        like=like,
-    )
+    made = partial(_captured, batch=batch, batch_scaling=batch_scaling, like=like)
     with no_collection():
         if stacks:
             try:
@@ -138,16 +129,23 @@ def capture(
 
 
 def _captured(
-    step: StepRun,
-    *,
-    batch: object,
-    second_batch: object | None,
-    batch_scaling: bool,
-    like: OpGraph | None,
+    step: StepRun, *, batch: object, batch_scaling: bool, like: OpGraph | None
 ) -> OpGraph:
     if not batch_scaling:
         return graph_of_one_size(step, batch, like)
-    return _capture_two_sizes(step, batch, second_batch, like)
+    # two recordings; a dim of size one is special to operators (views instead of copies)
+    samples = batch_size(batch)
+    sizes = max(samples, 2), 2 * max(samples, 2)
+    copied, first, first_bytes = step.record(batch, samples=(samples, sizes[0]))
+    _, second, second_bytes = step.record(batch, samples=(samples, sizes[1]))
+    graph = assemble(
+        copied,
+        (first, second),
+        name=type(step.module).__name__,
+        sizes=sizes,
+        input_bytes=(first_bytes, second_bytes),
+    )
+    return _finish(graph, step, batch, samples=(samples, sizes[0]), like=like)
 
 
 def repeated_layers(
@@ -223,28 +221,6 @@ def graph_of_one_size(step: StepRun, batch: object, like: OpGraph | None = None)
         input_bytes=(input_bytes, input_bytes),
     )
     return _finish(graph, step, batch, like=like)
-
-
-def _capture_two_sizes(
-    step: StepRun, batch: object, second_batch: object | None, like: OpGraph | None
-) -> OpGraph:
-    sizes = batch_sizes(batch, second_batch)
-    # each run: a batch, and the samples in it
-    small = batch, sizes[0]
-    large = small if second_batch is None else (second_batch, sizes[1])
-    if sizes[0] == 1:
-        # a dim of size one is special to operators (views instead of copies): use larger batches
-        small, sizes = large, (2, 4)
-    copied, first, first_bytes = step.record(small[0], samples=(small[1], sizes[0]))
-    _, second, second_bytes = step.record(large[0], samples=(large[1], sizes[1]))
-    graph = assemble(
-        copied,
-        (first, second),
-        name=type(step.module).__name__,
-        sizes=sizes,
-        input_bytes=(first_bytes, second_bytes),
-    )
-    return _finish(graph, step, small[0], samples=(small[1], sizes[0]), like=like)
 
 
 def _finish(

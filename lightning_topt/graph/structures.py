@@ -1,8 +1,8 @@
 """The tensors of a batch, nested in any way, and how many samples they hold.
 
 A batch is a tensor, a mapping, sequence, dataclass, packed sequence or another object that holds
-tensors. `tensors_in` yields them, `map_tensors` copies the structure around them. `batch_sizes`
-says how many samples two batches have, `fake_batch` makes one of another size without memory.
+tensors. `tensors_in` yields them, `map_tensors` copies the structure around them. `batch_size`
+says how many samples it has, `fake_batch` makes one of another size without memory.
 """
 
 from __future__ import annotations
@@ -130,50 +130,22 @@ def _is_part(value: object) -> bool:
 # ---- sizes ---------------------------------------------------------------------------------------
 
 
-def batch_sizes(batch: object, second_batch: object | None) -> tuple[int, int]:
-    """Return the samples in the two batches; a missing second one counts as twice as large.
+def batch_size(batch: object) -> int:
+    """Return the samples of a batch: the size of dim 0, which all tensors that have one share.
 
-    With two batches the batch size is whatever differs between their tensors, in any dim; with one
-    it is the size of dim 0, which all tensors that have one must share. Raises CaptureError with
-    advice otherwise.
+    Raises CaptureError with advice otherwise.
     """
-    # in the same order for both batches, so that tensors are compared with their counterparts
     leaves = list(tensors_in(batch))
     if not leaves:
         raise CaptureError(f"the batch holds no tensor, so its size is unknown. {WAY_OUT}")
-    if second_batch is None:
-        # one batch: the second is taken to be twice as large
-        sizes = {tensor.shape[0] for tensor in leaves if tensor.dim()}
-        if len(sizes) != 1 or 0 in sizes:
-            raise CaptureError(
-                "the tensors of the batch have no common size in dimension 0 (they are "
-                f"{_shapes(leaves)}), so the batch size is unknown. Pass a second batch of another "
-                f"size: capture(..., second_batch=...). {WAY_OUT}"
-            )
-        size = sizes.pop()
-        return size, 2 * size
-    # two batches: exactly one pair of sizes differs
-    others = list(tensors_in(second_batch))
-    if len(others) != len(leaves) or any(
-        a.dim() != b.dim() for a, b in zip(leaves, others, strict=True)
-    ):
+    sizes = {tensor.shape[0] for tensor in leaves if tensor.dim()}
+    if len(sizes) != 1 or 0 in sizes:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in leaves)
         raise CaptureError(
-            f"the two batches differ in more than their sizes: {_shapes(leaves)} and "
-            f"{_shapes(others)}"
+            "the tensors of the batch have no common size in dimension 0 (they are "
+            f"{shapes}), so the batch size is unknown. {WAY_OUT}"
         )
-    pairs = {
-        (m, n)
-        for a, b in zip(leaves, others, strict=True)
-        for m, n in zip(a.shape, b.shape, strict=True)
-        if m != n
-    }
-    # the same pair may be in many tensors and dims
-    if len(pairs) != 1:
-        raise CaptureError(
-            "two batches must differ in exactly one size, the number of samples; they are "
-            f"{_shapes(leaves)} and {_shapes(others)}"
-        )
-    return pairs.pop()
+    return int(sizes.pop())
 
 
 def common_size(batch: object) -> int:
@@ -211,7 +183,3 @@ def fake_batch(batch: object, *, samples: tuple[int, int], device: torch.device)
         return fake.requires_grad_(tensor.requires_grad)
 
     return map_tensors(batch, resize)
-
-
-def _shapes(tensors: list[Tensor]) -> str:
-    return ", ".join(str(tuple(tensor.shape)) for tensor in tensors)

@@ -5,7 +5,7 @@
 
 Thousands of shapes have no chance against the plans known so far. `bounds_of` rules them out, many
 at once and without a table of costs; the most promising of the rest come first. Plans are found by
-the formulas of `costs.stage_table`; `plan.staged_plans` prices those that are kept by
+the formulas of `costs.chain_table`; `plan.staged_plans` prices those that are kept by
 simulation.
 
 Bounds are what no way to cut a pipeline takes less than. The largest load is at least the mean over
@@ -25,10 +25,9 @@ from typing import Any
 import numpy as np
 
 from lightning_topt.communication.exchange_method import GradientMethod
-from lightning_topt.costs.chain_table import Array
+from lightning_topt.costs.chain_table import Array, fits
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.exchange_model import legal_exchanges
-from lightning_topt.costs.stage_table import fits
+from lightning_topt.costs.communication import legal_exchanges
 from lightning_topt.frontier.stage_search import StagePoint, search_stages
 from lightning_topt.plan.known_plans import KnownPlans, filled
 from lightning_topt.plan.stage_blocks import StageBlocks

@@ -33,8 +33,8 @@ import numpy as np
 
 from lightning_topt.communication.exchange_method import GradientMethod, LocalMethod
 from lightning_topt.costs.cluster import Cluster
+from lightning_topt.costs.communication import legal_exchanges, legal_local_steps
 from lightning_topt.costs.compute import KernelKey
-from lightning_topt.costs.exchange_model import legal_exchanges, legal_local_steps
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.costs.sizes import ROOT
 from lightning_topt.costs.training_step import TrainingStep

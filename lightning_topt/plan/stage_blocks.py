@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from lightning_topt.basics import once_per_object
 from lightning_topt.communication.exchange_method import GradientMethod
-from lightning_topt.costs.chain_table import Array
+from lightning_topt.costs.chain_table import Array, StageBlock, StageChain
 from lightning_topt.costs.communication import ring_seconds
 from lightning_topt.costs.segments import (
     BoundaryBytes,
@@ -34,7 +34,6 @@ from lightning_topt.costs.segments import (
     uses_of_parameters,
 )
 from lightning_topt.costs.sizes import ROOT, gradient_bytes, parameter_bytes
-from lightning_topt.costs.stage_table import StageBlock, StageChain
 from lightning_topt.costs.training_step import SPLIT_CALL_SECONDS, TrainingStep, temporaries_seconds
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_graph import Amount, OpGraph, Parameter

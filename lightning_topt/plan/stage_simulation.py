@@ -1,7 +1,7 @@
 """What cuts of a pipeline really take: seconds by a simulation of the schedule, bytes by its order.
 
 The search finds cuts by formulas that count a rank of several stages as if all of these were like
-its dearest one (`costs.stage_table`). Cuts that it found get exact costs here:
+its dearest one (`costs.chain_table`). Cuts that it found get exact costs here:
 
     stage_seconds, stage_bytes      what each stage of n plans takes (stage, n)
     step_seconds_of                 the step, by a simulation of all passes

@@ -29,12 +29,8 @@ from typing_extensions import override
 
 from lightning_topt.basics import once_per_object
 from lightning_topt.communication.exchange_method import GradientMethod
-from lightning_topt.costs.chain_table import Array
-from lightning_topt.costs.cluster import Cluster, Link
-from lightning_topt.costs.communication import Group, estimate_collective_seconds
-from lightning_topt.costs.reserved_memory import COMMUNICATOR_BYTES, CUBLAS_BYTES
-from lightning_topt.costs.sizes import parameter_bytes
-from lightning_topt.costs.stage_table import (
+from lightning_topt.costs.chain_table import (
+    Array,
     ScheduleRates,
     StageChain,
     StageKind,
@@ -43,6 +39,10 @@ from lightning_topt.costs.stage_table import (
     StageVariant,
     rates_of,
 )
+from lightning_topt.costs.cluster import Cluster, Link
+from lightning_topt.costs.communication import Group, estimate_collective_seconds
+from lightning_topt.costs.reserved_memory import COMMUNICATOR_BYTES, CUBLAS_BYTES
+from lightning_topt.costs.sizes import parameter_bytes
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.stage_blocks import Once, StageBlocks

@@ -14,7 +14,7 @@ The module has the data types, `make_schedule`, one builder per kind of schedule
 the table `SCHEDULES`. A new schedule has a builder, a rule in `_RULES`, and (the first three are
 asked for by tests):
 
-    costs/stage_table.py                 its rates, without which it cannot be searched
+    costs/chain_table.py                 its rates, without which it cannot be searched
     conf/schedule/NAME.yaml                 its name on the command line
     benchmarks/pipelines/equality.py        plans under it, compared with one process
     docs/reference/schedules.md             when to choose it

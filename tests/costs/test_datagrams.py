@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_topt.communication import BoundedLoss, Topology
-from lightning_topt.costs import exchange_model
+from lightning_topt.costs import communication
 from lightning_topt.costs.cluster import (
     Cluster,
     ClusterError,
@@ -16,9 +16,9 @@ from lightning_topt.costs.cluster import (
     Device,
     Link,
 )
-from lightning_topt.costs.communication import Group
-from lightning_topt.costs.exchange_model import (
+from lightning_topt.costs.communication import (
     DATAGRAM_BYTES,
+    Group,
     bounded_loss_seconds,
     make_exchange_model,
     path_of,
@@ -96,8 +96,8 @@ def machines(path: DatagramPath, *, seconds_per_byte: float) -> Cluster:
 
 def test_the_model_adds_datagrams_up(monkeypatch: pytest.MonkeyPatch) -> None:
     # each block has a bucket of its own
-    monkeypatch.setattr(exchange_model, "FIRST_BUCKET_BYTES", 0)
-    monkeypatch.setattr(exchange_model, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(communication, "FIRST_BUCKET_BYTES", 0)
+    monkeypatch.setattr(communication, "BUCKET_BYTES", 1)
     graph, method = random_graph(3), BoundedLoss(tolerance=0.02)
     cluster = machines(PATH, seconds_per_byte=1e-6)
     model = make_exchange_model(

@@ -19,7 +19,7 @@ from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.topology import Topology
 from lightning_topt.communication.wire import SparseMessage
 from lightning_topt.costs.cluster import Cluster, Device, Link
-from lightning_topt.costs.exchange_model import (
+from lightning_topt.costs.communication import (
     ExchangeModel,
     exempt_parameters,
     legal_exchanges,
@@ -236,7 +236,7 @@ def really_sent(rank: int, options: GradientMethod) -> tuple[int, int]:
     "options", [o for o in OPTIONS if not o.sums_in_nodes(Topology(2, 1, 0))], ids=names
 )
 def test_messages_are_as_large_as_in_a_real_exchange(options: GradientMethod) -> None:
-    graph = capture(Small(), torch.zeros(4, 16), second_batch=torch.zeros(8, 16))
+    graph = capture(Small(), torch.zeros(4, 16))
     cluster = replace(CLUSTER, devices_per_node=1)
     (work,) = make_exchange_model(options, graph=graph, cluster=cluster, world_size=2).work.values()
     passes = {"all_reduce": 2, "all_gather": 1}
@@ -264,7 +264,7 @@ class Norms(GPT):
 @pytest.mark.parametrize("rules", [("norm", "bias"), ("embedding",), ("blocks.0.*", "head*")])
 def test_the_same_parameters_are_exempt_as_in_the_module(rules: tuple[str, ...]) -> None:
     module = Norms() if "head*" not in rules else GPT()
-    graph = capture(module, batch_for(module), second_batch=batch_for(module, 8))
+    graph = capture(module, batch_for(module))
     assert exempt_parameters(graph, rules) == exempt_names(module, rules)
 
 

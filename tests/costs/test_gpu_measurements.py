@@ -17,11 +17,10 @@ pytestmark = [
 DEVICE = torch.device("cuda", 0)
 
 
-def test_the_set_up_names_the_libraries_and_the_precision() -> None:
+def test_the_set_up_names_the_driver_and_the_precision() -> None:
     matmul = torch.backends.cuda.matmul
     before, was = describe_setup(DEVICE, num_nodes=1), matmul.fp32_precision
-    driver, cuda, cudnn, nccl = before["machines"][0]["libraries"]
-    assert driver and cuda and cudnn and len(nccl) >= 3
+    assert before["machines"][0]["driver"]
     matmul.fp32_precision = "tf32"
     try:
         after = describe_setup(DEVICE, num_nodes=1)

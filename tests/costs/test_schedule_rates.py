@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from lightning_topt.costs.stage_table import fits, rates_of
+from lightning_topt.costs.chain_table import fits, rates_of
 from lightning_topt.schedules.schedules import SCHEDULES, make_schedule
 from lightning_topt.schedules.timing import StageCosts, held_counts, step_seconds
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from lightning_topt.costs.stage_table import StageTable
+from lightning_topt.costs.chain_table import StageTable
 
 
 def brute_force_stages(table: StageTable) -> list[tuple[float, float]]:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lightning_topt.costs.stage_table import (
+from lightning_topt.costs.chain_table import (
     StageBlock,
     StageChain,
     StageKind,

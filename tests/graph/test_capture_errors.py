@@ -88,26 +88,8 @@ def test_batches_without_a_size() -> None:
         Net(),
         {"a": torch.zeros(4, 8), "b": torch.zeros(3)},
         "no common size",
-        "second_batch",
         "(4, 8), (3,)",
     )
-    refuse(Net(), X, "exactly one size", second_batch=X)
-    refuse(Net(), X, "exactly one size", second_batch=torch.zeros(5, 9))
-    refuse(Net(), X, "differ in more", second_batch=torch.zeros(5))
-
-
-def test_second_batch_finds_the_batch_dimension() -> None:
-    class TimeMajor(Net):
-        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-            return self.net(batch["x"]).mean() + batch["scale"].sum()
-
-    def batch(size: int) -> dict[str, Tensor]:
-        return {"x": torch.zeros(6, size, 8), "scale": torch.zeros(3)}
-
-    graph = capture(TimeMajor(), batch(4), second_batch=batch(5))
-    assert graph.batch_size == 4
-    assert graph.ops[0].outputs[0].shape == (6, 4, 8) and graph.ops[0].outputs[0].batch_dim == 1
-    assert (graph.input_bytes.fixed, graph.input_bytes.per_sample) == (12, 6 * 8 * 4)
 
 
 def test_step_that_depends_on_the_batch_size() -> None:

@@ -267,7 +267,7 @@ def left_out(module: Any, **kwargs: Any) -> OpGraph | None:
     try:
         context = kwargs.pop("forward_context", nullcontext)
         step = StepRun(module, context, stacks=stacks)
-        given = {"second_batch": None, "batch_scaling": True, "like": None}
+        given = {"batch_scaling": True, "like": None}
         return _captured(step, batch=batch_of(module), **{**given, **kwargs}) if stacks else None
     except Exception:
         return None

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_topt.communication import TopK
-from lightning_topt.costs import exchange_model
+from lightning_topt.costs import communication
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.communication import Group, estimate_collective_seconds
 from lightning_topt.costs.optimizer import read_optimizer
@@ -187,8 +187,8 @@ def test_stages_are_priced_with_the_exchange_of_their_plan(
 ) -> None:
     """A block takes what it takes in a plan without stages, with nothing to hide it."""
     # there with a bucket of its own, too
-    monkeypatch.setattr(exchange_model, "FIRST_BUCKET_BYTES", 0)
-    monkeypatch.setattr(exchange_model, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(communication, "FIRST_BUCKET_BYTES", 0)
+    monkeypatch.setattr(communication, "BUCKET_BYTES", 1)
     blocks, method = stage_blocks(request_of_gpt), TopK(density=0.01, hierarchical=False)
     plain = PipelineShape(2, 4, "1f1b", 1, 4, 2.0, rows_apart=True)
     sparse = replace(plain, exchange=method)

@@ -90,7 +90,6 @@ class SplitModel:
     batch: Any
     graph: OpGraph
     trace: FunctionTrace
-    second_batch: Any | None = None
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
     device: torch.device | str = "cpu"
     _known: _SplitCache = field(default_factory=_SplitCache, compare=False, repr=False)
@@ -172,7 +171,6 @@ class SplitModel:
                     placements=placements,
                     axes=axes,
                     rules=layout.rules,
-                    second_batch=self.second_batch,
                     forward_context=self.forward_context,
                     device=self.device,
                     stacks=self._stacks,
@@ -300,7 +298,6 @@ def capture_split(
     placements: Mapping[str, Placements],
     axes: TensorAxes,
     rules: Mapping[str, BlockRule] = MappingProxyType({}),
-    second_batch: Any | None = None,
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     device: torch.device | str = "cpu",
     stacks: Sequence[Stack] = (),
@@ -318,7 +315,6 @@ def capture_split(
         placements: of parameters by name
         axes: the tensor axes
         rules: of blocks
-        second_batch: as in `capture`
         forward_context: as in `capture`
         device: as in `capture`
         stacks: as in `capture`; those whose layers are split differently are captured in full
@@ -334,7 +330,6 @@ def capture_split(
     by_block = rules_by_block(rules, [block.name for block in like.blocks], repeated)
     run = _SplitRun(placements, axes, rules.get("", PLAIN), by_block)
     options = {
-        "second_batch": second_batch,
         "batch_scaling": like.batch_scaling,
         "forward_context": forward_context,
     }

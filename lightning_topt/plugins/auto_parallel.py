@@ -1,4 +1,17 @@
-"""The strategy ``"topt"``, which searches a plan for a fit and runs it."""
+"""The strategy ``"topt"``, which searches a plan for a fit and runs it.
+
+A fit that asks for a plan, in the order of Lightning's hooks:
+
+    setup              what was asked is equal on all ranks (`plan_request`)
+    configure_ddp      the plan is decided, of a traced step (`planning`, `searched_plan`), and
+                       applied to the module (`plan_run`, `execution.engine`)
+    setup_optimizers   the engine follows the optimizers, made of what the plan left of parameters
+    training_step, backward, optimizer_step
+                       run as the plan says (`step_runner`)
+    teardown           the module is unsharded
+
+One that asks for none is Lightning's ``ddp``, with updates that ranks may share (`shared_updates`).
+"""
 
 from __future__ import annotations
 
@@ -488,9 +501,11 @@ class AutoParallelStrategy(DataParallelHooks):
         )
 
     @override
-    def read_checkpoint(self, path: Any, load: Any, *args: Any) -> dict[str, Any]:
+    def read_checkpoint(self, path: Any, load: Any, weights_only: bool | None) -> dict[str, Any]:
         checkpoint = None if self._elastic is None else self._elastic.load(path)
-        return self._checkpoints.load(path, load, *args) if checkpoint is None else checkpoint
+        if checkpoint is None:
+            checkpoint = self._checkpoints.load(path, load, weights_only)
+        return checkpoint
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:

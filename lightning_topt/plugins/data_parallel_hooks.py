@@ -114,19 +114,19 @@ class DataParallelHooks(DDPStrategy):
             as_file(checkpoint, path)
 
     @override
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        load = partial(super().load_checkpoint, **kwargs)
-        checkpoint = self.read_checkpoint(checkpoint_path, load, *args)
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        load = super().load_checkpoint
+        checkpoint = self.read_checkpoint(checkpoint_path, load, weights_only)
         self._training_data.take(checkpoint)
         return checkpoint
 
-    def read_checkpoint(self, path: Any, load: Any, *args: Any) -> dict[str, Any]:
-        """Return a checkpoint, by Lightning's ``load(path, *args)`` where it is a file."""
-        checkpoint: dict[str, Any] = (
-            plugins.load_whole(path, *args, load=load)
-            if _may_be_folder(path)
-            else load(path, *args)
-        )
+    def read_checkpoint(self, path: Any, load: Any, weights_only: bool | None) -> dict[str, Any]:
+        """Return a checkpoint, by Lightning's ``load(path, weights_only)`` where it is a file."""
+        if _may_be_folder(path):
+            load = partial(plugins.load_whole, load=load)
+        checkpoint: dict[str, Any] = load(path, weights_only)
         return checkpoint
 
 

@@ -3,9 +3,9 @@
 Under ``ddp`` a rank that has a batch more than others waits for them until a timeout. Samplers of
 Lightning give all ranks equally many batches; samplers and streams of your own may not.
 
-    all loaders have a length   ranks compare their numbers of batches when data are set up, and
-                                take the least
-    one is a stream             ranks say with each batch whether another one follows
+    all loaders have a length   ranks compare their numbers of batches when data are set up
+    they differ, or one is a    ranks say with each batch whether another one follows
+    stream
     a sharded evaluation        each step gathers parameters, so that ranks that differ get an error
 """
 
@@ -112,16 +112,14 @@ def _set_up_training(own: Callable[[], None], trainer: pl.Trainer) -> None:
         return  # nothing is new, or the user's step takes batches by itself
     counts = _counts_of_ranks(fetcher, loop._combined_loader, trainer)
     least = min(counts)
-    if _UNKNOWN in counts:
-        _let_agree(fetcher, trainer, may_stop=True)
-    elif least < max(counts):
+    if least == max(counts) != _UNKNOWN:
+        return
+    _let_agree(fetcher, trainer, may_stop=True)
+    if _UNKNOWN not in counts:
         rank_zero_warn(
             f"topt: ranks have {', '.join(f'{count:.0f}' for count in counts)} training batches: "
             "an epoch ends with the first of them"
         )
-        _become(fetcher, AgreedFetcher).limit = least
-        fetcher.length = int(least)
-        fetcher.done = least == 0
         loop.max_batches = int(least)
         # Lightning has set the share of an epoch by the batches of this rank.
         interval = getattr(trainer, "val_check_interval", None)
@@ -147,25 +145,6 @@ def _counts_of_ranks(fetcher: Any, combined: Any, trainer: pl.Trainer) -> list[f
 
 
 # ---- fetchers of Lightning's loops ---------------------------------------------------------------
-
-
-def _become(fetcher: Any, kind: type[Any]) -> Any:
-    # Let Lightning's `fetcher` be of our `kind`: loops hold the object itself
-    fetcher.__class__ = kind
-    return fetcher
-
-
-class AgreedFetcher(_PrefetchDataFetcher):
-    """Has `limit` batches in each epoch, of a loader with more."""
-
-    limit: float
-
-    @override
-    def reset(self) -> None:
-        super().reset()
-        if self.length is not None:
-            self.length = min(self.length, int(self.limit))
-            self.done = self.length == 0
 
 
 class VotingFetcher(_PrefetchDataFetcher):
@@ -200,8 +179,8 @@ def _let_agree(fetcher: Any, trainer: pl.Trainer, *, may_stop: bool) -> None:
             group = dist.new_group(backend="gloo", timeout=strategy._timeout)
         if not strategy.reduce_boolean_decision(group is not None):
             return
-    _become(fetcher, VotingFetcher).group = group
-    fetcher.may_stop = may_stop
+    fetcher.__class__ = VotingFetcher  # loops hold the object itself
+    fetcher.group, fetcher.may_stop = group, may_stop
 
 
 def _uneven_evaluation() -> str:

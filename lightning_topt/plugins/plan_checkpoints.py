@@ -227,10 +227,8 @@ def load_whole(path: Any, weights_only: bool | None = None, *, load: Any) -> dic
 
 
 def _without_modules(checkpoint: dict[str, Any], module: pl.LightningModule) -> dict[str, Any]:
-    """Return `checkpoint` without the hyper parameters that hold modules of the running `module`.
-
-    A plan changes those in place, and the state is in the checkpoint anyway.
-    """
+    # `checkpoint` without the hyper parameters that hold modules of the running `module`. A plan
+    # changes those in place, and the state is in the checkpoint anyway
     key, running = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, set(module.modules())
     stored = checkpoint.get(key) or {}
     if not isinstance(stored, dict):  # OmegaConf's hold no modules
@@ -256,10 +254,8 @@ def _modules_of(value: object) -> Iterator[nn.Module]:
 
 
 def _numbered(state: Any) -> Any:
-    """Return the state of an optimizer by the positions of its parameters, as ddp has it.
-
-    Lightning's FSDPStrategy numbers them in the module's order, or names them.
-    """
+    # The state of an optimizer by the positions of its parameters, as ddp has it. Lightning's
+    # FSDPStrategy numbers them in the module's order, or names them
     if not isinstance(state, dict):  # stored in a checkpoint folder
         return state
     indices = [index for group in state["param_groups"] for index in group["params"]]

@@ -153,8 +153,11 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer) -> PlanDecision:
             on_rank_0(partial(in_copy, trainer, check_step))
         return PlanDecision(_checked_on_every_rank(given, request, trainer))
     # One that is made of the step.
-    if given is not None:
-        given.mesh(world_size, num_nodes=trainer.num_nodes)  # on every rank, if it is refused
+    if given is not None:  # what can be refused on every rank, before it is traced
+        mesh = given.mesh(world_size, num_nodes=trainer.num_nodes)
+        if isinstance(given, UniformPlan):
+            preset = preset_plan(given.preset, mesh=mesh)
+            on_every_rank(partial(_check_features, preset, request, trainer))
     try:
         decision = _traced(request, trainer)
     except Exception as error:
@@ -381,10 +384,8 @@ def _check_features(
     trainer: pl.Trainer,
     step: TracedStep | None = None,
 ) -> None:
-    """Raise PlanError where something in this fit does not go together with `plan`.
-
-    That is what can be seen before it runs.
-    """
+    # Raise PlanError where something in this fit does not go together with `plan`. That is what can
+    # be seen before it runs
     # Which parameters the plan shards, and which it splits.
     levels = {block.block: block.config.storage.sharded_axes("gradients") for block in plan.blocks}
     split = {
@@ -473,10 +474,8 @@ def _check_manual(given: GivenPlan | None) -> None:
 def _search_stages(
     request: PlanRequest, trainer: pl.Trainer, batch: Any, given: PipelinePlan
 ) -> Questions[ParallelPlan]:
-    """Return a plan with stages for the traced microbatch.
-
-    Raises PlanError where there are fewer blocks than stages, NoPlanFitsError.
-    """
+    # A plan with stages for the traced microbatch. Raises PlanError where there are fewer blocks
+    # than stages, NoPlanFitsError
     kinds = (STAGES, CONTINUOUS) if given.schedule in CONTINUOUS_SCHEDULES else (STAGES,)
     if reason := why_not(Fit(trainer, only_replicated=request.only_replicated), *kinds):
         raise PlanError(f"this plan is a pipeline, but {reason}; choose a plan without stages")

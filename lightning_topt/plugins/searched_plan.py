@@ -328,10 +328,7 @@ def search_mesh(
 
 
 def _preset_of(given: MeshPlan, frontier: PlanFrontier) -> PlanPoint:
-    """Return the uniform plan that splits most.
-
-    It recomputes all that it can, or nothing.
-    """
+    # The uniform plan that splits most. It recomputes all that it can, or nothing
     again = [
         (sum(block.config.recompute for block in point.plan.blocks), point)
         for point in frontier.uniform
@@ -354,7 +351,7 @@ def search_all(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Questio
     step = TracedStep.of(trainer, batch, splits=not request.keeps_parameters_whole)
     search = yield from search_request(request, trainer, step.graph)
     # Data axes: the step as it is.
-    found = [search_for(request, search)]
+    frontiers = [search_for(request, search)]
     no_tensor_axes = no_stages = None
     if request.keeps_parameters_whole:
         no_tensor_axes = no_stages = (
@@ -366,20 +363,22 @@ def search_all(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Questio
     if no_tensor_axes is None:
         split = None
         try:
-            no_tensor_axes, split = _tensor_request(request, step, search, found)
+            no_tensor_axes, split = _tensor_request(request, step, search, frontiers)
         except Exception as error:
             no_tensor_axes = one_line(error)
         if split is not None:
-            found.append(search_for(request, (yield from with_slices(request, split))))
+            frontiers.append(search_for(request, (yield from with_slices(request, split))))
     # Stages: these have to beat both.
     if no_stages is None:
         try:
-            no_stages = _add_stages(request, step, search, found)
+            no_stages = _add_stages(request, step, search, frontiers)
         except Exception as error:
             no_stages = one_line(error)
     # One frontier, of steps that may have several batches.
     facts = ModelFacts.of(search.graph, search.optimizer, search.cluster)
-    frontier = of_steps(together(found), accumulate=trainer.accumulate_grad_batches, facts=facts)
+    frontier = of_steps(
+        together(frontiers), accumulate=trainer.accumulate_grad_batches, facts=facts
+    )
     frontier = _in_view(request, frontier, search, trainer)
     try:
         chosen = choose_for(
@@ -397,7 +396,7 @@ def search_all(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Questio
 
 
 def _tensor_request(
-    request: PlanRequest, step: TracedStep, search: SearchRequest, found: Sequence[PlanFrontier]
+    request: PlanRequest, step: TracedStep, search: SearchRequest, frontiers: Sequence[PlanFrontier]
 ) -> tuple[str | None, SearchRequest | None]:
     # Why no plan with a tensor axis can be chosen, as a clause; or what to search
     trainer, (ranks,) = step.trainer, search.device_counts
@@ -408,7 +407,7 @@ def _tensor_request(
     if not search.optimizer.elementwise:
         return "the optimizer does not update elements one by one", None
     # A lower bound of the time rules most models out.
-    limit = _seconds_that_pay(request, search, found)
+    limit = _seconds_that_pay(request, search, frontiers)
     if limit is not None:
         mesh, samples = data_mesh(ranks), search.graph.batch_size
         full = TrainingStep(
@@ -428,19 +427,19 @@ def _tensor_request(
     # With kernels on slices by formula first: to measure them takes time of all ranks. Where
     # nothing fits at all, the error is to name the smallest plan, be it one of these.
     seconds = _fastest(request, split, [search_for(request, split)])
-    fits = _fastest(request, search, found) is not None
+    fits = _fastest(request, search, frontiers) is not None
     if fits and (seconds is None or (limit is not None and seconds >= limit)):
         return "no plan with a tensor axis is better", None
     return None, split
 
 
 def _add_stages(
-    request: PlanRequest, step: TracedStep, search: SearchRequest, found: list[PlanFrontier]
+    request: PlanRequest, step: TracedStep, search: SearchRequest, frontiers: list[PlanFrontier]
 ) -> str | None:
-    # Add plans with stages to `found`, or return why there are none, as a clause
+    # Add plans with stages to `frontiers`, or return why there are none, as a clause
     trainer = step.trainer
     # Cheap reasons first: a lower bound of the time, then names, then the traced step.
-    limit = _seconds_that_pay(request, search, found)
+    limit = _seconds_that_pay(request, search, frontiers)
     by_parameter = search.optimizer.by_parameter
     if by_parameter and limit is not None and least_own_batch_seconds(search) >= limit:
         return _why_computation(request, search)
@@ -448,7 +447,7 @@ def _add_stages(
         return reason
     # A plan is kept where no other is better in time and memory; or, whatever memory the others
     # take, where it is faster by so much that it is chosen.
-    others = [point for frontier in found for point in frontier.candidates]
+    others = [point for frontier in frontiers for point in frontier.candidates]
     if limit is not None:
         others = [replace(others[0], step_seconds=limit, peak_bytes=0.0)]
     frontier = search_own_batches(replace(search, evaluates=trainer.enable_validation), others)
@@ -456,7 +455,7 @@ def _add_stages(
         best = _fastest(request, search, [frontier])
         if best is None or best >= limit:
             return "no plan with stages is better"
-    every = together([*found, frontier])
+    every = together([*frontiers, frontier])
     try:
         plan = choose_for(
             request, every, search.cluster, trainer=trainer, optimizer=search.optimizer
@@ -467,7 +466,7 @@ def _add_stages(
         return "no plan with stages is better"
     if reason := why_not_cut(trainer, step.batch, plan):
         return reason
-    found.append(frontier)
+    frontiers.append(frontier)
     return None
 
 
@@ -513,14 +512,14 @@ def why_not_cut(trainer: pl.Trainer, batch: Any, plan: ParallelPlan) -> str | No
 
 
 def _fastest(
-    request: PlanRequest, search: SearchRequest, found: Iterable[PlanFrontier]
+    request: PlanRequest, search: SearchRequest, frontiers: Iterable[PlanFrontier]
 ) -> float | None:
     # The least seconds of plans that fit; None where none does
     # Without a limit, the memory of the device.
     limit = (
         search.cluster.device.memory_bytes if request.memory_limit is None else request.memory_limit
     )
-    points = (point for frontier in found for point in frontier.candidates)
+    points = (point for frontier in frontiers for point in frontier.candidates)
     margin = request.margin_on(search.cluster)
     fitting = fitting_points(points, memory_limit=limit, memory_margin=margin)
     return min((point.step_seconds for point in fitting), default=None)
@@ -535,30 +534,30 @@ def _why_computation(request: PlanRequest, search: SearchRequest) -> str:
 
 
 def _seconds_that_pay(
-    request: PlanRequest, search: SearchRequest, found: Iterable[PlanFrontier]
+    request: PlanRequest, search: SearchRequest, frontiers: Iterable[PlanFrontier]
 ) -> float | None:
-    # The seconds below which a step would be chosen before what was `found`; None where memory
+    # The seconds below which a step would be chosen before those of `frontiers`; None where memory
     # decides
-    best = _fastest(request, search, found)
+    best = _fastest(request, search, frontiers)
     if best is None or request.objective != "time":
         return None
     share, more = errors_of(request.difference_on(search.cluster))
     return max((best - more) / (1 + share), 0.0)
 
 
-def together(found: Sequence[PlanFrontier]) -> PlanFrontier:
+def together(frontiers: Sequence[PlanFrontier]) -> PlanFrontier:
     """Return one frontier of all that was searched."""
-    first = found[0]
-    if len(found) == 1:
+    first = frontiers[0]
+    if len(frontiers) == 1:
         return first
     # `PlanFrontier.of` drops those that others beat.
-    points: list[PlanPoint] = [point for frontier in found for point in frontier.points]
+    points: list[PlanPoint] = [point for frontier in frontiers for point in frontier.points]
     return PlanFrontier.of(
         points,
-        uniform=[point for frontier in found for point in frontier.uniform],
+        uniform=[point for frontier in frontiers for point in frontier.uniform],
         capture_seconds=first.capture_seconds,
-        search_seconds=sum(frontier.search_seconds for frontier in found),
-        error_bound=max(frontier.error_bound for frontier in found),
+        search_seconds=sum(frontier.search_seconds for frontier in frontiers),
+        error_bound=max(frontier.error_bound for frontier in frontiers),
     )
 
 

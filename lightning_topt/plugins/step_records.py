@@ -272,10 +272,8 @@ def _metrics(module: nn.Module) -> dict[str, Metric]:
 
 
 def _modules_of(kind: type[M], module: nn.Module) -> dict[str, M]:
-    """Return the modules of `kind` by path, in the order of ``named_modules``.
-
-    Steps of small models ask so often that its time counts.
-    """
+    # The modules of `kind` by path, in the order of ``named_modules``. Steps of small models ask so
+    # often that its time counts
     found, seen, left = dict[str, M](), set[int](), [("", module)]
     while left:
         path, each = left.pop()

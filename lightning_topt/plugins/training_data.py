@@ -290,10 +290,8 @@ class TrainingData:
             )
 
     def _end_epoch_of_checkpoint(self) -> None:
-        """Go on behind the last batch of an epoch.
-
-        That epoch may have had fewer batches than one has now, on more ranks or of another size.
-        """
+        # Go on behind the last batch of an epoch. That epoch may have had fewer batches than one
+        # has now, on more ranks or of another size
         loop, progress = self._trainer.fit_loop, self._progress
         if not loop.epoch_loop.restarted_on_train_batch_end:
             _set_batches(progress.current, loop.max_batches)  # hooks of its end are still to come
@@ -320,10 +318,8 @@ class TrainingData:
         self._undo.callback(loop.epoch_loop.__dict__.pop, "_on_before_fetch", None)
 
     def _is_epoch_over(self) -> bool:
-        """Return whether Lightning has counted the epoch of the last batch as one that is over.
-
-        That is so after the last batch, and where `max_steps` or an early stop has ended it before.
-        """
+        # Whether Lightning has counted the epoch of the last batch as one that is over. That is so
+        # after the last batch, and where `max_steps` or an early stop has ended it before
         was = self._ended_before
         return bool(self._progress.is_last_batch or was not in (None, self._ended_epochs()))
 
@@ -368,10 +364,8 @@ class TrainingData:
 
 
 def _with_tracked(combined: CombinedLoader) -> list[tuple[Any, bool]]:
-    """Return the loaders, each with whether its position is known.
-
-    One that is read in two places has two positions, so that is not.
-    """
+    # The loaders, each with whether its position is known. One that is read in two places has two
+    # positions, so that is not
     loaders = combined.flattened
     return [
         (
@@ -398,11 +392,9 @@ def _unknown(combined: CombinedLoader) -> list[Any]:
 
 
 def _count_as_batches_of_now(loop: Any, combined: CombinedLoader) -> None:
-    """Let Lightning's count of batches say how many of the present size were trained on.
-
-    So that as many follow as are left, also where a batch of all ranks has another size than before
-    the checkpoint.
-    """
+    # Let Lightning's count of batches say how many of the present size were trained on. So that as
+    # many follow as are left, also where a batch of all ranks has another size than before the
+    # checkpoint
     limits = combined.limits or [float("inf")] * len(combined.flattened)
     lengths = [
         min(len(loader), limit) if tracked else float("inf")

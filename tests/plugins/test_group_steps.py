@@ -201,8 +201,13 @@ class Case:
 
     @property
     def has_stages(self) -> bool:
-        """Metrics that share states do not go through stages."""
+        """Metrics do not go through stages."""
         return self.given is not None and "schedule" in self.given
+
+    @property
+    def counts(self) -> bool:
+        """Whether the module has metrics."""
+        return not self.has_stages and self.batches is OwnBatches
 
 
 def results_of(trainer: Any, module: Rich, seed: int, batches: type[OwnBatches]) -> dict[str, Any]:
@@ -230,7 +235,7 @@ def both(rank: int, case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
     for topt in (False, True):
         torch.manual_seed(rank)
         collects = case.given is not None and not case.has_stages
-        module = Rich(case.width, collects=collects, counts=not case.has_stages)
+        module = Rich(case.width, collects=collects, counts=case.counts)
         rest = {"max_epochs": 2, "num_sanity_val_steps": 0, **case.trainer}
         strategy = topt_trainer(case.given, options=case.options, **rest) if topt else None
         found.append(

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchmetrics
-from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
@@ -27,7 +26,6 @@ from tests.plugins.trainer_ranks import (
     loader,
     make_trainer,
     on_ranks,
-    once_on_ranks,
     topt_trainer,
 )
 
@@ -69,41 +67,6 @@ def test_fit_validate_test_predict(plan: str) -> None:
         assert result["losses"][0] == pytest.approx(result["losses"][1], rel=1e-6)
         # 10 samples on 2 ranks: 5 each, without repeated samples
         assert result["predicted"] == [(4, 8), (1, 8)]
-
-
-class Writer(BasePredictionWriter):
-    def __init__(self) -> None:
-        super().__init__("batch_and_epoch")
-        self.batches: list[Any] = []
-        self.epoch: Any = None
-
-    def write_on_batch_end(
-        self, trainer, module, prediction, indices, batch, batch_idx, dataloader_idx
-    ):  # type: ignore[no-untyped-def]
-        self.batches.append((indices, prediction))
-
-    def write_on_epoch_end(self, trainer, module, predictions, indices):  # type: ignore[no-untyped-def]
-        self.epoch = (predictions, indices)
-
-
-def predict(rank: int, plan: str) -> Any:
-    torch.manual_seed(0)
-    writer, module = Writer(), RecordingGPT()
-    trainer = topt_trainer(plan, callbacks=[writer], max_steps=1)
-    trainer.fit(module, loader(4))
-    returned = trainer.predict(module, loader(4, length=10))
-    direct = [module(batch[0]).argmax(-1) for batch in loader(1, length=10)]
-    for indices, prediction in writer.batches:
-        for index, row in zip(indices, prediction, strict=True):
-            assert torch.equal(direct[index][0], row)
-    assert all(torch.equal(a, b) for a, b in zip(writer.epoch[0], returned, strict=True))
-    return sorted(index for indices, _ in writer.batches for index in indices)
-
-
-@every_kind
-def test_prediction_writer_sees_every_sample_once(plan: str) -> None:
-    ranks = on_ranks(predict, plan)
-    assert sorted(ranks[0] + ranks[1]) == list(range(10))
 
 
 # ---- 3, 4, 24: ranks, samplers, collectives ------------------------------------------------------
@@ -150,33 +113,6 @@ def test_ranks_samplers_and_collectives(plan: str) -> None:
     assert on_ranks(facts, plan) == [((0, 0, 0, 2, 2), 1), ((1, 1, 0, 2, 2), 1)]
 
 
-# ---- 8, 9: clipping and accumulation beyond test_equivalence -------------------------------------
-
-
-# ---- 10: precision -------------------------------------------------------------------------------
-
-
-def with_precision(rank: int, strategy: Any, precision: str) -> Any:
-    torch.manual_seed(0)
-    module = RecordingGPT()
-    strategy = DDPStrategy() if strategy is None else AutoParallelStrategy(plan=strategy)
-    make_trainer(strategy, devices=2, precision=precision).fit(module, loader(4))
-    return module.losses, {str(p.dtype) for p in module.parameters()}
-
-
-# bfloat16 keeps 8 bits: sums in another order differ by a few of its steps
-TOLERANCES = {"bf16-mixed": 2e-3, "bf16-true": 3e-2, "64-true": 1e-10}
-
-
-@pytest.mark.parametrize("precision", TOLERANCES)
-def test_precision_as_under_ddp(precision: str) -> None:
-    expected, dtypes = once_on_ranks(with_precision, None, precision)[0]
-    tolerance = TOLERANCES[precision]
-    for losses, rank_dtypes in on_ranks(with_precision, "zero3", precision):
-        assert losses == pytest.approx(expected, rel=tolerance)
-        assert rank_dtypes == dtypes
-
-
 # ---- 12: logging ---------------------------------------------------------------------------------
 
 
@@ -209,35 +145,6 @@ def logged(rank: int, plan: str) -> dict[str, float]:
 def test_logging_over_ranks(plan: str) -> None:
     for rank, metrics in enumerate(on_ranks(logged, plan)):
         assert metrics == {"mean": 0.5, "sum": 4.0, "max": 1.0, "local": float(rank), "metric": 0.5}
-
-
-# ---- 14, 15: optimizers and schedules ------------------------------------------------------------
-
-
-class Scheduled(RecordingGPT):
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
-        self.total_steps = self.trainer.estimated_stepping_batches
-        schedule = torch.optim.lr_scheduler.LinearLR(
-            optimizer, 1.0, 0.0, total_iters=self.total_steps
-        )
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.rates = [*getattr(self, "rates", []), self.optimizers().param_groups[0]["lr"]]
-
-
-def scheduled(rank: int, plan: str) -> Any:
-    module = Scheduled()
-    topt_trainer(plan, max_epochs=2).fit(module, loader(4, length=32))
-    return module.total_steps, module.rates
-
-
-@every_kind
-def test_schedules_per_step_and_their_length(plan: str) -> None:
-    for total, rates in on_ranks(scheduled, plan):
-        assert total == 8
-        assert rates == pytest.approx([1 - step / 8 for step in range(8)])
 
 
 # ---- 23: layer sync ------------------------------------------------------------------------------

@@ -94,10 +94,7 @@ class StagePrediction(ABC):
 
     @abstractmethod
     def drained(self) -> None:
-        """Give up all copies: nothing is in flight.
-
-        Parameters may be added or restored now.
-        """
+        """Give up all copies: nothing is in flight. Parameters may be added or restored now."""
 
     @property
     @abstractmethod

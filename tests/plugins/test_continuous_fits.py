@@ -173,7 +173,6 @@ class Fit:
 
 FITS = {
     "plain": Fit({"prediction": "none"}, {"max_epochs": 2}, ends=(10,)),
-    "no validation": Fit({}, {"max_epochs": 2, "limit_val_batches": 0}, ends=(10,), make=adamw),
     "overlapped": Fit(
         {"schedule": "continuous_overlapped", "prediction": "spectrain"},
         {"max_epochs": 2},
@@ -214,9 +213,6 @@ FITS = {
     ),
     "by value": Fit(
         {}, {"max_epochs": 1, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
-    ),
-    "recomputed": Fit(
-        {"recompute": True, "prediction": "multistep"}, {"max_epochs": 1}, make=adamw
     ),
 }
 

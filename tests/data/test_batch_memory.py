@@ -58,17 +58,3 @@ def test_memory_that_anybody_holds_is_not(kind):
     del held
     found = [memory.empty(SHAPE, torch.float32) for _ in range(2)]
     assert where in map(address, found)
-
-
-def test_batches_that_are_kept_get_memory_of_their_own():
-    memory = BatchMemory(most_blocks=3)
-    kept = [memory.empty(SHAPE, torch.float32).fill_(number) for number in range(10)]
-    assert len(set(map(address, kept))) == 10
-    assert all(bool((tensor == number).all()) for number, tensor in enumerate(kept))
-    assert len(memory._blocks) == 3
-
-
-def test_small_ones_are_the_allocators():
-    memory = BatchMemory()
-    assert memory.empty((3,), torch.int64).shape == (3,) and not memory._blocks
-    assert memory.empty((0, 5), torch.float32).numel() == 0

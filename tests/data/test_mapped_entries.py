@@ -175,14 +175,6 @@ def test_batches_are_on_the_cpu_whatever_the_default_device(cache):
     assert equal(fresh, expected(samples, items)) and equal(ready, expected(samples, items))
 
 
-def test_a_kernel_that_cannot_map_ahead(cache, monkeypatch):
-    monkeypatch.setattr(sample_cache, "_MADV_POPULATE_READ", 4711)
-    samples = Samples()
-    batches = BatchDataset(CachedDataset(samples, cache))
-    batches.__getitems__(list(range(ITEMS)))
-    assert equal(batches.__getitems__(list(range(ITEMS))).batch, expected(samples, range(ITEMS)))
-
-
 def test_samples_of_equal_size_with_more_layouts_than_there_are_numbers(cache, monkeypatch):
     """Shapes (30, 5) and (5, 30) have as many bytes; neither may be taken for the other where
     layouts have no numbers left.

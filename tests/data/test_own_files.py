@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
-import time
 import warnings
 
 import pytest
@@ -71,12 +69,6 @@ def test_a_link_costs_the_tier_and_says_so(tmp_path, name):
     path.symlink_to(tmp_path / "moved")
     cache = without_disk(tmp_path, f"symbolic link.*{name}")
     assert cache.disk is None and epoch(cache) == EVERYTHING and epoch(cache) == []
-
-
-def test_a_folder_that_is_a_link(tmp_path):
-    planted(tmp_path).rename(tmp_path / "moved")
-    (tmp_path / "f").symlink_to(tmp_path / "moved")
-    assert epoch(without_disk(tmp_path, "symbolic link")) == EVERYTHING
 
 
 @as_root
@@ -173,25 +165,3 @@ def test_no_registry_stays_in_shared_memory(tmp_path, shared):
     assert os.listdir(shared) == []
     third = make_without_folder(tmp_path)
     assert epoch(third) == EVERYTHING and len(os.listdir(shared)) == 1
-
-
-def _hold(tmp_path, ready):
-    cache = make_without_folder(tmp_path)
-    ready.set()
-    time.sleep(600)
-    cache.close()
-
-
-def test_the_next_one_removes_what_a_killed_job_left(tmp_path, shared):
-    ready = FORK.Event()
-    job = FORK.Process(target=_hold, args=(tmp_path / "killed", ready))
-    job.start()
-    assert ready.wait(60) and len(os.listdir(shared)) == 1
-    other = make_without_folder(tmp_path / "other")
-    assert len(os.listdir(shared)) == 2
-    os.kill(job.pid, signal.SIGKILL)
-    job.join()
-    make_without_folder(tmp_path / "next").close()
-    assert len(os.listdir(shared)) == 1
-    other.close()
-    assert os.listdir(shared) == []

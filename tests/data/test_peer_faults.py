@@ -22,7 +22,6 @@ from lightning_topt.data.peers.protocol import (
     MAGIC,
     OFFER,
     REQUEST,
-    PeerError,
     PeerLost,
     authenticate,
     connect,
@@ -111,15 +110,6 @@ def test_a_server_that_does_not_know_the_secret_is_not_asked(pair):
     assert heard == [b""]
 
 
-@pytest.mark.parametrize("words", [b"SSH-2.0-OpenSSH_9.6" + bytes(40), b"", MAGIC[:5]])
-def test_something_else_that_listens_there(pair, words):
-    with (
-        listening(lambda connection: connection.sendall(words)) as address,
-        pytest.warns(UserWarning, match="node 1"),
-    ):
-        assert client([pair[0], address]).fetch(THEIRS[:2]) == [None] * 2
-
-
 def test_a_killed_owner_is_left_alone_and_asked_again_when_it_is_back(pair, monkeypatch):
     peers, port = client(pair, retry_seconds=3600), pair[1].server.address[1]
     assert plain(peers.fetch(THEIRS[:2])) == [payload(item) for item in THEIRS[:2]]
@@ -137,14 +127,6 @@ def test_a_killed_owner_is_left_alone_and_asked_again_when_it_is_back(pair, monk
     link._retry_at, link.retry_seconds = time.monotonic(), 0.05
     wait_until(lambda: is_well(peers))
     assert link._retry_at is None
-
-
-def test_a_restarted_owner_costs_nothing(pair):
-    peers, port = client(pair), pair[1].server.address[1]
-    for _ in range(3):
-        assert is_well(peers)
-        pair[1].server.close()
-        pair[1].serve(port=port)
 
 
 def test_a_stopped_owner_takes_no_other_with_it_and_is_not_waited_for_again(nodes, monkeypatch):
@@ -169,17 +151,6 @@ def test_a_stopped_owner_takes_no_other_with_it_and_is_not_waited_for_again(node
         assert peers.fetch(first) == [None] * len(first)
     finally:
         os.kill(trio[1].server.process.pid, signal.SIGCONT)
-
-
-def test_an_owner_that_hangs_when_it_is_called_takes_no_other_with_it(nodes):
-    trio = nodes(3)
-    for item in owned(2, num_nodes=3):
-        trio[2].memory.write(item, [payload(item)])
-    silent = socket.create_server((HERE, 0))  # the kernel accepts, nobody speaks
-    with silent, pytest.warns(UserWarning, match="no answer in time"):
-        peers = client([trio[0], silent.getsockname(), trio[2]], timeout_seconds=2)
-        entries = peers.fetch(owned(1, num_nodes=3)[:1] + owned(2, num_nodes=3))
-    assert plain(entries) == [None] + [payload(item) for item in owned(2, num_nodes=3)]
 
 
 def test_what_cannot_be_given_away_is_dropped(pair):
@@ -239,16 +210,3 @@ def test_malformed_requests_end_their_conversation_only(pair, request_bytes):
     enemy.send([request_bytes], deadline=soon())
     hung_up(enemy)
     assert is_well(peers) and pair[1].server.is_alive
-
-
-@pytest.mark.parametrize(
-    "words",
-    [b"GET / HTTP/1.1\r\n" * 5, os.urandom(1 << 16), bytes(64)],
-    ids=["http", "random", "zeros"],
-)
-def test_garbage_instead_of_a_proof(pair, words):
-    enemy = connect(pair[1].server.address, deadline=soon())
-    with contextlib.suppress(PeerError):
-        enemy.send([words], deadline=soon())
-    hung_up(enemy)
-    assert is_well(client(pair))

@@ -51,12 +51,6 @@ def test_written_once_and_read_back_by_another(folder):
         again.read(ITEMS)
 
 
-def test_entries_of_many_buffers(folder):
-    store = open_store(folder)
-    parts = [bytes([i % 256]) * 3 for i in range(1500)]
-    assert store.write(0, parts) and content(store, 0) == b"".join(parts)
-
-
 def test_every_flipped_bit_is_found(folder):
     """Anywhere in the file: in entries, index or header, never a wrong sample; what is lost is
     stored again.
@@ -172,11 +166,6 @@ def test_the_tail_of_a_damaged_header_is_found_again(folder):
     for item in range(5, 10):
         store.write(item, [payload(item)])
     assert [content(store, item) for item in range(10)] == [payload(item) for item in range(10)]
-
-
-def test_a_file_of_another_data_set_is_not_used(folder):
-    open_store(folder, num_items=ITEMS + 1).write(0, [payload(0)])
-    assert open_store(folder).read(0) is None
 
 
 def test_several_at_once_are_stored_as_far_as_there_is_room(folder):

@@ -25,26 +25,12 @@ class Data(pl.LightningDataModule):
 
 CACHED = partial(CachedDataModule, Data(), directory="cache", memory_bytes=1 << 20)
 COORDINATED = partial(CoordinatedDataModule, Data(), directory="jobs", memory_bytes=1 << 20)
-NO_SIZE = [
-    True,
-    -1,
-    1.5,
-    math.nan,
-    math.inf,
-    "",
-    "many",
-    "-8GiB",
-    "8GiB/s",
-    "1e400",
-    [1],
-    b"8GiB",
-    torch.tensor(8),
-]
-NO_SECONDS = [True, 0, -1, math.nan, math.inf, "5", None, [1]]
-NO_WHOLE = [True, 1.5, math.nan, math.inf, "1", [1], 1.0]
-NO_TEXT = ["", " ", b"1", 1.5, True, ["1"]]
+NO_SIZE = [True, -1, 1.5, math.nan, "", "-8GiB", "8GiB/s", [1]]
+NO_SECONDS = [True, 0, math.nan, math.inf, "5", None]
+NO_WHOLE = [True, 1.5, math.nan, "1", [1]]
+NO_TEXT = ["", b"1", 1.5, ["1"]]
 WRONG = {
-    (CACHED, "directory"): ["", " ", 3, True, b"cache", ["cache"], "a\0b"],
+    (CACHED, "directory"): ["", 3, b"cache", "a\0b"],
     (CACHED, "memory_bytes"): NO_SIZE,
     (CACHED, "disk_bytes"): NO_SIZE,
     (CACHED, "data_version"): NO_TEXT,

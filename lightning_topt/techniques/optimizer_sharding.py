@@ -37,10 +37,7 @@ from lightning_topt.optim.update_rule import (
     update_rule,
     updates_whole,
 )
-from lightning_topt.techniques.data_parallel import (
-    add_reduction,
-    unsharded_gradient_lifetimes,
-)
+from lightning_topt.techniques.data_parallel import add_reduction, unsharded_gradient_lifetimes
 from lightning_topt.techniques.ddp_wrapper import names_to_ignore
 from lightning_topt.techniques.technique import (
     Applied,

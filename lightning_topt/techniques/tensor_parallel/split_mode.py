@@ -365,21 +365,12 @@ class SplitMode(PythonFunctionMode):
         return found
 
 
-REFUSED = {  # they give a tensor another storage or shape
-    *(
-        "__set__",
-        "set_",
-        "resize_",
-        "resize_as_",
-        "swapaxes_",
-        "swapdims_",
-        "transpose_",
-        "t_",
-        "squeeze_",
-        "unsqueeze_",
-    ),
-    *("as_strided_", "apply_", "map_"),
-}
+# they give a tensor another storage or shape
+_RESHAPING = (
+    "__set__ set_ resize_ resize_as_ swapaxes_ swapdims_ transpose_ t_ squeeze_ unsqueeze_ "
+    "as_strided_ apply_ map_"
+)
+REFUSED = frozenset(_RESHAPING.split())
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,7 @@ from lightning_topt.graph.recording import changed
 from lightning_topt.graph.repetition import Stack
 from lightning_topt.graph.structures import tensors_in
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
-from lightning_topt.techniques.tensor_parallel.layout import (
-    Layout,
-    TensorAxes,
-    with_layout,
-)
+from lightning_topt.techniques.tensor_parallel.layout import Layout, TensorAxes, with_layout
 from lightning_topt.techniques.tensor_parallel.split_layouts import (
     BlockRule,
     SplitLayout,
@@ -46,9 +42,7 @@ from lightning_topt.techniques.tensor_parallel.split_layouts import (
 )
 from lightning_topt.techniques.tensor_parallel.split_mode import PLAIN, SplitMode
 from lightning_topt.techniques.tensor_parallel.split_parameters import check_split
-from lightning_topt.techniques.tensor_parallel.split_prices import (
-    SplitPrices,
-)
+from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
 from lightning_topt.techniques.tensor_parallel.split_search import (
     ModelRegions,
     ModelSplit,

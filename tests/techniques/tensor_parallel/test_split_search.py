@@ -18,10 +18,7 @@ from lightning_topt.graph.op_config import Placement, Replicate, Shard
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.op_rules import KINDS
 from lightning_topt.techniques.tensor_parallel.op_rules.reductions import NORM
-from lightning_topt.techniques.tensor_parallel.split_prices import (
-    BlockSplit,
-    SplitPrices,
-)
+from lightning_topt.techniques.tensor_parallel.split_prices import BlockSplit, SplitPrices
 from lightning_topt.techniques.tensor_parallel.split_search import search_splits
 from tests.models import GPT, MEGATRON_BLOCK, MLP, GPTBlock
 from tests.techniques.tensor_parallel.traced import (

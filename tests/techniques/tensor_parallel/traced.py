@@ -19,11 +19,7 @@ from lightning_topt.graph.module_copy import fake_copy
 from lightning_topt.graph.op_config import Placement, Replicate, Shard
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace, TracedCall
-from lightning_topt.techniques.tensor_parallel.layout import (
-    Layout,
-    TensorAxes,
-    with_layout,
-)
+from lightning_topt.techniques.tensor_parallel.layout import Layout, TensorAxes, with_layout
 from lightning_topt.techniques.tensor_parallel.split_mode import SplitMode
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
 from lightning_topt.techniques.tensor_parallel.split_prices import (

@@ -26,15 +26,9 @@ from torch.autograd import Function
 
 from lightning_topt.graph.op_config import Partial, Placement, Shard
 from lightning_topt.techniques.tensor_parallel import moves
-from lightning_topt.techniques.tensor_parallel.layout import (
-    PARTIAL,
-    REPLICATE,
-    TensorAxes,
-)
+from lightning_topt.techniques.tensor_parallel.layout import PARTIAL, REPLICATE, TensorAxes
 from lightning_topt.techniques.tensor_parallel.moves import all_reduce
-from lightning_topt.techniques.tensor_parallel.op_rules.elementwise import (
-    elementwise_rows,
-)
+from lightning_topt.techniques.tensor_parallel.op_rules.elementwise import elementwise_rows
 from lightning_topt.techniques.tensor_parallel.op_rules.rules import (
     Kind,
     OpCall,

@@ -508,20 +508,11 @@ def _fits(rows: Sequence[Row], call: OpCall, sizes: Sequence[int]) -> bool:
     )
 
 
-_CHANGES = {
-    *(
-        "__setitem__",
-        "__set__",
-        "__iadd__",
-        "__isub__",
-        "__imul__",
-        "__idiv__",
-        "__itruediv__",
-        "__ifloordiv__",
-        "__imod__",
-    ),
-    *("__ipow__", "__imatmul__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
-}
+_CHANGING = (
+    "__setitem__ __set__ __iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ifloordiv__ __imod__ "
+    "__ipow__ __imatmul__ __iand__ __ior__ __ixor__ __ilshift__ __irshift__"
+)
+_CHANGES = frozenset(_CHANGING.split())
 
 
 def known_of(tensor: Tensor, whole: Layout) -> Argument:

@@ -31,7 +31,7 @@ from benchmarks.prediction.run_prices import RunPrice, RunPrices
 from benchmarks.prediction.training_runs import RunsAgain, TrainingRun, model_named
 from hydra_plugins.lightning_topt_searchpath import conf_dir
 from lightning_topt.basics.units import format_bytes, format_seconds
-from lightning_topt.cli.several_clusters import as_hydra_reads
+from lightning_topt.cli.main import as_hydra_reads
 from lightning_topt.cli.what_if import WhatIfOptions, read_searches
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.plan.choose import NoPlanFitsError

@@ -61,7 +61,7 @@ from lightning_topt.graph.module_copy import build_on_meta
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import Block, OpGraph
 from lightning_topt.plan.plan_values import PRESETS
-from lightning_topt.plan.stage_blocks import StageBlocks
+from lightning_topt.plan.stage_blocks import _OF_THE_GRAPH, StageBlocks
 from lightning_topt.plan.stage_simulation import (
     StageSeconds,
     formula_step_seconds,
@@ -406,7 +406,8 @@ class RunPrices:
             # of the same runs on hundreds of clusters.
             for name in ("segments", "reduced_last", "tied", "phases", "_parameters"):
                 step.__dict__[name] = getattr(known.base, name)
-            self._chains[key] = known.blocks.of_same_graph(step)
+            blocks = self._chains[key] = StageBlocks(step)
+            blocks._take(known.blocks, *_OF_THE_GRAPH)
         return self._chains[key]
 
     def _cluster_of(self, dtype: str) -> Cluster:

@@ -28,11 +28,10 @@ from omegaconf import DictConfig
 from benchmarks.common import PUBLISHED_MODELS, RESULTS, machine
 from hydra_plugins.lightning_topt_searchpath import conf_dir
 from lightning_topt.basics.units import format_bytes, format_duration, format_money, format_seconds
-from lightning_topt.cli.several_clusters import as_hydra_reads
+from lightning_topt.cli.main import as_hydra_reads
 from lightning_topt.cli.what_if import WhatIfOptions, read_searches, search_all
 from lightning_topt.graph.mesh_axes import data_mesh
-from lightning_topt.plan.micro_batches import ModelFacts, step_of_microbatches
-from lightning_topt.plan.plan_frontier import PlanPoint
+from lightning_topt.plan.plan_frontier import ModelFacts, PlanPoint, step_of_microbatches
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
 from lightning_topt.plan.scenarios import (
     Estimate,

@@ -25,11 +25,12 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 import topt_console
 from hydra_plugins.lightning_topt_searchpath import conf_dir
-from lightning_topt.cli.several_clusters import as_hydra_reads
 from lightning_topt.communication.started_ranks import leave_to_rank_0, run_name, started_rank
 from topt_console.status_line import STATUS
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
+CLUSTER_FILES = (".yaml", ".yml")
+_CLUSTERS = re.compile(r"^cluster=(\[.*\])$", re.DOTALL)
 _OF_ONE_RANK = ("predict",)  # ranks do nothing together in these
 
 
@@ -91,6 +92,23 @@ def hydra_main(command: str, run: Callable[[DictConfig], object]) -> None:
         raise ValueError(
             f"the configuration or the run folder (hydra.run.dir): {_one_line(str(error))}"
         ) from error
+
+
+def as_hydra_reads(arguments: Sequence[str]) -> list[str]:
+    """Return the words of a command line with ``cluster=[a,b]`` as ``clusters=[a,b]``.
+
+    A group of Hydra has one choice. The first cluster becomes the group's choice too, so that
+    entries of clusters can be overridden.
+    """
+    read: list[str] = []
+    for word in arguments:
+        # cluster=[a,b] becomes clusters=[a,b] cluster=a; files are no choices of the group
+        listed = _CLUSTERS.match(word)
+        read.append(f"clusters={listed[1]}" if listed else word)
+        first = listed[1].strip("[] ").split(",")[0].strip() if listed else ""
+        if first and not first.endswith(CLUSTER_FILES):
+            read.append(f"cluster={first}")
+    return read
 
 
 def _words_of_rank(command: str, words: Sequence[str]) -> list[str]:

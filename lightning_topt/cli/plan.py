@@ -6,7 +6,7 @@ machines, numbers of devices, batches or lengths, and limits of a run, are for `
 What `run` calls, and what comes out:
 
     PlanSetup.of            model without memory, data, strategy and trainer    plan_steps
-    SearchedMeshes.read     meshes and pipelines to search                      search_space
+    SearchedMeshes.read     meshes and pipelines to search                      plan_steps
     PlanSetup.capture       `ExampleStep`: a batch and the graph of its step    plan_steps
     UnpricedSearch.of       a `SearchRequest` that lacks costs                  plan_steps
     PlanSetup.with_costs    the `SearchRequest`; measures a cluster not given   plan_steps
@@ -29,14 +29,18 @@ from omegaconf import DictConfig
 
 from lightning_topt.cli import what_if
 from lightning_topt.cli.example_step import has_accelerators
-from lightning_topt.cli.plan_steps import PlanSetup, UnpricedSearch, report_plan
-from lightning_topt.cli.search_space import SearchedMeshes
+from lightning_topt.cli.plan_steps import (
+    PlanSetup,
+    SearchedMeshes,
+    UnpricedSearch,
+    report_plan,
+)
 from lightning_topt.communication.started_ranks import leave_to_rank_0
 from lightning_topt.costs.accuracy import sentence_of
 from lightning_topt.graph.capture import no_collection
 from lightning_topt.plan.choose import OBJECTIVES, TIME_TO_LOSS, check_objective
-from lightning_topt.plan.micro_batches import ModelFacts, of_steps
-from lightning_topt.plan.plan_intervals import KnownErrors, interval_sentences, with_intervals
+from lightning_topt.plan.plan_frontier import ModelFacts, of_steps
+from lightning_topt.plan.plan_intervals import interval_sentences, with_intervals
 from lightning_topt.plan.step_factors import left_out_sentence
 from lightning_topt.plugins.searched_plan import Planning, by_objective, choose_for, search_for
 from topt_console.status_line import STATUS
@@ -112,17 +116,15 @@ def _plan_once(config: DictConfig) -> None:
     # the choice and the report
     STATUS.show("writing the report")
     notes = meshes.notes(search, frontier, unpriced.unsplit)
-    notes += meshes.pipelines.notes(search, example, request, trainer, unstaged=unpriced.unstaged)
+    if unpriced.unstaged is not None:
+        notes.append(f"Plans with stages were not searched: {unpriced.unstaged}.")
     notes.append(sentence_of(search.cluster.accuracy))
     chosen = choose_for(
         request, frontier, search.cluster, trainer=trainer, optimizer=search.optimizer
     )
     planning = Planning(frontier, chosen, example.graph)
-    if (predicted := chosen.plan.predicted) is not None:
-        known = KnownErrors.of(search.cluster, example.graph)
-        costs = predicted.step_seconds, predicted.peak_bytes
-        intervals = known.intervals(chosen.plan, *costs, level=level)
-        notes += interval_sentences(intervals, search.cluster)
+    intervals = chosen.seconds_interval, chosen.bytes_interval
+    notes += interval_sentences(intervals, search.cluster)
     if frontier.left_out:
         notes.append(left_out_sentence(frontier.left_out))
     report_plan(planning, search, request, folder=folder, notes=notes)

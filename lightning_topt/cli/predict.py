@@ -6,6 +6,7 @@ runs=FOLDER             `predict_runs`: recorded runs (`run.json`), predicted an
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,15 +32,14 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.costs.plain_values import number, parse_json, read_text
 from lightning_topt.plan.explanation import PricedPlan, price_plan
+from lightning_topt.plan.frontier_report import print_stages, table
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_intervals import Intervals, KnownErrors, interval_sentences
-from lightning_topt.plan.plan_report import print_explanation, print_stages
 from lightning_topt.plan.plan_search import SearchRequest
-from lightning_topt.plan.report_table import table
 from lightning_topt.plugins.plan_options import read_cluster
 from lightning_topt.plugins.searched_plan import make_fake_optimizers
 
-MOST_RUNS, SHOWN = 10_000, 20  # files that are read, rows of the table
+MOST_RUNS = 10_000  # files that are read
 _CAPTION = (
     "work of the rank that works longest; exchanges run beside other work, so shares may add up to "
     "more than 100 %"
@@ -171,8 +171,6 @@ def _print_priced(
             share = 100 * seconds / max(predicted.step_seconds, 1e-30)
             made.add_row(kind, format_seconds(seconds), f"{share:.1f} %")
     console.print(made)
-    if priced.blocks is not None:
-        print_explanation(priced.blocks, console=console)
     if priced.stages:
         print_stages(priced.stages, console=console)
 
@@ -187,7 +185,6 @@ class RecordedRun:
     `measured_bytes` are those of the fullest rank.
     """
 
-    path: Path
     machine: str
     predicted: float
     measured: float
@@ -198,10 +195,10 @@ class RecordedRun:
 def predict_runs(
     folder: Path, cluster: Cluster | None, *, save: Path | None, console: Console
 ) -> None:
-    """Print how far predictions of recorded runs were from what was measured.
+    """Print for each machine how far predictions of recorded runs were from what was measured.
 
     Args:
-        folder: the runs are below it; they are shown machine by machine.
+        folder: the runs are below it.
         cluster: where some of them ran.
         save: a file for `cluster` with the errors of the runs on it.
         console: where to print.
@@ -218,31 +215,32 @@ def predict_runs(
             "strategy=topt_full writes such files"
         )
     for machine, runs in by_machine.items():
-        _print_runs(machine, runs, folder, console)
+        seconds, size_error = _errors(runs)
+        lines = [machine, f"  Step times: {seconds}."]
+        lines += [] if size_error is None else [f"  Peak memory: {size_error}."]
+        for line in lines:
+            console.print(line, highlight=False, markup=False)
+    if save is not None:
+        _save_errors(cluster, [run for runs in by_machine.values() for run in runs], save)
+        console.print(f"cluster: {save}", highlight=False, soft_wrap=True)
 
-    # the errors of the given cluster
-    if save is None:
-        return
+
+def _save_errors(cluster: Cluster | None, runs: Sequence[RecordedRun], path: Path) -> None:
+    # Write `cluster` with the errors of the `runs` on it
     if cluster is None:
         raise ValueError(
             "save_cluster is for a cluster with its errors: say which, cluster=NAME or "
             "cluster_file=FILE"
         )
-    on_cluster = [
-        run
-        for machine, runs in by_machine.items()
-        for run in runs
-        if machine.startswith(f"{cluster.name} on ")
-    ]
-    if not on_cluster:
+    there = [run for run in runs if run.machine.startswith(f"{cluster.name} on ")]
+    if not there:
         raise ValueError(
-            f"no run below {folder} is on {cluster.name!r}: runs are on "
-            f"{', '.join(sorted(by_machine))}"
+            f"no run is on {cluster.name!r}: runs are on "
+            f"{', '.join(sorted({run.machine for run in runs}))}"
         )
-    save.parent.mkdir(parents=True, exist_ok=True)
-    accuracy = Accuracy(*_errors(on_cluster), f"{len(on_cluster)} runs that were recorded")
-    replace(cluster, accuracy=accuracy).save(save)
-    console.print(f"cluster: {save}", highlight=False, soft_wrap=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    accuracy = Accuracy(*_errors(there), f"{len(there)} runs that were recorded")
+    replace(cluster, accuracy=accuracy).save(path)
 
 
 def read_runs(folder: Path) -> Iterator[RecordedRun]:
@@ -252,15 +250,12 @@ def read_runs(folder: Path) -> Iterator[RecordedRun]:
     """
     for path in sorted(folder.rglob("run.json"))[:MOST_RUNS]:
         # a file that is no record of a run is not an error: folders have others too
-        try:
-            run = _read_run(path, parse_json(read_text(path)))
-        except (ValueError, OSError, KeyError, TypeError):
-            continue
-        if run is not None:
-            yield run
+        with contextlib.suppress(ValueError, OSError, KeyError, TypeError):
+            if (run := _read_run(parse_json(read_text(path)))) is not None:
+                yield run
 
 
-def _read_run(path: Path, record: Mapping[str, Any]) -> RecordedRun | None:
+def _read_run(record: Mapping[str, Any]) -> RecordedRun | None:
     # only runs of a plan that was predicted, and measured
     predicted, measured, plan = record["predicted"], record["measured"], record["plan"]
     if not predicted or not measured or not plan:
@@ -272,38 +267,9 @@ def _read_run(path: Path, record: Mapping[str, Any]) -> RecordedRun | None:
     # a rank without a measurement has 0 or nothing
     name = "peak_bytes_per_rank"
     peaks = [number(value, name=name) for value in measured[name] if value]
-    machine = (
-        f"{plan['cluster'] or 'machines without a name'} on {record['world_size']} "
-        f"{record['device']} rank(s)"
-    )
-    return RecordedRun(path, machine, step, seconds, size, max(peaks, default=None))
-
-
-def _print_runs(machine: str, runs: Sequence[RecordedRun], folder: Path, console: Console) -> None:
-    columns = "run", "predicted", "measured", "error", "peak predicted", "measured", "error"
-    caption = None if len(runs) <= SHOWN else f"the last {SHOWN} of {len(runs)} runs"
-    made = table(*columns, caption=caption)
-    for run in runs[-SHOWN:]:
-        size = run.measured_bytes
-        made.add_row(
-            str(run.path.parent.relative_to(folder)),
-            format_seconds(run.predicted),
-            format_seconds(run.measured),
-            _error(run.predicted, run.measured),
-            format_bytes(run.predicted_bytes),
-            "-" if size is None else format_bytes(size),
-            "" if size is None else _error(run.predicted_bytes, size),
-        )
-    console.print(machine, highlight=False, markup=False)
-    console.print(made)
-    seconds, size_error = _errors(runs)
-    console.print(f"Step times: {seconds}.", highlight=False)
-    if size_error is not None:
-        console.print(f"Peak memory: {size_error}.", highlight=False)
-
-
-def _error(predicted: float, measured: float) -> str:
-    return f"{100 * (predicted / measured - 1):+.1f} %"
+    ranks = f"{record['world_size']} {record['device']} rank(s)"
+    machine = f"{plan['cluster'] or 'machines without a name'} on {ranks}"
+    return RecordedRun(machine, step, seconds, size, max(peaks, default=None))
 
 
 # of step times, and of peaks where some were measured

@@ -32,8 +32,8 @@ from lightning_topt.basics.units import format_bytes, format_seconds
 from lightning_topt.cli.example_step import model_name
 from lightning_topt.cli.plan_steps import memory_limit_of, save_frontier_page
 from lightning_topt.costs.accuracy import Accuracy, sentence_of
+from lightning_topt.plan.frontier_report import table
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plan.report_table import table
 from lightning_topt.plugins.monitors import StepMeasurement, StepMonitor
 
 SCHEMA_VERSION = 1

@@ -27,8 +27,8 @@ from lightning_topt.communication.started_ranks import leave_to_rank_0
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.execution.verify_plan import KINDS, Verification, verify_plan
 from lightning_topt.graph.capture import call_training_step, loss_of
+from lightning_topt.plan.frontier_report import ranges
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plan.report_table import ranges
 from lightning_topt.plugins.microbatches import split_batch
 from lightning_topt.plugins.plan_options import read_cluster
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -21,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra import compose
 from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
@@ -30,13 +33,17 @@ from lightning_topt.basics.core_wait import usable_cores
 from lightning_topt.basics.units import parse_seconds
 from lightning_topt.cli.calibrate import start_method
 from lightning_topt.cli.example_step import has_accelerators
-from lightning_topt.cli.plan_steps import PlanSetup, UnpricedSearch, report_plan
-from lightning_topt.cli.search_space import SearchedMeshes
-from lightning_topt.cli.several_clusters import read_clusters
+from lightning_topt.cli.main import CLUSTER_FILES
+from lightning_topt.cli.plan_steps import (
+    PlanSetup,
+    SearchedMeshes,
+    UnpricedSearch,
+    report_plan,
+)
 from lightning_topt.communication.started_ranks import leave_to_rank_0
+from lightning_topt.costs.cluster import Cluster, ClusterError
 from lightning_topt.costs.communication import check_world_size
 from lightning_topt.plan.choose import OBJECTIVES, NoPlanFitsError, check_objective
-from lightning_topt.plan.micro_batches import of_microbatches
 from lightning_topt.plan.plan_search import SearchRequest
 from lightning_topt.plan.scenarios import (
     SCENARIO_OBJECTIVES,
@@ -47,6 +54,7 @@ from lightning_topt.plan.scenarios import (
     check_asked,
     choose_estimate,
     default_objective,
+    of_microbatches,
     print_scenarios,
     save_scenarios,
     search_scenario,
@@ -60,14 +68,15 @@ from topt_console.status_line import STATUS
 EPSILON = 0.01
 _SECONDS = 3.0  # of the search of one scenario with one number of micro-batches
 _MOST_PROCESSES = 8  # each has its own captures: 1.3 GB for 70 B parameters
+_CLUSTER_WORD = re.compile(r"^[+~]*(clusters?)(=|$)")  # of the group itself, not of an entry
 _CHOICES = ("clusters", "batch_size", "accumulate")
 Search = tuple[Scenario, SearchRequest]
 
 
 def is_asked(config: DictConfig) -> bool:
     """Return whether a configuration of `topt plan` asks more than which plan is best here."""
-    limits = (value for name, value in config.limits.items() if name != "currency")
-    given = [*(config[name] for name in _CHOICES), *config.work.values(), *limits]
+    given = [config[name] for name in _CHOICES]
+    given += [*config.work.values(), *config.limits.values()]
     is_new = config.objective in SCENARIO_OBJECTIVES and config.objective not in OBJECTIVES
     return any(value is not None for value in given) or is_new
 
@@ -145,13 +154,11 @@ class WhatIfOptions:
             {str(name): value for name, value in config[group].items() if value is not None}
             for group in ("work", "limits")
         )
-        for name, value in work.items():
-            work[name] = check_real(value, name=f"work.{name}", positive=True)
-        for name, value in limits.items():
-            if name in ("deadline", "step_seconds"):
-                limits[name] = parse_seconds(value, name=f"limits.{name}")
-            elif name != "currency":
-                limits[name] = check_real(value, name=f"limits.{name}", positive=True)
+        if "deadline" in limits:
+            limits["deadline"] = parse_seconds(limits["deadline"], name="limits.deadline")
+        for group, values in (("work", work), ("limits", limits)):
+            for name, value in values.items():
+                values[name] = check_real(value, name=f"{group}.{name}", positive=True)
         return cls(
             batch_sizes=_read_numbers(config.batch_size, name="batch_size"),
             clusters=_read_names(config.clusters),
@@ -185,6 +192,41 @@ def _read_names(value: Any) -> tuple[str, ...] | None:
 
 
 # ---- from a configuration to searches
+
+
+def read_clusters(names: Sequence[str] | None, *, default: Cluster | None) -> list[Cluster | None]:
+    """Return the clusters of these names, in their order.
+
+    Overrides of a cluster's entries (``cluster.device.price_per_hour=2``) hold for each.
+
+    Args:
+        names: choices of the group `cluster`, or files; None: `default` alone.
+        default: the cluster of the configuration.
+
+    Returns:
+        A cluster for each name; None is the machine that this runs on.
+
+    Raises:
+        ClusterError: a file or choice that is no cluster; what Hydra raises for unknown names.
+    """
+    if names is None:
+        return [default]
+    return [
+        Cluster.load(name) if name.endswith(CLUSTER_FILES) else _composed(name) for name in names
+    ]
+
+
+def _composed(name: str) -> Cluster | None:
+    # Compose the configuration of this command once more, with one choice of `cluster`
+    hydra = HydraConfig.get()
+    given = [word for word in hydra.overrides.task if not _CLUSTER_WORD.match(word)]
+    config = compose(hydra.job.config_name or "plan", overrides=[*given, f"cluster={name}"])
+    cluster = config.get("cluster")
+    if cluster is None:
+        return None
+    if not isinstance(cluster, DictConfig):
+        raise ClusterError(f"the cluster {name!r} is not a mapping")
+    return Cluster.from_dict(instantiate(cluster, _convert_="all"))
 
 
 def read_searches(config: DictConfig, asked: WhatIfOptions) -> tuple[list[Search], PlanRequest]:

@@ -3,7 +3,6 @@
 from lightning_topt.frontier.chain_search import (
     Frontier,
     FrontierPoint,
-    MeshFrontier,
     search_chain,
     search_meshes,
 )
@@ -12,7 +11,6 @@ from lightning_topt.frontier.stage_search import StageFrontier, StagePoint, sear
 __all__ = [
     "Frontier",
     "FrontierPoint",
-    "MeshFrontier",
     "StageFrontier",
     "StagePoint",
     "search_chain",

@@ -48,12 +48,13 @@ _UNPRICED = 2**15  # numbers of all meshes up to which prices are not worth load
 class FrontierPoint:
     """One plan of a frontier.
 
-    `choice` maps every block to the index of its configuration.
+    `choice` maps every block to the index of its configuration, `label` is that of its mesh.
     """
 
     step_seconds: float
     peak_bytes: float
     choice: dict[str, int]
+    label: Any = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,35 +64,18 @@ class Frontier:
     `error_bound` is what a search may have missed: for every plan y there is a point x here with
     ``x <= (1 + error_bound) * y`` in step seconds and in peak bytes. It is 0 for a complete search.
     It is infinite where one was given up and plans may cost nothing: no relative error can be
-    stated then. `search_seconds` is its wall-clock time.
+    stated then. `search_seconds` is its wall-clock time. `searched` are the labels of the meshes
+    that could not be dropped whole.
     """
 
     points: tuple[FrontierPoint, ...]
     error_bound: float
     search_seconds: float
+    searched: tuple[Any, ...] = ()
 
     @property
     def exact(self) -> bool:
         """Whether each plan is here, or is beaten or equalled in both costs by one that is."""
-        return self.error_bound == 0.0
-
-
-@dataclass(frozen=True, eq=False)
-class MeshFrontier:
-    """Points by memory ascending, each with the label of its mesh.
-
-    `error_bound` and `search_seconds` are as in `Frontier`; `searched` are the labels of the
-    meshes that could not be dropped whole.
-    """
-
-    points: tuple[tuple[Any, FrontierPoint], ...]
-    searched: tuple[Any, ...]
-    error_bound: float
-    search_seconds: float
-
-    @property
-    def exact(self) -> bool:
-        """Whether no plan of any mesh is missing."""
         return self.error_bound == 0.0
 
 
@@ -105,9 +89,7 @@ def search_chain(table: ChainTable, **limits: Any) -> Frontier:
     A search that is not allowed what it needs returns the best plans it knows: ``exact`` is False
     then, and ``error_bound`` holds (see `Frontier`). `limits` are those of `search_meshes`.
     """
-    found = search_meshes([("", lambda: table)], **limits)
-    points = tuple(point for _, point in found.points)
-    return Frontier(points, found.error_bound, found.search_seconds)
+    return search_meshes([("", lambda: table)], **limits)
 
 
 def search_meshes(
@@ -117,7 +99,7 @@ def search_meshes(
     max_seconds: float = 10.0,
     max_bytes: float = 2.0**29,
     epsilon: float = 0.0,
-) -> MeshFrontier:
+) -> Frontier:
     """Return every plan of any mesh that no other plan of any mesh beats.
 
     Of plans with equal costs one is kept; the limits are for all meshes together.
@@ -138,7 +120,7 @@ def search_meshes(
     layers = reduce_layers(_mesh_layers([table for _, table in made])) if made else []
     # no mesh, or a layer that no plan can pass
     if not layers or not all(len(layer.source) for layer in layers):
-        return MeshFrontier((), (), epsilon, time.perf_counter() - started)
+        return Frontier((), epsilon, time.perf_counter() - started)
     # drop whole meshes, where there are several and enough to search
     priced, meshes = None, layers[0].choice
     if len(made) > 1 and sum(layer.values.size for layer in layers) > _UNPRICED:
@@ -152,12 +134,12 @@ def search_meshes(
     plans, error_bound = search_reduced(layers, budget, deadline=deadline, priced=priced)
     searched = tuple(made[mesh][0] for mesh in meshes.tolist())
     points = _mesh_points(made, choices(layers, plans))
-    return MeshFrontier(points, searched, max(error_bound, epsilon), time.perf_counter() - started)
+    return Frontier(points, max(error_bound, epsilon), time.perf_counter() - started, searched)
 
 
 def _mesh_points(
     made: Sequence[tuple[Any, ChainTable]], decided: Rows
-) -> tuple[tuple[Any, FrontierPoint], ...]:
+) -> tuple[FrontierPoint, ...]:
     # The plans that no other of `decided` (n, N) beats, with the costs of their tables
     # chains of fewer blocks leave the columns behind theirs at 0
     costs = np.empty((len(decided), 2))
@@ -174,7 +156,7 @@ def _mesh_points(
         decided[best, 0].tolist(), costs[best].tolist(), configs[best].tolist(), strict=True
     )
     return tuple(
-        (made[mesh][0], FrontierPoint(seconds, size, dict(zip(names[mesh], plan, strict=False))))
+        FrontierPoint(seconds, size, dict(zip(names[mesh], plan, strict=False)), made[mesh][0])
         for mesh, (seconds, size), plan in chosen
     )
 

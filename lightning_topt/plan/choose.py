@@ -43,12 +43,10 @@ TIME_ERROR_SECONDS = 2e-3
 MEMORY_ERROR = 0.01
 
 
-def errors_of(
-    difference: float | None, *, share: float = TIME_ERROR, seconds: float = TIME_ERROR_SECONDS
-) -> tuple[float, float]:
+def errors_of(difference: float | None) -> tuple[float, float]:
     """Return the share and the seconds within which times count as equal; see `choose`."""
-    share = share if difference is None else difference
-    return share, 0.0 if share == 0 else seconds
+    share = TIME_ERROR if difference is None else difference
+    return share, 0.0 if share == 0 else TIME_ERROR_SECONDS
 
 
 def equal_in_words(difference: float | None) -> str:
@@ -78,9 +76,6 @@ def choose_place(
     memory_limit: float | None = None,
     devices: int | None = None,
     memory_margin: float = 0.05,
-    time_error: float = TIME_ERROR,
-    time_error_seconds: float = TIME_ERROR_SECONDS,
-    alike_time_error: float = ALIKE_TIME_ERROR,
     difference: float | None = None,
 ) -> tuple[int, str]:
     """Return the place of the simplest point that is as good as the best by `objective`.
@@ -100,13 +95,10 @@ def choose_place(
         memory_limit: bytes per device, or None.
         devices: consider plans for this number of devices only.
         memory_margin: a plan fits when ``peak_bytes * (1 + memory_margin) <= memory_limit``.
-        time_error: plans that are slower than the fastest by at most this share count as equally
-            fast.
-        time_error_seconds: seconds that are added to that share.
-        alike_time_error: the share among plans that run by the same mechanism.
-        difference: the share by which the ratio of two predicted times may be off, in place of
-            `time_error`; plans of one mesh are compared by `alike_time_error` all the same. 0: the
-            fastest alone. None: not known.
+        difference: the share by which the ratio of two predicted times may be off: plans that are
+            slower than the fastest by at most this count as equally fast. Plans that run by the
+            same mechanism on one mesh are compared by `ALIKE_TIME_ERROR` all the same. 0: the
+            fastest alone. None: not known, `TIME_ERROR` is assumed.
 
     Raises:
         ValueError: an unknown objective, or a number of devices without plans.
@@ -124,8 +116,8 @@ def choose_place(
         raise NoPlanFitsError(_why_none_fits(candidates, memory_limit, memory_margin))
 
     # the error between mechanisms, the one within a mechanism, and seconds on top of both
-    error, least = errors_of(difference, share=time_error, seconds=time_error_seconds)
-    alike_error = min(alike_time_error, error)
+    error, least = errors_of(difference)
+    alike_error = min(ALIKE_TIME_ERROR, error)
     if objective == "memory":
         error, alike_error, least, difference = MEMORY_ERROR, MEMORY_ERROR, 0.0, None
 
@@ -160,22 +152,19 @@ def choose_place(
         of_meshes = [simplest_of(several) for several in _by_mesh(alike)]
         chosen = min(of_meshes, key=lambda p: (_waits(p), p.peak_bytes, cost(p)))
 
-    reason = "; ".join(
-        [
-            _why(
-                chosen,
-                best,
-                objective=objective,
-                memory_limit=memory_limit,
-                error=alike_error if best in alike and difference is None else error,
-                error_seconds=least,
-                by_difference=difference is not None,
-            ),
-            *_neighbours(
-                chosen, candidates, memory_limit=memory_limit, memory_margin=memory_margin
-            ),
-        ]
+    first = _why(
+        chosen,
+        best,
+        objective=objective,
+        memory_limit=memory_limit,
+        error=alike_error if best in alike and difference is None else error,
+        error_seconds=least,
+        by_difference=difference is not None,
     )
+    # what other plans for as many devices cost, without a mechanism of the chosen one
+    peers = [point for point in candidates if point.devices == chosen.devices]
+    fit = [point for point in fitting if point.devices == chosen.devices]
+    reason = "; ".join([first, *_mechanism_reasons(chosen, fit, peers)])
     place = next(place for place, point in enumerate(points) if point is chosen)
     return place, f"{reason}."
 
@@ -351,44 +340,6 @@ def _why(
             f"{_percent(best.step_seconds, chosen.step_seconds)} of the time"
         )
     return f"{words[objective]}{simplest}{costs}; {saved}"
-
-
-def _neighbours(
-    chosen: PlanPoint,
-    points: Sequence[PlanPoint],
-    *,
-    memory_limit: float | None,
-    memory_margin: float,
-) -> list[str]:
-    # Sentences on the plans beside it on the frontier, and on its mechanism
-    sentences = []
-    # by memory, the smallest first
-    peers = sorted((p for p in points if p.devices == chosen.devices), key=lambda p: p.peak_bytes)
-    # of those with more memory the smallest that is faster; of those with less the largest
-    larger = [p for p in peers if p.peak_bytes >= chosen.peak_bytes]
-    faster = next((p for p in larger if p.step_seconds < chosen.step_seconds), None)
-    smaller = next((p for p in reversed(peers) if p.peak_bytes < chosen.peak_bytes), None)
-    if faster is not None:
-        needed = faster.peak_bytes * (1 + memory_margin)
-        over = memory_limit is not None and needed > memory_limit
-        sentences.append(
-            f"the next faster plan ({faster.plan.summary()}) saves "
-            f"{_percent(faster.step_seconds, chosen.step_seconds)} of the time and needs "
-            f"{format_bytes(needed)} with its margin" + (", above the limit" if over else "")
-        )
-    if smaller is not None:
-        saved = format_bytes(chosen.peak_bytes - smaller.peak_bytes)
-        change = (smaller.step_seconds - chosen.step_seconds) / chosen.step_seconds
-        pace = (
-            f"is {100 * change:.1f} % slower"
-            if change >= 0
-            else f"{100 * -change:.1f} % of the time"
-        )
-        sentences.append(
-            f"the next smaller plan ({smaller.plan.summary()}) saves {saved} and {pace}"
-        )
-    fitting = fitting_points(peers, memory_limit=memory_limit, memory_margin=memory_margin)
-    return [*sentences, *_mechanism_reasons(chosen, fitting, peers)]
 
 
 def _mechanism_reasons(

@@ -1,7 +1,7 @@
-"""What a given plan costs, and where: in all, by block, by stage. Nothing is searched.
+"""What a given plan costs, by kind of work and by stage. Nothing is searched.
 
     chosen = choose(search_plans(request).candidates)
-    explain_plan(request, chosen.plan).blocks["blocks.0"].seconds
+    explain_plan(request, chosen.plan).peak_parts
     explain_stages(request, chosen.plan)[0].seconds["forward"]    # a plan with stages
     price_plan(request, ParallelPlan.load("mine.yaml")).predicted # any plan of this model
 
@@ -21,9 +21,8 @@ from lightning_topt.costs.communication import check_world_size
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.frontier.stage_search import StagePoint
 from lightning_topt.graph.op_graph import Block
-from lightning_topt.plan.micro_batches import ModelFacts, step_of_microbatches
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, StepEstimate
-from lightning_topt.plan.plan_frontier import PlanPoint
+from lightning_topt.plan.plan_frontier import ModelFacts, PlanPoint, step_of_microbatches
 from lightning_topt.plan.plan_search import SearchRequest, stage_blocks, step_on
 from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_simulation import (
@@ -37,13 +36,7 @@ from lightning_topt.plan.stage_simulation import (
 )
 from lightning_topt.plan.stage_tables import ContinuousShape, shape_of_plan
 from lightning_topt.plan.staged_plans import staged_points
-from lightning_topt.techniques.plan_costs import (
-    BlockExplanation,
-    Explanation,
-    PlanCosts,
-    explain,
-    explain_blocks,
-)
+from lightning_topt.techniques.plan_costs import Explanation, PlanCosts, explain
 from lightning_topt.techniques.tensor_parallel.split_steps import (
     placed_layout,
     step_in,
@@ -61,14 +54,12 @@ class PricedPlan:
         predicted: its costs, of a step with all its micro-batches.
         seconds: the work of a step by kind, on the rank that works longest, whether or not anything
             waits for it.
-        blocks: of a plan without stages.
         stages: of a plan with stages.
     """
 
     plan: ParallelPlan
     predicted: StepEstimate
     seconds: Mapping[str, float]
-    blocks: PlanExplanation | None = None
     stages: tuple[StageExplanation, ...] = ()
 
 
@@ -86,9 +77,8 @@ def price_plan(request: SearchRequest, plan: ParallelPlan) -> PricedPlan:
     request = _cut_as(request, plan)
     if plan.schedule is not None:
         return _price_stages(request, plan)
-    explained = explain_plan(request, plan)
     # without stages every rank has the same costs
-    total = explained.total
+    total = explain_plan(request, plan)
     predicted = StepEstimate(
         total.step_seconds,
         total.peak_bytes,
@@ -103,7 +93,7 @@ def price_plan(request: SearchRequest, plan: ParallelPlan) -> PricedPlan:
         kind: value * (1 if kind in once else plan.accumulate)
         for kind, value in total.seconds.items()
     }
-    return PricedPlan(plan, plan.predicted, seconds, explained)
+    return PricedPlan(plan, plan.predicted, seconds)
 
 
 def _with_micro_batches(request: SearchRequest, plan: ParallelPlan) -> ParallelPlan:
@@ -180,38 +170,24 @@ def _cut_as(request: SearchRequest, plan: ParallelPlan) -> SearchRequest:
         raise PlanError(f"{error}; give the plan of this model") from error
 
 
-# ---- block by block
+# ---- by kind of work
 
 
-@dataclass(frozen=True)
-class PlanExplanation:
-    """The expected costs of `plan` on each rank: in all, and by block."""
-
-    plan: ParallelPlan
-    total: Explanation
-    blocks: Mapping[str, BlockExplanation]
-
-
-def explain_plan(request: SearchRequest, plan: ParallelPlan) -> PlanExplanation:
-    """Return what `plan`, one that `search_plans(request)` found, costs.
+def explain_plan(request: SearchRequest, plan: ParallelPlan) -> Explanation:
+    """Return what `plan`, one that `search_plans(request)` found, costs on each rank.
 
     Raises:
         PlanError: the plan has other splits than those of the search, or stages.
     """
     if plan.schedule is not None:
-        raise PlanError(
-            "blocks of a plan with stages are not explained one by one: explain_stages says what "
-            "each stage takes"
-        )
-    step = step_of(request, plan)
+        raise PlanError("a plan with stages is explained stage by stage: use explain_stages")
     # the placements of computation are in the step already
     plain: dict[str, Any] = dict.fromkeys(
         ("parameters", "inputs", "outputs", "sums", "gathers"), ()
     )
     # so only storage and recomputation are left to be priced
-    configs = {block.block: replace(block.config, **plain) for block in plan.blocks}
-    costs = PlanCosts(step)
-    return PlanExplanation(plan, explain(costs, configs), explain_blocks(costs, configs))
+    configs = {name: replace(config, **plain) for name, config in plan.configs.items()}
+    return explain(PlanCosts(step_of(request, plan)), configs)
 
 
 def step_of(request: SearchRequest, plan: ParallelPlan) -> TrainingStep:
@@ -286,7 +262,7 @@ def explain_stages(request: SearchRequest, plan: ParallelPlan) -> tuple[StageExp
         PlanError: the plan has no stages, or other blocks than those of the step.
     """
     if plan.schedule is None:
-        raise PlanError("a plan without stages is explained by its blocks: use explain_plan")
+        raise PlanError("a plan without stages is explained by kind of work: use explain_plan")
     blocks, shape = stage_blocks(request, plan), shape_of_plan(plan)
     point = _cut_in_order(blocks, plan)
     # rows of stages, one column: this cut alone

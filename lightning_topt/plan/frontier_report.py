@@ -1,13 +1,13 @@
-"""A frontier for people: a table, and a page that shows the plan of any point.
+"""Reports for people: tables, and a page that shows the plan of any point of a frontier.
 
     points = frontier.shown_with(chosen)
     print_table(points, chosen, console=Console())
-    limit = MemoryLimit(2**30)
-    save_html("frontier.html", points, chosen, memory_limit=limit)
+    save_html("frontier.html", points, chosen, memory_limit=MemoryLimit(2**30))
+    print_stages(explain_stages(request, plan), console=Console())    # a plan with stages
 
-Both mark the chosen plan, and show in grey what does not fit into the limit. The page
-(`frontier_report.html`) loads nothing from elsewhere, and reads its data as JSON from an element
-``data``. Its axes have round marks in units that people read (`drawn_axis`).
+The table and the page mark the chosen plan, and show in grey what does not fit into the limit. The
+page (`frontier_report.html`) loads nothing from elsewhere. It reads its data as JSON from an
+element ``data``, and draws its axes.
 """
 
 from __future__ import annotations
@@ -18,43 +18,83 @@ import json
 import math
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from lightning_topt.basics.units import format_bytes, format_seconds
 from lightning_topt.costs.accuracy import Interval
 from lightning_topt.costs.plain_values import dump_yaml
 from lightning_topt.graph.mesh_axes import Mesh
-from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan
+from lightning_topt.plan.parallel_plan import BlockPlan
 from lightning_topt.plan.plan_frontier import PlanPoint
-from lightning_topt.plan.plan_report import schedule_svg
 from lightning_topt.plan.plan_values import config_to_dict, describe_config
-from lightning_topt.plan.report_table import block_ranges, table
-from lightning_topt.schedules.timing import Simulation
+
+if TYPE_CHECKING:  # what explains plans is not imported where none is explained
+    from lightning_topt.plan.explanation import StageExplanation
 
 Points = Sequence[PlanPoint]
 _KIND = ("runs", "parameters", "gradients", "optimizer_state")  # what a page says of a block
-_SCHEDULE = (
-    '<section class="card schedule" aria-label="Schedule"><h3>Schedule of the chosen '
-    "plan</h3>{}</section>"
-)
-# units of axes: name, factor, marks of a logarithmic axis
-Units = tuple[tuple[str, float, tuple[float, ...]], ...]
-_POWERS = tuple(2**k for k in range(10))
-_ROUND = (1, 2, 5, 10, 20, 50, 100, 200, 500)
-BYTES: Units = tuple(
-    (name, 1024.0**k, _POWERS) for k, name in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))
-)
-SECONDS: Units = (
-    ("us", 1e-6, _ROUND),
-    ("ms", 1e-3, _ROUND),
-    ("s", 1.0, (*_ROUND, 1000, 2000, 5000, 10000)),
-)
-_LOG_FROM = 20.0  # an axis is logarithmic when its largest value is so many times its smallest
+
+
+# ---- what all reports share
+
+
+def table(*columns: str, left: Sequence[str] = (), caption: str | None = None) -> Table:
+    """Return a table whose columns are numbers, to the right, but for the first and `left`."""
+    made = Table(caption=caption, caption_justify="left", padding=(0, 0, 0, 1), pad_edge=False)
+    for place, name in enumerate(columns):
+        if place == 0 or name in left:
+            made.add_column(name, overflow="fold")
+        else:
+            made.add_column(name, justify="right", no_wrap=True)
+    return made
+
+
+def report_title(model: str, cluster: str, devices: Iterable[int]) -> str:
+    """Return what a report is about: ``"GPT on a100_8x8, 32 and 64 devices"``."""
+    *others, last = map(str, sorted(set(devices)))
+    counts = f"{', '.join(others)} and {last}" if others else last
+    where = f" on {cluster}" if cluster else ""
+    return f"{model or 'A model'}{where}, {counts} device{'' if counts == '1' else 's'}"
+
+
+def block_ranges(names: Sequence[str], *, most: int = 4) -> str:
+    """Return names of blocks with numbers as ranges: ``"embedding, layers.0-79"``.
+
+    Of more than `most` kinds of names the rest is counted. The block ``""`` is what the others
+    leave.
+    """
+    # the same name but for its last number; names without one stand alone
+    alike: dict[tuple[str, str | None], list[int]] = {}
+    for name in names:
+        match = re.fullmatch(r"(.*?)(0|[1-9]\d*)(\D*)", name)
+        if match is None:
+            alike.setdefault((name or "(everything else)", None), [])
+        else:
+            alike.setdefault((match[1], match[3]), []).append(int(match[2]))
+    parts = [
+        prefix if suffix is None else f"{prefix}{ranges(sorted(numbers))}{suffix}"
+        for (prefix, suffix), numbers in alike.items()
+    ]
+    rest = sum(max(len(numbers), 1) for numbers in [*alike.values()][most:])
+    return ", ".join(parts[:most]) + (f" and {rest} more" if rest else "")
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Return numbers in order as text, ``"0-62,64"``; of many ranges the first ones."""
+    # runs of consecutive numbers
+    starts = [numbers[0], *(after for before, after in pairwise(numbers) if after != before + 1)]
+    ends = [*(before for before, after in pairwise(numbers) if after != before + 1), numbers[-1]]
+    parts = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
+    return ",".join(parts) if len(parts) <= 4 else f"{','.join(parts[:3])},... ({len(numbers)})"
 
 
 class MemoryLimit(NamedTuple):
@@ -76,6 +116,9 @@ class MemoryLimit(NamedTuple):
         return self.bytes / (1 + self.margin)
 
 
+# ---- the tables
+
+
 def print_table(
     points: Points,
     chosen: PlanPoint,
@@ -86,9 +129,8 @@ def print_table(
 ) -> None:
     """Print plans by devices and memory, the chosen one marked with a star.
 
-    Of more than `limit` points it shows an evenly spread selection. The chosen plan is always
-    there. So are the fastest and the smallest for each number of devices, even when these alone are
-    more than `limit`. The caption says how many are left out.
+    Of more than `limit` points some are left out, evenly for each number of devices, whose first
+    and last plan stay. The caption says how many are left out.
 
     Raises:
         ValueError: `chosen` is not one of the points.
@@ -101,76 +143,85 @@ def print_table(
         caption += f"; ! does not fit ({memory_limit})"
     if left_out := len(ordered) - len(shown):
         caption += f"; {left_out} of {len(ordered)} plans left out"
-    # the number of devices is a column where it says something
+    # columns that say something: several numbers of devices, a loss, known errors
     several = len({point.devices for point in ordered}) > 1
-    titles = {
-        "step time": ordered[index].seconds_interval,
-        "peak memory": ordered[index].bytes_interval,
-    }
-    names = ["", *(["devices"] * several)]
-    to_loss = ordered[index].to_loss
+    names, to_loss = ["", *(["devices"] * several)], chosen.to_loss
     if to_loss is not None:
         goal = "per dense step" if to_loss.steps is None else f"of {to_loss.steps:.0f} steps"
         names += [f"time to the loss\n{goal}", "steps needed"]
+    titles = {"step time": chosen.seconds_interval, "peak memory": chosen.bytes_interval}
     for title, interval in titles.items():
         names.append(title if interval is None else f"{title}\n{100 * interval.level:g} % interval")
-    names.append("plan")
-    if any(_is_outside(ordered[i]) for i in shown):
-        caption += "; ~ unlike what was measured"
-    made = table(*names, left=("plan",), caption=caption)
+    made = table(*names, "plan", left=("plan",), caption=caption)
     for i in shown:
         point = ordered[i]
-        numbers = [
-            *([str(point.devices)] * several),
-            *_loss_cells(point),
-            _with_ends(point.step_seconds, point.seconds_interval, format_seconds),
-            _with_ends(point.peak_bytes, point.bytes_interval, format_bytes),
-        ]
+        cells = [str(point.devices)] * several
+        if (loss := point.to_loss) is not None:
+            cells.append(f"{format_seconds(loss.seconds)}\n{_range_of(loss.low, loss.high)}")
+            cells.append(loss.factor_words.replace(" (", "\n("))
+        cells.append(_with_ends(point.step_seconds, point.seconds_interval, format_seconds))
+        cells.append(_with_ends(point.peak_bytes, point.bytes_interval, format_bytes))
         fits = point.peak_bytes <= most
         mark, style = ("*", "bold green") if i == index else ("", "") if fits else ("!", "dim")
-        made.add_row(mark, *numbers, point.plan.summary(), style=style)
+        made.add_row(mark, *cells, point.plan.summary(), style=style)
     console.print(made)
 
 
-def _loss_cells(point: PlanPoint) -> list[str]:
-    # The cells of the time to a loss, and of the steps that it takes; none without one
-    found = point.to_loss
-    if found is None:
-        return []
-    high = "?" if math.isinf(found.high) else format_seconds(found.high)
-    ends = f"{format_seconds(found.low)} to {high}"
-    return [f"{format_seconds(found.seconds)}\n{ends}", found.factor_words.replace(" (", "\n(")]
-
-
-def _is_outside(point: PlanPoint) -> bool:
-    both = point.seconds_interval, point.bytes_interval
-    return any(each is not None and bool(each.outside) for each in both)
+def _range_of(low: float, high: float) -> str:
+    # seconds; the end of runs that did not reach the loss is not known
+    return f"{format_seconds(low)} to {'?' if math.isinf(high) else format_seconds(high)}"
 
 
 def _with_ends(value: float, interval: Interval | None, written: Callable[[float], str]) -> str:
-    """Return the cell of a number, with its interval in a second line.
-
-    A unit is written once, where both ends have it.
-    """
+    # A number, with its interval in a second line
     if interval is None:
         return written(value)
-    low, high = written(interval.low), written(interval.high)
-    if low.split()[-1] == high.split()[-1]:
-        low = low.split()[0]
-    return f"{written(value)}\n{low} to {high}{' ~' if interval.outside else ''}"
+    return f"{written(value)}\n{written(interval.low)} to {written(interval.high)}"
 
 
 def _selection(points: Points, chosen: int, *, limit: int) -> list[int]:
     # The positions to show of `points`, which are ordered by devices and memory
     if len(points) <= limit:
         return list(range(len(points)))
-    kept = {chosen}
-    for _, group in itertools.groupby(range(len(points)), key=lambda i: points[i].devices):
-        members = list(group)
-        kept |= {members[0], min(members, key=lambda i: points[i].compared_seconds)}
-    rest = [i for i in range(len(points)) if i not in kept]
-    free = max(0, limit - len(kept))
-    return sorted(kept | {rest[(2 * k + 1) * len(rest) // (2 * free)] for k in range(free)})
+    groups = [
+        [*group]
+        for _, group in itertools.groupby(range(len(points)), key=lambda i: points[i].devices)
+    ]
+    # the first, which is the smallest, the last, which is the fastest, and some between
+    share = max((limit - 1) // len(groups), 2)
+    shown = {chosen}
+    for group in groups:
+        shown |= {group[int(place)] for place in np.linspace(0, len(group) - 1, share)}
+    return sorted(shown)
+
+
+def print_stages(stages: Sequence[StageExplanation], *, console: Console) -> None:
+    """Print what each stage of a plan takes in a step, and what its rank holds for it."""
+    columns = ["stage", "rank", "blocks", "forward", "backward", "receives", "update", "memory"]
+    columns.append("waits")
+    caption = (
+        "each stage, all microbatches of a step; update: with exchanges between data ranks; waits: "
+        "the share of the step in which its rank runs nothing"
+    )
+    # a column more where forward passes compute without some updates
+    is_stale = any(stage.missing_updates for stage in stages)
+    if is_stale:
+        columns.append("misses")
+        caption += "; misses: updates that forward passes are too early for"
+    made = table(*columns, left=("blocks",), caption=caption)
+    for index, stage in enumerate(stages):
+        seconds = (stage.seconds[kind] for kind in ("forward", "backward", "receive", "once"))
+        parts = stage.peak_parts
+        # activations are gone when the optimizer steps: the larger of both counts
+        held = parts["static"] + max(parts["activations"] + parts["running"], parts["update"])
+        cells = [*map(format_seconds, seconds), format_bytes(held), f"{100 * stage.bubble:.0f} %"]
+        if is_stale:
+            cells.append(str(stage.missing_updates))
+        made.add_row(str(index), str(stage.rank), escape(block_ranges(stage.blocks)), *cells)
+    console.print(made)
+
+
+# ---- the page
 
 
 def save_html(
@@ -182,7 +233,6 @@ def save_html(
     title: str = "",
     exact: bool = True,
     notes: Sequence[str] = (),
-    step: Simulation | None = None,
 ) -> None:
     """Write a page that loads nothing from elsewhere: the frontier, and the plan clicked on.
 
@@ -194,45 +244,34 @@ def save_html(
         title: of the page.
         exact: whether the search proves that the frontier is complete.
         notes: lines on the chosen plan.
-        step: of a chosen plan with stages, drawn as its schedule.
 
     Raises:
         ValueError: `chosen` is not one of the points.
     """
     ordered, index = _ordered(points, chosen)
     blocks, entries = _embedded(ordered, index)
-    x, y = drawn_axes(ordered, memory_limit)
-    limit = (
-        None
-        if memory_limit is None
-        else {
-            "bytes": memory_limit.bytes,
-            "most": memory_limit.most_bytes,
-            "margin": memory_limit.margin,
-            "text": str(memory_limit),
-        }
-    )
+    limit: dict[str, object] | None = None
+    if memory_limit is not None:
+        limit = {**memory_limit._asdict(), "most": memory_limit.most_bytes}
+        limit["text"] = str(memory_limit)
     data = {
         "chosen": index,
         "reason": chosen.plan.reason,
         "notes": [*notes],
         "exact": exact,
         "limit": limit,
-        "axes": {"x": x._asdict(), "y": y._asdict()},
         "time": _time_title(chosen),
         "blocks": blocks,
         "points": entries,
     }
     # no "<" in the data: neither "</script>" nor "<!--" can end the element early
     embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    filled = {
-        "title": html.escape(_title(title, chosen.plan)),
-        "data": embedded,
-        "schedule": "" if step is None else _SCHEDULE.format(schedule_svg(step)),
-    }
+    model = chosen.plan.model
+    title = title or (f"Plans for {model}" if model else "Parallel plans")
+    filled = {"title": html.escape(title), "data": embedded}
     page = resources.files("lightning_topt.plan") / "frontier_report.html"
-    names = r"\{\{ (title|data|schedule) \}\}"
-    text = re.sub(names, lambda match: filled[match[1]], page.read_text(encoding="utf-8"))
+    text = page.read_text(encoding="utf-8")
+    text = re.sub(r"\{\{ (title|data) \}\}", lambda match: filled[match[1]], text)
     Path(path).write_text(text, encoding="utf-8")
 
 
@@ -250,88 +289,11 @@ def _ordered(points: Points, chosen: PlanPoint) -> tuple[list[PlanPoint], int]:
     return ordered, index
 
 
-def _title(title: str, plan: ParallelPlan) -> str:
-    return title or (f"Plans for {plan.model}" if plan.model else "Parallel plans")
-
-
-# ---- axes
-
-
-def drawn_axes(
-    points: Sequence[PlanPoint], memory_limit: MemoryLimit | None
-) -> tuple[DrawnAxis, DrawnAxis]:
-    """Return the axes of memory and of time that show all points.
-
-    And `memory_limit` where it is not far from them.
-    """
-    sizes = [point.peak_bytes for point in points]
-    # points at one place have half of it as their width
-    reach = (max(sizes) - min(sizes)) or 0.5 * max(sizes)
-    # farther, it would squeeze the points
-    if memory_limit is not None and memory_limit.bytes <= max(sizes) + reach:
-        sizes.append(memory_limit.bytes)
-    times = [point.compared_seconds for point in points]
-    return drawn_axis("Peak memory per device", sizes, units=BYTES), drawn_axis(
-        _time_title(points[0]), times, units=SECONDS
-    )
-
-
 def _time_title(point: PlanPoint) -> str:
     # What the seconds are by which plans are compared
     if point.to_loss is None:
         return "Time per step"
     return "Time to the loss" + (" per dense step" if point.to_loss.steps is None else "")
-
-
-class DrawnAxis(NamedTuple):
-    """The range of an axis in seconds or bytes, and where its marks are."""
-
-    title: str
-    low: float
-    high: float
-    log: bool
-    ticks: tuple[tuple[float, str], ...]
-
-
-def drawn_axis(title: str, values: Sequence[float], *, units: Units) -> DrawnAxis:
-    """Return the axis that shows all `values`, with about five round marks."""
-    low, high = min(values), max(values)
-    # a logarithmic axis where the largest value is many times the least
-    log = 0 < _LOG_FROM * low < high
-    if log:
-        pad = (high / low) ** 0.06
-        # marks: round values in their units, at most about seven
-        low, high = low / pad, high * pad
-        ticks = [
-            (mark * factor, f"{mark:,.10g} {name}".rstrip())
-            for name, factor, marks in units
-            for mark in marks
-        ]
-        inside = [tick for tick in ticks if low <= tick[0] <= high]
-        ticks = inside[:: max(1, math.ceil(len(inside) / 7))]
-    else:
-        # a linear axis, from 0 where the margin would go below
-        margin = 0.08 * (high - low) or 0.25 * high or 1.0
-        low, high = max(0.0, low - margin), high + margin
-        # about five round values, in the largest unit that is not above `high`
-        name, factor, _ = next((unit for unit in reversed(units) if unit[1] <= high), units[0])
-        rough = (high - low) / factor / 5
-        exponent = math.floor(math.log10(rough))
-        # the least of 1, 2, 5 and 10 times a power of ten that makes five marks or fewer
-        step = (
-            next(m for m in (1, 2, 5, 10) if m * 10.0**exponent >= rough * 0.999) * 10.0**exponent
-        )
-        # as many decimals as the step needs; 1e-9 is for its rounding
-        decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-        first, last = math.ceil(low / factor / step - 1e-9), math.floor(high / factor / step + 1e-9)
-        ticks = [
-            (k * step * factor, f"{k * step:,.{decimals}f} {name}".rstrip())
-            for k in range(first, last + 1)
-        ]
-    return DrawnAxis(title, low, high, log, tuple(ticks))
-
-
-# ---- the data of the page
 
 
 def _embedded(
@@ -350,7 +312,7 @@ def _embedded(
     entries: list[dict[str, Any]] = []
     # plans share most blocks: each is written once, and points refer to it
     for point in points:
-        mesh, found = point.plan.mesh, list[int]()
+        mesh, places = point.plan.mesh, list[int]()
         for block in (block for stage in point.plan.stages for block in stage.blocks):
             # equal blocks on meshes of other axes read differently
             key = id(block), mesh.names
@@ -358,7 +320,7 @@ def _embedded(
                 known[key] = positions.setdefault((block, mesh.names), len(blocks))
                 if known[key] == len(blocks):
                     blocks.append(_embedded_block(block, mesh))
-            found.append(known[key])
+            places.append(known[key])
         entries.append(
             {
                 "x": point.peak_bytes,
@@ -368,7 +330,7 @@ def _embedded(
                 "summary": point.plan.summary(),
                 "numbers": _numbers(point),
                 "header": dump_yaml(point.plan.to_dict(stages=False)) + "stages:\n",
-                "blocks": found,
+                "blocks": places,
                 "stages": [len(stage.blocks) for stage in point.plan.stages],
             }
         )
@@ -391,75 +353,55 @@ def _ends(interval: Interval | None) -> list[float] | None:
 
 
 def _time_ends(point: PlanPoint) -> list[float] | None:
-    found = point.to_loss
-    if found is None:
+    loss = point.to_loss
+    if loss is None:
         return _ends(point.seconds_interval)
-    return None if math.isinf(found.high) else [found.low, found.high]
+    return None if math.isinf(loss.high) else [loss.low, loss.high]
 
 
 def _embedded_block(block: BlockPlan, mesh: Mesh) -> dict[str, object]:
     values: dict[str, Any] = {"block": block.block, **config_to_dict(block.config, mesh)}
-    placed = {
-        name: _in_words(values[name]) for name in ("parameters", "gradients", "optimizer_state")
-    }
+    placed = {}
+    for name in _KIND[1:]:  # one word, or one for each axis
+        along = values[name]
+        pairs = along.items() if isinstance(along, dict) else ()
+        placed[name] = ", ".join(f"{axis}: {word}" for axis, word in pairs) or along
     runs, text = describe_config(block.config, mesh), textwrap.indent(dump_yaml([values]), "  ")
     return {"block": block.block, "runs": runs, **placed, "yaml": text}
 
 
-def _in_words(placed: str | dict[str, str]) -> str:
-    return (
-        placed
-        if isinstance(placed, str)
-        else ", ".join(f"{axis}: {word}" for axis, word in placed.items())
-    )
-
-
 def _numbers(point: PlanPoint) -> dict[str, str]:
-    plan, accumulate = point.plan, point.plan.accumulate
-    numbers = {
-        **_loss_numbers(point),
-        "Time per step": format_seconds(point.step_seconds),
-        **_interval_numbers("time", point.seconds_interval, format_seconds),
-        "Peak memory per device": format_bytes(point.peak_bytes),
-        **_interval_numbers("memory", point.bytes_interval, format_bytes),
-        "Devices": str(point.devices),
-    }
+    # The numbers of a plan, by what each is, in the order in which the page shows them
+    plan, loss, numbers = point.plan, point.to_loss, dict[str, str]()
+    if loss is not None:
+        numbers[_time_title(point)] = format_seconds(loss.seconds)
+        numbers["Range of that"] = _range_of(loss.low, loss.high)
+        numbers["Steps needed, by those of dense training"] = loss.factor_words
+        numbers["The factor rests on"] = (
+            loss.rests_on or "the definition: dense synchronous training"
+        )
+    costs: tuple[tuple[str, str, float, Interval | None, Callable[[float], str]], ...] = (
+        ("Time per step", "time", point.step_seconds, point.seconds_interval, format_seconds),
+        (
+            *("Peak memory per device", "memory"),
+            *(point.peak_bytes, point.bytes_interval, format_bytes),
+        ),
+    )
+    for title, name, value, interval, written in costs:
+        numbers[title] = written(value)
+        if interval is None:
+            numbers[f"Interval of the {name}"] = "its errors are not known"
+        else:
+            ends = f"{written(interval.low)} to {written(interval.high)}"
+            numbers[f"{100 * interval.level:g} % interval of the {name}"] = ends
+    numbers["Devices"] = str(point.devices)
     if plan.predicted is not None:
         numbers["Computing"] = format_seconds(plan.predicted.compute_seconds)
-        numbers["Waiting for communication"] = format_seconds(
-            plan.predicted.exposed_communication_seconds
-        )
+        exposed = plan.predicted.exposed_communication_seconds
+        numbers["Waiting for communication"] = format_seconds(exposed)
     if plan.batch_size is not None and point.step_seconds > 0:
-        samples = accumulate * plan.batch_size * plan.data_parallel_size
+        samples = plan.accumulate * plan.batch_size * plan.data_parallel_size
         numbers["Samples per second"] = f"{samples / point.step_seconds:,.1f}"
-    if accumulate > 1:
-        numbers["Micro-batches per step"] = str(accumulate)
-    both = {"times": point.seconds_interval, "peaks": point.bytes_interval}
-    for of, interval in both.items():
-        if interval is not None and interval.outside:
-            numbers[f"Unlike measured {of}"] = ", ".join(interval.outside)
+    if plan.accumulate > 1:
+        numbers["Micro-batches per step"] = str(plan.accumulate)
     return numbers
-
-
-def _loss_numbers(point: PlanPoint) -> dict[str, str]:
-    found = point.to_loss
-    if found is None:
-        return {}
-    high = "not known, as some runs did not reach it"
-    if math.isfinite(found.high):
-        high = format_seconds(found.high)
-    return {
-        _time_title(point): format_seconds(found.seconds),
-        "Range of that": f"{format_seconds(found.low)} to {high}",
-        "Steps needed, by those of dense training": found.factor_words,
-        "The factor rests on": found.rests_on or "the definition: dense synchronous training",
-    }
-
-
-def _interval_numbers(
-    of: str, interval: Interval | None, written: Callable[[float], str]
-) -> dict[str, str]:
-    if interval is None:
-        return {f"Interval of the {of}": "its errors are not known"}
-    low, high = written(interval.low), written(interval.high)
-    return {f"{100 * interval.level:g} % interval of the {of}": f"{low} to {high}"}

@@ -29,7 +29,7 @@ from lightning_topt.costs.chain_table import Array, fits
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import legal_exchanges
 from lightning_topt.frontier.stage_search import StagePoint, search_stages
-from lightning_topt.plan.known_plans import KnownPlans, filled
+from lightning_topt.plan.chains import KnownPlans, filled
 from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_tables import (
     ContinuousShape,
@@ -117,14 +117,13 @@ class FoundPipelines:
         plain: plans under 1F1B, of gradients as they are, that only other ones beat: a choice may
             prefer them.
         error_bound: as in `Frontier`.
-        searched, tables: so many of so many tables were searched.
+        searched: so many pipelines were searched, and not ruled out by bounds.
     """
 
     plans: list[tuple[PipelineShape, StagePoint]] = field(default_factory=list)
     plain: list[tuple[PipelineShape, StagePoint]] = field(default_factory=list)
     error_bound: float = 0.0
     searched: int = 0
-    tables: int = 0
 
 
 def search_pipelines(
@@ -141,7 +140,7 @@ def search_pipelines(
     that fit into the memory of a device are searched first, the others in what is left of the time.
     """
     deadline = time.thread_time() + max_seconds
-    found = FoundPipelines(error_bound=epsilon, tables=len(shapes))
+    found = FoundPipelines(error_bound=epsilon)
     plain = known  # and what 1F1B adds to it
     bounds, shapes = _bounded(blocks, shapes, known, known.scaled(1 / (1 + epsilon)))
     room, searched = float(blocks.step.cluster.device.memory_bytes), set[int]()
@@ -238,16 +237,7 @@ def pipeline_shapes(
     fewer microbatches in flight. Rows may send gradients by one of `exchanges`, or train alone.
     """
     graph, most = blocks.step.graph, len(blocks.names)
-    for ranks in range(2, min(count // tensor, most) + 1):
-        # ranks that run the same stage
-        data = count // tensor // ranks
-        # all ranks have work, and rows share the batch equally
-        if (
-            count % (ranks * tensor)
-            or global_batch_size % data
-            or wanted.ranks not in (None, ranks)
-        ):
-            continue
+    for ranks, data in _rows(count // tensor, global_batch_size, wanted, most=most):
         for micro in _microbatches(global_batch_size // data, ranks, wanted):
             # of a microbatch; a step of unknown scaling has the captured size alone
             samples = global_batch_size / data / micro
@@ -265,6 +255,16 @@ def pipeline_shapes(
                             rows_apart=apart,
                             exchange=method,
                         )
+
+
+def _rows(
+    count: int, batch: int, wanted: PipelineRequest, *, most: int
+) -> Iterator[tuple[int, int]]:
+    # Yield ranks in a row, which all have work, and rows, which share the batch equally
+    for ranks in range(2, min(count, most) + 1):
+        data = count // ranks
+        if count % ranks == 0 and batch % data == 0 and wanted.ranks in (None, ranks):
+            yield ranks, data
 
 
 def ways_to_send(
@@ -323,14 +323,17 @@ def why_no_pipeline(
     """Explain why no pipeline of `count` ranks is as wanted."""
     named = f"{wanted.stages} stages" if wanted.stages is not None else "stages"
     row = "" if wanted.ranks is None else f", {wanted.ranks} in a row,"
+    # those that never flush run one stage on each rank, and cut no batches
+    continuous = wanted.schedule in CONTINUOUS_SCHEDULES
+    rest = "with one stage on each rank" if continuous else "whose microbatches have at least one"
     return (
         f"no pipeline of {count} ranks{row} has {named}"
         + (f", schedule {wanted.schedule!r}" if wanted.schedule else "")
         + (f" and {wanted.microbatches} microbatches" if wanted.microbatches else "")
         + f": the model has {len(blocks.names)} blocks that can be stages, the ranks in a row "
-        f"divide {count}, and the "
-        f"{global_batch_size} sample(s) of a step are shared equally by the rows, a microbatch of "
-        "which has at least one"
+        f"divide {count}, and the {global_batch_size} sample(s) of a step are shared equally by "
+        f"the rows, {rest}"
+        + ("; leave out microbatches" if continuous and wanted.microbatches else "")
     )
 
 
@@ -354,11 +357,8 @@ def continuous_shapes(
     # batches of each rank, and slices, are for pipelines that flush
     if wanted.own_batches or not wanted.takes(1):
         return
-    for ranks in range(2, min(count, len(blocks.names)) + 1):
-        data = count // ranks
+    for ranks, data in _rows(count, global_batch_size, wanted, most=len(blocks.names)):
         samples = global_batch_size / data
-        if count % ranks or global_batch_size % data or wanted.ranks not in (None, ranks):
-            continue
         if wanted.stages in (None, ranks) and (graph.batch_scaling or samples == graph.batch_size):
             for name in CONTINUOUS_SCHEDULES if wanted.schedule is None else (wanted.schedule,):
                 shape = ContinuousShape.of(

@@ -2,7 +2,7 @@
 
     frontier = with_intervals(frontier, search.cluster, search.graph, level=0.9)
     frontier.points[0].seconds_interval    # an Interval; None: nothing is known of the errors
-    interval_sentences(planning.intervals(search.cluster), search.cluster)
+    interval_sentences((point.seconds_interval, point.bytes_interval), cluster)
 
 Intervals are those of `costs.intervals`, from the errors that the cluster's file states. A plan is
 like the runs that were measured by its sizes and techniques. An interval names what is outside:

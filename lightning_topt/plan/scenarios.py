@@ -31,7 +31,7 @@ from lightning_topt.basics.units import (
     format_money,
     format_seconds,
 )
-from lightning_topt.costs.accuracy import LEVEL, Interval
+from lightning_topt.costs.accuracy import LEVEL
 from lightning_topt.costs.cluster import Cluster, RunTime, run_time
 from lightning_topt.plan.choose import (
     OBJECTIVES,
@@ -40,14 +40,13 @@ from lightning_topt.plan.choose import (
     check_objective,
     choose,
 )
-from lightning_topt.plan.micro_batches import ModelFacts, of_microbatches, of_steps
+from lightning_topt.plan.frontier_report import table
 from lightning_topt.plan.parallel_plan import PlanError
-from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
+from lightning_topt.plan.plan_frontier import ModelFacts, PlanFrontier, PlanPoint, of_steps
 from lightning_topt.plan.plan_intervals import with_intervals
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
-from lightning_topt.plan.report_table import table
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _MOST_MICROBATCHES = 256
 
 
@@ -156,13 +155,14 @@ class Estimate:
         mesh = f" on data {plan.mesh.size}" if plan.mesh.names == ("data",) else ""
         return f"{plan.summary()}{mesh}"
 
-    def in_words(self, currency: str) -> str:
-        """Return time, memory and money in a few words."""
+    @property
+    def in_words(self) -> str:
+        """Time, memory and money in a few words."""
         words = [f"{format_seconds(self.step_seconds)} per step", format_bytes(self.peak_bytes)]
         if self.run is not None:
             words.append(format_duration(self.run.seconds))
         if self.money is not None:
-            words.append(f"{format_money(self.money, currency)} in all")
+            words.append(f"{format_money(self.money)} in all")
         return ", ".join(words)
 
 
@@ -311,31 +311,32 @@ def _requests(
                 yield count, replace(plain, split=None)
 
 
+def of_microbatches(request: SearchRequest, count: int) -> SearchRequest:
+    """Return what is searched for one of `count` micro-batches of `request`.
+
+    Pipelines cut their batches themselves, and are searched with one micro-batch alone.
+    """
+    if count == 1:
+        return request
+    return replace(
+        request, global_batch_size=request.global_batch_size // count, pipelines=None, stale=None
+    )
+
+
 # ---- the choice among scenarios
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What may be chosen; None: anything.
-
-    Args:
-        deadline: seconds of a run.
-        budget: money of a run.
-        step_seconds: of a step.
-        samples_per_second: at least so many.
-        currency: of the budget and of prices, a word for people.
-    """
+    """What a run may take: `deadline` seconds, and a `budget` of money; None: anything."""
 
     deadline: float | None = None
     budget: float | None = None
-    step_seconds: float | None = None
-    samples_per_second: float | None = None
-    currency: str = ""
 
     def excess(self, each: Estimate) -> float:
         """Return what is taken over what is allowed, of the limit that is missed most.
 
-        1 where all are kept, 2 where one is exceeded twofold.
+        1 where both are kept, 2 where one is exceeded twofold.
         """
         shares = [1.0]
         if self.deadline is not None and each.run is not None:
@@ -343,22 +344,11 @@ class Limits:
         if self.budget is not None:
             # without a price nobody can say that a budget is kept
             shares.append(math.inf if each.money is None else each.money / max(self.budget, 1e-9))
-        if self.step_seconds is not None:
-            shares.append(each.step_seconds / max(self.step_seconds, 1e-9))
-        if self.samples_per_second is not None:
-            shares.append(self.samples_per_second / each.samples_per_second)
         return max(shares)
 
     def __str__(self) -> str:
-        words = []
-        if self.deadline is not None:
-            words.append(f"within {format_duration(self.deadline)}")
-        if self.budget is not None:
-            words.append(f"for {format_money(self.budget, self.currency)}")
-        if self.step_seconds is not None:
-            words.append(f"with steps of {format_seconds(self.step_seconds)}")
-        if self.samples_per_second is not None:
-            words.append(f"at {self.samples_per_second:g} samples per second")
+        words = [] if self.deadline is None else [f"within {format_duration(self.deadline)}"]
+        words += [] if self.budget is None else [f"for {format_money(self.budget)}"]
         return " and ".join(words)
 
 
@@ -429,7 +419,7 @@ def choose_estimate(
         nearest = min(estimates, key=limits.excess)
         raise NoPlanFitsError(
             f"no plan of {len(estimates)} scenario(s) runs {limits}: the nearest is "
-            f"{nearest.scenario} with {nearest.in_words(limits.currency)}; allow more, or give "
+            f"{nearest.scenario} with {nearest.in_words}; allow more, or give "
             "other clusters, device_counts or batch sizes"
         )
     compared, best = _OBJECTIVES[objective]
@@ -438,7 +428,7 @@ def choose_estimate(
     within = f" {limits}" if str(limits) else ""
     parts = [f"{chosen.scenario}: {best} of {len(kept)} of {len(estimates)}{within}"]
     if len(order) > 1:
-        parts.append(f"next: {order[1].scenario}, {order[1].in_words(limits.currency)}")
+        parts.append(f"next: {order[1].scenario}, {order[1].in_words}")
     if chosen.run is not None and chosen.run.failures > 0:
         parts.append(
             f"{chosen.run.failures:.1f} failures expected, a checkpoint every "
@@ -485,7 +475,7 @@ def print_scenarios(
     if with_run:
         columns["run"] = lambda each: "" if each.run is None else format_duration(each.run.seconds)
     if any(each.money_per_sample is not None for each in estimates):
-        columns[f"{limits.currency or 'money'}{'' if with_run else ' per 1000'}"] = money
+        columns["money" if with_run else "money per 1000"] = money
     beyond = any(limits.excess(each) > 1 for each in estimates)
     shown = table(
         "",
@@ -526,7 +516,7 @@ def save_scenarios(
 
 def _plain(each: Estimate) -> dict[str, Any]:
     scenario, point, run = each.scenario, each.point, each.run
-    return {
+    values: dict[str, Any] = {
         "cluster": scenario.cluster.name,
         "devices": scenario.devices,
         "batch_size": scenario.batch_size,
@@ -534,23 +524,16 @@ def _plain(each: Estimate) -> dict[str, Any]:
         "price_per_hour": scenario.cluster.device.price_per_hour,
         "accumulate": point.plan.accumulate,
         "step_seconds": each.step_seconds,
-        "seconds_interval": _interval(point.seconds_interval),
+        "seconds_interval": point.seconds_interval and asdict(point.seconds_interval),
         "peak_bytes": each.peak_bytes,
-        "bytes_interval": _interval(point.bytes_interval),
+        "bytes_interval": point.bytes_interval and asdict(point.bytes_interval),
         "samples_per_second": each.samples_per_second,
-        "run_seconds": None if run is None else _finite(run.seconds),
-        "overhead": None if run is None else _finite(run.overhead),
-        "failures": None if run is None else _finite(run.failures),
-        "money": None if each.money is None else _finite(each.money),
+        "run_seconds": run and run.seconds,
+        "overhead": run and run.overhead,
+        "failures": run and run.failures,
+        "money": each.money,
         "money_per_sample": each.money_per_sample,
         "plan": each.plan_in_words,
     }
-
-
-def _interval(interval: Interval | None) -> dict[str, Any] | None:
-    return None if interval is None else asdict(interval)
-
-
-# JSON has no infinity
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    # JSON has no infinity
+    return {name: None if value == math.inf else value for name, value in values.items()}

@@ -89,12 +89,6 @@ class StageBlocks:
         """The ranks that hold slices of one copy of the parameters."""
         return self.step.mesh.ranks_along(self.step.mesh.tensor_axes)
 
-    def of_same_graph(self, step: TrainingStep) -> StageBlocks:
-        """Return the chain of another `step` of this graph, with what follows from the graph."""
-        other = StageBlocks(step, self.whole, self.calls)
-        other._take(self, *_OF_THE_GRAPH)
-        return other
-
     def of_slices(self, step: TrainingStep, *, calls: Mapping[str, int]) -> StageBlocks:
         """Return the chain of the `step` of a rank with slices; this is the unsplit one.
 

@@ -7,7 +7,6 @@ its dearest one (`costs.chain_table`). Cuts that it found get exact costs here:
     step_seconds_of                 the step, by a simulation of all passes
     peak_bytes_of                   the fullest rank, at the worst time of its order of passes
     with_moves                      better cuts, by moves of one boundary
-    step_of_plan                    when each pass of one plan runs, to be drawn
 
 [Note: uneven stages of one rank] A formula that takes all stages of a rank as its dearest is right
 for equal stages; uneven ones may do better. This was tried on random chains of 8 to 10 blocks, 60
@@ -35,18 +34,11 @@ from lightning_topt.plan.stage_tables import (
     PipelineShape,
     fixed_costs,
     links_of,
-    shape_of_plan,
     trained_bytes,
     transfer_seconds,
 )
 from lightning_topt.schedules.schedules import Schedule, make_schedule
-from lightning_topt.schedules.timing import (
-    Simulation,
-    StageCosts,
-    held_counts,
-    many_rank_seconds,
-    simulate,
-)
+from lightning_topt.schedules.timing import held_counts, many_rank_seconds
 
 MOST_PASSES = 2**14  # of all stages; longer schedules are priced by their formulas
 _ROUNDS = 16  # of moves
@@ -161,8 +153,6 @@ def pass_seconds(seconds: StageSeconds, shape: PipelineShape) -> tuple[Array, Ar
 
 def simulated_schedule(shape: PipelineShape) -> Schedule | None:
     """Return the schedule of a pipeline; None where it has more passes than are simulated."""
-    if isinstance(shape, ContinuousShape):
-        return shape.schedule_to_draw
     if shape.num_microbatches * shape.num_stages > MOST_PASSES:
         return None
     return make_schedule(
@@ -371,20 +361,7 @@ def _neighbours(point: StagePoint) -> Iterator[StagePoint]:
                 yield replace(point, ends=(*point.ends[: n - 1], end, *point.ends[n:]))
 
 
-# ---- one plan, pass by pass
-
-
-def step_of_plan(blocks: StageBlocks, plan: ParallelPlan) -> Simulation | None:
-    """Return the passes of a step of `plan`, which a search of `blocks` found.
-
-    None where there are more of them than are simulated. After its passes a rank exchanges
-    gradients and updates parameters, which is not part of it.
-    """
-    shape = shape_of_plan(plan)
-    schedule = simulated_schedule(shape)
-    if schedule is None:
-        return None
-    return simulate(schedule, costs_of_stages(blocks, shape, cut_of_plan(blocks, plan)))
+# ---- the cut of one plan
 
 
 def cut_of_plan(blocks: StageBlocks, plan: ParallelPlan) -> StagePoint:
@@ -397,38 +374,3 @@ def cut_of_plan(blocks: StageBlocks, plan: ParallelPlan) -> StagePoint:
     ends, predicted = tuple(np.cumsum(counts).tolist()), plan.predicted
     costs = (0.0, 0.0) if predicted is None else (predicted.step_seconds, predicted.peak_bytes)
     return StagePoint(*costs, ends, (0,) * len(counts), again)
-
-
-def costs_of_stages(blocks: StageBlocks, shape: PipelineShape, cut: StagePoint) -> StageCosts:
-    """Return the seconds and bytes of each stage of a pipeline that is cut so.
-
-    What a rank has once (buffers, its batch) counts for the first of its stages. Of a split
-    backward all activations count as held until gradients of parameters are there, with what has
-    arrived for these.
-    """
-    seconds, sizes = stage_seconds(blocks, shape, [cut]), stage_bytes(blocks, shape, [cut])
-    static = sizes.static[:, 0].copy()
-    # the first stage of each rank has what the rank has once
-    static[[shape.ranks.index(rank) for rank in range(shape.pipeline)]] += fixed_costs(
-        blocks, shape
-    )[1]
-    received, first = blocks.crossing_bytes(shape.samples)[0], (0, *cut.ends[:-1])
-    edges = [(stage - 1, stage) for stage in range(1, shape.num_stages)]
-    there, back = (dict(zip(edges, row[1:, 0].tolist(), strict=True)) for row in seconds.transfers)
-    forward, backward, inputs, weights = (
-        part[:, 0].tolist() for part in pass_seconds(seconds, shape)
-    )
-    return StageCosts(
-        forward,
-        backward,
-        inputs,
-        weights,
-        transfer_seconds=there,
-        gradient_seconds=back,
-        static_bytes=static.tolist(),
-        activation_bytes=sizes.kept[:, 0].tolist(),
-        weight_bytes=(sizes.kept + sizes.waiting)[:, 0].tolist() if shape.splits_backward else None,
-        backward_bytes=sizes.hump[:, 0].tolist(),
-        transfer_bytes={edge: float(received[first[edge[1]]]) for edge in edges},
-        update=seconds.once[:, 0].tolist() if isinstance(shape, ContinuousShape) else None,
-    )

@@ -69,7 +69,7 @@ STALE_PASS_SECONDS = 2e-3
 # to 10 MiB more than their tensors and `process_bytes`.
 STAGES_BYTES = 8 * 2**20
 LINKS = ("intra", "inter", "none")  # inside a node, between nodes, on one rank
-_DRAWN = 6  # minibatches, in times those that fill the pipeline
+_FILLED = 6  # minibatches, in times those that fill the pipeline
 
 
 @dataclass(frozen=True)
@@ -233,26 +233,6 @@ class ContinuousShape(PipelineShape):
             accumulate=accumulate,
         )
 
-    @classmethod
-    def of_plan(cls, plan: ParallelPlan) -> ContinuousShape:
-        """Return the shape of the pipeline of a plan that never flushes."""
-        assert (
-            plan.batch_size is not None
-            and plan.schedule is not None
-            and plan.weight_prediction is not None
-        ), "plans that are found have both"
-        sizes = plan.mesh.pipeline_size, plan.mesh.data_parallel_size
-        samples = float(plan.batch_size)
-        return cls.of(
-            *sizes,
-            samples=samples,
-            schedule=plan.schedule,
-            prediction=plan.weight_prediction,
-            accumulate=plan.accumulate,
-            rows_apart=_rows_apart(plan.mesh),
-            exchange=plan.gradient_exchange,
-        )
-
     @property
     def lag_per_hop(self) -> int:
         """Minibatches per hop by which backward passes are behind forward passes."""
@@ -289,12 +269,12 @@ class ContinuousShape(PipelineShape):
 
         They are those before the minibatch's own one.
         """
-        return tuple(each.forward[-1].missing for each in staleness(self.schedule_to_draw))
+        return tuple(each.forward[-1].missing for each in staleness(self.filling_schedule))
 
     @property
-    def schedule_to_draw(self) -> Schedule:
+    def filling_schedule(self) -> Schedule:
         """The schedule of enough minibatches to see it filled."""
-        count = _DRAWN * max(self._lag(0), 1)
+        count = _FILLED * max(self._lag(0), 1)
         return continuous_schedule(
             num_ranks=self.pipeline, num_minibatches=count, lag_per_hop=self.lag_per_hop
         )
@@ -333,7 +313,7 @@ class ContinuousShape(PipelineShape):
 def _rule_traffic(shape: ContinuousShape, optimizer: str, *, compiled: bool) -> list[Traffic]:
     # The traffic of the rule by stage, of a minibatch once the pipeline is filled
     count = shape.accumulate
-    first = -(-_DRAWN * max(shape._lag(0), 1) // count) * count  # of an update
+    first = -(-_FILLED * max(shape._lag(0), 1) // count) * count  # of an update
     schedule = continuous_schedule(
         num_ranks=shape.pipeline,
         # as many follow as precede them
@@ -362,23 +342,24 @@ def trained_bytes(blocks: StageBlocks, place: int) -> float:
 def shape_of_plan(plan: ParallelPlan) -> PipelineShape:
     """Return the shape of the pipeline of a plan with stages."""
     assert plan.schedule is not None and plan.batch_size is not None
+    mesh, tensor = plan.mesh, plan.mesh.ranks_along(plan.mesh.tensor_axes)
+    sizes, exchange = (mesh.pipeline_size, mesh.data_parallel_size), plan.gradient_exchange
     if plan.schedule in CONTINUOUS_SCHEDULES:
-        return ContinuousShape.of_plan(plan)
-    level = max(block.config.storage.level for block in plan.blocks)
+        assert plan.weight_prediction is not None, "plans that are found have one"
+        return ContinuousShape.of(
+            *sizes,
+            samples=float(plan.batch_size),
+            schedule=plan.schedule,
+            prediction=plan.weight_prediction,
+            accumulate=plan.accumulate,
+            rows_apart=_rows_apart(mesh),
+            exchange=exchange,
+        )
+    level = max(config.storage.level for config in plan.configs.values())
     # with a batch for each rank, each of them is one microbatch
     samples = plan.batch_size if plan.own_batches else plan.batch_size / plan.num_microbatches
-    mesh, tensor = plan.mesh, plan.mesh.ranks_along(plan.mesh.tensor_axes)
     schedule = plan.schedule, plan.stages_per_rank, plan.num_microbatches
-    return PipelineShape(
-        mesh.pipeline_size,
-        mesh.data_parallel_size,
-        *schedule,
-        samples,
-        level,
-        tensor,
-        _rows_apart(mesh),
-        plan.gradient_exchange,
-    )
+    return PipelineShape(*sizes, *schedule, samples, level, tensor, _rows_apart(mesh), exchange)
 
 
 def _rows_apart(mesh: Mesh) -> bool:

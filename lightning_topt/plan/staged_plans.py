@@ -39,7 +39,7 @@ from lightning_topt.frontier.stage_search import StagePoint, search_stages
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.plan.known_plans import KnownPlans
+from lightning_topt.plan.chains import KnownPlans
 from lightning_topt.plan.parallel_plan import (
     BlockPlan,
     ParallelPlan,
@@ -300,7 +300,7 @@ def search_continuous(
         *continuous_shapes(blocks, count, global_batch_size, wanted, stale, exchanges=exchanges)
     ]
     if not shapes and wanted.schedule in CONTINUOUS_SCHEDULES:
-        raise PlanError(_why_none(blocks, count, wanted, global_batch_size=global_batch_size))
+        raise PlanError(why_no_pipeline(blocks, count, wanted, global_batch_size=global_batch_size))
     # shape after shape, each with an equal share of the time, and against what is known by then
     costs, found, error = _costs_for(known, count), list[PlanPoint](), 0.0
     for shape in shapes:
@@ -330,24 +330,6 @@ def continuous_points(
     found = staged_points(blocks, shape, points, batch_size=batch_size) if points else []
     rule = stale.rule(shape.pipeline, shape.schedule)
     return [replace(point, plan=replace(point.plan, prediction=rule)) for point in found]
-
-
-def _why_none(
-    blocks: StageBlocks, count: int, wanted: PipelineRequest, *, global_batch_size: int
-) -> str:
-    if wanted.microbatches not in (None, 1):
-        return (
-            f"the schedule {wanted.schedule!r} takes whole minibatches one after the other: leave "
-            "out microbatches"
-        )
-    row = "" if wanted.ranks is None else f", {wanted.ranks} in a row,"
-    named = "stages" if wanted.stages is None else f"{wanted.stages} stages"
-    return (
-        f"no pipeline of {count} ranks{row} has {named} and schedule {wanted.schedule!r}: it runs "
-        f"one stage on each rank, the model has {len(blocks.names)} blocks that can be stages, the "
-        f"ranks in a row divide {count}, and the {global_batch_size} sample(s) of a step are "
-        "shared equally by the rows"
-    )
 
 
 # ---- cuts as plans

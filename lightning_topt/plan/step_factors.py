@@ -20,9 +20,8 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +33,9 @@ from lightning_topt.communication.exchange_method import (
     read_method,
 )
 from lightning_topt.plan.choose import NoPlanFitsError, choose_place
-from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
+from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint, TimeToLoss
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
-from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.weight_prediction import (
     Prediction,
     TwoVersions,
@@ -240,37 +238,15 @@ class StepTable:
     def factor_of(self, plan: ParallelPlan, training: Training) -> StepFactor | str:
         """Return the factor of a plan, or why there is none, as a clause.
 
-        A compressed exchange, or local steps, between pipelines with stale weights has the product
-        of both factors, unless a row is about the two together.
+        It is that of the runs of its way of training that are nearest in length, all models
+        together.
         """
-        way = TrainingWay.of(plan, training.optimizer)
+        way, steps = TrainingWay.of(plan, training.optimizer), training.steps
         if way.is_dense_and_synchronous:
             return SAME
-        found = self._measured(way, training.steps)
-        if found is not None:
-            return found
-        if way.exchange is None or not way.staleness:
-            return f"no run of {way.words} was measured"
-        # each alone: stale weights with gradients as they are, the exchange without staleness
-        parts = [
-            dataclasses.replace(way, exchange=None),
-            dataclasses.replace(way, staleness=0, prediction=None),
-        ]
-        factors = [self._measured(part, training.steps) for part in parts]
-        for part, factor in zip(parts, factors, strict=True):
-            if not isinstance(factor, StepFactor):
-                why = f"no run of {part.words} was measured" if factor is None else factor
-                return f"no run of {way.words} was measured, and of its parts {why}"
-        return _product([each for each in factors if isinstance(each, StepFactor)])
-
-    def _measured(self, way: TrainingWay, steps: float | None) -> StepFactor | str | None:
-        """Return the factor of the runs of `way` that are nearest in length, all models together.
-
-        A clause says why none counts. None: no row is about that way.
-        """
         rows = [row for row in self.rows if row.is_of(way)]
         if not rows:
-            return None
+            return f"no run of {way.words} was measured"
         longest = max(row.steps for row in rows)
         length = longest if steps is None or math.isinf(steps) else max(steps, 1.0)
         near = nearest_in_length(rows, length)
@@ -332,17 +308,6 @@ def _way(row: FactorRow) -> tuple[Any, ...]:
     return method, row.optimizer, row.ranks, row.staleness, row.prediction
 
 
-def _product(factors: Sequence[StepFactor]) -> StepFactor:
-    # The factor of ways that are combined, as if each cost its steps by itself
-    return StepFactor(
-        math.prod(each.median for each in factors),
-        math.prod(each.low for each in factors),
-        math.prod(each.high for each in factors),
-        f"the product of {len(factors)} measurements, which were not made together: "
-        + ", and ".join(each.rests_on for each in factors),
-    )
-
-
 def missing_updates(rule: Prediction, in_flight: int) -> int:
     """Return the updates that the first stage misses, with so many minibatches in flight.
 
@@ -369,7 +334,6 @@ def search_each_way(
     if request.stale is not None:
         ways.append(dataclasses.replace(alone, stale=request.stale))
     found = [search_plans(way, progress=progress) for way in ways]
-    found += _mixed_with_stale(request, progress)
     if len(found) == 1:
         return found[0]
     points = [point for each in found for point in each.points]
@@ -380,30 +344,6 @@ def search_each_way(
         search_seconds=sum(each.search_seconds for each in found),
         error_bound=max(each.error_bound for each in found),
     )
-
-
-def _mixed_with_stale(
-    request: SearchRequest, progress: Callable[[str], None] | None
-) -> Iterator[PlanFrontier]:
-    # Yield the asynchronous pipelines whose rows compress gradients or train alone, by way
-    wanted = request.pipelines
-    if request.stale is None or wanted is None:
-        return
-    schedules = [name for name in CONTINUOUS_SCHEDULES if wanted.schedule in (None, name)]
-    alone = dataclasses.replace(request, exchanges=(), local_steps=())
-    ways = [dataclasses.replace(alone, exchanges=(each,)) for each in request.exchanges]
-    ways += [dataclasses.replace(alone, local_steps=(each,)) for each in request.local_steps]
-    for way, name, count in product(ways, schedules, request.device_counts):
-        mixed = dataclasses.replace(
-            way,
-            pipelines=dataclasses.replace(wanted, schedule=name, by_exchange=True),
-            device_counts=(count,),
-        )
-        try:
-            found = search_plans(mixed, progress=progress)
-        except PlanError:  # no such pipeline has so many ranks
-            continue
-        yield dataclasses.replace(found, uniform=())
 
 
 def by_loss(frontier: PlanFrontier, training: Training, *, table: StepTable) -> PlanFrontier:

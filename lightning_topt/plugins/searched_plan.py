@@ -52,12 +52,16 @@ from lightning_topt.plan.choose import (
     errors_of,
     fitting_points,
 )
-from lightning_topt.plan.micro_batches import ModelFacts, of_steps
-from lightning_topt.plan.own_batches import least_own_batch_seconds, search_own_batches
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
-from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
+from lightning_topt.plan.plan_frontier import ModelFacts, PlanFrontier, PlanPoint, of_steps
 from lightning_topt.plan.plan_intervals import with_intervals
-from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
+from lightning_topt.plan.plan_search import (
+    SearchRequest,
+    least_own_batch_seconds,
+    local_graphs,
+    search_own_batches,
+    search_plans,
+)
 from lightning_topt.plugins.group_steps import why_not_with_buffer
 from lightning_topt.plugins.pipeline_steps import takes_index
 from lightning_topt.plugins.plan_options import MeshPlan

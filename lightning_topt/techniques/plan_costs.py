@@ -579,19 +579,6 @@ class Explanation:
     phases: Mapping[str, float]
 
 
-@dataclass(frozen=True)
-class BlockExplanation:
-    """The costs of one block of a plan on each rank.
-
-    Args:
-        seconds: by kind, as in `Explanation`
-        peak_parts: bytes by kind in the phase in which the plan's memory is at its peak
-    """
-
-    seconds: Mapping[str, float]
-    peak_parts: Mapping[str, float]
-
-
 def explain(costs: PlanCosts, configs: Configs) -> Explanation:
     """Return what the plan that gives each block its entry of `configs` costs.
 
@@ -625,26 +612,6 @@ def explain(costs: PlanCosts, configs: Configs) -> Explanation:
 def compute_seconds(seconds: Mapping[str, float]) -> float:
     """Return those of `seconds_by_kind` that are computation."""
     return sum(seconds[kind] for kind in ("forward", "backward", "recompute", "update"))
-
-
-def explain_blocks(costs: PlanCosts, configs: Configs) -> dict[str, BlockExplanation]:
-    """Return what each block of the plan costs; shared costs of the plan are in none of them.
-
-    Raises:
-        ValueError: as in `explain`
-    """
-    costs.check(configs)
-    # one phase for all blocks: that of the peak of the plan
-    beside, peak = costs.neighbours(configs), int(np.argmax(costs.memory(configs)))
-    # bytes of the block in the phase of the peak
-    found = {}
-    for name, config in configs.items():
-        parts = costs.step.phases.by_kind(costs.block_lifetimes(name, config, beside[name]))
-        found[name] = BlockExplanation(
-            _block_seconds(costs, name, config),
-            {kind: float(sizes[peak]) for kind, sizes in parts.items()},
-        )
-    return found
 
 
 def seconds_by_kind(costs: PlanCosts, configs: Configs) -> dict[str, float]:

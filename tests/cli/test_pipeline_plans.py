@@ -1,5 +1,5 @@
 """Plans with stages from `topt plan`: the option ``pipeline``, meshes with a pipeline axis, and the
-drawn step.
+table of stages.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_topt.cli.search_space import SearchedPipelines
+from lightning_topt.cli.plan_steps import SearchedPipelines
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plugins.plan_options import PipelinePlan, read_mesh, read_plan_option
 from lightning_topt.weight_prediction import make_prediction
@@ -69,7 +69,7 @@ def test_wrong_parts_are_named(plan: dict[str, Any], says: str) -> None:
         read_plan_option(plan)
 
 
-def test_a_plan_with_stages_is_written_and_its_step_drawn(tmp_path: Path) -> None:
+def test_a_plan_with_stages_is_written_and_its_stages_shown(tmp_path: Path) -> None:
     path = tmp_path / "plan" / "plan.yaml"
     given = ["mesh={pipeline:2}", "pipeline={schedule:gpipe}", f"hydra.run.dir={path.parent}"]
     output = finished(topt("plan", *TINY, *CLUSTER, *given, folder=tmp_path))
@@ -77,15 +77,11 @@ def test_a_plan_with_stages_is_written_and_its_step_drawn(tmp_path: Path) -> Non
     assert plan.mesh.pipeline_size == 2 and plan.schedule == "gpipe" and plan.batch_size == 4
     assert plan.num_microbatches in (2, 4)
     words = " ".join(output.split())
-    assert (
-        "Schedule gpipe: 2 stages on 2 ranks" in words
-        and "with batches of 4 in the loader a step has 4" in words
-    )
+    assert "with batches of 4 in the loader a step has 4" in words
     assert "each stage, all microbatches of a step; update: with exchanges between" in words
-    assert "Schedule of the chosen plan" in (path.parent / "frontier.html").read_text()
 
 
-def test_a_plan_that_never_flushes_is_found_where_it_is_allowed_and_drawn_with_what_it_misses(
+def test_a_plan_that_never_flushes_is_found_where_it_is_allowed_and_says_what_it_misses(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "plan" / "plan.yaml"
@@ -100,7 +96,4 @@ def test_a_plan_that_never_flushes_is_found_where_it_is_allowed_and_drawn_with_w
     assert plan.schedule == "continuous" and plan.prediction == make_prediction("spectrain")
     assert plan.num_microbatches == 1 and plan.mesh.pipeline_size == 2
     words = " ".join(output.split())
-    assert (
-        "Schedule continuous: 2 stages on 2 ranks" in words
-        and "misses: updates that forward passes are too early for" in words
-    )
+    assert "misses: updates that forward passes are too early for" in words

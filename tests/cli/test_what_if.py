@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from hydra_plugins.lightning_topt_searchpath import conf_dir
 from lightning_topt.cli import plan, what_if
-from lightning_topt.cli.several_clusters import as_hydra_reads
+from lightning_topt.cli.main import as_hydra_reads
 from lightning_topt.plan.choose import NoPlanFitsError
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from tests.cli.test_main import TINY
@@ -95,7 +95,7 @@ def test_searches_side_by_side_find_what_one_process_does(
         (
             ["work.samples=1e9", "limits.budget=0.01"],
             NoPlanFitsError,
-            "for 0.01 USD: the nearest is",
+            "for 0.01: the nearest is",
         ),
         (
             ["limits.deadline=20d"],

@@ -42,9 +42,9 @@ def test_equals_brute_force_over_all_meshes(monkeypatch, prices, ties, forbidden
         tables = random_meshes(rng, int(rng.integers(1, 5)), ties=ties, forbidden=forbidden)
         found = search_meshes((i, lambda table=table: table) for i, table in enumerate(tables))
         assert found.exact
-        assert [(p.step_seconds, p.peak_bytes) for _, p in found.points] == union(tables)
-        for label, point in found.points:
-            seconds, size = tables[label].evaluate(np.array([list(point.choice.values())]))
+        assert [(p.step_seconds, p.peak_bytes) for p in found.points] == union(tables)
+        for point in found.points:
+            seconds, size = tables[point.label].evaluate(np.array([list(point.choice.values())]))
             assert (seconds[0], size[0]) == (point.step_seconds, point.peak_bytes)
         dropped += len(tables) - len(found.searched)
     assert dropped > 0 or not prices
@@ -65,10 +65,10 @@ def test_chains_of_different_depth_and_columns_side_by_side(monkeypatch, prices)
         ]
         assert {4, 5} >= {column_count(table) for table in tables}
         found = search_meshes((i, lambda table=table: table) for i, table in enumerate(tables))
-        assert found.exact and [(p.step_seconds, p.peak_bytes) for _, p in found.points] == union(
+        assert found.exact and [(p.step_seconds, p.peak_bytes) for p in found.points] == union(
             tables
         )
-        assert all(len(point.choice) == depths[label] for label, point in found.points)
+        assert all(len(point.choice) == depths[point.label] for point in found.points)
 
 
 def test_a_mesh_that_is_dearer_throughout_is_not_searched(monkeypatch):
@@ -78,7 +78,7 @@ def test_a_mesh_that_is_dearer_throughout_is_not_searched(monkeypatch):
     found = search_meshes([("dear", lambda: dear), ("cheap", lambda: table)])
     assert (
         found.searched == ("cheap",)
-        and {label for label, _ in found.points} == {"cheap"}
+        and {point.label for point in found.points} == {"cheap"}
         and found.exact
     )
 
@@ -92,12 +92,12 @@ def test_time_that_is_up_is_said(monkeypatch):
     assert not found.exact and found.error_bound > 0 and found.points
     whole = search_meshes([(i, lambda i=i: tables[i]) for i in range(3)], max_seconds=60)
     assert whole.exact
-    for _, wanted in whole.points:  # no plan is better than what was found by more than the bound
+    for wanted in whole.points:  # no plan is better than what was found by more than the bound
         factor = 1 + found.error_bound + 1e-9
         assert any(
             p.step_seconds <= wanted.step_seconds * factor
             and p.peak_bytes <= wanted.peak_bytes * factor
-            for _, p in found.points
+            for p in found.points
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_topt.costs.cluster import Cluster, Link
-from lightning_topt.plan.known_plans import KnownPlans
+from lightning_topt.plan.chains import KnownPlans
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
 
 

@@ -122,7 +122,7 @@ def test_a_complicated_plan_needs_to_be_faster_by_more_than_the_error(objective:
         choose([dataclasses.replace(whole, step_seconds=1.16), sharded], objective=objective)
         == sharded
     )
-    assert choose([whole, sharded], objective=objective, time_error=0.1) == sharded
+    assert choose([whole, sharded], objective=objective, difference=0.1) == sharded
     assert choose([whole, sharded], objective=objective, memory_limit=800 * MIB) == sharded
 
 

@@ -19,12 +19,13 @@ from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plan.pipeline_search import PipelineRequest, StaleWeights, continuous_shapes
 from lightning_topt.plan.plan_search import SearchRequest, search_plans, stage_blocks
 from lightning_topt.plan.stage_blocks import StageBlocks
-from lightning_topt.plan.stage_simulation import stage_seconds, step_of_plan, step_seconds_of
+from lightning_topt.plan.stage_simulation import stage_seconds, step_seconds_of
 from lightning_topt.plan.stage_tables import ContinuousShape, continuous_table, shape_of_plan
 from lightning_topt.plan.staged_plans import search_continuous
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.weight_prediction import make_prediction
 from tests.frontier.brute_force import brute_force_stages
+from tests.plan.simulated_stages import step_of_plan
 from tests.plan.test_pipelines import NODES, make_request
 
 NAMES = {lag: name for name, lag in CONTINUOUS_SCHEDULES.items()}
@@ -184,7 +185,7 @@ def test_what_is_asked_for_by_name_is_found_or_an_error(small: SearchRequest) ->
     assert {p.plan.schedule for p in search_plans(request).points} == {"continuous"}
     with pytest.raises(
         PlanError,
-        match="no pipeline of 8 ranks has 5 stages and schedule 'continuous': it runs one stage",
+        match="no pipeline of 8 ranks has 5 stages, schedule 'continuous': the model has",
     ):
         search_plans(replace(request, pipelines=replace(wanted, stages=5)))
     with pytest.raises(PlanError, match="leave out microbatches"):
@@ -213,7 +214,7 @@ def test_a_found_plan_is_drawn_and_explained_with_its_staleness(small: SearchReq
         fixed = graph.buffer_bytes + graph.input_bytes.at(point.plan.batch_size or 0)
         assert max(sizes) + fixed == pytest.approx(point.peak_bytes, rel=1e-5)
         step = step_of_plan(blocks, point.plan)
-        assert step is not None and step.schedule.name == "continuous"
+        assert step.schedule.name == "continuous"
         assert max(step.peak_bytes) == pytest.approx(point.peak_bytes, rel=0.05)
         count = step.schedule.num_microbatches
         assert point.step_seconds * count < step.step_seconds < point.step_seconds * (count + 12)

@@ -11,7 +11,6 @@ from lightning_topt.costs.communication import Group, estimate_collective_second
 from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh, hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.explanation import price_plan
-from lightning_topt.plan.micro_batches import ModelFacts, step_of_microbatches
 from lightning_topt.plan.parallel_plan import (
     BlockPlan,
     ParallelPlan,
@@ -20,6 +19,7 @@ from lightning_topt.plan.parallel_plan import (
     preset_plan,
     uniform_plan,
 )
+from lightning_topt.plan.plan_frontier import ModelFacts, step_of_microbatches
 from lightning_topt.plan.plan_search import SearchRequest, search_plans, step_on
 from lightning_topt.plan.plan_values import PRESETS
 from tests.costs.graphs import cluster_of, profile_of, random_graph

@@ -15,13 +15,15 @@ from lightning_topt.costs.sizes import parameter_bytes
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.plan.own_batches import (
+from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, StagePlan
+from lightning_topt.plan.plan_search import (
+    SearchRequest,
     evaluation_bytes,
     least_own_batch_seconds,
     search_own_batches,
+    search_plans,
+    stage_blocks,
 )
-from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, StagePlan
-from lightning_topt.plan.plan_search import SearchRequest, search_plans, stage_blocks
 from lightning_topt.plan.stage_tables import fixed_costs, shape_of_plan
 from tests.models import GPT
 

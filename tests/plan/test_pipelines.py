@@ -20,9 +20,9 @@ from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.costs.sizes import gradient_bytes, parameter_bytes
 from lightning_topt.frontier.stage_search import StagePoint, search_stages
 from lightning_topt.graph.capture import capture
+from lightning_topt.plan.chains import KnownPlans
 from lightning_topt.plan.choose import choose
 from lightning_topt.plan.explanation import explain_stages, price_plan
-from lightning_topt.plan.known_plans import KnownPlans
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plan.pipeline_search import (
     PipelineRequest,

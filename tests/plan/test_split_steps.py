@@ -182,15 +182,9 @@ def test_an_explanation_adds_up_to_what_the_search_said(request_of_gpt: SearchRe
     assert PlanFrontier.from_json(found.to_json()) == found
     for point in found.candidates[:: max(len(found.candidates) // 20, 1)]:
         explained = explain_plan(request, point.plan)
-        assert explained.total.step_seconds == pytest.approx(point.step_seconds)
-        assert explained.total.peak_bytes == pytest.approx(point.peak_bytes)
-        for kind, seconds in explained.total.seconds.items():
-            parts = sum(block.seconds.get(kind, 0.0) for block in explained.blocks.values())
-            assert parts == pytest.approx(seconds) or kind in ("update", "buffers")
-        assert (
-            sum(sum(block.peak_parts.values()) for block in explained.blocks.values())
-            <= point.peak_bytes
-        )
+        assert explained.step_seconds == pytest.approx(point.step_seconds)
+        assert explained.peak_bytes == pytest.approx(point.peak_bytes)
+        assert sum(explained.peak_parts.values()) == pytest.approx(point.peak_bytes)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +218,7 @@ def test_meshes_with_other_tensor_axes_are_searched(
     explained = explain_plan(
         replace(request_of_gpt, device_counts=(mesh.size,), mesh=mesh), found.points[0].plan
     )
-    assert explained.total.step_seconds == pytest.approx(found.points[0].step_seconds)
+    assert explained.step_seconds == pytest.approx(found.points[0].step_seconds)
 
 
 def test_tensor_axes_without_a_layout_are_refused(request_of_gpt: SearchRequest) -> None:

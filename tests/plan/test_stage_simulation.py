@@ -22,19 +22,18 @@ from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, search_plans, stage_blocks
 from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_simulation import (
-    costs_of_stages,
     cut_of_plan,
     peak_bytes_of,
     simulated_schedule,
     stage_bytes,
     stage_seconds,
-    step_of_plan,
     step_seconds_of,
     with_moves,
 )
 from lightning_topt.plan.stage_tables import PipelineShape, shape_of_plan, stage_table
 from lightning_topt.schedules.timing import simulate
 from tests.models import GPT
+from tests.plan.simulated_stages import costs_of_stages, step_of_plan
 from tests.plan.test_pipelines import NODES, make_request
 
 
@@ -51,7 +50,7 @@ def test_a_found_plan_has_the_step_that_it_was_priced_by(schedule: str) -> None:
     assert points
     for point in points:
         step, shape = step_of_plan(blocks, point.plan), shape_of_plan(point.plan)
-        assert step is not None and step.schedule.name == schedule
+        assert step.schedule.name == schedule
         once = np.zeros(shape.pipeline)
         np.add.at(
             once,

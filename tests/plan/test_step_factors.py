@@ -170,28 +170,18 @@ def stale_plan(method: str = "exact", *, ranks: int = 2, prediction: str = "spec
     )
 
 
-def test_stale_weights_and_an_exchange_multiply_unless_they_were_measured_together():
+def test_stale_weights_count_for_any_number_of_ranks_and_nothing_is_guessed_of_both() -> None:
     plan = stale_plan("bf16")
     staleness = plan.in_flight
     assert staleness > 0
     stale = row("dense", 1.2, 1.5, 1.8, ranks=1, staleness=staleness, prediction="spectrain")
     table = StepTable((*TABLE.rows, stale))
-    found = table.factor_of(plan, ADAMW)
-    assert isinstance(found, StepFactor)
-    # 0.9, 1.0, 1.1 of the exchange with two data ranks; stale rows count for any number of these
-    assert (found.median, found.low, found.high) == pytest.approx((1.5, 0.9 * 1.2, 1.1 * 1.8))
-    assert "the product of 2 measurements, which were not made together" in found.rests_on
-    # of stale weights alone, on any number of data ranks
     for ranks in (2, 4):
         alone = table.factor_of(stale_plan(ranks=ranks), ADAMW)
         assert isinstance(alone, StepFactor)
         assert alone.median == 1.5
-        assert "product" not in alone.rests_on
-    # one that was not reached by all stays open
-    found = table.factor_of(stale_plan("few bits"), ADAMW)
-    assert isinstance(found, StepFactor)
-    assert (found.median, found.low, found.high) == pytest.approx((3.0, 1.4 * 1.2, math.inf))
-    # a row of both beats the product
+    # each of both was measured, and not the two together
+    assert "no run of" in str(table.factor_of(plan, ADAMW))
     both = row("bf16", 1.3, 1.4, 1.4, staleness=staleness, prediction="spectrain")
     found = StepTable((*table.rows, both)).factor_of(plan, ADAMW)
     assert isinstance(found, StepFactor)
@@ -214,21 +204,21 @@ def test_the_choice_is_that_of_a_look_at_every_plan():
             for each in points
             if each.plan.gradient_exchange in known and each.peak_bytes * 1.05 <= limit
         ]
-        options = {"memory_limit": limit, "time_error": 0.0, "alike_time_error": 0.0}
+        options = {"memory_limit": limit, "difference": 0.0}
         found = choose_by_loss(of(points), ADAMW, table=TABLE, **options)
         exchange = found.plan.gradient_exchange
         assert found.step_seconds * known[exchange] == min(times)
         assert found.peak_bytes * 1.05 <= limit
         chosen_ways.add(exchange)
         # within the error, an exact plan is preferred, and never a worse one than the error allows
-        found = choose_by_loss(of(points), ADAMW, table=TABLE, memory_limit=limit, time_error=0.15)
+        found = choose_by_loss(of(points), ADAMW, table=TABLE, memory_limit=limit)
         seconds = found.step_seconds * known[found.plan.gradient_exchange]
         assert seconds <= min(times) * 1.15 + 2e-3
     assert chosen_ways == {*known}
 
 
-def test_asynchronous_pipelines_are_searched_with_each_exchange():
-    """A mixed plan is there though its step takes longer than that of another way."""
+def test_each_way_of_training_is_searched() -> None:
+    """A plan is there though its step takes longer than that of another way."""
     slow = dataclasses.replace(NODES, inter=Link(1e-5, 1e8))
     given = {"cluster": slow, "exchanges": [BF16(), METHODS["1 %"]]}
     rule = StaleWeights(lambda flight: make_prediction("none"))
@@ -238,11 +228,9 @@ def test_asynchronous_pipelines_are_searched_with_each_exchange():
         for point in search_each_way(request).candidates
     }
     assert {(name, flight > 0) for name, flight in found} == {
-        (name, flight) for name in (None, "bf16", "topk") for flight in (False, True)
+        *((name, False) for name in (None, "bf16", "topk")),
+        (None, True),
     }
-    # no pipelines were asked for: nothing is mixed
-    alone = search_each_way(dataclasses.replace(request, pipelines=None))
-    assert all(not point.plan.in_flight for point in alone.candidates)
 
 
 def test_seconds_have_the_range_of_both():

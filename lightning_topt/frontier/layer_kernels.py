@@ -24,7 +24,7 @@ Net = tuple[Rows, Rows, Rows, Rows, Array, Rows, Rows, Rows, Rows, Rows, Rows]
 LayerArrays = tuple[Rows, Rows, Array, Rows, Rows, Rows, Array]
 
 
-# ---- Over all layers: prices, cheapest plans, and what crossing plans makes of them.
+# ---- Over all layers: prices, and cheapest plans.
 
 
 @kernel
@@ -34,7 +34,6 @@ def maximise(
     rates: Array,
     steps: int,
     masses: Array,
-    flows: Array,
     potentials: Array,
     plans: Rows,
     costs: Array,
@@ -42,8 +41,8 @@ def maximise(
     """Find shares over columns for which the cheapest plan is dearest.
 
     By multiplicative weights, for each of `weights` (L, 2), as far as `steps` with `rates` (L, 2)
-    find them. The best prices go into `masses` (L, columns), `flows` (L, entries) and `potentials`
-    (L, groups). All plans met go into `plans` (L * steps, N) and `costs` (L * steps, 2).
+    find them. The best prices go into `masses` (L, columns) and `potentials` (L, groups). All plans
+    met go into `plans` (L * steps, N) and `costs` (L * steps, 2).
     """
     height, mass, flow, logs = (
         np.empty(net[8][-1]),
@@ -69,8 +68,6 @@ def maximise(
                 best = potential[0]
                 for c in range(len(mass)):
                     masses[i, c] = mass[c]
-                for e in range(len(flow)):
-                    flows[i, e] = flow[e]
                 for g in range(len(potential)):
                     potentials[i, g] = potential[g]
             _walk(
@@ -177,109 +174,6 @@ def _walk(
         g = target[j]
     for c in range(2):
         costs[row, c] = states[(len(entries) - 1) % 2, c]
-
-
-@kernel
-def crossings(
-    net: Net,
-    leaving: tuple[Rows, Rows],
-    plan: Rows,
-    other: Rows,
-    seconds: Array,
-    size: Array,
-    found: Rows,
-    costs: Array,
-) -> int:
-    """Write plans that begin as `plan` (N,), take any two transitions, and end as `other`.
-
-    Those that known plans beat are left out. With two equal plans these are its changes in
-    neighbouring layers.
-
-    Args:
-        net: all layers.
-        leaving: the transitions by the group that they leave: pointers, and their numbers.
-        plan: (N,) transitions.
-        other: (N,) transitions.
-        seconds: of known plans, ascending.
-        size: bytes of known plans, descending.
-        found: (room, 3), is written: the layer, and its two transitions.
-        costs: (room, 2), is written.
-
-    Returns:
-        How many were found.
-    """
-    transitions, _, target, _, _, entries, _, _, columns, kinds, groups = net
-    begin, numbers = leaving
-    ahead, states = np.empty(columns[-1]), np.empty((3, columns[-1]))
-    # what the other plan adds to each column from there to the end
-    _suffixes(net, other, ahead)
-    states[0, 0] = states[0, 1] = 0.0
-    count, g = 0, 0
-    for n in range(len(entries) - 2):
-        goal = target[transitions[n + 1] + other[n + 1]]
-        for first in range(begin[groups[n] + g], begin[groups[n] + g + 1]):
-            j = numbers[first] - transitions[n]
-            _step(net, n, j, states, 0, 1)
-            middle = groups[n + 1] + target[transitions[n] + j]
-            for second in range(begin[middle], begin[middle + 1]):
-                k = numbers[second] - transitions[n + 1]
-                # the second transition has to end where the other plan goes on
-                if target[numbers[second]] != goal:
-                    continue
-                _step(net, n + 1, k, states, 1, 2)
-                # what the whole plan costs
-                total, peak = -np.inf, -np.inf
-                for c in range(columns[n + 3] - columns[n + 2]):
-                    value = states[2, c] + ahead[columns[n + 2] + c]
-                    if kinds[columns[n + 2] + c] == 0:
-                        total = max(total, value)
-                    else:
-                        peak = max(peak, value)
-                # the last known plan that takes at most as long needs the least of those
-                low, high = 0, len(seconds)
-                while low < high:
-                    half = (low + high) // 2
-                    if seconds[half] <= total:
-                        low = half + 1
-                    else:
-                        high = half
-                if (low == 0 or size[low - 1] > peak) and count < len(found):
-                    found[count, 0], found[count, 1], found[count, 2] = n, j, k
-                    costs[count, 0], costs[count, 1] = total, peak
-                    count += 1
-        # one layer further along `plan`
-        _step(net, n, plan[n], states, 0, 1)
-        for c in range(columns[n + 2] - columns[n + 1]):
-            states[0, c] = states[1, c]
-        g = target[transitions[n] + plan[n]]
-    return count
-
-
-@kernel
-def _suffixes(net: Net, plan: Rows, ahead: Array) -> None:
-    # Write into `ahead` (columns,) what every column still gains under `plan` (N,) to the end
-    _, _, _, begin, values, entries, start, end, columns, _, _ = net
-    layers = len(entries) - 1
-    for c in range(columns[layers + 1]):
-        ahead[c] = 0.0 if c >= columns[layers] else -np.inf
-    for n in range(layers - 1, -1, -1):
-        at = begin[n] + plan[n] * (entries[n + 1] - entries[n]) - entries[n]
-        for e in range(entries[n], entries[n + 1]):
-            a = columns[n] + start[e]
-            ahead[a] = max(ahead[a], values[at + e] + ahead[columns[n + 1] + end[e]])
-
-
-@kernel
-def _step(net: Net, n: int, transition: int, states: Array, before: int, after: int) -> None:
-    # Take one transition of layer `n`, from row `before` of `states` to row `after`
-    _, _, _, begin, values, entries, start, end, columns, _, _ = net
-    for c in range(columns[n + 2] - columns[n + 1]):
-        states[after, c] = -np.inf
-    at = begin[n] + transition * (entries[n + 1] - entries[n]) - entries[n]
-    for e in range(entries[n], entries[n + 1]):
-        states[after, end[e]] = max(
-            states[after, end[e]], states[before, start[e]] + values[at + e]
-        )
 
 
 # ---- Over the partial plans of one layer.
@@ -490,54 +384,3 @@ def _hopeful(priced: Array, limits: Array, hint: int) -> int:
             if found:
                 return q
     return -1
-
-
-@kernel
-def join(
-    states: Array,
-    others: Array,
-    some: Rows,
-    kinds: Rows,
-    seconds: Array,
-    size: Array,
-    found: Rows,
-    costs: Array,
-) -> tuple[int, int]:
-    """Write the pairs of some `states` and `others` that known plans do not beat.
-
-    Those are ``states[some[0] : some[1]]`` and ``others[some[2] : some[3]]``. Columns add up; the
-    largest of each of `kinds` (c,) are the seconds and bytes. Known plans have `seconds` ascending
-    and `size` descending.
-
-    Returns:
-        How many were written to `found` (room, 2) and `costs` (room, 2), and the state to go on
-        with.
-    """
-    count, columns = 0, len(kinds)
-    for i in range(some[0], some[1]):
-        # no room for this state's pairs: the caller goes on with it
-        if count + some[3] - some[2] > len(found):
-            return count, i
-        for j in range(some[2], some[3]):
-            # seconds of the pair, the bytes below which no known plan beats it, its bytes
-            total = -np.inf
-            for c in range(columns):
-                if kinds[c] == 0:
-                    total = max(total, states[i, c] + others[j, c])
-            # known plans by seconds: the last one that is no slower has the least bytes of these
-            low, high = 0, len(seconds)
-            while low < high:
-                middle = (low + high) // 2
-                if seconds[middle] <= total:
-                    low = middle + 1
-                else:
-                    high = middle
-            limit, peak = size[low - 1] if low else np.inf, -np.inf
-            for c in range(columns):
-                if kinds[c] == 1:
-                    peak = max(peak, states[i, c] + others[j, c])
-            if peak < limit:
-                found[count, 0], found[count, 1] = i, j
-                costs[count, 0], costs[count, 1] = total, peak
-                count += 1
-    return count, some[1]

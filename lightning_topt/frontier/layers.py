@@ -12,7 +12,7 @@ maps are monotone, so partial plans of a group are compared column by column. Be
 and after the last there is one group, and the columns are (seconds, bytes).
 
 `reduce_layers` takes out, exactly, transitions and columns that cannot matter; what is left is
-searched by `layer_search`.
+searched by `chain_search`.
 
 Symbols: N layers, T transitions, E entries, G groups, c columns. All `values` are finite and on a
 grid where sums are exact (`exact_grid`).

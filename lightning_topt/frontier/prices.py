@@ -13,12 +13,11 @@ plan is hopeless when at every corner one of L prices shows that it cannot get t
 
 Shares maximise the bound for L ratios r : s, by multiplicative weights over all ways at once
 (Arora, Hazan & Kale 2012, section 3): shares are a Gibbs distribution, whose marginals two passes
-give. The plans met on the way are the first known, and `improve` makes better ones of them.
+give. The plans met on the way are the first known.
 """
 
 from __future__ import annotations
 
-import copy
 import importlib
 import itertools
 from collections.abc import Iterable, Sequence
@@ -35,8 +34,6 @@ _RATIOS = 30  # of seconds to bytes, beside seconds alone and bytes alone
 _STEPS = 100  # of multiplicative weights, at most
 _WORK = 3 * 10**8  # multiply-adds that finding prices may take
 _CORNERS = 192  # of the staircase of known plans
-# of `improve`: changes of a plan, gaps filled in a round, rounds, known plans
-_ROOM, _GAPS, _ROUNDS, _ENOUGH = 4096, 32, 8, 1024
 # how far corners at the ends lie out; larger gains are not distinguished
 _FAR = 2.0**20
 # of the sum of all values: above the rounding of prices, which must not drop a plan
@@ -73,15 +70,13 @@ class Prices:
     """L prices, of a second and a byte, by boundary.
 
     `weights` (L, 2) are those of a second and a byte, `masses` (c, L) those of columns. Of groups
-    `potentials` (G, L) are the least prices from them to the end, `reached` (G, L) those from the
-    start to them. `most` (2,) is above the seconds and bytes of every plan, `slack` (L,) above the
-    rounding of any priced plan.
+    `potentials` (G, L) are the least prices from them to the end. `most` (2,) is above the seconds
+    and bytes of every plan, `slack` (L,) above the rounding of any priced plan.
     """
 
     weights: Array
     masses: tuple[Array, ...]
     potentials: tuple[Array, ...]
-    reached: tuple[Array, ...]
     most: Array
     slack: Array
 
@@ -103,25 +98,13 @@ class Prices:
 
 
 class Bounds:
-    """Which partial plans may become better than `known` ones, by more than the share `epsilon`.
-
-    Boundaries are counted from the first layer, or, `reversed`, from the last.
-    """
+    """Which partial plans may become better than `known` ones, by more than the share `epsilon`."""
 
     def __init__(self, prices: Prices, known: Known, epsilon: float) -> None:
         limits = prices.limits(known)
         self.limits = np.where(limits > 0, limits / (1 + epsilon), limits)
         self._masses = prices.masses
-        self._potentials, self._others = prices.potentials, prices.reached
-
-    @property
-    def reversed(self) -> Bounds:
-        """The same for partial plans that grow from the end."""
-        flipped = copy.copy(self)
-        flipped._masses, flipped._potentials, flipped._others = (
-            part[::-1] for part in (self._masses, self._others, self._potentials)
-        )
-        return flipped
+        self._potentials = prices.potentials
 
     def at(self, n: int) -> tuple[Array, Array, Array]:
         """Return masses (c, L), potentials (G, L) and limits (Q, L) of boundary `n`."""
@@ -156,13 +139,10 @@ def make_prices(layers: Sequence[Layer], *, steps: int | None = None) -> tuple[P
     steps = int(np.clip(_WORK / work, 10, _STEPS)) if steps is None else steps
     # filled by the kernel: prices by ratio (L, ..), and all plans met
     masses = np.zeros((len(ratios), net.pointers[0][-1]))
-    flows = np.zeros((len(ratios), net.flat[5][-1]))
     potentials = np.zeros((len(ratios), net.pointers[1][-1]))
     plans = np.zeros((len(ratios) * steps, len(layers)), np.int32)
     costs = np.zeros((len(ratios) * steps, 2))
-    layer_kernels().maximise(
-        net.flat, weights, rates, steps, masses, flows, potentials, plans, costs
-    )
+    layer_kernels().maximise(net.flat, weights, rates, steps, masses, potentials, plans, costs)
     # from flat arrays to one per boundary
     columns, groups = (
         [slice(*ends) for ends in itertools.pairwise(where)] for where in net.pointers
@@ -171,81 +151,11 @@ def make_prices(layers: Sequence[Layer], *, steps: int | None = None) -> tuple[P
         weights,
         tuple(np.ascontiguousarray(masses[:, where].T) for where in columns),
         tuple(np.ascontiguousarray(potentials[:, where].T) for where in groups),
-        tuple(_reached(layers, flows)),
         _FAR * (net.sums + 1),
         _TOLERANCE * (weights * net.sums).sum(axis=1),
     )
     known = Known(np.zeros((0, 2)), np.zeros((0, len(layers)), np.int32)).merged(costs, plans)
     return prices, known
-
-
-def _reached(layers: Sequence[Layer], flows: Array) -> list[Array]:
-    # By boundary (G, L) the least price from the start to each group
-    found, done = [np.zeros((1, len(flows)))], 0
-    for layer in layers:
-        priced = layer.values @ flows[:, done : done + len(layer.start)].T + found[-1][layer.source]
-        done += len(layer.start)
-        # the least price of each group: transitions sorted by target, then reduced
-        order = np.argsort(layer.target, kind="stable")
-        targets, first = np.unique(layer.target[order], return_index=True)
-        best = np.full((layer.groups, len(flows)), np.inf)
-        best[targets] = np.minimum.reduceat(priced[order], first)
-        found.append(best)
-    return found
-
-
-def improve(layers: Sequence[Layer], known: Known, *, gaps: int = _GAPS) -> Known:
-    """Return known plans, and what changes and crossings of them make.
-
-    Changes of one plan, and crossings of neighbours, are tried at the largest `gaps`.
-    """
-    net = Network(layers)
-    flat, leaving = net.flat, net.leaving
-    for _ in range(_ROUNDS):
-        # Plans on both sides of the largest rectangles in which more plans may be.
-        sizes = np.abs(np.diff(known.costs, axis=0)).prod(axis=1)
-        left = np.argsort(-sizes, kind="stable")[:gaps]
-        some = known.plans
-        if len(left):
-            some = some[np.unique(np.concatenate([left, left + 1]))]
-        # neighbours on the frontier, and each plan with itself: its single changes
-        pairs = [
-            (i, o) for i in range(len(some)) for o in range(max(i - 1, 0), min(i + 2, len(some)))
-        ]
-        # those of other meshes never meet
-        pairs = [(i, o) for i, o in pairs if some[i, 0] == some[o, 0]]
-        before, known = known, known.merged(*_crossed(flat, leaving, some, pairs, known))
-        if len(known.costs) > _ENOUGH or np.array_equal(known.costs, before.costs):
-            break
-    return known
-
-
-def _crossed(
-    flat: tuple[Rows | Array, ...],
-    leaving: tuple[Rows, Rows],
-    some: Rows,
-    pairs: Sequence[tuple[int, int]],
-    known: Known,
-) -> tuple[Array, NDArray[Any]]:
-    """Return costs and transitions of the crossings of `pairs` that no known plan beats.
-
-    Pairs are indices of two of `some` plans.
-    """
-    # the kernel writes into the same room for every pair
-    room = np.empty((_ROOM, 3), np.int32), np.empty((_ROOM, 2))
-    costs, changes = [], []
-    beaten = np.ascontiguousarray(known.costs.T)
-    for i, o in pairs:
-        count = layer_kernels().crossings(flat, leaving, some[i], some[o], *beaten, *room)
-        costs.append(room[1][:count].copy())
-        changes.append(np.column_stack([np.full((count, 2), (i, o), np.int32), room[0][:count]]))
-    # of the best crossings, the whole plans: before the layer, its two transitions, and behind
-    together = np.concatenate(costs)
-    rows = pareto_rows_2(together[:, 0], together[:, 1])
-    i, o, layer, first, second = np.concatenate(changes)[rows].T[:, :, None]
-    place = np.arange(some.shape[1])
-    rest = np.where(place == layer, first, np.where(place == layer + 1, second, some[o[:, 0]]))
-    return together[rows], np.where(place < layer, some[i[:, 0]], rest).astype(np.int32)
 
 
 class Network:
@@ -306,19 +216,6 @@ class Network:
             _join(self.kinds),
             self.pointers[1],
         )
-
-    @property
-    def leaving(self) -> tuple[Rows, Rows]:
-        """The transitions of all layers by the group that they leave.
-
-        Where those of each begin, and their numbers.
-        """
-        first = self.pointers[1]
-        group = _join(
-            [layer.source + before for layer, before in zip(self.layers, first[:-1], strict=False)]
-        )
-        order = np.argsort(group, kind="stable")
-        return np.searchsorted(group[order], np.arange(first[-1] + 1)), order
 
 
 def _pointers(counts: Iterable[int]) -> Rows:

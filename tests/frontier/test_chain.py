@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_topt.costs.chain_table import ChainTable
-from lightning_topt.frontier import layer_search, search_chain
+from lightning_topt.frontier import chain_search, search_chain
 from tests.frontier.tables import (
     assert_costs_are_evaluated,
     assert_equals_every_plan,
@@ -14,21 +14,16 @@ from tests.frontier.tables import (
 )
 
 
-@pytest.fixture(params=["numpy", "compiled", "compiled in small steps", "compiled without joining"])
+@pytest.fixture(params=["numpy", "compiled", "compiled in small steps"])
 def way(request, monkeypatch):
-    """By NumPy alone; compiled; with few partial plans at first, few comparisons and tiny chunks;
-    from one end only.
-    """
+    """By NumPy alone; compiled; with few partial plans at first, few comparisons, tiny chunks."""
     if request.param != "numpy":
-        monkeypatch.setattr(layer_search, "_SMALL", 0)
-    if request.param == "compiled in small steps":  # also of joined plans
-        monkeypatch.setattr(layer_search, "_FIRST_CAP", 2)
-        monkeypatch.setattr(layer_search, "_WIDER", 2)
-        monkeypatch.setattr(layer_search, "_COMPARED", (2, 1))
-        monkeypatch.setattr(layer_search, "_CHUNK", 20)
-        monkeypatch.setattr(layer_search, "_ROOM", 3)
-    if request.param == "compiled without joining":
-        monkeypatch.setattr(layer_search, "_PAIRS", -1)
+        monkeypatch.setattr(chain_search, "_SMALL", 0)
+    if request.param == "compiled in small steps":
+        monkeypatch.setattr(chain_search, "_FIRST_CAP", 2)
+        monkeypatch.setattr(chain_search, "_WIDER", 2)
+        monkeypatch.setattr(chain_search, "_COMPARED", (2, 1))
+        monkeypatch.setattr(chain_search, "_CHUNK", 20)
 
 
 def test_evaluate_equals_a_simulated_step():
@@ -75,7 +70,7 @@ def test_long_chains_equal_every_plan(way):
 )
 @pytest.mark.parametrize("ties", [False, True])
 def test_what_was_given_up_stays_within_the_bound(monkeypatch, ties, limit):
-    monkeypatch.setattr(layer_search, "_SMALL", 0)
+    monkeypatch.setattr(chain_search, "_SMALL", 0)
     rng, inexact = np.random.default_rng([ties, len(limit)]), 0
     for trial in range(12):
         table = random_chain(rng, blocks=7, configs=4, ties=ties, forbidden=0.1 * (trial % 3))

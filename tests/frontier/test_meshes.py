@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_topt.costs.chain_table import ChainTable
-from lightning_topt.frontier import chain_search, layer_search
+from lightning_topt.frontier import chain_search
 from lightning_topt.frontier.chain_search import column_count, search_meshes
 from tests.frontier.tables import every_plan, random_chain
 
@@ -35,7 +35,7 @@ def random_meshes(rng, count, **options):
 def test_equals_brute_force_over_all_meshes(monkeypatch, prices, ties, forbidden):
     if prices:
         monkeypatch.setattr(chain_search, "_UNPRICED", 0)
-        monkeypatch.setattr(layer_search, "_SMALL", 0)
+        monkeypatch.setattr(chain_search, "_SMALL", 0)
     rng = np.random.default_rng([prices, ties, int(10 * forbidden)])
     dropped = 0
     for _ in range(15):
@@ -85,7 +85,7 @@ def test_a_mesh_that_is_dearer_throughout_is_not_searched(monkeypatch):
 
 def test_time_that_is_up_is_said(monkeypatch):
     monkeypatch.setattr(chain_search, "_UNPRICED", 0)
-    monkeypatch.setattr(layer_search, "_SMALL", 0)
+    monkeypatch.setattr(chain_search, "_SMALL", 0)
     rng = np.random.default_rng(1)
     tables = [random_chain(rng, blocks=30, configs=4) for _ in range(3)]
     found = search_meshes([(i, lambda i=i: tables[i]) for i in range(3)], max_seconds=1e-6)

@@ -24,7 +24,7 @@ def random_costs(rng, n, c, *, ties):
 
 
 def compiled_rows(costs, *, most, first=None):
-    """`layer_kernels.minimal` as `layer_search` calls it; groups begin at `first`."""
+    """`layer_kernels.minimal` as `chain_search` calls it; groups begin at `first`."""
     first = np.array([0, len(costs)] if first is None else first)
     held, floor, kept, counts = (
         np.empty_like(costs),

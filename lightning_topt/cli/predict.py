@@ -59,7 +59,7 @@ def run(config: DictConfig) -> None:
             "run.json files"
         )
     # options that belong to the other kind of prediction are refused, not ignored
-    of_plan, of_runs = ("out", "ranks", "compiled"), ("save_cluster",)
+    of_plan, of_runs = ("out", "ranks"), ("save_cluster",)
     for name in of_plan if config.plan is None else of_runs:
         if config[name] not in (None, False):
             kind = "a plan" if name in of_plan else "runs"

@@ -117,13 +117,11 @@ class FoundPipelines:
         plain: plans under 1F1B, of gradients as they are, that only other ones beat: a choice may
             prefer them.
         error_bound: as in `Frontier`.
-        searched: so many pipelines were searched, and not ruled out by bounds.
     """
 
     plans: list[tuple[PipelineShape, StagePoint]] = field(default_factory=list)
     plain: list[tuple[PipelineShape, StagePoint]] = field(default_factory=list)
     error_bound: float = 0.0
-    searched: int = 0
 
 
 def search_pipelines(
@@ -143,7 +141,7 @@ def search_pipelines(
     found = FoundPipelines(error_bound=epsilon)
     plain = known  # and what 1F1B adds to it
     bounds, shapes = _bounded(blocks, shapes, known, known.scaled(1 / (1 + epsilon)))
-    room, searched = float(blocks.step.cluster.device.memory_bytes), set[int]()
+    room = float(blocks.step.cluster.device.memory_bytes)
     for between in ((0.0, room), (room, np.inf)):
         # 1F1B first, of gradients as they are: what it finds is compared with plans without stages.
         seconds = bounds.seconds_within(between[1])
@@ -158,7 +156,6 @@ def search_pipelines(
             if time.thread_time() > deadline:
                 found.error_bound = np.inf
                 break
-            searched.add(index)
             result = search_stages(
                 stage_table(blocks, shape),
                 known=known.costs,
@@ -172,7 +169,6 @@ def search_pipelines(
             known = KnownPlans.best([known.costs, costs])
             if is_plain(shape):
                 plain = KnownPlans.best([plain.costs, costs])
-    found.searched = len(searched)
     # plans that later ones beat are dropped; `plain` keeps 1F1B plans that only other stages beat
     found.plain = [each for each in _on(found.plans, plain) if is_plain(each[0])]
     found.plans = _on(found.plans, known)

@@ -4,7 +4,7 @@
     frontier.points[0].seconds_interval    # an Interval; None: nothing is known of the errors
     interval_sentences((point.seconds_interval, point.bytes_interval), cluster)
 
-Intervals are those of `costs.intervals`, from the errors that the cluster's file states. A plan is
+Intervals are those of `costs.accuracy`, from the errors that the cluster's file states. A plan is
 like the runs that were measured by its sizes and techniques. An interval names what is outside:
 
     devices, parameters                          of any plan

@@ -257,10 +257,6 @@ def test_calibrate_writes_a_cluster_and_keeps_it_for_later_runs(tmp_path, monkey
     assert Cluster.load(tmp_path / "again.yaml").num_devices == 2
 
 
-def test_the_help_of_a_command_names_its_groups(tmp_path):
-    assert "experiment: byte_lm, demo" in finished(topt("train", "--help", folder=tmp_path))
-
-
 def test_the_demo_ends_with_what_was_planned_predicted_and_measured(tmp_path):
     words = ["experiment=demo", "strategy.memory_limit=96MiB", f"hydra.run.dir={tmp_path}/run"]
     words += ["trainer.limit_train_batches=8", "trainer.limit_val_batches=1"]

@@ -63,18 +63,6 @@ def test_groups_are_not_compared():
         assert sorted(map(tuple, costs[rows].tolist())) == slow_minimal(costs[a:b])
 
 
-def test_pareto_rows_with_constant_equal_and_many_kept_columns():
-    rng = np.random.default_rng(0)
-    first = rng.random(6000)
-    costs = np.stack([first, np.ones(6000), 1 - first, 5 + first, rng.random(6000)], axis=1)
-    # first and 1 - first trade off: all minimal, in many blocks and chunks
-    assert len(pareto_rows(costs)) == 6000
-    assert len(pareto_rows(costs[:, [0, 1, 3]])) == 1
-    assert len(pareto_rows(np.ones((5, 3)))) == 1
-    assert len(pareto_rows(np.ones((5, 0)))) == 1
-    assert len(pareto_rows(np.ones((0, 3)))) == 0
-
-
 @pytest.mark.parametrize("ties", [False, True])
 def test_sort_and_sweep_with_bins_equals_the_general_filter(ties):
     rng = np.random.default_rng(ties)

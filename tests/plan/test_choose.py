@@ -114,29 +114,6 @@ SIMPLEST_FIRST = [
 MECHANISM = (0,) * 7 + (1,) * 4 + (2,)
 
 
-@pytest.mark.parametrize("objective", ["time", "devices"])
-def test_a_complicated_plan_needs_to_be_faster_by_more_than_the_error(objective: str) -> None:
-    whole, sharded = mixed(1.14, 900, (0, False)), mixed(1.0, 500, (3, False))
-    assert choose([whole, sharded], objective=objective) == whole
-    assert (
-        choose([dataclasses.replace(whole, step_seconds=1.16), sharded], objective=objective)
-        == sharded
-    )
-    assert choose([whole, sharded], objective=objective, difference=0.1) == sharded
-    assert choose([whole, sharded], objective=objective, memory_limit=800 * MIB) == sharded
-
-
-def test_least_memory_is_exact_to_one_percent() -> None:
-    least = mixed(2.0, 100, (3, False), (2, True))
-    assert (
-        choose([least, mixed(2.5, 100.9, (3, False), (3, False))], objective="memory")
-        .plan.summary()
-        .count(",")
-        == 1
-    )
-    assert choose([least, mixed(1.0, 101.1, (3, False), (3, False))], objective="memory") == least
-
-
 def test_a_choice_is_the_simplest_within_the_error_of_all_that_fit() -> None:
     generator = random.Random(1)
     order = [p.plan for p in SIMPLEST_FIRST]
@@ -240,18 +217,6 @@ def test_gradients_are_views_only_where_that_buys_something() -> None:
     assert faster == views and "without that the fastest plan takes 2 s" in faster.plan.reason
 
 
-def test_a_frontier_has_plans_of_both_kinds_of_gradients() -> None:
-    points = [
-        point(1.0, 1000),
-        viewed(point(0.97, 900)),
-        viewed(point(0.98, 950)),
-        point(1.1, 1000),
-    ]
-    frontier = PlanFrontier.of(points)
-    assert frontier.points == (points[1], points[0])
-    assert PlanFrontier.from_json(frontier.to_json()) == frontier
-
-
 # ---- equally fast up to what the ratio of two predictions may be off by
 
 
@@ -304,13 +269,6 @@ def test_of_meshes_as_fast_the_one_that_waits_least_then_the_one_of_least_memory
     # a percent of the step is no difference
     close = [on_mesh(1.0, 500, tensor=4, waits=0.101), on_mesh(1.01, 400, tensor=8, waits=0.103)]
     assert choose(close, difference=0.06) == close[1]
-
-
-def test_simple_mechanisms_come_before_waiting_less() -> None:
-    split = on_mesh(1.05, 900, tensor=4, waits=0.3)
-    staged = on_mesh(1.0, 500, tensor=4, waits=0.0, stages=True)
-    assert choose([split, staged], difference=0.06) == split
-    assert choose([split, staged], difference=0.03) == staged
 
 
 def test_plans_of_one_mesh_differ_by_what_is_well_known() -> None:

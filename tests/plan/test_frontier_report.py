@@ -15,7 +15,6 @@ import pytest
 from rich.console import Console
 
 from lightning_topt.basics.units import format_bytes, format_seconds
-from lightning_topt.communication import TopK
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.choose import choose
@@ -203,20 +202,6 @@ def test_script_is_valid_and_draws_axes_with_round_marks(tmp_path):
         assert all(axis["low"] <= value <= axis["high"] for value, _ in axis["ticks"])
         assert 2 <= len(axis["ticks"]) <= 8 and axis["log"] == (0 < 20 * low < high)
         assert len({text for _, text in axis["ticks"]}) == len(axis["ticks"])
-
-
-def test_table_and_page_name_the_gradient_exchange(tmp_path, capsys):
-    points = frontier(2)
-    exchange = TopK(density=0.001, hierarchical=True)
-    points[1] = dataclasses.replace(
-        points[1], plan=dataclasses.replace(points[1].plan, gradient_exchange=exchange)
-    )
-    print_table(points, points[1], console=Console(width=150))
-    assert "gradients top-k 0.1 % between nodes" in capsys.readouterr().out
-    _, parsed = page(tmp_path, points, points[1])
-    shown = parsed.data["points"][1]
-    assert "top-k 0.1 % between nodes" in shown["summary"]
-    assert ParallelPlan.from_yaml(text_of(parsed.data, shown)) == points[1].plan
 
 
 def test_the_page_holds_plans_with_stages(tmp_path):

@@ -19,7 +19,6 @@ from lightning_topt.plan.parallel_plan import (
     preset_plan,
     uniform_plan,
 )
-from lightning_topt.plan.plan_frontier import ModelFacts, step_of_microbatches
 from lightning_topt.plan.plan_search import SearchRequest, search_plans, step_on
 from lightning_topt.plan.plan_values import PRESETS
 from tests.costs.graphs import cluster_of, profile_of, random_graph
@@ -87,32 +86,6 @@ def test_a_step_has_its_share_of_an_outer_step():
     assert own <= seconds(10**9) < price_plan(request, plan).predicted.step_seconds
 
 
-def test_what_is_kept_between_outer_steps_is_counted():
-    request = request_of(2)
-    numel = sum(p.numel for p in request.graph.parameters if p.trainable)
-    plain = search_plans(request).uniform[0].plan
-
-    def peak(method):
-        return price_plan(request, replace(plain, local_steps=method)).predicted.peak_bytes
-
-    bare = LocalSteps(outer_momentum=0.0, hierarchical=False)
-    # the outer momentum is as large as the parameters in float32
-    assert peak(DILOCO) - peak(bare) == pytest.approx(4 * numel)
-    assert peak(bare) >= 4 * numel
-
-
-def test_micro_batches_share_one_outer_step():
-    request = request_of(3, DILOCO)
-    facts = ModelFacts.of(request.graph, request.optimizer, request.cluster)
-    point = next(p for p in search_plans(request).candidates if p.plan.local_steps)
-    outer = replace(step_on(request, data_mesh(4)), local_steps=DILOCO).outer_seconds
-    waits = point.plan.predicted.exposed_communication_seconds
-    assert waits == pytest.approx(outer)
-    four = step_of_microbatches(point, accumulate=4, facts=facts)
-    once = facts.update_of(point.plan) + outer
-    assert four.step_seconds == pytest.approx(4 * point.step_seconds - 3 * once)
-
-
 def staged() -> ParallelPlan:
     """Return a plan of two stages on two rows."""
     mesh = Mesh((Axis("data", 2), Axis("pipeline", 2)))
@@ -150,12 +123,3 @@ def test_files_hold_local_steps(method, tmp_path):
 def test_what_cannot_train_alone_is_refused(plan, method, says):
     with pytest.raises(PlanError, match=says):
         replace(plan, local_steps=method)
-
-
-def test_ranks_of_a_node_that_would_train_one_replica_are_left_out():
-    request = request_of(0, SparseLoCo(), LocalSteps(hierarchical=True))
-    two_nodes = replace(
-        request.cluster, devices_per_node=2, num_nodes=2, inter=request.cluster.intra
-    )
-    found = search_plans(replace(request, cluster=two_nodes))
-    assert all(point.plan.local_steps is None for point in found.candidates)

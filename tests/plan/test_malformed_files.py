@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from lightning_topt.communication import TopK
 from lightning_topt.costs.cluster import Cluster, ClusterError
@@ -134,30 +133,3 @@ def test_every_entry_with_every_wrong_value_is_read_or_refused_in_a_sentence(
             except (TypeError, ValueError):
                 raise AssertionError((place, value)) from None
     assert refused > 0.7 * len(places(data)) * len(WRONG)
-
-
-@pytest.mark.timeout(60)
-def test_values_that_refer_to_one_another_many_times() -> None:
-    bomb: Any = "x"
-    for _ in range(9):
-        bomb = [bomb] * 10
-    loop: dict[str, Any] = {"version": 2, "mesh": [{"name": "data", "size": 2}]}
-    loop["stages"] = [loop]
-    for data in (
-        {**PLAN.to_dict(), "stages": bomb},
-        {**PLAN.to_dict(), "reason": bomb},
-        loop,
-        bomb,
-    ):
-        refuses(ParallelPlan.from_dict, data, PlanError)
-        refuses(Cluster.from_dict, data, ClusterError)
-
-
-def test_large_plans_are_read() -> None:
-    blocks = (
-        *(BlockPlan(f"layers.{k}", OpConfig.zero(1)) for k in range(2000)),
-        BlockPlan("", OpConfig.zero(1)),
-    )
-    plan = ParallelPlan.of_blocks(blocks, mesh=2)
-    assert ParallelPlan.from_yaml(plan.to_yaml()) == plan
-    assert Cluster.from_dict(yaml.safe_load(yaml.safe_dump(CLUSTER.to_dict()))) == CLUSTER

@@ -10,7 +10,6 @@ import torch
 
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.optimizer import read_optimizer
-from lightning_topt.costs.reserved_memory import COMMUNICATOR_BYTES, CUBLAS_BYTES
 from lightning_topt.costs.sizes import parameter_bytes
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import Axis, Mesh
@@ -24,7 +23,6 @@ from lightning_topt.plan.plan_search import (
     search_plans,
     stage_blocks,
 )
-from lightning_topt.plan.stage_tables import fixed_costs, shape_of_plan
 from tests.models import GPT
 
 DEVICE = Device(
@@ -79,22 +77,6 @@ def test_evaluations_need_all_parameters(request_of_ranks: SearchRequest) -> Non
     evaluates = search_own_batches(request_of_ranks, ())
     smallest = [min(point.peak_bytes for point in each.points) for each in (trains, evaluates)]
     assert smallest[0] <= smallest[1] and smallest[1] > whole
-
-
-def test_stages_count_what_cuda_takes_beside_tensors(request_of_ranks: SearchRequest) -> None:
-    """In a step and in an evaluation alike: links to and from neighbours, groups, a workspace."""
-    device = replace(DEVICE, caching_allocator=True)
-    on_cuda = replace(request_of_ranks, cluster=replace(SLOW, device=device))
-    before, after = stage_blocks(request_of_ranks), stage_blocks(on_cuda)
-    points = search_own_batches(replace(request_of_ranks, evaluates=False), ()).points
-    shapes = {point.plan.mesh.pipeline_size: point.plan for point in points}
-    assert shapes
-    for size, plan in shapes.items():
-        shape = shape_of_plan(plan)
-        communicators = {2: 2 + 1 + 1, 4: 4 + 1}[size]  # two of four ranks have a data axis too
-        more = CUBLAS_BYTES + communicators * COMMUNICATOR_BYTES
-        assert fixed_costs(after, shape)[1] - fixed_costs(before, shape)[1] == more
-        assert evaluation_bytes(after, plan) - evaluation_bytes(before, plan) == more
 
 
 def plan_of(**options: object) -> ParallelPlan:

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_topt.communication import BF16, Dense, GradientMethod, TopK
 from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh, hybrid_mesh
-from lightning_topt.graph.op_config import OpConfig, Partial, Replicate, Shard, Storage
+from lightning_topt.graph.op_config import OpConfig, Replicate, Shard, Storage
 from lightning_topt.plan.parallel_plan import (
     BlockPlan,
     ParallelPlan,
@@ -96,23 +96,6 @@ def test_hand_written() -> None:
     assert plan.summary() == "1 x ZeRO-3 + recompute, 1 x ZeRO-2"
 
 
-def test_zero_levels_are_placements() -> None:
-    assert OpConfig.zero(2) == OpConfig(Storage((Replicate(),), (Shard(0),), (Shard(0),)))
-    assert [OpConfig.zero(stage).storage.level for stage in range(4)] == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match="0, 1, 2 or 3"):
-        OpConfig.zero(4)
-    hybrid = Storage.zero(3, axes=2, over=[1])
-    assert (
-        hybrid.parameters == (Replicate(), Shard(0))
-        and hybrid.sharded_axes("gradients") == (1,)
-        and hybrid.level == 3
-    )
-    with pytest.raises(ValueError, match=r"never|partial"):
-        Storage((Replicate(),), (Partial(),), (Shard(0),))
-    with pytest.raises(ValueError, match="need sharded"):  # along each axis by itself
-        Storage((Shard(0), Replicate()), (Replicate(), Shard(0)), (Shard(0), Shard(0)))
-
-
 # ---- gradient exchange
 
 WITH_EXCHANGE = """
@@ -143,13 +126,6 @@ def test_gradient_exchange_round_trip(exchange: GradientMethod) -> None:
     assert not {"link", "nonfinite", "timeout_seconds", "momentum"} & set(
         plan.to_dict()["gradient_exchange"]
     )
-
-
-def test_hand_written_gradient_exchange() -> None:
-    plan = ParallelPlan.from_yaml(WITH_EXCHANGE)
-    expected = TopK(density=0.02, hierarchical=False, exempt=("norm", "head.*"))
-    assert plan.gradient_exchange == expected
-    assert plan.summary() == "1 x ZeRO-1, 1 x DDP, gradients top-k 2 %"
 
 
 @pytest.mark.parametrize(
@@ -240,33 +216,6 @@ def test_stages_by_hand() -> None:
     assert plan.summary() == (
         "3 x ZeRO-1, 1 x ZeRO-1 + recompute, 1 x DDP on pipeline 2 x data 2, 2 stages (1f1b), 8 "
         "microbatches"
-    )
-
-
-def test_the_rest_may_stand_in_several_stages() -> None:
-    plan = ParallelPlan.from_yaml(
-        WITH_STAGES.replace("block: head, storage: ddp", 'block: "", storage: zero1')
-    )
-    assert [*plan.configs] == ["embed", "blocks.0", "", "blocks.1"] and len(plan.blocks) == 4
-    assert ParallelPlan.from_yaml(plan.to_yaml()) == plan
-
-
-def test_positions_along_a_pipeline() -> None:
-    mesh = Mesh((Axis("pipeline", 2), Axis("data", 2), Axis("tensor", 2)))
-    assert mesh.pipeline_axes == (0,) and mesh.pipeline_size == 2 and mesh.data_parallel_size == 2
-    assert [mesh.pipeline_rank(rank) for rank in range(8)] == [0] * 4 + [1] * 4
-    assert mesh.pipeline_of(3) == mesh.pipeline_of(7) == [3, 7]
-    assert [mesh.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1] * 2
-    inner = Mesh((Axis("data", 2), Axis("pipeline", 3)))
-    assert (
-        inner.pipeline_of(4) == [3, 4, 5]
-        and inner.pipeline_rank(4) == 1
-        and inner.data_rank(4) == 1
-    )
-    assert (
-        data_mesh(4).pipeline_size == 1
-        and data_mesh(4).pipeline_rank(3) == 0
-        and data_mesh(4).pipeline_of(3) == [3]
     )
 
 

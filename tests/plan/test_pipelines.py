@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,24 +16,20 @@ from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.communication import Group, estimate_collective_seconds
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.costs.sizes import gradient_bytes, parameter_bytes
-from lightning_topt.frontier.stage_search import StagePoint, search_stages
+from lightning_topt.frontier.stage_search import StagePoint
 from lightning_topt.graph.capture import capture
-from lightning_topt.plan.chains import KnownPlans
 from lightning_topt.plan.choose import choose
 from lightning_topt.plan.explanation import explain_stages, price_plan
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plan.pipeline_search import (
     PipelineRequest,
-    bounds_of,
     pipeline_shapes,
-    search_pipelines,
 )
 from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, search_plans, stage_blocks
-from lightning_topt.plan.stage_simulation import stage_bytes, stage_seconds, step_seconds_of
+from lightning_topt.plan.stage_simulation import stage_seconds, step_seconds_of
 from lightning_topt.plan.stage_tables import PipelineShape, stage_table
 from lightning_topt.plan.staged_plans import search_stages_for, staged_points
-from lightning_topt.schedules.schedules import SCHEDULES
 from lightning_topt.techniques.registry import check_runs
 from tests.models import GPT
 from tests.plan.pruned_pipelines import check_that_none_is_dropped
@@ -130,25 +124,6 @@ def test_no_pipeline_is_dropped_that_would_have_a_plan(
     check_that_none_is_dropped(request_of_gpt, NODES, monkeypatch)
 
 
-def test_fewer_pipelines_are_searched_with_epsilon_and_nothing_is_missed_by_more(
-    request_of_gpt: SearchRequest,
-) -> None:
-    request = replace(request_of_gpt, cluster=replace(NODES, inter=Link(1e-6, 1e9)))
-    blocks, shapes = stage_blocks(request), shapes_of(request)
-    known = search_plans(replace(request, pipelines=None)).points
-    costs = np.array([(point.step_seconds, point.peak_bytes) for point in known])
-    exact, searched = costs, []
-    for epsilon in (0.0, 0.2):
-        found = search_pipelines(blocks, shapes, KnownPlans.best([costs]), epsilon=epsilon)
-        searched.append(found.searched)
-        plans = [(point.step_seconds, point.peak_bytes) for _, point in found.plans]
-        every = np.array([*costs.tolist(), *plans])
-        exact = every if epsilon == 0 else exact
-        nearest = (every[None] / exact[:, None]).max(axis=2).min(axis=1)
-        assert nearest.max() <= 1 + epsilon + 1e-9
-    assert 0 < searched[1] < searched[0]
-
-
 def test_stages_keep_their_parameters_and_the_microbatches_in_flight(
     request_of_gpt: SearchRequest,
 ) -> None:
@@ -239,68 +214,6 @@ def test_stages_that_flush_compress_their_gradients_where_that_is_allowed(
     assert min(p.step_seconds for p in sent) == pytest.approx(min(least.values()))
     quickest = min(p.step_seconds for p in dense)
     assert quickest in [p.step_seconds for p in (*sent, *plain) if not p.plan.gradient_exchange]
-
-
-def test_pipelines_that_are_bounded_together_are_bounded_as_alone(
-    request_of_gpt: SearchRequest,
-) -> None:
-    """Whatever their rows send, or where these are."""
-    blocks, prices = stage_blocks(request_of_gpt), np.array([0.0, 1e-10])
-    methods = TopK(density=0.01), TopK(density=0.1)
-    wanted = PipelineRequest(schedule="1f1b", microbatches=4)
-    shapes = [*pipeline_shapes(blocks, 8, 32, wanted, exchanges=methods)]
-    together = bounds_of(blocks, shapes, prices)
-    for row, shape in enumerate(shapes):
-        alone = bounds_of(blocks, [shape], prices)
-        np.testing.assert_allclose(together.least[row], alone.least[0])
-        np.testing.assert_allclose(together.fewest[row], alone.fewest[0])
-    # and no bound is that of another exchange
-    assert len({round(fewest) for fewest in together.fewest.tolist()}) > 3
-
-
-def test_plans_priced_together_are_those_priced_alone(request_of_gpt: SearchRequest) -> None:
-    tied = stage_blocks(make_request(tied=True))
-    for blocks, name in itertools.product(
-        (stage_blocks(request_of_gpt), tied), ("1f1b", "interleaved", "zbv")
-    ):
-        shape = PipelineShape(2, 4, name, SCHEDULES[name].least_stages, 4, 2.0, level=1)
-        points = list(search_stages(stage_table(blocks, shape)).points)
-        cuts = itertools.combinations(range(1, 6), shape.num_stages - 1)
-        points += [replace(points[n % len(points)], ends=(*cut, 6)) for n, cut in enumerate(cuts)]
-        assert len({point.configs for point in points}) > 1 or shape.splits_backward
-        for price in (stage_seconds, stage_bytes):
-            together = vars(price(blocks, shape, points))
-            alone = [vars(price(blocks, shape, [point])) for point in points]
-            for column, values in together.items():
-                np.testing.assert_array_equal(
-                    values, np.concatenate([each[column] for each in alone], axis=-1)
-                )
-
-
-def test_simpler_pipelines_are_preferred_where_others_gain_little(
-    request_of_gpt: SearchRequest,
-) -> None:
-    cluster = replace(NODES, inter=Link(1e-6, 1e10))
-    found = search_plans(
-        replace(request_of_gpt, cluster=cluster, pipelines=PipelineRequest(microbatches=8))
-    )
-    fastest = min(found.points, key=lambda point: point.step_seconds)
-    chosen = choose(found.candidates)
-    assert (
-        fastest.plan.schedule != "1f1b" == chosen.plan.schedule
-        and chosen.step_seconds <= 1.15 * fastest.step_seconds + 2e-3
-    )
-
-
-def test_a_batch_that_no_data_axis_divides_may_have_a_pipeline(
-    request_of_gpt: SearchRequest,
-) -> None:
-    few = replace(request_of_gpt, global_batch_size=4)
-    found = search_plans(few)
-    assert found.points and {point.plan.mesh.shape for point in found.points} == {(4, 2)}
-    for nothing in (replace(few, pipelines=None), replace(few, global_batch_size=3)):
-        with pytest.raises(ValueError, match="cannot be divided evenly over 8 devices"):
-            search_plans(nothing)
 
 
 def test_stages_are_explained_by_what_they_take(request_of_gpt: SearchRequest) -> None:

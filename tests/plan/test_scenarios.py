@@ -115,17 +115,6 @@ def test_micro_batches_exchange_and_update_once_where_gradients_are_whole() -> N
     )
 
 
-@pytest.mark.parametrize("given", [{}, {"tokens": 1.0, "steps": 1.0}])
-def test_work_is_one_amount(given) -> None:
-    with pytest.raises(ValueError, match="work is one of tokens, samples or steps"):
-        Workload(**given)
-
-
-def test_tokens_need_a_length() -> None:
-    with pytest.raises(ValueError, match="give work"):
-        of(0.5, Scenario(cluster(), 4, 32), Workload(tokens=1e9))
-
-
 def three() -> list[Estimate]:
     """Slow and cheap, fast and dear, in between."""
     work = Workload(steps=36000)

@@ -16,10 +16,10 @@ from lightning_topt.graph.capture import capture
 from lightning_topt.graph.kernels import shown_collective
 from lightning_topt.graph.op_config import Replicate, Shard
 from lightning_topt.plan.explanation import explain_stages
-from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
+from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.pipeline_search import PipelineRequest, bounds_of
 from lightning_topt.plan.plan_frontier import PlanPoint
-from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans, stage_blocks
+from lightning_topt.plan.plan_search import SearchRequest, search_plans, stage_blocks
 from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_simulation import cut_of_plan, peak_bytes_of, stage_bytes
 from lightning_topt.plan.stage_tables import (
@@ -198,29 +198,3 @@ def test_no_split_is_dropped_that_would_have_a_plan(
     request_of_gpt: SearchRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_that_none_is_dropped(request_of_gpt, NODES, monkeypatch)
-
-
-def test_a_given_tensor_axis_is_kept(request_of_gpt: SearchRequest) -> None:
-    wanted = PipelineRequest(ranks=2, tensor=2, schedule="1f1b")
-    found = search_plans(replace(request_of_gpt, pipelines=wanted)).points
-    assert {point.plan.mesh.shape for point in found} == {(2, 2, 2)}
-    plain = search_plans(replace(request_of_gpt, pipelines=replace(wanted, tensor=1))).points
-    assert {point.plan.mesh.shape for point in plain} == {(2, 4)}
-    assert request_of_gpt.split is not None
-    graphs = local_graphs(replace(request_of_gpt, pipelines=wanted))
-    assert graphs and all(graph.fingerprint == request_of_gpt.graph.fingerprint for graph in graphs)
-    with pytest.raises(PlanError, match="no pipeline of 8 ranks, 4 in a row,"):
-        search_plans(replace(request_of_gpt, pipelines=PipelineRequest(ranks=4, tensor=4)))
-
-
-def test_a_plan_is_explained_by_the_step_on_slices(request_of_gpt: SearchRequest) -> None:
-    point = staged(search_plans(request_of_gpt).points)[0]
-    stages = explain_stages(request_of_gpt, point.plan)
-    parts = [stage.peak_parts for stage in stages]
-    most = max(p["static"] + max(p["activations"] + p["running"], p["update"]) for p in parts)
-    fixed = request_of_gpt.graph.buffer_bytes + request_of_gpt.graph.input_bytes.at(
-        point.plan.batch_size
-    )
-    assert most + fixed == pytest.approx(point.peak_bytes, rel=1e-4)
-    with pytest.raises(PlanError, match="give it in the request"):
-        explain_stages(replace(request_of_gpt, split=None), point.plan)

@@ -15,9 +15,9 @@ from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh
 from lightning_topt.graph.op_config import OpConfig, Replicate, Shard
 from lightning_topt.plan.explanation import explain_plan
-from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
+from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_frontier import PlanFrontier
-from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
+from lightning_topt.plan.plan_search import SearchRequest, search_plans
 from lightning_topt.techniques.plan_costs import PlanCosts, seconds_by_kind
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
@@ -54,41 +54,6 @@ def new_request_of_gpt() -> SearchRequest:
 @pytest.fixture(scope="module")
 def request_of_gpt() -> SearchRequest:
     return new_request_of_gpt()
-
-
-def test_a_batch_that_no_data_axis_divides_needs_a_tensor_axis(
-    request_of_gpt: SearchRequest,
-) -> None:
-    found = search_plans(replace(request_of_gpt, device_counts=(4,), global_batch_size=2))
-    assert found.points
-    assert {point.plan.mesh.names[-1] for point in found.candidates} == {"tensor"}
-    with pytest.raises(ValueError, match="cannot be divided evenly over 4 devices"):
-        search_plans(replace(request_of_gpt, device_counts=(4,), global_batch_size=2, split=None))
-
-
-def test_links_in_nodes_decide_on_tensor_axes(request_of_gpt: SearchRequest) -> None:
-
-    def fastest(found: PlanFrontier) -> ParallelPlan:
-        return min(found.candidates, key=lambda point: point.step_seconds).plan
-
-    few, slow = replace(request_of_gpt, global_batch_size=8), Link(1e-6, 1e9)
-    best, without = search_plans(few), search_plans(replace(few, split=None))
-    assert "tensor" in fastest(best).mesh.names
-    assert best.points[-1].step_seconds < without.points[-1].step_seconds
-    many = replace(
-        request_of_gpt, global_batch_size=256, cluster=replace(NODES, intra=slow, inter=slow)
-    )
-    assert "tensor" not in fastest(search_plans(many)).mesh.names
-    for point in best.points:
-        assert ParallelPlan.from_yaml(point.plan.to_yaml()) == point.plan
-        assert point.plan.fingerprint == request_of_gpt.graph.fingerprint
-        placed = [
-            block.config.parameters
-            for block in point.plan.blocks
-            if block.block.startswith("blocks.")
-        ]
-        assert bool(placed[0]) == ("tensor" in point.plan.mesh.names)
-        assert len({tuple(each) for each in placed}) == 1
 
 
 # ---- ranks with batches of their own
@@ -228,19 +193,6 @@ def test_tensor_axes_without_a_layout_are_refused(request_of_gpt: SearchRequest)
         match=r"tensor axes tensor, tensor_rows; a mesh to search has one of these: tensor;",
     ):
         search_plans(replace(request_of_gpt, mesh=mesh))
-
-
-def test_plans_that_only_split_say_what_cannot_be() -> None:
-    # the message names all numbers of ranks that a request was asked about
-    made = new_request_of_gpt()
-    request = replace(made, device_counts=(7,), mesh=Mesh((Axis("tensor", 7),)))
-    with pytest.raises(
-        PlanError, match=r"over 7 ranks: no parameter can be cut into 7 slices .*'tokens.weight'"
-    ):
-        search_plans(request)
-    steps = local_graphs(replace(made, device_counts=(2,)))
-    assert {graph.whole_model for graph in steps} == {made.graph.fingerprint}
-    assert local_graphs(replace(made, split=None)) == []
 
 
 def test_what_is_between_layers_may_be_split_by_step(request_of_gpt: SearchRequest) -> None:

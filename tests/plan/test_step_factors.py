@@ -16,11 +16,9 @@ import pytest
 from benchmarks.exchange import step_factors as harness
 from benchmarks.exchange.paired_runs import keep_row
 from lightning_topt.communication import BF16, TopK
-from lightning_topt.costs.accuracy import Interval
 from lightning_topt.costs.cluster import Link
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.plan.choose import NoPlanFitsError
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan, uniform_plan
 from lightning_topt.plan.pipeline_search import StaleWeights
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
@@ -233,21 +231,6 @@ def test_each_way_of_training_is_searched() -> None:
     }
 
 
-def test_seconds_have_the_range_of_both():
-    interval = Interval(0.5, 2.0)
-    priced = dataclasses.replace(point(1.0, "bf16"), seconds_interval=interval)
-    found = time_to_loss(priced, StepFactor(1.5, 1.0, 2.0), steps=100)
-    assert (found.seconds, found.low, found.high) == (150.0, 50.0, 400.0)
-    # without a known length it is for a step of the dense run
-    found = time_to_loss(priced, StepFactor(1.5, 1.0, 2.0), steps=math.inf)
-    assert (found.seconds, found.low, found.high, found.steps) == (1.5, 0.5, 4.0, None)
-
-
-def test_nothing_known_is_an_error():
-    with pytest.raises(NoPlanFitsError, match="no plan has a known number of steps"):
-        choose_by_loss(of([point(1, "2 %")]), ADAMW, table=TABLE)
-
-
 def test_the_shipped_table_is_what_the_committed_runs_give():
     runs = json.loads(harness.RUNS.read_text())
     rows = json.loads(json.dumps([*harness.table_rows(runs), *harness.pipeline_rows()]))
@@ -289,13 +272,6 @@ def test_two_versions_miss_one_update_on_any_number_of_stages(stages):
     assert isinstance(found, str) and "no run of 1 missing updates by two_versions under" in found
 
 
-def test_another_version_of_the_table_is_refused(tmp_path):
-    path = tmp_path / "table.json"
-    path.write_text('{"version": 0, "rows": []}')
-    with pytest.raises(ValueError, match="of version 0, and this release reads 1"):
-        StepTable.read(path)
-
-
 # ---- the table of the user
 
 
@@ -323,13 +299,3 @@ def test_rows_of_the_users_model_go_before_those_of_the_package(tmp_path, monkey
     path.write_text("{")
     with pytest.raises(ValueError, match="is no table of step factors"):
         StepTable.of_model(net)
-
-
-def test_the_file_of_a_user_without_a_home_is_none(monkeypatch):
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
-    monkeypatch.setattr(Path, "home", no_home)
-    assert own_file() is None and StepTable.of_model("Net of 5 parameters") == StepTable.read()
-    assert json.loads(FILE.read_text())["version"] == 1

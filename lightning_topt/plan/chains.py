@@ -43,8 +43,6 @@ from lightning_topt.techniques.technique import Neighbours, Technique
 NO_BOUND = 1e9
 _PRICES = 96
 _FIRST = 12  # every so many-th price is tried first
-_FAR = 1e300  # stands for infinite costs of what is forbidden
-_SIZES = ("kept", "hump", "held", "forward_hump", "late")  # of a block, see `ChainTable`
 
 
 @dataclass(frozen=True)
@@ -474,19 +472,12 @@ def _moved(numbers: BlockBytes, by: int) -> BlockBytes:
     return replace(numbers, beside=beside)
 
 
-# ---- what is known before a chain is searched: whether any of its plans can beat known plans
+# ---- what shows that no plan of a pipeline can beat known plans
 #
 # A plan that none of the known ones beats takes less time than some known plan, and fewer bytes
-# than the next larger one: it lies below a corner (T, M). Take any price l of a byte, and any lower
-# bounds t, m of its seconds and bytes. Then t + l m < T + l M. Both are sums over blocks, so the
-# least of t + l m over all plans is found block by block. Where it is not below T + l M for one l,
-# no plan lies below that corner.
-#
-#     seconds >= fixed + sum of seconds
-#                or with + exchange - backward of each block, the network's time
-#     bytes   >= fixed + sum of static + what moves (see `ChainTable`) while
-#                a block runs backward or forward, the first and the last of each distinct one;
-#                forward is over; the optimizer steps
+# than the next larger one: it lies below a corner (T, M). Take any price l of a byte: seconds t and
+# bytes m of the plan have t + l m < T + l M. Where a lower bound of t + l m is not below T + l M for
+# one l, no plan lies below that corner.
 
 
 @dataclass(eq=False)
@@ -527,16 +518,6 @@ class KnownPlans:
             self._scaled[share] = KnownPlans(self.costs * share)
         return self._scaled[share]
 
-    def may_gain(self, table: ChainTable) -> bool:
-        """Return whether some plan of the chain may beat all known plans; False is certain."""
-        if not table.order:
-            return True
-        bound = _Bound(table)
-        return all(
-            self.may_gain_above(bound.fewest_bytes, p, bound.least(p))
-            for p in (self.few_prices, self.prices)
-        )
-
     def may_gain_above(self, fewest_bytes: float, prices: Array, least: Array) -> bool:
         """Return whether a plan above these bounds may beat all known plans; False is certain.
 
@@ -573,79 +554,6 @@ class KnownPlans:
         return np.concatenate(
             [np.zeros(1), np.geomspace(slopes.min() / 4, slopes.max() * 4, _PRICES)]
         )
-
-
-class _Bound:
-    """Bounds of the plans of a chain in W ways.
-
-    They are: while a block runs, the first and the last of each distinct one; when forward is over;
-    in the update. There are B distinct blocks with C configurations each.
-    """
-
-    def __init__(self, table: ChainTable) -> None:
-        self.table, self._counts = table, _counts(table)
-        self._more = np.zeros(len(self._counts))
-        self._more[-1] = table.update_bytes
-        sizes, seconds = zip(*map(_costs_of, table.blocks), strict=True)
-        most = max(len(block.configs) for block in table.blocks)
-        self._sizes, self._seconds = (
-            np.stack([filled(each, most) for each in some]) for some in (sizes, seconds)
-        )
-
-    def least(self, prices: Array) -> Array:
-        """Return (price,), a lower bound of seconds + price * bytes of all plans."""
-        # (B, size, network or not, price), of whatever configuration
-        priced = (
-            self._seconds[:, None, :, None] + prices[:, None] * self._sizes[:, :, None, None]
-        ).min(axis=-1)
-        # summed over the blocks of the chain in each way (W, network or not, price)
-        priced = np.minimum(priced, _FAR).reshape(self._counts.shape[1], -1)
-        total = (self._counts @ priced).reshape(len(self._counts), 2, len(prices))
-        fixed = self.table.fixed_seconds + prices * (
-            self.table.fixed_bytes + self._more[:, None, None]
-        )
-        return np.asarray((total + fixed).max(axis=(0, 1)))
-
-    @property
-    def fewest_bytes(self) -> float:
-        """The bytes that no plan has fewer than."""
-        least = self._sizes.min(axis=-1).ravel()
-        return self.table.fixed_bytes + float((self._more + self._counts @ least).max())
-
-
-def _counts(table: ChainTable) -> Array:
-    """Return how many blocks of each kind count with each of `_SIZES` (W, B * size).
-
-    The last way is the update.
-    """
-    order, kinds = np.array(table.order), len(table.blocks)
-    places = (np.flatnonzero(order == index) for index in set(table.order))
-    positions = sorted({int(end) for of_block in places for end in (of_block[0], of_block[-1])})
-    # while the block at a position runs backward, then forward; last: forward is over, the update
-    found = np.zeros((2 * len(positions) + 2, kinds, len(_SIZES)))
-    for n, position in enumerate(positions):
-        earlier, later = (
-            np.bincount(part, minlength=kinds) for part in (order[:position], order[position + 1 :])
-        )
-        for row, (before, peak) in zip(
-            (2 * n, 2 * n + 1), (("kept", "hump"), ("held", "forward_hump")), strict=True
-        ):
-            found[row, :, _SIZES.index(before)] += earlier
-            found[row, order[position], _SIZES.index(peak)] += 1
-            found[row, :, _SIZES.index("late")] += later
-    every = np.bincount(order, minlength=kinds)
-    found[-2, :, _SIZES.index("held")] = found[-1, :, _SIZES.index("late")] = every
-    return found.reshape(len(found), -1)
-
-
-def _costs_of(block: BlockCosts) -> tuple[Array, Array]:
-    """Return the bytes of a block (size, C), and its seconds without and with the network's (2, C).
-
-    The bytes include what is static.
-    """
-    sizes = np.stack([block.static + block.cost(name) for name in _SIZES])
-    sizes[~np.isfinite(sizes)] = 0.0  # forbidden: any bound will do
-    return sizes, np.stack([block.seconds, block.seconds + (block.exchange - block.backward)])
 
 
 def filled(costs: Array, count: int) -> Array:

@@ -12,8 +12,7 @@
 For each number of devices there are three searches, each of which knows what those before it found:
 
     1. meshes without a tensor axis     chains of blocks on each mesh (`plan.chains`)
-    2. meshes with a tensor axis        the same on slices (`split_steps`), where a lower
-                                        bound says that some plan may be better
+    2. meshes with a tensor axis        the same on slices (`split_steps`)
     3. pipelines                        cuts of the chain into stages (`plan.staged_plans`)
 
 A fit (`plugins.planning`, `plugins.searched_plan`) and commands
@@ -206,13 +205,13 @@ def _searched(
 ) -> Iterator[tuple[Sequence[PlanSpace], FoundPlans]]:
     """Yield spaces of plans for `count` ranks with the best plans of them.
 
-    First those without a tensor axis, then those with one that may be better.
+    First those without a tensor axis, then those with one.
     """
     # stages alone are asked for
     if request.pipelines is not None and request.pipelines.is_given:
         return
     # one budget of CPU seconds for all searches of this number of ranks
-    left, batches = request.max_seconds, list[PlanBatch]()
+    left = request.max_seconds
     show(f"searching plans for {count} devices")
     for spaces in _by_views(_spaces(request, count)):
         start = time.thread_time()
@@ -226,18 +225,14 @@ def _searched(
             found, batches=(*found.batches, *(space.smallest() for space in spaces if space.own))
         )
         left = max(left - (time.thread_time() - start), 1e-3)
-        batches += found.batches
         yield spaces, found
     if request.mesh is not None or request.own_batches:
         return
-    # with a tensor axis, where a bound leaves a chance against the plans found so far
-    known = KnownPlans.of(batches).scaled(1 / (1 + request.epsilon))
     if request.split is not None:
         show(f"searching plans with tensor axes for {count} devices")
     for spaces in _by_views(_tensor_spaces(request, count)):
         start = time.thread_time()
-        # chains whose lower bound known plans beat are left out
-        chains = [c for space in spaces for c in space.chains() if known.may_gain(c.table)]
+        chains = [c for space in spaces for c in space.chains()]
         yield spaces, search_chains(chains, max_seconds=left, epsilon=request.epsilon)
         left = max(left - (time.thread_time() - start), 1e-3)
 

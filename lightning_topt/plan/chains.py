@@ -476,8 +476,8 @@ def _moved(numbers: BlockBytes, by: int) -> BlockBytes:
 #
 # A plan that none of the known ones beats takes less time than some known plan, and fewer bytes
 # than the next larger one: it lies below a corner (T, M). Take any price l of a byte: seconds t and
-# bytes m of the plan have t + l m < T + l M. Where a lower bound of t + l m is not below T + l M for
-# one l, no plan lies below that corner.
+# bytes m of the plan have t + l m < T + l M. Where a lower bound of t + l m is not below T + l M
+# for one l, no plan lies below that corner.
 
 
 @dataclass(eq=False)

@@ -89,7 +89,6 @@ def resumed(
 
 EXACT: list[dict[str, Any]] = [
     {"density": 0.1},
-    {"density": 0.1, "bits": 8},
     {"density": 0.1, "hierarchical": True, "nodes": 2},
 ]
 OF_SHARDS: list[dict[str, Any]] = [

@@ -470,7 +470,7 @@ class _PartOfState:
             optimizer.register_load_state_dict_post_hook(self._lift),
         ]
 
-    def __call__(self, *_: Any) -> State:
+    def __call__(self, *_: Any) -> Any:
         raise RuntimeError(
             f"the state of this {self._name} is spread over ranks since its plan was taken back: "
             "save a checkpoint (trainer.save_checkpoint, on all ranks), which has it in full, and "

@@ -426,7 +426,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "no mesh": (
         lambda: Net(sgd),
         {"strategy": lambda: AutoParallelStrategy(allow_staleness=True, cluster=cluster(2))},
-        "without a plan",
+        "give a mesh",
     ),
 }
 

@@ -358,8 +358,17 @@ def shape_of_plan(plan: ParallelPlan) -> PipelineShape:
     level = max(config.storage.level for config in plan.configs.values())
     # with a batch for each rank, each of them is one microbatch
     samples = plan.batch_size if plan.own_batches else plan.batch_size / plan.num_microbatches
-    schedule = plan.schedule, plan.stages_per_rank, plan.num_microbatches
-    return PipelineShape(*sizes, *schedule, samples, level, tensor, _rows_apart(mesh), exchange)
+    return PipelineShape(
+        *sizes,
+        schedule=plan.schedule,
+        stages_per_rank=plan.stages_per_rank,
+        num_microbatches=plan.num_microbatches,
+        samples=samples,
+        level=level,
+        tensor=tensor,
+        rows_apart=_rows_apart(mesh),
+        exchange=exchange,
+    )
 
 
 def _rows_apart(mesh: Mesh) -> bool:

@@ -647,6 +647,8 @@ def report_plan(
     if plan.schedule is not None:
         print_stages(explain_stages(search, plan), console=console)
     if ends:
+        for note in notes:
+            console.print(note, highlight=False, markup=False)
         console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
 
 

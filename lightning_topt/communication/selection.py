@@ -81,8 +81,9 @@ def top_k(x: Tensor, k: int) -> Selection:
     _check(x, k)
     flat = x.detach().reshape(-1)
     if flat.device.type == "cpu":
-        chosen = _select(flat.contiguous(), k)
-        indices = None if chosen is None else chosen[1].long()
+        if (chosen := _select(flat.contiguous(), k)) is not None:
+            return Selection(chosen[0].to(flat.dtype), chosen[1].long())
+        indices = None
     elif _has_triton(flat):
         indices = _triton_select(flat, None, k)
     else:

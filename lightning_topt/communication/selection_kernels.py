@@ -28,7 +28,9 @@ from lightning_topt.basics.jit import kernel
 
 BLOCK = 4096  # survivors are fetched while their block is in the first-level cache
 AT_ONCE = 2  # survivors of a group that are listed without a branch
-DIGITS = ((20, 11), (10, 10), (0, 10))  # of a magnitude: lowest bit and width
+# of a magnitude: lowest bit and width; of a chunk, whose histogram has to stay in the cache
+DIGITS = ((16, 15), (8, 8), (0, 8))
+CHUNK_DIGITS = ((20, 11), (10, 10), (0, 10))
 GROUP = 64  # lanes: magnitudes that are compared at once
 # float32: as integers, magnitudes are in the order of their bits, NaN above infinity
 INFINITY_BITS = 0x7F800000
@@ -82,7 +84,8 @@ def _rank_from_top(histogram: Any, rank: int) -> tuple[int, int]:
 def exact_threshold(bits: Any, k: int) -> tuple[int, int]:
     """Return the k-th largest magnitude of `bits` (m,), and how many of the k equal it."""
     prefix = 0
-    for shift, width in DIGITS:
+    for place in range(3):
+        shift, width = DIGITS[place] if bits.shape[0] > BLOCK else CHUNK_DIGITS[place]
         histogram = np.zeros(1 << width, np.int32)
         for i in range(bits.shape[0]):
             magnitude = bits[i] & MAGNITUDE_MASK

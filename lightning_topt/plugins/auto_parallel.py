@@ -386,9 +386,11 @@ class AutoParallelStrategy(DataParallelHooks):
     ) -> Any:
         if self._elastic is not None:
             closure = self._elastic.watched(closure)
-        plain_step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
-        step = partial(self._guard.step, plain_step, self.precision_plugin)
-        result = self._run.runner.update(step, optimizer, closure)
+        clock = None if self._updates is None else self._updates.clock
+        with nullcontext(closure) if clock is None else clock.update(closure) as closure:
+            plain_step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
+            step = partial(self._guard.step, plain_step, self.precision_plugin)
+            result = self._run.runner.update(step, optimizer, closure)
         if self._elastic is not None:
             self._elastic.end_update()
         return result

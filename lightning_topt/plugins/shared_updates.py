@@ -25,6 +25,7 @@ from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as pl
+import psutil
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, Strategy
@@ -35,6 +36,7 @@ from torch.optim import Optimizer
 
 from lightning_topt.communication.hook import equal_parameters
 from lightning_topt.communication.rank_watch import within_limit
+from lightning_topt.costs.measuring import device_memory_bytes
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.optim.adaptive_step import AdaptiveStep, Sharing
 from lightning_topt.optim.update_rule import update_rule, why_not_shared
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
 _WAIT_SECONDS = 300.0  # on another rank
 _WORTH_SECONDS = 1.0  # that a fit has to save: what it takes to measure whether sharing pays
 HINT_BATCHES = 20
-LEAST_SHARE = 0.1  # of a step
+LEAST_SHARE, FULL_SHARE = 0.1, 0.9  # of a step; of a device's memory
 
 
 class SharedUpdates:
@@ -147,7 +149,10 @@ class SharedUpdates:
         if self.clock is not None:
             self.clock.begin_batch()
             if self.clock.is_over:
-                self.hint, self.clock = self.clock.hint(), None
+                is_shared = any(step.parallel is not None for step in self.steps)
+                how = f"which ranks do not share: {self._controller.reason}"
+                how = "which ranks share already" if is_shared else how
+                self.hint, self.clock = self.clock.hint(how_updated=how), None
                 if self.hint is not None:
                     rank_zero_info(f"topt: {self.hint.text}")
 
@@ -184,11 +189,11 @@ class SharedUpdates:
 
 
 class Hint(NamedTuple):
-    """The larger share of a step that something here treats.
+    """The largest share of a step that something here treats.
 
     Attributes:
-        cause: ``"data"`` or ``"exchange"``.
-        share: of a step's seconds.
+        cause: ``"data"``, ``"exchange"``, ``"update"`` or ``"memory"``.
+        share: of a step's seconds, or of the device's memory.
         text: the sentence, with what would treat it.
     """
 
@@ -198,18 +203,19 @@ class Hint(NamedTuple):
 
 
 class PhaseClock:
-    """Times the waits of `HINT_BATCHES` batches of a fit under ddp, on one rank.
+    """Times the phases of `HINT_BATCHES` batches of a fit under ddp, on one rank.
 
     Args:
-        device: of this rank. An accelerator is not waited for, so its exchanges are not timed.
+        device: of this rank. An accelerator is not waited for: of its steps only the wait for data
+            and the memory count.
         waited: returns the seconds that loaders have kept the fit waiting so far.
     """
 
     def __init__(self, device: torch.device, waited: Callable[[], float]) -> None:
-        self._is_cpu, self._waited = device.type == "cpu", waited
-        self._exchange_seconds = 0.0
-        # of each batch: when it began, what loaders had waited, and exchanges had taken
-        self._marks: list[tuple[float, float, float]] = []
+        self._device, self._waited = device, waited
+        self._exchange_seconds = self._update_seconds = 0.0
+        # of each batch: when it began, what loaders had waited, exchanges and updates had taken
+        self._marks: list[tuple[float, float, float, float]] = []
 
     @property
     def is_over(self) -> bool:
@@ -218,7 +224,8 @@ class PhaseClock:
 
     def begin_batch(self) -> None:
         """A batch begins, for which loaders were waited for."""
-        self._marks.append((perf_counter(), self._waited(), self._exchange_seconds))
+        mark = (perf_counter(), self._waited(), self._exchange_seconds, self._update_seconds)
+        self._marks.append(mark)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -228,29 +235,66 @@ class PhaseClock:
         waited = perf_counter() - start - (thread_time() - on_core)
         self._exchange_seconds += max(waited, 0.0)
 
-    def hint(self) -> Hint | None:
-        """Return the larger share of a step; None where both are below a tenth."""
-        # (seconds, of these for data, of these for exchanges) of each batch
+    @contextmanager
+    def update(self, closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+        """Time a step of an optimizer, without the seconds in the closure that is yielded."""
+        in_closure = 0.0
+
+        def timed() -> Any:
+            nonlocal in_closure
+            start = perf_counter()
+            try:
+                return closure()
+            finally:
+                in_closure += perf_counter() - start
+
+        start = perf_counter()
+        yield timed
+        self._update_seconds += perf_counter() - start - in_closure
+
+    def hint(self, *, how_updated: str) -> Hint | None:
+        """Return what is nearly full, or takes the largest share of a step: a tenth or more.
+
+        Args:
+            how_updated: says whether ranks share the update, as a clause.
+        """
+        if (memory := _used_memory_share(self._device)) > FULL_SHARE:
+            text = (
+                f"{memory:.0%} of the device's memory is in use: a memory_limit, such as "
+                "AutoParallelStrategy(memory_limit=...), searches a plan that needs less"
+            )
+            return Hint("memory", memory, text)
+        # (seconds, of these for data, exchanges and updates) of each batch
         batches = [
             tuple(end - begin for end, begin in zip(after, before, strict=True))
             for before, after in itertools.pairwise(self._marks)
         ]
         # without those that took three times as long as most: others ran between them
         most = 3 * statistics.median(seconds for seconds, *_ in batches)
-        total, data, exchange = map(sum, zip(*(b for b in batches if b[0] <= most), strict=True))
-        if self._is_cpu and exchange > data:
-            share, cause = exchange / total, "exchange"
-            why = (
-                "waits for gradients of other ranks: strategy='topt_full' searches plans that send "
-                "less, and 'topt_compressed' sends compressed gradients"
-            )
-        else:
-            share, cause = data / total, "data"
-            why = (
-                "waits for data: more workers in the DataLoader (examples/recipes measures how "
-                "many), or CachedDataModule would treat that"
-            )
-        return Hint(cause, share, f"{share:.0%} of a step {why}") if share >= LEAST_SHARE else None
+        total, *phases = map(sum, zip(*(b for b in batches if b[0] <= most), strict=True))
+        causes = {
+            "data": "waits for data: more workers in the DataLoader (examples/recipes measures how "
+            "many), or CachedDataModule would treat that",
+            "exchange": "waits for gradients of other ranks: strategy='topt_full' searches plans "
+            "that send less, and 'topt_compressed' sends compressed gradients",
+            "update": f"is the update of optimizers, {how_updated}",
+        }
+        shares = dict(zip(causes, (seconds / total for seconds in phases), strict=True))
+        if self._device.type != "cpu":
+            shares = {"data": shares["data"]}
+        cause = max(shares, key=shares.__getitem__)
+        if shares[cause] < LEAST_SHARE:
+            return None
+        return Hint(cause, shares[cause], f"{shares[cause]:.0%} of a step {causes[cause]}")
+
+
+def _used_memory_share(device: torch.device) -> float:
+    # The most of this rank's memory that was in use so far
+    if device.type == "cuda":
+        used = torch.cuda.max_memory_reserved(device)
+    else:
+        used = psutil.Process().memory_info().rss
+    return used / device_memory_bytes(device)
 
 
 # ---- what a shared update needs ------------------------------------------------------------------

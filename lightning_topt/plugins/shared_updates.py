@@ -149,10 +149,7 @@ class SharedUpdates:
         if self.clock is not None:
             self.clock.begin_batch()
             if self.clock.is_over:
-                is_shared = any(step.parallel is not None for step in self.steps)
-                how = f"which ranks do not share: {self._controller.reason}"
-                how = "which ranks share already" if is_shared else how
-                self.hint, self.clock = self.clock.hint(how_updated=how), None
+                self.hint, self.clock = self.clock.hint(), None
                 if self.hint is not None:
                     rank_zero_info(f"topt: {self.hint.text}")
 
@@ -165,7 +162,10 @@ class SharedUpdates:
         plan = dataclasses.replace(plan, reason=f"{reason}.")
         self._controller.decide_by_clock(plan, perf_counter() - self._began)
         if self._strategy.world_size > 1:
-            self.clock = PhaseClock(self._strategy.root_device, self._waited)
+            how = "share already" if is_shared else f"do not share: {reason}"
+            self.clock = PhaseClock(
+                self._strategy.root_device, self._waited, how_updated=f"which ranks {how}"
+            )
         if is_shared:
             rank_zero_info(f"topt: ranks share the update of optimizers: {reason}")
 
@@ -209,10 +209,13 @@ class PhaseClock:
         device: of this rank. An accelerator is not waited for: of its steps only the wait for data
             and the memory count.
         waited: returns the seconds that loaders have kept the fit waiting so far.
+        how_updated: says whether ranks share the update, as a clause.
     """
 
-    def __init__(self, device: torch.device, waited: Callable[[], float]) -> None:
-        self._device, self._waited = device, waited
+    def __init__(
+        self, device: torch.device, waited: Callable[[], float], *, how_updated: str
+    ) -> None:
+        self._device, self._waited, self._how_updated = device, waited, how_updated
         self._exchange_seconds = self._update_seconds = 0.0
         # of each batch: when it began, what loaders had waited, exchanges and updates had taken
         self._marks: list[tuple[float, float, float, float]] = []
@@ -252,12 +255,8 @@ class PhaseClock:
         yield timed
         self._update_seconds += perf_counter() - start - in_closure
 
-    def hint(self, *, how_updated: str) -> Hint | None:
-        """Return what is nearly full, or takes the largest share of a step: a tenth or more.
-
-        Args:
-            how_updated: says whether ranks share the update, as a clause.
-        """
+    def hint(self) -> Hint | None:
+        """Return what is nearly full, or takes the largest share of a step: a tenth or more."""
         if (memory := _used_memory_share(self._device)) > FULL_SHARE:
             text = (
                 f"{memory:.0%} of the device's memory is in use: a memory_limit, such as "
@@ -277,7 +276,7 @@ class PhaseClock:
             "many), or CachedDataModule would treat that",
             "exchange": "waits for gradients of other ranks: strategy='topt_full' searches plans "
             "that send less, and 'topt_compressed' sends compressed gradients",
-            "update": f"is the update of optimizers, {how_updated}",
+            "update": f"is the update of optimizers, {self._how_updated}",
         }
         shares = dict(zip(causes, (seconds / total for seconds in phases), strict=True))
         if self._device.type != "cpu":

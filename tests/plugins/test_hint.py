@@ -34,7 +34,7 @@ def test_the_largest_share_is_named(monkeypatch, device, phases, memory, cause, 
     monkeypatch.setattr(shared_updates.psutil, "Process", lambda: process)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 100 * memory)
     for_data, for_gradients, computing, update = phases
-    clock = PhaseClock(torch.device(device), lambda: loaders.now)
+    clock = PhaseClock(torch.device(device), lambda: loaders.now, how_updated="shared")
 
     def closure() -> None:
         with clock.backward():
@@ -50,7 +50,7 @@ def test_the_largest_share_is_named(monkeypatch, device, phases, memory, cause, 
         wall.now += for_data + (1000 if batch == 3 else 0)  # something else ran: left out
         loaders.now += for_data
     assert clock.is_over
-    hint = clock.hint(how_updated="which ranks share already")
+    hint = clock.hint()
     if cause is None:
         assert hint is None
     else:

@@ -78,39 +78,11 @@ def test_train_writes_its_record(trained):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["train", "trainer.max_epoch=1"], "Could not override 'trainer.max_epoch'"),
-        (["train", "strategy=ddp", "data.max_bytes=10"], "raise max_bytes"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_wrong_use_is_one_sentence_and_exit_code_2(arguments, words, tmp_path):
-    ranks = 2 if "strategy=ddp" in arguments else 1
-    status, output = topt(*arguments, folder=tmp_path, ranks=ranks)
-    assert status == 2, output
-    (line,) = (line for line in output.splitlines() if line.startswith("topt: "))
-    assert words in line and "Traceback" not in output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
         (["train", "+trainer.colour=red"], "colour"),
         (["plan", *ALONE, "strategy.memory_limit=1KiB", "cluster=local_cpu"], "memory"),
         (
             ["plan", *ALONE, "device_counts=[2,3]", "cluster=local_cpu"],
             "cannot be divided evenly over 3 devices",
-        ),
-        (
-            ["plan", "mesh={data:2,tensor:4}", "tensor=false"],
-            "tensor=false, but the mesh has a tensor axis",
-        ),
-        (
-            [
-                "plan",
-                "strategy.plan={mesh:{pipeline:2,data:2},gradient_exchange:{method:topk}}",
-                "strategy.allow_compression=true",
-            ],
-            "takes nothing given beside a mesh: leave out gradient_exchange",
         ),
         (
             ["plan", *TINY, "model.num_heads=1", "cluster=a100_8x8", "mesh={tensor:7}"],

@@ -54,13 +54,11 @@ def test_classes_of_the_current_folder_are_planned(tmp_path):
     ("arguments", "words"),
     [
         (f"model=own model._target_=mine.Not {ROWS}", "mine.Not"),
-        (f"{NET} data=own data._target_=mien.Rows", "mien"),
         ("data._target_=mine.Rows", "data: Rows.__init__() got an unexpected keyword argument"),
         (
             f"{NET} data._target_=mine.Rows",
             "'model.seq_len' not found; a value that `--cfg job` shows refers to it",
         ),
-        (f"model=own {ROWS}", "model._target_"),
     ],
 )
 def test_what_is_not_there_is_one_sentence(arguments, words, tmp_path):

@@ -227,15 +227,3 @@ def test_16_bits_send_half_and_differ_by_rounding() -> None:
                 torch.testing.assert_close(gradient, expected[name], rtol=2e-2, atol=2e-2)
                 assert torch.equal(gradient, gradient.bfloat16().float())
         assert share < 1
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"tolerance": -0.1}, "tolerance is the share that may be lost"),
-        ({"bits": 8}, "bits of a value on its way are 16 or 32"),
-    ],
-)
-def test_wrong_options(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        BoundedLoss(**options)

@@ -134,18 +134,6 @@ def test_bytes_of_a_step(shape):
         assert abs(sent - expected) <= 8 * len(numels)
 
 
-def bad_input(rank: int) -> None:
-    model = make_model()
-    with pytest.raises(ValueError, match="world size"):
-        CompressedExchange(model, TopK(), topology=Topology(2, 2, rank))
-    with pytest.raises(ValueError, match="density"):
-        CompressedExchange(model, TopK(density=0.01 * (1 + rank)))
-
-
-def test_bad_input():
-    run_on_pool(bad_input, 2)
-
-
 def dies(rank: int, method: GradientMethod, shape: tuple[int, int], dead: int, folder: str) -> None:
     rank_watch.GRACE_SECONDS, rank_watch.POLL_SECONDS = 2.0, 0.1
     ddp, exchange = wrap(method, topology=Topology(*shape, rank), settings={"timeout_seconds": 20})

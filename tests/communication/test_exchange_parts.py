@@ -138,20 +138,6 @@ def test_topology():
         Topology(2, 2, 4)
 
 
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        ({"density": 0.0}, "density"),
-        ({"method": "zip"}, "method"),
-        ({"bits": 3}, "bits"),
-        ({"method": "bf16", "density": 0.1}, "density"),
-    ],
-)
-def test_bad_options(options, word):
-    with pytest.raises(ValueError, match=word):
-        read_method(options)
-
-
 def test_density_of_all_together():
     """What each sends depends on how many do: ranks, or nodes where gradients are summed inside
     them.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any
 
@@ -292,32 +291,6 @@ def test_a_saved_state_goes_on_as_if_nothing_had_happened(method: LocalMethod) -
             assert torch.equal(whole[name], results[0][0][name])
 
 
-def refused(rank: int) -> None:
-    module = model(0)
-    outer = OuterSteps(module, METHODS[0])
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    outer.follow(optimizer)
-    with pytest.raises(ValueError, match="several"):
-        outer.follow(optimizer)
-    state = outer.state_dict()
-    with pytest.raises(ValueError, match="topk"):
-        outer.load_state_dict({**state, "method": "topk"})
-    momentum = {"momentum": {"0.weight": torch.zeros(3)}}
-    with pytest.raises(ValueError, match="another model"):
-        outer.load_state_dict({**state, "ranks": [momentum]})
-    outer.leave()
-    outer.close()
-    with pytest.raises(ValueError, match="trained parameters"):
-        OuterSteps(nn.Module(), METHODS[0])
-
-
-def test_what_cannot_be_is_refused() -> None:
-    run_on_pool(refused, 1)
-    for wrong in ({"bits": 3}, {"residual_decay": 1.5}, {"hierarchical": "yes"}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            SparseLoCo(**wrong)
-
-
 # ---- what goes wrong on a rank -------------------------------------------------------------------
 
 
@@ -338,17 +311,6 @@ def test_nan_is_named_on_all_ranks_and_nothing_changes() -> None:
     assert run_on_pool(not_finite, 3) == [True] * 3
 
 
-def alone(rank: int) -> Any:
-    parameters = initial(0)
-    outer = OuterSteps(parameters, LocalSteps(every=1))
-    watching = [thread for thread in threading.enumerate() if thread.name == "rank-watch"]
-    return outer.watch, watching, outer.after_step()
-
-
-def test_one_rank_has_no_watch() -> None:
-    assert run_on_pool(alone, 1) == [(None, [], True)]
-
-
 def waits_too_long(rank: int) -> None:
     outer = OuterSteps(initial(0), LocalSteps(every=1), timeout_seconds=0.3)
     if rank == 0:
@@ -360,12 +322,3 @@ def waits_too_long(rank: int) -> None:
 
 def test_timeout() -> None:
     run_ranks(waits_too_long, 2)
-
-
-def different(rank: int) -> None:
-    with pytest.raises(ValueError, match="every is 3 on rank 1 and 2 on rank 0"):
-        OuterSteps(initial(0), LocalSteps(every=2 + rank))
-
-
-def test_options_that_differ_between_ranks() -> None:
-    run_on_pool(different, 2)

@@ -82,21 +82,6 @@ def test_values_that_are_not_finite_are_refused(bad):
                 top_k(x, k)
 
 
-def test_wrong_arguments():
-    x = torch.randn(5)
-    for k in (-1, 6):
-        with pytest.raises(ValueError, match="between 0 and"):
-            top_k(x, k)
-    with pytest.raises(ValueError, match="float32, bfloat16"):
-        top_k(x.double(), 1)
-    with pytest.raises(ValueError, match="residual"):
-        feedback_top_k(x, torch.zeros(5, dtype=torch.float16), 1)
-    with pytest.raises(ValueError, match="residual"):
-        feedback_top_k(x, torch.zeros(6), 1)
-    with pytest.raises(ValueError, match="contiguous"):
-        feedback_top_k(torch.randn(10)[::2], torch.zeros(5), 1)
-
-
 @pytest.mark.parametrize("data", DATA)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_feedback_is_accumulate_select_zero(data, dtype):

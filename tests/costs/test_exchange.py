@@ -290,20 +290,3 @@ def test_what_ranks_leave_open(
         {**choice.as_mapping(), "hierarchical": 0} == {**options.as_mapping(), "hierarchical": 0}
         for choice in found
     )
-
-
-def test_wrong_models_are_refused() -> None:
-    graph, given = one_block(), replace(BASE, hierarchical=False)
-    profile = profile_of(graph)
-    costs = PlanCosts(TrainingStep(graph, CLUSTER, profile, data_mesh(2), 1, exchange=given))
-    assert {config.storage.level for block in graph.blocks for config in costs.configs(block)} == {
-        0,
-        1,
-    }  # whole gradients
-    for ranks, options in (
-        (1, given),
-        (2, replace(BASE, hierarchical=True)),
-        (3, replace(BASE, hierarchical=True)),
-    ):
-        with pytest.raises(ValueError, match="cannot exchange gradients"):
-            TrainingStep(graph, CLUSTER, profile, data_mesh(ranks), 1, exchange=options)

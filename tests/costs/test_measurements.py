@@ -10,7 +10,6 @@ import time
 import warnings
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,8 +21,6 @@ from lightning_topt.costs import optimizer as optimizer_costs
 from lightning_topt.costs.measurements import (
     Entry,
     Measurements,
-    default_directory,
-    describe_setup,
     load_entries,
     save_entries,
 )
@@ -103,25 +100,6 @@ def test_another_set_up_and_a_refresh_measure_again(tmp_path, counted, monkeypat
     assert counted[8:] == ["calibrate"]
     everything(tmp_path)  # kernels and updates of before the refresh are gone
     assert sorted(counted[9:]) == ["measure_kernels", "measure_kind", "measure_kind"]
-
-
-@pytest.mark.parametrize("part", [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul])
-def test_the_precision_of_float32_is_part_of_the_set_up(part):
-    before, was = describe_setup(torch.device("cpu"), num_nodes=1), part.fp32_precision
-    part.fp32_precision = "bf16" if part is torch.backends.mkldnn.matmul else "tf32"
-    try:
-        after = describe_setup(torch.device("cpu"), num_nodes=1)
-    finally:
-        part.fp32_precision = was
-    assert after["settings"] != before["settings"]
-
-
-def test_optimizers_whose_code_is_in_no_file_are_measured_each_time(tmp_path, counted):
-    namespace = {"optim": optim, "__name__": "somewhere"}
-    exec("class Mine(optim.SGD):\n    pass", namespace)
-    for _ in range(2):
-        everything(tmp_path, optimizer=lambda p: namespace["Mine"](p, lr=0.1))
-    assert counted.count("measure_kind") == 4 and counted.count("calibrate") == 1
 
 
 def on_rank(rank, directory):
@@ -277,13 +255,6 @@ def test_old_entries_and_those_of_the_future_are_not_used(tmp_path):
     assert not file.exists() and len(list(tmp_path.glob("*.json"))) == 1
 
 
-def test_a_directory_that_cannot_be_used_costs_a_warning(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.warns(UserWarning, match="cannot be kept"):
-        save_entries(tmp_path / "file" / "cache", SETUP, {})
-    assert load_entries(tmp_path / "none", SETUP) == {}
-
-
 def test_a_full_disk_costs_a_warning_and_leaves_the_old_file(tmp_path, monkeypatch):
     entries = {"kernel a": Entry(time.time(), 1.0)}
     save_entries(tmp_path, SETUP, entries)
@@ -295,11 +266,3 @@ def test_a_full_disk_costs_a_warning_and_leaves_the_old_file(tmp_path, monkeypat
     with pytest.warns(UserWarning, match="No space left"):
         save_entries(tmp_path, SETUP, {"kernel b": Entry(time.time(), 1.0)})
     assert load_entries(tmp_path, SETUP) == entries and len(list(tmp_path.iterdir())) == 1
-
-
-def test_where_files_are(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_directory() == tmp_path / "lightning_topt" / "measurements"
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which the standard says to ignore
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert default_directory() == Path(tmp_path / ".cache" / "lightning_topt" / "measurements")

@@ -14,7 +14,7 @@ import torch
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_topt.costs.optimizer import OptimizerError, measure_update_seconds, read_optimizer
+from lightning_topt.costs.optimizer import measure_update_seconds, read_optimizer
 
 CPU = torch.device("cpu")
 
@@ -200,56 +200,3 @@ def test_generators_and_modes_are_as_before():
             assert states() == inside and torch.is_autocast_enabled("cpu")
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-def with_module(module):
-    optimizer = optim.SGD(module.parameters(), lr=0.1)
-    optimizer.model = module
-    return optimizer
-
-
-def with_file(module):
-    optimizer = optim.SGD(module.parameters(), lr=0.1)
-    optimizer.log = open("/dev/null")  # noqa: SIM115
-    return optimizer
-
-
-class Sharp(optim.SGD):
-    def step(self, closure):
-        closure()
-        super().step()
-
-
-REFUSED = {
-    "refers to a module": with_module,
-    "cannot be copied": with_file,
-    "needs a closure": lambda module: Sharp(module.parameters(), lr=0.1),
-    "sparse gradients": lambda module: optim.SparseAdam(list(module.parameters())),
-}
-
-
-@pytest.mark.parametrize("reason", REFUSED)
-def test_what_cannot_be_tried_is_refused_with_a_way_out(reason):
-    module = nn.Linear(3, 2)
-    with pytest.raises(OptimizerError, match=rf"(?s){reason}.*plan='ddp'"):
-        both(REFUSED[reason](module), module)
-
-
-def test_parameters_of_unusual_kinds():
-    module = nn.Module()
-    module.scale = nn.Parameter(torch.tensor(1.0))
-    module.wave = nn.Parameter(torch.ones(4, 3, dtype=torch.complex64))
-    module.narrow = nn.Parameter(torch.ones(4, dtype=torch.float16))
-    module.kernel = nn.Parameter(torch.ones(2, 2, 1, 1, 1))
-    profile = both(optim.AdamW(module.parameters()), module)
-    sizes = [profile.state_bytes(name) for name in ("scale", "wave", "narrow", "kernel")]
-    assert sizes == [2 * 4 + 4, 2 * 8 * 12 + 4, 2 * 2 * 4 + 4, 2 * 4 * 4 + 4]
-    deep = nn.ParameterList([nn.Parameter(torch.ones(1, 1, 1, 1, 1, 1, 2))])
-    with pytest.raises(OptimizerError, match="7 dims"):
-        both(optim.AdamW(deep.parameters()), deep)
-    lazy = nn.LazyLinear(3)
-    with pytest.raises(OptimizerError, match="no shape yet"):
-        both(optim.AdamW(lazy.parameters()), lazy)
-    stranger = optim.AdamW([nn.Parameter(torch.ones(2))])
-    with pytest.raises(OptimizerError, match="not a parameter of the module"):
-        measure_update_seconds([stranger], named_parameters=module.named_parameters(), device=CPU)

@@ -228,13 +228,6 @@ def test_a_disk_that_cannot_be_read_gives_misses(tmp_path, monkeypatch):
     assert len(caught) <= 3  # reading, storing, emptying: not one per sample
 
 
-@pytest.mark.parametrize(("tiers", "below"), [({"memory": 0}, ""), ({"disk": 0}, "new")])
-def test_a_directory_that_is_a_file_is_an_error(tmp_path, tiers, below):
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(ValueError, match="is a file"):
-        make(tmp_path / "file" / below, **tiers)
-
-
 def test_what_is_certain_stays_an_error(tmp_path, monkeypatch):
     cache = make(tmp_path)
     cache.refuse("two draws differ")

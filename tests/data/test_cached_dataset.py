@@ -140,14 +140,6 @@ def test_batches_are_what_default_collate_gives(tmp_path, kind, memory_bytes):
         assert ready == (kind != "strings")
 
 
-def test_batches_of_different_layouts_are_collated_by_torch(tmp_path):
-    dataset = BatchDataset(cached(Data(lambda i: torch.zeros(3 if i == 5 else 2)), tmp_path))
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="size"):
-            collate(dataset.__getitems__([4, 5, 6]))
-        assert collate(dataset.__getitems__([1, 2])).shape == (2, 2)
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_in_a_loader_with_workers(tmp_path, num_workers):
     make = KINDS["pair"]
@@ -234,21 +226,3 @@ def test_a_random_sample_is_refused_and_the_cache_given_up(tmp_path, source):
         dataset[0]
     with pytest.raises(RefusedCacheError, match="different samples"):
         cached(Random(source), tmp_path)
-
-
-def test_rare_randomness_is_found_out_too(tmp_path):
-    random.seed(0)
-    dataset = cached(Random("python", probability=0.3), tmp_path)
-    with pytest.raises(NotDeterministicError):
-        for index in range(ITEMS):
-            dataset[index]
-
-
-def test_two_marks_are_an_error(tmp_path):
-    class Twice(Augmented):
-        @deterministic
-        def other(self, index):
-            return index
-
-    with pytest.raises(ValueError, match="2 methods"):
-        cached(Twice(), tmp_path)

@@ -326,19 +326,6 @@ class Thirds:
         return [[0], [1], [2]]
 
 
-def test_what_cannot_be_shared_is_said(tmp_path):
-    loader = loader_of(
-        [1], tmp_path / "meet", batches=lambda epoch: [[0]], collate_fn=lambda samples: object()
-    )
-    with pytest.raises(TypeError, match="cannot store as plain data"):
-        list(loader)
-    loader.close()
-    sizes = ({"memory_bytes": 0}, {"memory_bytes": "much"})
-    for wrong in (*sizes, {"num_workers": 0}, {"timeout_seconds": 0}, {"seed": -1}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            loader_of(Samples(), tmp_path, **wrong)
-
-
 def test_a_batch_larger_than_the_memory_is_warned_of(tmp_path):
     loader = loader_of(Samples(), tmp_path / "meet", memory_bytes="10 B")
     with warnings.catch_warnings(record=True) as caught:

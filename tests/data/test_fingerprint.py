@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import copy
 import enum
 import os
 import random
@@ -12,7 +11,6 @@ import subprocess
 import sys
 import threading
 import types
-from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +20,7 @@ from torch.utils.data import Dataset
 
 from lightning_topt.data.cache import fingerprint as fingerprints
 from lightning_topt.data.cache import sample_codec
-from lightning_topt.data.cache.cached_dataset import CachedDataset, deterministic
 from lightning_topt.data.cache.fingerprint import UnnamableError, fingerprint
-from lightning_topt.data.cache.sample_cache import SampleCache
 from tests.preloaded import preloaded_python
 
 CODE = """
@@ -137,12 +133,6 @@ def test_different_states_have_different_names():
     assert len(set(names)) == len(names)
 
 
-def test_cycles_and_shared_parts():
-    ring = [1]
-    ring.append(ring)
-    assert fingerprint(made(ring)) == fingerprint(made(ring)) != fingerprint(made([1, [1]]))
-
-
 def test_what_is_no_state(tmp_path, monkeypatch):
     """Randomness, folders, and the files that the kernel makes up."""
     assert len({fingerprint(made(torch.Generator().manual_seed(seed))) for seed in (1, 2)}) == 1
@@ -193,65 +183,6 @@ def test_what_has_no_canonical_form_is_an_error():
         fingerprint(made(threading.Lock()))
     with open(os.devnull) as file, pytest.raises(UnnamableError):
         fingerprint(made(file))
-
-
-TABLE = """
-import functools
-class Data:
-    def __init__(self, by):
-        self.by = by
-    @functools.cached_property
-    def table(self):
-        return [object(), self.by * {factor}]
-    def __getitem__(self, i):
-        return self.table[1] + i
-"""
-
-
-def test_a_cached_property_counts_as_its_code():
-    def data(by, *, factor):
-        namespace = {"__name__": "users_module"}
-        exec(TABLE.format(factor=factor), namespace)
-        return namespace["Data"](by)
-
-    used = data(1, factor=1)
-    before = fingerprint(used)
-    assert used[1] == 2 and "table" in vars(used)
-    assert fingerprint(used) == before == fingerprint(data(1, factor=1))
-    assert len({before, fingerprint(data(2, factor=1)), fingerprint(data(1, factor=2))}) == 3
-
-
-class Marked(Dataset):
-    def __init__(self):
-        self.pattern = re.compile("a+")
-
-    def __len__(self):
-        return 3
-
-    @deterministic
-    def load(self, index):
-        return index
-
-    def __getitem__(self, index):
-        return self.load(index)
-
-
-class WithoutState(Marked):
-    def __init__(self):
-        pass
-
-
-@pytest.mark.parametrize("kind", [Marked, WithoutState])
-def test_a_cache_that_is_in_use_changes_nothing(tmp_path, kind):
-    data = kind()
-    before = fingerprint(data)
-    copy.deepcopy(data)  # Python notes things on the class
-    dataset = CachedDataset(
-        data,
-        SampleCache(tmp_path, fingerprint=before, num_items=3, memory_bytes=4096, disk_bytes=0),
-    )
-    assert dataset[1] == 1
-    assert fingerprint(data) == before == fingerprint(kind())
 
 
 # ---- code ----------------------------------------------------------------------------------------
@@ -394,15 +325,6 @@ def test_modules_that_are_imported_when_they_are_needed_count(
     assert names["as before"] == names["again"] != names["other"]
 
 
-@pytest.mark.parametrize(
-    "body", ["import later.none", "from ....too.far import one", "import nowhere", "import later"]
-)
-def test_imports_that_will_fail_are_left_to_fail(tmp_path, monkeypatch, body):
-    write(tmp_path, {"later.py": "def"})
-    monkeypatch.syspath_prepend(tmp_path)
-    assert fingerprint(data_of("users.data", body)) == fingerprint(data_of("users.data", body))
-
-
 def test_installed_packages_go_by_version(tmp_path, monkeypatch, unseen):
     names = []
     for text, number in (("", "1"), ("x = 1", "1"), ("", "2")):
@@ -416,28 +338,10 @@ def test_installed_packages_go_by_version(tmp_path, monkeypatch, unseen):
     assert names[0] == names[1] != names[2]
 
 
-def test_another_version_of_a_library_is_another_name(monkeypatch, unseen):
-    before = fingerprint(made(torch.nn.Linear))
-    unseen()
-    monkeypatch.setattr(metadata, "version", lambda name: "0.0")
-    assert fingerprint(made(torch.nn.Linear)) != before
-
-
 def test_another_format_of_samples_is_another_name(monkeypatch):
     before = fingerprint([1])
     monkeypatch.setattr(sample_codec, "FORMAT", sample_codec.FORMAT + 1)
     assert fingerprint([1]) != before
-
-
-def test_a_long_way_through_the_code():
-    functions = "".join(f"def f{i}(x):\n    return f{i + 1}(x)\n" for i in range(3000))
-    names = []
-    for last in (1, 1, 2):
-        namespace = executed(
-            f"{functions}def f3000(x):\n    return {last}", {"__name__": "users_module"}
-        )
-        names.append(fingerprint([namespace["f0"]]))
-    assert names[0] == names[1] != names[2]
 
 
 USERS = """

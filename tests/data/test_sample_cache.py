@@ -16,7 +16,7 @@ from lightning_topt.data.cache.sample_codec import decode, encode, size_of
 from tests.shared_memory import shared_files
 
 ITEMS = 50
-FORK, SPAWN = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
+FORK = multiprocessing.get_context("fork")
 
 
 def sample(item):
@@ -163,17 +163,6 @@ def test_damage_is_counted_and_repaired(tmp_path):
     os.pwrite(where.descriptor, b"\0" * 8, where.offset + 64)
     assert epoch(cache) == [7] and cache.statistics().damaged == 1
     assert epoch(cache) == []
-
-
-NO_ROOM = {(0, 0): "needs room", (-1, 5): "memory_bytes", (5, "8Gb"): "Gb"}
-
-
-@pytest.mark.parametrize(("memory", "disk"), NO_ROOM)
-def test_no_room_is_an_error(tmp_path, memory, disk):
-    with pytest.raises(ValueError, match=NO_ROOM[memory, disk]):
-        SampleCache(
-            tmp_path, fingerprint="f", num_items=ITEMS, memory_bytes=memory, disk_bytes=disk
-        )
 
 
 class OtherNode:

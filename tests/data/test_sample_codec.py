@@ -7,7 +7,6 @@ import dataclasses
 import enum
 import io
 import random
-import tracemalloc
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +15,6 @@ import torch
 from PIL import Image
 from torch.utils.data import default_collate
 
-from lightning_topt.data.cache import sample_codec
 from lightning_topt.data.cache.cached_batches import BatchDataset, collate
 from lightning_topt.data.cache.cached_dataset import CachedDataset
 from lightning_topt.data.cache.sample_cache import SampleCache
@@ -26,9 +24,7 @@ from lightning_topt.data.cache.sample_codec import (
     UnsupportedSample,
     decode,
     encode,
-    header_of,
     layout,
-    layout_of,
     size_of,
 )
 
@@ -182,14 +178,6 @@ def test_tensors_are_views_of_the_entry():
     assert torch.equal(decode(entry)[0], torch.ones(4))
 
 
-def test_samples_that_differ_in_values_have_one_layout():
-    def of(x):
-        return layout(entry_of((torch.full((3,), x), int(x), x, True, [int(x)] * 512)))
-
-    assert of(1.0) is of(2.0)  # by its header's bytes
-    assert layout(entry_of((torch.ones(4), 1, 1.0, True))) is not of(1.0)
-
-
 def test_bytes_that_are_no_entry_raise_an_error():
     entry = entry_of([torch.arange(10), "text", {"a": 1}])
     rng = random.Random(0)
@@ -204,22 +192,6 @@ def test_bytes_that_are_no_entry_raise_an_error():
             decode(broken)
         except (ValueError, TypeError, LookupError, RuntimeError, ArithmeticError, MemoryError):
             continue
-
-
-def test_layouts_take_a_bounded_number_of_bytes():
-    """Of texts of many lengths, which are not numbers: each has a layout of its own."""
-    headers = [header_of(entry_of(["a"] * 200 + ["b" * i])) for i in range(400)]
-    layout_of(headers[0])
-    tracemalloc.start()
-    try:
-        for header in headers:
-            layout_of(header)
-        grown = tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
-    most = sample_codec.KEPT_HEADER_BYTES
-    assert grown < 16 << 20 and sum(map(len, sample_codec._layouts)) <= most
-    assert layout_of(headers[-1]) is layout_of(headers[-1])
 
 
 def test_batches_of_sequences(tmp_path):

@@ -24,7 +24,7 @@ from lightning_topt.execution.sharded_checkpoint import (
 from lightning_topt.execution.states import TensorChunks
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig, Placement, Replicate, Shard
-from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, uniform_plan
+from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, uniform_plan
 from lightning_topt.plan.plan_values import PRESETS
 from lightning_topt.techniques.tensor_parallel.layout import layout_of
 from tests.launch import run_on_pool
@@ -265,70 +265,6 @@ def test_a_plan_trains_as_one_process(layout: str) -> None:
     same_states(after, state["optimizers"][0], exactly=True)
     same_states(again["optimizers"][0], state["optimizers"][0], exactly=True)
     assert all(torch.equal(again["module"][name], value) for name, value in module.items())
-
-
-def bad_plan(
-    changes: dict[str, Shard], mesh: Mesh = TENSOR, *, block: str = "", **entries: Any
-) -> ParallelPlan:
-    plain = PRESETS["ddp"].storage(mesh)
-    config = OpConfig(plain, parameters=placed(changes, mesh), **entries)
-    rest = [BlockPlan("", OpConfig(plain))] if block else []
-    return ParallelPlan.of_blocks([BlockPlan(block, config), *rest], mesh=mesh)
-
-
-def beyond(rank: int) -> str:
-    plan = bad_plan({}, block="blocks.0", inputs=((Shard(3),),))
-    engine = Engine(plan, Net(), device=CPU)
-    engine.apply()
-    with pytest.raises(ValueError, match="input 0") as caught:
-        engine.run_step([data()[0]], loss_of)
-    return str(caught.value)
-
-
-def test_a_border_that_a_tensor_cannot_have_is_named() -> None:
-    sentence = (
-        "input 0 of block 'blocks.0' has the shape (8, 8, 16), and the plan splits its dim 3 along "
-        "axis 'tensor'"
-    )
-    assert sentence in run_on_pool(beyond, 4)[0]
-
-
-def refused(rank: int) -> list[str]:
-    plans = [
-        bad_plan({"blocks.0.qkv.weight": Shard(2)}),
-        bad_plan({"blocks.0.nothing": Shard(0)}),
-        bad_plan({"norm.weight": Shard(0, parts=3)}),
-        bad_plan({"norm.weight": Shard(0)}, Mesh((Axis("time", 4),))),
-        bad_plan({}, gathers=("data",)),
-        bad_plan({}, BESIDE_DATA, sums=(Shard(1), Shard(1))),
-        bad_plan({}, block="blocks", inputs=((Shard(1),),)),
-    ]
-    sentences = []
-    for plan in plans:
-        with pytest.raises((PlanError, ValueError)) as caught:
-            Engine(plan, Net(), device=CPU).apply()
-        sentences.append(str(caught.value))
-    engine = Engine(bad_plan({"head.weight": Shard(0)}), module := Net(), device=CPU)
-    engine.apply()
-    with pytest.raises(ValueError, match="updates elements one by one") as caught:
-        engine.attach_optimizers([torch.optim.Adafactor(module.parameters())])
-    return sentences
-
-
-def test_what_cannot_be_split_is_named() -> None:
-    sentences = run_on_pool(refused, 4)[0]
-    wanted = [
-        "no dim 2",
-        "has none of that name",
-        "does not divide into 3 parts for 4 ranks",
-        "axis 'time'",
-    ]
-    wanted += [
-        "along axis 'data', which is no tensor axis",
-        "takes care of its sums",
-        "which is never called itself",
-    ]
-    assert all(words in sentence for words, sentence in zip(wanted, sentences, strict=True))
 
 
 # ---- folders of shards ---------------------------------------------------------------------------

@@ -102,23 +102,6 @@ def test_every_preset_at_any_size(preset, ranks):
     assert sum(len(ranks) for ranks, _ in found.equal_ranks()) == ranks
 
 
-def of_whole_parameters(module):
-    matrices = [p for p in module.parameters() if p.dim() == 2]
-    others = [p for p in module.parameters() if p.dim() != 2]
-    return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
-
-
-def test_states_of_whole_parameters_are_held_once():
-    module = on_meta()
-    found = verify_plan(plan_of("zero2", 4), module, optimizers_of=of_whole_parameters)
-    assert found.would_run
-    state = found.held_by_rank[:, KINDS.index("optimizer_state")]
-    others = [p for p in module.parameters() if p.dim() != 2]
-    matrices = sum(p.nbytes for p in module.parameters() if p.dim() == 2)
-    assert state.sum() == matrices + sum(2 * p.nbytes + 4 * 4 for p in others)
-    assert state.max() < 0.4 * state.sum()
-
-
 # ---- the same from ranks, with what they exchange ------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from lightning_topt.costs.chain_table import ChainTable
 from lightning_topt.frontier import chain_search, search_chain
 from tests.frontier.tables import (
     assert_costs_are_evaluated,
@@ -93,13 +92,3 @@ def test_time_that_is_up_leaves_what_is_known():
     found = search_chain(table, max_seconds=1e-9)
     assert found.points and not found.exact and 0 < found.error_bound < np.inf
     assert_costs_are_evaluated(table, found)
-
-
-def test_bad_limits_are_refused():
-    nothing = ChainTable((), ())
-    for limit in ({"max_points": 0}, {"max_seconds": 0}, {"max_bytes": -1}):
-        with pytest.raises(ValueError, match="at least 1"):
-            search_chain(nothing, **limit)
-    for epsilon in (-0.1, 1.0):
-        with pytest.raises(ValueError, match="epsilon"):
-            search_chain(nothing, epsilon=epsilon)

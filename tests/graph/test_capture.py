@@ -94,26 +94,6 @@ def test_operators_and_edges_of_a_chain() -> None:
     ]
 
 
-def test_control_flow_is_followed() -> None:
-    deep, shallow = (capture(Branching(deep=deep), torch.zeros(4, 8)) for deep in (True, False))
-    kinds = [op.kind for op in deep.ops]
-    assert kinds[:7] == [
-        "Linear",
-        "aten.relu",
-        "aten.mul",
-        "aten.tanh",
-        "aten.relu",
-        "aten.mul",
-        "Linear",
-    ]
-    assert "second" not in [op.name for op in shallow.ops]
-    assert [op.name for op in capture(CalledTwice(), torch.zeros(4, 8)).ops][:3] == [
-        "shared",
-        "drop",
-        "shared:2",
-    ]
-
-
 # ---- memory --------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,6 @@ from lightning_topt.graph.capture import capture
 from lightning_topt.graph.errors import CaptureError
 from tests.graph.measure import flops_of
 from tests.graph.test_steps_with_values import Net
-from tests.models import MLP, batch_for
 
 
 def refuse(module: Any, batch: Any, *fragments: str, **kwargs: Any) -> None:
@@ -72,24 +71,6 @@ def test_no_loss(output: Any) -> None:
             return output
 
     refuse(NoLoss(), X, "loss", "training_step returned", WAY_OUT)
-
-
-def test_loss_that_needs_no_gradient() -> None:
-    class Detached(Net):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return super().training_step(batch, batch_idx).detach()
-
-    refuse(Detached(), X, "depends on trainable parameters")
-
-
-def test_batches_without_a_size() -> None:
-    refuse(Net(), {"name": "x"}, "no tensor")
-    refuse(
-        Net(),
-        {"a": torch.zeros(4, 8), "b": torch.zeros(3)},
-        "no common size",
-        "(4, 8), (3,)",
-    )
 
 
 def test_step_that_depends_on_the_batch_size() -> None:
@@ -208,28 +189,3 @@ def test_checkpointed_module() -> None:
         # Two for each of four layers but the first, and those computed again; torch's newer form
         # stops before the last.
         assert products == 7 + (2 if use_reentrant else 1)
-
-
-@pytest.mark.parametrize("compiled", ["submodule", "call"])
-def test_compiled_parts_run_eagerly(compiled: str) -> None:
-    module = MLP()
-    if compiled == "call":
-        module.net.compile()
-    else:
-        module.net = torch.compile(module.net)  # type: ignore[assignment]
-    kinds = [op.kind for op in capture(module, batch_for(module)).ops]
-    assert kinds.count("Linear") == 3
-
-
-def test_transforms_of_functions() -> None:
-    class Vmapped(Net):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return torch.func.vmap(lambda row: self.net(row))(batch).square().mean()  # by rows
-
-    class Gradients(Net):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            gradient_of = torch.func.grad(lambda row: row.square().sum())
-            return (self.net(batch) * torch.func.vmap(gradient_of)(batch)).mean()  # by samples
-
-    refuse(Vmapped(), X, "torch.func", "# by rows", WAY_OUT)
-    refuse(Gradients(), X, "torch.func", "# by samples", WAY_OUT)

@@ -266,21 +266,6 @@ def test_reentrant_checkpoints_are_refused():
         trace(step)
 
 
-@pytest.mark.parametrize(
-    ("stages", "message"),
-    [
-        ([["a"], []], "stage 1 of 2 has no blocks"),
-        (
-            [["b"], ["a"]],
-            "call 1 of the step, block 'b' of stage 0, comes after a call of stage 1 \\('a'\\)",
-        ),
-    ],
-)
-def test_stages_that_do_not_fit(stages, message):
-    with pytest.raises(ValueError, match=message):
-        assign_calls(trace(call_training_step), stages)
-
-
 def test_a_call_that_returns_its_argument_and_what_writes_to_results():
     def step(net: Any, batch: Tensor) -> Any:
         x = net.b(net.a(batch))

@@ -13,10 +13,8 @@ from torch import Tensor, nn, optim
 from lightning_topt.optim import update_rule as rules
 from lightning_topt.optim.update_rule import (
     UnsplittableOptimizer,
-    check_by_parameter,
     check_runs_on_shards,
     collective_in_step,
-    pieces_of,
     update_rule,
     why_not_shared,
 )
@@ -97,25 +95,6 @@ class Estimated(Own):
     def before(self, group):
         total = sum(float(p.grad.abs().sum()) for p in group["params"])
         group["estimate"] = max(group.get("estimate", 1e-6), 1e-9 * total)
-
-
-class EstimatedForAll(Estimated):
-    """The same on the optimizer."""
-
-    def before(self, group):
-        self.estimate = max(
-            getattr(self, "estimate", 1e-6),
-            1e-9 * sum(float(p.grad.abs().sum()) for p in group["params"]),
-        )
-
-
-class EstimatedInState(Estimated):
-    """The same in the state of no parameter."""
-
-    def before(self, group):
-        self.state["all"]["estimate"] = 1e-9 * sum(
-            float(p.grad.abs().sum()) for p in group["params"]
-        )
 
 
 class Counting(Own):
@@ -204,8 +183,6 @@ OWN = {
     "a closure": (lambda p: Asking(p, 1), "", ""),
     "clipped together": (lambda p: Clipped(p, plain), "depends on which others", ""),
     "a common estimate": (lambda p: Estimated(p, plain), "depends on which others", ""),
-    "of all groups": (lambda p: EstimatedForAll(p, plain), "depends on which others", ""),
-    "in the state": (lambda p: EstimatedInState(p, plain), "depends on which others", ""),
     "random": (lambda p: Own(p, noisy), "random numbers", "draws random numbers"),
     "another class": (lambda p: Own(p, boxed), "Boxed", "Boxed"),
     "two closures": (lambda p: Asking(p, 2), "several times per step", ""),
@@ -231,15 +208,6 @@ def test_own_optimizers(name):
         assert update_rule(make_own(parameters()), declared="elements") == "elements"
 
 
-def test_parameters_by_themselves_whatever_is_asked():
-    check_by_parameter(Asking(parameters(), 2))
-    check_by_parameter(optim.SparseAdam(parameters()))
-    with pytest.raises(UnsplittableOptimizer, match="depends on which others"):
-        check_by_parameter(Asking(parameters(), 2, common=True))
-    with pytest.raises(UnsplittableOptimizer, match="LBFGS"):
-        check_by_parameter(optim.LBFGS(parameters()))
-
-
 def test_collectives_are_refused_and_send_nothing(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
@@ -250,14 +218,6 @@ def test_collectives_are_refused_and_send_nothing(tmp_path):
     finally:
         dist.destroy_process_group()
     assert collective_in_step(Own(parameters(), plain)) is None
-
-
-def test_declarations():
-    assert update_rule(make(optim.AdamW), declared="parameters") == "parameters"
-    with pytest.raises(UnsplittableOptimizer, match="Adafactor was declared"):
-        update_rule(make(optim.Adafactor), declared="elements")
-    with pytest.raises(ValueError, match="one of"):
-        update_rule(make(optim.AdamW), declared="rows")
 
 
 def test_rates_of_zero_and_in_tensors_are_no_obstacle():
@@ -323,12 +283,3 @@ def test_steps_that_are_shared_unasked():
         (twice, "parameter twice"),
     ):
         assert word in why_not_shared(optimizer)
-
-
-def test_pieces_of_shared_parameters():
-    optimizer = make(optim.AdamW)
-    first, second, *others = optimizer.param_groups[0]["params"]
-    cut = pieces_of(optimizer, {first, second}, ranks=2)
-    assert {piece.index for piece in cut} == {0, 1} and len(cut) == 3
-    whole = pieces_of(optimizer, {first, *others}, ranks=2, rule="parameters")
-    assert len(whole) == 1 + len(others) and {piece.owner for piece in whole} == {0, 1}

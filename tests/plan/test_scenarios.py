@@ -181,22 +181,6 @@ def test_the_table_marks_the_choice_and_the_limits() -> None:
     assert "! not within 10.0 h" in text
 
 
-def test_a_missing_price_is_one_sentence() -> None:
-    work = Workload(steps=10)
-    (unpriced,) = [of(1.0, Scenario(cluster("home", price=None), 4, 32), work)]
-    assert unpriced.money is None and unpriced.money_per_sample is None
-    with pytest.raises(ValueError, match="no price"):
-        choose_estimate([unpriced], objective="money", limits=Limits())
-    with pytest.raises(ValueError, match="price"):
-        choose_estimate([unpriced], objective="time", limits=Limits(budget=10))
-    assert (
-        choose_estimate([unpriced, *three()], objective="money", limits=Limits())[
-            0
-        ].scenario.cluster.name
-        == "middle"
-    )
-
-
 def test_what_is_asked_where_nothing_is_said() -> None:
     run, no_run = three(), [replace(each, run=None, money=None) for each in three()]
     assert default_objective(run, Limits(), given="time") == "money"

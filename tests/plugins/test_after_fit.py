@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.plugins.test_first_batch import MadeBefore
 from tests.plugins.trainer_ranks import (
     RecordingGPT,
     loader,
@@ -75,19 +74,6 @@ def test_modules_are_left_as_under_ddp_and_optimizers_say_where_their_state_is(p
     for found, told in on_ranks(fit, plan, RecordingGPT):
         assert found == expected
         assert "trainer.save_checkpoint" in told
-
-
-def fit_twice(rank: int, plan: str) -> str:
-    module = MadeBefore()
-    topt_trainer(plan, max_steps=2).fit(module, loader(4))
-    with pytest.raises(RuntimeError) as caught:
-        topt_trainer(plan, max_steps=2).fit(module, loader(4))
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("plan", ["zero1", "zero3", "pipeline"])
-def test_an_optimizer_whose_state_is_spread_is_not_used_again(plan: str) -> None:
-    assert all("make a new optimizer" in error for error in on_ranks(fit_twice, plan))
 
 
 def open_after_each_fit(rank: int, plan: str) -> list[Counter[str]]:

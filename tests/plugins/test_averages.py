@@ -20,15 +20,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from lightning_topt import AutoParallelStrategy
-from lightning_topt.plan.parallel_plan import PlanError
 from tests.plugins.trainer_ranks import (
     OwnShare,
     RecordingGPT,
-    loader,
     make_trainer,
     on_ranks,
     once_on_ranks,
-    topt_trainer,
 )
 
 EPOCHS = 4
@@ -149,22 +146,3 @@ def test_averages_are_saved_and_resumed_under_other_plans(
         assert own == pytest.approx(losses[6:], rel=1e-4) and own
         for state, values in zip(expected, states, strict=True):
             assert_equal(values, state)
-
-
-def refused(rank: int) -> list[str]:
-    sentences = []
-    for averages, options in (
-        (EMAWeightAveraging(), {"checkpoint": "sharded"}),
-        (EMAWeightAveraging(device="meta"), {}),
-    ):
-        trainer = topt_trainer("zero3", callbacks=[averages], options=options)
-        with pytest.raises(PlanError) as caught:
-            trainer.fit(RecordingGPT(), loader(8))
-        sentences.append(str(caught.value))
-    return sentences
-
-
-def test_averages_that_cannot_be_shards_are_named() -> None:
-    for sharded, apart in on_ranks(refused):
-        assert "EMAWeightAveraging saves full weights; leave out checkpoint='sharded'" in sharded
-        assert "EMAWeightAveraging keeps its averages on another device (meta)" in apart

@@ -8,7 +8,7 @@ import socket
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
     ConcatDataset,
@@ -198,29 +198,6 @@ def test_hooks_state_and_hyperparameters_are_the_modules(tmp_path):
     assert not hasattr(module, "nonsense")
 
 
-def test_all_loaders_of_a_module(tmp_path):
-    plain, module = (
-        BoringDataModule(),
-        CachedDataModule(BoringDataModule(), directory=tmp_path, memory_bytes=1 << 20),
-    )
-    for datamodule in (plain, module):
-        fit(datamodule, epochs=1, limit_train_batches=4, limit_val_batches=2)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-    )
-    for run in (trainer.validate, trainer.test, trainer.predict):
-        run(BoringModel(), datamodule=module)
-    assert all(s.misses for s in module.statistics().values())
-
-
-def test_a_module_without_validation_has_none(tmp_path):
-    fit(cached(Module(), tmp_path), epochs=1)  # Lightning would call val_dataloader and fail
-
-
 def _fit_two_ranks(rank, tmp_path, with_cache):
     inner = Module(dataset=Plain())
     module = cached(inner, tmp_path) if with_cache else inner
@@ -258,11 +235,6 @@ def test_what_cannot_be_cached_is_an_error(tmp_path, make, message):
 def test_a_random_data_set_is_refused(tmp_path):
     with pytest.raises(NotDeterministicError):
         fit(cached(Module(dataset=Plain(noise=1.0)), tmp_path))
-
-
-def test_no_room_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="room"):
-        CachedDataModule(Module(), directory=tmp_path, memory_bytes=0)
 
 
 def test_without_numbers_it_has_a_quarter_of_the_free_memory_and_a_folder_of_the_user(

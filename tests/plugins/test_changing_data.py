@@ -5,7 +5,6 @@ from __future__ import annotations
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_topt.plugins.cached_data import CachedDataModule
@@ -109,29 +108,3 @@ def test_what_is_set_reaches_the_module_inside(tmp_path, wrapper, saves):
     )
     if wrapper == "coordinated":
         module.close()
-
-
-@pytest.mark.parametrize("saves", [False, True])
-def test_the_batch_size_finder_tries_what_it_reports(tmp_path, saves):
-    tried = []
-    for module in (
-        Sized(saves=saves),
-        CachedDataModule(Sized(saves=saves), directory=tmp_path, memory_bytes=1 << 20),
-    ):
-        model = Sees()
-        trainer = make_trainer(max_epochs=1, default_root_dir=tmp_path, enable_checkpointing=True)
-        found = Tuner(trainer).scale_batch_size(
-            model, datamodule=module, steps_per_trial=1, max_trials=3
-        )
-        tried.append((found, model.shapes))
-    assert tried[0] == tried[1] and tried[0][0] == 8
-
-
-def test_a_second_fit_of_a_changed_module(tmp_path):
-    inner = Sized(4)
-    module = CachedDataModule(inner, directory=tmp_path, memory_bytes=1 << 20)
-    for size in (4, 6):
-        module.dataset.size = size
-        model = Sees()
-        make_trainer(max_epochs=1).fit(model, datamodule=module)
-        assert {shape[1] for shape in model.shapes} == {size}

@@ -18,10 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_topt.communication import BF16, LocalSteps, TopK
-from lightning_topt.communication.topology import Topology
-from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
 from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy
-from lightning_topt.plugins.plan_run import run_options
 from tests.models import GPT, Branching, batch_for
 from tests.plugins.trainer_ranks import (
     RecordingGPT,
@@ -348,38 +345,6 @@ def test_unused_parameters() -> None:
     assert torch.equal(sparse["state"]["unused.weight"], Unused().unused.weight.detach())
 
 
-def other_loops(rank: int) -> dict[str, Any]:
-    torch.manual_seed(0)
-    module = RecordingGPT()
-    trainer = make_trainer(
-        CompressedDDPStrategy(TopK(density=0.1)),
-        devices=2,
-        limit_train_batches=3,
-        limit_val_batches=2,
-    )
-    trainer.fit(module, loader(4), loader(4))
-    fitted = float(trainer.callback_metrics["val_loss"])
-    validated = trainer.validate(module, loader(4), verbose=False)[0]["val_loss"]
-    tested = trainer.test(module, loader(4), verbose=False)[0]["test_loss"]
-    predicted = trainer.predict(module, loader(4, length=10))
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, loader(4), loader(4))
-    return {
-        "losses": (fitted, validated, tested),
-        "predicted": [tuple(batch.shape) for batch in predicted],
-        "steps": trainer.global_step,
-        "state": state_of(module),
-    }
-
-
-def test_fit_validate_test_predict_and_fit_again() -> None:
-    results = on_ranks(other_loops)
-    assert_equal_ranks([[result] for result in results])
-    for result in results:
-        assert result["losses"][0] == pytest.approx(result["losses"][1], rel=1e-6)
-        assert result["predicted"] == [(4, 8), (1, 8)] and result["steps"] == 6
-
-
 def threads_after_fits(rank: int) -> list[int]:
     """Threads of exchanges after each of three fits, whose trainers and strategies are gone."""
     counts = []
@@ -434,15 +399,6 @@ def test_options_from_yaml_and_command_lines() -> None:
     assert method == TopK(exempt=("embedding",), bits=2)
     assert CompressedDDPStrategy().method == CompressedDDPStrategy("topk").method == TopK()
     assert CompressedDDPStrategy({"method": "bf16", "dense_steps": 4}).method == BF16(dense_steps=4)
-
-
-def test_a_plan_knows_the_trainers_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning's own launch of several nodes sets no variable that says how many ranks one has."""
-    strategy = AutoParallelStrategy()
-    monkeypatch.setattr(AutoParallelStrategy, "world_size", property(lambda _: 8))
-    monkeypatch.setattr(AutoParallelStrategy, "global_rank", property(lambda _: 5))
-    strategy.num_nodes = 2
-    assert run_options(strategy).topology == Topology(2, 4, 5)
 
 
 class NotANumber(SgdGPT):

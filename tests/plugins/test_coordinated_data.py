@@ -17,7 +17,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
-    IterableDataset,
     RandomSampler,
     WeightedRandomSampler,
 )
@@ -233,39 +232,6 @@ def test_each_rank_shares_its_own_part(tmp_path):
     )
     with pytest.raises(ValueError, match="WeightedRandomSampler cannot be divided"):
         data.train_dataloader()
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        yield from range(3)
-
-
-@pytest.mark.parametrize(
-    ("datamodule", "what"),
-    [
-        (lambda: Data(Stream(), shuffle=None), "IterableDataset"),
-        (lambda: Data(batch_size=None, shuffle=None), "batch_size=None"),
-    ],
-)
-def test_what_has_no_batches_to_share_is_refused(tmp_path, datamodule, what):
-    data = CoordinatedDataModule(datamodule(), directory=tmp_path, memory_bytes=1 << 20)
-    with pytest.raises(ValueError, match=what):
-        data.train_dataloader()
-
-
-def test_several_loaders_meet_separately(tmp_path):
-    class Two(Data):
-        def train_dataloader(self):
-            return {
-                "a": super().train_dataloader(),
-                "b": [DataLoader(Noisy(noise=0.0), batch_size=5)],
-            }
-
-    data = CoordinatedDataModule(Two(), directory=tmp_path / "meet", memory_bytes=1 << 20)
-    loaders = data.train_dataloader()
-    assert len(list(loaders["a"])) == 4 + 1
-    assert [int(batch[0, 0]) for batch in loaders["b"][0]] == [0, 5, 10, 15]
-    data.close()
 
 
 def test_a_cache_goes_inside(tmp_path):

@@ -11,9 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.plugins.elastic import (
@@ -99,18 +97,6 @@ def test_sharded_plans_go_on_from_the_last_checkpoint(jobs: Any) -> None:
 def test_options_that_cannot_hold_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         AutoParallelStrategy(elastic=True, **options)
-
-
-def test_without_torchrun_it_is_refused() -> None:
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=AutoParallelStrategy(elastic=True),
-        logger=False,
-        enable_checkpointing=False,
-    )
-    with pytest.raises(ValueError, match="torchrun"):
-        trainer.fit(BoringModel())
 
 
 # ---- the process that waits

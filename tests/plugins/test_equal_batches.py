@@ -100,12 +100,6 @@ def test_ranks_end_an_epoch_with_the_first(plan: str, kind: str, options: dict[s
     assert first[3] == epochs if "val_check_interval" not in options else first[3] >= 2
 
 
-def test_equal_numbers_are_trained_as_by_lightning() -> None:
-    for kind in ("length", "stream"):
-        first, second = on_ranks(fit, "ddp", [3, 3], kind, {"max_epochs": 1})
-        assert first[2] == second[2] == [0, 1, 2]
-
-
 def _evaluate(rank: int, plan: str, kind: str) -> str:
     trainer, module = make_trainer(strategy_of(plan), devices=2, max_epochs=1), Seen()
     try:
@@ -122,8 +116,3 @@ def _evaluate(rank: int, plan: str, kind: str) -> str:
 def test_an_evaluation_in_shards_needs_equal_numbers(plan: str, kind: str) -> None:
     for said in on_ranks(_evaluate, plan, kind):
         assert ("batches to evaluate" in said) == (plan == "zero3") == bool(said)
-
-
-def test_other_words_are_refused() -> None:
-    with pytest.raises(ValueError, match="uneven"):
-        AutoParallelStrategy(uneven="join")

@@ -76,19 +76,6 @@ def profile_of_optimizer(make):
     return read_optimizer([make([parameter], lr=0.1)], named_parameters=[("weight", parameter)])
 
 
-@pytest.mark.parametrize(
-    ("allow", "says"),
-    [
-        ([], "empty list"),
-        ({"method": "topk", "densty": 0.1}, "method 'topk' has no option 'densty'"),
-        ("dense", "hierarchical"),
-    ],
-)
-def test_wrong_permissions_say_what_is_wrong(allow, says):
-    with pytest.raises(ValueError, match=f"allow_compression.*{says}"):
-        AutoParallelStrategy(allow_compression=allow)
-
-
 def test_a_given_plan_needs_the_permission(tmp_path):
     plan = replace(
         uniform_plan(0, data_parallel_size=2), gradient_exchange=TopK(hierarchical=False)
@@ -104,17 +91,3 @@ def test_a_given_plan_needs_the_permission(tmp_path):
             assert AutoParallelStrategy(plan=given, allow_compression=allow).request.plan == plan
     exact = replace(plan, gradient_exchange=Dense(hierarchical=True))
     assert AutoParallelStrategy(plan=exact).request.plan == exact
-
-
-def test_a_hook_of_the_user_is_not_replaced():
-    def hook(state, bucket):
-        raise AssertionError
-
-    with pytest.raises(ValueError, match="would replace your communication hook"):
-        AutoParallelStrategy(allow_compression=True, ddp_comm_hook=hook)
-    exact = replace(
-        uniform_plan(0, data_parallel_size=2), gradient_exchange=Dense(hierarchical=True)
-    )
-    with pytest.raises(ValueError, match="would replace"):
-        AutoParallelStrategy(plan=exact, ddp_comm_hook=hook)
-    assert AutoParallelStrategy(ddp_comm_hook=hook, plan="ddp").request.own_hook

@@ -83,18 +83,6 @@ class Raising(GPT):
         raise MyError("from the user's code")
 
 
-class Frozen(GPT):
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
-
-
-@pytest.mark.parametrize("options", [{}, {"plan": "ddp"}])
-def test_training_step_that_raises(options: dict[str, Any]) -> None:
-    for name, message in on_ranks(fit_error, options, Raising()):
-        assert name == "MyError" and "from the user's code" in message
-
-
 class RaisesOnce(GPT):
     fits = 0
 
@@ -124,11 +112,6 @@ def test_what_user_code_raises_before_a_fit_has_its_line() -> None:
         assert name in ("StepError", "RemotePlanningError")
         assert "MyError: from" in message and f"{__file__}:" in message
         assert "in training_step: raise MyError" in message and 'Choose plan="ddp"' in message
-
-
-def test_no_trainable_parameters() -> None:
-    for _, message in on_ranks(fit_error, {}, Frozen()):
-        assert "no trainable parameter" in message or "requires a gradient" in message
 
 
 # ---- ranks ---------------------------------------------------------------------------------------

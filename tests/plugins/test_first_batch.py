@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import random
 import warnings
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -43,10 +42,6 @@ HOOKS += [
     "optimizer_step",
     "backward",
 ]
-
-
-# a search that measures nothing
-CLUSTER = Path(__file__).parents[2] / "conf" / "cluster" / "local_cpu.yaml"
 
 
 def strategy_of(plan: str | None) -> Any:
@@ -182,35 +177,3 @@ def test_a_seeded_run_is_that_of_ddp_bit_for_bit(kind: type[RecordingGPT]) -> No
     for (expected, _, _), (losses, planned_by, said) in on_ranks(seeded_losses, kind):
         assert losses == expected and len(losses) == 6
         assert planned_by == "clock" and not said
-
-
-class Counting(RecordingGPT):
-    """One of its blocks counts its calls."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        next(self.blocks[0].children()).register_forward_hook(self.count)
-
-    @staticmethod
-    def count(module: Any, *_: Any) -> None:
-        module.calls = getattr(module, "calls", 0) + 1
-
-
-def warnings_of_plans(rank: int, plans: list[Any]) -> list[list[str]]:
-    results = []
-    for plan in plans:
-        torch.manual_seed(0)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            strategy = AutoParallelStrategy(plan=plan, cluster=CLUSTER)
-            make_trainer(strategy, devices=2, max_steps=2).fit(Counting(), loader(4))
-        results.append([str(w.message) for w in caught if "+recompute" in str(w.message)])
-    return results
-
-
-def test_blocks_that_a_plan_by_name_cannot_recompute_are_named() -> None:
-    plans = ["ddp", "zero1+recompute", "tensor+recompute", "pipeline+recompute"]
-    for rank, (plain, *again) in enumerate(on_ranks(warnings_of_plans, plans)):
-        assert not plain
-        assert [len(said) for said in again] == [int(rank == 0)] * 3
-        assert all("('blocks.0') do not do the same" in words for said in again for words in said)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_topt import AutoParallelStrategy, CompressedDDPStrategy
+from lightning_topt import AutoParallelStrategy
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, uniform_plan
 from tests.plugins.trainer_ranks import OwnShare, RecordingGPT, make_trainer, on_ranks
 
@@ -75,15 +75,6 @@ def test_a_limit_may_make_them_views_and_the_plan_says_so() -> None:
             "gradients are views of DDP's buckets" in rank[2][1]
             and "gradients are views" not in rank[1][1]
         )
-
-
-def test_what_the_user_says_counts() -> None:
-    """With the option given, no plan is searched that has it otherwise."""
-    assert "gradient_as_bucket_view" not in CompressedDDPStrategy()._ddp_kwargs
-    assert AutoParallelStrategy(memory_limit="1GiB").request.gradient_views == (False, True)
-    assert AutoParallelStrategy().request.gradient_views == (False,)
-    limited = AutoParallelStrategy(memory_limit="1GiB", gradient_as_bucket_view=False)
-    assert limited.request.gradient_views == (False,)
 
 
 def given_plan(rank: int, plan: ParallelPlan, options: dict[str, Any]) -> str | bool:

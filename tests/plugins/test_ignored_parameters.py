@@ -77,16 +77,3 @@ def test_ranks_keep_their_own_as_under_ddp(kind: str) -> None:
             )
     for name, value in first.items():
         assert value.equal(second[name]) == (name not in OWN), name
-
-
-def refused(rank: int, plan: Any) -> str:
-    with pytest.raises(Exception) as caught:
-        module = OwnParts(IGNORED)
-        make_trainer(AutoParallelStrategy(plan=plan), devices=2).fit(module, OwnShare(8))
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("plan", ["zero2", "pipeline"])
-def test_plans_that_cannot_keep_them_apart_say_so(plan: str) -> None:
-    for message in on_ranks(refused, plan):
-        assert "_ddp_params_and_buffers_to_ignore" in message and "choose" in message

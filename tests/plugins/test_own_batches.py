@@ -5,49 +5,21 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
-import torchmetrics
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.costs.cluster import Cluster, Device, Link
-from lightning_topt.graph.capture import capture
 from lightning_topt.plan.choose import NoPlanFitsError
-from lightning_topt.plugins.requirements import OWN_BATCHES, SEQUENTIAL, Fit, why_not
+from lightning_topt.plugins.requirements import OWN_BATCHES, Fit, why_not
 from lightning_topt.plugins.searched_plan import TracedStep
-from tests.launch import run_ranks
 from tests.models import MLP
 from tests.plugins.trainer_ranks import make_trainer, on_ranks, topt_trainer
-
-
-class Normed(MLP):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(16)
-
-
-class Logging(MLP):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = torchmetrics.MeanMetric()
-
-    def training_step(self, batch: Tensor) -> Tensor:
-        loss = super().training_step(batch)
-        self.mean.update(loss.detach())
-        self.log("loss", loss)
-        return loss
-
-
-class OwnBackward(MLP):
-    def backward(self, loss: Tensor) -> None:
-        (2 * loss).backward()
 
 
 class Ranked(MLP):
@@ -58,67 +30,6 @@ class Ranked(MLP):
     def note(self) -> None:
         if self.global_rank == 0:
             self.net(torch.zeros(4, 16))
-
-
-class NotSent:
-    def __reduce__(self) -> str:
-        raise NotImplementedError
-
-
-class InStep(MLP):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = torchmetrics.MeanMetric(dist_sync_on_step=True)
-
-
-class Gathering(MLP):
-    def training_step(self, batch: Tensor) -> Tensor:
-        dist.all_reduce(batch)
-        return super().training_step(batch)
-
-
-def compiled() -> MLP:
-    module = MLP()
-    module.net.compile()
-    return module
-
-
-@pytest.mark.parametrize(
-    ("module", "batch", "reason"),
-    [
-        (MLP(), torch.zeros(1), None),
-        (Logging(), torch.zeros(1), None),
-        (OwnBackward(), None, "OwnBackward.backward"),
-        (InStep(), None, "synchronized in each step"),
-        (MLP(), [NotSent()], "cannot be sent (NotImplementedError)"),
-        (compiled, None, "compiled module"),
-    ],
-)
-def test_fits_whose_ranks_cannot_take_turns(module: Any, batch: Any, reason: str | None) -> None:
-    trainer = make_trainer()
-    trainer.strategy.connect(module() if module is compiled else module)
-    found = why_not(Fit(trainer, batch), SEQUENTIAL)
-    assert found is None if reason is None else reason in (found or "")
-
-
-@pytest.mark.parametrize(
-    ("module", "reason"),
-    [
-        (MLP(), None),
-        (Logging(), "counts on the last stage's rank"),
-        (
-            nn.SyncBatchNorm.convert_sync_batchnorm(Normed()),
-            "brings ranks with different batches together",
-        ),
-    ],
-)
-def test_fits_whose_ranks_cannot_share_stages(
-    module: L.LightningModule, reason: str | None
-) -> None:
-    trainer = make_trainer()
-    trainer.strategy.connect(module)
-    found = why_not(Fit(trainer, torch.zeros(1)), OWN_BATCHES)
-    assert found is None if reason is None else reason in (found or "")
 
 
 class Writing(MLP):
@@ -165,19 +76,6 @@ def test_steps_that_would_differ_on_other_ranks(
     step = TracedStep.of(trainer, torch.zeros(4, 16), splits=False)
     found = why_not(Fit(trainer, step.batch, step.graph, reads=step.reads), OWN_BATCHES)
     assert found is None if reason is None else reason in (found or "")
-
-
-def reason_of_collective(rank: int) -> str | None:
-    trainer, module = make_trainer(), Gathering()
-    trainer.strategy.connect(module)
-    graph = capture(module, torch.zeros(4, 16), batch_scaling=False)
-    return why_not(Fit(trainer, None, graph), SEQUENTIAL)
-
-
-def test_collectives_of_a_step_are_named() -> None:
-    assert "brings ranks with different batches together" in (
-        run_ranks(reason_of_collective, 2)[0] or ""
-    )
 
 
 class Deep(MLP):

@@ -235,11 +235,3 @@ def refused(node, devices, nodes, folder, make, options):
 def test_what_one_node_cannot_do_is_said_on_all(tmp_path, options, words):
     for message in on_nodes(refused, tmp_path, in_batches, options):
         assert words in message
-
-
-def test_without_a_trainer_nobody_knows_the_nodes(tmp_path):
-    module = CachedDataModule(
-        Module(dataset=Plain()), directory=tmp_path, memory_bytes=1 << 20, partition=True
-    )
-    with pytest.raises(ValueError, match="Trainer"):
-        module.train_dataloader()

@@ -43,12 +43,6 @@ def test_wrong_sizes_are_named(options: dict[str, Any], word: str) -> None:
         PipelineStrategy(**options)
 
 
-@pytest.mark.parametrize("option", ["plan", "find_unused"])
-def test_options_that_a_pipeline_does_not_have_are_refused(option: str) -> None:
-    with pytest.raises(TypeError, match=f"does not take '{option}'"):
-        PipelineStrategy(**{option: 1})
-
-
 def test_stale_weights_are_allowed_where_they_can_be() -> None:
     mesh = {"mesh": {"pipeline": 2}}
     never = {"mesh": {"pipeline": 2}, "schedule": "continuous"}

@@ -8,23 +8,19 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from benchmarks.exchange.paired_runs import keep_row
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.communication import Dense, GradientMethod, TopK
 from lightning_topt.communication.exchange_method import read_gradient_method
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError
-from lightning_topt.plan.step_factors import FactorRow, model_words, own_file
+from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan
 from tests.plugins.trainer_ranks import (
     RecordingGPT,
     loader,
@@ -164,50 +160,6 @@ def test_never_unasked_and_never_where_it_does_not_pay() -> None:
         )
 
 
-class Manual(RecordingGPT):
-    """Two steps per batch by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        optimizer = self.optimizers()
-        for _ in range(2):
-            loss = super().training_step(batch, batch_idx)
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-        return loss.detach()
-
-
-class Double(RecordingGPT):
-    def __init__(self) -> None:
-        super().__init__()
-        self.double()
-
-
-def refused(rank: int) -> list[str]:
-    by_nodes, flat = plan_with(TopK(hierarchical=True)), plan_with(TopK(hierarchical=False))
-    messages = []
-    for plan, module, error in (
-        (by_nodes, RecordingGPT(), PlanError),
-        (flat, Double(), PlanError),
-        (None, Manual(), ValueError),
-    ):
-        with pytest.raises(error) as caught:
-            fit(plan, module=module)
-        messages.append(str(caught.value))
-    return messages
-
-
-def test_runs_that_cannot_have_the_exchange_say_so() -> None:
-    for nodes, double, manual in on_ranks(refused):
-        assert "this Trainer has one" in nodes and "hierarchical: false" in nodes
-        assert "torch.float64" in double and "gradient_exchange" in double
-        assert "allow_compression" in manual and "automatic optimization" in manual
-
-
 # ---- checkpoints ---------------------------------------------------------------------------------
 
 TOPK = plan_with(TopK(density=0.1, hierarchical=False))
@@ -286,38 +238,3 @@ def test_time_to_a_loss_takes_compression_only_where_its_steps_were_measured(
         assert chosen == name, reason
         assert "to the loss" in reason
         assert ("was measured in 250 steps, and this training has 20" in reason) == (name is None)
-
-
-def by_own_row(rank: int, factor: float | None, caches: str) -> Any:
-    module = RecordingGPT()
-    row = FactorRow(
-        "bf16",
-        {},
-        "AdamW",
-        ranks=2,
-        staleness=0,
-        steps=1000,
-        factors=(factor, factor),
-        model=model_words("RecordingGPT", sum(p.numel() for p in module.parameters())),
-        source="the runs of a user",
-        date="2026-11-28",
-    )
-    with mock.patch.dict(os.environ, XDG_CACHE_HOME=caches):
-        path = own_file()
-        assert path is not None
-        if rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            keep_row(path, row)
-        dist.barrier()
-        return by_loss(rank, 1000)
-
-
-@pytest.mark.parametrize(("factor", "name"), [(1.5, "bf16"), (400.0, None), (None, None)])
-def test_what_a_user_has_measured_of_a_model_counts_before_the_table(
-    factor: float | None, name: str | None, tmp_path: Path
-) -> None:
-    for chosen, reason in on_ranks(by_own_row, factor, str(tmp_path)):
-        assert chosen == name, reason
-        if name is not None:
-            assert "1.50 x" in reason and "the runs of a user" in reason
-        assert ("did not reach the dense run's loss" in reason) == (factor is None)

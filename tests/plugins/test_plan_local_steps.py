@@ -11,11 +11,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_topt import AutoParallelStrategy, LocalSteps, LocalStepsStrategy, SparseLoCo
 from lightning_topt.communication import LocalMethod
-from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, uniform_plan
+from lightning_topt.plan.parallel_plan import ParallelPlan, uniform_plan
 from tests.plugins.test_plan_exchange import SLOWEST
 from tests.plugins.trainer_ranks import (
     RecordingGPT,
@@ -187,42 +186,3 @@ def test_who_forbids_it_gets_exact_plans_alone() -> None:
     for plan, reason, statistics, *_ in on_ranks(chosen, False):
         assert plan.local_steps is None and plan.gradient_exchange is None, reason
         assert statistics is None
-
-
-# ---- refused -------------------------------------------------------------------------------------
-
-
-def scaled() -> MixedPrecision:
-    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
-
-
-def refused(rank: int) -> list[str]:
-    messages = []
-    cases: list[tuple[dict[str, Any], type[Exception], dict[str, Any]]] = [
-        ({"allow_compression": ["local_steps"]}, ValueError, {}),
-        (
-            {"plan": plan_of(DILOCO), "allow_compression": True},
-            PlanError,
-            {"plugins": [scaled()]},
-        ),
-        (
-            {"plan": plan_of(DILOCO), "allow_compression": True, "static_graph": True},
-            PlanError,
-            {},
-        ),
-    ]
-    for options, error, kwargs in cases:
-        with pytest.raises(error) as caught:
-            fit(AutoParallelStrategy(**options), **kwargs)
-        messages.append(str(caught.value))
-    with pytest.raises(PlanError) as caught:
-        AutoParallelStrategy(plan=plan_of(DILOCO))
-    return [*messages, str(caught.value)]
-
-
-def test_runs_that_cannot_train_alone_say_so() -> None:
-    for seconds, scaler, options, unasked in on_ranks(refused):
-        assert 'objective="time_to_loss"' in seconds
-        assert "may skip a step on one rank" in scaler
-        assert "options of DistributedDataParallel" in options
-        assert "train alone" in unasked and "allow_compression=True" in unasked

@@ -11,20 +11,16 @@ import textwrap
 
 import lightning as L
 import pytest
-import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 from lightning_topt import (
     AutoParallelStrategy,
     CompressedDDPStrategy,
-    LocalStepsStrategy,
     PipelineStrategy,
 )
 from lightning_topt.plan.parallel_plan import uniform_plan
 from lightning_topt.plugins import data_parallel_hooks
-from tests.models import GPT
-from tests.plugins.trainer_ranks import loader, make_trainer
 from tests.preloaded import preloaded_python
 
 
@@ -107,17 +103,6 @@ def test_the_classes_are_imported_when_they_are_used() -> None:
     assert "SAYS module 'lightning_topt' has no attribute 'AutoParalelStrategy'" in output
 
 
-@pytest.mark.parametrize(
-    "make", [AutoParallelStrategy, PipelineStrategy, CompressedDDPStrategy, LocalStepsStrategy]
-)
-def test_gpus_of_apple_are_refused(make: type[DDPStrategy]) -> None:
-    """Lightning knows by the name ``ddp`` which strategies do not run there."""
-    trainer = make_trainer(make())
-    trainer.strategy.parallel_devices = [torch.device("mps", 0)]
-    with pytest.raises(ValueError, match=f"{make.__name__} runs on CPU and CUDA devices, not on"):
-        trainer.fit(GPT(), loader(4))
-
-
 @pytest.mark.parametrize("numbers", ["0,1", "0,2"])
 def test_ranks_that_follow_each_other_on_other_nodes_are_known(
     monkeypatch: pytest.MonkeyPatch, numbers: str
@@ -176,21 +161,6 @@ def test_class_path_in_lightnings_cli() -> None:
     )
     assert f"limit {float(2**30)}" in output or f"limit {2**30}" in output
     assert "density 0.05 ('bias',)" in output
-
-
-def test_pytorch_lightning_users_get_one_sentence() -> None:
-    output = run(
-        """
-        import pytorch_lightning as pl, lightning_topt
-        for name in ("topt", "topt_compressed"):
-            try:
-                pl.Trainer(strategy=name, accelerator="cpu", devices=2)
-            except ImportError as error:
-                print("SAYS", error)
-        """,
-        python=preloaded_python(),
-    )
-    assert output.count("SAYS lightning_topt supports `import lightning`") == 2
 
 
 @pytest.mark.parametrize(

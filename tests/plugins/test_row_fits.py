@@ -10,8 +10,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_topt import PipelineStrategy, TopK
-from lightning_topt.plan.parallel_plan import PlanError
-from lightning_topt.plugins.plan_options import PipelinePlan
 from tests.plugins.test_continuous_fits import Net, Points, adamw
 from tests.plugins.test_pipeline_fits import cluster
 from tests.plugins.trainer_ranks import make_trainer, on_ranks
@@ -68,10 +66,3 @@ def test_files_have_what_rows_keep(schedule: str, form: str, tmp_path: Path) -> 
         for key, value in results[0][0].items():
             torch.testing.assert_close(whole[key], value, rtol=0, atol=0)
             torch.testing.assert_close(resumed[key], value, rtol=0, atol=0)
-
-
-def test_what_rows_cannot_exchange() -> None:
-    with pytest.raises(ValueError, match="train alone"):
-        PipelineStrategy(stages=2, gradient_exchange="local_steps")
-    with pytest.raises(PlanError, match="one pipeline"):
-        PipelinePlan(4, gradient_exchange=TopK()).mesh(4, num_nodes=1)

@@ -185,22 +185,6 @@ def test_resumed_on_other_ranks_and_as_a_plain_file(four: Any, folder: Path) -> 
     assert all(held["ranks"][rank]["residual"]["head.weight"].abs().sum() > 0 for rank in range(2))
 
 
-def test_the_folder_after_the_fit_is_the_last_one(four: Any, folder: Path) -> None:
-    after, last = (
-        read_sharded_checkpoint(folder / "zero3" / f"{name}.ckpt") for name in ("after", "step=6")
-    )
-    assert (
-        after["global_step"] == 8
-        and last["global_step"] == 6
-        and after["lightning_topt"]["plan"] == last["lightning_topt"]["plan"]
-    )
-    for name, value in four[0][0][1].items():
-        torch.testing.assert_close(after["state_dict"][name], value, rtol=0, atol=0)
-    assert (
-        after["optimizer_states"][0]["state"].keys() == last["optimizer_states"][0]["state"].keys()
-    )
-
-
 def over_shards(rank: int, folder: Path, kind: str) -> Any:
     """Go on from a folder of shards, and save a file under its name."""
     path = folder / f"{kind}.ckpt"
@@ -241,8 +225,3 @@ def test_what_was_a_folder_stays_until_the_file_is_whole(tmp_path: Path) -> None
     assert (target / "part").read_text() == "shards"
     replace_by_file(target, lambda path: Path(path).write_text("whole"))
     assert target.read_text() == "whole" and [*tmp_path.iterdir()] == [target]
-
-
-def test_another_form_is_refused() -> None:
-    with pytest.raises(ValueError, match="checkpoint is one of full, sharded"):
-        AutoParallelStrategy(checkpoint="halves")

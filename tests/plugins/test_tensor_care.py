@@ -20,27 +20,6 @@ from tests.plugins.test_pipeline_fits import pipeline
 from tests.plugins.test_tensor_fits import plan
 from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks, topt_trainer
 
-
-class ReadsValue(RecordingGPT):
-    """Does something else where a value is large."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return loss if loss.item() < 1e9 else 0 * loss
-
-
-def names_its_line(rank: int) -> None:
-    with pytest.raises(
-        (ValueError, RemotePlanningError),
-        match=r"test_tensor_care.py.*return loss if loss.item\(\) <",
-    ):
-        topt_trainer("tensor").fit(ReadsValue(heads=2), loader(8))
-
-
-def test_what_cannot_be_captured_is_named_by_its_line() -> None:
-    on_ranks(names_its_line)
-
-
 # ---- what steps leave ----------------------------------------------------------------------------
 
 

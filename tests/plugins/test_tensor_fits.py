@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_topt import AutoParallelStrategy
-from lightning_topt.plan.parallel_plan import PlanError
 from lightning_topt.plugins.plan_options import MeshPlan, read_plan_option
 from tests.plugins.split_plans import split_plan
 from tests.plugins.test_pipeline_fits import cluster
@@ -172,24 +171,6 @@ def test_splits_are_found_where_only_the_mesh_is_given(
             border = {"tensor_rows": "shard(0)", "tensor_columns": "shard(2)"}
             assert blocks["blocks.1"]["computes"]["outputs"] == [border]
         assert blocks["blocks.0"]["recompute"] == ("recompute" in str(given))
-
-
-def too_many(rank: int) -> str:
-    with pytest.raises(PlanError) as caught:
-        topt_trainer({"mesh": {"data": 2, "tensor": 2}}).fit(Counted(), loader(4))
-    return str(caught.value)
-
-
-def test_meshes_that_cannot_be_are_named() -> None:
-    assert all("has 4 ranks, and this run has 2" in sentence for sentence in on_ranks(too_many))
-    for mesh, words in (
-        ({"time": 2}, "axis 'time'"),
-        ({}, "maps the names"),
-        ({"data": 0}, "at least 1"),
-        ({"data": "2"}, "data"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            AutoParallelStrategy(plan={"mesh": mesh})
 
 
 # ---- from plan to plan ---------------------------------------------------------------------------

@@ -12,11 +12,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
-import torchmetrics
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
+from torch.utils.data import DataLoader
 
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.plugins.planning import RemotePlanningError
@@ -69,84 +67,6 @@ def test_fit_validate_test_predict(plan: str) -> None:
         assert result["predicted"] == [(4, 8), (1, 8)]
 
 
-# ---- 3, 4, 24: ranks, samplers, collectives ------------------------------------------------------
-
-
-class Facts(L.Callback):
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        s, rank = trainer.strategy, dist.get_rank()
-        self.rank = (
-            trainer.global_rank,
-            trainer.local_rank,
-            trainer.node_rank,
-            trainer.world_size,
-            trainer.num_devices,
-        )
-        assert s.is_global_zero == trainer.is_global_zero == (rank == 0)
-        assert torch.equal(module.all_gather(torch.tensor(float(rank))), torch.tensor([0.0, 1.0]))
-        assert s.reduce(torch.tensor(float(rank)), reduce_op="mean") == 0.5
-        assert s.reduce(torch.tensor(float(rank)), reduce_op="sum") == 1.0
-        assert s.broadcast({"rank": rank}, src=1) == {"rank": 1}
-        assert s.reduce_boolean_decision(rank == 0, all=True) is False
-        assert s.reduce_boolean_decision(rank == 0, all=False) is True
-        s.barrier()
-        self.sampler = trainer.train_dataloader.sampler
-
-    def on_train_epoch_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.epoch = getattr(self.sampler, "epoch", None)
-
-
-def facts(rank: int, plan: str) -> Any:
-    injected, plain = Facts(), Facts()
-    data = loader(4, length=16)
-    topt_trainer(plan, callbacks=[injected], max_epochs=2).fit(RecordingGPT(), data)
-    topt_trainer(plan, callbacks=[plain], use_distributed_sampler=False).fit(RecordingGPT(), data)
-    assert isinstance(injected.sampler, DistributedSampler) and isinstance(
-        plain.sampler, SequentialSampler
-    )
-    assert injected.sampler.num_replicas == 2 and injected.sampler.rank == rank
-    return injected.rank, injected.epoch
-
-
-@every_kind
-def test_ranks_samplers_and_collectives(plan: str) -> None:
-    assert on_ranks(facts, plan) == [((0, 0, 0, 2, 2), 1), ((1, 1, 0, 2, 2), 1)]
-
-
-# ---- 12: logging ---------------------------------------------------------------------------------
-
-
-class Logging(RecordingGPT):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean_rank = torchmetrics.MeanMetric()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        rank = float(self.global_rank)
-        self.log("mean", rank, sync_dist=True)
-        self.log("sum", rank, sync_dist=True, reduce_fx="sum")
-        self.log("max", rank, sync_dist=True, reduce_fx="max")
-        self.log("local", rank)
-        self.mean_rank.update(rank)
-        self.log("metric", self.mean_rank)
-
-
-def logged(rank: int, plan: str) -> dict[str, float]:
-    trainer = topt_trainer(plan, limit_train_batches=1)
-    trainer.fit(Logging(), loader(4), loader(8))  # 64 samples: 4 validation batches a rank
-    return {
-        k: float(v)
-        for k, v in trainer.callback_metrics.items()
-        if k in ("mean", "sum", "max", "local", "metric")
-    }
-
-
-@every_kind
-def test_logging_over_ranks(plan: str) -> None:
-    for rank, metrics in enumerate(on_ranks(logged, plan)):
-        assert metrics == {"mean": 0.5, "sum": 4.0, "max": 1.0, "local": float(rank), "metric": 0.5}
-
-
 # ---- 23: layer sync ------------------------------------------------------------------------------
 
 
@@ -190,27 +110,3 @@ def test_buffers_follow_rank_0() -> None:
                 atol=1e-6,
                 msg=lambda m, n=name, p=plan: f"{p} {n}: {m}",
             )
-
-
-# ---- 29: more than one fit -----------------------------------------------------------------------
-
-
-def twice(rank: int, plan: str) -> Any:
-    torch.manual_seed(0)
-    module, data = RecordingGPT(), loader(4, length=32)
-    trainer = topt_trainer(plan, max_epochs=1)
-    trainer.fit(module, data)
-    first = len(module.losses)
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, data)
-    second = topt_trainer(plan, max_epochs=1)
-    second.fit(module, data)
-    return first, len(module.losses), {name: p.clone() for name, p in module.state_dict().items()}
-
-
-@every_kind
-def test_fit_again(plan: str) -> None:
-    ranks = on_ranks(twice, plan)
-    assert [result[:2] for result in ranks] == [(4, 12), (4, 12)]
-    for name, value in ranks[0][2].items():
-        assert torch.equal(value, ranks[1][2][name])

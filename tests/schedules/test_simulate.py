@@ -178,16 +178,3 @@ def test_held_counts_give_the_peak_of_activations() -> None:
             ]
             peaks.append((counts @ np.array(sizes)).max())
         assert simulate(schedule, costs).peak_bytes == pytest.approx(peaks)
-
-
-@pytest.mark.parametrize(
-    ("costs", "message"),
-    [
-        (StageCosts([1.0], [1.0, 1.0]), "each of 2 stages"),
-        (StageCosts([1.0, 1.0], [1.0, 1.0]), "backward_input"),
-        (StageCosts([1.0] * 2, [1.0] * 2, [1.0] * 2, [1.0] * 2, {(1, 0): 1.0}), "stages before it"),
-    ],
-)
-def test_costs_that_do_not_fit_are_refused(costs: StageCosts, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        simulate(make_schedule("zero_bubble", num_ranks=2, num_microbatches=2), costs)

@@ -118,20 +118,6 @@ def test_measured_collectives_count():
     assert result.seconds["reduce"] == pytest.approx(gradients + 2 * 2 * gradients / 1e3)
 
 
-def test_what_is_not_allowed():
-    graph = random_graph(0)
-    given = arguments(graph, 2)
-    with pytest.raises(ValueError, match="batch_size"):
-        costs_of(graph, **{**given, "batch_size": 0})
-    with pytest.raises(ValueError, match="do not fit"):
-        costs_of(graph, **{**given, "mesh": data_mesh(3)})
-    with pytest.raises(ValueError, match="no configuration"):
-        explained(graph, {"": OpConfig.zero(0)}, **given)
-    outer = {b.name: OpConfig.zero(2, axes=2, over=[0]) for b in graph.blocks}
-    with pytest.raises(ValueError, match="no technique of this release keeps"):
-        explained(graph, outer, **{**given, "mesh": hybrid_mesh(2, 1)})
-
-
 def test_optimizers_limit_the_space():
     graph = random_graph(0)
     block = next(b for b in graph.blocks if b.recomputable)

@@ -295,12 +295,6 @@ def test_feedback_by_pieces_is_that_of_whole_tensors(monkeypatch):
     assert parameters[0].stride() == (1, 3)
 
 
-def test_two_versions_refuse_updates_of_too_few_minibatches():
-    optimizer = make_optimizer("SGD", make_parameters())
-    with pytest.raises(ValueError, match="set accumulate_grad_batches=3"):
-        walk(PREDICTIONS["two_versions"](), optimizer, stage=0, num_stages=4, accumulate=1)
-
-
 @pytest.mark.parametrize(
     ("rule", "make", "word"),
     [
@@ -340,19 +334,6 @@ def test_rules_to_values_and_back(value):
     rule = make_prediction(value)
     assert prediction_to_value(rule) == value and make_prediction(rule) is rule
     assert make_prediction(prediction_to_value(rule)) == rule
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ("spectran", "spectrain, multistep"),
-        ({"rule": "stash", "depth": 3}, "depth"),
-        ({"rule": "two_versions", "synchronous_updates": -1}, "synchronous_updates"),
-    ],
-)
-def test_unknown_rules_and_options(value, message):
-    with pytest.raises(ValueError, match=message):
-        make_prediction(value)
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "NAdam", "RMSprop"])

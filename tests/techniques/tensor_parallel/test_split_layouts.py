@@ -145,25 +145,6 @@ def test_layouts_run_as_one_process() -> None:
         )
 
 
-def test_numbers_of_ranks_that_are_no_product_are_refused() -> None:
-    assert [axis.size for axis in layout_axes("tensor_3d", 16)] == [4, 2, 2]
-    assert [axis.size for axis in layout_axes("tensor_2d", 12)] == [4, 3]
-    for layout, ranks in (("tensor_3d", 4), ("tensor_2d", 7)):
-        with pytest.raises(ValueError, match=f"{ranks} is not"):
-            layout_axes(layout, ranks)
-
-
-@pytest.mark.parametrize(
-    ("layout", "dims"), [("tensor_sequence", "dim 1"), ("tensor_2d", "dim 0 or 1")]
-)
-def test_a_border_that_does_not_divide_names_the_dims_that_would_have_to(
-    layout: str, dims: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(RANKS, layout, {"tensor_sequence": 3, "tensor_2d": 9}[layout])
-    with pytest.raises(ValueError, match=f"splits {dims} of tensors"):
-        layout_of_model(split_model("llama"), layout)
-
-
 @pytest.mark.parametrize("layout", ["tensor_sequence", "tensor_2d"])
 def test_blocks_that_were_not_traced_are_placed_as_the_first_one(layout: str) -> None:
     """The norms of all blocks are whole by step, also of those whose calls the trace has not."""

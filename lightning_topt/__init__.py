@@ -8,9 +8,9 @@ A stage may import what earlier stages produce, never what later ones do. Beside
 samples), `schedules` (of pipelines) and `weight_prediction` (in continuous ones); `basics` is
 below all.
 
-Importing this package registers the strategy names ``"topt"``, ``"topt_compressed"`` and
-``"topt_pipeline"`` with Lightning, with the endings that its ``"ddp"`` has (``"_spawn"``,
-``"_find_unused_parameters_true"``). The classes are imported when they are first used.
+Importing this package registers the strategy names ``"topt"``, ``"topt_full"``,
+``"topt_compressed"`` and ``"topt_pipeline"`` with Lightning, the first three also with the endings
+that its ``"ddp"`` has. The classes are imported when they are first used.
 """
 
 from typing import TYPE_CHECKING

@@ -19,7 +19,7 @@ _CLUSTER = "${oc.select:topt.cluster,null}"
 
 @dataclass
 class AutoParallelConfig:
-    """``strategy="topt"``: searches a plan and runs it (`lightning_topt.AutoParallelStrategy`)."""
+    """``strategy="topt"``: ddp, or the plan asked for (`lightning_topt.AutoParallelStrategy`)."""
 
     _target_: str = "lightning_topt.AutoParallelStrategy"
     _convert_: str = "all"
@@ -27,7 +27,7 @@ class AutoParallelConfig:
     # time, memory or time_to_loss; null: time, where the step can be planned
     objective: str | None = None
     # a plan file, a mapping, or a name: ddp, zero1, zero2, zero3, hybrid, tensor, pipeline, ...;
-    # null: search
+    # search: all plans that keep the loss curve; null: ddp, where nothing else is asked
     plan: Any = None
     cluster: Any = _CLUSTER
     memory_margin: float | None = None  # null: as much as keeps a limit at the confidence
@@ -46,6 +46,13 @@ class AutoParallelConfig:
     # stop: ranks end an epoch with the first whose data are over; null: as in Lightning
     uneven: str | None = "stop"
     elastic: bool = False  # whether a fit goes on when a rank is lost, under torchrun
+
+
+@dataclass
+class FullSearchConfig(AutoParallelConfig):
+    """``strategy="topt_full"``: searches all plans that keep the loss curve, and runs the best."""
+
+    plan: Any = "search"
 
 
 @dataclass
@@ -82,6 +89,7 @@ class PipelineConfig:
 
 STRATEGIES = {
     "topt": AutoParallelConfig,
+    "topt_full": FullSearchConfig,
     "topt_compressed": CompressedConfig,
     "topt_pipeline": PipelineConfig,
 }

@@ -11,7 +11,8 @@ What `run` calls, and what comes out:
     UnpricedSearch.of       a `SearchRequest` that lacks costs                  plan_steps
     PlanSetup.with_costs    the `SearchRequest`; measures a cluster not given   plan_steps
     search_for              `PlanFrontier`: the best plans, seconds and bytes   searched_plan
-    by_objective            the same over the time to a loss, if asked for      searched_plan
+    of_steps                the same for steps of several batches               plan_frontier
+    in_view                 the same with intervals, or by the time to a loss   searched_plan
     choose_for              the `PlanPoint` that meets the request              searched_plan
     report_plan             files and tables                                    plan_steps
 """
@@ -40,9 +41,9 @@ from lightning_topt.costs.accuracy import sentence_of
 from lightning_topt.graph.capture import no_collection
 from lightning_topt.plan.choose import OBJECTIVES, TIME_TO_LOSS, check_objective
 from lightning_topt.plan.plan_frontier import ModelFacts, of_steps
-from lightning_topt.plan.plan_intervals import interval_sentences, with_intervals
+from lightning_topt.plan.plan_intervals import interval_sentences
 from lightning_topt.plan.step_factors import left_out_sentence
-from lightning_topt.plugins.searched_plan import Planning, by_objective, choose_for, search_for
+from lightning_topt.plugins.searched_plan import Planning, choose_for, in_view, search_for
 from topt_console.status_line import STATUS
 
 # Of more devices an exact search seldom ends within its budget: it is given up without a bound.
@@ -107,9 +108,7 @@ def _plan_once(config: DictConfig) -> None:
     request = dataclasses.replace(request, objective=objective)
     frontier = search_for(request, search, progress=STATUS.show)
     frontier = of_steps(frontier, accumulate=parts, facts=facts)
-    level = request.confidence
-    frontier = with_intervals(frontier, search.cluster, search.graph, level=level)
-    frontier = by_objective(request, frontier, trainer=trainer, optimizer=search.optimizer)
+    frontier = in_view(request, frontier, search, trainer)
     folder = Path(HydraConfig.get().runtime.output_dir)
     frontier.save(folder / "frontier.json")  # worth having even when no plan fits
 

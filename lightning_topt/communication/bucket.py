@@ -157,7 +157,7 @@ class BucketExchange(ABC):
         """Prepare for buckets laid out anew. May use ``groups.state``; nothing is in flight."""
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return this rank's state: kind ("residual", "velocity", ...) -> parameter name -> tensor.
+        """Return this rank's state: kind ("residual", ...) -> parameter name -> tensor.
 
         {} where there is none. Collective where the state of one rank is spread over its node; it
         then is the node's, the same on its ranks.

@@ -5,7 +5,7 @@
     t = max(flops (1 + s / S) / A, bytes / M) + o           of attention on accelerators [3]
     t(B) = measured(B0) * roofline(B) / roofline(B0)        estimate_kernel_seconds
     device T = sum of t and of collectives, host H = h n
-    T = T + H             where host and device are one     estimate_pass_seconds (CPUs: `timers`)
+    T = T + H             where host and device are one     estimate_pass_seconds (CPUs)
     T = (T^q + H^q)^(1/q) where the host runs ahead         host_bound_seconds [2]
     P, C -> max(P, C) + min(P, C) / n                       overlapped_seconds [4]
 

@@ -110,8 +110,8 @@ Entries = dict[str, Entry]
 class Measurements:
     """What was measured in one set-up.
 
-    Every method but `save` and `renew` is collective over the default process group. `busy_share`
-    is the largest `Entry.busy` of what was returned so far.
+    Every method but `save` and `known_updates` is collective over the default process group.
+    `busy_share` is the largest `Entry.busy` of what was returned so far.
     """
 
     def __init__(

@@ -386,7 +386,7 @@ class StageOptimizer:
         self._others = {
             index for index, p in enumerate(parameters) if p in owners and p not in kept
         }
-        self._groups, self._device = run.groups, run.device
+        self._groups = run.groups
         # what the optimizer has of these already is for other ranks to keep
         for index in self._others:
             optimizer.state.pop(parameters[index], None)

@@ -68,7 +68,6 @@ STALE_PASS_SECONDS = 2e-3
 # free between small blocks. Ranks of a GPT of 8 layers under 1F1B and interleaved schedules held 8
 # to 10 MiB more than their tensors and `process_bytes`.
 STAGES_BYTES = 8 * 2**20
-LINKS = ("intra", "inter", "none")  # inside a node, between nodes, on one rank
 _FILLED = 6  # minibatches, in times those that fill the pipeline
 
 
@@ -174,7 +173,7 @@ class PipelineShape:
         return blocks.once(self.rows, self.level, crosses_nodes=not inside, exchange=self.exchange)
 
     def link_before(self, stage: int, cluster: Cluster) -> str:
-        """Return which of `LINKS` the slowest ranks of a stage receive through."""
+        """Return what the slowest ranks of a stage receive through: "intra", "inter" or "none"."""
         # stages of one rank hand over without a message
         if self.ranks[stage - 1] == self.ranks[stage]:
             return "none"
@@ -584,7 +583,7 @@ def _send_seconds(cluster: Cluster, size: float, shape: PipelineShape, link: str
 
 
 def links_of(shape: PipelineShape, cluster: Cluster) -> list[str]:
-    """Return through which of `LINKS` each stage receives.
+    """Return through what each stage receives: "intra" (a node), "inter" or "none" (one rank).
 
     The first stage receives nothing, through whatever link.
     """

@@ -14,9 +14,9 @@ A fit under ``"topt"``, from Lightning's hooks down:
       pipeline_steps       ... through stages, in microbatches
       continuous_steps     ... through stages without flush
       group_steps          ... on a tensor group or a pipeline whose ranks bring a batch each
-      data_group           which ranks share samples
     plan_checkpoints       full and sharded checkpoints, whatever the plan
     exchange_guard         the gradient exchange of a plan
+    training_data          where in an epoch a checkpoint was made; signals by preemption
     equal_batches          ranks end an epoch together
     lost_ranks             names the rank that is lost
     elastic                lets a fit go on without it, under torchrun
@@ -25,7 +25,6 @@ What these use:
 
     why a plan cannot run  requirements
     a step's result        step_records, microbatches, stashed_gradients
-    between ranks          clipping
     Lightning              data_parallel_hooks, register
 
 Other plugins:

@@ -1,4 +1,4 @@
-"""The strategy ``"topt"``, which searches a plan for a fit and runs it.
+"""The strategy ``"topt"``: `ddp` with shared updates, or the plan that was asked for.
 
 A fit that asks for a plan, in the order of Lightning's hooks:
 
@@ -54,7 +54,6 @@ from lightning_topt.plugins.plan_request import (
     read_request,
 )
 from lightning_topt.plugins.plan_run import PlanRun, run_options
-from lightning_topt.plugins.preemption import Preemption
 from lightning_topt.plugins.shared_updates import Hint, SharedUpdates
 from lightning_topt.plugins.training_data import TrainingData
 from lightning_topt.techniques.ddp_wrapper import register_hook, wrap_in_ddp
@@ -188,7 +187,7 @@ class AutoParallelStrategy(DataParallelHooks):
         self._run = PlanRun(self.request, self, self._checkpoints)
         self._updates: SharedUpdates | None = None  # of a fit that asks for no plan
         self._is_asked = False
-        self._training_data = TrainingData(self, Preemption())
+        self._training_data = TrainingData(self)
         self._elastic: ElasticRun | None = None
         if elastic:
             plugins.check_elastic(

@@ -38,7 +38,6 @@ from lightning_topt.plugins.equal_batches import EqualBatches
 from lightning_topt.plugins.exchange_guard import ExchangeGuard, scaler_of
 from lightning_topt.plugins.lost_ranks import LostRankWatch
 from lightning_topt.plugins.monitors import add_monitor
-from lightning_topt.plugins.preemption import Preemption
 from lightning_topt.plugins.training_data import TrainingData
 
 
@@ -91,9 +90,8 @@ class CompressedDDPStrategy(DataParallelHooks):
         self._nonfinite, self._nodes, self._ranks_per_node = nonfinite, nodes, ranks_per_node
         self.rank_watch = LostRankWatch()
         self._guard = ExchangeGuard(self.rank_watch)
-        self._training_data = TrainingData(self, Preemption())
+        self._training_data = TrainingData(self)
         self._batches = EqualBatches(uneven)
-        self._failed = False
 
     @property
     def exchange(self) -> CompressedExchange | None:
@@ -110,7 +108,6 @@ class CompressedDDPStrategy(DataParallelHooks):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        self._failed = False
         super().setup(trainer)
 
     @override
@@ -174,7 +171,6 @@ class CompressedDDPStrategy(DataParallelHooks):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._failed = True
         self._guard.close(alone=True)
         self.rank_watch.name(exception)
         super().on_exception(exception)

@@ -30,7 +30,6 @@ from lightning_topt.plugins.equal_batches import EqualBatches
 from lightning_topt.plugins.exchange_guard import ExchangeGuard
 from lightning_topt.plugins.lost_ranks import LostRankWatch
 from lightning_topt.plugins.monitors import add_monitor
-from lightning_topt.plugins.preemption import Preemption
 from lightning_topt.plugins.training_data import TrainingData
 from lightning_topt.techniques.ddp_wrapper import names_to_ignore
 
@@ -84,7 +83,7 @@ class LocalStepsStrategy(DataParallelHooks):
         self._fitting = False  # parameters may differ between ranks
         self.rank_watch = LostRankWatch()
         self._guard = ExchangeGuard(self.rank_watch)
-        self._training_data = TrainingData(self, Preemption())
+        self._training_data = TrainingData(self)
         self._batches = EqualBatches(uneven)
 
     @property

@@ -16,21 +16,24 @@ How steps run under the plan is its `StepRunner`'s (`run.runner`); who shares sa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
+from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_topt import plugins
@@ -43,14 +46,13 @@ from lightning_topt.execution.memory import (
 )
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
-from lightning_topt.plugins.clipping import clip_sharded
-from lightning_topt.plugins.data_group import DataGroup, shared_mesh
 from lightning_topt.plugins.equal_batches import lent
 from lightning_topt.plugins.exchange_guard import scaler_of
 from lightning_topt.plugins.monitors import StepMonitor, add_monitor
 from lightning_topt.plugins.plan_checkpoints import PlanCheckpoints
+from lightning_topt.plugins.plan_options import GivenPlan, MeshPlan, PipelinePlan
 from lightning_topt.plugins.plan_request import PlanRequest
-from lightning_topt.plugins.step_runner import PlainRunner, StepRunner
+from lightning_topt.plugins.step_runner import PlainRunner, StepRunner, clip_sharded
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.ddp_wrapper import bytes_of_buckets
 from lightning_topt.techniques.technique import RunOptions
@@ -432,3 +434,90 @@ def run_options(strategy: DDPStrategy) -> RunOptions:
         nonfinite="error" if scaler_of(strategy.precision_plugin) is None else "skip",
         watch=strategy.rank_watch.ranks,  # type: ignore[attr-defined]
     )
+
+
+# ---- ranks that share samples --------------------------------------------------------------------
+#
+# Ranks along tensor axes, and those that run the stages of one pipeline, get the same samples and
+# count once in averages. Where each of them brings its own samples, as under ddp, all ranks count.
+
+
+def shared_mesh(
+    plan: ParallelPlan | GivenPlan | None, *, world_size: int, num_nodes: int
+) -> Mesh | None:
+    """Return the mesh whose data ranks have samples of their own; None where every rank has.
+
+    Known as soon as the plan is given, before there is an engine.
+    """
+    if isinstance(plan, MeshPlan | PipelinePlan):
+        mesh = plan.mesh(world_size, num_nodes=num_nodes)
+    elif isinstance(plan, ParallelPlan) and not plan.brings_batches:
+        mesh = plan.mesh
+    else:
+        return None
+    return mesh if mesh.tensor_axes or mesh.pipeline_axes else None
+
+
+class DataGroup:
+    """The ranks of the present plan among which samples are split.
+
+    `group` is their process group, None where these are all ranks, or no plan runs.
+    """
+
+    def __init__(self) -> None:
+        self.group: dist.ProcessGroup | None = None
+        self._metrics: tuple[Metric, ...] = ()
+
+    def begin(self, group: dist.ProcessGroup | None, module: nn.Module) -> None:
+        """Take the `group` of a plan; metrics of `module` count each sample once."""
+        self.group = group
+        # Ranks that share samples would count them several times.
+        if group is not None:
+            metrics = (metric for metric in module.modules() if isinstance(metric, Metric))
+            self._metrics = tuple(metric for metric in metrics if metric.process_group is None)
+            for metric in self._metrics:
+                metric.process_group = group
+
+    def end(self) -> None:
+        """Let metrics, and all else, count over all ranks again."""
+        for metric in self._metrics:
+            metric.process_group = None
+        self._metrics, self.group = (), None
+
+    def replaces(self, group: Any) -> bool:
+        """Return whether the data ranks are meant by `group`.
+
+        Modules of Lightning give the group of all ranks for None.
+        """
+        return self.group is not None and (group is None or group is dist.group.WORLD)
+
+    def all_gather(self, tensor: Tensor, *, sync_grads: bool) -> Tensor:
+        """Return the tensors of all data ranks, stacked: (ranks, *shape)."""
+        with nullcontext() if sync_grads else torch.no_grad():
+            gathered: Tensor = _Gathered.apply(  # type: ignore[no-untyped-call]
+                tensor.contiguous(), self.group
+            )
+            return gathered
+
+
+class _Gathered(torch.autograd.Function):
+    """The tensors of all ranks of a group, stacked, with gradients.
+
+    torch's own knows backward among all ranks only, and on some backends.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        # (ranks, *shape)
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, tensor, group=group)
+        return torch.stack(parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # Each rank gets the sum of all gradients of its own part.
+        summed = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=ctx.group)
+        return summed[dist.get_rank(ctx.group)], None

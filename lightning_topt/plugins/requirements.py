@@ -16,7 +16,7 @@ sharding shows to your code"; here is what torch cannot shard. A step that anoth
 must be the same there: what it reads is seen while it is traced (`noted_reads`).
 
 A new reason is an entry of `REQUIREMENTS`. It has a test in `tests/plugins`
-(`test_requirements`, CONTINUOUS: `test_continuous_care`) and a word in docs/reference/limits.md or
+(CONTINUOUS: `test_continuous_care`) and a word in docs/reference/limits.md or
 docs/concepts/pipelines.md. Other reasons are elsewhere: why blocks are not recomputed
 (`graph.blocks.why_not_recomputed`), steps not cut (`searched_plan.why_not_cut`).
 """

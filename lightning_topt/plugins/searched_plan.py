@@ -319,7 +319,7 @@ def search_mesh(
     )
     search = yield from with_slices(request, search)
     # The choice: of a layout by name, the plan that splits most.
-    frontier = _in_view(request, search_for(request, search), search, trainer)
+    frontier = in_view(request, search_for(request, search), search, trainer)
     if given.preset:
         chosen = _preset_of(given, frontier)
     else:
@@ -383,7 +383,7 @@ def search_all(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Questio
     frontier = of_steps(
         together(frontiers), accumulate=trainer.accumulate_grad_batches, facts=facts
     )
-    frontier = _in_view(request, frontier, search, trainer)
+    frontier = in_view(request, frontier, search, trainer)
     try:
         chosen = choose_for(
             request, frontier, search.cluster, trainer=trainer, optimizer=search.optimizer
@@ -565,10 +565,10 @@ def together(frontiers: Sequence[PlanFrontier]) -> PlanFrontier:
     )
 
 
-def _in_view(
+def in_view(
     request: PlanRequest, frontier: PlanFrontier, search: SearchRequest, trainer: pl.Trainer
 ) -> PlanFrontier:
-    # The frontier with intervals, over what `request` asks for
+    """Return `frontier` with intervals, over what `request` asks for."""
     frontier = with_intervals(frontier, search.cluster, search.graph, level=request.confidence)
     return by_objective(request, frontier, trainer=trainer, optimizer=search.optimizer)
 

@@ -12,16 +12,19 @@ applied (`plan_run.choose_runner`):
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_topt.plugins.clipping import Clips
+from lightning_topt.optim.clipping import agree_on_overflow
+from lightning_topt.optim.full_state import parameters_of
 
 if TYPE_CHECKING:
     from lightning_topt.execution.engine import Engine
@@ -201,3 +204,53 @@ def evaluating(engine: Engine) -> Generator[None, None, None]:
     # step cannot update.
     with torch.inference_mode(False), torch.no_grad(), engine.around_step():
         yield
+
+
+# ---- clipping over all ranks ---------------------------------------------------------------------
+
+
+class Clips(Protocol):
+    """What clips gradients over all ranks: an engine, or the steps of a continuous pipeline."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the gradients."""
+
+    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Any:
+        """Scale the gradients to a common norm of at most `max_norm`."""
+
+    def clip_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
+        """Clamp every gradient."""
+
+
+def clip_sharded(precision: Precision, engine: Clips) -> Callable[[], None]:
+    """Let `precision` clip, and look for overflows, over all ranks; return what undoes that.
+
+    Lightning clips what the rank holds, in ``clip_grad_by_norm`` and ``clip_grad_by_value``.
+    These are replaced, so that norms of DTensors, and of a pipeline's stages, are those of all
+    ranks together. A plugin of the user's with clipping of its own keeps it.
+    """
+
+    def by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
+        engine.clip_norm(parameters_of(optimizer), clip_val)
+
+    def by_value(optimizer: Optimizer, clip_val: int | float) -> None:
+        engine.clip_value(parameters_of(optimizer), clip_val)
+
+    replaced = {
+        name: own
+        for name, own in (("clip_grad_by_norm", by_norm), ("clip_grad_by_value", by_value))
+        if getattr(type(precision), name) is getattr(Precision, name)  # not the user's own
+    }
+    vars(precision).update(replaced)
+    scaler = getattr(precision, "scaler", None)
+    restore_scaler = agree_on_overflow(scaler, engine.device) if scaler is not None else None
+
+    def restore() -> None:
+        for name, own in replaced.items():
+            if vars(precision).get(name) is own:  # nobody has replaced it since
+                del vars(precision)[name]
+        if restore_scaler is not None:
+            restore_scaler()
+
+    return restore

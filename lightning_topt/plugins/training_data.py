@@ -45,10 +45,10 @@ _COUNTS = ("ready", "started", "processed", "completed")
 class TrainingData:
     """Knows what a fit under `strategy` was trained on, and lets the next fit go on from there.
 
-    Where `preemption` ends a fit, that is between two accumulation windows.
+    Where a signal ends the fit (`Preemption`), that is between two accumulation windows.
     """
 
-    def __init__(self, strategy: DDPStrategy, preemption: Preemption) -> None:
+    def __init__(self, strategy: DDPStrategy) -> None:
         self._strategy = strategy
         # what a checkpoint had, until training starts; None without a checkpoint
         self._loaded: dict[str, Any] | None = None
@@ -61,7 +61,7 @@ class TrainingData:
         self._undo = ExitStack()
         self._tracked: list[TrackedLoader] = []  # in this fit
         self._has_warned = False
-        self._preemption = preemption
+        self._preemption = Preemption()
 
     @property
     def _trainer(self) -> pl.Trainer:

@@ -26,6 +26,7 @@ from lightning_topt.graph.op_config import OpConfig, Storage
 from lightning_topt.graph.op_graph import Block, Parameter
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.parallel_step import (
+    SMALL_BYTES,
     ParallelStep,
     check_can_be_split,
     install_parallel_step,
@@ -47,8 +48,6 @@ from lightning_topt.techniques.technique import (
     Technique,
     has_data_axes,
 )
-
-_SMALL_BYTES = 1 << 20  # parameters below it are broadcast together (`PieceGather`)
 
 
 class OptimizerSharding(Technique):
@@ -116,7 +115,7 @@ class OptimizerSharding(Technique):
     @override
     def result_bytes(self, step: TrainingStep, parameter: Parameter, config: OpConfig) -> float:
         size = parameter_bytes(parameter)
-        return float(size) if parameter.trainable and size < _SMALL_BYTES else 0.0
+        return float(size) if parameter.trainable and size < SMALL_BYTES else 0.0
 
     # ---- how it is applied -----------------------------------------------------------------------
 
@@ -143,8 +142,8 @@ def _broadcasts(step: TrainingStep, block: str) -> Iterator[Collective]:
     # Yield updated parameters from their owners to all ranks: large ones alone, small together
     # as `PieceGather` sends them
     sizes = [parameter_bytes(p) for p in step.parameters(block) if p.trainable]
-    parts = [size for size in sizes if size >= _SMALL_BYTES] + [
-        sum(size for size in sizes if size < _SMALL_BYTES)
+    parts = [size for size in sizes if size >= SMALL_BYTES] + [
+        sum(size for size in sizes if size < SMALL_BYTES)
     ]
     for size in parts:
         yield step.collective("update", "broadcast", size, axes=step.mesh.data_axes)

@@ -441,7 +441,7 @@ class PlanBatch:
 
     @cached_property
     def compute_seconds(self) -> Array:
-        """The part of `seconds` that is computation (n,); see `explain.compute_seconds`."""
+        """The part of `seconds` that is computation (n,)."""
         step = self.costs.step
         kernels = step.num_microbatches * sum(
             float(step.compute[name].sum()) for name in self.configs

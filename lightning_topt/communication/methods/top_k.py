@@ -238,7 +238,7 @@ class FeedbackExchange(BucketExchange):
         self.store.replace(self.state_dict())
 
     def state_dict(self) -> State:
-        """Return the residual and velocity of this rank, or of its node, by name."""
+        """Return the residual of this rank, or of its node, by name."""
         return self.store.collect(self.whole)
 
     @abstractmethod

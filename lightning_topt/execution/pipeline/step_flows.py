@@ -17,7 +17,7 @@ them, and receives are begun in that order: no message needs a header or a tag.
 [Note: a queue for each pair] A pipeline that runs without such queues runs with them. A send waits
 in its queue only for messages that were made before it. Their receives begin no later than its own,
 and a rank waits for nothing but what it needs. Where more than two ranks share a queue, they may
-wait for one another in a circle: so `MessageExchange` has one for each sender and receiver.
+wait for one another in a circle: so `RankLinks` has one for each sender and receiver.
 
 [Note: one order of passes] Over NCCL, code that waits for the whole device waits for all that the
 rank has begun to receive and to send. User code may wait like that anywhere, on all ranks. So all

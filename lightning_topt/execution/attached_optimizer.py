@@ -402,17 +402,17 @@ class StageOptimizer:
     def full_state(self) -> State:
         """Return the ``state_dict`` of one process on rank 0, an empty one elsewhere."""
         own = self._attached.full_state()
-        states = self._collected(own["state"]) if self._groups.saves else {}
+        with self._groups.at_any_time() as group:
+            states = self._collected(own["state"], group) if self._groups.saves else {}
         if not self._groups.saves or self._groups.rank != 0:
             return {}
         return {"state": states, "param_groups": own["param_groups"]}
 
     # The states of all parameters on the pipeline's first rank, in host memory: each rank sends
     # those that it owns, one parameter after the other, so that no device holds more than one.
-    def _collected(self, own: Mapping[int, State]) -> dict[int, State]:
+    def _collected(self, own: Mapping[int, State], group: dist.ProcessGroup) -> dict[int, State]:
         states: dict[int, State] = {}
-        rank, group = self._groups.rank, self._groups.pipeline_group
-        device = travel_device(group)
+        rank, device = self._groups.rank, travel_device(group)
         for index, owner in sorted(self._owners.items()):
             values: list[Any] = [None]
             if rank == owner and index in own:

@@ -122,7 +122,7 @@ def test_asynchronous_pipelines_are_one_process(name: str, four: list[tuple[Any,
 
 def test_sharded_plans_are_one_process(four: list[tuple[Any, ...]]) -> None:
     expected, parameters, _ = mixed.one_process("fused AdamW")
-    for *_, (record, _, released, _, _) in four:
+    for *_, (record, _, released, _) in four:
         losses = [loss for loss, _, _ in record]
         assert losses == pytest.approx([loss for loss, _, _ in expected], rel=1e-5)
         mixed.assert_close(released, dict(parameters))
@@ -144,14 +144,11 @@ def test_compression_with_its_thread() -> None:
 
 
 def test_local_steps_are_one_process() -> None:
-    options = {"every": 2}
-    ranks = run_ranks(
-        local._train, local.WORLD_SIZE, options, timeout_seconds=SECONDS, backend=TWIN
-    )
-    theta = local._twin(**options)
-    for parameters, _, _ in ranks:
-        for name, value in parameters.items():
-            torch.testing.assert_close(value, theta[name].detach().float(), rtol=0.0, atol=2e-6)
+    method = local.LocalSteps(every=2)
+    ranks = run_ranks(local.trained, local.RANKS, method, timeout_seconds=SECONDS, backend=TWIN)
+    expected = torch.from_numpy(local.in_one_process(method)[0]).float()
+    for parameters, *_ in ranks:
+        torch.testing.assert_close(parameters, expected, rtol=0.0, atol=2e-6)
 
 
 # ---- stages that wait for their devices, and fail ------------------------------------------------

@@ -80,32 +80,28 @@ CONV_PLANS = {
 
 
 def switch(rank: int, plan: ParallelPlan, further: ParallelPlan) -> tuple[Any, ...]:
-    """Train by a fused optimizer: plainly, under `plan`, plainly, and under `further`."""
+    """Train by a fused optimizer: plainly, under `plan`, and from its state under `further`."""
     module, batches = conv(), images()
     own = [batch.chunk(2)[rank] for batch in batches]
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
-    losses = conv_losses(module, optimizer, batches[:1])
-    for each, part in ((plan, own[1:2]), (further, own[3:])):
+    losses, state = conv_losses(module, optimizer, batches[:1]), None
+    for each, part in ((plan, own[1:2]), (further, [*own[2:], own[0]])):
         engine = Engine(each, module, device=CPU)
         model = engine.apply()
         engine.attach_optimizers([optimizer])
+        if state is not None:
+            engine.load(state)
         mean = torch.tensor(conv_losses(model, optimizer, part))
         dist.all_reduce(mean)
         losses += (mean / 2).tolist()
-        if each is further:  # a full state is contiguous, as files have it
-            state = [engine.state_dict()]
-            dist.broadcast_object_list(state, 0)
-            contiguous = tree_map(
-                lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, state[0]
-            )
-            engine.load(contiguous)
-            mean = torch.tensor(conv_losses(model, optimizer, own[:1]))
-            dist.all_reduce(mean)
-            losses += (mean / 2).tolist()
+        found = [engine.state_dict()]
+        dist.broadcast_object_list(found, 0)
+        # a full state is contiguous, as files have it
+        state = tree_map(
+            lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, found[0]
+        )
         engine.release()
-        engine.return_optimizer_state(optimizer)
-        if each is plan:
-            losses += conv_losses(module, optimizer, batches[2:3])
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
     return losses, {name: p.detach() for name, p in module.named_parameters()}
 
 

@@ -74,11 +74,10 @@ class PipelineGroups:
         return group
 
     def destroy(self) -> None:
-        """Destroy the groups that steps need. Nothing may be under way on any rank."""
-        # Optimizers collect their states along these two until `close`.
-        kept = [group for group in self._made if group in (self.data, self.pipeline_group)]
-        destroy_groups([group for group in self._made if group not in kept], meets=True)
-        self._keep(kept)
+        """Destroy all groups but that of the data ranks. Nothing may be under way on any rank."""
+        destroy_groups([group for group in self._made if group is not self.data], meets=True)
+        # Optimizers collect their states there, until `close`.
+        self._keep([] if self.data is None else [self.data])
 
     def close(self) -> None:
         """Destroy what is left, where nothing of the plan is asked for any more."""
@@ -96,6 +95,17 @@ class PipelineGroups:
             self._call_off()
         self._call_off = at_exit(self.abort) if groups else None
         self._made = groups
+
+    @contextmanager
+    def at_any_time(self) -> Generator[dist.ProcessGroup, None, None]:
+        """Yield the group of the pipeline, made anew for this where it has been destroyed."""
+        if self.pipeline_group in self._made:
+            yield self.pipeline_group
+            return
+        group = self.own(self.mesh.groups_along(self.mesh.pipeline_axes))
+        yield group
+        self._keep([other for other in self._made if other is not group])
+        destroy_groups([group], meets=True)
 
     @property
     def saves(self) -> bool:

@@ -167,14 +167,6 @@ def test_a_record_that_points_outside_of_the_file(cache, where):
     assert cache.statistics().memory_hits == ITEMS - 1 and cache.statistics().misses == 1
 
 
-def test_batches_are_on_the_cpu_whatever_the_default_device(cache):
-    samples, items = Samples(), list(range(ITEMS))
-    batches = filled(cache, samples)
-    with torch.device("meta"):
-        fresh, ready = (batches.__getitems__(items).batch for _ in range(2))
-    assert equal(fresh, expected(samples, items)) and equal(ready, expected(samples, items))
-
-
 def test_samples_of_equal_size_with_more_layouts_than_there_are_numbers(cache, monkeypatch):
     """Shapes (30, 5) and (5, 30) have as many bytes; neither may be taken for the other where
     layouts have no numbers left.

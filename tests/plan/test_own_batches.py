@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -97,25 +96,3 @@ def test_own_batches_are_as_many_as_ranks() -> None:
         plan_of(schedule="1f1b", num_microbatches=4, own_batches=True)
     with pytest.raises(PlanError, match="own_batches must be true or false"):
         ParallelPlan.from_dict({**plan.to_dict(), "own_batches": 1})
-
-
-def tensor_plan(storage: str, **more: object) -> dict[str, Any]:
-    block = {"block": "", "storage": storage}
-    mesh = [{"name": "data", "size": 2}, {"name": "tensor", "size": 2}]
-    return {"version": 2, "mesh": mesh, "stages": [{"blocks": [block]}], **more}
-
-
-@pytest.mark.parametrize(
-    ("plain", "message"),
-    [
-        (tensor_plan("zero2", num_microbatches=2), "evaluate by themselves"),
-        (tensor_plan("ddp", num_microbatches=2, gradient_views=True), "one batch in a step"),
-        (tensor_plan("ddp", joint=[]), "unknown"),
-    ],
-)
-def test_what_ranks_of_a_tensor_group_cannot_have_is_an_error(
-    plain: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(PlanError, match=message):
-        ParallelPlan.from_dict(plain)
-    assert ParallelPlan.from_dict(tensor_plan("zero1", num_microbatches=2)).brings_batches

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -23,7 +26,9 @@ from lightning_topt.communication import ExchangeSettings, TopK
 from lightning_topt.costs.accuracy import Accuracy, ErrorFigure
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.plugins import plan_request
-from lightning_topt.plugins.monitors import ExchangeMonitor, StepMonitor
+from lightning_topt.plugins.cached_data import CachedDataModule, CachePartition
+from lightning_topt.plugins.coordinated_data import CoordinatedDataModule
+from lightning_topt.plugins.monitors import ExchangeMonitor, StallMonitor, StepMonitor
 from lightning_topt.plugins.plan_options import (
     check_planner_options,
     read_device_counts,
@@ -62,14 +67,53 @@ STEP: dict[str, list[Any]] = {
 }
 
 
+def data_module(kind: Any) -> Any:
+    return partial(kind, pl.LightningDataModule(), directory="folder", memory_bytes=1 << 20)
+
+
+CACHED, COORDINATED = data_module(CachedDataModule), data_module(CoordinatedDataModule)
+NO_SIZE: list[Any] = [True, -1, 1.5, NAN, "", "-8GiB", "8GiB/s", [1]]
+NO_SECONDS: list[Any] = [True, 0, NAN, INF, "5", None]
+NO_WHOLE: list[Any] = [True, 1.5, NAN, "1", [1]]
+NO_TEXT: list[Any] = ["", b"1", 1.5, ["1"]]
+OF_DATA: dict[Any, dict[str, list[Any]]] = {
+    CACHED: {
+        "directory": ["", 3, b"cache", "a\0b"],
+        "memory_bytes": NO_SIZE,
+        "disk_bytes": NO_SIZE,
+        "data_version": NO_TEXT,
+        "partition": ["nodes", 1, 1.5, {"port": 1}, CachePartition],
+    },
+    CachePartition: {
+        "interface": [*NO_TEXT, 3],
+        "port": [*NO_WHOLE, -1, 70000, None],
+        "seed": [*NO_WHOLE, None],
+        "timeout_seconds": NO_SECONDS,
+        "retry_seconds": NO_SECONDS,
+    },
+    COORDINATED: {
+        "directory": ["", 3, None],
+        "memory_bytes": [*NO_SIZE, 0, None],
+        "seed": [*NO_WHOLE, None],
+        "data_version": NO_TEXT,
+        "timeout_seconds": NO_SECONDS,
+    },
+    StallMonitor: {"every_n_steps": [*NO_WHOLE, 0, -1]},
+}
+
+
 def cases(kind: Any, wrong: dict[str, list[Any]], **others: Any) -> list[Any]:
     return [
         pytest.param(
-            kind, {**others, name: value}, name, id=f"{kind.__name__}-{name}-{value!r}"[:60]
+            kind, {**others, name: value}, name, id=f"{name_of(kind)}-{name}-{value!r}"[:60]
         )
         for name, values in wrong.items()
         for value in values
     ]
+
+
+def name_of(kind: Any) -> str:
+    return getattr(kind, "func", kind).__name__
 
 
 @pytest.mark.parametrize(
@@ -86,6 +130,7 @@ def cases(kind: Any, wrong: dict[str, list[Any]], **others: Any) -> list[Any]:
         *cases(ParallelOptimizerStep, STEP),
         *cases(ExchangeMonitor, {"every_n_steps": NO_COUNT}),
         *cases(StepMonitor, {"warmup_steps": NO_COUNT}),
+        *(case for kind, wrong in OF_DATA.items() for case in cases(kind, wrong)),
     ],
 )
 def test_wrong_arguments(kind: Any, arguments: dict[str, Any], name: str) -> None:
@@ -93,6 +138,19 @@ def test_wrong_arguments(kind: Any, arguments: dict[str, Any], name: str) -> Non
         kind(**arguments)
     message = str(caught.value)
     assert "\n" not in message and name in message
+
+
+@pytest.mark.parametrize("kind", OF_DATA)
+def test_every_argument_of_data_is_in_the_list(kind: Any) -> None:
+    names = set(inspect.signature(getattr(kind, "func", kind)).parameters)
+    assert names - {"datamodule"} == OF_DATA[kind].keys()
+
+
+@pytest.mark.parametrize("datamodule", [None, torch.utils.data.DataLoader([1]), "Data"])
+@pytest.mark.parametrize("make", [CACHED, COORDINATED])
+def test_only_a_datamodule_is_wrapped(make: Any, datamodule: Any) -> None:
+    with pytest.raises(TypeError, match="wraps a LightningDataModule"):
+        make.func(datamodule, **make.keywords)
 
 
 @pytest.mark.parametrize(

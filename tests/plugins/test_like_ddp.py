@@ -47,6 +47,18 @@ class Tuning(TunedGPT):
         checkpoint["state_dict"] = {name: state[name] for name in state if "lora_" in name}
 
 
+class ByMatrix(LoggingGPT):
+    """Trains its matrices by Muon, which reads them whole; rows that two ranks cannot share."""
+
+    def __init__(self) -> None:
+        super().__init__(vocab=33)
+        for parameter in self.parameters():
+            parameter.requires_grad_(parameter.dim() == 2)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Muon([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
 class Compiled(L.LightningModule):
     """Compiles its network, or is compiled."""
 
@@ -73,6 +85,7 @@ class Compiled(L.LightningModule):
 PROGRAMS: dict[str, Callable[[], Any]] = {
     "gpt": lambda: LoggingGPT(layers=3),
     "adapters": Tuning,
+    "muon": ByMatrix,
     "compiled network": lambda: Compiled(inside=True),
     "compiled module": lambda: torch.compile(Compiled(inside=False), backend="aot_eager"),
 }
@@ -100,7 +113,8 @@ def fit(
 
 def assert_like_ddp(program: str, plan: str | None, *case: Any) -> None:
     """Compare a fit under a plan with ``ddp``, rank by rank."""
-    relative = TOLERANCES[case[0] if case else "32-true"]
+    # Muon multiplies in bfloat16
+    relative = TOLERANCES["bf16-mixed" if program == "muon" else case[0] if case else "32-true"]
     ddp = once_on_ranks(fit, program, "Lightning", *case)
     for (losses, state), found in zip(ddp, on_ranks(fit, program, plan, *case), strict=True):
         assert found[0] == pytest.approx(losses, rel=relative) and len(losses) == 5
@@ -125,6 +139,7 @@ CASES: dict[tuple[str, tuple[Any, ...]], Any] = {
     ("gpt", ("32-true", 1, "value")): ("zero2", "zero3"),
     **{("gpt", (kind,)): SHARDED for kind in TOLERANCES if kind != "32-true"},
     ("adapters", ()): ("zero1", "zero2", "zero2+recompute", "zero3+recompute"),
+    ("muon", ()): ("zero1", "zero2", "zero3"),
     ("compiled network", ()): (None, *SHARDED),
     ("compiled module", ()): (None, *SHARDED),
 }

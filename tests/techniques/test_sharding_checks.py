@@ -242,12 +242,13 @@ def test_tied_parameters_are_in_one_group():
 # ---- numbers -------------------------------------------------------------------------------------
 
 
-def _numbers(rank: int) -> dict[str, float]:
+def numbers(preset: str | None) -> dict[str, float]:
+    """What user code reads of gradients as Python numbers."""
     found: dict[str, float] = {}
 
     def read(net: nn.Module) -> None:
         gradient = net.first.weight.grad
-        assert isinstance(gradient, DTensor)
+        assert isinstance(gradient, DTensor) == (preset is not None)
         found.update(
             norm=float(gradient.norm()),
             sum=gradient.sum().item(),
@@ -256,26 +257,17 @@ def _numbers(rank: int) -> dict[str, float]:
             is_negative=bool((gradient < 0).any()),
         )
 
-    train(Net(), preset="zero3", blocks=["first"], after_backward=read)
+    train(Net(), preset=preset, blocks=["first"], after_backward=read)
     return found
 
 
+def _numbers(rank: int) -> dict[str, float]:
+    return numbers("zero3")
+
+
 def test_numbers_are_those_of_whole_tensors():
-    wanted: dict[str, float] = {}
-
-    def read(net: nn.Module) -> None:
-        gradient = net.first.weight.grad
-        wanted.update(
-            norm=float(gradient.norm()),
-            sum=gradient.sum().item(),
-            largest=gradient.abs().max().item(),
-            total=torch.nn.utils.get_total_norm([p.grad for p in net.parameters()]).item(),
-            is_negative=bool((gradient < 0).any()),
-        )
-
-    train(Net(), after_backward=read)
     for found in run_on_pool(_numbers, 2):
-        assert found == pytest.approx(wanted, rel=1e-5)
+        assert found == pytest.approx(numbers(None), rel=1e-5)
 
 
 def _read_alone(rank: int) -> str:

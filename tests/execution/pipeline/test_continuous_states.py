@@ -85,11 +85,10 @@ class Facts(NamedTuple):
     objects: list[int]
     versions: int
     resumed: tuple[dict[str, Tensor], dict[str, Tensor]]
-    refused: list[str]
 
 
 def facts(rank: int) -> Facts:
-    return Facts(*_payloads(rank), *_nan(), *_held(), _resumed(rank), _refused())
+    return Facts(*_payloads(rank), *_nan(), *_held(), _resumed(rank))
 
 
 def _payloads(rank: int) -> tuple[list[Any], list[Any]]:
@@ -186,38 +185,6 @@ def _resumed(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return undisturbed, resumed
 
 
-def _refused() -> list[str]:
-    texts = []
-    job = Job(continuous_plan(WORLD))
-    try:
-        job.engine.run_step([BATCHES[0]], loss_of)
-    except ValueError as error:
-        texts.append(str(error))
-    try:
-        job.engine.clip_norm(list(job.model.parameters()), 1.0)
-    except ValueError as error:
-        texts.append(str(error))
-    job.train(0, 4, drain=False)
-    for call in (
-        job.engine.state_dict,
-        job.engine.sync_buffers,
-        lambda: job.engine.evaluate(BATCHES[0], loss_of),
-    ):
-        try:
-            call()
-        except AssertionError as error:
-            texts.append(str(error))
-    job.train(4, 5)
-    texts.append(f"{float(job.engine.evaluate(BATCHES[0], loss_of)):.4f}")
-    job.train(5, 8)
-    job.close()
-    try:
-        Job(continuous_plan(WORLD, prediction="spectrain"), optimizer=torch.optim.Rprop)
-    except ValueError as error:
-        texts.append(str(error))
-    return texts
-
-
 @pytest.fixture(scope="module")
 def ranks() -> list[Facts]:
     return run_ranks(facts, WORLD, timeout_seconds=240)
@@ -263,15 +230,3 @@ def test_a_run_goes_on_from_a_drained_state_as_if_undisturbed(ranks: list[Facts]
     assert undisturbed.keys() == resumed.keys() and undisturbed
     for name, value in undisturbed.items():
         assert torch.equal(value, resumed[name]), name
-
-
-def test_what_is_not_legal_is_said(ranks: list[Facts]) -> None:
-    for found in ranks:
-        step, clipping, *in_flight, loss, optimizer = found.refused
-        assert "`engine.continuous.clip_norm`" in clipping
-        assert "`engine.continuous.advance`" in step
-        assert (
-            in_flight == ["minibatches are in flight: drain the run first"] * 3
-        )  # on the last stage too, which holds none
-        assert math.isfinite(float(loss)) and loss == ranks[0].refused[-2]
-        assert "Rprop" in optimizer and "AdamW" in optimizer

@@ -312,12 +312,16 @@ class ElasticRun:
 
     def _state(self, trainer: pl.Trainer) -> dict[str, Any]:
         # The checkpoint of this rank as it was between two steps
-        is_trained = _between_batches(trainer)
-        # Forward passes since the last step may have changed buffers.
-        if not (is_trained and self._data.begins_window):
+        is_trained, undone = _between_batches(trainer), self._data.batches_of_window
+        # Forward passes since the last step may have changed buffers. Its batches come again.
+        if not is_trained or undone:
             for name, value in self._buffers.items():
                 owner, _, buffer = name.rpartition(".")
                 trainer.lightning_module.get_submodule(owner)._buffers[buffer] = value
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+        for part in (progress.total, progress.current) if undone else ():
+            part.processed -= undone
+            part.ready = part.started = part.completed = part.processed
         self.is_alone = True
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         return self._data.with_state(checkpoint, alone=True)

@@ -117,9 +117,12 @@ class TrainingData:
         ]
 
     @property
-    def begins_window(self) -> bool:
-        """Whether the next batch is the first one of an optimizer step."""
-        return not self._batches_of_window()
+    def batches_of_window(self) -> int:
+        """How many batches have gone into a window whose step is still to come."""
+        trainer, progress = self._trainer, self._progress
+        if progress.is_last_batch or not trainer.lightning_module.automatic_optimization:
+            return 0
+        return int(progress.current.processed % trainer.accumulate_grad_batches)
 
     def behind(self) -> int:
         """Return how many of the batches that were handed out are not trained on."""
@@ -142,13 +145,6 @@ class TrainingData:
         waiting, self.waiting = self.waiting, None
         for begin in waiting or ():
             begin()
-
-    def _batches_of_window(self) -> int:
-        # How many batches have gone into a window whose step is still to come
-        trainer, progress = self._trainer, self._progress
-        if progress.is_last_batch or not trainer.lightning_module.automatic_optimization:
-            return 0
-        return int(progress.current.processed % trainer.accumulate_grad_batches)
 
     # ---- checkpoints -----------------------------------------------------------------------------
 
@@ -228,7 +224,7 @@ class TrainingData:
             self._follow_fetches()
             self._preemption.begin(
                 self._trainer,
-                may_stop=lambda: not self._batches_of_window(),
+                may_stop=lambda: not self.batches_of_window,
                 asks_loaders=_are_tracked(combined),
             )
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_topt.basics.argument_checks import check_choice
 from lightning_topt.communication.value_exchange import value_of_rank
@@ -278,15 +279,20 @@ def combined_output(
     """
     if len(outputs) == 1:
         return outputs[0]
-    last = outputs[-1]
-    if not isinstance(last, Mapping):
-        return _combined_leaf(outputs, sizes, weights, losses)
-    if any(output.keys() != last.keys() for output in outputs):
-        return last
-    return {
-        name: _combined_leaf([output[name] for output in outputs], sizes, weights, losses)
-        for name in last
-    }
+    outputs = [dict(output) if isinstance(output, Mapping) else output for output in outputs]
+    # one structure, whatever is nested; lists of what is no tensor have an entry for each sample
+    flat = [tree_flatten(output, is_leaf=_is_plain_list) for output in outputs]
+    spec = flat[-1][1]
+    if any(other != spec for _, other in flat):
+        return outputs[-1]
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return tree_unflatten([_combined_leaf(c, sizes, weights, losses) for c in columns], spec)
+
+
+def _is_plain_list(value: Any) -> bool:
+    return isinstance(value, list) and not any(
+        isinstance(one, Tensor | Mapping | list | tuple) for one in value
+    )
 
 
 def _combined_leaf(

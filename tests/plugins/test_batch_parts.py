@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_topt.plugins.microbatches import first_samples, split_batch
+from lightning_topt.plugins.microbatches import combined_output, first_samples, split_batch
 
 
 class Encoding(UserDict[str, Any]):
@@ -86,3 +86,17 @@ def test_samples_may_be_entries_of_sequences() -> None:
 def test_what_cannot_be_split_is_named(batch: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         split_batch(batch, 2)
+
+
+def test_outputs_are_joined_wherever_samples_are_in_them() -> None:
+    losses, sizes = [1.0, 3.0], (2, 1)
+    outputs = [
+        ({"loss": torch.tensor(loss), "of": Pair(ramp(n, 2), ["name"] * n)}, ramp(n))
+        for loss, n in zip(losses, sizes, strict=True)
+    ]
+    first, last = combined_output(outputs, sizes=sizes, weights=[0.5, 0.5], losses=losses)
+    assert first["loss"] == 2 and first["of"].names == ["name"] * 3
+    assert first["of"].tokens.shape == (3, 2) and last.tolist() == [0, 1, 0]
+    # of different structures the last one remains
+    uneven = combined_output([{"a": 1}, {"b": 2}], sizes=sizes, weights=[0.5, 0.5], losses=losses)
+    assert uneven == {"b": 2}

@@ -13,6 +13,7 @@ import faulthandler
 import gc
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -54,7 +55,7 @@ LAST_SECONDS = (
     2 * GRACE_SECONDS + STORE_SECONDS + 5
 )  # for the main process to end with its own error
 
-_END_SECONDS = 5.0  # for a process group to end after an error
+_END_SECONDS = 5.0  # for a process group to end after an error, and for ranks after an interrupt
 _cut_off: list[bool] = []  # whether an error has ended the last run
 
 # ---- of sweeps
@@ -178,9 +179,26 @@ def name_lost(error: BaseException, watch: RankWatch | None) -> None:
 class NamingLauncher(_MultiProcessingLauncher):
     """Lightning's start of ranks by fork or spawn, whose errors reach the strategy.
 
-    Lightning's own asks it in the main process only. What ranks have decided comes back with the
-    weights.
+    Lightning's own asks it in the main process only, and leaves ranks running where an interrupt
+    reaches that alone, as in a notebook. What ranks have decided comes back with the weights.
     """
+
+    @override
+    def launch(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().launch(*args, **kwargs)
+        except KeyboardInterrupt:
+            try:
+                self._end_ranks(signal.SIGINT)  # as Ctrl-C ends them
+            finally:  # also where the user interrupts this
+                self._end_ranks(signal.SIGKILL)
+            raise
+
+    def _end_ranks(self, number: signal.Signals) -> None:
+        self.kill(number)
+        deadline = time.monotonic() + _END_SECONDS
+        for process in self.procs:
+            process.join(max(deadline - time.monotonic(), 0.0))
 
     @override
     def get_extra_results(self, trainer: pl.Trainer) -> dict[str, Any]:

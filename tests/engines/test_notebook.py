@@ -173,8 +173,11 @@ def test_an_error_of_the_model_is_shown(notebook: Notebook) -> None:
     wait_until(lambda: processes_of(os.getpgid(notebook.pid)) == {notebook.pid})
 
 
-def test_an_interrupted_cell_leaves_no_process(notebook: Notebook, folder: Path) -> None:
-    """Jupyter interrupts the kernel's process group."""
+@pytest.mark.parametrize("reaches", ["all", "kernel"])
+def test_an_interrupted_cell_leaves_no_process(
+    notebook: Notebook, folder: Path, reaches: str
+) -> None:
+    """Jupyter interrupts the kernel's process group, other programs the kernel alone."""
     begun = [folder / f"begun-{rank}" for rank in range(2)]
     for path in begun:
         path.unlink(missing_ok=True)
@@ -183,7 +186,10 @@ def test_an_interrupted_cell_leaves_no_process(notebook: Notebook, folder: Path)
     def interrupt() -> None:
         wait_until(lambda: all(path.exists() for path in begun), seconds=60)
         ranks.update(processes_of(os.getpgid(notebook.pid)) - {notebook.pid})
-        os.killpg(os.getpgid(notebook.pid), signal.SIGINT)
+        if reaches == "all":
+            os.killpg(os.getpgid(notebook.pid), signal.SIGINT)
+        else:
+            os.kill(notebook.pid, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
     thread.start()

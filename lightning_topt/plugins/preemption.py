@@ -197,6 +197,7 @@ class Preemption:
                 logger.finalize("finished")
             rank_zero_info(f"a signal ends this fit, which saves {path} first")
             trainer.save_checkpoint(path)
+            trainer.strategy.checkpoint_io.teardown()  # which may write beside training
         if requeues and trainer.is_global_zero:
             requeue_job()
         raise SIGTERMException()

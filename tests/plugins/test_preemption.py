@@ -12,8 +12,10 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
@@ -179,26 +181,36 @@ def test_a_signal_at_the_end_of_a_fit_ends_it_too(tmp_path, name, world_size):
 # ---- under SLURM ---------------------------------------------------------------------------------
 
 
-def _fit_of_a_slurm_job(rank, folder):
+class Slow(TorchCheckpointIO):
+    def save_checkpoint(self, *args, **kwargs):
+        time.sleep(0.5)
+        super().save_checkpoint(*args, **kwargs)
+
+
+def _fit_of_a_slurm_job(rank, folder, form):
     log, program = folder / "requeued", folder / "scontrol"
-    program.write_text(f'#!/bin/sh\necho "$@" >> {log}\n')
+    saved = folder / "hpc_ckpt_1.ckpt"
+    program.write_text(f'#!/bin/sh\ntest -e {saved} && echo "$@" >> {log}\n')
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
     os.environ.update(
         {"SLURM_JOB_ID": "17", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
         | {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
     )
-    strategy = AutoParallelStrategy(plan="zero3", checkpoint="sharded")
+    strategy = AutoParallelStrategy(plan="zero3", checkpoint=form)
     batch = 2 if rank == 1 else None
     plugins = [SLURMEnvironment(requeue_signal=signal.SIGUSR1)]
+    plugins += [AsyncCheckpointIO(Slow())] if form == "full" else []
     seen, _, ended = fit(folder, strategy, number=signal.SIGUSR1, batch=batch, plugins=plugins)
     return len(seen), ended
 
 
-def test_the_signal_of_slurm_queues_the_job_again_once(tmp_path):
-    first, second = on_new_ranks(_fit_of_a_slurm_job, tmp_path)
+@pytest.mark.parametrize("form", ["sharded", "full"])
+def test_the_signal_of_slurm_queues_the_job_again_once(tmp_path, form):
+    """After the save, also where a plugin writes beside training."""
+    first, second = on_new_ranks(_fit_of_a_slurm_job, tmp_path, form)
     assert first == second and first[1]
-    assert (tmp_path / "hpc_ckpt_1.ckpt").is_dir()
+    assert (tmp_path / "hpc_ckpt_1.ckpt").is_dir() == (form == "sharded")
     assert (tmp_path / "requeued").read_text() == "requeue 17\n"
 
 

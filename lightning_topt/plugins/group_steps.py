@@ -172,12 +172,17 @@ class GroupRunner(StepRunner):
                 records.append(StepRecord(map_tensors(output, Tensor.detach), tuple(calls)))
             return loss_in(output)
 
-        # By value, in the first step: kernels of norms write without a new version.
+        # By value, too, in the first step: kernels of norms write without a new version.
         is_first, self._has_run = not self._has_run, True
-        buffers = [(name, b.clone()) for name, b in self._module.named_buffers() if is_first]
+        buffers = [
+            (name, b, b._version, b.clone() if is_first else None)
+            for name, b in self._module.named_buffers()
+        ]
         self.engine.run_step(inputs, loss)
-        for name, before in buffers:
-            if not torch.equal(before, self._module.get_buffer(name)):
+        for name, before, version, value in buffers:
+            now = self._module.get_buffer(name)
+            is_same = now is before and now._version == version
+            if not is_same or (value is not None and not torch.equal(now, value)):
                 raise refused_buffer(name)
         ends.append(random_states())
         return records[0], ends[self._place]

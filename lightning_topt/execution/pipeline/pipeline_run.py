@@ -544,11 +544,12 @@ def exchange_between_rows(run: PipelineRun, options: RunOptions) -> Applied | No
 def _merged(run: PipelineRun, ranks: list[ExchangeState]) -> list[ExchangeState]:
     # Join the states of a pipeline's stages, for each data rank, on rank 0
     groups, found = run.groups, [ExchangeState() for _ in ranks]
-    for place in range(len(groups.pipeline)) if groups.saves else ():
-        # Place after place of the pipeline gives the states of its data ranks.
-        own = ranks if place == groups.rank else None
-        states = value_of_rank(own, groups.pipeline_group, place=place, device=run.device)
-        for into, state in zip(found, states, strict=True):
-            for kind, tensors in state.items():
-                into.setdefault(kind, {}).update(tensors)
+    with groups.at_any_time() as group:
+        for place in range(len(groups.pipeline)) if groups.saves else ():
+            # Place after place of the pipeline gives the states of its data ranks.
+            own = ranks if place == groups.rank else None
+            states = value_of_rank(own, group, place=place, device=run.device)
+            for into, state in zip(found, states, strict=True):
+                for kind, tensors in state.items():
+                    into.setdefault(kind, {}).update(tensors)
     return found if groups.saves and groups.rank == 0 else []

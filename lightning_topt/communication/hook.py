@@ -170,6 +170,8 @@ class CompressedExchange:
         ddp = module if isinstance(module, DistributedDataParallel) else None
         if ddp is not None:
             module, ignored = ddp.module, {*ignored, *ddp.parameters_to_ignore}
+        elif any(isinstance(each, DistributedDataParallel) for each in module.modules()):
+            raise TypeError("give the DistributedDataParallel itself, not a module around it")
         self.parameters = averaged_parameters(module, ignored)
         self._names = {id(parameter): n for n, parameter in self.parameters.items()}
         rules = method.exempt_rules

@@ -372,11 +372,12 @@ class OuterSteps:
                 f"{self.method.name!r}"
             )
         ranks, holders = state["ranks"], len(self.holders)
+        shared = {**state, **ranks[0]}  # release 0.1.0 kept these beside `ranks`
         # what is equal on all; the anchor is the parameters where it was not saved
         self.anchor.copy_(self.parameters.read())
         for kind, flat in (("anchor", self.anchor), ("momentum", self.momentum)):
-            if flat is not None and kind in ranks[0]:
-                self.parameters.load(flat, ranks[0][kind], what=kind)
+            if flat is not None and kind in shared:
+                self.parameters.load(flat, shared[kind], what=kind)
         # the residual of this rank's replica
         own = own_state(
             [{kind: of for kind, of in each.items() if kind == "residual"} for each in ranks],
@@ -390,7 +391,8 @@ class OuterSteps:
             if self.replicas is not None:
                 full = full[self.replicas.start : self.replicas.stop]
             self.residual.copy_(full)
-        self.pending_steps, self.local_steps = 0, state["step"]
+        self.local_steps = state["step"] if "step" in state else state["local_steps"]
+        self.pending_steps = 0
         self.outer_steps = self.local_steps // self.method.every
 
     def close(self) -> None:

@@ -291,6 +291,22 @@ def test_a_saved_state_goes_on_as_if_nothing_had_happened(method: LocalMethod) -
             assert torch.equal(whole[name], results[0][0][name])
 
 
+def as_saved_by_0_1_0(rank: int) -> tuple[int, bool]:
+    outer = OuterSteps(initial(0), LocalSteps(every=2))
+    assert outer.momentum is not None
+    ones = {name: torch.ones_like(each) for name, each in outer.parameters.tensors.items()}
+    # momentum and steps were beside `ranks`
+    outer.load_state_dict(
+        {"method": "local_steps", "local_steps": 7, "momentum": ones, "ranks": [{}]}
+    )
+    outer.close()
+    return outer.local_steps, bool((outer.momentum == 1).all())
+
+
+def test_states_of_release_0_1_0_go_on() -> None:
+    assert run_on_pool(as_saved_by_0_1_0, 1) == [(7, True)]
+
+
 # ---- what goes wrong on a rank -------------------------------------------------------------------
 
 

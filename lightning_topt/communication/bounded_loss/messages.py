@@ -140,7 +140,7 @@ def send_control(
     Args:
         t: the tables.
         peer: the receiver.
-        kind: one of `datagram`'s.
+        kind: `OPEN` to `LEAVE`.
         flags: which data a message about a part means, `CONTRIBUTION` or `RESULT`.
         step: of the part; 0 for messages that are not about one.
         part: its number.

@@ -86,7 +86,7 @@ def fingerprint(dataset: object, *, data_version: str | None = None) -> str:
 
     Raises:
         UnnamableError: some state has no canonical form (an open file, a lock). Keep it out of the
-            pickled state (``__getstate__``), or make it on first use.
+            pickled state (``__getstate__``), or name it in ``ignored_by_cache``.
     """
     hasher = _Hasher(look_at_files=data_version is None)
     return hasher.finished(hasher.hash_of(dataset), data_version)
@@ -214,7 +214,7 @@ class _Hasher:
                 raise UnnamableError(
                     f"the data set's state has a {type(value).__module__}."
                     f"{type(value).__qualname__}, of which it cannot be told whether it is the "
-                    "same in the next run: leave it out of __getstate__, or make it on first use"
+                    f"same in the next run: leave it out of __getstate__, or name it in {IGNORED}"
                 ) from error
             return None
 

@@ -3,7 +3,7 @@
     figure_of(predicted, measured, groups=sources)    an `ErrorFigure` of the package
     domain_of(runs)                                   what the runs were like
 
-Runs come in groups, such as those of one table, whose errors are alike. So q of `costs.intervals`
+Runs come in groups, such as those of one table, whose errors are alike. So q of `costs.accuracy`
 is the larger of two: each run counts as much as any other, or each group does, whatever the number
 of its runs. Of n runs to which f constants were fitted, errors count sqrt(n / (n - f)) times.
 """

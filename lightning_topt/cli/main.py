@@ -25,12 +25,15 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 import topt_console
 from hydra_plugins.lightning_topt_searchpath import conf_dir
+from lightning_topt.basics.argument_checks import check_whole
 from lightning_topt.communication.started_ranks import leave_to_rank_0, run_name, started_rank
 from topt_console.status_line import STATUS
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 CLUSTER_FILES = (".yaml", ".yml")
 _CLUSTERS = re.compile(r"^cluster=(\[.*\])$", re.DOTALL)
+# whole numbers of the trainer and the least that they may be: Lightning takes any
+_LEAST = {"max_epochs": -1, "max_steps": -1, "accumulate_grad_batches": 1, "log_every_n_steps": 0}
 _OF_ONE_RANK = ("predict",)  # ranks do nothing together in these
 
 
@@ -77,6 +80,9 @@ def hydra_main(command: str, run: Callable[[DictConfig], object]) -> None:
     def task(config: DictConfig) -> object:
         nonlocal has_begun
         has_begun = True
+        for name, least in _LEAST.items():
+            if (value := OmegaConf.select(config, f"trainer.{name}")) is not None:
+                check_whole(value, name=f"trainer.{name}", least=least)
         # the user's state again, inside of Hydra's
         with _process_state(arguments, full_error):
             return run(config)  # what sweepers read

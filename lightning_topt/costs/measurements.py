@@ -532,7 +532,7 @@ def _read(directory: Path, setup: Mapping[str, Any]) -> Entries:
 def _is_fresh(entry: Entry) -> bool:
     # a clock that was wrong must not keep entries for ever
     age = time.time() - entry.time
-    return -60 < age < (BUSY_AGE_SECONDS if entry.busy else MAX_AGE_SECONDS)
+    return -60 < age < (BUSY_AGE_SECONDS if entry.busy > 0 else MAX_AGE_SECONDS)
 
 
 def _warn(message: str) -> None:

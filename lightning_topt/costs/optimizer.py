@@ -42,7 +42,9 @@ from lightning_topt.optim.update_rule import (
     BY_PARAMETER,
     ELEMENTWISE,
     collective_in_step,
+    copied_apart,
     empty_states,
+    enter_numbers,
     is_one_of,
 )
 
@@ -616,7 +618,7 @@ class _TrialCopy:
             self._gradients = [(p, _random(p.shape, dtype, device)) for p in parameters]
             # parameters of other groups stay out of the trial; a rate in a tensor may have no value
             groups, outside = optimizer.param_groups, nn.Parameter(torch.zeros(1), False)
-            memo: dict[int, Any] = {id(p): outside for every in groups for p in every["params"]}
+            memo = _Memo({id(p): outside for every in groups for p in every["params"]})
             memo |= {id(p): new for p, new in zip(group["params"], parameters, strict=False)}
             values = [
                 v for every in (*groups, getattr(optimizer, "defaults", {})) for v in every.values()
@@ -632,7 +634,7 @@ class _TrialCopy:
                 options["capturable"] = False
             if device_type != "cpu" and options.get("foreach", 0) is None:
                 options["foreach"] = None if options.get("fused") else True  # torch's default
-            memo[id(optimizer.param_groups)] = [{**options, "params": parameters}]
+            memo[id(groups)] = [{**options, "params": parameters}]
             self.optimizer: Any = self._copied(optimizer, memo)
         except Exception as error:
             raise OptimizerError(
@@ -646,12 +648,11 @@ class _TrialCopy:
         asks = takes_closure and not is_known
         self._closure = {"closure": self._ask_for_gradients} if asks else {}
 
-    def _copied(self, original: Any, memo: dict[int, Any]) -> Any:
+    def _copied(self, original: Any, memo: _Memo) -> Any:
         kind: Any = type(original)
         made = memo[id(original)] = kind.__new__(kind)
+        enter_numbers([value for name, value in vars(original).items() if name != "state"], memo)
         for name, value in vars(original).items():
-            if isinstance(value, nn.Module):
-                raise ValueError(f"it refers to a module, {type(value).__name__}")
             # methods on the instance are a scheduler's or a wrapper's; hooks are of the real run
             if name.endswith("_hooks"):
                 vars(made)[name] = OrderedDict()
@@ -663,7 +664,7 @@ class _TrialCopy:
             elif isinstance(value, Optimizer):
                 vars(made)[name] = memo.get(id(value)) or self._copied(value, memo)
             elif not (callable(value) and hasattr(type(original), name)) and name not in _LEFT_OUT:
-                vars(made)[name] = copy.deepcopy(value, memo)
+                vars(made)[name] = copied_apart(value, memo)
         return made
 
     def _ask_for_gradients(self) -> Tensor:
@@ -703,6 +704,14 @@ class _TrialCopy:
                 f"a trial step of {self._name} failed, so its memory is not known: {error}. "
                 f"{_WAY_OUT}"
             ) from error
+
+
+class _Memo(dict[int, Any]):
+    # of `copy.deepcopy`, which enters a copy before it fills it: modules are not copied
+    def __setitem__(self, key: int, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            raise ValueError(f"it refers to a module, {type(value).__name__}")
+        super().__setitem__(key, value)
 
 
 @contextmanager

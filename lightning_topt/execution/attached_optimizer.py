@@ -465,10 +465,9 @@ class _PartOfState:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._name = type(optimizer).__name__
-        self._hooks = [
-            optimizer.register_step_pre_hook(self),
-            optimizer.register_load_state_dict_post_hook(self._lift),
-        ]
+        self._hook = optimizer.register_step_pre_hook(self)
+        # which stays: torch goes through such hooks while it runs, also of several refusals
+        optimizer.register_load_state_dict_post_hook(self._lift)
 
     def __call__(self, *_: Any) -> Any:
         raise RuntimeError(
@@ -478,9 +477,8 @@ class _PartOfState:
         )
 
     def _lift(self, optimizer: Optimizer) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        del vars(optimizer)["state_dict"]
+        self._hook.remove()
+        vars(optimizer).pop("state_dict", None)
 
 
 def refuse_state_dict(optimizer: Optimizer) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn, optim
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -58,6 +60,7 @@ BY_PARAMETER: tuple[type[Optimizer], ...] = (
 _MAX_DIM = 256  # of trial parameters; Adafactor factors from 128 rows on
 _MAX_KERNEL_DIM = 3  # dims after the second
 _MAX_GROUPS = 8
+_NUMBERS = 1 << 18  # bytes of a tensor beside the state that a trial makes
 _MIN_STEPS, _MAX_STEPS = 4, 50
 # of trial parameters: small, so that rounding of the parameter hides little of its change
 _SCALE = 0.1
@@ -523,7 +526,9 @@ def _copy(
     }
     left_out = {"state", "param_groups", "consolidate_state_dict", *hooks, *methods}
     try:
-        kept = {k: copy.deepcopy(v, memo) for k, v in vars(optimizer).items() if k not in left_out}
+        beside = [value for name, value in vars(optimizer).items() if name not in left_out]
+        enter_numbers([beside, *options], memo)
+        kept = {k: copied_apart(v, memo) for k, v in vars(optimizer).items() if k not in left_out}
         copied = [copy.deepcopy(of_group, memo) for of_group in options]
         vars(clone).update(kept, **{name: OrderedDict() for name in hooks})
         clone.state = empty_states(clone)
@@ -533,6 +538,29 @@ def _copy(
     except Exception as error:
         raise TrialError(f"it cannot be copied for a trial ({error})") from error
     return clone
+
+
+def enter_numbers(values: Sequence[Any], memo: dict[int, Any]) -> None:
+    """Let `memo` of a deep copy have numbers for tensors among `values` that have no elements.
+
+    There are some where `configure_optimizers` ran on shapes, and torch crashes with their copies.
+    """
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, FakeTensor) and id(leaf) not in memo:
+            if leaf.nbytes > _NUMBERS:
+                raise ValueError(f"it keeps {leaf.nbytes} bytes in a tensor beside its state")
+            memo[id(leaf)] = torch.full(leaf.shape, 0.5).to(leaf.dtype)
+
+
+def copied_apart(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a deep copy; a function has closed over copies, such as that of the optimizer."""
+    if not isinstance(value, types.FunctionType) or not value.__closure__:
+        return copy.deepcopy(value, memo)
+    cells = (types.CellType(copy.deepcopy(c.cell_contents, memo)) for c in value.__closure__)
+    names = value.__globals__, value.__name__, value.__defaults__
+    made = types.FunctionType(value.__code__, *names, tuple(cells))
+    made.__kwdefaults__ = value.__kwdefaults__
+    return made
 
 
 def empty_states(optimizer: Optimizer) -> defaultdict[Any, Any]:

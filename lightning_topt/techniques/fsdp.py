@@ -419,8 +419,7 @@ class _Sharding:
             snapshot.restore(module)
         for original, full in whole.items():
             # in the order of memory that the parameter had (channels-last)
-            strides = self._strides[original]
-            original.data = torch.empty_strided(full.shape, strides, dtype=full.dtype).copy_(full)
+            original.data = full.new_empty_strided(full.shape, self._strides[original]).copy_(full)
             original.grad = None
             vars(original).pop("_fsdp_orig_uid", None)
 

@@ -18,6 +18,7 @@ WHOLE = "is at least 1, a whole number; got"
         ("plan trainer.num_nodes=-1", "trainer: `num_nodes` must be a positive integer"),
         ("plan data.batch_size=-1", f"data: batch_size {WHOLE} -1"),
         ("plan seed=abc", "'abc'"),
+        ("plan trainer.accumulate_grad_batches=0", "accumulate_grad_batches is at least 1"),
         ("plan hydra.run.dir=/dev/null/run", "(hydra.run.dir): [Errno 20] Not a directory"),
         ("plan cluster=mine", "Could not find 'cluster/mine'"),
         ("calibrate devices=nope", f"devices {WHOLE} 'nope'"),

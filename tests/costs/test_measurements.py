@@ -154,6 +154,9 @@ SPOILED = {
     "wrong types": lambda file: file.write_text(
         json.dumps({**json.loads(file.read_text()), "entries": [1]})
     ),
+    "no share": lambda file: file.write_text(
+        file.read_text().replace('"busy": 0.0', '"busy": "x"')
+    ),
     "a link": lambda file: (
         file.rename(file.with_suffix(".other")),
         file.symlink_to(file.with_suffix(".other")),

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn, optim
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_topt.costs.optimizer import measure_update_seconds, read_optimizer
+from lightning_topt.costs.optimizer import OptimizerError, measure_update_seconds, read_optimizer
 
 CPU = torch.device("cpu")
 
@@ -164,6 +165,34 @@ def test_wrapped_optimizers_are_not_touched_and_all_they_keep_counts(cls):
     assert profile.state_bytes("weight") == 3 * 24 + 4
 
 
+def test_numbers_in_tensors_without_values():
+    with FakeTensorMode():
+        module = nn.Linear(3, 2)
+        optimizer = Own(module.parameters(), lr=0.1, momentum=0.9)
+    profile = read_optimizer([optimizer], named_parameters=module.named_parameters())
+    assert profile.state_bytes("weight") == 24
+
+
+class Closed(optim.SGD):
+    """Finds its state by a function that has closed over it."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.state_of = lambda parameter: self.state[parameter]
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            self.state_of(parameter)["mean"] = parameter.grad.clone()
+        super().step()
+
+
+def test_functions_have_closed_over_the_copy():
+    module = nn.Linear(3, 2)
+    optimizer = Closed(module.parameters())
+    assert both(optimizer, module).state_bytes("weight") == 24
+    assert not optimizer.state
+
+
 def test_generators_and_modes_are_as_before():
     class Noisy(optim.SGD):
         def step(self, closure=None):
@@ -200,3 +229,12 @@ def test_generators_and_modes_are_as_before():
             assert states() == inside and torch.is_autocast_enabled("cpu")
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("keep", [lambda module: module, lambda module: {"all": [module]}])
+def test_modules_are_not_copied(keep):
+    module = nn.Linear(3, 2)
+    optimizer = optim.SGD(module.parameters(), lr=0.1)
+    optimizer.models = keep(module)
+    with pytest.raises(OptimizerError, match=r"(?s)refers to a module, Linear.*plan='ddp'"):
+        both(optimizer, module)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_topt.execution.attached_optimizer import refuse_state_dict
 from lightning_topt.execution.engine import Engine
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.plan.parallel_plan import preset_plan
@@ -90,3 +91,18 @@ def test_states_keep_their_dtype(preset: str, wide: bool) -> None:
         torch.testing.assert_close(
             kept["codes"], state["codes"], rtol=1e-5, atol=1e-3 if wide else 1.0
         )
+
+
+def test_a_full_state_ends_a_refusal() -> None:
+    """Also two: a plan with stages refuses once for its shared step, and once for its stages."""
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    state = optimizer.state_dict()
+    refuse_state_dict(optimizer)
+    refuse_state_dict(optimizer)
+    for refused in (optimizer.state_dict, optimizer.step):
+        with pytest.raises(RuntimeError, match="spread over ranks"):
+            refused()
+    optimizer.load_state_dict(state)
+    optimizer.step()
+    assert optimizer.state_dict() == state

@@ -147,13 +147,14 @@ def pipeline() -> Any:
     """Groups of a pipeline keep the limit that they are made with. Planning has the usual one: on a
     busy machine it takes longer.
     """
-    apply = PlanRun.apply
+    kind: Any = PlanRun
+    apply = kind.apply
 
     def limited(*args: Any) -> None:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=12))
         apply(*args)
 
-    PlanRun.apply = limited  # type: ignore[method-assign]
+    kind.apply = limited
     link = Link(1e-5, 1e9)
     cluster = Cluster(
         "toy", Device("core", 2**33, {"float32": 3e9}, 8e9, 3e-6), 2, 1, link, link, backend="gloo"

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numba
+from numba.extending import intrinsic
 
 from lightning_topt.basics.forked_call import writable_files
 
@@ -38,6 +39,11 @@ def compiled(function: Function, **options: Any) -> Function:
         made._cache.save_overload = partial(_save, made._cache.save_overload)
     made.get_call_template = partial(_call_template, made.get_call_template)
     return made  # type: ignore[no-any-return]
+
+
+def typed_intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make `function` an intrinsic of Numba, typed as a function."""
+    return cast(Callable[..., Any], intrinsic(function))
 
 
 def _call_template(of_types: Callable[..., Any], args: Any, kws: dict[str, Any]) -> Any:

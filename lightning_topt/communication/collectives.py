@@ -55,6 +55,12 @@ def travel_device(group: dist.ProcessGroup | None = None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its work; nothing to wait for on CPU."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 def all_gather_into(
     output: Tensor, local: Tensor, *, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
@@ -316,6 +322,14 @@ def gather_state(state: State, *, senders: Sequence[int], group: dist.ProcessGro
         if rank == 0:
             gathered.append(received)
     return gathered
+
+
+def check_saved_method(state: Mapping[str, Any], name: str) -> None:
+    """Raise ValueError where the exchange that saved `state` has another method than `name`."""
+    if state["method"] != name:
+        raise ValueError(
+            f"the saved exchange state is of method={state['method']!r}, this exchange has {name!r}"
+        )
 
 
 def own_state(

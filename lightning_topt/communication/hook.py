@@ -57,6 +57,7 @@ from lightning_topt.communication.collectives import (
     State,
     Waitable,
     check_equal_on_ranks,
+    check_saved_method,
     gather_state,
     own_state,
     sharded_state,
@@ -429,11 +430,7 @@ class CompressedExchange:
         Raises:
             ValueError: for the state of another method or model.
         """
-        if state["method"] != self.method.name:
-            raise ValueError(
-                f"the saved exchange state is of method={state['method']!r}, this exchange has "
-                f"{self.method.name!r}"
-            )
+        check_saved_method(state, self.method.name)
         # this rank's entry of what was saved, for full parameters, then cut to its slices
         holders, rank = self._holders(), self.topology.rank
         position = self.topology.node if len(holders) < self.topology.world_size else rank

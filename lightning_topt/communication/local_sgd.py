@@ -43,6 +43,7 @@ from lightning_topt.communication.collectives import (
     State,
     Waitable,
     check_equal_on_ranks,
+    check_saved_method,
     gather_state,
     own_state,
 )
@@ -366,11 +367,7 @@ class OuterSteps:
         Raises:
             ValueError: for the state of another method or model.
         """
-        if state["method"] != self.method.name:
-            raise ValueError(
-                f"the saved exchange state is of method={state['method']!r}, this exchange has "
-                f"{self.method.name!r}"
-            )
+        check_saved_method(state, self.method.name)
         ranks, holders = state["ranks"], len(self.holders)
         shared = {**state, **ranks[0]}  # release 0.1.0 kept these beside `ranks`
         # what is equal on all; the anchor is the parameters where it was not saved

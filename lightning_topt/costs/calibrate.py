@@ -40,6 +40,7 @@ from lightning_topt.communication.collectives import (
     all_gather_into,
     backend_of,
     reduce_scatter_into,
+    synchronize,
 )
 from lightning_topt.costs.cluster import (
     COLLECTIVES,
@@ -56,7 +57,6 @@ from lightning_topt.costs.measuring import (
     kept_global_state,
     most,
     own_rank,
-    synchronize,
     time_call,
     time_issue,
     time_kernel,

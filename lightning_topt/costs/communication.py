@@ -47,6 +47,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 
@@ -65,6 +66,7 @@ from lightning_topt.graph.op_graph import OpGraph, Parameter
 
 _MOST_GROUPS = 32
 RING_OPS = ("all_reduce", "reduce_scatter", "all_gather")
+Method = TypeVar("Method", GradientMethod, LocalMethod)
 
 
 def estimate_collective_seconds(cluster: Cluster, *, op: str, size: float, group: Group) -> float:
@@ -326,22 +328,13 @@ def check_exchange(
 
 
 def legal_exchanges(
-    method: GradientMethod, *, cluster: Cluster, world_size: int, stride: int = 1
-) -> tuple[GradientMethod, ...]:
+    method: Method, *, cluster: Cluster, world_size: int, stride: int = 1
+) -> tuple[Method, ...]:
     """Return `method` with everything decided that it leaves open on `world_size` ranks.
 
-    () where it cannot run on them.
-    """
-    return method.choices(_topology(cluster, world_size, stride)) if world_size > 1 else ()
-
-
-def legal_local_steps(
-    method: LocalMethod, *, cluster: Cluster, world_size: int, stride: int = 1
-) -> tuple[LocalMethod, ...]:
-    """Return `method` as plans on `world_size` ranks can have it; () where it cannot run on them.
-
-    Every `stride`-th of those that are packed node by node. The ranks of a node that train one
-    replica together are not priced, nor run by a plan.
+    These are every `stride`-th of the ranks that are packed node by node. () where the method
+    cannot run on them. Local steps whose nodes train one replica together are not priced, nor run
+    by a plan.
     """
     return method.choices(_topology(cluster, world_size, stride)) if world_size > 1 else ()
 

@@ -18,7 +18,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from lightning_topt.communication.collectives import travel_device
+from lightning_topt.communication.collectives import synchronize, travel_device, values_of_group
 
 _SHORT_SECONDS, _MIN_REPEATS = 1e-4, 3
 # of a kernel on CUDA
@@ -28,12 +28,6 @@ T = TypeVar("T")
 
 
 # ---- Time on any device: the one place that knows how devices report time
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its work; nothing to wait for on CPU."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def time_once(call: Callable[[], Any], *, device: torch.device) -> float:
@@ -181,9 +175,7 @@ def gather(value: T) -> list[T]:
     """Return every rank's `value`, which must pickle, in rank order. Collective."""
     if world_size() == 1:
         return [value]
-    everyone: list[Any] = [None] * world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
+    return values_of_group(value)
 
 
 def from_rank_0(value: T) -> T:

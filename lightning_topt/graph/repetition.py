@@ -152,7 +152,7 @@ class _LayerKeys:
             *root.named_parameters(remove_duplicate=False),
             *root.named_buffers(remove_duplicate=False),
         )
-        self._names = Counter(_address(tensor) for _, tensor in tensors)
+        self._names = Counter(address_of(tensor) for _, tensor in tensors)
         modules = root.named_modules(remove_duplicate=False)
         self._places = Counter(id(module) for _, module in modules)
 
@@ -163,7 +163,7 @@ class _LayerKeys:
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is None:
                 tensors.append((name, None))
-            elif self._names[_address(tensor)] > 1:
+            elif self._names[address_of(tensor)] > 1:
                 return object()
             else:
                 form = tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
@@ -177,7 +177,8 @@ class _LayerKeys:
         return type(module), tuple(tensors), attributes, children
 
 
-def _address(tensor: Tensor) -> int:
+def address_of(tensor: Tensor) -> int:
+    """Return what tells the memory of a tensor apart; of a sparse one the tensor itself."""
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
 
 

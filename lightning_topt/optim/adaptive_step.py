@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_topt.communication.collectives import synchronize
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.parallel_step import ParallelStep, PieceGather, install_parallel_step
 from lightning_topt.optim.pieces import Piece
@@ -366,9 +367,3 @@ def slowest_of_ranks(
     largest = torch.tensor(list(values), dtype=torch.float64, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     return [float(value) for value in largest]
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its work; nothing to wait for on CPU."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

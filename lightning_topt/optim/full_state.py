@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from lightning_topt.communication.collectives import travel_device
+from lightning_topt.communication.collectives import travel_device, values_of_group
 from lightning_topt.optim.pieces import Piece, is_whole
 
 State = dict[Any, Any]
@@ -100,9 +100,8 @@ def full_states(
         piece: dict(optimizer.state[key]) for piece, key in keys.items() if key in optimizer.state
     }
     # first what there is, as outlines; then the tensors, parameter by parameter
-    outlines: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(
-        outlines, {piece: tree_map(_outline, state) for piece, state in own.items()}, group=group
+    outlines = values_of_group(
+        {piece: tree_map(_outline, state) for piece, state in own.items()}, group
     )
     everyone: dict[Piece, Any] = {
         piece: outline for of_rank in outlines for piece, outline in of_rank.items()

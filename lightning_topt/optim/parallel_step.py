@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_topt.communication.collectives import values_of_group
 from lightning_topt.communication.rank_watch import PeerLostError
 from lightning_topt.optim.full_state import (
     State,
@@ -433,8 +434,7 @@ def check_agreement(
     """
     own = [f"parameter {i}: {p.dtype} {tuple(p.shape)}" for i, p in enumerate(parameters)]
     own = [f"{len(own)} parameters", *own, f"{len(pieces)} pieces", *map(str, sorted(pieces))]
-    everyone: list[list[str]] = [[]] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own, group=group)
+    everyone = values_of_group(own, group)
     for rank, theirs in enumerate(everyone):
         for first, other in zip(everyone[0], theirs, strict=False):
             if first != other:

@@ -32,7 +32,7 @@ import numpy as np
 
 from lightning_topt.communication.exchange_method import GradientMethod, LocalMethod
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.communication import legal_exchanges, legal_local_steps
+from lightning_topt.costs.communication import legal_exchanges
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.costs.sizes import ROOT, parameter_bytes
@@ -341,7 +341,7 @@ def _spaces(request: SearchRequest, count: int) -> Iterator[PlanSpace]:
         yield from spaces_of(step, rest, shards=request.shards, exchanges=exchanges, views=views)
         # data ranks that train alone: each with the whole model
         alone = (
-            legal_local_steps(method, cluster=cluster, world_size=count)
+            legal_exchanges(method, cluster=cluster, world_size=count)
             for method in request.local_steps
         )
         for method in dict.fromkeys(itertools.chain.from_iterable(alone)):

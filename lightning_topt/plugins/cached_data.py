@@ -39,6 +39,7 @@ from lightning_topt.basics.argument_checks import (
     check_version,
     check_whole,
 )
+from lightning_topt.communication.collectives import values_of_group
 from lightning_topt.data.cache.cached_batches import collate, is_stacking, with_caches
 from lightning_topt.data.cache.fingerprint import fingerprint
 from lightning_topt.data.cache.memory_file import available_bytes
@@ -339,7 +340,7 @@ def open_partitioned(
             cache = make()
         except (ValueError, OSError) as error:  # the others must not wait for this rank
             offer["error"] = f"{type(error).__name__}: {error}"
-        offers = gathered(offer)
+        offers = values_of_group(offer)
         _check_offers(offers, num_nodes=trainer.num_nodes)
         assert cache is not None
         secret = offers[0]["secret"]  # of the run, by which nodes know each other
@@ -360,7 +361,7 @@ def open_partitioned(
             except (ValueError, RuntimeError, OSError) as error:
                 answer["error"] = str(error)
         # phase 3: all nodes serve, or none does
-        answers = gathered(answer)
+        answers = values_of_group(answer)
         errors = [f"node {each['node']} {each['error']}" for each in answers if "error" in each]
         if errors:
             raise ValueError("the nodes cannot share their caches. " + "; ".join(errors))
@@ -382,13 +383,6 @@ def open_partitioned(
         retry_seconds=partition.retry_seconds,
     )
     return cache, server
-
-
-def gathered(value: Any) -> list[Any]:
-    """Return the values of all ranks; nothing that comes from elsewhere is unpickled."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _interface_address(partition: CachePartition, *, towards: str) -> str:

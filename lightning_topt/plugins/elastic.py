@@ -49,6 +49,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_topt.basics.forked_call import die_with
+from lightning_topt.communication.collectives import values_of_group
 from lightning_topt.communication.rank_watch import is_of_collective, own_identity
 from lightning_topt.plugins.lost_ranks import LostRankWatch
 from lightning_topt.plugins.plan_run import PlanRun
@@ -167,9 +168,9 @@ class ElasticRun:
     def _find(self) -> Place | None:
         # Find the newest state that survived. A collective call.
         # The memory of a machine is that of its first rank.
-        memories = _of_all_ranks((_machine(), _keeper[0].memory))
+        memories = values_of_group((_machine(), _keeper[0].memory))
         self._memory = next(memory for machine, memory in memories if machine == _machine())
-        places = _of_all_ranks(self._memory.place())
+        places = values_of_group(self._memory.place())
         newest: Place | None = max(filter(None, places), default=None)
         if newest is None:
             return None
@@ -226,7 +227,7 @@ class ElasticRun:
                 "elastic=True needs training data that can go on where they were: map-style data "
                 "sets with shuffle=True or False and the samplers of torch and Lightning"
             )
-        of_ranks = _of_all_ranks(lengths)
+        of_ranks = values_of_group(lengths)
         if any(each != lengths for each in of_ranks):
             raise ValueError(
                 f"elastic=True needs ranks with equally many batches, and they have {of_ranks}: "
@@ -332,12 +333,6 @@ def check_elastic(**options: bool) -> None:
     for option, is_set in options.items():
         if is_set:
             raise ValueError(f"elastic=True needs full states between steps: leave out {option}")
-
-
-def _of_all_ranks(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _between_batches(trainer: pl.Trainer) -> bool:

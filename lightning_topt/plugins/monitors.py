@@ -21,6 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_whole
+from lightning_topt.communication.collectives import synchronize
 
 if TYPE_CHECKING:
     from lightning_topt.execution.memory import MemoryMeter
@@ -31,12 +32,6 @@ _HOOKS = (
     "_on_before_fetch",
     "_on_after_fetch",
 )  # which Lightning's training loop calls around each `next` of its loader
-
-
-def _synchronize(device: torch.device) -> None:
-    # Wait for all work of an accelerator
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 @dataclass(frozen=True)
@@ -110,7 +105,7 @@ class StepMonitor(pl.Callback):
         assert self._meter is not None
         # Peak and time are of the step alone, with an idle device at both ends.
         self._meter.reset_peak()
-        _synchronize(trainer.strategy.root_device)
+        synchronize(trainer.strategy.root_device)
         self._started = time.perf_counter()
 
     @override
@@ -123,7 +118,7 @@ class StepMonitor(pl.Callback):
         batch_idx: int,
     ) -> None:
         assert self._meter is not None
-        _synchronize(trainer.strategy.root_device)
+        synchronize(trainer.strategy.root_device)
         self._seconds += time.perf_counter() - self._started
         # The first steps build state and buckets.
         steady = self._steps_done >= self.warmup_steps

@@ -34,13 +34,13 @@ from typing import TYPE_CHECKING, Any
 import lightning
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_topt import communication
+from lightning_topt.communication.collectives import values_of_group
 from lightning_topt.communication.exchange_method import (
     GRADIENT_DTYPES,
     ByNodes,
@@ -306,8 +306,7 @@ def check_agreement(request: PlanRequest, module: nn.Module) -> None:
             (name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()
         ],
     }
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone = values_of_group(mine)
     for rank, other in enumerate(everyone):
         for name, value in everyone[0].items():
             if other[name] != value:

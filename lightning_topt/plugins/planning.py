@@ -37,6 +37,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils import worker
 
 from lightning_topt.basics.forked_call import ForkedCall, ForkedTalk, Said
+from lightning_topt.communication.collectives import values_of_group
 from lightning_topt.communication.rank_watch import is_of_collective
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements
@@ -642,8 +643,7 @@ def on_every_rank(function: Callable[[], T]) -> T:
             raise  # a rank is gone: the next collective call would wait for it again
         error = caught
     # Everyone learns of all errors before anyone raises.
-    problems: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, error and f"{type(error).__name__}: {error}")
+    problems = values_of_group(error and f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
     for rank, problem in enumerate(problems):

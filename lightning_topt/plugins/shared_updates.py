@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_topt.communication.collectives import values_of_group
 from lightning_topt.communication.hook import equal_parameters
 from lightning_topt.communication.rank_watch import within_limit
 from lightning_topt.costs.measuring import device_memory_bytes
@@ -319,8 +320,7 @@ def difference_of_optimizers(
     their order.
     """
     # As texts, so that all ranks find the same first difference.
-    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(everyone, _describe(optimizers, names), group=group)
+    everyone = values_of_group(_describe(optimizers, names), group)
     for rank, theirs in enumerate(everyone):
         for own, first in itertools.zip_longest(theirs, everyone[0], fillvalue="nothing"):
             if own != first:

@@ -29,6 +29,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
+from lightning_topt.communication.collectives import values_of_group
 from lightning_topt.data.resumable_loader import (
     TrackedLoader,
     make_tracked,
@@ -195,8 +196,7 @@ class TrainingData:
         """
         if trainer.state.fn != TrainerFn.FITTING or not dist.is_initialized():
             return
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (self._reached, str(trainer.ckpt_path)))
+        found = values_of_group((self._reached, str(trainer.ckpt_path)))
         first, path = found[0]
         for rank, (reached, own) in enumerate(found):
             if reached != first:

@@ -3,7 +3,7 @@
 `run_loop` is where the thread spends its time, without the GIL. It returns to Python when a part is
 done or free, when a rank may be gone, when another thread wakes it, or at a time that Python set.
 
-What arrives passes three checks: `_take_datagram` that it is complete, of this session and from
+What arrives passes three checks: `_take_datagram` that it is complete, of this exchange and from
 whom it says; `_take_data` and `_take_control` that it fits the tables; then `part_progress` that it
 is of the present step. What fails one of the first two is counted and dropped. That a rank is gone,
 the network says (`_take_errors`).

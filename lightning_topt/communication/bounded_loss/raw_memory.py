@@ -27,17 +27,16 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 from numba import types
 from numba.core.types import ExternalFunction
-from numba.extending import intrinsic
 from numba.np.numpy_support import carray, from_dtype
 
-from lightning_topt.basics.jit import compiled
+from lightning_topt.basics.jit import compiled, typed_intrinsic
 
 Array = npt.NDArray[Any]
 Layout = np.dtype[np.void]
@@ -72,7 +71,7 @@ def record_at(layout: Layout) -> Callable[[int], Any]:
     """Return the compiled function that reads an address as a record of this layout."""
     kind = from_dtype(layout)
 
-    @_typed_intrinsic
+    @typed_intrinsic
     def at(typing: Any, address: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             return builder.inttoptr(arguments[0], context.get_value_type(kind))
@@ -112,10 +111,6 @@ def nanoseconds(clock: int, timespec: int) -> int:
 # ---- loads, stores and arrays at addresses
 
 
-def _typed_intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
-    return cast(Callable[..., Any], intrinsic(function))
-
-
 def _loader(bits: int) -> Callable[..., Any]:
     def load(typing: Any, address: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -129,31 +124,31 @@ def _loader(bits: int) -> Callable[..., Any]:
     return load
 
 
-@_typed_intrinsic
+@typed_intrinsic
 def load64(typing: Any, address: Any) -> Any:
     """Return the int64 at `address`, which need not be a multiple of 8."""
     return _loader(64)(typing, address)
 
 
-@_typed_intrinsic
+@typed_intrinsic
 def load32(typing: Any, address: Any) -> Any:
     """Return the unsigned 32 bits at `address` as int64."""
     return _loader(32)(typing, address)
 
 
-@_typed_intrinsic
+@typed_intrinsic
 def load16(typing: Any, address: Any) -> Any:
     """Return the unsigned 16 bits at `address` as int64."""
     return _loader(16)(typing, address)
 
 
-@_typed_intrinsic
+@typed_intrinsic
 def load8(typing: Any, address: Any) -> Any:
     """Return the byte at `address` as int64."""
     return _loader(8)(typing, address)
 
 
-@_typed_intrinsic
+@typed_intrinsic
 def store64(typing: Any, address: Any, value: Any) -> Any:
     """Store the int64 `value` at `address`, which need not be a multiple of 8."""
 
@@ -165,7 +160,7 @@ def store64(typing: Any, address: Any, value: Any) -> Any:
     return types.void(_long, _long), generate
 
 
-@_typed_intrinsic
+@typed_intrinsic
 def store8(typing: Any, address: Any, value: Any) -> Any:
     """Store a truth value as a byte."""
 
@@ -177,7 +172,7 @@ def store8(typing: Any, address: Any, value: Any) -> Any:
     return types.void(_long, types.boolean), generate
 
 
-@_typed_intrinsic
+@typed_intrinsic
 def _pointer(typing: Any, address: Any, kind: Any) -> Any:
     # `address` as a pointer to elements of the type `kind`
     element = kind.dtype

@@ -8,17 +8,15 @@ int64.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 from numba import types
 from numba.core.types import ExternalFunction
-from numba.extending import intrinsic
 
-from lightning_topt.basics.jit import compiled
+from lightning_topt.basics.jit import compiled, typed_intrinsic
 
 Array = npt.NDArray[Any]
 
@@ -35,12 +33,7 @@ _yield = ExternalFunction("sched_yield", _int())
 _syscall = ExternalFunction("syscall", _long(_long, _long, _long, _long, _long, _long, _long))
 
 
-def _typed_intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
-    # Make `function` an intrinsic, typed as a function
-    return cast(Callable[..., Any], intrinsic(function))
-
-
-@_typed_intrinsic
+@typed_intrinsic
 def load_acquire(typing: Any, address: Any) -> Any:
     """Return the int64 at `address`.
 
@@ -55,7 +48,7 @@ def load_acquire(typing: Any, address: Any) -> Any:
     return _long(_long), generate
 
 
-@_typed_intrinsic
+@typed_intrinsic
 def store_release(typing: Any, address: Any, value: Any) -> Any:
     """Store the int64 `value` at `address`, after everything written before."""
 
@@ -67,7 +60,7 @@ def store_release(typing: Any, address: Any, value: Any) -> Any:
     return types.void(_long, _long), generate
 
 
-@_typed_intrinsic
+@typed_intrinsic
 def load_int32(typing: Any, address: Any) -> Any:
     """Return the int32 at `address`."""
 
@@ -77,7 +70,7 @@ def load_int32(typing: Any, address: Any) -> Any:
     return _int(_long), generate
 
 
-@_typed_intrinsic
+@typed_intrinsic
 def widen(typing: Any, value: Any) -> Any:
     """Return an element as float32.
 

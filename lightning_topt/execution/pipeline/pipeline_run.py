@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_topt.communication.collectives import State as ExchangeState
+from lightning_topt.communication.collectives import values_of_group
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.rank_watch import PeerLostError
 from lightning_topt.communication.topology import Topology
@@ -382,9 +383,7 @@ def linked_ranks(
 def _of_every_rank(pairs: frozenset[Pair]) -> frozenset[Pair]:
     # Return the pairs of all ranks of the run together. Collective.
     # Each replica of the pipeline traced its own microbatch, and what crosses may depend on values.
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, sorted(pairs))
-    return frozenset(tuple(pair) for own in found for pair in own)
+    return frozenset(pair for own in values_of_group(pairs) for pair in own)
 
 
 # ---- actions -------------------------------------------------------------------------------------

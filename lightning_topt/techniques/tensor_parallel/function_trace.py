@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from lightning_topt.graph.repetition import address_of
 from lightning_topt.graph.structures import tensors_in as tensors_anywhere
 from lightning_topt.techniques.tensor_parallel.op_rules import KINDS
 from lightning_topt.techniques.tensor_parallel.op_rules.rules import (
@@ -252,10 +253,14 @@ class _Tracer(TorchFunctionMode):
     ) -> None:
         given, made, packed = tensors
         # views share the number of their memory
-        memories = {_address(tensor): ref.memory for tensor, ref in zip(given, inputs, strict=True)}
-        outputs = tuple(self._ref(tensor, memory=memories.get(_address(tensor))) for tensor in made)
+        memories = {
+            address_of(tensor): ref.memory for tensor, ref in zip(given, inputs, strict=True)
+        }
+        outputs = tuple(
+            self._ref(tensor, memory=memories.get(address_of(tensor))) for tensor in made
+        )
         memories |= {
-            _address(tensor): ref.memory for tensor, ref in zip(made, outputs, strict=True)
+            address_of(tensor): ref.memory for tensor, ref in zip(made, outputs, strict=True)
         }
         new_args, new_kwargs = replaced((args, tuple(kwargs.values())), inputs, of=Tensor)
         saved = dict.fromkeys((memories.get(address), size) for address, size in packed)
@@ -292,10 +297,6 @@ class _Tracer(TorchFunctionMode):
         )
 
 
-def _address(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
-
-
 @contextmanager
 def _packed() -> Iterator[list[tuple[int, int]]]:
     # Give what autograd saves meanwhile, (address, bytes); hooks that are there still see it
@@ -308,7 +309,7 @@ def _packed() -> Iterator[list[tuple[int, int]]]:
     # parameters are saved anyway, and sparse tensors have no address
     def pack(tensor: Tensor) -> Any:
         if not isinstance(tensor, nn.Parameter) and tensor.layout is torch.strided:
-            found.append((_address(tensor), tensor.nbytes))
+            found.append((address_of(tensor), tensor.nbytes))
         return tensor if outer is None else outer[0](tensor)
 
     with saved_tensors_hooks(pack, (lambda tensor: tensor) if outer is None else outer[1]):

@@ -115,7 +115,7 @@ class PlanSetup(ModelSetup):
     ) -> SearchRequest | None:
         """Return the search with all that it needs besides the graph.
 
-        Costs are those of the cluster of `request`; without one they are measured here.
+        Costs come from the cluster of `request`; without one they are measured here.
 
         Returns:
             None on ranks of torchrun and srun that have nothing more to do.

@@ -182,7 +182,7 @@ def _print_priced(
 class RecordedRun:
     """One run, predicted and measured: seconds of a step, and bytes at its peak.
 
-    `measured_bytes` are those of the fullest rank.
+    `measured_bytes`: the peak of the fullest rank.
     """
 
     machine: str

@@ -271,7 +271,7 @@ class Bucket:
 class BucketLayout:
     """The parameters of a bucket: names, first elements in the buffer, sizes and shapes.
 
-    `exempt` says which are always sent whole.
+    `exempt` says which are never compressed.
     """
 
     names: tuple[str, ...]
@@ -491,7 +491,7 @@ class BucketResidual:
         return self.residual
 
     def everything(self, gradient: Tensor, *, scale: float) -> Tensor:
-        """Return all that is pending, to be sent whole: ``scale * gradient`` (stop - start,) too.
+        """Return all that is pending, to be sent in full: ``scale * gradient`` (stop - start,) too.
 
         The residual then reads as zeros. Returns `gradient` itself where nothing else is pending
         and `scale` is 1.

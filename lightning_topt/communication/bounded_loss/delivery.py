@@ -97,7 +97,7 @@ class Handle:
     """One step of a bucket.
 
     `values` and `out` are the caller's memory. With 16 bits, `packed` has the words that are sent
-    and room for those of the sums.
+    and room for the words of the sums.
     """
 
     bucket: int

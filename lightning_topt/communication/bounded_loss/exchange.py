@@ -165,7 +165,7 @@ class BoundedLossStatistics:
 class BoundedLossExchange:
     """Sums buckets of float32 over `len(addresses)` ranks.
 
-    It takes over `endpoint`. All ranks make theirs, in any order.
+    It takes over `endpoint`. All ranks make such an exchange, in any order.
 
     Args:
         rank: this rank.

@@ -103,7 +103,7 @@ def write_header(
 
 @inner
 def is_valid(address: int, size: int, key: int, rank: int, world_size: int) -> bool:
-    """Return whether `size` bytes are a whole datagram with the right key from another rank."""
+    """Return whether `size` bytes are a complete datagram with the right key from another rank."""
     if size < HEADER_BYTES:
         return False
     kind, sender = load8(address), load16(address + 2)

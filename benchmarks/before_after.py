@@ -30,19 +30,18 @@ OUT = "{out}"  # in a command: a file for its result
 
 @dataclass(frozen=True)
 class Case:
-    """A benchmark: its command in each checkout, and how its output becomes figures.
+    """A benchmark: its command in both checkouts, and how its output becomes figures.
 
     Args:
-        before: arguments of Python in the older checkout; None: those of `now`.
+        command: arguments of Python.
         read: figures from the file `OUT` where there is one, else from what was printed; None:
             the processor time of the process counts.
         warm_up: run it once in each checkout before it counts, for what is kept between runs.
         rounds: at most so many, of one that has rounds of its own or takes minutes.
     """
 
-    now: tuple[str, ...]
+    command: tuple[str, ...]
     read: Callable[[str], Figures] | None
-    before: tuple[str, ...] | None = None
     warm_up: bool = False
     rounds: int = 100
 
@@ -113,59 +112,50 @@ CASES = {
     "start": Case(
         ("-m", "benchmarks.foreign.start", *START),
         record,
-        ("-m", "benchmarks.start", *START),
         warm_up=True,
     ),
     "overhead": Case(("-c", GPT), step),
     "tensor_overhead": Case(
         ("-m", "benchmarks.tensor.overhead", *TENSOR),
         rows(1, {"ms": 1, "ms of the thread": 4}),
-        ("-m", "benchmarks.tensor_overhead", *TENSOR),
     ),
     "pipeline_overhead": Case(
         ("-m", "benchmarks.pipelines.overhead", *FLUSHING),
         rows(3, {"ms": 3, "processor time, of torch's": 6}),
-        ("-m", "benchmarks.pipeline_overhead", *FLUSHING),
     ),
     "continuous_overhead": Case(
         ("-m", "benchmarks.pipelines.continuous_overhead", *CONTINUOUS),
         rows(3, {"s per sequence": 4}, rate=True),
-        ("-m", "benchmarks.continuous_overhead", *CONTINUOUS),
         rounds=3,
     ),
     "frontier_search": Case(
         ("-c", "from benchmarks.search.frontier import growth; growth()"),
         total,
-        ("-c", "from benchmarks.frontier_search import growth; growth()"),
         rounds=3,
     ),
     "what_if_search": Case(
         ("-m", "benchmarks.search.what_if", *WHAT_IF),
         rows(1, {"CPU s": 1, "GiB": 3}),
-        ("-m", "benchmarks.what_if_search", *WHAT_IF),
     ),
     "optimizer_step": Case(
         ("-m", "benchmarks.optimizer.step", *STEP),
         rows(1, {"ms": 1}, keep="ours"),
-        ("-m", "benchmarks.optimizer_step", *STEP),
         rounds=3,
     ),
     "network": Case(
         ("-m", "benchmarks.exchange.network", *NETWORK),
         rows(1, {"ms": 1}, keep=r"^ours, [^:]*$"),
-        ("-m", "benchmarks.network", *NETWORK),
         rounds=3,
     ),
     "data_throughput": Case(
         ("-m", "benchmarks.data.throughput", *DATA),
         rows(1, {"s per sample": 2}, keep="ours", rate=True),
-        ("-m", "benchmarks.data_throughput", *DATA),
         rounds=3,
     ),
 }
 
 
-def run(case: Case, command: tuple[str, ...], checkout: Path, cache: Path) -> Figures:
+def run(case: Case, checkout: Path, cache: Path) -> Figures:
     """Run a command with the package of `checkout`, and return its figures.
 
     Raises:
@@ -179,7 +169,7 @@ def run(case: Case, command: tuple[str, ...], checkout: Path, cache: Path) -> Fi
     }
     with tempfile.TemporaryDirectory() as folder:
         out, printed = Path(folder) / "out", Path(folder) / "printed"
-        words = [str(out) if word == OUT else word for word in command]
+        words = [str(out) if word == OUT else word for word in case.command]
         with printed.open("w") as file:
             job = subprocess.Popen(
                 [sys.executable, *words],
@@ -251,8 +241,7 @@ def compare(name: str, checkouts: dict[str, Path], folder: Path, rounds: int) ->
     for index in range(rounds + case.warm_up):
         order = list(checkouts) if index % 2 else list(reversed(checkouts))
         for which in order:
-            command = case.now if which == "now" else case.before or case.now
-            figures = run(case, command, checkouts[which], folder / which)
+            figures = run(case, checkouts[which], folder / which)
             print(f"  {name}, {which}: {figures}", flush=True)
             if index >= case.warm_up:
                 found[which].append(figures)

@@ -43,7 +43,7 @@ from lightning_topt.communication.wire import LevelFormat, SparseMessage
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import Group, estimate_collective_seconds
 from lightning_topt.costs.measurements import Measurements
-from lightning_topt.costs.optimizer import read_optimizer
+from lightning_topt.costs.optimizer import read_optimizer, time_updates
 from lightning_topt.demo import ByteGPT, StdlibBytesDataModule
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh
@@ -436,7 +436,8 @@ def _request(
     graph = capture(module, batch, batch_scaling=False)
     optimizers = [module.configure_optimizers()["optimizer"]]
     named = [*module.named_parameters()]
-    seconds = measurements.update_seconds(optimizers, named_parameters=named)
+    times = time_updates(optimizers, named_parameters=named, known=measurements.known_updates)
+    seconds = measurements.agree_on_updates(times)
     profile = read_optimizer(optimizers, named_parameters=named)
     kernels = measurements.kernel_seconds(graph)
     return SearchRequest(

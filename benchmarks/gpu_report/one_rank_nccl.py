@@ -309,7 +309,7 @@ def outer_columns(method: LocalMethod, device: torch.device) -> dict[str, Any]:
         "last_loss": losses[-1],
         "states_on": ", ".join(sorted({leaf.device.type for leaf in tensors_of(state)})),
         "state_tensors": len(tensors_of(state)),
-        "exchange_seconds": outer.statistics.exchange_seconds / outer.outer_steps,
+        "exchange_seconds": outer.statistics().exchange_seconds / outer.outer_steps,
     }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -197,7 +197,7 @@ class Adaptive:
         self.said: list[str] = []
         group = dist.group.WORLD
         assert group is not None
-        sharing = Sharing(group, reduced, always=always, node=rows(num_nodes))
+        sharing = Sharing(group, reduced, always=always, node=partial(rows, num_nodes))
         self.step = AdaptiveStep(
             optimizer, rule=update_rule(optimizer), sharing=sharing, say=self.said.append
         )

@@ -26,6 +26,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_choice
+from lightning_topt.communication.topology import destroy_groups
 
 _NOTHING = object()
 _UNKNOWN = float("inf")
@@ -63,6 +64,8 @@ class EqualBatches:
             check_choice(uneven, name="uneven", allowed=("stop",))
         self._uneven, self._gathers = uneven, gathers
         self._lent = ExitStack()
+        # once ranks vote: the group of this fit on the host, None where the run's own is there
+        self._groups: list[dist.ProcessGroup | None] = []
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Take the loops of `trainer` in hand, before their data are set up."""
@@ -71,7 +74,7 @@ class EqualBatches:
             return
         if trainer.state.fn == TrainerFn.FITTING and self._uneven is not None:
             self._lent.enter_context(
-                lent(trainer.fit_loop, "setup_data", lambda own: _set_up_training(own, trainer))
+                lent(trainer.fit_loop, "setup_data", lambda own: self._set_up(own, trainer))
             )
         loops: list[Any] = [
             trainer.fit_loop.epoch_loop.val_loop,
@@ -87,6 +90,8 @@ class EqualBatches:
     def end(self) -> None:
         """Give the loops back."""
         self._lent.close()
+        destroy_groups([group for group in self._groups if group is not None])
+        self._groups.clear()
 
     def _reset(self, own: Callable[[], None], loop: Any) -> None:
         # Begin an evaluation, whose steps are collective calls if parameters are in shards
@@ -97,34 +102,47 @@ class EqualBatches:
             return
         counts = _counts_of_ranks(fetcher, loop._combined_loader, loop.trainer)
         if _UNKNOWN in counts:
-            _let_agree(fetcher, loop.trainer, may_stop=False)
+            self._let_agree(fetcher, loop.trainer, may_stop=False)
         elif min(counts) < max(counts):
             raise ValueError(_uneven_evaluation())
 
+    def _set_up(self, own: Callable[[], None], trainer: pl.Trainer) -> None:
+        # Set the training data up, and let all ranks have as many batches as the one with fewest
+        loop: Any = trainer.fit_loop
+        before = loop._data_fetcher
+        own()
+        fetcher = loop._data_fetcher
+        if fetcher is before or not isinstance(fetcher, _PrefetchDataFetcher):
+            return  # nothing is new, or the user's step takes batches by itself
+        counts = _counts_of_ranks(fetcher, loop._combined_loader, trainer)
+        least = min(counts)
+        if least == max(counts) != _UNKNOWN:
+            return
+        self._let_agree(fetcher, trainer, may_stop=True)
+        if _UNKNOWN not in counts:
+            rank_zero_warn(
+                f"topt: ranks have {', '.join(f'{count:.0f}' for count in counts)} training "
+                "batches: an epoch ends with the first of them"
+            )
+            loop.max_batches = int(least)
+            # Lightning has set the share of an epoch by the batches of this rank.
+            interval = getattr(trainer, "val_check_interval", None)
+            if isinstance(interval, float):
+                trainer.val_check_batch = max(1, int(least * interval))
 
-def _set_up_training(own: Callable[[], None], trainer: pl.Trainer) -> None:
-    # Set the training data up, and let all ranks have as many batches as the one with fewest
-    loop: Any = trainer.fit_loop
-    before = loop._data_fetcher
-    own()
-    fetcher = loop._data_fetcher
-    if fetcher is before or not isinstance(fetcher, _PrefetchDataFetcher):
-        return  # nothing is new, or the user's step takes batches by itself
-    counts = _counts_of_ranks(fetcher, loop._combined_loader, trainer)
-    least = min(counts)
-    if least == max(counts) != _UNKNOWN:
-        return
-    _let_agree(fetcher, trainer, may_stop=True)
-    if _UNKNOWN not in counts:
-        rank_zero_warn(
-            f"topt: ranks have {', '.join(f'{count:.0f}' for count in counts)} training batches: "
-            "an epoch ends with the first of them"
-        )
-        loop.max_batches = int(least)
-        # Lightning has set the share of an epoch by the batches of this rank.
-        interval = getattr(trainer, "val_check_interval", None)
-        if isinstance(interval, float):
-            trainer.val_check_batch = max(1, int(least * interval))
+    def _let_agree(self, fetcher: Any, trainer: pl.Trainer, *, may_stop: bool) -> None:
+        # Let ranks vote at each batch, on the host. A collective call.
+        strategy: Any = trainer.strategy
+        if not self._groups:
+            group = None
+            if strategy.root_device.type != "cpu":
+                with suppress(RuntimeError):  # no network interface of the host
+                    group = dist.new_group(backend="gloo", timeout=strategy._timeout)
+                if not strategy.reduce_boolean_decision(group is not None):
+                    return
+            self._groups.append(group)
+        fetcher.__class__ = VotingFetcher  # loops hold the object itself
+        fetcher.group, fetcher.may_stop = self._groups[0], may_stop
 
 
 def _counts_of_ranks(fetcher: Any, combined: Any, trainer: pl.Trainer) -> list[float]:
@@ -168,19 +186,6 @@ class VotingFetcher(_PrefetchDataFetcher):
         if least == _NO_BATCH:
             raise StopIteration
         return batches[0]
-
-
-def _let_agree(fetcher: Any, trainer: pl.Trainer, *, may_stop: bool) -> None:
-    # Let ranks vote at each batch, on the host. A collective call.
-    strategy: Any = trainer.strategy
-    group = None
-    if strategy.root_device.type != "cpu":
-        with suppress(RuntimeError):  # no network interface of the host
-            group = dist.new_group(backend="gloo", timeout=strategy._timeout)
-        if not strategy.reduce_boolean_decision(group is not None):
-            return
-    fetcher.__class__ = VotingFetcher  # loops hold the object itself
-    fetcher.group, fetcher.may_stop = group, may_stop
 
 
 def _uneven_evaluation() -> str:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from torch import Tensor
+from torch.distributed.distributed_c10d import _world
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_topt import AutoParallelStrategy, LocalStepsStrategy
+from lightning_topt.plugins.equal_batches import EqualBatches, VotingFetcher
 from tests.models import GPT
 from tests.plugins.trainer_ranks import compressed, make_trainer, on_ranks
 
@@ -98,6 +102,25 @@ def test_ranks_end_an_epoch_with_the_first(plan: str, kind: str, options: dict[s
     assert first[1] == epochs * -(-3 // window)
     assert first[2] == epochs * [0, 1, 2]
     assert first[3] == epochs if "val_check_interval" not in options else first[3] >= 2
+
+
+def _groups_of_votes(rank: int) -> tuple[int, int]:
+    """Groups while ranks of GPUs vote in two fetches, and after the fit."""
+    strategy = SimpleNamespace(
+        root_device=torch.device("cuda"), _timeout=None, reduce_boolean_decision=lambda vote: vote
+    )
+    batches, before = EqualBatches("stop"), len(_world.pg_map)
+    fetchers = [_PrefetchDataFetcher(), _PrefetchDataFetcher()]
+    for fetcher in fetchers:
+        batches._let_agree(fetcher, SimpleNamespace(strategy=strategy), may_stop=True)
+    assert all(type(fetcher) is VotingFetcher for fetcher in fetchers)
+    voting = len(_world.pg_map)
+    batches.end()
+    return voting - before, len(_world.pg_map) - before
+
+
+def test_votes_of_a_fit_have_one_group() -> None:
+    assert on_ranks(_groups_of_votes) == [(1, 0)] * 2
 
 
 def _evaluate(rank: int, plan: str, kind: str) -> str:

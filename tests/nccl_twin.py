@@ -8,6 +8,8 @@ together (`batch_isend_irecv`) is one work. A group is taken for another backend
 the package does what it does on NCCL. Ranks that wait for one another in a circle get an error
 within the group's time limit.
 
+`share_device` gives a rank's groups one queue, as on a GPU that has room for one kernel at a time.
+
 `wait_for_device` waits for all that this rank has begun, in all groups, as what waits for a whole
 GPU does: `torch.cuda.synchronize`, memory that is freed, a kernel that is loaded.
 """
@@ -108,6 +110,21 @@ def is_under_way() -> bool:
     return any(not work.is_completed() for group in _groups for work in group.begun)
 
 
+_device: list[queue.SimpleQueue[Any]] = []  # that all groups of this rank share
+
+
+def share_device() -> None:
+    """Run what this rank begins from now on in one order, whatever its group."""
+    _device[:] = [queue.SimpleQueue()]
+    threading.Thread(target=_work, args=(_device[0],), name="nccl-twin", daemon=True).start()
+
+
+def _work(works: queue.SimpleQueue[Any]) -> None:
+    while (begun := works.get()) is not None:
+        group, work = begun
+        group.run(work)
+
+
 class TwinGroup(dist.ProcessGroup):
     """A group of ranks whose works run in the order in which they are begun."""
 
@@ -118,11 +135,13 @@ class TwinGroup(dist.ProcessGroup):
         self.inner = dist.ProcessGroup(store, rank, size)
         self.inner._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self.inner._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-        self._queue: queue.SimpleQueue[TwinWork | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._broken: Exception | None = None
         self.begun: list[TwinWork] = []  # not known to be over
         _groups.add(self)
-        self._thread = threading.Thread(target=self._work, name="nccl-twin", daemon=True)
+        self._thread = threading.Thread(
+            target=_work, args=(self._queue,), name="nccl-twin", daemon=True
+        )
         self._thread.start()
 
     def getBackendName(self) -> str:
@@ -145,7 +164,7 @@ class TwinGroup(dist.ProcessGroup):
         """Put a work into the queue."""
         work = TwinWork(run, outputs, self._limit + 5)
         self.begun = [*(each for each in self.begun if not each.is_completed()), work]
-        self._queue.put(work)
+        (_device[0] if _device else self._queue).put((self, work))
         return work
 
     def wait_for_all(self) -> None:
@@ -154,17 +173,17 @@ class TwinGroup(dist.ProcessGroup):
             work.wait()
         self.begun = []
 
-    def _work(self) -> None:
-        while (work := self._queue.get()) is not None:
-            error = self._broken
-            try:
-                if error is None:
-                    work.run()
-            except Exception as raised:
-                # one work that does not end is the end of a communicator
-                error = self._broken = raised
-            work.run = _nothing
-            work.end(error)
+    def run(self, work: TwinWork) -> None:
+        """Run a work to its end, in the thread of a queue."""
+        error = self._broken
+        try:
+            if error is None:
+                work.run()
+        except Exception as raised:
+            # one work that does not end is the end of a communicator
+            error = self._broken = raised
+        work.run = _nothing
+        work.end(error)
 
     def shutdown(self) -> None:
         """End the thread, after what has begun."""

@@ -32,7 +32,6 @@ from lightning_topt.communication.bucket import (
     Bucket,
     BucketExchange,
     ExchangeContext,
-    NonFiniteGradient,
     Stages,
     is_finite,
 )
@@ -110,7 +109,7 @@ class DecoupledExchange(BucketExchange):
             self.count_ring(total.nbytes, passes=2)
             yield dist.all_reduce(total, group=self.groups.world[0], async_op=True)
             if not is_finite(total):
-                raise NonFiniteGradient(own=not own_finite)
+                return bucket.not_finite(own_finite=own_finite)
             for name, *_ in parts:
                 self.momentum[name].zero_()
         else:
@@ -126,11 +125,11 @@ class DecoupledExchange(BucketExchange):
             self.count_ring(rows.nbytes, passes=1)
             yield ring_all_gather(rows, own, group=self.groups.world[0])
             if rows[:, 0].any():
-                raise NonFiniteGradient(own=not own_finite)
+                return bucket.not_finite(own_finite=own_finite)
             # ---- the sum of all messages, in the order of ranks
             total = torch.zeros(bucket.buffer.numel(), device=self.device)
             for row in rows:
-                _, values, indices = form.unpack(row, known_finite=True)
+                values, indices = form.unpack(row)
                 total.index_add_(0, indices, values)
         for _, part, tiles in parts:
             bucket.buffer[part].copy_(tiles.decode(total[part]).sign_().mul_(bucket.loss_scale))

@@ -29,7 +29,6 @@ from lightning_topt.communication.bucket import (
     Bucket,
     BucketExchange,
     ExchangeContext,
-    NonFiniteGradient,
     Stages,
     is_finite,
 )
@@ -100,7 +99,7 @@ class LowRankExchange(BucketExchange):
         message = self.packed(values)
         yield dist.all_reduce(message, group=self.groups.world[0], async_op=True)
         if not is_finite(message):
-            raise NonFiniteGradient(own=not own_finite)
+            return bucket.not_finite(own_finite=own_finite)
         means = message.split([each.numel() for each in values])
 
         # ---- Q = mean(M^T P), with an orthonormal basis of the mean P
@@ -115,7 +114,7 @@ class LowRankExchange(BucketExchange):
         message = self.packed(products)
         yield dist.all_reduce(message, group=self.groups.world[1], async_op=True)
         if not is_finite(message):
-            raise NonFiniteGradient(own=False)
+            return bucket.not_finite(own_finite=True)
 
         # ---- result = P Q^T, residual = M - result
         results = []

@@ -27,7 +27,6 @@ from lightning_topt.communication.bucket import (
     Bucket,
     BucketExchange,
     ExchangeContext,
-    NonFiniteGradient,
     Stages,
     is_finite,
     together,
@@ -99,7 +98,7 @@ class SignExchange(BucketExchange):
         # the mean of what was sent, in the order of ranks
         everyone = rows[:, : scales.nbytes].contiguous().view(torch.float32)  # (ranks, parameters)
         if not is_finite(everyone):
-            raise NonFiniteGradient(own=not own_finite)
+            return bucket.not_finite(own_finite=own_finite)
         mean = torch.zeros(bucket.buffer.numel(), device=self.device)
         for row, of_rank in zip(rows, everyone, strict=True):
             negative = unpack_codes(row[scales.nbytes :], 1, mean.numel()).bool()

@@ -7,15 +7,15 @@ A method (`exchange_method.GradientMethod`) makes a `BucketExchange`, whose `sta
         yield work                # stage 0 ends here; the worker advances other buckets meanwhile
         return bucket.buffer
 
-Rules that keep the ranks in step (`hook.ExchangeWorker` runs the stages):
+Rules that keep the ranks in step (a worker of `hook` runs the stages):
 
 - `stages` issues collectives asynchronously and yields what it waits for; what follows a yield runs
   when that is done.
 - Stage s is what runs before the s-th yield. It uses only groups of that stage, for example
   ``groups.world[s]``; the packed exempt parameters have ``groups.exempt``, in stage 0. A method
   with several stages on ``groups.world`` says so in `num_stages`.
-- What follows depends only on what all ranks know: if one rank raises `NonFiniteGradient`, all do,
-  at the same place; `Bucket.check_finite` asks when the step ends, without a wait.
+- What follows depends only on what all ranks know: where one rank returns `Bucket.not_finite`, all
+  do, at the same place; `Bucket.check_finite` asks when the step ends, without a wait.
 - Ranks decode in rank order, so that the result is the same bit for bit everywhere.
 
 Buckets come from DDP, or from `OwnBuckets` where no DDP wraps the module. What a method does not
@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from lightning_topt.basics.argument_checks import check_choice, check_real
-from lightning_topt.communication.collectives import Pending, State, Waitable
+from lightning_topt.communication.collectives import HostCopy, Pending, State, Waitable
 from lightning_topt.communication.topology import Groups, Topology
 
 Stages = Generator[Waitable, None, Tensor]
@@ -186,33 +186,24 @@ class StepChecks:
         """Check that `finite` () bool, equal on all ranks; `own_finite` is of this rank."""
         self._added.append((bucket, finite, own_finite))
 
-    def failed(self) -> list[tuple[Bucket, bool]]:
+    def failed(self, wait: Callable[[HostCopy], None] = HostCopy.wait) -> list[tuple[Bucket, bool]]:
         """Return the buckets that are not finite, in order, and whether that is this rank's doing.
 
-        Nothing is left to be checked then.
+        Nothing is left to be checked then. `wait` waits for the answers.
         """
         added, self._added = sorted(self._added, key=lambda each: each[0].index), []
         if not added:
             return []
         device = added[0][0].buffer.device
-        flags = torch.stack([flag.to(device) for _, *both in added for flag in both]).tolist()
+        copy = HostCopy(torch.stack([flag.to(device) for _, *both in added for flag in both]))
+        wait(copy)
+        flags = copy.result()
         failed: dict[int, tuple[Bucket, bool]] = {}
         for (bucket, *_), finite, own in zip(added, flags[::2], flags[1::2], strict=True):
             if not finite:
                 is_ours = bucket.index in failed and failed[bucket.index][1]
                 failed[bucket.index] = bucket, is_ours or not own
         return list(failed.values())
-
-
-class NonFiniteGradient(ArithmeticError):
-    """A bucket's gradient has NaN or infinities on some rank (`own`: on this one).
-
-    `stages` raises it on all ranks.
-    """
-
-    def __init__(self, own: bool) -> None:
-        super().__init__("non-finite gradient")
-        self.own = own
 
 
 class ExemptMean:
@@ -265,6 +256,14 @@ class Bucket:
         What follows must do no harm where it is not. `own` () bool: this rank's gradient is finite.
         """
         self.checks.add(self, finite_flag(mean), own)
+
+    def not_finite(self, *, own_finite: bool) -> Tensor:
+        """Say that some rank's gradient has NaN or infinities; return the buffer.
+
+        `stages` returns it too, on all ranks. `own_finite`: this rank's gradient has none.
+        """
+        self.checks.add(self, torch.tensor(False), torch.tensor(own_finite))
+        return self.buffer
 
 
 @dataclass(frozen=True)
@@ -322,18 +321,18 @@ class OwnBuckets:
         ]
 
     @staticmethod
-    def _allocate(place: int, parameters: Sequence[Tensor], *, is_last: bool) -> OwnBucket:
+    def _allocate(place: int, parameters: list[Tensor], *, is_last: bool) -> GivenBucket:
         numels = [parameter.numel() for parameter in parameters]
         flat = parameters[0].new_zeros(sum(numels), requires_grad=False)
         shapes = [parameter.shape for parameter in parameters]
         views = [v.view(s) for v, s in zip(torch.split(flat, numels), shapes, strict=True)]
-        return OwnBucket(place, flat, tuple(parameters), tuple(views), is_last)
+        return GivenBucket(place, flat, parameters, views, is_last)
 
     @torch.no_grad()
-    def filled(self) -> Iterator[OwnBucket]:
+    def filled(self) -> Iterator[GivenBucket]:
         """Yield each bucket, filled with the gradients of now; zeros where there is none."""
         for bucket in self.buckets:
-            for parameter, view in zip(bucket.of_parameters, bucket.views, strict=True):
+            for parameter, view in zip(bucket.parameters, bucket.gradients, strict=True):
                 if parameter.grad is None:
                     view.zero_()
                 else:
@@ -348,7 +347,7 @@ class OwnBuckets:
         A parameter that had none gets one where its part is not all zeros.
         """
         for bucket in self.buckets:
-            for parameter, view in zip(bucket.of_parameters, bucket.views, strict=True):
+            for parameter, view in zip(bucket.parameters, bucket.gradients, strict=True):
                 if parameter.grad is not None and not parameter.grad.is_sparse:
                     parameter.grad.copy_(view)
                 elif parameter.grad is not None or bool(view.any()):
@@ -356,34 +355,14 @@ class OwnBuckets:
 
 
 @dataclass(frozen=True)
-class OwnBucket:
-    """A bucket with the methods of torch's `GradBucket`; gradients are views of its buffer."""
+class GivenBucket:
+    """What torch's `GradBucket` has; `gradients`, in parameters' shapes, are views of `buffer`."""
 
-    place: int
-    flat: Tensor
-    of_parameters: tuple[Tensor, ...]
-    views: tuple[Tensor, ...]
-    is_last_one: bool
-
-    def index(self) -> int:
-        """Return which bucket of a step it is."""
-        return self.place
-
-    def buffer(self) -> Tensor:
-        """Return the gradients one after the other, (n,)."""
-        return self.flat
-
-    def parameters(self) -> list[Tensor]:
-        """Return the parameters whose gradients it holds."""
-        return list(self.of_parameters)
-
-    def gradients(self) -> list[Tensor]:
-        """Return the gradients, in the parameters' shapes."""
-        return list(self.views)
-
-    def is_last(self) -> bool:
-        """Return whether it is the last one of a step."""
-        return self.is_last_one
+    index: int
+    buffer: Tensor
+    parameters: list[Tensor]
+    gradients: list[Tensor]
+    is_last: bool
 
 
 # ---- what was not sent yet ---------------------------------------------------------------------
@@ -538,12 +517,17 @@ def together(*works: Waitable | None) -> Pending:
 
 def finite_flag(tensor: Tensor) -> Tensor:
     """Return () bool, on the device, of what `is_finite` says; the host does not wait on CUDA."""
-    if tensor.device.type in HOST_DEVICES:
+    if is_on_host(tensor):
         return torch.tensor(is_finite(tensor))
     if not tensor.numel():
         return torch.ones((), dtype=torch.bool, device=tensor.device)
     # one pass: the largest magnitude is NaN where any is
     return torch.isfinite(torch.linalg.vector_norm(tensor, torch.inf))
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Return whether the host reads values of `tensor` without a wait."""
+    return tensor.device.type in HOST_DEVICES
 
 
 def is_finite(tensor: Tensor) -> bool:

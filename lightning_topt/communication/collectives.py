@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from time import perf_counter
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -59,6 +60,28 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has finished its work; nothing to wait for on CPU."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def mark(device: torch.device) -> Any:
+    """Mark the place that the calling thread has reached, for `seconds_between`.
+
+    On CUDA that is an event of the current stream, for which the host does not wait.
+    """
+    if device.type != "cuda":
+        synchronize(device)
+        return perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def seconds_between(start: Any, stop: Any) -> float:
+    """Return the seconds from one `mark` to another; the host waits for both."""
+    if isinstance(start, float):
+        return float(stop - start)
+    start.synchronize()
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) / 1e3
 
 
 def all_gather_into(
@@ -161,6 +184,35 @@ class PendingResult(ABC, Generic[T]):
         """Return the result; valid until its reader yields to the worker again."""
 
 
+class HostCopy(PendingResult[list[Any]]):
+    """Values of a device on their way to the host, which waits for these alone.
+
+    They are of the current stream: work that is enqueued later does not delay them.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self._values, self._event = values, None
+        if values.device.type == "cuda":
+            pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values, self._event = pinned.copy_(values, non_blocking=True), torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(values.device))
+
+    def is_completed(self) -> bool:
+        """Return whether they are there."""
+        return self._event is None or bool(self._event.query())
+
+    def wait(self) -> None:
+        """Block until they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def result(self) -> list[Any]:
+        """Return the values, as ``tolist`` gives them."""
+        self.wait()
+        values: list[Any] = self._values.tolist()
+        return values
+
+
 class Pending:
     """Several works in flight, waited for together."""
 
@@ -177,12 +229,14 @@ class Pending:
             work.wait()
 
 
-class AllGather:
-    """`all_gather_into` in the form that FSDP2's ``set_custom_all_gather`` takes."""
-
+class _Allocates:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for the result."""
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class AllGather(_Allocates):
+    """`all_gather_into` in the form that FSDP2's ``set_custom_all_gather`` takes."""
 
     def __call__(
         self,
@@ -195,12 +249,8 @@ class AllGather:
         return all_gather_into(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class ReduceScatter:
+class ReduceScatter(_Allocates):
     """`reduce_scatter_into` in the form that FSDP2's ``set_custom_reduce_scatter`` takes."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for the result."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

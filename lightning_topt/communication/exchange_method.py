@@ -37,7 +37,7 @@ from __future__ import annotations
 import importlib
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
@@ -112,6 +112,8 @@ class GradientMethod(ExchangeMethod):
     # all of a gradient arrives in its step: training is that of whole gradients
     is_exact: ClassVar[bool] = False
     process_bytes: ClassVar[int] = 0  # beside tensors on CPUs, for compiled kernels
+    # on CUDA the stream waits for what its exchange yields: for process groups, not for the host
+    in_stream_order: ClassVar[bool] = True
 
     # ---- the exchange
 
@@ -281,6 +283,35 @@ def exempt_names(module: nn.Module, rules: Sequence[str]) -> frozenset[str]:
     return frozenset(exempt)
 
 
+def averaged_parameters(module: nn.Module, ignored: Collection[str]) -> dict[str, nn.Parameter]:
+    """Return the trained parameters whose gradients DDP averages, where it ignores `ignored`.
+
+    DDP asks for a parameter of the module itself as ``".scale"`` here, and as ``"scale"`` where it
+    broadcasts values.
+    """
+    averaged = {
+        parameter
+        for prefix, submodule in module.named_modules()
+        for name, parameter in submodule.named_parameters(recurse=False)
+        if parameter.requires_grad and f"{prefix}.{name}" not in ignored
+    }
+    return {
+        name: parameter for name, parameter in module.named_parameters() if parameter in averaged
+    }
+
+
+def equal_parameters(module: nn.Module, ignored: Collection[str]) -> dict[str, nn.Parameter]:
+    """Return the trained parameters that DDP keeps equal on all ranks.
+
+    It broadcasts them, and averages their gradients.
+    """
+    return {
+        name: parameter
+        for name, parameter in averaged_parameters(module, ignored).items()
+        if name not in ignored
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
 class ByNodes(GradientMethod):
     """A method that may sum inside each node first (HiTopKComm, arXiv 2010.10458).
@@ -317,7 +348,7 @@ class ByNodes(GradientMethod):
 class Work:
     """What exchanging the gradients of one bucket takes on each rank.
 
-    `moved` bytes are read and written by `calls` kernels that do `flops`. `collectives` run one
+    `moved` bytes are read and written by `calls` kernels. `collectives` run one
     after another: (where, op, bytes of the full tensor). Where is "world" (among all ranks), "node"
     (inside each node) or "across" (among the ranks with equal position in their nodes, all l groups
     at once). The all-reduce of `exempt_bytes` over all ranks runs beside the first. `kept_bytes`
@@ -330,7 +361,6 @@ class Work:
     collectives: tuple[tuple[str, str, float], ...]
     kept_bytes: float = 0.0
     buffer_bytes: float = 0.0
-    flops: float = 0.0
     exempt_bytes: float = 0.0
     tolerance: float = 0.0
 
@@ -354,11 +384,6 @@ class BucketGradients:
     def nbytes(self) -> int:
         """Bytes of all gradients."""
         return sum(self.sizes)
-
-    @cached_property
-    def compressible(self) -> int:
-        """Number of parameters that are not exempt."""
-        return sum(not exempt for exempt in self.layout.exempt)
 
     @cached_property
     def compressible_numel(self) -> int:

@@ -3,12 +3,12 @@
     exchange = CompressedExchange(ddp, TopK(density=0.01))   # before the first backward pass
     loss.backward()               # gradients are now averaged by the method
 
-What happens to a bucket: DDP gives it to `_hook`, `submit` starts its stages in the exchange's
-worker thread, and `finish_step`, queued at the end of the backward pass, waits until the buckets of
-the step are back. Under `TopK`, where each rank sends for itself, the stages are
+What happens to a bucket: DDP gives it to `_hook`, `submit` gives its stages to the exchange's
+worker, and `finish_step`, queued at the end of the backward pass, waits until the buckets of the
+step are back. Under `TopK`, where each rank sends for itself, the stages are
 
-    SparseExchange.stages    all of it, in the worker's thread; other buckets run while it waits
-    feedback_top_k           adds the gradient to what is left over and takes the k largest out
+    SparseExchange.stages    all of it, in the worker; other buckets run while it waits
+    start_feedback           adds the gradient to what is left over and takes the k largest out
     SparseMessage.pack       the values and their indices as bytes
     ring_all_gather          the messages of all ranks to all ranks
     ScatterMean.add          reads a message (`SparseMessage.unpack`) and adds it into the bucket
@@ -25,11 +25,11 @@ import itertools
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from math import inf
-from time import monotonic, perf_counter
+from time import monotonic
 from typing import Any
 
 import torch
@@ -46,28 +46,36 @@ from lightning_topt.communication.bucket import (
     BucketLayout,
     ExchangeContext,
     ExchangeSettings,
-    NonFiniteGradient,
-    OwnBucket,
+    GivenBucket,
     OwnBuckets,
     Stages,
     StepChecks,
 )
 from lightning_topt.communication.collectives import (
+    HostCopy,
     Slices,
     State,
     Waitable,
     check_equal_on_ranks,
     check_saved_method,
     gather_state,
+    mark,
     own_state,
+    seconds_between,
     sharded_state,
     unsharded_state,
     values_of_group,
 )
-from lightning_topt.communication.exchange_method import GradientMethod, exempt_names
+from lightning_topt.communication.exchange_method import (
+    GradientMethod,
+    averaged_parameters,
+    exempt_names,
+)
 from lightning_topt.communication.rank_watch import (
     POLL_SECONDS,
     RankWatch,
+    named_errors,
+    wait_watched,
     watch_ranks,
     within_limit,
 )
@@ -85,8 +93,8 @@ class ExchangeStatistics:
 
     - `bytes_sent`: payload that left this node for others (with one node: this rank);
       `dense_bytes`: the same for DDP's own ring all-reduce;
-    - `exposed_seconds`: the wait at the end of backward passes; `exchange_seconds`: the time with a
-      bucket in flight;
+    - `exposed_seconds`: the wait at the end of backward passes; `exchange_seconds`: from a step's
+      first bucket until its last one is back;
     - `residual_norm`: L2, of this rank, now, in units of the unscaled gradient;
     - `density`: that of the next step;
     - `details`: more of some methods (`BucketExchange.telemetry`).
@@ -106,6 +114,7 @@ class ExchangeStatistics:
 class _Step:
     """One backward pass."""
 
+    begun: Any  # when its first bucket came
     futures: list[torch.futures.Future[Tensor]] = field(default_factory=list)
     ended: bool = False
     callback: bool = False  # queued at the end of the backward pass
@@ -134,8 +143,8 @@ class CompressedExchange:
         watch: over all ranks of the run, where there is one; None: one is made, until `end`.
 
     Raises:
-        ValueError: for a world size that is not nodes x ranks per node, and where ranks differ in
-            their options or topology.
+        ValueError: for a world size that is not nodes x ranks per node, where ranks differ in their
+            options or topology, and for a SyncBatchNorm beside a thread that uses NCCL.
     """
 
     # as ranks do between the outer steps of `OuterSteps`
@@ -165,7 +174,15 @@ class CompressedExchange:
         self.method = method.on(self.topology)
         self.slices, self._merge = slices, merge
         self.loss_scale = 1.0
-        check_equal_options(self.method, self.settings, topology=self.topology)
+        check_equal_on_ranks(
+            {
+                **self.method.as_mapping(),
+                **asdict(self.settings),
+                "num_nodes": self.topology.num_nodes,
+                "ranks_per_node": self.topology.ranks_per_node,
+            },
+            doing="the gradient exchange",
+        )
         # parameters by name, and which of them are exempt. Those that no part has slices of are
         # sent whole: another choice of entries in each part would make them differ.
         ddp = module if isinstance(module, DistributedDataParallel) else None
@@ -178,6 +195,15 @@ class CompressedExchange:
         rules = method.exempt_rules
         uncut = () if slices is None else slices.uncut
         self._exempt = exempt_names(module, () if rules is None else (*rules, *uncut))
+        self.streams = Streams(device)
+        on_stream = self.streams.stream is not None and method.in_stream_order
+        is_synced = any(isinstance(each, nn.SyncBatchNorm) for each in module.modules())
+        if self.streams.stream is not None and not on_stream and is_synced:
+            raise ValueError(
+                f"method {self.method.name!r} has a thread of its own, whose collectives NCCL may "
+                "run in another order than those of SyncBatchNorm on each rank: choose another "
+                "method, or BatchNorm"
+            )
         # the method's exchange, with process groups and keys of the store of its own
         self.groups = make_groups(
             self.topology,
@@ -195,10 +221,9 @@ class CompressedExchange:
             PrefixStore(key, _get_default_store()),
         )
         self.exchange = self.method.make_exchange(context)
-        # the thread that runs it
+        # what runs it: on CUDA the calling thread, where streams do the waiting
         own_watch = watch_ranks() if watch is None else None
-        self.streams = Streams(device)
-        self.worker = ExchangeWorker(
+        self.worker = (StreamWorker if on_stream else ExchangeWorker)(
             streams=self.streams,
             watch=watch or own_watch,
             timeout_seconds=self.settings.timeout_seconds,
@@ -211,10 +236,10 @@ class CompressedExchange:
         self.layouts: dict[int, tuple[list[int], BucketLayout]] = {}
         self.step = 0  # exchanged steps that are over
         self.current: _Step | None = None
-        self._dense_bytes, self._exposed = 0, 0.0
-        # pairs of marks: a backward pass ends, its gradients are there
-        self._waits: list[tuple[Any, Any]] = []
-        self._reset_at = (0, 0, 0, 0.0)  # steps, bytes sent, bytes of DDP, busy seconds
+        self._dense_bytes, self._exposed, self._exchanged = 0, 0.0, 0.0  # bytes, seconds
+        # marks: the first bucket comes, a backward pass ends, its gradients are there
+        self._waits: list[tuple[Any, Any, Any]] = []
+        self._reset_at = (0, 0, 0)  # steps, bytes sent, bytes of DDP
         if ddp is None:
             self._buckets = OwnBuckets(list(self.parameters.values()))
         else:
@@ -229,21 +254,21 @@ class CompressedExchange:
         self.finish_step()
         self._buckets.write_back()
 
-    def submit(self, given: GradBucket | OwnBucket) -> torch.futures.Future[Tensor]:
+    def submit(self, given: GivenBucket) -> torch.futures.Future[Tensor]:
         """Start the exchange of one bucket; return the future of its buffer.
 
         Raises what ended the exchange.
         """
-        if given.index() == 0:  # a new step
+        if given.index == 0:  # a new step
             self.finish_step()
-            self.current = _Step()
+            self.current = _Step(mark(self.streams.device))
         assert self.current is not None
         step = self.current
         bucket = Bucket(
-            given.index(),
-            given.buffer(),
+            given.index,
+            given.buffer,
             self._layout(given),
-            given.is_last(),
+            given.is_last,
             self.step,
             self.loss_scale,
             step.checks,
@@ -254,8 +279,8 @@ class CompressedExchange:
             self.exchange.relayout()
         world_size = self.exchange.world_size
         self._dense_bytes += 2 * (world_size - 1) * bucket.buffer.nbytes // world_size
-        # The worker's thread takes it from here.
-        future = self.worker.submit(self._stages(bucket))
+        # The worker takes it from here.
+        future = self.worker.submit(self.exchange.stages(bucket))
         step.futures.append(future)
         # The step ends with the backward pass, where errors of the worker are raised.
         # The graph task is -1 where DDP hands out buckets of unused parameters in the forward pass.
@@ -263,15 +288,6 @@ class CompressedExchange:
             step.callback = True
             Variable._execution_engine.queue_callback(self.finish_step)
         return future
-
-    def _stages(self, bucket: Bucket) -> Stages:
-        # In the worker's thread: what is not finite is dealt with when the step ends
-        try:
-            return (yield from self.exchange.stages(bucket))
-        except NonFiniteGradient as error:
-            no = torch.tensor(False)
-            bucket.checks.add(bucket, no, torch.tensor(not error.own))
-            return bucket.buffer
 
     def finish_step(self) -> None:
         """Wait until the buckets of this step are back; ends the backward pass, before DDP does.
@@ -284,17 +300,18 @@ class CompressedExchange:
         step.ended = True
         self.step += 1
         # wait, and mark how long
-        start = self.streams.mark()
+        start = mark(self.streams.device)
         self.worker.drain()
         with self.streams.worker():
-            self._waits.append((start, self.streams.mark()))
-        if len(self._waits) >= MOST_WAITS:
-            self._add_up_waits()
+            self._waits.append((step.begun, start, mark(self.streams.device)))
         for future in step.futures:
             future.wait()
         # They hold DDP's buckets, of which it makes others after the first step.
         step.futures.clear()
-        if failed := step.checks.failed():
+        failed = step.checks.failed(self.worker.wait_for)
+        if len(self._waits) >= MOST_WAITS:
+            self._add_up_waits()
+        if failed:
             self.exchange.put_back()
             if self.settings.nonfinite == "error":
                 self._raise_nonfinite(*failed[0])
@@ -303,10 +320,8 @@ class CompressedExchange:
 
     def _raise_nonfinite(self, bucket: Bucket, is_ours: bool) -> None:
         # On all ranks, which learn from each other whose gradient it is
-        try:
+        with named_errors(self.worker.watch):
             flags = values_of_group(is_ours, self.groups.state)
-        except (RuntimeError, TimeoutError) as error:
-            raise self.worker.diagnosed(error) from error
         ranks = [rank for rank, flag in zip(self.topology.members, flags, strict=True) if flag]
         names = bucket.layout.names
         raise FloatingPointError(
@@ -315,24 +330,24 @@ class CompressedExchange:
             "use nonfinite='skip'"
         )
 
-    def _layout(self, given: GradBucket | OwnBucket) -> BucketLayout:
+    def _layout(self, given: GivenBucket) -> BucketLayout:
         # The layout; the same object as long as the bucket holds the same parameters
-        parameters = given.parameters()
-        before, layout = self.layouts.get(given.index(), ([], None))
+        parameters = given.parameters
+        before, layout = self.layouts.get(given.index, ([], None))
         identities = [id(parameter) for parameter in parameters]
         if layout is None or before != identities:
             # gradients are views of the bucket's buffer
             names = tuple(self._names[identity] for identity in identities)
-            first = given.buffer().storage_offset()
+            first = given.buffer.storage_offset()
             layout = BucketLayout(
                 names,
-                tuple(int(gradient.storage_offset() - first) for gradient in given.gradients()),
+                tuple(int(gradient.storage_offset() - first) for gradient in given.gradients),
                 tuple(parameter.numel() for parameter in parameters),
                 tuple(parameter.shape for parameter in parameters),
                 tuple(name in self._exempt for name in names),
             )
-            assert sum(layout.numels) == given.buffer().numel()
-            self.layouts[given.index()] = identities, layout
+            assert sum(layout.numels) == given.buffer.numel()
+            self.layouts[given.index] = identities, layout
         return layout
 
     def synchronize(self) -> None:
@@ -357,29 +372,29 @@ class CompressedExchange:
     def statistics(self, *, reset: bool = True) -> ExchangeStatistics:
         """Return what was exchanged since the last reset."""
         self._add_up_waits()
-        now = self.step, self.exchange.bytes_sent, self._dense_bytes, self.worker.busy_seconds
-        steps, sent, dense, busy = (
+        now = self.step, self.exchange.bytes_sent, self._dense_bytes
+        steps, sent, dense = (
             value - before for value, before in zip(now, self._reset_at, strict=True)
         )
-        exposed = self._exposed
+        exposed, exchanged = self._exposed, self._exchanged
         if reset:
-            self._reset_at, self._exposed = now, 0.0
+            self._reset_at, self._exposed, self._exchanged = now, 0.0, 0.0
         return ExchangeStatistics(
-            steps=int(steps),
-            bytes_sent=int(sent),
-            dense_bytes=int(dense),
+            steps=steps,
+            bytes_sent=sent,
+            dense_bytes=dense,
             exposed_seconds=exposed,
-            exchange_seconds=busy,
+            exchange_seconds=exchanged,
             residual_norm=self.exchange.residual_norm(),
             density=self.method.density_at(self.step),
-            details=self.exchange.telemetry(steps=max(1, int(steps)), reset=reset),
+            details=self.exchange.telemetry(steps=max(1, steps), reset=reset),
         )
 
     def _add_up_waits(self) -> None:
-        # How long the training thread waited for gradients
-        self._exposed += sum(
-            max(0.0, self.streams.seconds_between(start, stop)) for start, stop in self._waits
-        )
+        # How long the training thread waited for gradients, and how long they were on their way
+        for begun, start, stop in self._waits:
+            self._exposed += max(0.0, seconds_between(start, stop))
+            self._exchanged += seconds_between(begun, stop)
         self._waits.clear()
 
     # ---- checkpoints
@@ -480,10 +495,15 @@ class CompressedExchange:
 
 def _hook(exchange: CompressedExchange, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     # Start the exchange of a bucket; what DDP calls
-    return exchange.submit(bucket)
+    index, buffer, is_last = bucket.index(), bucket.buffer(), bucket.is_last()
+    return exchange.submit(
+        GivenBucket(index, buffer, bucket.parameters(), bucket.gradients(), is_last)
+    )
 
 
-def _close(worker: "ExchangeWorker", exchange: BucketExchange, watch: RankWatch | None) -> None:
+def _close(
+    worker: "ExchangeWorker | StreamWorker", exchange: BucketExchange, watch: RankWatch | None
+) -> None:
     # End the thread, then release what the exchange holds
     worker.close()
     exchange.close()
@@ -491,69 +511,27 @@ def _close(worker: "ExchangeWorker", exchange: BucketExchange, watch: RankWatch 
         watch.stop()
 
 
-def check_equal_options(
-    method: GradientMethod, settings: ExchangeSettings, *, topology: Topology
-) -> None:
-    """Collective call: raise ValueError where a rank's options or topology differ from rank 0's.
-
-    It is raised on all ranks.
-    """
-    options: dict[str, Any] = {"method": method.name, **asdict(method), **asdict(settings)}
-    options |= {"num_nodes": topology.num_nodes, "ranks_per_node": topology.ranks_per_node}
-    check_equal_on_ranks(options, doing="the gradient exchange")
-
-
-# ---- parameters that DDP has ---------------------------------------------------------------------
-
-
-def averaged_parameters(module: nn.Module, ignored: Collection[str]) -> dict[str, nn.Parameter]:
-    """Return the trained parameters whose gradients DDP averages, where it ignores `ignored`.
-
-    DDP asks for a parameter of the module itself as ``".scale"`` here, and as ``"scale"`` where it
-    broadcasts values.
-    """
-    averaged = {
-        parameter
-        for prefix, submodule in module.named_modules()
-        for name, parameter in submodule.named_parameters(recurse=False)
-        if parameter.requires_grad and f"{prefix}.{name}" not in ignored
-    }
-    return {
-        name: parameter for name, parameter in module.named_parameters() if parameter in averaged
-    }
-
-
-def equal_parameters(module: nn.Module, ignored: Collection[str]) -> dict[str, nn.Parameter]:
-    """Return the trained parameters that DDP keeps equal on all ranks.
-
-    It broadcasts them, and averages their gradients.
-    """
-    return {
-        name: parameter
-        for name, parameter in averaged_parameters(module, ignored).items()
-        if name not in ignored
-    }
-
-
-# ---- the worker's thread -------------------------------------------------------------------------
+# ---- workers -------------------------------------------------------------------------------------
 #
-# One thread carries all buckets of an exchange, in order and overlapped. A bucket's exchange is a
+# A worker carries all buckets of an exchange, in order and overlapped. A bucket's exchange is a
 # generator that yields what it waits for (`bucket.Stages`). While one bucket waits for the network,
-# the thread starts the next:
+# the worker starts the next:
 #
 #     bucket 0   select | all-gather ......... | decode
 #     bucket 1            select | all-gather ......... | decode
 #
-# All ranks must issue the works of one process group in the same order whatever the timing, so each
-# stage has its own group and a bucket enters a stage only after the bucket before it has. No
-# collective runs in a callback (on gloo those abort the process), no thread is started per bucket.
+# After an error, or a wait longer than `timeout_seconds`, a worker is over: `error` says why, and
+# every future and every later call raises it.
 
 
-class ExchangeWorker:
-    """Runs `Stages` one after the other in one daemon thread, which starts with the first.
+class StreamWorker:
+    """Runs `Stages` in the calling thread, on a stream of their own: on CUDA.
 
-    After an error, or a wait longer than `timeout_seconds`, the worker is over: `error` says why,
-    and every future and every later call raises it.
+    When a bucket comes, it is begun, and then the buckets before it enter their next stages, the
+    last ones when the backward pass ends. So all ranks issue the works of all process groups in one
+    order, those of the backward pass itself (SyncBatchNorm) among them, as NCCL needs it. What
+    other ranks send, the stream waits for; the host waits for a `HostCopy` alone, which was on its
+    way while the backward pass reached the next bucket.
     """
 
     def __init__(
@@ -561,17 +539,79 @@ class ExchangeWorker:
     ) -> None:
         self.streams, self.watch, self.timeout_seconds = streams, watch, timeout_seconds
         self.error: Exception | None = None
-        self.busy_seconds = 0.0  # with at least one bucket in flight
+        self._tasks: list[_Task] = []
+
+    def submit(self, stages: Stages) -> torch.futures.Future[Tensor]:
+        """Begin one bucket; return the future of its result. Raises the worker's `error`."""
+        if self.error:
+            raise self.error
+        task = _Task(stages, self.streams.future(), mark(self.streams.device))
+        self._tasks.append(task)
+        self._advance(self._tasks[::-1])  # what the newest computes covers what others wait for
+        return task.future
+
+    def drain(self) -> None:
+        """Let the stream run all buckets to their ends. Raises the worker's `error`."""
+        if self.error:
+            raise self.error
+        while self._tasks:
+            self._advance(self._tasks)
+
+    def wait_for(self, copy: HostCopy) -> None:
+        """Let the host wait for `copy`. Raises what ended the worker then."""
+        limit = self.timeout_seconds
+        with self._last_errors():
+            wait_watched(copy, self.watch, timeout_seconds=limit, pause=SHORTEST_PAUSE)
+
+    def close(self) -> None:
+        """Let go of what is in flight."""
+        self._tasks.clear()
+
+    def _advance(self, tasks: "list[_Task]") -> None:
+        # Let each of these enter its next stage
+        with self._last_errors(), self.streams.worker():
+            for task in tasks:
+                if isinstance(task.waits_for, HostCopy):
+                    self.wait_for(task.waits_for)
+                task.advance(self.streams)
+        self._tasks = [task for task in self._tasks if task.waits_for is not None]
+
+    @contextmanager
+    def _last_errors(self) -> Generator[None, None, None]:
+        # an error is the end
+        try:
+            with named_errors(self.watch):
+                yield
+        except Exception as error:
+            self._tasks.clear()
+            self.error = error
+            raise
+
+
+class ExchangeWorker:
+    """Runs `Stages` one after the other in one daemon thread, which starts with the first.
+
+    All ranks must issue the works of one process group in the same order whatever the timing, so
+    each stage has its own group and a bucket enters a stage only after the bucket before it has. No
+    collective runs in a callback (on gloo those abort the process), no thread is started per
+    bucket.
+    """
+
+    def __init__(
+        self, *, streams: "Streams", watch: RankWatch | None, timeout_seconds: float
+    ) -> None:
+        self.streams, self.watch, self.timeout_seconds = streams, watch, timeout_seconds
+        self.error: Exception | None = None
         self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._idle = threading.Event()
         self._idle.set()
-        self._in_flight, self._busy_since = 0, 0.0  # under `_lock`
+        self._in_flight = 0  # under `_lock`
         self._thread: threading.Thread | None = None
 
     def submit(self, stages: Stages) -> torch.futures.Future[Tensor]:
         """Queue one bucket; return the future of its result. Raises the worker's `error`."""
-        task = _Task(stages, self.streams.future(), self.streams.mark())
+        task = _Task(stages, self.streams.future(), mark(self.streams.device))
         with self._lock:
             if self.error:
                 raise self.error
@@ -580,8 +620,6 @@ class ExchangeWorker:
                     target=self._run, name="gradient-exchange", daemon=True
                 )
                 self._thread.start()
-            if not self._in_flight:
-                self._busy_since = perf_counter()
             self._in_flight += 1
             self._idle.clear()
             self._queue.put(task)
@@ -593,6 +631,10 @@ class ExchangeWorker:
         if self.error:
             raise self.error
 
+    def wait_for(self, copy: HostCopy) -> None:
+        """Let the host wait for `copy`, which no other rank delays any more."""
+        copy.wait()
+
     def close(self) -> None:
         """End the thread, after what is in flight; at most a few seconds."""
         thread, self._thread = self._thread, None
@@ -601,10 +643,6 @@ class ExchangeWorker:
             # not where the thread itself drops the last reference
             if thread is not threading.current_thread():
                 thread.join(timeout=5)
-
-    def diagnosed(self, error: Exception) -> Exception:
-        """Return an error that says which rank is lost, or `error` where nobody watches."""
-        return error if self.watch is None else self.watch.diagnose(error)
 
     def _run(self) -> None:
         tasks: list[_Task] = []
@@ -616,7 +654,7 @@ class ExchangeWorker:
                     if not moved and self.watch is not None and self.watch.others_failed():
                         raise RuntimeError("another rank reported a failure")
                 except Exception as error:
-                    self._fail(tasks, self.diagnosed(error))
+                    self._fail(tasks, self.watch.diagnose(error) if self.watch else error)
                     return
                 pause = SHORTEST_PAUSE if moved else min(2 * pause, LONGEST_PAUSE)
 
@@ -637,7 +675,8 @@ class ExchangeWorker:
         for task in tasks[:]:
             if task.stage + 1 <= reached and self._is_ready(task):
                 moved = True
-                self._advance(task)
+                task.advance(self.streams)
+                task.deadline = monotonic() + self.timeout_seconds
                 if task.waits_for is None:
                     tasks.remove(task)
                     self._finished()
@@ -652,27 +691,11 @@ class ExchangeWorker:
             raise TimeoutError(f"waited longer than {self.timeout_seconds:g} s for another rank")
         return False
 
-    def _advance(self, task: "_Task") -> None:
-        # Run one stage; afterwards `task.waits_for` is None where it was the last
-        try:
-            if task.waits_for is None:
-                self.streams.after(task.mark)
-            else:
-                task.waits_for.wait()
-            # until it yields what it waits for
-            task.waits_for = next(task.stages)
-            task.stage += 1
-            task.deadline = monotonic() + self.timeout_seconds
-        except StopIteration as stop:
-            task.waits_for, task.stage = None, inf
-            task.future.set_result(stop.value)
-
     def _finished(self) -> None:
         # Count a bucket that is back; wake `drain` after the last
         with self._lock:
             self._in_flight -= 1
             if not self._in_flight:
-                self.busy_seconds += perf_counter() - self._busy_since
                 self._idle.set()
 
     def _fail(self, tasks: "list[_Task]", error: Exception) -> None:
@@ -688,7 +711,7 @@ class ExchangeWorker:
 
 @dataclass
 class _Task:
-    """One bucket in the worker."""
+    """One bucket in a worker."""
 
     stages: Stages
     future: torch.futures.Future[Tensor]
@@ -697,31 +720,36 @@ class _Task:
     waits_for: Waitable | None = None
     deadline: float = inf
 
+    def advance(self, streams: "Streams") -> None:
+        """Run one stage; afterwards `waits_for` is None where it was the last."""
+        try:
+            if self.waits_for is None:
+                streams.after(self.mark)
+            else:
+                self.waits_for.wait()
+            # until it yields what it waits for
+            self.waits_for = next(self.stages)
+            self.stage += 1
+        except StopIteration as stop:
+            self.waits_for, self.stage = None, inf
+            self.future.set_result(stop.value)
+
 
 class Streams:
     """The order of operations between the calling thread and the worker.
 
     The worker's operations come after the gradient's, the optimizer's after the worker's. On a CPU
-    they are done when they return; on CUDA the worker has a stream of its own, and marks are events
-    of the calling thread's stream.
+    they are done when they return; on CUDA the worker has a stream of its own.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def mark(self) -> Any:
-        """Mark where the calling thread is now, for `after`."""
-        if self.stream is None:
-            return perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def after(self, mark: Any) -> None:
-        """Let the worker's next operations start when `mark` has been reached."""
+    def after(self, reached: Any) -> None:
+        """Let the worker's next operations start when this `mark` has been reached."""
         if self.stream is not None:
-            self.stream.wait_event(mark)
+            self.stream.wait_event(reached)
 
     def worker(self) -> AbstractContextManager[Any]:
         """Return the context around everything that the worker does."""
@@ -730,11 +758,3 @@ class Streams:
     def future(self) -> torch.futures.Future[Tensor]:
         """Return a future that is complete once the worker's operations before it are done."""
         return torch.futures.Future(devices=None if self.stream is None else [self.device])
-
-    def seconds_between(self, start: Any, stop: Any) -> float:
-        """Return the seconds from one mark to another; waits for both."""
-        if self.stream is None:
-            return float(stop - start)
-        start.synchronize()
-        stop.synchronize()
-        return float(start.elapsed_time(stop)) / 1e3

@@ -27,8 +27,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,6 +39,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_topt.basics.argument_checks import check_real
 from lightning_topt.communication.bucket import OwnBuckets, finite_flag
 from lightning_topt.communication.collectives import (
+    Pending,
     State,
     Waitable,
     check_equal_on_ranks,
@@ -47,10 +47,16 @@ from lightning_topt.communication.collectives import (
     gather_state,
     own_state,
 )
-from lightning_topt.communication.exchange_method import LocalMethod
-from lightning_topt.communication.hook import ExchangeStatistics, equal_parameters
-from lightning_topt.communication.node.node_exchange import shard_bounds
-from lightning_topt.communication.rank_watch import RankWatch, watch_ranks, within_limit
+from lightning_topt.communication.exchange_method import LocalMethod, equal_parameters
+from lightning_topt.communication.hook import ExchangeStatistics
+from lightning_topt.communication.node.node_exchange import gather_shards, shard_bounds
+from lightning_topt.communication.rank_watch import (
+    RankWatch,
+    named_errors,
+    wait_watched,
+    watch_ranks,
+    within_limit,
+)
 from lightning_topt.communication.topology import (
     Topology,
     destroy_groups,
@@ -187,7 +193,7 @@ class OuterSteps:
         Does nothing where each rank trains alone. Raises PeerLostError where a rank is gone.
         """
         if self.replicas is not None:
-            with self._named_errors():
+            with named_errors(self.watch):
                 self.replicas.average_gradients(wait=self._wait)
 
     def after_step(self) -> bool:
@@ -230,7 +236,7 @@ class OuterSteps:
         if not self.pending_steps:
             return
         start = time.perf_counter()
-        with self._named_errors():
+        with named_errors(self.watch):
             self._check_finite()
             self._other_bytes += mean_of_buffers(self.buffers, wait=self._wait)
             # the outer optimizer steps, then replicas start from theta again
@@ -239,16 +245,6 @@ class OuterSteps:
         self.pending_steps = 0
         self.outer_steps += 1
         self._exchange_seconds += time.perf_counter() - start
-
-    @contextmanager
-    def _named_errors(self) -> Generator[None, None, None]:
-        # a collective call that fails says who is gone
-        try:
-            yield
-        except (RuntimeError, TimeoutError) as error:
-            if self.watch is None:
-                raise
-            raise self.watch.diagnose(error) from error
 
     def _exchange(self) -> Iterator[Tensor]:
         # the mean over replicas of how far they went, piece by piece
@@ -291,18 +287,7 @@ class OuterSteps:
             self._wait_here(work)
 
     def _wait_here(self, work: Waitable | None) -> None:
-        # Wait until `work` is done, another rank reports a failure, or `timeout_seconds` pass
-        assert work is not None
-        deadline = time.monotonic() + self.timeout_seconds
-        while not work.is_completed():
-            if self.watch is not None and self.watch.others_failed():
-                raise RuntimeError("another rank reported a failure")
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"waited longer than {self.timeout_seconds:g} s for another rank"
-                )
-            time.sleep(PAUSE_SECONDS)
-        work.wait()
+        wait_watched(work, self.watch, timeout_seconds=self.timeout_seconds, pause=PAUSE_SECONDS)
 
     # ---- what strategies ask of any exchange -----------------------------------------------------
 
@@ -569,9 +554,14 @@ class NodeReplicas:
 
     def average_gradients(self, *, wait: Wait) -> None:
         """Collective call: gradients in ``.grad`` become the mean of the node's."""
-        for bucket in self._buckets.filled():
-            flat = bucket.buffer().div_(self.topology.ranks_per_node)
-            wait(dist.all_reduce(flat, group=self.node, async_op=True))
+        # a bucket travels while the next ones are filled
+        works = [
+            dist.all_reduce(
+                bucket.buffer.div_(self.topology.ranks_per_node), group=self.node, async_op=True
+            )
+            for bucket in self._buckets.filled()
+        ]
+        wait(Pending(works))
         self._buckets.write_back()
 
     def close(self) -> None:
@@ -580,17 +570,7 @@ class NodeReplicas:
 
     def gather(self, flat: Tensor, *, wait: Wait) -> None:
         """Collective call: fill in the other local ranks' shards of `flat` (n,)."""
-        # one broadcast per shard, all in flight at once
-        works: list[Waitable] = []
-        for local, (start, stop) in enumerate(self.bounds):
-            if stop > start:
-                work = dist.broadcast(
-                    flat[start:stop], group=self.node, group_src=local, async_op=True
-                )
-                assert work is not None
-                works.append(work)
-        for work in works:
-            wait(work)
+        wait(gather_shards(flat, self.node))
 
     def whole(self, shard: Tensor, *, wait: Wait) -> Tensor:
         """Collective call: return the vector (n,) of which each local rank has its `shard`."""

@@ -32,7 +32,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -188,6 +188,48 @@ class RankWatch:
         if self.rank == 0:
             gone = {0, *found.missing, *found.ended}
             wait_for_learners(store, set(range(self.world_size)) - gone)
+
+
+@contextlib.contextmanager
+def named_errors(watch: RankWatch | None) -> Generator[None, None, None]:
+    """Let an error of a collective call within say who is lost, by a PeerLostError."""
+    try:
+        yield
+    except (RuntimeError, TimeoutError) as error:
+        if watch is None or isinstance(error, PeerLostError):
+            raise
+        raise watch.diagnose(error) from error
+
+
+@contextlib.contextmanager
+def lost_peers(what: str) -> Generator[None, None, None]:
+    """Say in a PeerLostError `what` a collective call that fails within has left undone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLostError(
+            f"{what}: a rank is gone, or slower than the timeout of the process group; go back to "
+            f"a checkpoint: {error}"
+        ) from error
+
+
+def wait_watched(
+    work: Any, watch: RankWatch | None, *, timeout_seconds: float, pause: float
+) -> None:
+    """Wait until `work` is done, with `pause` seconds between two looks at it.
+
+    Raises:
+        RuntimeError: another rank reports a failure.
+        TimeoutError: `timeout_seconds` have passed.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    while not work.is_completed():
+        if watch is not None and watch.others_failed():
+            raise RuntimeError("another rank reported a failure")
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited longer than {timeout_seconds:g} s for another rank")
+        time.sleep(pause)
+    work.wait()
 
 
 @dataclass(frozen=True)

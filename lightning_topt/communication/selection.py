@@ -11,13 +11,15 @@ what reaches it, and the k largest of the survivors are the answer.
   above the bound (many values equal it then, such as zeros, and the first ones are known from the
   pass before); where even that fails, histograms of all the data, four more passes.
 - On CUDA around its kernel (`selection_triton`). The threshold stays on the device; where the
-  sample misled, `torch.topk`, as on a device without Triton.
+  sample misled, `torch.topk`, as on a device without Triton. The host needs to know how many
+  survived: `start_top_k` and `start_feedback` leave it to the caller when to wait for that.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +29,7 @@ import torch
 from torch import Tensor
 
 from lightning_topt.communication import selection_triton
+from lightning_topt.communication.collectives import HostCopy
 from lightning_topt.communication.selection_kernels import (
     BLOCK,
     GROUP,
@@ -63,6 +66,16 @@ class NonFiniteError(ArithmeticError):
     """A NaN or an infinity among the values: there is no top k."""
 
 
+class Started(NamedTuple):
+    """A selection under way.
+
+    `counts` is what `result` waits for (None: nothing); `result` raises NonFiniteError.
+    """
+
+    counts: HostCopy | None
+    result: Callable[[], Selection]
+
+
 def top_k(x: Tensor, k: int) -> Selection:
     """Return the k entries of largest magnitude.
 
@@ -78,19 +91,33 @@ def top_k(x: Tensor, k: int) -> Selection:
         ValueError: for a k or dtype that cannot be.
         NonFiniteError: when `x` has a NaN or an infinity.
     """
+    return start_top_k(x, k).result()
+
+
+def start_top_k(x: Tensor, k: int) -> Started:
+    """Begin `top_k`."""
     _check(x, k)
     flat = x.detach().reshape(-1)
+    if _has_triton(flat):
+        counts, select = _triton_select(flat, None, k)
+        return Started(counts, lambda: _finite(_at(select(), flat)))
     if flat.device.type == "cpu":
-        if (chosen := _select(flat.contiguous(), k)) is not None:
-            return Selection(chosen[0].to(flat.dtype), chosen[1].long())
-        indices = None
-    elif _has_triton(flat):
-        indices = _triton_select(flat, None, k)
+        chosen = _select(flat.contiguous(), k)
+        found = None if chosen is None else Selection(chosen[0].to(flat.dtype), chosen[1].long())
     else:
-        indices = first_largest(flat.abs(), k) if bool(torch.isfinite(flat).all()) else None
-    if indices is None:
+        is_finite = bool(torch.isfinite(flat).all())
+        found = _at(first_largest(flat.abs(), k) if is_finite else None, flat)
+    return Started(None, lambda: _finite(found))
+
+
+def _at(indices: Tensor | None, flat: Tensor) -> Selection | None:
+    return None if indices is None else Selection(flat[indices], indices)
+
+
+def _finite(chosen: Selection | None) -> Selection:
+    if chosen is None:
         raise NonFiniteError("top-k of values that are not finite")
-    return Selection(flat[indices], indices)
+    return chosen
 
 
 def feedback_top_k(gradient: Tensor, residual: Tensor, k: int, *, scale: float = 1.0) -> Selection:
@@ -112,18 +139,23 @@ def feedback_top_k(gradient: Tensor, residual: Tensor, k: int, *, scale: float =
         NonFiniteError: when the sum has a NaN or an infinity; `residual` is then as before, up to
             rounding.
     """
+    return start_feedback(gradient, residual, k, scale=scale).result()
+
+
+def start_feedback(gradient: Tensor, residual: Tensor, k: int, *, scale: float = 1.0) -> Started:
+    """Begin `feedback_top_k`; `residual` is whole again after the result."""
     _check(gradient, k)
     _check_residual(gradient, residual)
     added = gradient.detach()
+    if _has_triton(added):
+        counts, select = _triton_select(residual, added, k, scale=scale)
+        return Started(counts, lambda: _finite(_taken(select(), added, residual, scale=scale)))
     if added.device.type == "cpu":
         found = _feedback_select(added, residual, k, scale=scale)
         chosen = None if found is None else Selection(*found)
     else:
-        select = _triton_feedback if _has_triton(added) else _feedback_torch
-        chosen = select(added, residual, k, scale=scale)
-    if chosen is None:
-        raise NonFiniteError("gradient that is not finite")
-    return chosen
+        chosen = _feedback_torch(added, residual, k, scale=scale)
+    return Started(None, lambda: _finite(chosen))
 
 
 def _has_triton(x: Tensor) -> bool:
@@ -363,9 +395,10 @@ def _elements(x: Tensor) -> Array:
 # ---- the selection on CUDA
 
 
-def _triton_feedback(added: Tensor, residual: Tensor, k: int, *, scale: float) -> Selection | None:
-    # Do ``residual += scale * added``, then take out the k largest. None: not finite, undone.
-    indices = _triton_select(residual, added, k, scale=scale)
+def _taken(
+    indices: Tensor | None, added: Tensor, residual: Tensor, *, scale: float
+) -> Selection | None:
+    # Take these out of the residual. None: not finite, what was added is taken back
     if indices is None:
         change = scale * added.float()
         residual.sub_(
@@ -379,24 +412,28 @@ def _triton_feedback(added: Tensor, residual: Tensor, k: int, *, scale: float) -
 
 def _triton_select(
     values: Tensor, added: Tensor | None, k: int, *, scale: float = 0.0
-) -> Tensor | None:
-    # The indices of the k largest of `values` (after adding); None: not finite
+) -> tuple[HostCopy, Callable[[], Tensor | None]]:
+    # Add, and begin to select from `values`: the counts on their way to the host, and what then
+    # returns the indices of the k largest. None: not finite
     numel = values.numel()
     threshold = _triton_bound(values, values if added is None else added, k, scale)
     excess = expected_rank(numel, k) / sample_share(numel) - k
     room = min(numel, 2 * k + int(4 * excess)) + selection_triton.BLOCK
     indices = torch.empty(room, dtype=torch.int32, device=values.device)
-    count, infinite = selection_triton.collect(
-        values, added, threshold, indices, scale=scale
-    ).tolist()
-    if infinite:
-        return None
-    if k == 0:
-        return torch.empty(0, dtype=torch.int64, device=values.device)
-    if not k <= count <= room:  # the bound missed, or many values are equal: exact all the same
-        return first_largest(values.abs(), k)
-    survivors = indices[:count].sort().values.long()
-    return survivors[first_largest(values[survivors].abs(), k)]
+    counts = HostCopy(selection_triton.collect(values, added, threshold, indices, scale=scale))
+
+    def select() -> Tensor | None:
+        count, infinite = counts.result()
+        if infinite:
+            return None
+        if k == 0:
+            return torch.empty(0, dtype=torch.int64, device=values.device)
+        if not k <= count <= room:  # the bound missed, or many values are equal: exact all the same
+            return first_largest(values.abs(), k)
+        survivors = indices[:count].sort().values.long()
+        return survivors[first_largest(values[survivors].abs(), k)]
+
+    return counts, select
 
 
 def _triton_bound(values: Tensor, added: Tensor, k: int, scale: float) -> Tensor:

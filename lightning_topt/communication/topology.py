@@ -250,13 +250,17 @@ def own_group(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
 
 
 def group_of(
-    parts: Sequence[Sequence[int]], *, backend: str | None = None
+    parts: Sequence[Sequence[int]],
+    *,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
 ) -> dist.ProcessGroup | None:
     """Do as `own_group` does where a rank may be in none of `parts`: None there.
 
-    `backend`: of the group, if not that of the run.
+    `backend` and `timeout`: of the group, if not those of the run.
     """
-    groups = [dist.new_group(list(p), timeout=time_limit(), backend=backend) for p in parts]
+    limit = timeout or time_limit()
+    groups = [dist.new_group(list(p), timeout=limit, backend=backend) for p in parts]
     return next((g for part, g in zip(parts, groups, strict=True) if dist.get_rank() in part), None)
 
 
@@ -288,16 +292,12 @@ def make_groups(
         timeout_seconds: of every work on the groups.
         with_exempt: whether there may be exempt parameters; alike on all ranks of the run.
     """
-    timeout = timedelta(seconds=timeout_seconds)
-    parts = [list(part) for part in topology.parts or (topology.members,)]
-    this = topology.members[topology.rank]
+    parts = topology.parts or (topology.members,)
     made: list[dist.ProcessGroup] = []
 
-    def own(groups: list[list[int]]) -> dist.ProcessGroup:
-        found: list[dist.ProcessGroup] = [
-            dist.new_group(ranks, timeout=timeout) for ranks in groups
-        ]
-        group = next(group for ranks, group in zip(groups, found, strict=True) if this in ranks)
+    def own(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        group = group_of(groups, timeout=timedelta(seconds=timeout_seconds))
+        assert group is not None
         made.append(group)
         return group
 

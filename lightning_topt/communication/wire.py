@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,18 +44,6 @@ BITMAP, INT32 = 0, 32  # besides 4 and 8, the number of low bits
 GROUP = 64  # values with levels of their own
 BITS = (2, 4, 8)
 WORD_BITS = 32  # index sections are padded to these
-
-
-class Unpacked(NamedTuple):
-    """A message that was read.
-
-    `finite` says whether the sender's gradient was. `values` (k,) are float32, `indices` (k,)
-    int64, ascending.
-    """
-
-    finite: bool
-    values: Tensor
-    indices: Tensor
 
 
 @dataclass(frozen=True)
@@ -156,8 +144,11 @@ class SparseMessage:
         out[upper:end].copy_(pack_bits(bits))
 
     def pack_nonfinite(self, *, out: Tensor) -> None:
-        """Write the message of a rank whose gradient is not finite."""
-        out[: self.nbytes].zero_()
+        """Write the message of a rank whose gradient is not finite: k values of NaN, somewhere."""
+        indices = torch.arange(self.k, dtype=torch.int32, device=out.device)
+        self.pack(torch.zeros(self.k, device=out.device), indices, out=out)
+        # the bits of NaN as float32, and as levels in bfloat16
+        out[HEADER_BYTES : self.cuts[0]].fill_(255)
         out[0] = 1
 
     def values(self, message: Tensor) -> Tensor:
@@ -165,25 +156,24 @@ class SparseMessage:
         part = message[HEADER_BYTES : self.cuts[0]]
         return part.view(torch.float32) if self.levels is None else self.levels.decode(part)
 
-    def unpack(self, message: Tensor, *, known_finite: bool = False) -> Unpacked:
-        """Read a message: uint8, at least (nbytes,), 4-byte aligned.
+    def unpack(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the values (k,), float32, and the ascending indices (k,), int64, of a message.
 
-        With `known_finite` its header is not looked at, for which the host would wait.
+        It is uint8, at least (nbytes,), 4-byte aligned. Its header is not looked at, for which the
+        host would wait.
 
         Raises:
             ValueError: where it has fewer entries than k.
         """
         low, upper, end = self.cuts
-        # nothing, or of a gradient that is not finite
-        finite = known_finite or not message[0]
-        if not self.k or not finite:
+        if not self.k:
             empty = torch.empty(0, device=message.device)
-            return Unpacked(finite, empty, empty.long())
+            return empty, empty.long()
         values = self.values(message)
         if self.low_bits == INT32:
-            return Unpacked(True, values, message[low:upper].view(torch.int32).long())
+            return values, message[low:upper].view(torch.int32).long()
         if message.device.type != "cpu":
-            return Unpacked(True, values, self._unpack_indices(message))
+            return values, self._unpack_indices(message)
         lows, words = message[low:upper].numpy(), message[upper:end].numpy().view(np.uint32)
         indices = torch.empty(self.k, dtype=torch.int64)
         if _unpack_sorted(lows, words, self.low_bits, indices.numpy()) < self.k:
@@ -191,7 +181,7 @@ class SparseMessage:
                 f"a message of {self.k} entries has fewer: it is of another number of elements, or "
                 "damaged"
             )
-        return Unpacked(True, values, indices)
+        return values, indices
 
     def _unpack_indices(self, message: Tensor) -> Tensor:
         # Do what `_unpack_sorted` does, in torch
@@ -204,6 +194,27 @@ class SparseMessage:
         # one low part for each index
         lows = unpack_codes(message[low:upper], self.low_bits, self.k).long()
         return (positions - torch.arange(self.k, device=message.device) << self.low_bits) | lows
+
+
+class ScatterMean:
+    """Adds up messages, in the order of `add`, into a bucket's buffer, in float32."""
+
+    def __init__(self, buffer: Tensor, *, scale: float) -> None:
+        self.buffer, self.scale = buffer, scale
+        # the buffer itself where it is float32
+        in_place = buffer.dtype == torch.float32
+        self.total = buffer if in_place else torch.empty(buffer.shape, device=buffer.device)
+        self.total.zero_()
+
+    def add(self, message: Tensor, *, form: SparseMessage, start: int = 0) -> None:
+        """Add one message about the elements from `start`."""
+        values, indices = form.unpack(message)
+        self.total[start : start + form.numel].index_add_(0, indices, values.mul_(self.scale))
+
+    def write(self) -> None:
+        """Write the sum to the buffer, in its dtype."""
+        if self.total is not self.buffer:
+            self.buffer.copy_(self.total)
 
 
 def pack_bits(bits: Tensor) -> Tensor:

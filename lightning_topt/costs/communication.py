@@ -388,12 +388,11 @@ class ExchangeModel:
         return self.method.process_bytes if self.cluster.device.process_bytes else 0
 
     def device_seconds(self, block: str) -> float:
-        """Return the seconds of passes over memory and of products of matrices."""
+        """Return the seconds of passes over memory."""
         return self._device_seconds(self.work[block])
 
     def _device_seconds(self, work: Work) -> float:
-        device = self.cluster.device
-        return max(work.moved / device.memory_bandwidth, work.flops / device.flops_of("float32"))
+        return work.moved / self.cluster.device.memory_bandwidth
 
     def worker_seconds(self, block: str) -> float:
         """Return the seconds of starting kernels and on the network."""
@@ -470,7 +469,7 @@ def estimate_outer_seconds(work: Work, *, cluster: Cluster, group: Group) -> flo
     Nothing runs beside it: ranks meet between two of their own steps.
     """
     device = cluster.device
-    passes = max(work.moved / device.memory_bandwidth, work.flops / device.flops_of("float32"))
+    passes = work.moved / device.memory_bandwidth
     network = sum(
         estimate_collective_seconds(cluster, op=op, size=size, group=group)
         for _, op, size in work.collectives

@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_topt.communication.collectives import values_of_group
-from lightning_topt.communication.hook import equal_parameters
+from lightning_topt.communication.exchange_method import equal_parameters
 from lightning_topt.communication.rank_watch import within_limit
 from lightning_topt.costs.measuring import device_memory_bytes
 from lightning_topt.graph.mesh_axes import data_mesh

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from lightning_topt.communication.hook import averaged_parameters
+from lightning_topt.communication.exchange_method import averaged_parameters
 from lightning_topt.communication.topology import Topology, is_equal_on_ranks
 
 _BUCKETS = 16

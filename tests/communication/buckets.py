@@ -18,7 +18,6 @@ from lightning_topt.communication.bucket import (
     BucketExchange,
     BucketLayout,
     ExchangeContext,
-    NonFiniteGradient,
     Stages,
 )
 from lightning_topt.communication.topology import Topology, make_groups
@@ -35,7 +34,16 @@ SHAPES = {
 }
 ONE_BUCKET = [list(SHAPES)]
 _made = itertools.count()  # the same on all ranks
+
 TWO_BUCKETS = [["conv", "embedding", "second"], ["bias", "first", "small"]]
+
+
+class NonFiniteGradient(ArithmeticError):
+    """A bucket is not finite; `own`: on this rank."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__("not finite")
+        self.own = own
 
 
 def gradients_of(rank: int, step: int, *, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

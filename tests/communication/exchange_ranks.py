@@ -5,6 +5,7 @@ exchanges.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topt.communication import GradientMethod, TopK
-from lightning_topt.communication.hook import CompressedExchange
+from lightning_topt.communication.hook import CompressedExchange, Streams
 from lightning_topt.communication.node.node_exchange import shard_bounds
 from lightning_topt.communication.topology import Topology
 from tests.communication.few_bits import in_few_bits
@@ -58,6 +59,21 @@ def wrap(
     ddp = DistributedDataParallel(model or make_model(), **ddp_options)
     exchange = CompressedExchange(ddp, method, topology=topology, **(settings or {}))
     return ddp, exchange
+
+
+class FakeStreams(Streams):
+    """Tensors of a CPU run as on CUDA: in the calling thread, on a stream that waits by itself."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, object()
+
+    def after(self, reached: Any) -> None: ...
+
+    def worker(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def future(self) -> torch.futures.Future[Tensor]:
+        return torch.futures.Future()
 
 
 def train(

@@ -15,12 +15,25 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_topt.communication import BF16, BoundedLoss, Dense, GradientMethod, TopK, rank_watch
+from lightning_topt.communication import (
+    BF16,
+    BoundedLoss,
+    GradientMethod,
+    TopK,
+    hook,
+    rank_watch,
+)
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.rank_watch import PeerLostError
 from lightning_topt.communication.topology import Topology
 from lightning_topt.communication.wire import SparseMessage
-from tests.communication.exchange_ranks import batch, loss_of, make_model, train, wrap
+from tests.communication.exchange_ranks import (
+    FakeStreams,
+    batch,
+    loss_of,
+    train,
+    wrap,
+)
 from tests.launch import _rank, load_kernels, run_on_pool
 
 SHAPES = [(2, 1), (2, 2)]
@@ -86,28 +99,6 @@ def test_no_bucket_outlives_its_step(method):
     assert run_on_pool(first_buckets_that_stay, 2, method) == [0, 0]
 
 
-def dense_in_nodes(rank: int) -> float:
-    plain = nn.parallel.DistributedDataParallel(make_model(), bucket_cap_mb=0.005)
-    ddp, exchange = wrap(Dense(), topology=Topology(2, 2, rank))
-    both = (train(model, rank=rank, steps=range(3)) for model in (ddp, plain))
-    for ours, theirs in zip(*both, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-8)
-    exchange.close()
-    return ratio(exchange)
-
-
-def ratio(exchange: CompressedExchange) -> float:
-    statistics = exchange.statistics()
-    return statistics.bytes_sent / statistics.dense_bytes
-
-
-def test_dense_inside_nodes():
-    """A sum inside each node before the network saves a third of the bytes of a ring over 2 x 2
-    ranks.
-    """
-    assert run_on_pool(dense_in_nodes, 4) == pytest.approx([2 / 3] * 4, rel=1e-3)
-
-
 def bytes_of_a_step(rank: int, shape: tuple[int, int]) -> tuple[int, list[Any]]:
     ddp, exchange = wrap(TopK(density=0.05, exempt=()), topology=Topology(*shape, rank))
     list(train(ddp, rank=rank, steps=range(2)))
@@ -132,6 +123,19 @@ def test_bytes_of_a_step(shape):
         expected = sum(SparseMessage(n, round(0.05 * n)).nbytes for n in shards)
         # equal sizes for shards that differ by an element
         assert abs(sent - expected) <= 8 * len(numels)
+
+
+def refuses_synced_norms(rank: int) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hook, "Streams", FakeStreams)
+        with pytest.raises(ValueError, match="another order than those of SyncBatchNorm"):
+            CompressedExchange(module, BoundedLoss())
+        CompressedExchange(module, BF16()).close()
+
+
+def test_a_thread_beside_synced_norms_is_refused_on_a_gpu():
+    run_on_pool(refuses_synced_norms, 2)
 
 
 def dies(rank: int, method: GradientMethod, shape: tuple[int, int], dead: int, folder: str) -> None:

@@ -4,8 +4,6 @@ or lost silently.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -89,41 +87,3 @@ def skips(rank: int, shape: tuple[int, int], exempt_is_bad: bool) -> None:
 @pytest.mark.parametrize("exempt_is_bad", [False, True])
 def test_nonfinite_skips(shape, exempt_is_bad):
     run_on_pool(skips, shape[0] * shape[1], shape, exempt_is_bad)
-
-
-def nothing_lost(rank: int, values: dict[str, Any]) -> None:
-    """What is applied and what is held back add up to all gradients, also where values are
-    rounded.
-    """
-    ddp, exchange = wrap(TopK(density=0.03, **values))
-    total: dict[str, Tensor] = {}
-    applied: dict[str, Tensor] = {}
-    plain = make_model()
-    parameters = plain.state_dict()
-    for step, gradient in enumerate(train(ddp, rank=rank, steps=range(5))):
-        plain.load_state_dict(parameters)
-        plain.zero_grad()
-        loss_of(plain, rank, step).backward()
-        for name, value in gradient.items():
-            applied[name] = applied.get(name, 0) + value
-            total[name] = total.get(name, 0) + plain.get_parameter(name).grad
-        parameters = {
-            name: p.detach() - 0.1 * gradient[name] for name, p in plain.named_parameters()
-        }
-    for name, held in residuals(exchange).items():
-        pending, everything = held.view(total[name].shape).clone(), total[name]
-        dist.all_reduce(pending)
-        dist.all_reduce(everything)
-        torch.testing.assert_close(
-            applied[name] + pending / 2, everything / 2, rtol=1e-5, atol=1e-6
-        )
-    assert_equal_on_all_ranks(ddp)
-    exchange.close()
-
-
-@pytest.mark.parametrize(
-    "values",
-    [{}, {"bits": 2}],
-)
-def test_nothing_is_lost(values):
-    run_on_pool(nothing_lost, 2, values)

@@ -12,16 +12,19 @@ from lightning_topt.communication import (
     GradientMethod,
     LocalSteps,
     OuterSteps,
+    TopK,
     bucket,
+    selection,
 )
 from lightning_topt.communication.bucket import Bucket, StepChecks, finite_flag, is_finite
 from lightning_topt.communication.methods.dense import Dense
-from lightning_topt.communication.selection import first_largest
+from lightning_topt.communication.selection import first_largest, start_feedback
 from tests.communication.buckets import SHAPES, gradients_of, make_exchange, make_layout, run_stages
+from tests.communication.test_selection import fake_collect
 from tests.host_waits import waits_of
 from tests.launch import run_ranks
 
-FREE = [BF16(), FP16(), Dense(hierarchical=False)]
+FREE = [BF16(), FP16(), Dense(hierarchical=False), TopK(density=0.1, bits=2)]
 
 
 def waits_in_stages(rank: int, method: GradientMethod) -> tuple[dict[str, int], dict[str, int]]:
@@ -73,8 +76,15 @@ def test_an_outer_step_waits_once() -> None:
     assert run_ranks(waits_in_outer_step, 2) == [{"tolist": 1}] * 2
 
 
-def test_first_largest_waits_for_nothing() -> None:
+def test_a_selection_waits_for_its_counts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waits_of(lambda: first_largest(torch.rand(250), 20)) == {}
+    monkeypatch.setattr(selection, "_has_triton", lambda x: True)
+    monkeypatch.setattr(selection.selection_triton, "collect", fake_collect)
+    found: list[selection.Started] = []
+    gradient, residual = torch.randn(200_000), torch.zeros(200_000)
+    waits = waits_of(lambda: found.append(start_feedback(gradient, residual, 500)))
+    assert found[0].counts is not None and waits == {"nonzero": 1}  # of the fake
+    assert waits_of(found[0].result) == {"tolist": 1}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

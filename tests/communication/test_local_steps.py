@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_topt.communication import LocalMethod, LocalSteps, OuterSteps, SparseLoCo
-from lightning_topt.communication.local_sgd import OuterGradient
+from lightning_topt.communication import bucket as buckets
+from lightning_topt.communication.local_sgd import NodeReplicas, OuterGradient
 from lightning_topt.communication.methods import local_steps
 from lightning_topt.communication.methods.local_steps import Chunks
 from lightning_topt.communication.rank_watch import PeerLostError
@@ -70,6 +71,17 @@ def trained(
     outer.synchronize()  # nothing left to do
     outer.close()
     return flat(parameters), outer.residual, outer.statistics(), outer.anchor
+
+
+def test_buckets_of_a_node_travel_together(monkeypatch):
+    """A bucket is on its way while the next ones are filled."""
+    log, replicas = [], NodeReplicas.__new__(NodeReplicas)
+    monkeypatch.setattr(buckets, "OWN_BUCKET_BYTES", 100)
+    monkeypatch.setattr(dist, "all_reduce", lambda flat, **_: log.append(len(flat)))
+    replicas.topology, replicas.node = Topology(1, 2, 0), None
+    replicas._buckets = buckets.OwnBuckets(list(initial(0).values()))
+    replicas.average_gradients(wait=lambda _: log.append("wait"))
+    assert log == [270, 13, "wait"]
 
 
 class Twin:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_topt.basics.jit import compiled
+from lightning_topt.communication import selection
 from lightning_topt.communication.selection import (
     NonFiniteError,
     _feedback_torch,
@@ -37,6 +38,18 @@ DATA = {
     "descending": lambda n: -torch.arange(n).flip(0).float() / n,
     "tiny": lambda n: torch.randn(n) * 1e-42,  # denormal numbers
 }
+
+
+def fake_collect(values, added, threshold, indices, *, scale=0.0):
+    """What the kernel of a GPU does."""
+    total = values if added is None else torch.add(values, added.float(), alpha=scale)
+    finite = total.isfinite()
+    if added is not None:
+        values.copy_(torch.where(finite, total, values))
+    kept = torch.nonzero(finite & (total.abs() >= threshold)).view(-1).flip(0)[: len(indices)]
+    indices[: len(kept)] = kept
+    count = (finite & (total.abs() >= threshold)).sum()
+    return torch.stack([count, (~finite).any()]).int()
 
 
 def slow_indices(x, k):
@@ -158,6 +171,25 @@ def test_what_other_devices_run_follows_the_compiled_form(dtype):
     gradient[7] = float("nan")
     before = twin.clone()
     assert _feedback_torch(gradient, twin, 500, scale=0.5) is None and torch.equal(twin, before)
+
+
+@pytest.mark.parametrize("data", DATA)
+def test_what_a_gpu_runs_around_its_kernel(data, monkeypatch):
+    monkeypatch.setattr(selection, "_has_triton", lambda x: True)
+    monkeypatch.setattr(selection.selection_triton, "collect", fake_collect)
+    for n in (1000, 100_003):
+        x, residual = DATA[data](n), torch.randn(n)
+        for k in (0, 1, n // 100, n):
+            assert torch.equal(top_k(x, k).indices, slow_indices(x, k))
+            whole = torch.add(residual, x, alpha=0.5)
+            values, indices = feedback_top_k(x, residual, k, scale=0.5)
+            assert torch.equal(indices.long(), slow_indices(whole, k))
+            assert torch.equal(values, whole[indices.long()])
+            assert torch.equal(residual, whole.index_fill(0, indices.long(), 0))
+    x[7], before = float("nan"), residual.clone()
+    with pytest.raises(NonFiniteError):
+        feedback_top_k(x, residual, 5)
+    torch.testing.assert_close(residual, before, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.gpu

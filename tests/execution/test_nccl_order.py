@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _world
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import (
@@ -24,6 +24,8 @@ from benchmarks.equality import Comparison, cell, compare
 from benchmarks.pipelines import equality as pipelines
 from benchmarks.tensor import equality as tensors
 from lightning_topt.communication import BF16, TopK
+from lightning_topt.communication import hook as exchange_hook
+from lightning_topt.communication.topology import Topology
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
@@ -35,7 +37,7 @@ from tests.execution.pipeline.continuous_training import Case, Outcome, continuo
 from tests.execution.pipeline.one_process import Twin
 from tests.execution.pipeline.stage_models import Plain, loss_of, plan_of, tokens
 from tests.launch import run_ranks
-from tests.nccl_twin import TWIN, is_under_way, wait_for_device
+from tests.nccl_twin import TWIN, is_under_way, share_device, wait_for_device
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SECONDS = 40  # of a wait; what hangs is an error then
@@ -128,19 +130,70 @@ def test_sharded_plans_are_one_process(four: list[tuple[Any, ...]]) -> None:
         mixed.assert_close(released, dict(parameters))
 
 
-def compresses(rank: int) -> int:
-    steps = 0
-    for method in (BF16(), TopK(density=0.1)):
-        ddp, exchange = exchange_ranks.wrap(method)
-        for _ in exchange_ranks.train(ddp, rank=rank, steps=range(4)):
-            steps += 1
-        exchange_ranks.assert_equal_on_all_ranks(ddp)
-        exchange.close()
-    return steps
+class Synced(torch.autograd.Function):
+    """A mean over all ranks, also of its gradient, as SyncBatchNorm takes it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total / dist.get_world_size()
+
+    backward = staticmethod(lambda _, gradient: Synced.forward(_, gradient))
 
 
-def test_compression_with_its_thread() -> None:
-    assert run_ranks(compresses, 2, timeout_seconds=SECONDS, backend=TWIN) == [8, 8]
+class SyncedNet(nn.Sequential):
+    """Collectives in the backward pass, between the buckets of an exchange."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = Synced.apply(layer(x))
+        return x
+
+
+def compresses(rank: int, is_cuda: bool, beside: bool) -> list[Tensor]:
+    """Trained parameters by method; ranks find their entries after other times."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        if is_cuda:
+            patch.setattr(exchange_hook, "Streams", exchange_ranks.FakeStreams)
+        if beside:
+            share_device()
+        for method in (BF16(), TopK(density=0.1), TopK(density=0.1, hierarchical=True)):
+            model = SyncedNet(*exchange_ranks.make_model()) if beside else None
+            settings = {"timeout_seconds": 4}
+            topology = Topology(2, 1, rank) if beside else None
+            ddp, exchange = exchange_ranks.wrap(
+                method, model=model, topology=topology, settings=settings
+            )
+            if beside and rank:
+                stages = exchange.exchange.stages
+
+                def late(bucket: Any, stages: Any = stages) -> Any:
+                    time.sleep(0.01)
+                    return (yield from stages(bucket))
+
+                exchange.exchange.stages = late  # type: ignore[method-assign]
+            for _ in exchange_ranks.train(ddp, rank=rank, steps=range(4)):
+                pass
+            exchange_ranks.assert_equal_on_all_ranks(ddp)
+            found += [parameter.detach() for parameter in ddp.parameters()]
+            exchange.close()
+    return found
+
+
+def test_compression_in_a_thread_and_in_the_order_of_a_stream() -> None:
+    in_thread, on_stream = (
+        run_ranks(compresses, 2, is_cuda, False, timeout_seconds=SECONDS, backend=TWIN)[0]
+        for is_cuda in (False, True)
+    )
+    assert all(map(torch.equal, in_thread, on_stream))
+
+
+def test_compression_beside_collectives_of_the_backward_pass() -> None:
+    """Issued by one thread, all groups of a device have one order on all ranks."""
+    ranks = run_ranks(compresses, 2, True, True, timeout_seconds=SECONDS, backend=TWIN)
+    assert all(map(torch.equal, *ranks))
 
 
 def test_local_steps_are_one_process() -> None:

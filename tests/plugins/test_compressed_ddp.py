@@ -241,30 +241,6 @@ def test_accumulation_exchanges_once_per_step() -> None:
         assert ours["steps"] == ours["statistics"].steps == 4
 
 
-class Stepwise(SgdGPT):
-    """Records how far each step moves the parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[float] = []
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        before = nn.utils.parameters_to_vector(self.parameters()).detach()
-        super().optimizer_step(*args, **kwargs)
-        after = nn.utils.parameters_to_vector(self.parameters()).detach()
-        self.records.append((after - before).norm().item())
-
-
-def clipped(rank: int) -> dict[str, Any]:
-    return fit({"density": 0.1}, module=Stepwise(), gradient_clip_val=0.05)
-
-
-def test_clipping_is_by_the_norm_of_what_is_applied() -> None:
-    results = on_ranks(clipped)
-    assert_equal_ranks([[result] for result in results])
-    assert results[0]["records"] == pytest.approx([0.1 * 0.05] * 6, rel=1e-3)
-
-
 # ---- modules -------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,6 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
-from lightning_topt import LocalSteps, LocalStepsStrategy
 from lightning_topt.plugins.monitors import ExchangeMonitor
 from tests.plugins.trainer_ranks import compressed, make_trainer, on_ranks
 
@@ -147,17 +146,3 @@ def test_the_users_own_monitor_takes_its_place(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="every_n_steps"):
         ExchangeMonitor(every_n_steps=0)
-
-
-def local(rank: int, folder: Path) -> Any:
-    return fit(rank, folder, LocalStepsStrategy(LocalSteps(every=2)))
-
-
-def test_local_steps(tmp_path: Path) -> None:
-    shown, logged, _ = on_ranks(local, tmp_path)[0]
-    last = logged[max(logged)]
-    assert last["topt/exchange_dense_bytes_per_step"] == WEIGHT_BYTES + BIAS_BYTES
-    assert last["topt/exchange_bytes_per_step"] == pytest.approx(
-        (WEIGHT_BYTES + BIAS_BYTES) / 2, rel=0.05
-    )
-    assert shown[-1]["compression"] == pytest.approx(2, rel=0.05)

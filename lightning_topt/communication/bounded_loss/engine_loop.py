@@ -208,7 +208,7 @@ def _receive_datagrams(t: Root, now: int) -> int:
         if flags & TRUNCATED_FLAG:
             counters_of(t).rejected += 1
             continue
-        segment, arrived = _ancillary(t, index)
+        segment, arrived, _ = _ancillary(t, index)
         arrived = arrived if arrived else clock
         address = t.receive_memory + RECEIVE_BYTES * index
         source = load64(t.receive_names + ADDRESS_STRUCT * index)
@@ -233,15 +233,15 @@ def _receive(t: Root, flags: int) -> int:
 
 
 @inner
-def _ancillary(t: Root, index: int) -> tuple[int, int]:
+def _ancillary(t: Root, index: int) -> tuple[int, int, bool]:
     """Read the ancillary messages of a received message.
 
     Returns:
-        The size of coalesced datagrams (0: one), and when they arrived (CLOCK_REALTIME; 0:
-        unknown).
+        The size of coalesced datagrams (0: one), when they arrived (CLOCK_REALTIME; 0: unknown),
+        and whether nothing takes what was sent there.
     """
     address, size = t.receive_ancillary + ANCILLARY_BYTES * index, received_message(t, index)[5]
-    segment, arrived, offset = 0, 0, 0
+    segment, arrived, offset, is_refused = 0, 0, 0, False
     while offset + 16 <= size:
         length = load64(address + offset)
         level, kind = load32(address + offset + 8), load32(address + offset + 12)
@@ -252,8 +252,11 @@ def _ancillary(t: Root, index: int) -> tuple[int, int]:
             segment = load32(data)
         elif level == SOL_SOCKET and kind == TIMESTAMP:
             arrived = load64(data) * NANOSECONDS + load64(data + 8)
+        elif level == 0 and kind == RECEIVED_ERROR and load8(data + 4) == BY_ICMP:
+            # struct sock_extended_err: errno, and where the error comes from
+            is_refused = load32(data) == REFUSED
         offset += (length + 7) // 8 * 8
-    return segment, arrived
+    return segment, arrived, is_refused
 
 
 @inner
@@ -281,18 +284,8 @@ def _take_datagram(t: Root, address: int, size: int, source: int, arrived: int, 
 def _take_errors(t: Root, now: int) -> None:
     # Read the socket's queue of errors: where nothing takes a datagram, that rank has ended
     for index in range(_receive(t, DONT_WAIT | ERROR_QUEUE)):
-        address, size = t.receive_ancillary + ANCILLARY_BYTES * index, received_message(t, index)[5]
-        target, offset, is_refused = load64(t.receive_names + ADDRESS_STRUCT * index), 0, False
-        while offset + 24 <= size:
-            length = load64(address + offset)
-            level, kind = load32(address + offset + 8), load32(address + offset + 12)
-            if length < 16 or offset + length > size:
-                break
-            # struct sock_extended_err: errno, and where the error comes from
-            error, origin = load32(address + offset + 16), load8(address + offset + 20)
-            if level == 0 and kind == RECEIVED_ERROR and origin == BY_ICMP:
-                is_refused = error == REFUSED
-            offset += (length + 7) // 8 * 8
+        target = load64(t.receive_names + ADDRESS_STRUCT * index)
+        _, _, is_refused = _ancillary(t, index)
         for peer in range(config_of(t).world_size if is_refused else 0):
             if peer != config_of(t).rank and load64(source_address(t, peer)) == target:
                 _close(t, peer, now)

@@ -144,8 +144,7 @@ class BoundedLossStatistics:
     `lost_share` is of the elements of this rank's contributions, `path_loss` of datagrams: what
     receivers did not see, retransmissions and results included. `bytes_per_second` is the present
     rate of all that leaves, `round_trip_seconds` the mean now. `stalled_seconds` was waited for
-    answers to probes that were late. `rejected` datagrams were wrong (key, size, place, source),
-    `late` ones came after their part was closed.
+    answers to probes that were late. `rejected` datagrams were wrong (key, size, place, source).
     """
 
     lost_share: float
@@ -156,10 +155,7 @@ class BoundedLossStatistics:
     bytes_per_second: float
     round_trip_seconds: float
     stalled_seconds: float
-    probes_repeated: int
     rejected: int
-    late: int
-    duplicates: int
 
 
 class BoundedLossExchange:
@@ -293,7 +289,7 @@ class BoundedLossExchange:
             bytes_per_second=float(pacing_rate(t.link, int(t.config.datagram_bytes))),
             round_trip_seconds=float(np.mean([path.trip for path in others])),
             stalled_seconds=since["stalled_ns"] * 1e-9,
-            **{name: since[name] for name in ("probes_repeated", "rejected", "late", "duplicates")},
+            rejected=since["rejected"],
         )
 
     def close(self) -> None:

@@ -170,11 +170,10 @@ def take_segment(
     """
     row, flow = slot_of(t, slot), flow_of(t, slot, peer, way)
     index, each = segment - flow.first, config_of(t).segment_elements
+    # late, or twice
     if step != row.step & MASK32 or flow.state != RECEIVING:
-        counters_of(t).late += 1
         return
     if has_bit(bits_of(t, slot, peer, way), index):
-        counters_of(t).duplicates += 1
         return
     target = row.out + 4 * segment * each
     if way == IN_CONTRIBUTION:

@@ -92,7 +92,6 @@ class LinkState:
     refused: float  # by a queue of this host
     limited: float  # 1 if the window kept something back
     burst_used: float
-    rounds: float  # that are over
     # shares of loss
     path_loss: float
     caused_loss: float
@@ -251,7 +250,6 @@ def _count_report(link: LinkState, acked: float, lost: float, now: float) -> Non
 def _end_round(link: LinkState, now: float) -> None:
     # Adapt the window, the burst and the batch to what the round showed
     count, lost, refused = link.acked, link.lost, link.refused
-    link.rounds += 1
     link.epoch_acked += count
     expected = link.path_loss * count
     # The first overflow loses a good part of a round; a loss at random must not end the search for

@@ -374,7 +374,6 @@ def repeat_probes(t: Root, now: int) -> None:
                 if flow.probe_ns <= now:
                     flow.tries += 1
                     if flow.state == PROBING:
-                        counters.probes_repeated += 1
                         counters.stalled_ns += answer_nanoseconds(t, peer, flow.tries - 1)
                     send_probe(t, slot, peer, way, now)
                 config.probe_ns = min(config.probe_ns, flow.probe_ns)

@@ -105,11 +105,8 @@ class Counters:
     sent_datagrams: int
     sent_bytes: int
     resent_datagrams: int
-    probes_repeated: int
     stalled_ns: int
     received_datagrams: int
-    late: int
-    duplicates: int
     rejected: int  # cut off, or with a wrong key, size, place or source
     contributed_elements: int
     lost_elements: int

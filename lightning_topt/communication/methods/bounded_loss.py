@@ -41,7 +41,6 @@ from lightning_topt.communication.bucket import (
     BucketLayout,
     BucketResidual,
     ExchangeContext,
-    NonFiniteGradient,
     ResidualStore,
     Stages,
     is_finite,
@@ -78,6 +77,7 @@ class BoundedLoss(exchange_method.ByNodes, exchange_method.FeedbackMethod):
 
     name: ClassVar[str] = "bounded_loss"
     process_bytes: ClassVar[int] = exchange_method.COMPILED_BYTES
+    in_stream_order: ClassVar[bool] = False  # the host waits for datagrams
 
     tolerance: float = 0.01
     bits: int = 32
@@ -191,8 +191,7 @@ class LossyBuckets(BucketExchange):
                 )
             # gather all shards in the node
             yield self.node.gather_shards(bucket.buffer)
-        if not is_finite(bucket.buffer):
-            raise NonFiniteGradient(own=not own_finite)
+        bucket.check_finite(bucket.buffer, own=torch.tensor(own_finite))
         return bucket.buffer
 
     def _start_mean(self, own: Tensor, shard: Tensor) -> dist.Work:

@@ -211,7 +211,7 @@ class ChunkMean(MeanOverRanks):
         for form, messages, _ in gathers:
             part = total[: form.numel].zero_()
             for message in messages:
-                _, values, indices = form.unpack(message, known_finite=True)
+                values, indices = form.unpack(message)
                 part.index_add_(0, indices, values)
             yield part.div_(self.world_size)
 

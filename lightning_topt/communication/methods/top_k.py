@@ -40,11 +40,10 @@ from lightning_topt.communication.bucket import (
     BucketResidual,
     ExchangeContext,
     ExemptMean,
-    NonFiniteGradient,
     ResidualStore,
     Stages,
     finite_flag,
-    is_finite,
+    is_on_host,
     together,
 )
 from lightning_topt.communication.collectives import State, Waitable, ring_all_gather
@@ -61,9 +60,9 @@ from lightning_topt.communication.exchange_method import (
     Work,
 )
 from lightning_topt.communication.node.node_exchange import make_node_exchange, shard_bounds
-from lightning_topt.communication.selection import NonFiniteError, feedback_top_k, top_k
+from lightning_topt.communication.selection import NonFiniteError, start_feedback, start_top_k
 from lightning_topt.communication.topology import Topology
-from lightning_topt.communication.wire import SparseMessage, check_bits
+from lightning_topt.communication.wire import ScatterMean, SparseMessage, check_bits
 
 Steps = Generator[Waitable, None, None]
 
@@ -189,21 +188,29 @@ class FeedbackExchange(BucketExchange):
         entry: BucketResidual,
         form: SparseMessage,
         scale: float,
-    ) -> None:
+    ) -> Steps:
         """Add ``scale * gradient`` to the residual, and move the largest entries to `message`.
 
-        `gradient` is (n,), `message` (bytes,). Where the sum is not finite, the message says so.
+        `gradient` is (n,), `message` (bytes,). Where the sum is not finite, the message says so. On
+        CUDA this yields the counts that the host needs, as other buckets have work meanwhile.
         """
         if not form.k:
+            if not is_on_host(gradient):  # as many stages as on ranks that have something to select
+                yield together()
             form.pack(gradient[:0], gradient[:0].long(), out=message)
             return
         try:
             if self.options.error_feedback:
                 residual = entry.allocated(gradient)
-                entry.sent = feedback_top_k(gradient, residual, form.k, scale=scale)
-                values, indices = entry.sent
+                started = start_feedback(gradient, residual, form.k, scale=scale)
             else:
-                values, indices = top_k(gradient, form.k)
+                started = start_top_k(gradient, form.k)
+            if not is_on_host(gradient):
+                yield started.counts or together()
+            values, indices = started.result()
+            if self.options.error_feedback:
+                entry.sent = values, indices
+            else:
                 values = values.float() * scale
         except NonFiniteError:
             form.pack_nonfinite(out=message)
@@ -265,7 +272,7 @@ class SparseExchange(FeedbackExchange):
             return (yield from self._send_all(bucket, entry, exempt))
         form = self.message(bucket, start=0, stop=bucket.buffer.numel())
         message = torch.empty(form.nbytes, dtype=torch.uint8, device=bucket.buffer.device)
-        self.select_into(
+        yield from self.select_into(
             message, bucket.buffer, entry=entry, form=form, scale=1 / bucket.loss_scale
         )
         rows = torch.empty((self.world_size, form.nbytes), dtype=torch.uint8, device=message.device)
@@ -274,28 +281,27 @@ class SparseExchange(FeedbackExchange):
         # zeroed while messages are under way
         total = ScatterMean(bucket.buffer, scale=bucket.loss_scale / self.world_size)
         yield together(work, exempt)
-        # decode in rank order
-        if rows[:, 0].any():
-            raise NonFiniteGradient(own=bool(message[0]))
+        # decode in rank order; headers say who is not finite, whose values are NaN
         for row in rows:
-            total.add(row, form=form, known_finite=True)
+            total.add(row, form=form)
         total.write()
+        bucket.checks.add(bucket, (rows[:, 0] == 0).all(), message[0] == 0)
         if exempt is not None:
             exempt.finish()
         return bucket.buffer
 
     def _send_all(self, bucket: Bucket, entry: BucketResidual, exempt: ExemptMean | None) -> Stages:
         # Send everything pending by one all-reduce
-        own_finite = is_finite(bucket.buffer)
-        if own_finite:  # otherwise the sum is not finite, which all ranks see
+        own_finite = finite_flag(bucket.buffer)
+        # What is not finite stays out of a residual; all ranks see it in the sum.
+        if entry.residual is None or own_finite:
             bucket.buffer.copy_(entry.everything(bucket.buffer, scale=1 / bucket.loss_scale))
             bucket.buffer.mul_(bucket.loss_scale / self.world_size)
         self.count_ring(bucket.buffer.nbytes, passes=2)
         yield together(
             dist.all_reduce(bucket.buffer, group=self.groups.world[0], async_op=True), exempt
         )
-        if not is_finite(bucket.buffer):
-            raise NonFiniteGradient(own=not own_finite)
+        bucket.check_finite(bucket.buffer, own=own_finite)
         if exempt is not None:
             exempt.finish()
         return bucket.buffer
@@ -329,13 +335,14 @@ class HierarchicalExchange(FeedbackExchange):
         # Equal sizes for all local ranks, although their shards may differ by an element.
         nbytes = max(form.nbytes for form in forms)
         message = torch.zeros(nbytes, dtype=torch.uint8, device=shard.device)
-        self.select_into(message, shard, entry=entry, form=forms[topology.local_rank], scale=scale)
+        form = forms[topology.local_rank]
+        yield from self.select_into(message, shard, entry=entry, form=form, scale=scale)
         rows = torch.empty((topology.num_nodes, nbytes), dtype=torch.uint8, device=shard.device)
         self.count_across(topology.ranks_per_node * rows.nbytes, passes=1)
         yield ring_all_gather(rows, message, group=self.groups.across)
         # stage 2: share with the node
         if shares_sums(nbytes, bucket_bytes=bucket.buffer.nbytes, topology=topology):
-            yield from self._share_sums(bucket, entry, rows, forms[topology.local_rank])
+            yield from self._share_sums(bucket, entry, rows, form)
         else:
             yield from self._share_messages(bucket, rows, forms)
         if exempt is not None:
@@ -350,20 +357,23 @@ class HierarchicalExchange(FeedbackExchange):
         gathered = self.node.all_gather(rows.view(-1))
         yield gathered
         received = gathered.result().view(len(forms), *rows.shape)  # (local ranks, nodes, bytes)
-        if received[:, :, 0].any():
-            raise NonFiniteGradient(own=not is_finite(bucket.buffer))
+        finite = own_finite = (received[:, :, 0] == 0).all()
+        # whose gradient it is: on a CPU the pass over it is for those that are not finite
+        if not is_on_host(bucket.buffer) or not finite:
+            own_finite = finite_flag(bucket.buffer)
         total = ScatterMean(bucket.buffer, scale=bucket.loss_scale / self.topology.num_nodes)
         for messages, form, (start, _) in zip(received, forms, self.bounds(bucket), strict=True):
             for message in messages:
-                total.add(message, form=form, start=start, known_finite=True)
+                total.add(message, form=form, start=start)
         total.write()
+        bucket.checks.add(bucket, finite, own_finite)
 
     def _share_sums(
         self, bucket: Bucket, entry: BucketResidual, rows: Tensor, form: SparseMessage
     ) -> Steps:
         """Do step 5, dense: decode the messages (nodes, bytes) of the own shard, and share the sum.
 
-        It is NaN where one of them is not finite.
+        It has NaN where one of them has.
         """
         own_finite = finite_flag(bucket.buffer)
         own = bucket.buffer[entry.start : entry.stop]
@@ -371,11 +381,8 @@ class HierarchicalExchange(FeedbackExchange):
         for message in rows:
             total.add(message, form=form)
         total.write()
-        if rows[:, 0].any():
-            own.fill_(torch.nan)
         yield self.node.gather_shards(bucket.buffer)
-        if not is_finite(bucket.buffer):
-            raise NonFiniteGradient(own=not own_finite)
+        bucket.check_finite(bucket.buffer, own=own_finite)
 
     def _send_all(
         self,
@@ -389,7 +396,8 @@ class HierarchicalExchange(FeedbackExchange):
         own_finite = finite_flag(bucket.buffer)
         own = bucket.buffer[entry.start : entry.stop]
         own.copy_(shard)
-        if is_finite(shard):  # otherwise the sum is not, which all ranks see
+        # What is not finite stays out of a residual; all ranks see it in the sum.
+        if entry.residual is None or finite_flag(shard):
             own.copy_(entry.everything(shard, scale=scale))
             own.mul_(bucket.loss_scale / self.topology.num_nodes)
         self.count_across(bucket.buffer.nbytes, passes=2)
@@ -397,8 +405,7 @@ class HierarchicalExchange(FeedbackExchange):
         assert work is not None
         yield work
         yield self.node.gather_shards(bucket.buffer)
-        if not is_finite(bucket.buffer):
-            raise NonFiniteGradient(own=not own_finite)
+        bucket.check_finite(bucket.buffer, own=own_finite)
         if exempt is not None:
             exempt.finish()
         return bucket.buffer
@@ -427,29 +434,6 @@ class HierarchicalExchange(FeedbackExchange):
 def shares_sums(message_bytes: int, *, bucket_bytes: int, topology: Topology) -> bool:
     """Return whether step 5 gathers the summed shards: messages of all ranks are larger."""
     return topology.world_size * message_bytes > bucket_bytes
-
-
-class ScatterMean:
-    """Adds up unpacked messages, in the order of `add`, into a bucket's buffer, in float32."""
-
-    def __init__(self, buffer: Tensor, *, scale: float) -> None:
-        self.buffer, self.scale = buffer, scale
-        # the buffer itself where it is float32
-        in_place = buffer.dtype == torch.float32
-        self.total = buffer if in_place else torch.empty(buffer.shape, device=buffer.device)
-        self.total.zero_()
-
-    def add(
-        self, message: Tensor, *, form: SparseMessage, start: int = 0, known_finite: bool = False
-    ) -> None:
-        """Add one message about the elements from `start`."""
-        _, values, indices = form.unpack(message, known_finite=known_finite)
-        self.total[start : start + form.numel].index_add_(0, indices, values.mul_(self.scale))
-
-    def write(self) -> None:
-        """Write the sum to the buffer, in its dtype."""
-        if self.total is not self.buffer:
-            self.buffer.copy_(self.total)
 
 
 # ---- the work of a step

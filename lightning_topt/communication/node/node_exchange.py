@@ -17,6 +17,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,6 +70,18 @@ def shard_bounds(numel: int, *, local_size: int) -> list[tuple[int, int]]:
     """Return the first and last-plus-one element of every local rank's shard."""
     cuts = [numel * index // local_size for index in range(local_size + 1)]
     return list(pairwise(cuts))
+
+
+def gather_shards(flat: Tensor, group: dist.ProcessGroup) -> Waitable:
+    """Begin to fill in the other ranks' shards of `flat` (n,), by one broadcast per shard."""
+    bounds = shard_bounds(flat.numel(), local_size=dist.get_world_size(group))
+    return Pending(
+        [
+            dist.broadcast(flat[start:stop], group=group, group_src=owner, async_op=True)
+            for owner, (start, stop) in enumerate(bounds)
+            if stop > start
+        ]
+    )
 
 
 class NodeExchange(ABC):
@@ -147,16 +160,7 @@ class CollectiveNodeExchange(NodeExchange):
 
     def gather_shards(self, flat: Tensor) -> Waitable:
         """Gather by one broadcast per shard."""
-        bounds = shard_bounds(flat.numel(), local_size=self.local_size)
-        return Pending(
-            [
-                dist.broadcast(
-                    flat[start:stop], group=self.gather_group, group_src=owner, async_op=True
-                )
-                for owner, (start, stop) in enumerate(bounds)
-                if stop > start
-            ]
-        )
+        return gather_shards(flat, self.gather_group)
 
     def all_gather(self, message: Tensor) -> PendingResult[Tensor]:
         """All-gather the messages."""
@@ -171,39 +175,25 @@ class CollectiveNodeExchange(NodeExchange):
         """Nothing outlives the process."""
 
 
-class _Sum(PendingResult[Tensor]):
-    """The shards of a reduce-scatter on their way, added up when asked for."""
+class _Rows(Pending, PendingResult[Tensor]):
+    """Rows of all ranks on their way."""
 
-    def __init__(self, work: dist.Work, terms: Tensor) -> None:
-        self.work, self.terms = work, terms
-
-    def is_completed(self) -> bool:
-        return self.work.is_completed()
-
-    def wait(self) -> None:
-        self.work.wait()
-
-    def result(self) -> Tensor:
-        total = self.terms[0].float()
-        for term in self.terms[1:]:
-            total = total.add_(term)
-        return total
-
-
-class _Rows(PendingResult[Tensor]):
-    """The messages of an all-gather on their way."""
-
-    def __init__(self, work: Waitable, rows: Tensor) -> None:
-        self.work, self.rows = work, rows
-
-    def is_completed(self) -> bool:
-        return self.work.is_completed()
-
-    def wait(self) -> None:
-        self.work.wait()
+    def __init__(self, work: Any, rows: Tensor) -> None:
+        super().__init__([work])
+        self.rows = rows
 
     def result(self) -> Tensor:
         return self.rows
+
+
+class _Sum(_Rows):
+    """The shards of a reduce-scatter, added up when asked for."""
+
+    def result(self) -> Tensor:
+        total = self.rows[0].float()
+        for term in self.rows[1:]:
+            total = total.add_(term)
+        return total
 
 
 class SharedMemoryNodeExchange(NodeExchange):

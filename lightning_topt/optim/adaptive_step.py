@@ -16,7 +16,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import nan
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_topt.communication.collectives import synchronize
+from lightning_topt.communication.collectives import mark, seconds_between
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.parallel_step import ParallelStep, PieceGather, install_parallel_step
 from lightning_topt.optim.pieces import Piece
@@ -302,31 +301,29 @@ def time_step(
 ) -> tuple[Any, float]:
     """Return what one call of `step` returns, and its seconds without those of `closure`.
 
-    The device is idle before and after. The ranks of `group` begin the update together.
+    On CUDA these are the device's own: the host launches the update while the backward pass runs.
+    The ranks of `group` begin the update together.
     """
     parameters = parameters_of(optimizer)
     device = parameters[0].device if parameters else torch.device("cpu")
-    closure_seconds = 0.0
+    closures: list[tuple[Any, Any]] = []
 
-    def begin_together() -> None:
-        synchronize(device)
+    def begin_together() -> Any:
         if group is not None:
-            dist.barrier(group=group)
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+        return mark(device)
 
     def timed_closure() -> Any:
-        nonlocal closure_seconds
         assert closure is not None
-        start = perf_counter()
+        start = mark(device)
         loss = closure()
-        begin_together()
-        closure_seconds += perf_counter() - start
+        closures.append((start, begin_together()))
         return loss
 
-    begin_together()
-    start = perf_counter()
+    start = begin_together()
     output = step(None if closure is None else timed_closure)
-    synchronize(device)
-    return output, perf_counter() - start - closure_seconds
+    seconds = seconds_between(start, mark(device))
+    return output, seconds - sum(seconds_between(*marks) for marks in closures)
 
 
 def measure_gather(
@@ -347,16 +344,15 @@ def measure_gather(
     gather = PieceGather(
         parameters, [piece for piece in pieces if piece.index in sample], group=group, node=node
     )
-    device, seconds = parameters[0].device, []
+    device, marks = parameters[0].device, []
     together = torch.zeros(1, device=device)
     for _ in range(_GATHERS):
         dist.all_reduce(together, group=group)  # no rank waits for another in what is timed
-        synchronize(device)
-        start = perf_counter()
+        start = mark(device)
         gather.gather()
-        synchronize(device)
-        seconds.append(perf_counter() - start)
-    (slowest,) = slowest_of_ranks([statistics.median(seconds[1:])], device=device, group=group)
+        marks.append((start, mark(device)))
+    seconds = statistics.median(seconds_between(*each) for each in marks[1:])
+    (slowest,) = slowest_of_ranks([seconds], device=device, group=group)
     return slowest * total / sum(parameters[index].nbytes for index in sample)
 
 

@@ -26,8 +26,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_topt.communication.collectives import values_of_group
-from lightning_topt.communication.rank_watch import PeerLostError
+from lightning_topt.communication.collectives import (
+    all_gather_into,
+    backend_of,
+    values_of_group,
+)
+from lightning_topt.communication.rank_watch import lost_peers
 from lightning_topt.optim.full_state import (
     State,
     check_cut_state,
@@ -125,7 +129,6 @@ class ParallelStep:
             self.pieces,
             group=self.group,
             node=self.node,
-            sources=self.own.masters,
         )
         keep_own_state(self.optimizer, self.pieces, keys=self.own.keys)
         self._consolidated, self._checked_state = None, False
@@ -320,12 +323,12 @@ class ParallelStep:
 class PieceKeys:
     """The tensors that stand for a rank's own pieces in its optimizer, by piece: `keys`.
 
-    A key is a view of the rows, or a copy of them. The copy, the *master* of its piece, is what the
-    optimizer updates where rows are scattered in memory (transposed weights).
+    A key is a view of the rows. Rows that are scattered in memory (of transposed weights) are not
+    cut: fused kernels take the strides of states for those of their parameters.
 
     `of_shards` are the keys of own parameters that are in shards, and filled by `OwnedShards`.
     `of_parameter` has, for each parameter with pieces, the keys that stand for it on this rank:
-    none where others own it all. `masters` has the copies.
+    none where others own it all.
     """
 
     def __init__(
@@ -338,7 +341,6 @@ class PieceKeys:
     ) -> None:
         self.parameters, self._of_shards = parameters, of_shards
         self.keys: dict[Piece, Tensor] = {}
-        self.masters: dict[Piece, Tensor] = {}
         self.of_parameter: dict[Tensor, list[Tensor]] = {
             parameters[piece.index]: [] for piece in pieces
         }
@@ -351,13 +353,9 @@ class PieceKeys:
         if piece in self._of_shards:
             return self._of_shards[piece]
         parameter = self.parameters[piece.index]
-        rows = rows_of(parameter, piece)
-        scattered = torch.empty_like(rows, device="meta").stride() != rows.stride()
-        if scattered:
-            rows = self.masters[piece] = torch.empty_like(rows).copy_(rows)
-        elif is_whole(piece, parameter):
+        if is_whole(piece, parameter):
             return parameter
-        return nn.Parameter(rows, requires_grad=parameter.requires_grad)
+        return nn.Parameter(rows_of(parameter, piece), requires_grad=parameter.requires_grad)
 
     def refresh(self) -> None:
         """Follow what others did to the parameters since the last step.
@@ -372,9 +370,7 @@ class PieceKeys:
     def _refresh(self, piece: Piece, key: Tensor) -> None:
         parameter = self.parameters[piece.index]
         rows = rows_of(parameter, piece)
-        if piece in self.masters:
-            self.masters[piece].copy_(rows)  # they may have been loaded, averaged, swapped
-        elif key.data_ptr() != rows.data_ptr():
+        if key.data_ptr() != rows.data_ptr():
             key.data = rows
         key.requires_grad_(parameter.requires_grad)
         if (
@@ -445,16 +441,19 @@ def check_agreement(
 
 # ---- sending updated rows ------------------------------------------------------------------------
 
-# A large piece is broadcast in place; small ones of one owner travel together in packs. All of them
-# are under way at once, and owners alternate, so that links carry both directions. On gloo one
-# broadcast per owner is faster than its all-gather (`communication.collectives`). CPU ranks of one
-# node read each other's memory instead (`communication.node.rows`).
+# On NCCL the shares of all owners travel by all-gathers, in flat buckets padded to one size; two
+# are in flight. Where shares are too different, and on gloo, where a broadcast per owner is faster
+# than its all-gather (`communication.collectives`), a large piece is broadcast in place, and small
+# ones of one owner travel together in packs. All of these are under way at once, and owners
+# alternate, so that links carry both directions. CPU ranks of one node read each other's memory
+# instead (`communication.node.rows`).
 
 
 # below this, a broadcast costs latency rather than bandwidth: such pieces travel together
 SMALL_BYTES = 1 << 20
 # small pieces travel in packs of about this size: packing one overlaps with sending another
 PACK_BYTES = 8 << 20
+MOST_PADDED = 1.25  # bytes of buckets, to those of the pieces in them
 
 
 class PieceGather:
@@ -467,7 +466,6 @@ class PieceGather:
         parameters: those of one optimizer.
         pieces: of all ranks. Raises ValueError where they do not cover their parameters.
         group: the ranks; None: all.
-        sources: what this rank sends where it is not the rows themselves: copies of scattered ones.
         node: the ranks of `group` through memory, for parameters on the CPU.
     """
 
@@ -477,15 +475,17 @@ class PieceGather:
         pieces: Sequence[Piece],
         *,
         group: dist.ProcessGroup | None = None,
-        sources: Mapping[Piece, Tensor] | None = None,
         node: NodeRows | None = None,
     ) -> None:
         check_pieces(pieces, parameters, world_size=dist.get_world_size(group))
         self.parameters, self.pieces = list(parameters), sorted(pieces)
-        self.group, self.sources, self.node = group, sources or {}, node
-        self.rank = dist.get_rank(group)
-        self._planned_for: Any = None
+        self.group, self.node = group, node
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        device = self.parameters[0].device if self.parameters else torch.device("cpu")
+        self._gathers_all = node is None and backend_of(device, group) != "gloo"
+        self._planned_for: Any = ()
         self._plan: list[list[Piece]] = []
+        self._buckets: list[Sequence[list[Piece]]] = []  # each by owner
 
     @torch.no_grad()
     def start(self, indices: Collection[int] | None = None) -> PendingGather:
@@ -494,27 +494,47 @@ class PieceGather:
         The same ones on all ranks.
         """
         messages = [_Message.of(pieces, self.parameters) for pieces in self._planned(indices)]
+        pending = PendingGather(rank=self.rank)
+        # the copies out of a bucket cover the way of the next one
+        for bucket in self._buckets:
+            pending.add(*self._gather_all(bucket))
+            pending.wait(but=1)
         # all messages are under way before the first one is waited for
         works = self._read_from_memory(messages) if self.node else map(self._broadcast, messages)
-        return PendingGather(
-            list(zip(messages, works, strict=True)), rank=self.rank, copied=bool(self.sources)
-        )
+        for message, work in zip(messages, works, strict=True):
+            pending.add(message, work)
+        return pending
 
     def gather(self, indices: Collection[int] | None = None) -> None:
         """Send the pieces and wait until all have arrived."""
         self.start(indices).wait()
 
+    def _gather_all(self, bucket: Sequence[Sequence[Piece]]) -> tuple[_Message, Any]:
+        # Begin one all-gather of the rows of all owners
+        rows = [[rows_of(self.parameters[p.index], p) for p in of_owner] for of_owner in bucket]
+        numels = [[part.numel() for part in of_owner] for of_owner in rows]
+        like = next(chain.from_iterable(rows))
+        # (ranks, elements of the largest share)
+        flat = like.new_empty((self.world_size, max(map(sum, numels))))
+        parts = [
+            [part.view(r.shape) for part, r in zip(of[: sum(ns)].split(ns), rs, strict=True)]
+            for of, ns, rs in zip(flat, numels, rows, strict=True)
+        ]
+        if rows[self.rank]:
+            torch._foreach_copy_(parts[self.rank], rows[self.rank])
+        rows[self.rank], parts[self.rank] = [], []  # which are there
+        as_bytes = flat.view(torch.uint8)  # backends do not know all dtypes
+        work = self._begin(all_gather_into, as_bytes.view(-1), as_bytes[self.rank])
+        return _Message(-1, [*chain(*rows)], flat, [*chain(*parts)]), work
+
     def _broadcast(self, message: _Message) -> Any:
         if message.owner == self.rank:
-            message.fill(self.sources)
-        try:
-            return dist.broadcast(
-                message.buffer, group=self.group, group_src=message.owner, async_op=True
-            )
-        except RuntimeError as error:
-            raise PeerLostError(
-                f"rank {self.rank} cannot reach the other ranks of its group: {error}"
-            ) from error
+            message.fill()
+        return self._begin(dist.broadcast, message.buffer, group_src=message.owner)
+
+    def _begin(self, collective: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        with lost_peers(f"rank {self.rank} cannot reach the other ranks of its group"):
+            return collective(*args, group=self.group, async_op=True, **options)
 
     def _read_from_memory(self, messages: Sequence[_Message]) -> list[Any]:
         # one operation, which all messages wait for
@@ -522,15 +542,18 @@ class PieceGather:
         parts: dict[int, list[Tensor]] = {}
         for message in messages:
             if message.owner == self.rank:
-                message.fill(self.sources)
+                message.fill()
             parts.setdefault(message.owner, []).append(message.buffer)
         return [self.node.gather_rows(parts)] * len(messages) if messages else []
 
     def _planned(self, indices: Collection[int] | None) -> list[list[Piece]]:
         # The pieces of each message. They are planned again when other parameters are sent.
         chosen = None if indices is None else frozenset(indices)
-        if not self._plan or self._planned_for != chosen:
+        if self._planned_for != chosen:
             pieces = [piece for piece in self.pieces if chosen is None or piece.index in chosen]
+            self._buckets = []
+            if self._gathers_all:
+                pieces = self._fill_buckets(pieces)
             by_owner: dict[int, list[list[Piece]]] = {}
             for together in packed(pieces, self.parameters):
                 by_owner.setdefault(together[0].owner, []).append(together)
@@ -540,35 +563,66 @@ class PieceGather:
             self._plan = [each for each in chain.from_iterable(alternating) if each is not None]
         return self._plan
 
+    def _fill_buckets(self, pieces: Sequence[Piece]) -> list[Piece]:
+        # Plan all-gathers; return the pieces whose owners' shares are too different for them
+        kinds: dict[Any, list[list[Piece]]] = {}
+        for piece in pieces:
+            of = self.parameters[piece.index]
+            shares = kinds.setdefault((of.dtype, of.device), [[] for _ in range(self.world_size)])
+            shares[piece.owner].append(piece)
+        left: list[Piece] = []
+        for shares in kinds.values():
+            buckets = list(zip_longest(*map(self._cut, shares), fillvalue=[]))
+            sizes = [[sum(map(self._bytes, of)) for of in bucket] for bucket in buckets]
+            padded = self.world_size * sum(map(max, sizes))
+            if padded <= max(MOST_PADDED * sum(map(sum, sizes)), SMALL_BYTES):
+                self._buckets += buckets
+            else:
+                left += chain(*shares)
+        return left
+
+    def _bytes(self, piece: Piece) -> int:
+        return rows_of(self.parameters[piece.index], piece).nbytes
+
+    def _cut(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+        # Yield runs of rows of one owner, together about `PACK_BYTES`
+        pack, room = list[Piece](), PACK_BYTES
+        for piece in filter(self._bytes, pieces):
+            start, per_row = piece.start, self._bytes(piece) // (piece.stop - piece.start)
+            while start < piece.stop:
+                if pack and room < per_row:
+                    yield pack
+                    pack, room = [], PACK_BYTES
+                stop = min(piece.stop, start + max(1, room // per_row))
+                pack.append(replace(piece, start=start, stop=stop))
+                start, room = stop, room - per_row * (stop - start)
+        if pack:
+            yield pack
+
 
 class PendingGather:
-    """A gather under way; `wait` until the parameters hold the owners' values.
+    """A gather under way; `wait` until the parameters hold the owners' values."""
 
-    `copied`: what this rank sends may be others than its rows, which it receives as well then.
-    """
+    def __init__(self, *, rank: int) -> None:
+        self._messages: list[tuple[_Message, Any]] = []
+        self._rank = rank
 
-    def __init__(
-        self, messages: Sequence[tuple[_Message, Any]], *, rank: int, copied: bool
-    ) -> None:
-        self._messages, self._rank, self._copied = list(messages), rank, copied
+    def add(self, message: _Message, work: Any) -> None:
+        """Wait for this one too."""
+        self._messages.append((message, work))
 
     @torch.no_grad()
-    def wait(self) -> None:
-        """Block until all rows are here; a second call returns at once.
+    def wait(self, *, but: int = 0) -> None:
+        """Block until all rows are here, `but` those of the last messages; again: at once.
 
         Raises PeerLostError when a rank is gone or late beyond the timeout of the group.
         """
-        while self._messages:
+        while len(self._messages) > but:
             message, work = self._messages.pop(0)
-            try:
+            who = f"rank {message.owner} of its group" if message.owner >= 0 else "the others"
+            with lost_peers(f"rank {self._rank} did not receive what {who} updated"):
                 work.wait()
-            except RuntimeError as error:
-                raise PeerLostError(
-                    f"rank {self._rank} did not receive what rank {message.owner} of its group "
-                    "updated: a rank is gone, or slower than the timeout of the process group; "
-                    f"parameters are half updated, go back to a checkpoint: {error}"
-                ) from error
-            if message.parts is not None and (self._copied or message.owner != self._rank):
+            if message.parts and message.owner != self._rank:
                 torch._foreach_copy_(message.rows, message.parts)
 
 
@@ -596,10 +650,10 @@ def packed(pieces: Sequence[Piece], parameters: Sequence[Tensor]) -> Iterator[li
 
 @dataclass(frozen=True)
 class _Message:
-    # One broadcast: `buffer` is the memory of its only piece, or `parts` are views into it.
+    # One broadcast: `buffer` is the memory of its only piece, or `parts` are views into it. Or one
+    # all-gather, of no `owner` (-1).
 
     owner: int
-    pieces: list[Piece]
     rows: list[Tensor]
     buffer: Tensor
     parts: list[Tensor] | None
@@ -609,21 +663,16 @@ class _Message:
         rows = [rows_of(parameters[piece.index], piece) for piece in pieces]
         # in place: a single contiguous piece
         if len(rows) == 1 and rows[0].is_contiguous():
-            return cls(pieces[0].owner, pieces, rows, rows[0].view(-1), None)
+            return cls(pieces[0].owner, rows, rows[0].view(-1), None)
         # else through a buffer, of which each piece has a view
         buffer = torch.empty(
             sum(part.numel() for part in rows), dtype=rows[0].dtype, device=rows[0].device
         )
         split = buffer.split([part.numel() for part in rows])
         parts = [part.view(own.shape) for part, own in zip(split, rows, strict=True)]
-        return cls(pieces[0].owner, pieces, rows, buffer, parts)
+        return cls(pieces[0].owner, rows, buffer, parts)
 
-    def fill(self, sources: Mapping[Piece, Tensor]) -> None:
-        # what the owner sends, its rows or a copy of them
-        values = [
-            sources.get(piece, own) for piece, own in zip(self.pieces, self.rows, strict=True)
-        ]
+    def fill(self) -> None:
+        # what the owner sends
         if self.parts is not None:
-            torch._foreach_copy_(self.parts, values)
-        elif values[0] is not self.rows[0]:
-            self.rows[0].copy_(values[0])
+            torch._foreach_copy_(self.parts, self.rows)

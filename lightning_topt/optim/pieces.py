@@ -37,6 +37,11 @@ def num_rows(parameter: Tensor) -> int:
     return int(parameter.shape[0]) if parameter.dim() else 1
 
 
+def has_dense_rows(parameter: Tensor) -> bool:
+    """Return whether rows lie one after the other in memory; those of a transposed one do not."""
+    return parameter.dim() == 0 or parameter.stride(0) * len(parameter) == parameter.numel()
+
+
 def is_whole(piece: Piece, parameter: Tensor) -> bool:
     """Return whether `piece` is all of `parameter`."""
     return piece.start == 0 and piece.stop == num_rows(parameter)
@@ -84,7 +89,7 @@ class Share:
         index: as in `Piece`.
         rows: how many rows it has.
         work: in elements, or what they cost.
-        splittable: its rows may have different owners.
+        splittable: its rows may have different owners, and lie one after the other in memory.
     """
 
     index: int

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_topt.communication.rank_watch import PeerLostError
+from lightning_topt.communication.rank_watch import lost_peers
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.pieces import Piece
 from lightning_topt.optim.update_rule import ELEMENTWISE, is_one_of, updates_whole
@@ -295,7 +295,7 @@ class OwnedShards:
         buffer = torch.cat([empty, *(_bytes(t.contiguous()) for of in sent for t in of)])
         sizes = [sum(t.nbytes for t in of) for of in targets]
         received = buffer.new_empty(sum(sizes))
-        try:
+        with lost_peers(f"rank {self.rank} cannot exchange its shards with owners of parameters"):
             dist.all_to_all_single(
                 received,
                 buffer,
@@ -303,12 +303,6 @@ class OwnedShards:
                 input_split_sizes=[sum(t.nbytes for t in of) for of in sent],
                 group=self.group,
             )
-        except RuntimeError as error:
-            raise PeerLostError(
-                f"rank {self.rank} cannot exchange its shards with the owners of parameters: a "
-                "rank is gone, or slower than the timeout of the process group; go back to a "
-                f"checkpoint: {error}"
-            ) from error
         arriving = [t for of in targets for t in of]
         for target, part in zip(
             arriving, received.split([t.nbytes for t in arriving]), strict=True

@@ -32,7 +32,14 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_topt.optim.full_state import parameters_of
-from lightning_topt.optim.pieces import Piece, Share, assign_pieces, num_rows, update_work
+from lightning_topt.optim.pieces import (
+    Piece,
+    Share,
+    assign_pieces,
+    has_dense_rows,
+    num_rows,
+    update_work,
+)
 
 UpdateRule = Literal["elements", "parameters"]
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -144,7 +151,12 @@ def pieces_of(
     cut = is_one_of(optimizer, ELEMENTWISE) if rule is None else rule == "elements"
     is_even = cut or is_one_of(optimizer, _EVEN_WORK)
     shares = [
-        Share(index, num_rows(p), float(p.numel()) if is_even else update_work(p.shape), cut)
+        Share(
+            index,
+            num_rows(p),
+            float(p.numel()) if is_even else update_work(p.shape),
+            cut and has_dense_rows(p),
+        )
         for index, p in enumerate(parameters_of(optimizer))
         if p in shared
     ]

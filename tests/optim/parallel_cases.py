@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_topt.optim.pieces import Piece, num_rows
+from lightning_topt.optim.pieces import Piece, has_dense_rows, num_rows
 
 
 class Net(nn.Module):
@@ -169,11 +169,11 @@ def whole_pieces(parameters: Sequence[Tensor], world_size: int) -> list[Piece]:
 
 
 def row_pieces(parameters: Sequence[Tensor], world_size: int) -> list[Piece]:
-    """Every parameter cut into unequal runs of rows; parameters with too few rows stay whole."""
+    """Every parameter cut into unequal runs of rows, but those with few or scattered rows."""
     pieces = []
     for index, parameter in enumerate(parameters):
         rows = num_rows(parameter)
-        if rows < 2 * world_size:
+        if rows < 2 * world_size or not has_dense_rows(parameter):
             pieces.append(Piece(index, 0, rows, index % world_size))
             continue
         cuts = [0, *(rows * k // world_size + (k + index) % 2 for k in range(1, world_size)), rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from datetime import timedelta
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from lightning_topt.optim.adaptive_step import (
     Sharing,
     measure_gather,
     slowest_of_ranks,
+    time_step,
 )
 from lightning_topt.optim.pieces import Piece
 from lightning_topt.optim.update_rule import update_rule
@@ -154,6 +156,21 @@ def measured(rank):
     assert all(torch.equal(p, q) for p, q in zip(parameters, before, strict=True))
     slowest = slowest_of_ranks([rank, 1.0 - rank], device=torch.device("cpu"))
     return seconds, slowest
+
+
+def test_on_a_gpu_events_time_a_step_and_the_host_waits_after_it(monkeypatch):
+    log, event = [], Mock(elapsed_time=lambda stop: 1500.0)
+    event.synchronize = lambda: log.append("waits")
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    optimizer = Mock(param_groups=[{"params": [Mock(device=torch.device("cuda"))]}])
+
+    def step(closure):
+        return closure(), log.append("step")
+
+    output, seconds = time_step(optimizer, step, lambda: 3)  # all of it, without the closure
+    assert output == (3, None) and seconds == 1.5 - 1.5 and log == ["step", *["waits"] * 4]
+    assert event.record.call_count == 4
 
 
 def test_all_ranks_have_the_same_seconds():

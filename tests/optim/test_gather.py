@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from lightning_topt.optim import parallel_step as gather_module
 from lightning_topt.optim.parallel_step import PieceGather
 from lightning_topt.optim.pieces import Piece, rows_of
 from tests.launch import run_ranks
+from tests.nccl_twin import TWIN
 from tests.optim.parallel_cases import row_pieces, whole_pieces
 
 
@@ -55,11 +57,11 @@ def expected(pieces: list[Piece]) -> list[Tensor]:
     return result
 
 
-def gathers(rank: int) -> int:
+def gathers(rank: int, on_nccl: bool = False) -> int:
     world_size, checked = dist.get_world_size(), 0
-    memory = NodeRows(dist.group.WORLD, timeout_seconds=30)
+    memory = None if on_nccl else NodeRows(dist.group.WORLD, timeout_seconds=30)
     for split in (whole_pieces, row_pieces):
-        for node in (None, memory):
+        for node in {None, memory}:
             for chosen in (None, {0, 2, 3, 8}, set()):
                 parameters = make_parameters(rank)
                 layouts = [p.stride() for p in parameters]
@@ -79,6 +81,38 @@ def gathers(rank: int) -> int:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_all_ranks_have_what_owners_hold(world_size: int) -> None:
     assert run_ranks(gathers, world_size) == [12] * world_size
+
+
+def gathers_on_nccl(rank: int) -> tuple[int, dict[str, int]]:
+    """Pieces of equal shares of 8 MB take all-gathers alone, in runs of rows."""
+    checked = gathers(rank, on_nccl=True)
+    parameters = [torch.full((300, 40), float(rank)), torch.full((50,), float(rank)).double()]
+    counts = dict.fromkeys(("broadcast", "all_gather_into"), 0)
+
+    def counted(name: str, own: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return own(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "broadcast", counted("broadcast", dist.broadcast))
+        gather_all = counted("all_gather_into", gather_module.all_gather_into)
+        patch.setattr(gather_module, "all_gather_into", gather_all)
+        patch.setattr(gather_module, "PACK_BYTES", 10_000)
+        patch.setattr(gather_module, "SMALL_BYTES", 100)
+        halves = (150, 25)
+        pieces = [Piece(i, n * h, (n + 1) * h, n) for i, h in enumerate(halves) for n in (0, 1)]
+        PieceGather(parameters, pieces).gather()
+    assert all(rows_of(parameters[p.index], p).eq(p.owner).all() for p in pieces)
+    return checked, counts
+
+
+def test_equal_shares_take_all_gathers_on_nccl() -> None:
+    """150 rows of 160 bytes are three buckets of at most 10,000 bytes, the doubles another one."""
+    expected = 6, {"broadcast": 0, "all_gather_into": 4}
+    assert run_ranks(gathers_on_nccl, 2, backend=TWIN) == [expected] * 2
 
 
 def again(rank: int) -> None:
@@ -106,18 +140,8 @@ def test_gathers_again() -> None:
     run_ranks(again, 2)
 
 
-def sources(rank: int) -> None:
-    """What an owner sends may be apart from the parameter, and arrives on the owner too."""
-    parameters = [torch.zeros(4, 3), torch.zeros(3, 4).t()]
-    pieces = [Piece(i, *rows) for i in range(2) for rows in ((0, 1, 0), (1, 4, 1))]
-    given = {
-        piece: rows_of(torch.full((4, 3), 1.0), piece) + rank
-        for piece in pieces
-        if piece.owner == rank
-    }
-    PieceGather(parameters, pieces, sources=given).gather()
-    assert all(p[:1].eq(1).all() and p[1:].eq(2).all() for p in parameters)
-    parameter = parameters[0]
+def of_groups(rank: int) -> None:
+    parameter = torch.zeros(4, 3)
     group = dist.new_group([1, 0])  # owners are ranks of the group
     parameter.fill_(rank)
     PieceGather([parameter], [Piece(0, 0, 4, 0)], group=group).gather()
@@ -126,5 +150,5 @@ def sources(rank: int) -> None:
         PieceGather([parameter], [Piece(0, 0, 2, 0)])
 
 
-def test_sources_and_groups() -> None:
-    run_ranks(sources, 2)
+def test_owners_are_ranks_of_the_group() -> None:
+    run_ranks(of_groups, 2)

@@ -134,28 +134,6 @@ def test_same_as_on_one_process(name: str, world_size: int) -> None:
             assert whole == {}
 
 
-def resumed_run(rank: int, name: str, state: dict[str, Any], start: list[Tensor]) -> list[Tensor]:
-    parameters, optimizer = make(name)
-    with torch.no_grad():
-        for parameter, value in zip(parameters, start, strict=True):
-            parameter.copy_(value)
-    install(optimizer)
-    optimizer.load_state_dict(state)
-    train(parameters, optimizer, start=STEPS, steps=3)
-    return [p.detach() for p in parameters]
-
-
-@pytest.mark.parametrize("name", ["Shampoo", "SOAP", "ScalableShampoo", "Lamb"])
-def test_goes_on_with_another_number_of_ranks(name: str) -> None:
-    values, state, _ = run_on_pool(split_run, 2, name)[0]
-    parameters, optimizer = make(name)
-    train(parameters, optimizer)
-    train(parameters, optimizer, start=STEPS, steps=3)
-    for rank, resumed in enumerate(run_on_pool(resumed_run, 3, name, state, values)):
-        for index, (value, parameter) in enumerate(zip(resumed, parameters, strict=True)):
-            assert torch.equal(value, parameter), f"parameter {index} on rank {rank}"
-
-
 @pytest.mark.parametrize(
     "make_coupled",
     [

@@ -21,9 +21,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_topt import (
-    CompressedDDPStrategy,
     ParallelOptimizerStep,
-    TopK,
 )
 from lightning_topt.communication.rank_watch import PeerLostError
 from lightning_topt.optim import adaptive_step
@@ -393,18 +391,6 @@ def test_optimizers_that_differ_are_refused_on_all_ranks() -> None:
         assert "group 0, lr 0.1, and rank 1 has" in rate
 
 
-@forced(FREE)
-def compressed(rank: int) -> tuple[Result, Result]:
-    return tuple(
-        fit(c, strategy=CompressedDDPStrategy(TopK(density=0.1)))
-        for c in (None, ParallelOptimizerStep())
-    )
-
-
-def test_with_compressed_gradients() -> None:
-    assert_equal(on_ranks(compressed))
-
-
 def test_one_rank_does_the_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     logged: list[str] = []
@@ -439,29 +425,3 @@ def waits(rank: int, flag: Path) -> str:
 def test_no_wait_is_longer_than_the_timeout(tmp_path: Path) -> None:
     first, _ = on_new_ranks(waits, tmp_path / "noticed")
     assert "slower than the timeout" in first
-
-
-class Fails(RecordingGPT):
-    """An error on rank 1 between the backward pass and the step."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if self.global_rank == 1 and self.global_step == 2:
-            raise RuntimeError("a user's mistake")
-
-
-def one_fails(rank: int, flag: Path) -> str:
-    """Rank 1 lives on until rank 0 has noticed."""
-    try:
-        fit(ParallelOptimizerStep(always=True, timeout_seconds=100), kind=Fails)
-    except (PeerLostError, RuntimeError) as error:
-        if rank == 0:
-            flag.touch()
-        wait_until(flag.exists, seconds=60)
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def test_ranks_do_not_wait_for_one_whose_fit_failed(tmp_path: Path) -> None:
-    first, second = on_new_ranks(one_fails, tmp_path / "noticed")
-    assert second == "RuntimeError: a user's mistake"
-    assert first.startswith("PeerLostError"), first

@@ -122,10 +122,6 @@ class RemotePath:
         content: bytes = self.files.cat_file(self.url)
         return content
 
-    def size(self) -> int:
-        """Return the bytes of the file."""
-        return int(self.files.size(self.url))
-
 
 Place = Path | RemotePath
 

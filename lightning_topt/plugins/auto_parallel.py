@@ -41,9 +41,6 @@ from lightning_topt.plugins.data_parallel_hooks import (
     known_options,
     name_own_strategy,
 )
-from lightning_topt.plugins.equal_batches import EqualBatches
-from lightning_topt.plugins.exchange_guard import ExchangeGuard
-from lightning_topt.plugins.lost_ranks import LostRankWatch
 from lightning_topt.plugins.microbatches import MicrobatchLoss, check_microbatch_loss
 from lightning_topt.plugins.plan_checkpoints import PlanCheckpoints
 from lightning_topt.plugins.plan_options import PipelinePlan
@@ -55,7 +52,6 @@ from lightning_topt.plugins.plan_request import (
 )
 from lightning_topt.plugins.plan_run import PlanRun, run_options
 from lightning_topt.plugins.shared_updates import Hint, SharedUpdates
-from lightning_topt.plugins.training_data import TrainingData
 from lightning_topt.techniques.ddp_wrapper import register_hook, wrap_in_ddp
 
 if TYPE_CHECKING:
@@ -167,7 +163,12 @@ class AutoParallelStrategy(DataParallelHooks):
         elastic: bool = False,
         **ddp_options: Any,
     ) -> None:
-        super().__init__(**known_options(ddp_options, strategy=type(self).__name__))
+        super().__init__(
+            known_options(ddp_options, strategy=type(self).__name__),
+            # ranks that are lost and come again count their batches themselves
+            uneven=None if elastic else uneven,
+            gathers=self._gathers_in_evaluation,
+        )
         self.request = read_request(
             memory_limit=memory_limit,
             objective=objective,
@@ -181,13 +182,10 @@ class AutoParallelStrategy(DataParallelHooks):
             ddp_kwargs=self._ddp_kwargs,
             has_hook=self._ddp_comm_hook is not None,
         )
-        self.rank_watch = LostRankWatch()
-        self._guard = ExchangeGuard(self.rank_watch)
         self._checkpoints = PlanCheckpoints(checkpoint, self._guard)
         self._run = PlanRun(self.request, self, self._checkpoints)
         self._updates: SharedUpdates | None = None  # of a fit that asks for no plan
         self._is_asked = False
-        self._training_data = TrainingData(self)
         self._elastic: ElasticRun | None = None
         if elastic:
             plugins.check_elastic(
@@ -199,10 +197,6 @@ class AutoParallelStrategy(DataParallelHooks):
                 self, self.rank_watch, self._training_data, self._run
             )
             self._runs = self._elastic.run
-        # Ranks that are lost and come again count their batches themselves.
-        self._batches = EqualBatches(
-            None if elastic else uneven, gathers=self._gathers_in_evaluation
-        )
         self.microbatch_loss = check_microbatch_loss(microbatch_loss)
         self._accumulates = self._failed = False
 
@@ -491,6 +485,11 @@ class AutoParallelStrategy(DataParallelHooks):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         load, runner = super().load_optimizer_state_dict, self._run.runner
         self._checkpoints.load_optimizer_states(checkpoint, self, runner=runner, without_plan=load)
+
+    @override
+    def add_state(self, checkpoint: dict[str, Any]) -> None:
+        if self._checkpoints.are_full:
+            super().add_state(checkpoint)
 
     @override
     def write_checkpoint(

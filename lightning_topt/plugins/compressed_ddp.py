@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_topt.basics.argument_checks import check_whole
 from lightning_topt.communication.bucket import ExchangeSettings
 from lightning_topt.communication.exchange_method import (
     DEFAULT_METHOD,
@@ -30,15 +29,12 @@ from lightning_topt.communication.hook import CompressedExchange, ExchangeStatis
 from lightning_topt.communication.topology import Topology
 from lightning_topt.plugins.data_parallel_hooks import (
     DataParallelHooks,
+    NodeShape,
     checked_ddp_options,
-    make_topology,
     name_own_strategy,
 )
-from lightning_topt.plugins.equal_batches import EqualBatches
-from lightning_topt.plugins.exchange_guard import ExchangeGuard, scaler_of
-from lightning_topt.plugins.lost_ranks import LostRankWatch
+from lightning_topt.plugins.exchange_guard import scaler_of
 from lightning_topt.plugins.monitors import add_monitor
-from lightning_topt.plugins.training_data import TrainingData
 
 
 class CompressedDDPStrategy(DataParallelHooks):
@@ -78,20 +74,14 @@ class CompressedDDPStrategy(DataParallelHooks):
         **ddp_options: Any,
     ) -> None:
         refuse_method_options(ddp_options)
-        super().__init__(**checked_ddp_options(ddp_options, strategy=type(self).__name__))
+        options = checked_ddp_options(ddp_options, strategy=type(self).__name__)
+        super().__init__(options, uneven=uneven)
         self.method = read_gradient_method(method)
         self.settings = ExchangeSettings(
             "error" if nonfinite is None else nonfinite, timeout_seconds
         )
-        # Who shares a node, for methods that exchange between nodes.
-        for name, size in (("nodes", nodes), ("ranks_per_node", ranks_per_node)):
-            if size is not None:
-                check_whole(size, name=name)
-        self._nonfinite, self._nodes, self._ranks_per_node = nonfinite, nodes, ranks_per_node
-        self.rank_watch = LostRankWatch()
-        self._guard = ExchangeGuard(self.rank_watch)
-        self._training_data = TrainingData(self)
-        self._batches = EqualBatches(uneven)
+        self._nonfinite = nonfinite
+        self._nodes = NodeShape(nodes, ranks_per_node).checked()
 
     @property
     def exchange(self) -> CompressedExchange | None:
@@ -107,10 +97,6 @@ class CompressedDDPStrategy(DataParallelHooks):
     # ---- life cycle ------------------------------------------------------------------------------
 
     @override
-    def setup(self, trainer: pl.Trainer) -> None:
-        super().setup(trainer)
-
-    @override
     def configure_ddp(self) -> None:
         assert self.model is not None
         check_exchangeable(self.model)
@@ -118,15 +104,11 @@ class CompressedDDPStrategy(DataParallelHooks):
         assert isinstance(self.model, DistributedDataParallel)
         # That of an earlier fit ends before a new one begins.
         self._guard.open(None)
-        topology = make_topology(
-            nodes=self._nodes, ranks_per_node=self._ranks_per_node, rank=self.global_rank,
-            trainer_nodes=self.num_nodes, world_size=self.world_size,
-        )  # fmt: skip
         # On every device: torch runs hooks on gloo too, which Lightning drops silently.
         exchange = CompressedExchange(
             self.model,
             self.method,
-            topology=topology,
+            topology=self._nodes.topology(self),
             device=self.root_device,
             nonfinite=self._nonfinite_for_precision(),
             timeout_seconds=self.settings.timeout_seconds,
@@ -209,10 +191,6 @@ class CompressedDDPStrategy(DataParallelHooks):
         return self._guard.step(step, self.precision_plugin)
 
     # ---- checkpoints -----------------------------------------------------------------------------
-
-    @override
-    def add_state(self, checkpoint: dict[str, Any]) -> None:
-        self._guard.add_state(checkpoint, self.lightning_module)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

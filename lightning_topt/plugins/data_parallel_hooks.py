@@ -1,11 +1,12 @@
-"""What strategies on Lightning's DDPStrategy share: lost ranks, training data, equal batches.
+"""What strategies on Lightning's DDPStrategy share.
 
     rank_watch        names the rank that is lost (`lost_ranks`)
+    _guard            looks after the exchange of gradients (`exchange_guard`)
     _training_data    where in an epoch a checkpoint was made (`training_data`)
     _batches          ranks end an epoch together (`equal_batches`)
 
-`DataParallelHooks` has no state of its own: a strategy makes the three, and begins and ends them.
-Below it: the options that Lightning's strategy takes as well, and the errors that speak of them.
+`DataParallelHooks` makes the four, and hands on to them. Below it: the options that Lightning's
+strategy takes as well, and the errors that speak of them.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -24,8 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_topt import plugins
+from lightning_topt.basics.argument_checks import check_whole
 from lightning_topt.communication.topology import Topology
 from lightning_topt.plugins.equal_batches import EqualBatches
+from lightning_topt.plugins.exchange_guard import ExchangeGuard
 from lightning_topt.plugins.lost_ranks import LostRankWatch, Runs
 from lightning_topt.plugins.training_data import TrainingData
 
@@ -40,12 +43,27 @@ HOOK_OPTIONS = (
 
 
 class DataParallelHooks(DDPStrategy):
-    """The hooks of Lightning that only hand on to the three parts above."""
+    """The hooks of Lightning that only hand on to the four parts above.
 
-    rank_watch: LostRankWatch
-    _training_data: TrainingData
-    _batches: EqualBatches
+    Args:
+        options: of `DDPStrategy`.
+        uneven: as in `EqualBatches`, and so is `gathers`.
+    """
+
     _runs: Runs | None = None  # what runs a Trainer's functions in ranks that are processes
+
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        *,
+        uneven: str | None,
+        gathers: Callable[[], bool] | None = None,
+    ) -> None:
+        super().__init__(**options)
+        self.rank_watch = LostRankWatch()
+        self._guard = ExchangeGuard(self.rank_watch)
+        self._training_data = TrainingData(self)
+        self._batches = EqualBatches(uneven, gathers=gathers)
 
     # ---- life cycle ------------------------------------------------------------------------------
 
@@ -93,7 +111,8 @@ class DataParallelHooks(DDPStrategy):
     # ---- checkpoints -----------------------------------------------------------------------------
 
     def add_state(self, checkpoint: dict[str, Any]) -> None:
-        """Add what the strategy keeps to a checkpoint that is saved. A collective call."""
+        """Add the state of the exchange to a checkpoint that is saved. A collective call."""
+        self._guard.add_state(checkpoint, self.lightning_module)
 
     @override
     def save_checkpoint(
@@ -134,27 +153,34 @@ def _may_be_folder(path: Any) -> bool:
     return os.path.isdir(path) or "://" in str(path)
 
 
-def make_topology(
-    *, nodes: int | None, ranks_per_node: int | None, rank: int, trainer_nodes: int, world_size: int
-) -> Topology:
-    """Return the topology that is given, or that of the Trainer.
+class NodeShape(NamedTuple):
+    """Who shares a node, where it is not what the Trainer has; None: it is, or it follows."""
 
-    Where one of its two numbers is missing it follows from the other.
+    nodes: int | None
+    ranks_per_node: int | None
 
-    Raises ValueError where it has not `world_size` ranks.
-    """
-    given = f"nodes={nodes} and ranks_per_node={ranks_per_node}"
-    if nodes is None and ranks_per_node is None:
-        nodes = trainer_nodes
-    # One of the two numbers follows from the other.
-    ranks_per_node = ranks_per_node or world_size // (nodes or 1)
-    nodes = nodes or world_size // ranks_per_node
-    if nodes * ranks_per_node != world_size:
-        raise ValueError(
-            f"the world size is {world_size}, which is not nodes x ranks_per_node: {given}; give "
-            "numbers that fit, or neither, for those of the Trainer"
-        )
-    return Topology(nodes, ranks_per_node, rank)
+    def checked(self) -> NodeShape:
+        """Return itself. Raises ValueError for what are no numbers of nodes and ranks."""
+        for name, size in self._asdict().items():
+            if size is not None:
+                check_whole(size, name=name)
+        return self
+
+    def topology(self, strategy: DDPStrategy) -> Topology:
+        """Return the topology of the ranks of `strategy`. Raises ValueError where it has others."""
+        nodes, ranks = self
+        if nodes is None and ranks is None:
+            nodes = strategy.num_nodes
+        # One of the two numbers follows from the other.
+        ranks = ranks or strategy.world_size // (nodes or 1)
+        nodes = nodes or strategy.world_size // ranks
+        if nodes * ranks != strategy.world_size:
+            raise ValueError(
+                f"the world size is {strategy.world_size}, which is not nodes x ranks_per_node: "
+                f"nodes={self.nodes} and ranks_per_node={self.ranks_per_node}; give numbers that "
+                "fit, or neither, for those of the Trainer"
+            )
+        return Topology(nodes, ranks, strategy.global_rank)
 
 
 # ---- options of Lightning's DDPStrategy

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_topt.basics.argument_checks import check_real, check_whole
+from lightning_topt.basics.argument_checks import check_real
 from lightning_topt.communication.exchange_method import (
     DEFAULT_METHOD,
     ExchangeMethod,
@@ -23,14 +23,10 @@ from lightning_topt.communication.local_sgd import TIMEOUT_SECONDS, OuterSteps
 from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy
 from lightning_topt.plugins.data_parallel_hooks import (
     DataParallelHooks,
+    NodeShape,
     checked_ddp_options,
-    make_topology,
 )
-from lightning_topt.plugins.equal_batches import EqualBatches
-from lightning_topt.plugins.exchange_guard import ExchangeGuard
-from lightning_topt.plugins.lost_ranks import LostRankWatch
 from lightning_topt.plugins.monitors import add_monitor
-from lightning_topt.plugins.training_data import TrainingData
 from lightning_topt.techniques.ddp_wrapper import names_to_ignore
 
 
@@ -70,21 +66,13 @@ class LocalStepsStrategy(DataParallelHooks):
         uneven: str | None = "stop",
         **ddp_options: Any,
     ) -> None:
-        super().__init__(
-            **checked_ddp_options(ddp_options, strategy=type(self).__name__, wraps=False)
-        )
+        options = checked_ddp_options(ddp_options, strategy=type(self).__name__, wraps=False)
+        super().__init__(options, uneven=uneven)
         self.method = _read_local_method(method)
         self.timeout_seconds = check_real(timeout_seconds, name="timeout_seconds", positive=True)
-        for name, size in (("nodes", nodes), ("ranks_per_node", ranks_per_node)):
-            if size is not None:
-                check_whole(size, name=name)
-        self._nodes, self._ranks_per_node = nodes, ranks_per_node
+        self._nodes = NodeShape(nodes, ranks_per_node).checked()
         self._failed = False  # the last fit
         self._fitting = False  # parameters may differ between ranks
-        self.rank_watch = LostRankWatch()
-        self._guard = ExchangeGuard(self.rank_watch)
-        self._training_data = TrainingData(self)
-        self._batches = EqualBatches(uneven)
 
     @property
     def exchange(self) -> OuterSteps | None:
@@ -114,13 +102,7 @@ class LocalStepsStrategy(DataParallelHooks):
             module,
             self.method,
             ignored=names_to_ignore(module),
-            topology=make_topology(
-                nodes=self._nodes,
-                ranks_per_node=self._ranks_per_node,
-                rank=self.global_rank,
-                trainer_nodes=self.num_nodes,
-                world_size=self.world_size,
-            ),
+            topology=self._nodes.topology(self),
             timeout_seconds=self.timeout_seconds,
             watch=self.rank_watch.ranks,
         )
@@ -195,10 +177,6 @@ class LocalStepsStrategy(DataParallelHooks):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._synchronize()
         return super().lightning_module_state_dict()
-
-    @override
-    def add_state(self, checkpoint: dict[str, Any]) -> None:
-        self._guard.add_state(checkpoint, self.lightning_module)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

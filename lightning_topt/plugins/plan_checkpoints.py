@@ -127,8 +127,6 @@ class PlanCheckpoints:
             own = {"plan": plan.to_dict(), **runner.state_dict()}
             own = {**checkpoint.get(CHECKPOINT_KEY, {}), **own}
             checkpoint = {**checkpoint, CHECKPOINT_KEY: own}
-            if self.are_full:
-                self.guard.add_state(checkpoint, module)
         if not is_bare and self.engine is not None and module is not None:
             checkpoint = _without_modules(checkpoint, module)
         if is_bare or self.are_full:

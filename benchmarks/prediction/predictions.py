@@ -30,6 +30,7 @@ import numpy as np
 
 from benchmarks.common import RESULTS, JobFailed, machine, mib, run_gpt
 from benchmarks.lab import Lab, LabError, end_on_signals
+from benchmarks.prediction.saved_frontier import frontier_of_json
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plan.plan_values import PRESETS
 
@@ -227,7 +228,7 @@ def searched_frontier(job: Job, folder: Path, **options: Any) -> PlanFrontier:
     """What a search finds that a limit does not bind."""
     saved = folder / "frontier.json"
     job(**{"memory-limit": ROOM, "frontier": saved, "steps": 2, "warmup": 1, **options})
-    return PlanFrontier.from_json(saved.read_text())
+    return frontier_of_json(saved.read_text())
 
 
 def searched_row(name: str, technique: str, result: Mapping[str, Any]) -> Row:

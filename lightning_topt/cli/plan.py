@@ -40,8 +40,7 @@ from lightning_topt.communication.started_ranks import leave_to_rank_0
 from lightning_topt.costs.accuracy import sentence_of
 from lightning_topt.graph.capture import no_collection
 from lightning_topt.plan.choose import OBJECTIVES, TIME_TO_LOSS, check_objective
-from lightning_topt.plan.plan_frontier import ModelFacts, of_steps
-from lightning_topt.plan.plan_intervals import interval_sentences
+from lightning_topt.plan.plan_frontier import ModelFacts, interval_sentences, of_steps
 from lightning_topt.plan.step_factors import left_out_sentence
 from lightning_topt.plugins.searched_plan import Planning, choose_for, in_view, search_for
 from topt_console.status_line import STATUS

@@ -34,7 +34,7 @@ from lightning_topt.costs.plain_values import number, parse_json, read_text
 from lightning_topt.plan.explanation import PricedPlan, price_plan
 from lightning_topt.plan.frontier_report import print_stages, table
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plan.plan_intervals import Intervals, KnownErrors, interval_sentences
+from lightning_topt.plan.plan_frontier import Intervals, KnownErrors, interval_sentences
 from lightning_topt.plan.plan_search import SearchRequest
 from lightning_topt.plugins.plan_options import read_cluster
 from lightning_topt.plugins.searched_plan import make_fake_optimizers

@@ -1,8 +1,10 @@
 """`PlanFrontier`: the plans that no other beats, each with its expected costs; and `frontier.json`.
 
     frontier = search_plans(request)
+    frontier = of_steps(frontier, accumulate=2, facts=...)       # of several micro-batches
+    frontier = with_intervals(frontier, request.cluster, request.graph, level=0.9)
+    frontier.points[0].seconds_interval    # an Interval; None: nothing is known of the errors
     frontier.save("frontier.json")
-    frontier = PlanFrontier.from_json(Path("frontier.json").read_text())
 
 Plans of one search share few blocks and configurations. The file has each of these once and plans
 have indices instead: a search of 81 blocks may find a thousand plans of a few dozen configurations.
@@ -11,7 +13,6 @@ With every block written out these are 68 MB of text, with indices one MB.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -19,14 +20,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_topt.costs.accuracy import Interval
-from lightning_topt.costs.plain_values import one_line, parse_json
+from lightning_topt.basics.units import format_bytes, format_seconds
+from lightning_topt.costs.accuracy import LEVEL, Interval
 from lightning_topt.costs.sizes import parameter_bytes
-from lightning_topt.graph.errors import PlanError
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.parallel_plan import ParallelPlan, StepEstimate
 from lightning_topt.plan.plan_values import config_to_dict
+from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 
 if TYPE_CHECKING:  # fits with a plan do without them
     from lightning_topt.costs.cluster import Cluster
@@ -34,6 +35,8 @@ if TYPE_CHECKING:  # fits with a plan do without them
     from lightning_topt.graph.op_graph import OpGraph
 
 SCHEMA_VERSION = 5
+Intervals = tuple[Interval | None, Interval | None]  # of seconds, and of bytes
+NO_TOKENS = "a model without embeddings of tokens"
 
 
 def factor_words(median: float, low: float, high: float) -> str:
@@ -87,7 +90,7 @@ class PlanPoint:
         peak_bytes: per device, at the peak.
         devices: number of them.
         plan: the plan.
-        seconds_interval, bytes_interval: how sure both are (`plan_intervals`); None: not known.
+        seconds_interval, bytes_interval: how sure both are (`with_intervals`); None: not known.
         to_loss: where that is the objective, how long it takes to a loss (`step_factors`).
     """
 
@@ -199,52 +202,9 @@ class PlanFrontier:
             {"schema_version": SCHEMA_VERSION, **vars(self), **plain, **shared.tables}
         )
 
-    @classmethod
-    def from_json(cls, text: str) -> PlanFrontier:
-        """Read what `to_json` wrote. Raises PlanError, also on another schema version."""
-        try:
-            return _read_frontier(parse_json(text))
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
-            raise PlanError(f"cannot read the frontier: {one_line(error)}") from error
-
     def save(self, path: str | Path) -> None:
         """Write `to_json` to a file."""
         Path(path).write_text(self.to_json() + "\n")
-
-
-def _read_frontier(data: Any) -> PlanFrontier:
-    if data.get("schema_version") != SCHEMA_VERSION:
-        raise ValueError(
-            f"it was not written by schema version {SCHEMA_VERSION}; run `topt plan` again"
-        )
-
-    def plan_of(plain: Mapping[str, Any]) -> ParallelPlan:
-        stages = [
-            [
-                {"block": data["blocks"][block], **data["configs"][config]}
-                for block, config in zip(stage["blocks"], stage["configs"], strict=True)
-            ]
-            for stage in plain["stages"]
-        ]
-        return ParallelPlan.from_dict({**plain, "stages": [{"blocks": each} for each in stages]})
-
-    def interval_of(plain: Mapping[str, Any]) -> Interval:
-        return Interval(**{**plain, "outside": tuple(plain["outside"])})
-
-    def point_of(plain: Mapping[str, Any]) -> PlanPoint:
-        found = {**plain, "plan": plan_of(plain["plan"])}
-        for name in {"seconds_interval", "bytes_interval"} & found.keys():
-            found[name] = interval_of(found[name])
-        if (to_loss := found.get("to_loss")) is not None:
-            # null is infinite, but for steps that are not known
-            endless = {name: math.inf for name in ("high", "factor_high") if to_loss[name] is None}
-            found["to_loss"] = TimeToLoss(**{**to_loss, **endless})
-        return PlanPoint(**found)
-
-    fields = {each.name: data[each.name] for each in dataclasses.fields(PlanFrontier)}
-    for name in ("points", "uniform"):
-        fields[name] = tuple(point_of(plain) for plain in data[name])
-    return PlanFrontier(**{**fields, "left_out": tuple(data["left_out"])})
 
 
 # ---- steps of several micro-batches, from the prediction of one
@@ -331,6 +291,146 @@ def of_steps(frontier: PlanFrontier, *, accumulate: int, facts: ModelFacts) -> P
     return replace(
         frontier, points=kept.points, uniform=kept.uniform, exact=False, error_bound=bound
     )
+
+
+# ---- how sure the predictions are
+#
+# Intervals are those of `costs.accuracy`, from the errors that the cluster's file states. A plan is
+# like the runs that were measured by its sizes and techniques. An interval names what is outside:
+#
+#     devices, parameters                          of any plan
+#     positions, hidden, tokens of a microbatch    where the model embeds tokens
+#     tensor, pipeline, sharded, recomputation ... techniques of the plan
+#     flash attention, softmax attention           of the model
+
+
+def with_intervals(
+    frontier: PlanFrontier, cluster: Cluster, graph: OpGraph, *, level: float = LEVEL
+) -> PlanFrontier:
+    """Return the frontier with the intervals of all plans on `cluster`; `graph` is their model."""
+    known = KnownErrors.of(cluster, graph)
+
+    def sure(point: PlanPoint) -> PlanPoint:
+        costs = point.step_seconds, point.peak_bytes
+        seconds, size = known.intervals(point.plan, *costs, level=level)
+        return replace(point, seconds_interval=seconds, bytes_interval=size)
+
+    points, uniform = (tuple(map(sure, each)) for each in (frontier.points, frontier.uniform))
+    return replace(frontier, points=points, uniform=uniform)
+
+
+def interval_sentences(intervals: Intervals, cluster: Cluster) -> list[str]:
+    """Return sentences for people on the intervals of one plan; none where nothing is known."""
+    seconds, size = intervals
+    first = seconds or size
+    if first is None:
+        return []
+    known = []
+    if seconds is not None:
+        known.append(f"{format_seconds(seconds.low)} to {format_seconds(seconds.high)} of a step")
+    if size is not None:
+        known.append(f"{format_bytes(size.low)} to {format_bytes(size.high)} at the peak")
+    says = f"Intervals, right for {_in_words(first.level)} such predictions: {', '.join(known)}."
+    for of, interval in (("times", seconds), ("peaks", size)):
+        if interval is not None and interval.outside:
+            names = ", ".join(interval.outside)
+            says += f" Outside of measured {of}, so less sure: {names}."
+    has_domain = cluster.accuracy is not None and cluster.accuracy.domain is not None
+    inside = has_domain and "Outside" not in says
+    return [says + (" Inside of what was measured." if inside else "")]
+
+
+def _in_words(level: float) -> str:
+    return "nine of ten" if level == LEVEL else f"{100 * level:g} % of"
+
+
+@dataclass(frozen=True)
+class KnownErrors:
+    """What is known of the errors of predictions for one model on a cluster.
+
+    Args:
+        cluster: with its `accuracy`.
+        sizes: of the model, by the names that domains have.
+        kinds: techniques that every plan of the model has.
+    """
+
+    cluster: Cluster
+    sizes: Mapping[str, float]
+    kinds: tuple[str, ...]
+
+    @classmethod
+    def of(cls, cluster: Cluster, graph: OpGraph) -> KnownErrors:
+        """Return what is known of plans for `graph`.
+
+        Kinds of attention, and whether there are tokens, count where the cluster's file says that
+        of its runs.
+        """
+        sizes, kinds = sizes_of_model(graph), list[str]()
+        domain = None if cluster.accuracy is None else cluster.accuracy.domain
+        if domain is not None and "positions" in domain.sizes and "positions" not in sizes:
+            kinds.append(NO_TOKENS)
+        if domain is not None and any(name.endswith(" attention") for name in domain.techniques):
+            kinds += attention_of(graph)
+        return cls(cluster, sizes, tuple(kinds))
+
+    def intervals(
+        self, plan: ParallelPlan, seconds: float, size: float, *, level: float = LEVEL
+    ) -> Intervals:
+        """Return the intervals of a plan that is predicted to take `seconds` and `size` bytes."""
+        like = self.sizes_of(plan), (*self.kinds, *techniques_of(plan))
+        return (
+            self.cluster.seconds_interval(seconds, *like, level=level),
+            self.cluster.bytes_interval(size, *like, level=level),
+        )
+
+    def sizes_of(self, plan: ParallelPlan) -> dict[str, float]:
+        """Return the sizes of the model and of a plan for it."""
+        sizes = {"devices": float(plan.mesh.size), **self.sizes}
+        if plan.batch_size is not None and "positions" in sizes:
+            # stages cut a rank's batch into microbatches; batches that ranks bring are not cut
+            cut = plan.num_microbatches if plan.schedule is not None and not plan.own_batches else 1
+            sizes["tokens of a microbatch"] = sizes["positions"] * plan.batch_size / cut
+        return sizes
+
+
+def sizes_of_model(graph: OpGraph) -> dict[str, float]:
+    """Return the sizes of a model, by the names that domains have.
+
+    Positions and hidden size are those of its largest embedding of tokens (batch x positions x
+    hidden size); without one they are left out.
+    """
+    sizes = {"parameters": float(sum(p.numel for p in graph.parameters))}
+    shapes = [spec.shape for op in graph.ops if op.kind == "Embedding" for spec in op.outputs]
+    if embedded := [shape for shape in shapes if len(shape) == 3]:
+        _, positions, hidden = max(embedded, key=lambda shape: shape[0] * shape[1] * shape[2])
+        sizes |= {"positions": float(positions), "hidden": float(hidden)}
+    return sizes
+
+
+def techniques_of(plan: ParallelPlan) -> tuple[str, ...]:
+    """Return the techniques by which a plan is like other runs or not."""
+    exchange, configs = plan.gradient_exchange, plan.configs.values()
+    used = {
+        "tensor": bool(plan.mesh.tensor_axes),
+        "pipeline": plan.schedule is not None,
+        "interleaved": plan.schedule is not None and plan.stages_per_rank > 1,
+        "stale weights": plan.schedule in CONTINUOUS_SCHEDULES,
+        "sharded": any(config.storage.level > 1 for config in configs),
+        "recomputation": any(config.recompute for config in configs),
+        "compressed gradients": exchange is not None and not exchange.is_exact,
+        "local steps": plan.local_steps is not None,
+    }
+    return tuple(name for name, is_used in used.items() if is_used)
+
+
+def attention_of(graph: OpGraph) -> list[str]:
+    """Return the kinds of attention of a step: one kernel, or scores that are written."""
+    names = {kernel.name for op in graph.ops for kernel in op.forward}
+    kinds = {
+        "flash attention": any("attention" in name for name in names),
+        "softmax attention": any("._softmax" in name for name in names),
+    }
+    return [kind for kind, is_there in kinds.items() if is_there]
 
 
 # ---- blocks and configurations that many plans share

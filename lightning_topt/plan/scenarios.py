@@ -42,8 +42,13 @@ from lightning_topt.plan.choose import (
 )
 from lightning_topt.plan.frontier_report import table
 from lightning_topt.plan.parallel_plan import PlanError
-from lightning_topt.plan.plan_frontier import ModelFacts, PlanFrontier, PlanPoint, of_steps
-from lightning_topt.plan.plan_intervals import with_intervals
+from lightning_topt.plan.plan_frontier import (
+    ModelFacts,
+    PlanFrontier,
+    PlanPoint,
+    of_steps,
+    with_intervals,
+)
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
 
 SCHEMA_VERSION = 3

@@ -53,8 +53,13 @@ from lightning_topt.plan.choose import (
     fitting_points,
 )
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
-from lightning_topt.plan.plan_frontier import ModelFacts, PlanFrontier, PlanPoint, of_steps
-from lightning_topt.plan.plan_intervals import with_intervals
+from lightning_topt.plan.plan_frontier import (
+    ModelFacts,
+    PlanFrontier,
+    PlanPoint,
+    of_steps,
+    with_intervals,
+)
 from lightning_topt.plan.plan_search import (
     SearchRequest,
     least_own_batch_seconds,

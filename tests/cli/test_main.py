@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from lightning.pytorch import Callback
 
+from benchmarks.prediction.saved_frontier import frontier_of_json
 from lightning_topt.cli import main
 from lightning_topt.communication import TopK
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.plan.choose import TIME_ERROR, TIME_ERROR_SECONDS
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plan.plan_frontier import PlanFrontier
 from tests.forked_command import Ended, finished
 from tests.forked_command import forked_topt as topt
 from tests.preloaded import preloaded_topt
@@ -120,7 +120,7 @@ def test_plan_writes_the_frontier_and_the_plan(tmp_path):
     points = sorted(frontier["points"], key=lambda point: point["peak_bytes"])
     seconds = [point["step_seconds"] for point in points]
     assert seconds == sorted(seconds, reverse=True), "no point is dominated"
-    read = PlanFrontier.from_json((tmp_path / "run" / "frontier.json").read_text())
+    read = frontier_of_json((tmp_path / "run" / "frontier.json").read_text())
     assert all(point.plan.mesh.size == point.devices == 2 for point in read.points)
     uniform = [point.plan for point in read.uniform]
     assert {name for plan in uniform for name in plan.mesh.names} >= {"data", "tensor"}, (
@@ -180,7 +180,7 @@ def test_plans_by_the_time_to_a_loss_are_one_frontier_with_what_they_rest_on(tmp
     assert "The factor rests on" in plan.reason
     assert "Left out of the choice: " in said and "did not reach the dense run's loss" in said
     text = (tmp_path / "plan" / "frontier.json").read_text()
-    frontier = PlanFrontier.from_json(text)
+    frontier = frontier_of_json(text)
     assert json.loads(frontier.to_json()) == json.loads(text)
     assert any("with 2 data rank(s) did not reach" in why for why in frontier.left_out)
     found = {point.devices: [] for point in frontier.points}

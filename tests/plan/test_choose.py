@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from benchmarks.prediction.saved_frontier import frontier_of_json
 from lightning_topt.communication import Dense, TopK
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig
@@ -146,7 +147,7 @@ def test_candidates_are_the_frontier_and_uniform_plans() -> None:
     assert frontier.shown_with(uniform[0]) == (uniform[1], uniform[0]) and frontier.shown_with(
         uniform[1]
     ) == (uniform[1],)
-    assert PlanFrontier.from_json(frontier.to_json()) == frontier
+    assert frontier_of_json(frontier.to_json()) == frontier
     data = json.loads(frontier.to_json())
     written = [data["points"][0], *data["uniform"]]
     assert len(data["blocks"]) == len(written[0]["plan"]["stages"][0]["blocks"])
@@ -169,7 +170,7 @@ def test_a_compressed_plan_says_so_and_what_exact_ones_cost() -> None:
     alone = choose(compressed[:1]).plan.reason
     assert "top-k 1 %" in alone and "without that" not in alone
     frontier = PlanFrontier.of(compressed)
-    assert PlanFrontier.from_json(frontier.to_json()) == frontier
+    assert frontier_of_json(frontier.to_json()) == frontier
 
 
 def test_nothing_fits() -> None:
@@ -193,9 +194,9 @@ def test_frontier_drops_what_is_beaten_per_device_count_and_round_trips() -> Non
         (2, 1000),
         (4, 900),
     ]
-    assert PlanFrontier.from_json(frontier.to_json()) == frontier
+    assert frontier_of_json(frontier.to_json()) == frontier
     with pytest.raises(ValueError, match="schema version"):
-        PlanFrontier.from_json("{}")
+        frontier_of_json("{}")
 
 
 def viewed(of: PlanPoint) -> PlanPoint:

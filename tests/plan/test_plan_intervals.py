@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from benchmarks.prediction.saved_frontier import frontier_of_json
 from lightning_topt.costs.accuracy import CPU_BYTES, WIDER, Accuracy, Domain, ErrorFigure, Interval
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.graph.capture import capture
@@ -18,10 +19,11 @@ from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.frontier_report import print_table, save_html
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StepEstimate
-from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
-from lightning_topt.plan.plan_intervals import (
+from lightning_topt.plan.plan_frontier import (
     NO_TOKENS,
     KnownErrors,
+    PlanFrontier,
+    PlanPoint,
     interval_sentences,
     with_intervals,
 )
@@ -112,7 +114,7 @@ def test_tables_pages_and_files_show_intervals(tmp_path):
     cluster = machines(Accuracy(SECONDS, BYTES, domain=domain(graph), bytes_domain=domain(graph)))
     points = [point(2), dataclasses.replace(point(1, devices=16), peak_bytes=1e5)]
     frontier = with_intervals(PlanFrontier.of(points), cluster, graph, level=0.5)
-    assert PlanFrontier.from_json(frontier.to_json()) == frontier
+    assert frontier_of_json(frontier.to_json()) == frontier
     written = json.loads(frontier.to_json())["points"]
     assert written[0]["seconds_interval"]["level"] == 0.5
     assert written[1]["bytes_interval"]["outside"] == ["devices"]

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.prediction.saved_frontier import frontier_of_json
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.costs.training_step import SPLIT_CALL_SECONDS, TrainingStep
@@ -16,7 +17,6 @@ from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh
 from lightning_topt.graph.op_config import OpConfig, Replicate, Shard
 from lightning_topt.plan.explanation import explain_plan
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plan.plan_frontier import PlanFrontier
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
 from lightning_topt.techniques.plan_costs import PlanCosts, seconds_by_kind
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
@@ -144,7 +144,7 @@ def test_an_explanation_adds_up_to_what_the_search_said(request_of_gpt: SearchRe
     request = replace(request_of_gpt, global_batch_size=8)
     found = search_plans(request)
     assert {bool(point.plan.mesh.tensor_axes) for point in found.candidates} == {False, True}
-    assert PlanFrontier.from_json(found.to_json()) == found
+    assert frontier_of_json(found.to_json()) == found
     for point in found.candidates[:: max(len(found.candidates) // 20, 1)]:
         explained = explain_plan(request, point.plan)
         assert explained.step_seconds == pytest.approx(point.step_seconds)

@@ -51,6 +51,7 @@ from lightning_topt.costs.plain_values import (
     text,
     truth,
     whole,
+    write_text,
 )
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send_recv")
@@ -210,7 +211,7 @@ class Cluster:
 
     def save(self, path: str | Path) -> None:
         """Write the cluster to a YAML file."""
-        Path(path).write_text(dump_yaml(self.to_dict()))
+        write_text(path, dump_yaml(self.to_dict()))
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:

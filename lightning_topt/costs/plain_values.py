@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypeVar
 
 import yaml
 
-MAX_BYTES, MAX_DEPTH = 2**21, 12  # of a file; a plan has a depth of 3, a cluster of 4
+MAX_BYTES, MAX_DEPTH = 2**23, 12  # of a file; a plan has a depth of 3, a cluster of 4
 
 T = TypeVar("T")
 Read = TypeVar("Read", covariant=True)
@@ -72,6 +72,13 @@ def read_text(path: str | Path) -> str:
     if len(data) > MAX_BYTES:
         raise ValueError(f"it has more than {MAX_BYTES} bytes")
     return data.decode()
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file that `read_text` reads. Raises ValueError for a text that is too long for it."""
+    if len(text.encode()) > MAX_BYTES:
+        raise ValueError(f"it would have more than {MAX_BYTES} bytes, and could not be read again")
+    Path(path).write_text(text)
 
 
 def parse_yaml(text: str) -> Any:

@@ -34,6 +34,7 @@ from lightning_topt.costs.plain_values import (
     text,
     truth,
     whole,
+    write_text,
 )
 from lightning_topt.graph.errors import PlanError
 from lightning_topt.graph.mesh_axes import Mesh, data_mesh
@@ -344,8 +345,14 @@ class ParallelPlan:
             raise PlanError(one_line(error)) from error
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a YAML file."""
-        Path(path).write_text(self.to_yaml())
+        """Write the plan to a YAML file. Raises PlanError for one that `load` could not read."""
+        try:
+            write_text(path, self.to_yaml())
+        except ValueError as error:
+            raise PlanError(
+                f"cannot write the plan {shown(str(path))}: {error}; a plan by name, such as "
+                "plan=zero3, needs no file"
+            ) from error
 
     @classmethod
     def load(cls, path: str | Path) -> ParallelPlan:

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from lightning_topt.communication import TopK
+from lightning_topt.costs import plain_values
 from lightning_topt.costs.cluster import Cluster, ClusterError
 from lightning_topt.costs.plain_values import MAX_BYTES
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, StepEstimate
-from lightning_topt.plan.plan_frontier import PlanFrontier
 
 ROOT = Path(__file__).parents[2]
 PLAN = ParallelPlan.of_blocks(
@@ -41,7 +41,7 @@ TEXTS = [
     "{1: 2, a: 3, null: 4, 2.5: 1, true: 1}", "2026-99-99", "1:" * 7000 + "1", "9" * 5000,
     "!!python/object/apply:os.system [true]", "!!binary '%%%'", "!!set {a, b}", "!!int x",
     "!!float ''", "!!timestamp x", "<<: 3", "<<: [1]", "%YAML 9.9\n---\n1", "--- 1\n--- 2",
-    "a: 1\na: 2", "x" * (MAX_BYTES + 1), "- 1\n" * 600_000,
+    "a: 1\na: 2", "x" * (MAX_BYTES + 1), "- 1\n" * 2_100_000,
 ]  # fmt: skip
 WRONG: list[Any] = [
     -1, 0, 1.5, math.nan, math.inf, -math.inf, 10**400, True, "", "text", "1 banana",
@@ -88,7 +88,6 @@ def test_text_that_is_no_plan_and_no_cluster(text: str, tmp_path: Path) -> None:
     path.write_text(text, encoding="utf-8", errors="surrogatepass")
     refuses(ParallelPlan.from_yaml, text, PlanError)
     refuses(ParallelPlan.load, path, PlanError)
-    refuses(PlanFrontier.from_json, text, PlanError)
     refuses(Cluster.load, path, ClusterError)
 
 
@@ -106,6 +105,20 @@ def test_what_is_no_file(special: str, tmp_path: Path) -> None:
         path.write_bytes("version: é".encode("latin-1"))
     refuses(ParallelPlan.load, path, PlanError)
     refuses(Cluster.load, path, ClusterError)
+
+
+@pytest.mark.parametrize(("of", "kind"), [(PLAN, PlanError), (CLUSTER, ClusterError)])
+def test_what_is_too_long_to_be_read_is_not_written(
+    of: Any, kind: type[ValueError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file.yaml"
+    of.save(path)
+    monkeypatch.setattr(plain_values, "MAX_BYTES", path.stat().st_size)
+    of.save(path)
+    assert type(of).load(path) == of
+    monkeypatch.setattr(plain_values, "MAX_BYTES", path.stat().st_size - 1)
+    refuses(type(of).load, path, kind)
+    refuses(of.save, path, ValueError)
 
 
 @pytest.mark.timeout(120)

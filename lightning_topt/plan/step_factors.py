@@ -96,7 +96,9 @@ class TrainingWay:
         """Return the way of a plan under the optimizer of that class name."""
         gradients, rule = plan.gradient_exchange, None
         if plan.in_flight:
-            rule = plan.weight_prediction or default_prediction(optimizer, flight=plan.in_flight)
+            rule = plan.weight_prediction or default_prediction(
+                optimizer, flight=plan.in_flight, accumulate=plan.accumulate
+            )
         if gradients is not None and gradients.is_exact:
             gradients = None
         return cls(

@@ -268,6 +268,9 @@ def test_two_versions_miss_one_update_on_any_number_of_stages(stages):
     assert median(feedback) == 1.2
     assert median("two_versions") is None
     assert median("spectrain") == median(None) == {2: 1.3, 4: 1.4, 8: None}[stages]
+    # a batch that is cut into so many minibatches has another default
+    found = table.factor_of(dataclasses.replace(pipeline(stages, None), accumulate=stages), ADAMW)
+    assert isinstance(found, StepFactor) and found.median == 1.2
     found = table.factor_of(pipeline(stages, "two_versions"), ADAMW)
     assert isinstance(found, str) and "no run of 1 missing updates by two_versions under" in found
 

@@ -62,12 +62,7 @@ class StageWeights:
     ) -> None:
         self._optimizers, self._pattern = list(optimizers), pattern
         self._parameters = tuple(parameters)
-        flight = (pattern.sizes["num_stages"] - 1) * pattern.sizes["lag_per_hop"]
-        self._predictions = [
-            prediction or default_prediction(optimizer, flight=flight)
-            for optimizer in self._optimizers
-        ]
-        self._accumulate = 1
+        self._prediction, self._accumulate = prediction, 1
         self._rules = self._make_rules()
         self.rates = MinibatchRates(self._optimizers)
 
@@ -119,9 +114,16 @@ class StageWeights:
             rule.drained()
 
     def _make_rules(self) -> list[StagePrediction]:
+        # the default depends on how many minibatches are in flight, and in an update
         sizes = {**self._pattern.sizes, "accumulate": self._accumulate}
-        pairs = zip(self._predictions, self._optimizers, strict=True)
-        return [prediction.on(optimizer, **sizes) for prediction, optimizer in pairs]
+        flight = (sizes["num_stages"] - 1) * sizes["lag_per_hop"]
+        found = []
+        for optimizer in self._optimizers:
+            rule = self._prediction or default_prediction(
+                optimizer, flight=flight, accumulate=self._accumulate
+            )
+            found.append(rule.on(optimizer, **sizes))
+        return found
 
 
 # ---- updates to come -----------------------------------------------------------------------------

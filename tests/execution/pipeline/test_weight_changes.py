@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_topt.execution.pipeline.stage_weights import holding
+from lightning_topt.execution.pipeline.stage_weights import StageWeights, UpdatePattern, holding
+from lightning_topt.weight_prediction import make_prediction
 from lightning_topt.weight_prediction.weights import unseen
 
 
@@ -136,3 +137,20 @@ class _Put:
 
     def __exit__(self, *error: object) -> None:
         torch._foreach_copy_([p.data for p in self.parameters], self.before)
+
+
+def test_the_default_rule_follows_the_minibatches_of_an_update() -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    held = {}
+    for rule in (None, "spectrain", {"rule": "two_versions", "error_feedback": True}):
+        weights = StageWeights(
+            [torch.optim.AdamW([parameter])],
+            rule and make_prediction(rule),
+            UpdatePattern(num_stages=4, stage=0, lag_per_hop=1),
+            parameters=[parameter],
+        )
+        before = weights.num_versions
+        weights.begin(0, accumulate=4, is_drained=True)
+        held[str(rule)] = before, weights.num_versions
+    default, whole, cut = held.values()
+    assert whole[1] != cut[1] and default == (whole[0], cut[1])

@@ -34,7 +34,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,14 +86,12 @@ class Frontier:
     `error_bound` is what a search may have missed: for every plan y there is a point x here with
     ``x <= (1 + error_bound) * y`` in step seconds and in peak bytes. It is 0 for a complete search.
     It is infinite where one was given up and plans may cost nothing: no relative error can be
-    stated then. `search_seconds` is its wall-clock time. `searched` are the labels of the meshes
-    that could not be dropped whole.
+    stated then. `search_seconds` is its wall-clock time.
     """
 
     points: tuple[FrontierPoint, ...]
     error_bound: float
     search_seconds: float
-    searched: tuple[Any, ...] = ()
 
     @property
     def exact(self) -> bool:
@@ -132,9 +130,6 @@ def search_meshes(
         max_seconds: CPU time of this thread after which the search stops, about.
         max_bytes: memory that the search may take, about.
         epsilon: plans may be left out that are better by less than this share in one of both costs.
-
-    Raises:
-        ValueError: for limits that are not positive.
     """
     budget = Budget(max_points, max_seconds, max_bytes, epsilon)
     started, deadline = time.perf_counter(), time.thread_time() + max_seconds
@@ -143,18 +138,12 @@ def search_meshes(
     # no mesh, or a layer that no plan can pass
     if not layers or not all(len(layer.source) for layer in layers):
         return Frontier((), epsilon, time.perf_counter() - started)
-    # drop whole meshes, where there are several and enough to search
-    priced, meshes = None, layers[0].choice
-    if len(made) > 1 and sum(layer.values.size for layer in layers) > _UNPRICED:
-        priced = prices, known = make_prices(layers, steps=_STEPS)
-        # Only meshes of which some plan may be better than the known ones.
-        first = layers[0]
-        states = apply(first, np.zeros((len(first.source), 2)), np.arange(len(first.source)))
-        meshes = first.choice[Bounds(prices, known, epsilon).gains(1, states, first.target) > 0]
+    # prices drop whole meshes, where there are several and enough to search
+    is_large = len(made) > 1 and sum(layer.values.size for layer in layers) > _UNPRICED
+    priced = make_prices(layers, steps=_STEPS) if is_large else None
     plans, error_bound = search_reduced(layers, budget, deadline=deadline, priced=priced)
-    searched = tuple(made[mesh][0] for mesh in meshes.tolist())
     points = _mesh_points(made, choices(layers, plans))
-    return Frontier(points, max(error_bound, epsilon), time.perf_counter() - started, searched)
+    return Frontier(points, max(error_bound, epsilon), time.perf_counter() - started)
 
 
 def _mesh_points(
@@ -316,27 +305,17 @@ def _side_by_side(beside: Sequence[Layer], *, is_first: bool, is_last: bool) -> 
 # ---- The search of reduced layers.
 
 
-@dataclass(frozen=True)
-class Budget:
+class Budget(NamedTuple):
     """What a search may take, and what it may miss.
 
     It may hold `max_points` partial plans and `max_bytes` at one time, and take `max_seconds`. It
-    may miss plans that are less than the share `epsilon` better. Raises ValueError.
+    may miss plans that are less than the share `epsilon` better.
     """
 
     max_points: int
     max_seconds: float
     max_bytes: float
     epsilon: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not (self.max_points >= 1 and self.max_seconds > 0 and self.max_bytes > 0):
-            raise ValueError(
-                "max_points must be at least 1 and max_seconds and max_bytes positive, got "
-                f"{self.max_points}, {self.max_seconds} and {self.max_bytes}"
-            )
-        if not 0 <= self.epsilon < 1:
-            raise ValueError(f"epsilon is a share from 0 to below 1, got {self.epsilon}")
 
 
 def search_reduced(

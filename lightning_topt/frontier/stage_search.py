@@ -93,8 +93,6 @@ def search_stages(
     far are returned, with the largest bytes first. What is left takes less memory than all of them,
     so nothing bounds by how much it is better: then `error_bound` is infinite.
     """
-    if not 0 <= epsilon < 1:
-        raise ValueError(f"epsilon is a share from 0 to below 1, got {epsilon}")
     deadline = time.thread_time() + max_seconds
     cuts, share = StageCuts(table, epsilon / 4), 1 + epsilon / 2  # (1 + e/4) (1 + e/2) < 1 + e
     beaten = _KnownPlans(table, known, share)

@@ -37,7 +37,6 @@ def test_equals_brute_force_over_all_meshes(monkeypatch, prices, ties, forbidden
         monkeypatch.setattr(chain_search, "_UNPRICED", 0)
         monkeypatch.setattr(chain_search, "_SMALL", 0)
     rng = np.random.default_rng([prices, ties, int(10 * forbidden)])
-    dropped = 0
     for _ in range(15):
         tables = random_meshes(rng, int(rng.integers(1, 5)), ties=ties, forbidden=forbidden)
         found = search_meshes((i, lambda table=table: table) for i, table in enumerate(tables))
@@ -46,8 +45,6 @@ def test_equals_brute_force_over_all_meshes(monkeypatch, prices, ties, forbidden
         for point in found.points:
             seconds, size = tables[point.label].evaluate(np.array([list(point.choice.values())]))
             assert (seconds[0], size[0]) == (point.step_seconds, point.peak_bytes)
-        dropped += len(tables) - len(found.searched)
-    assert dropped > 0 or not prices
 
 
 @pytest.mark.parametrize("prices", [False, True])
@@ -71,21 +68,7 @@ def test_chains_of_different_depth_and_columns_side_by_side(monkeypatch, prices)
         assert all(len(point.choice) == depths[point.label] for point in found.points)
 
 
-def test_a_mesh_that_is_dearer_throughout_is_not_searched(monkeypatch):
-    monkeypatch.setattr(chain_search, "_UNPRICED", 0)
-    table = random_chain(np.random.default_rng(0), blocks=6, configs=3)
-    dear = ChainTable(table.blocks, table.order, 1e3, 1e3)
-    found = search_meshes([("dear", lambda: dear), ("cheap", lambda: table)])
-    assert (
-        found.searched == ("cheap",)
-        and {point.label for point in found.points} == {"cheap"}
-        and found.exact
-    )
-
-
 def test_no_mesh_and_no_allowed_plan():
     assert search_meshes([]).points == ()
     table = random_chain(np.random.default_rng(0), blocks=2, configs=2, forbidden=1.1)
     assert search_meshes([("a", lambda: table)]).points == ()
-    with pytest.raises(ValueError, match="epsilon"):
-        search_meshes([], epsilon=2.0)

@@ -21,7 +21,7 @@ class UnfreezesBody(Net):
         self.trace.append([p.requires_grad for p in self.net.parameters()])
 
 
-@counted("parameters unfrozen at step 5", find_unused=True)
+@counted("parameters unfrozen at step 5", find_unused=True, limit_train_batches=12)
 def body_unfrozen_at_step_5() -> Built:
     return traced(UnfreezesBody())
 
@@ -39,7 +39,7 @@ class LateGroup(Net):
         return torch.optim.Adam(self.net[:4].parameters(), lr=1e-2)
 
 
-@counted("group of parameters added to the optimizer at step 5")
+@counted("group of parameters added to the optimizer at step 5", limit_train_batches=12)
 def late_group_of_parameters() -> Built:
     return traced(LateGroup())
 

@@ -158,7 +158,7 @@ def weight_averaging() -> Built:
     return traced(Net(), callbacks=[WeightAveraging()])
 
 
-@counted("Lightning's StochasticWeightAveraging", max_epochs=3, limit_train_batches=4)
+@counted("Lightning's StochasticWeightAveraging", max_epochs=3, limit_train_batches=3)
 def stochastic_weight_averaging() -> Built:
     return traced(Net(), callbacks=[StochasticWeightAveraging(1e-2, swa_epoch_start=1)])
 

@@ -173,7 +173,7 @@ def metric_that_counts() -> Built:
 class StopsItself(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.patience = 9
+        self.patience = 7
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.patience -= 1
@@ -199,7 +199,7 @@ class SavesInTheMiddle(Net):
         return super().training_step(batch, batch_idx)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx % 5 == 4:
+        if batch_idx % 4 == 3:
             with tempfile.TemporaryDirectory() as folder:
                 self.trainer.save_checkpoint(f"{folder}/middle.ckpt")
 

@@ -32,7 +32,7 @@ class MemoryBank(Net):
         return F.cross_entropy(logits, y) + 0.1 * F.cross_entropy(logits, self.bank[numbers])
 
 
-@counted("memory bank by number of sample, over two epochs", max_epochs=2, limit_train_batches=6)
+@counted("memory bank by number of sample, over two epochs", max_epochs=2, limit_train_batches=4)
 def memory_bank() -> Built:
     module = MemoryBank()
     return Built(module, rows(numbered), lambda: module.visits.tolist())

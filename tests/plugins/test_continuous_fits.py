@@ -244,7 +244,8 @@ def assert_equals(fit: Fit, found: dict[str, Any], twin: Any) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_weights_are_those_of_the_schedule_action_by_action(ranks: int) -> None:
-    names = [*FITS] if ranks == 2 else ["overlapped", "in between", "accumulated"]
+    more = ["overlapped", "accumulated"]  # lags that differ between stages say more
+    names = more if ranks == 4 else [name for name in FITS if name not in more]
     results = on_ranks(fits, ranks, names, world_size=ranks)
     for name in names:
         fit, first = FITS[name], results[0][name]

@@ -212,7 +212,7 @@ class Case:
 
 def results_of(trainer: Any, module: Rich, seed: int, batches: type[OwnBatches]) -> dict[str, Any]:
     torch.manual_seed(seed)  # other random numbers on every rank, as other samples would make them
-    trainer.fit(module, batches(4), batches(2 + dist.get_rank() % 2, seed=1))
+    trainer.fit(module, batches(3), batches(1 + dist.get_rank() % 2, seed=1))
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     plan = getattr(trainer.strategy, "parallel_plan", None)
     return {
@@ -236,7 +236,7 @@ def both(rank: int, case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
         torch.manual_seed(rank)
         collects = case.given is not None and not case.has_stages
         module = Rich(case.width, collects=collects, counts=case.counts)
-        rest = {"max_epochs": 2, "num_sanity_val_steps": 0, **case.trainer}
+        rest = {"max_epochs": 1 + case.counts, "num_sanity_val_steps": 0, **case.trainer}
         strategy = topt_trainer(case.given, options=case.options, **rest) if topt else None
         found.append(
             results_of(
@@ -295,7 +295,7 @@ def test_a_fit_is_that_of_ddp(case: Case) -> None:
 
 # ---- models of others ----------------------------------------------------------------------------
 
-MODELS = ("bert", "t5", "vit")  # dropout, padding
+MODELS = ("bert", "t5")  # dropout, padding
 
 
 def split_most(module: Any, batch: Any) -> dict[str, Any]:
@@ -394,7 +394,7 @@ def refused(rank: int) -> list[str]:
     found = []
     for norm in (False, True):
         with pytest.raises(PlanError) as caught:
-            topt_trainer(plan(1), max_epochs=2).fit(Averaging(norm=norm), OwnBatches(2))
+            topt_trainer(plan(1), max_epochs=2).fit(Averaging(norm=norm), OwnBatches(1))
         found.append(str(caught.value))
     return found
 
@@ -473,13 +473,13 @@ def resumed(rank: int, folder: Path) -> Any:
         # Before an evaluation is over: the parameters are whole.
         saving = ModelCheckpoint(folder / first, filename="half", save_on_train_epoch_end=False)
         trainers[first](max_epochs=1, callbacks=[saving], **rest).fit(
-            Rich(32, dropout=0.0), OwnBatches(4), OwnBatches(1)
+            Rich(32, dropout=0.0), OwnBatches(2), OwnBatches(1)
         )
     found = {}
-    for first, then in (("ddp", "ddp"), ("topt", "ddp"), ("ddp", "topt"), ("ddp", "search")):
+    for first, then in (("ddp", "ddp"), ("topt", "ddp"), ("ddp", "search")):
         module = Rich(32, dropout=0.0)
         trainer = trainers[then](max_epochs=2, num_sanity_val_steps=0)
-        trainer.fit(module, OwnBatches(4), OwnBatches(1), ckpt_path=folder / first / "half.ckpt")
+        trainer.fit(module, OwnBatches(2), OwnBatches(1), ckpt_path=folder / first / "half.ckpt")
         found[first, then] = [output[0] for output in module.outputs], dict(module.state_dict())
     searched = trainer.strategy.parallel_plan
     assert "split on data 1 x tensor 2, 2 microbatches" in searched.summary()
@@ -491,6 +491,6 @@ def test_checkpoints_go_on_under_ddp_and_back(tmp_path: Path) -> None:
     for found in on_ranks(resumed, tmp_path):
         losses, state = found["ddp", "ddp"]
         for own_losses, own_state in found.values():
-            assert len(losses) == 4 and own_losses == pytest.approx(losses, rel=1e-4)
+            assert len(losses) == 2 and own_losses == pytest.approx(losses, rel=1e-4)
             for name, value in state.items():
                 torch.testing.assert_close(own_state[name], value, rtol=1e-3, atol=1e-4)

@@ -127,11 +127,11 @@ class OtherOrder:
         self.seed = seed
 
     def __len__(self) -> int:
-        return 4
+        return 2
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(self.seed)
-        for _ in range(4):
+        for _ in range(2):
             places = torch.randint(0, 64, (8,), generator=generator)
             tokens = Tokens().tokens[places]
             yield tokens[:, :-1], tokens[:, 1:]
@@ -148,13 +148,13 @@ def alike(rank: int) -> dict[str, Any]:
         torch.manual_seed(0)
         return kind()
 
-    hooks = seeded(Noisy)
+    hooks, data = seeded(Noisy), loader(8, length=16)
     found = {
-        "sums": losses(seeded(Sums), loader(8), pipeline(2, microbatches=3, microbatch_loss="sum")),
+        "sums": losses(seeded(Sums), data, pipeline(2, microbatches=3, microbatch_loss="sum")),
         "own order": losses(seeded(RecordingGPT), OtherOrder(rank), pipeline(2, microbatches=2)),
-        "one microbatch": losses(seeded(Within), loader(8), pipeline(2, microbatches=1)),
-        "spectral norm": losses(seeded(Normed), loader(8), pipeline(2, microbatches=1)),
-        "hooks": losses(hooks, loader(8), pipeline(2, microbatches=2), max_steps=1),
+        "one microbatch": losses(seeded(Within), data, pipeline(2, microbatches=1)),
+        "spectral norm": losses(seeded(Normed), data, pipeline(2, microbatches=1)),
+        "hooks": losses(hooks, data, pipeline(2, microbatches=2), max_steps=1),
     }
     return {**found, "called": hooks.called}
 
@@ -169,10 +169,10 @@ def alone(kind: Any, data: Any) -> list[float]:
 
 def test_losses_that_are_sums_and_batches_that_differ() -> None:
     expected = {
-        "sums": alone(Sums, in_order(8)),
+        "sums": alone(Sums, in_order(8, length=16)),
         "own order": alone(RecordingGPT, OtherOrder(0)),
-        "one microbatch": alone(Within, in_order(8)),
-        "spectral norm": alone(Normed, in_order(8)),
+        "one microbatch": alone(Within, in_order(8, length=16)),
+        "spectral norm": alone(Normed, in_order(8, length=16)),
     }
     for found in on_ranks(alike):
         for name, losses in expected.items():
@@ -193,12 +193,13 @@ class WithFactors:
     """Batches with a factor for each sample; one of them is infinite."""
 
     def __iter__(self) -> Iterator[Any]:
-        factors = torch.ones(8, 8)
+        factors = torch.ones(4, 8)
         factors[2, 2] = float("inf")
-        return ((*batch, factor) for batch, factor in zip(loader(8), factors, strict=True))
+        batches = loader(8, length=32)
+        return ((*batch, factor) for batch, factor in zip(batches, factors, strict=True))
 
     def __len__(self) -> int:
-        return 8
+        return 4
 
 
 def overflows(strategy: Any, devices: int) -> tuple[list[float], float]:
@@ -215,6 +216,6 @@ def overflows_in_one_microbatch(rank: int) -> tuple[list[float], float]:
 
 def test_an_overflow_in_one_microbatch_skips_the_step_on_all_stages() -> None:
     expected, scale = overflows("auto", 1)
-    assert scale == 512.0 and expected[2] == float("inf") and len(expected) == 8
+    assert scale == 512.0 and expected[2] == float("inf") and len(expected) == 4
     for losses, own_scale in on_ranks(overflows_in_one_microbatch):
         assert own_scale == scale and losses == pytest.approx(expected, rel=1e-3)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
 from lightning_topt import PipelineStrategy, TopK
@@ -27,7 +28,19 @@ class Plain(Net):
         pass
 
 
-def fit(schedule: str, form: str, epochs: int, ckpt_path: str | None = None) -> tuple[Any, Plain]:
+class Saver(Callback):
+    """Saves after the first epoch."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def fit(schedule: str, form: str, path: str, *, resumes: bool) -> tuple[Any, Plain]:
+    """Two epochs, of which the first is saved; or the second from there."""
     strategy = PipelineStrategy(
         stages=2,
         cluster=cluster(4),
@@ -36,30 +49,26 @@ def fit(schedule: str, form: str, epochs: int, ckpt_path: str | None = None) -> 
         checkpoint=form,
         prediction="stash" if schedule == "continuous" else None,
     )
-    module, loader = Plain(adamw), DataLoader(Points(96), batch_size=4, shuffle=False)
-    trainer = make_trainer(strategy, devices=4, max_epochs=epochs)
-    trainer.fit(module, loader, ckpt_path=ckpt_path)
+    module, loader = Plain(adamw), DataLoader(Points(48), batch_size=4, shuffle=False)
+    callbacks = [] if resumes else [Saver(path)]
+    trainer = make_trainer(strategy, devices=4, max_epochs=2, callbacks=callbacks)
+    trainer.fit(module, loader, ckpt_path=path if resumes else None)
     return trainer, module
 
 
 def resume(rank: int, schedule: str, form: str, path: str) -> Any:
-    """Two epochs; one that is saved, and one that goes on from there."""
-    trainer, whole = fit(schedule, form, 2)
+    trainer, whole = fit(schedule, form, path, resumes=False)
     plan = trainer.strategy.parallel_plan
     assert isinstance(plan.gradient_exchange, TopK) and plan.gradient_exchange.density == 0.5
     assert (plan.mesh.pipeline_size, plan.mesh.data_parallel_size) == (2, 2)
-    trainer, _ = fit(schedule, form, 1)
-    trainer.save_checkpoint(path)
-    _, resumed = fit(schedule, form, 2, path)
+    _, resumed = fit(schedule, form, path, resumes=True)
     return [
         {key: value.clone() for key, value in module.state_dict().items()}
         for module in (whole, resumed)
     ]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "form"), [("continuous", "full"), ("1f1b", "full"), ("1f1b", "sharded")]
-)
+@pytest.mark.parametrize(("schedule", "form"), [("continuous", "full"), ("1f1b", "sharded")])
 def test_files_have_what_rows_keep(schedule: str, form: str, tmp_path: Path) -> None:
     results = on_ranks(resume, schedule, form, str(tmp_path / "half.ckpt"), world_size=4)
     for whole, resumed in results:

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Everything that several GPUs can show: collectives, plans and pipelines on 2, 4 and 8 ranks.
+# Everything that several GPUs can show on 2, 4 and 8 ranks: collectives, plans, pipelines, and what
+# may go wrong there alone.
 #
 #   benchmarks/multi_gpu.sh FOLDER                              # as many ranks as there are GPUs
 #   DEVICE=cpu QUICK=1 RANKS=2 benchmarks/multi_gpu.sh FOLDER   # a rehearsal over gloo
@@ -12,7 +13,7 @@ set -u
 out=${1:?usage: benchmarks/multi_gpu.sh FOLDER}
 python=${PYTHON:-python}
 device=${DEVICE:-cuda}
-parts=${PARTS:-collectives plans pipelines}
+parts=${PARTS:-hazards collectives plans pipelines}
 mkdir -p "$out"
 cd "$(dirname "$0")/.." || exit 1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

@@ -10,6 +10,8 @@ Rows "of 8" are of a fake group of eight, in which a rank decodes what eight sen
 from __future__ import annotations
 
 import collections
+import itertools
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -38,20 +40,20 @@ from benchmarks.gpu_report.reporting import (
 from lightning_topt.communication import BoundedLoss, GradientMethod, LocalMethod, OuterSteps
 from lightning_topt.communication.bucket import (
     Bucket,
-    BucketExchange,
     BucketLayout,
     ExchangeContext,
     Stages,
 )
 from lightning_topt.communication.exchange_method import exempt_names, method_classes
 from lightning_topt.communication.hook import CompressedExchange
-from lightning_topt.communication.topology import Groups, Topology, make_groups
+from lightning_topt.communication.topology import Topology, make_groups
 
 SHAPES = [(1024, 4096), (1024,), (1024, 1024), (4096,), (1024, 1280)]  # 25 MiB of float32
 SMALL_SHAPES = [(64, 256), (64,), (64, 64), (256,), (64, 80)]
 ALONE, OF_EIGHT = Topology(1, 1, 0), Topology(8, 1, 0)
 _WAITS = ("StreamSynchronize", "DeviceSynchronize", "EventSynchronize", "CtxSynchronize")
 _LEAST_LEFT = 3.0
+_made = itertools.count()  # buckets are exchanged in the same order on all ranks
 
 
 class Matrices(nn.Module):
@@ -146,15 +148,41 @@ def bucket_columns(
     legal = method.choices(topology)
     row["is_legal"] = bool(legal)
     method = legal[0] if legal else method
-    module = Matrices(shapes).to(device)
-    groups = groups_of(method, topology)
-    exchange = make_exchange(method, groups, device, topology)
+    with bucket_call(method, shapes, device, topology) as call:
+        row["bucket_bytes"] = 4 * sum(map(math.prod, shapes))
+        start = time.perf_counter()
+        call()
+        synchronize(device)
+        row["first_seconds"] = time.perf_counter() - start
+        reset_peaks(device)
+        columns_of_call(row, call, device)
+        row["gb_per_s"] = row["bucket_bytes"] / row["call_seconds"] / 1e9
+        row.update(memory_columns(device))
+    row["used_after_close_bytes"] = memory_columns(device).get("used_bytes")
+
+
+@contextmanager
+def bucket_call(
+    method: GradientMethod,
+    shapes: list[tuple[int, ...]],
+    device: torch.device,
+    topology: Topology,
+) -> Iterator[Callable[[], None]]:
+    """Give the exchange of one bucket, without the exchange's thread. A collective call."""
+    groups = make_groups(
+        topology,
+        num_stages=method.num_stages(topology),
+        hierarchical=method.sums_in_nodes(topology),
+        timeout_seconds=10,
+    )
+    default = dist.distributed_c10d._get_default_store()
+    store = dist.PrefixStore(f"gpu_report/{method.name}/{next(_made)}", default)
+    exchange = method.make_exchange(ExchangeContext(topology, groups, device, 10, store))
     exchange.warm_up()
-    layout = layout_of(module, method)
+    layout = layout_of(Matrices(shapes), method)
     generator = torch.Generator(device).manual_seed(0)
     gradient = torch.randn(sum(layout.numels), device=device, generator=generator)
     buffer = gradient.clone()
-    row["bucket_bytes"] = buffer.nbytes
     # All methods are past the steps in which they send everything.
     bucket = Bucket(0, buffer, layout, True, 1000)
 
@@ -164,18 +192,11 @@ def bucket_columns(
             exchange.relayout()
         run_stages(exchange.stages(bucket))
 
-    start = time.perf_counter()
-    call()
-    synchronize(device)
-    row["first_seconds"] = time.perf_counter() - start
-    reset_peaks(device)
-    columns_of_call(row, call, device)
-    row["copy_seconds"] = device_seconds(lambda: buffer.copy_(gradient), device)
-    row["gb_per_s"] = buffer.nbytes / row["call_seconds"] / 1e9
-    row.update(memory_columns(device))
-    exchange.close()
-    groups.destroy()
-    row["used_after_close_bytes"] = memory_columns(device).get("used_bytes")
+    try:
+        yield call
+    finally:
+        exchange.close()
+        groups.destroy()
 
 
 def outer_columns(
@@ -246,27 +267,30 @@ def columns_of_call(row: dict[str, Any], call: Callable[[], None], device: torch
     row["call_seconds"] = device_seconds(call, device, least_seconds=2e-2, batches=3)
     row["host_seconds"] = host_seconds(call, device, calls=5)
     if device.type == "cuda":
-        lines = waiting_lines(call)
-        row["waits"] = sum(lines.values())
-        row["waiting_lines"] = "; ".join(f"{line} x {n}" for line, n in lines.most_common(6))
-    row.update(counted_events(call, device))
+        with waiting_lines(row):
+            call()
+    with counted_events(row, device):
+        call()
 
 
-def waiting_lines(call: Callable[[], None]) -> collections.Counter[str]:
-    """Return the lines of code at which torch made the host wait for the device, with counts."""
+@contextmanager
+def waiting_lines(row: dict[str, Any]) -> Iterator[None]:
+    """Add the lines of code at which torch makes the host wait for the device, with counts."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            call()
+            yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    return collections.Counter(
+    lines = collections.Counter(
         f"{short(each.filename)}:{each.lineno}"
         for each in caught
         if "synchroniz" in str(each.message)
     )
+    row["waits"] = sum(lines.values())
+    row["waiting_lines"] = "; ".join(f"{line} x {n}" for line, n in lines.most_common(6))
 
 
 def short(filename: str) -> str:
@@ -275,46 +299,36 @@ def short(filename: str) -> str:
     return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else Path(*path.parts[-2:]))
 
 
-def counted_events(call: Callable[[], None], device: torch.device) -> dict[str, int]:
-    """Return how many kernels a call launches, copies to the host it makes, and times it waits."""
+@contextmanager
+def counted_events(
+    row: dict[str, Any], device: torch.device, *, trace: Path | None = None
+) -> Iterator[None]:
+    """Add the kernels launched within, copies to the host, and how often the host waits or reads.
+
+    `trace`: a file for the profile itself.
+    """
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities) as profiled:
-        call()
+        yield
         synchronize(device)
+    if trace is not None:
+        profiled.export_chrome_trace(str(trace))
     names = collections.Counter(str(event.name) for event in profiled.events() or ())
+    row["reads"] = names["aten::_local_scalar_dense"]  # of a tensor's value
     if not cuda:
-        return {"operators": sum(n for name, n in names.items() if name.startswith("aten::"))}
-    on_device = sum(1 for event in profiled.events() or () if event.device_type == DeviceType.CUDA)
-    return {
-        "launches": sum(n for name, n in names.items() if "LaunchKernel" in name),
-        "device_events": on_device,
-        "copies": sum(n for name, n in names.items() if name.startswith("cudaMemcpy")),
-        # That of the profile itself is one of them.
-        "runtime_waits": sum(n for name, n in names.items() if name.endswith(_WAITS)) - 1,
-    }
+        row["operators"] = sum(n for name, n in names.items() if name.startswith("aten::"))
+        return
+    row["launches"] = sum(n for name, n in names.items() if "LaunchKernel" in name)
+    row["device_events"] = sum(
+        event.device_type == DeviceType.CUDA for event in profiled.events() or ()
+    )
+    row["copies"] = sum(n for name, n in names.items() if name.startswith("cudaMemcpy"))
+    # That of the profile itself is one of them.
+    row["runtime_waits"] = sum(n for name, n in names.items() if name.endswith(_WAITS)) - 1
 
 
 # ---- a bucket without DDP ------------------------------------------------------------------------
-
-
-def groups_of(method: GradientMethod, topology: Topology) -> Groups:
-    """Make the groups of an exchange by the ranks of the default group."""
-    return make_groups(
-        topology,
-        num_stages=method.num_stages(topology),
-        hierarchical=method.sums_in_nodes(topology),
-        timeout_seconds=10,
-    )
-
-
-def make_exchange(
-    method: GradientMethod, groups: Groups, device: torch.device, topology: Topology
-) -> BucketExchange:
-    """Make the exchange of the ranks of `groups`."""
-    default = dist.distributed_c10d._get_default_store()
-    store = dist.PrefixStore(f"gpu_report/{method.name}/{time.monotonic_ns()}", default)
-    return method.make_exchange(ExchangeContext(topology, groups, device, 10, store))
 
 
 def layout_of(module: nn.Module, method: GradientMethod) -> BucketLayout:

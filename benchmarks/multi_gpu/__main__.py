@@ -20,7 +20,7 @@ import torch.distributed as dist
 from benchmarks.gpu_report.reporting import Report, read_lines, summarize
 from benchmarks.multi_gpu.job import Job
 
-PARTS = ("collectives", "plans", "pipelines")
+PARTS = ("hazards", "collectives", "plans", "pipelines")
 _CALL_SECONDS = 60.0  # that a collective call may take
 
 

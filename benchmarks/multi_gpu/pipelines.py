@@ -7,7 +7,7 @@ line, and the next one goes on. `predicted` is the plan's own step; without flus
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -41,24 +41,24 @@ def run(job: Job) -> None:
         with job.case(name, seconds=_SECONDS) as row:
             microbatches = None if name in CONTINUOUS_SCHEDULES else min(SAMPLES, 2 * job.ranks)
             strategy = PipelineStrategy(
-                schedule=name, microbatches=microbatches, process_group_backend=_backend(job)
+                schedule=name, microbatches=microbatches, process_group_backend=backend_of(job)
             )
             row["microbatches"] = microbatches
             reset_peaks(job.device)
-            module = fit(sizes, batches, strategy, job)
+            fit(lambda: ByteGPT(*sizes), Batches(batches), strategy, job, record := Record())
             assert strategy.parallel_plan is not None
             if (predicted := strategy.parallel_plan.predicted) is not None:
                 row["predicted_step_seconds"] = predicted.step_seconds
             half = STEPS // 2
-            seconds = (module.times[-1] - module.times[half]) / (STEPS - 1 - half)
+            seconds = (record.times[-1] - record.times[half]) / (STEPS - 1 - half)
             row["measured_step_seconds"] = job.largest(seconds)
             if name not in CONTINUOUS_SCHEDULES:
-                row["off_one_process"] = difference(module.losses, expected)
-            row["last_loss"] = module.losses[-1]
+                row["off_one_process"] = difference(record.losses, expected)
+            row["last_loss"] = record.losses[-1]
             row.update(memory_columns(job.device))
 
 
-def _backend(job: Job) -> str:
+def backend_of(job: Job) -> str:
     return "nccl" if job.device.type == "cuda" else "gloo"
 
 
@@ -75,34 +75,40 @@ class Batches:
         return len(self.batches)
 
 
-class RecordingGPT(ByteGPT):
-    """Keeps the loss of each step and when it ended."""
+class Record(pl.Callback):
+    """Keeps the loss of each step, which all ranks of a pipeline have, and when it ended."""
 
-    def __init__(self, *sizes: int) -> None:
-        super().__init__(*sizes)
+    def __init__(self) -> None:
         self.losses: list[float] = []
         self.times: list[float] = []
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Note the loss, which all ranks have."""
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Note both."""
         self.losses.append(float(outputs["loss"]))
         self.times.append(time.perf_counter())
 
 
-def fit(sizes: tuple[int, ...], batches: Tensor, strategy: Strategy, job: Job) -> RecordingGPT:
-    """Train on the same batches on all ranks; return the module."""
+def fit(
+    make: Callable[[], pl.LightningModule],
+    loader: Any,
+    strategy: Strategy,
+    job: Job,
+    *callbacks: pl.Callback,
+) -> None:
+    """Train an epoch. Modules that `make` draws, and what they draw, are the same on all ranks."""
     pl.seed_everything(0, verbose=False)
-    module = RecordingGPT(*sizes)
     trainer = pl.Trainer(
         accelerator=job.device.type,
         devices=job.ranks,
         strategy=strategy,
         max_epochs=1,
+        callbacks=list(callbacks),
         **QUIET,
         use_distributed_sampler=False,
     )
-    trainer.fit(module, Batches(batches))
-    return module
+    trainer.fit(make(), loader)
 
 
 def plain_losses(sizes: tuple[int, ...], batches: Tensor, job: Job) -> list[float]:

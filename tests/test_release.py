@@ -104,15 +104,3 @@ def test_version_and_changelog_agree():
     released = re.findall(r"^## (\d+\.\d+\.\d+)", changelog, re.MULTILINE)
     assert released[0] == __version__
     assert str(yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"]) == __version__
-
-
-def test_issue_forms_are_forms():
-    forms = [p for p in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml") if p.name != "config.yml"]
-    assert forms
-    for path in forms:
-        form = yaml.safe_load(path.read_text())
-        assert {"name", "description", "body"} <= set(form)
-        names = [field["id"] for field in form["body"]]
-        assert len(names) == len(set(names)) and all(
-            field["type"] == "textarea" and field["attributes"]["label"] for field in form["body"]
-        )

@@ -115,11 +115,8 @@ def complete(request: str) -> None:
 
 
 def _run_hydra(command: str, arguments: list[str]) -> None:
-    import hydra  # noqa: PLC0415  (a quarter of a second, which help and version need not wait for)
-
-    from hydra_plugins.lightning_topt_searchpath import conf_dir  # noqa: PLC0415
+    # a quarter of a second, which help and version need not wait for
+    from hydra_plugins.lightning_topt_searchpath import hydra_command  # noqa: PLC0415
 
     sys.argv = [sys.argv[0], *arguments]
-    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)(
-        lambda config: None
-    )()
+    hydra_command(command)(lambda config: None)()

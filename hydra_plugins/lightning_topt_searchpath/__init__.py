@@ -15,8 +15,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import hydra
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.object_type import ObjectType
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
@@ -38,6 +41,13 @@ def conf_dir() -> Path:
     package = Path(spec.origin).parent
     inside = package / "conf"
     return inside if inside.is_dir() else package.parent / "conf"
+
+
+def hydra_command(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return `hydra.main` with the configuration of a command `topt`."""
+    # Hydra 1.4 behaves so without being asked, and warns where it is
+    base: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
+    return hydra.main(config_path=str(conf_dir()), config_name=name, **base)
 
 
 class LightningToptSearchPath(SearchPathPlugin):

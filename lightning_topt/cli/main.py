@@ -16,7 +16,6 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-import hydra
 import yaml
 from hydra.errors import HydraException, InstantiationException
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -24,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 import topt_console
-from hydra_plugins.lightning_topt_searchpath import conf_dir
+from hydra_plugins.lightning_topt_searchpath import hydra_command
 from lightning_topt.basics.argument_checks import check_whole
 from lightning_topt.communication.started_ranks import leave_to_rank_0, run_name, started_rank
 from topt_console.status_line import STATUS
@@ -90,7 +89,7 @@ def hydra_main(command: str, run: Callable[[DictConfig], object]) -> None:
     # "1": Hydra raises its errors instead of printing them
     try:
         with _process_state([arguments[0], *words], "1"):
-            hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)(task)()
+            hydra_command(command)(task)()
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         # what Hydra does not find is an OSError too
         if has_begun or isinstance(error, HydraException):

@@ -28,15 +28,13 @@ import pickle
 import secrets
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path, PurePath
 from typing import IO, Any, ClassVar, NoReturn
 
 import fsspec
 import torch
 import xxhash
-from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as RemoteFiles
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
@@ -49,6 +47,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
+
+try:  # torch 2.15 and later
+    from torch.distributed.checkpoint.fsspec_filesystem import FsspecReader, FsspecWriter
+except ImportError:
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 MANIFEST = "checkpoint.json"
 FILES_IN = "shards."  # how the name of a folder of files begins
@@ -382,8 +385,8 @@ class ShardReader(FileSystemReader):
         super().__init__(str(folder.path))
         self._folder = folder
         if isinstance(folder.path, RemotePath):
-            self.fs: Any = RemoteFiles()
-            self.path: Any = self.fs.init_path(str(folder.path))
+            remote: Any = FsspecReader(str(folder.path))
+            self.fs, self.path = remote.fs, remote.path
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """Return what ``.metadata`` has."""
@@ -452,7 +455,8 @@ class _MetadataUnpickler(pickle._Unpickler):
         if type(made) not in _FILLED:
             raise pickle.UnpicklingError(f"it sets attributes of {made!r}")
         if isinstance(made, TensorProperties):
-            TensorProperties.__setstate__(made, state)  # as torch has it
+            # as torch has it: from 2.15 on a sixth value follows, which tells nothing
+            TensorProperties.__setstate__(made, state[: len(fields(made))])
         else:
             made.__dict__.update(state)
 

@@ -107,6 +107,16 @@ def test_metadata_runs_no_code(copied: Path, tmp_path: Path) -> None:
             assert not victim.exists()
 
 
+def test_metadata_of_any_release_of_torch_is_read(copied: Path, monkeypatch: Any) -> None:
+    file, state_of = files_of(copied) / ".metadata", TensorProperties.__getstate__
+    metadata = ShardFolder.at(copied).metadata
+    for more in ((), ((1,),)):  # from torch 2.15 on strides, too
+        state = lambda of, more=more: (*state_of(of)[:5], *more)  # noqa: E731
+        monkeypatch.setattr(TensorProperties, "__getstate__", state)
+        file.write_bytes(pickle.dumps(metadata))
+        assert step_of(copied) == 7
+
+
 def text(value: str) -> bytes:
     """Return a pickle's opcodes for a text."""
     return pickle.BINUNICODE + len(value).to_bytes(4, "little") + value.encode()

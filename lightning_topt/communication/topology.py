@@ -14,7 +14,6 @@ from functools import partial
 from threading import Thread
 from time import monotonic
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
@@ -226,16 +225,6 @@ def whole_run() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
-
-
-def is_equal_on_ranks(
-    number: int, *, device: torch.device | None = None, group: dist.ProcessGroup | None = None
-) -> bool:
-    """Return whether all ranks have this number, of at most 63 bits. A collective call."""
-    # the greatest equals the least where all are equal
-    ends = torch.tensor([number, -number], device=device)
-    dist.all_reduce(ends, dist.ReduceOp.MAX, group)
-    return int(ends[0]) == -int(ends[1])
 
 
 def own_group(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:

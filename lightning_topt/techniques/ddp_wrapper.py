@@ -8,21 +8,17 @@ there is little to hide, and more calls wait for one another (benchmarks/results
 
 from __future__ import annotations
 
-import ctypes
-import itertools
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import xxhash
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from lightning_topt.communication.exchange_method import averaged_parameters
-from lightning_topt.communication.topology import Topology, is_equal_on_ranks
+from lightning_topt.communication.topology import Topology
 
 _BUCKETS = 16
 # torch 2.13 `distributed.py`, `_BucketCapacityConfig`
@@ -39,27 +35,13 @@ def names_to_ignore(module: nn.Module) -> frozenset[str]:
 def bucket_limits(gradients: int, topology: Topology | None = None) -> list[int]:
     """Return the bytes from which a bucket of DDP is full, for so many bytes of gradients.
 
-    On several nodes that is a sixteenth of all, at least 1 MiB. On one node, and if a sixteenth is
-    more, it is torch's own pair: 1 MiB for the first bucket, 25 MiB for the others. `topology`
-    says which; None: the environment does.
+    On several nodes of `topology` that is a sixteenth of all, at least 1 MiB. On one node, and if a
+    sixteenth is more, it is torch's own pair: 1 MiB for the first bucket, 25 MiB for the others.
     """
     size = max(gradients // _BUCKETS, _SMALLEST_BUCKET)
-    if size < _TORCH_BUCKET and _are_on_nodes(topology):
+    if size < _TORCH_BUCKET and topology is not None and topology.num_nodes > 1:
         return [size]
     return [_SMALLEST_BUCKET, _TORCH_BUCKET]
-
-
-def _are_on_nodes(topology: Topology | None) -> bool:
-    # Whether the ranks of this run are on several nodes; False if no run has begun
-    if topology is not None:
-        return topology.num_nodes > 1
-    if not dist.is_initialized():
-        return False
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    try:
-        return Topology.from_environment(rank=rank, world_size=world_size).num_nodes > 1
-    except ValueError:  # some nodes have more ranks than others
-        return True
 
 
 def bytes_of_buckets(ddp: DistributedDataParallel) -> int:
@@ -85,13 +67,9 @@ def wrap_in_ddp(
         arguments: of DDP; unless they set bucket sizes, those of `bucket_limits` are taken, see
             [Note: buckets]
         ignored: names of parameters that DDP leaves alone
-        topology: of the run; None: from the environment, which Lightning's own launch of several
-            nodes says nothing in
+        topology: of the run; None: on one node
     """
     device_ids = None if device.type == "cpu" else [device.index]
-    if device.type == "cpu" and "init_sync" not in arguments:
-        group = arguments.get("process_group")
-        arguments = {**arguments, "init_sync": not _is_equal(module, ignored, group)}
     if not _BUCKET_ARGUMENTS & set(arguments):
         averaged = averaged_parameters(module, {*names_to_ignore(module), *ignored})
         # DDP says what is wrong with lazy ones.
@@ -100,35 +78,8 @@ def wrap_in_ddp(
         if len(limits) == 1:
             arguments = {**arguments, "bucket_cap_mb": limits[0] / (1 << 20)}
     # the module tells DDP what to ignore, while it is made
-    with _ignoring(module, ignored), _side_stream(device):
+    with _ignoring(module, ignored):
         return DistributedDataParallel(module, device_ids=device_ids, **arguments)
-
-
-def _is_equal(module: nn.Module, ignored: Collection[str], group: dist.ProcessGroup | None) -> bool:
-    # Return whether all ranks have the same parameters and buffers, on the host.
-    # Then DDP need not send those of rank 0, which takes five times as long as their checksums. A
-    # collective call.
-    left_out = {*names_to_ignore(module), *ignored}
-    named = itertools.chain(module.named_parameters(), module.named_buffers())
-    tensors = {name: each for name, each in named if name not in left_out}
-    if all(map(_has_plain_bytes, tensors.values())):
-        digest = xxhash.xxh3_64()
-        for name, tensor in tensors.items():
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            data = tensor.detach().contiguous()
-            # by address: a view of NumPy's would forbid the tensor to be resized, for good
-            digest.update((ctypes.c_char * data.nbytes).from_address(data.data_ptr()))
-        number = digest.intdigest() >> 1  # of 63 bits
-    else:
-        number = dist.get_rank()  # another one on each
-    return is_equal_on_ranks(number, group=group)
-
-
-def _has_plain_bytes(tensor: torch.Tensor) -> bool:
-    if is_lazy(tensor) or type(tensor.detach()) is not torch.Tensor:
-        return False
-    is_strided = tensor.layout == torch.strided and not tensor.is_quantized
-    return is_strided and tensor.device.type == "cpu"
 
 
 def register_hook(
@@ -152,14 +103,3 @@ def _ignoring(module: nn.Module, names: Collection[str]) -> Generator[None, None
             setattr(module, _IGNORED, before[_IGNORED])
         elif names:
             delattr(module, _IGNORED)
-
-
-@contextmanager
-def _side_stream(device: torch.device) -> Generator[None, None, None]:
-    # Run on a side stream, on which DDP on CUDA has to be made.
-    # Source: pytorch.org/docs/stable/notes/cuda.html, "CUDA Graphs".
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.stream(torch.cuda.Stream(device)):
-        yield
